@@ -1,0 +1,68 @@
+# One door to everything: `make setup`, `make demo`, `make test`. Each target prepares what it
+# needs, so the first call on a new machine may be any of them.
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
+PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,\
+	$(if $(shell $(python) -c 'import sys; print("yes" * (sys.version_info >= (3, 11)))' 2>/dev/null),$(python))))
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-all lint types layers tests tests-all format bench clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
+		|| sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' $(MAKEFILE_LIST)
+
+setup: $(READY) ## a virtual environment with everything, from nothing (or only what changed)
+
+demo: $(READY) ## a training run is killed, and resumes exactly
+	$(BIN)/holdfast demo
+
+test: lint types layers tests ## what every change must pass
+test-all: lint types layers tests-all ## the same, with the slow tests
+
+lint: $(READY) ## style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY) ## mypy, strict
+	$(BIN)/mypy
+
+layers: $(READY) ## the three import contracts
+	$(BIN)/lint-imports
+
+tests: $(READY) ## pytest without the slow ones; PYTEST_ARGS="-k fence -x" is handed on
+	$(PYTEST) -m "not slow"
+
+tests-all: $(READY)
+	$(PYTEST)
+
+format: $(READY) ## bring the sources into shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## the figures of docs/performance.md
+	$(BIN)/python benchmarks/save.py
+
+clean: ## remove what was built and cached; the virtual environment stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+# torch goes first and pinned: resolved together with the rest, or bare, pip may take a newer one
+# with several gigabytes of libraries for a GPU this machine has not got.
+$(READY): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# Debian's python3 makes no pip of its own without the package python3-venv; the pip outside can.
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or newer, as python3.11 or python3." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 \
+		|| { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $@ install --quiet pip; }

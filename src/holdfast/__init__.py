@@ -1,0 +1,129 @@
+"""Keep a PyTorch training run alive: snapshots every few steps, exact resumption on what is left.
+
+    ckpt = holdfast.Checkpointer("runs/gpt", {"model": model, "optimizer": optimizer})
+    restored = ckpt.restore()
+    for step in range(restored.step + 1 if restored else 0, steps):
+        ...
+        ckpt.step(step)
+    ckpt.close()
+
+Everything public is named here and found on first use, so that importing the package loads no
+torch: the command line answers at once, and the keeper never carries it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyPublished",
+    "ArenaError",
+    "CaptureOvertaken",
+    "Checkpointer",
+    "ChecksumMismatch",
+    "CoverageError",
+    "DeadlineExceeded",
+    "Event",
+    "Every",
+    "Fenced",
+    "FormatError",
+    "HoldfastError",
+    "Keep",
+    "KeeperError",
+    "NewerFormat",
+    "NotFound",
+    "PersistFailed",
+    "RestoreError",
+    "Restored",
+    "Rng",
+    "RootBusy",
+    "SaveError",
+    "SaveHandle",
+    "SnapshotSkipped",
+    "StateMismatch",
+    "StatePoisoned",
+    "StorageError",
+    "UnsupportedState",
+    "UsageError",
+    "__version__",
+    "load",
+    "open",
+    "save",
+    "subscribe",
+]
+
+if TYPE_CHECKING:
+    from .checkpointer import Checkpointer, Restored, SaveHandle
+    from .errors import (
+        AlreadyPublished,
+        ArenaError,
+        CaptureOvertaken,
+        ChecksumMismatch,
+        CoverageError,
+        DeadlineExceeded,
+        Fenced,
+        FormatError,
+        HoldfastError,
+        KeeperError,
+        NewerFormat,
+        NotFound,
+        PersistFailed,
+        RestoreError,
+        RootBusy,
+        SaveError,
+        SnapshotSkipped,
+        StateMismatch,
+        StatePoisoned,
+        StorageError,
+        UnsupportedState,
+        UsageError,
+    )
+    from .events import Event, subscribe
+    from .oneshot import load, open, save
+    from .policy.interval import Every
+    from .policy.retention import Keep
+    from .state.rng import Rng
+else:  # hidden from type checkers, which would take every misspelt name for a public one
+    import importlib
+    import sys
+    from types import ModuleType
+
+    _HOME = {
+        "Checkpointer": ".checkpointer",
+        "Event": ".events",
+        "Every": ".policy.interval",
+        "Keep": ".policy.retention",
+        "Restored": ".checkpointer",
+        "Rng": ".state.rng",
+        "SaveHandle": ".checkpointer",
+        "load": ".oneshot",
+        "open": ".oneshot",
+        "save": ".oneshot",
+        "subscribe": ".events",
+    }  # every other public name is an error
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOME.get(name, ".errors"), __name__), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+    class _Package(ModuleType):
+        """Keeps ``holdfast.load`` the function, although a package of that name lies beside it.
+
+        Importing ``holdfast.load.plan`` makes Python set ``holdfast.load`` to that package,
+        and the public function would be gone from then on.
+        """
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in __all__ and isinstance(value, ModuleType):
+                return
+            super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package

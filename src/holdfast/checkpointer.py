@@ -1,0 +1,392 @@
+"""The public object: snapshots of a state by policy, and its restore, on every rank alike.
+
+It joins the rooms and owns none of their work: `state` describes, `snapshot` captures, the
+keeper makes durable, `load` restores. No error of a save reaches the training loop; it
+is an event, and it is what ``handle.wait_*`` raises.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from holdfast.errors import HoldfastError, NotFound, StatePoisoned, UsageError
+from holdfast.events import RunStarted, emit, subscribe
+from holdfast.format.manifest import Generation
+from holdfast.load.choose import Candidate, choose
+from holdfast.load.restore import Restored, restore_first
+from holdfast.load.source import Checkpoint, from_manifest, from_memory
+from holdfast.observe.sinks import JsonlSink
+from holdfast.persist import commit
+from holdfast.policy.interval import Every
+from holdfast.policy.retention import Keep
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import arena_dir
+from holdfast.snapshot.client import KeeperClient, find_or_start
+from holdfast.snapshot.handle import SaveHandle
+from holdfast.snapshot.saver import Patience, Place, Saver
+from holdfast.state.describe import Describer, State, sort_objects
+from holdfast.storage.base import Store
+from holdfast.storage.open import normal_root, open_store
+from holdfast.world import World, agree, current_world, host_id, tell_all
+
+#: How far ahead of every rank a timed save is announced.
+_ANNOUNCE_AHEAD_S = 0.5
+
+
+class Checkpointer:
+    """Keeps one training state: snapshots in memory, checkpoints in storage, and the way back.
+
+    Every rank makes one, with the same arguments, after ``init_process_group`` (or without a
+    group, alone). ``root`` is a directory all ranks reach. ``state`` maps names to modules,
+    optimizers, schedulers, ``holdfast.Rng()``, anything with ``state_dict`` and
+    ``load_state_dict``, and plain values; it stays yours to change between saves.
+
+    ``memory`` and ``storage`` say when ``step`` takes a snapshot and makes one durable; ``keep``
+    which checkpoints stay; ``timeout_s`` bounds every wait for other ranks or the keeper.
+
+    Raises UsageError for arguments that mean nothing, UnsupportedState for what cannot be
+    stored, KeeperError and StorageError when keeper or root cannot be reached: at the start these
+    are yours to mend, later they only cost a snapshot.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        state: State,
+        *,
+        memory: Every | None = Every(steps=1),  # noqa: B008  (a frozen value)
+        storage: Every | None = Every(steps=500),  # noqa: B008
+        keep: Keep = Keep(),  # noqa: B008
+        parity: int = 0,
+        timeout_s: float = 120.0,
+    ) -> None:
+        _check(state, parity)
+        self.state = state
+        self.root = normal_root(root)
+        self.memory, self.storage, self.keep = memory, storage, keep
+        self.timeout_s = timeout_s
+        self.world: World = current_world()
+        self._store: Store = open_store(self.root)
+        self._describer = Describer(state, self.world.rank)
+        self._is_poisoned = False
+        self._is_closed = False
+        self._is_adopted = False
+        self._last_step: int | None = None
+        self._last_handle: SaveHandle | None = None
+        self._carried: list[SaveHandle] = []
+        self._timed_at = time.monotonic()
+        self._step_times: list[float] = []
+        self._announced_until = -1
+        self._meet()
+        _open_checkpointers.add(self)
+
+    # ── the run ──────────────────────────────────────────────────────────────────────────
+
+    def _meet(self) -> None:
+        """Agree with the other ranks on run, host and incarnation, and reach the keeper."""
+        world, timeout_s = self.world, self.timeout_s
+        host = host_id()
+        hosts = agree(world, "hosts", host.encode, timeout_s=timeout_s)
+        if len(set(hosts)) > 1:
+            names = sorted({name.decode() for name in hosts})
+            raise UsageError(
+                f"the ranks run on {len(names)} hosts ({', '.join(names)}); this version keeps "
+                "runs on one host"
+            )
+        run_id = tell_all(world, "root", self._open_root, timeout_s=timeout_s).decode()
+        self._arena = arena_dir(run_id, host)
+        place = Place(run_id, 0, world.nonce, world.rank, world.size)
+        self._saver = Saver(self._describer, place, self._connect, Patience(keeper_s=timeout_s))
+        begun = tell_all(world, "incarnation", self._begin, timeout_s=timeout_s)
+        self.incarnation, self._may_restore = msgspec.json.decode(begun, type=tuple[int, bool])
+        self._saver.place = Place(run_id, self.incarnation, world.nonce, world.rank, world.size)
+        agree(world, "join", self._join, timeout_s=timeout_s)
+        self._trace = JsonlSink(Path(self.root) / "events" / f"rank-{world.rank:05d}.jsonl")
+        self._stop_trace = subscribe(self._trace)
+        emit(RunStarted(
+            incarnation=self.incarnation, rank=world.rank, run_id=run_id, world=world.size,
+            host=host, pid=os.getpid(),
+        ))  # fmt: skip
+
+    def _open_root(self) -> bytes:
+        wanted = os.environ.get("HOLDFAST_RUN_ID", "")
+        found = commit.open_root(self._store, wanted or uuid.uuid4().hex[:12])
+        if wanted and found.run_id != wanted:
+            raise UsageError(
+                f"{self.root} belongs to run {found.run_id}, HOLDFAST_RUN_ID says {wanted}: unset "
+                "it, or use another root"
+            )
+        return found.run_id.encode()
+
+    def _connect(self, listener: Any, on_lost: Any) -> KeeperClient:
+        """A line to this host's keeper, and this rank's place in the incarnation on it."""
+        place = self._saver.place
+        line = find_or_start(
+            self._arena, run_id=place.run_id, root=self.root, host_id=host_id(),
+            timeout_s=self.timeout_s,
+        )  # fmt: skip
+        client = KeeperClient(line, listener, on_lost)
+        try:
+            hello = m.Hello(run_id=place.run_id, root=self.root)
+            client.request(hello, m.Welcome, timeout_s=self.timeout_s)
+            if place.incarnation:
+                join = m.Join(
+                    incarnation=place.incarnation, nonce=place.nonce, rank=place.rank,
+                    keep_last=self.keep.last, keep_every=self.keep.every,
+                    persist_at_end=self.storage is not None,
+                )  # fmt: skip
+                client.request(join, m.Done, timeout_s=self.timeout_s)
+        except HoldfastError:
+            client.close()
+            raise
+        return client
+
+    def _begin(self) -> bytes:
+        message = m.Begin(nonce=self.world.nonce, world=self.world.size)
+        begun = self._saver.request(message, m.Begun, timeout_s=self.timeout_s)
+        may_restore = bool(self._candidates(None))
+        return msgspec.json.encode((begun.incarnation, may_restore))
+
+    def _join(self) -> bytes:
+        self._saver.reconnect()
+        return b""
+
+    # ── restoring ────────────────────────────────────────────────────────────────────────
+
+    def restore(self, step: int | str | None = None) -> Restored | None:
+        """Fill the state with the newest generation all ranks can have; None when there is none.
+
+        ``step``: restore this step instead, or, as "incarnation-step", a generation that was
+        abandoned. All ranks call it, before the first save. Raises StateMismatch listing every
+        difference, NotFound for a step that is not there, RestoreError when no source was good;
+        after RestoreError in the middle the state is poisoned and ``step`` and ``save`` refuse.
+        """
+        self._check_usable(poison_is_fine=True)
+        if self._last_step is not None:
+            raise UsageError(
+                "restore() comes before the first save: make a new Checkpointer to go back, so "
+                "that steps saved again are told apart from the old ones"
+            )
+        listed = tell_all(
+            self.world, "candidates", lambda: self._list(step), timeout_s=self.timeout_s
+        )
+        candidates = msgspec.json.decode(listed, type=list[Candidate])
+        if not candidates and step is not None:
+            raise NotFound(f"{self.root} has no generation {step} that can be restored")
+        restored = restore_first(
+            self.world, self.state, candidates, self._open, incarnation=self.incarnation,
+            timeout_s=self.timeout_s * 10, on_poison=self._poison,
+        )  # fmt: skip
+        self._adopt(restored.generation if restored else None)
+        return restored
+
+    def _list(self, step: int | str | None) -> bytes:
+        return msgspec.json.encode(self._candidates(step))
+
+    def _candidates(self, step: int | str | None) -> list[Candidate]:
+        found = commit.catalogue(self._store)
+        inventory = self._inventory()
+        parents = inventory.parents | found.parents
+        held = [Candidate(g.incarnation, g.step, "memory", g.attempt) for g in inventory.generations]
+        stored = [Candidate(*x.generation, "storage", x.attempt) for x in found.manifests]
+        return choose([*held, *stored], parents, step)
+
+    def _inventory(self) -> m.Inventory:
+        return self._saver.request(m.ListInventory(), m.Inventory, timeout_s=self.timeout_s)
+
+    def _open(self, candidate: Candidate) -> Checkpoint:
+        if candidate.where == "memory":
+            held = next(
+                (g for g in self._inventory().generations if g.attempt == candidate.attempt), None
+            )
+            if held is None:
+                raise NotFound(f"{candidate.generation} is no longer in memory")
+            self._saver.request(m.Pin(attempt=candidate.attempt), m.Done, timeout_s=self.timeout_s)
+            return from_memory(self._arena, held)
+        manifest = commit.catalogue(self._store).find(candidate.generation)
+        if manifest is None:
+            raise NotFound(f"{candidate.generation} is no longer in storage")
+        return from_manifest(self._store, manifest)
+
+    def _adopt(self, parent: Generation | None) -> None:
+        def tell() -> bytes:
+            pair = None if parent is None else (parent.incarnation, parent.step)
+            self._saver.request(m.Adopt(parent=pair), m.Done, timeout_s=self.timeout_s)
+            return b""
+
+        tell_all(self.world, "adopt", tell, timeout_s=self.timeout_s)
+        self._is_adopted = True
+
+    def _poison(self, is_poisoned: bool) -> None:
+        self._is_poisoned = is_poisoned
+
+    # ── saving ───────────────────────────────────────────────────────────────────────────
+
+    def step(self, step: int) -> SaveHandle | None:
+        """Call after each optimizer step, on all ranks; saves when a policy says so.
+
+        Returns the save's handle, None when none was due. Never waits for storage, and never
+        raises because a snapshot failed.
+        """
+        self._check_usable()
+        self._learn_pace()
+        durable = self._is_storage_due(step) or bool(self._carried_over())
+        in_memory = self.memory is not None and self._is_due(self.memory, step, "memory")
+        if not (durable or in_memory):
+            return None
+        return self.save(step, durable=durable)
+
+    def save(self, step: int, *, durable: bool = False) -> SaveHandle:
+        """Snapshot the state as it is now, whatever the policies say; all ranks call it.
+
+        Returns as soon as the state may be trained on: parameters and optimizer state are copied
+        behind the next forward and backward, all else before this returns. With ``durable`` the
+        snapshot is also published in storage. Saving the same step again with ``durable``
+        makes the snapshot taken of it durable. Steps must not fall within one run.
+        """
+        self._check_usable()
+        if not self._is_adopted:
+            if self._may_restore:
+                raise UsageError(
+                    f"{self.root} holds generations of this run: call restore() before the first "
+                    "save, or use another root to begin anew"
+                )
+            self._adopt(None)
+        last = self._last_step
+        if last is not None and step < last:
+            raise UsageError(f"step {step} was saved after step {last}: steps only grow in a run")
+        if step == last and self._last_handle is not None:
+            missed = self._last_handle.state == "failed"
+            if not missed:
+                return self._saver.make_durable(step) if durable else self._last_handle
+        carried, self._carried = self._carried_over(), []
+        handle = self._saver.save(step, durable=durable or bool(carried), carried=carried)
+        self._last_step, self._last_handle = step, handle
+        return handle
+
+    def before_update(self) -> None:
+        """Wait until an update may overwrite the state: for loops without a torch optimizer.
+
+        Optimizers of torch do this by themselves, in a hook before each step.
+        """
+        self._saver.fence()
+
+    def _is_storage_due(self, step: int) -> bool:
+        return self.storage is not None and self._is_due(self.storage, step, "storage")
+
+    def _is_due(self, policy: Every, step: int, which: str) -> bool:
+        by_steps = policy.is_due_by_steps(step, self._last_step)
+        if policy.minutes is None:
+            return by_steps
+        return self._is_timed_due(policy, step) or by_steps
+
+    def _is_timed_due(self, policy: Every, step: int) -> bool:
+        """Rank 0's clock decides; the step is told to all ranks ahead, so that all act on it."""
+        if step in self._saver.announced:
+            self._saver.announced.discard(step)
+            self._timed_at = time.monotonic()
+            return True
+        now = time.monotonic()
+        if self.world.rank == 0 and step > self._announced_until:
+            if policy.is_due_by_time(now, self._timed_at):
+                if self.world.size == 1:
+                    self._timed_at = now
+                    return True
+                ahead = max(2, int(_ANNOUNCE_AHEAD_S / max(1e-3, self._pace())) + 1)
+                self._announced_until = step + ahead
+                self._saver.announce(step + ahead)
+        return False
+
+    def _learn_pace(self) -> None:
+        self._step_times = [*self._step_times[-8:], time.monotonic()]
+
+    def _pace(self) -> float:
+        times = self._step_times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
+
+    def _carried_over(self) -> list[SaveHandle]:
+        """A durable save that no rank could take is due again at the next step."""
+        handle = self._last_handle
+        if handle is None or not handle.durable or handle in self._carried:
+            return self._carried
+        if self._saver.previous_was_skipped():
+            handle.renew()
+            self._carried.append(handle)
+            self._last_handle = None
+        return self._carried
+
+    def _check_usable(self, *, poison_is_fine: bool = False) -> None:
+        if self._is_closed:
+            raise UsageError("this Checkpointer is closed")
+        if self._is_poisoned and not poison_is_fine:
+            raise StatePoisoned(
+                "a restore broke off half-way: the objects hold a mixture of two states. Restore "
+                "again, or start the process anew."
+            )
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────
+
+    def close(self, timeout_s: float = 600.0) -> None:
+        """Wait for what was promised, and let the keeper end when all ranks have closed.
+
+        Durable saves under way are finished, and with a ``storage`` policy the newest snapshot
+        is made durable too. Raises the error of a promised save that failed. Twice is once.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        _open_checkpointers.discard(self)
+        try:
+            handle = self._last_handle
+            if handle is not None and handle.durable:
+                handle.wait_durable(timeout_s)
+        finally:
+            try:
+                self._saver.close(timeout_s=timeout_s)
+            finally:
+                self._stop_trace()
+                self._trace.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _check(state: State, parity: int) -> None:
+    if not isinstance(state, dict) or not state:
+        raise UsageError("the state is a dict from names to objects, and not empty")
+    if parity != 0:
+        raise UsageError(f"parity={parity}: this version protects by storage only; use parity=0")
+    sort_objects(state)
+
+
+_open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+def _fence_all(*_: object) -> None:
+    """Before any torch optimizer of this process steps: nothing is overtaken.
+
+    The hook is the global one: it also sees optimizers that were not handed over but share
+    parameters, and it survives pickling and copying of an optimizer.
+    """
+    for checkpointer in tuple(_open_checkpointers):
+        checkpointer.before_update()
+
+
+register_optimizer_step_pre_hook(_fence_all)

@@ -1,0 +1,9 @@
+"""``python -m holdfast.cli``, for where the ``holdfast`` script is not on the path."""
+
+from __future__ import annotations
+
+import sys
+
+from holdfast.cli import main
+
+sys.exit(main())

@@ -1,0 +1,68 @@
+"""``holdfast ls``: the checkpoints of a root, and what each is good for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from holdfast.cli.checkpoints import Opened, open_root
+from holdfast.cli.output import Commands, add_command, plain_table, print_json, stdout
+from holdfast.observe.units import NOTHING, moment_text, size_text
+
+COLUMNS = ("checkpoint", "when", "world", "images", "size", "state")
+
+
+def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = add_command(commands, "ls", "list the checkpoints of a run", "holdfast ls runs/gpt")
+    command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the list; 0 also when it is empty or holds broken checkpoints."""
+    opened = open_root(args.root)
+    if args.json:
+        print_json({"root": args.root, "checkpoints": records(opened)})
+        return 0
+    rows = records(opened)
+    table = plain_table(*COLUMNS, right=("world", "images", "size"))
+    for row in rows:
+        table.add_row(*_cells(row))
+    stdout().print(table if rows else f"no checkpoints in {args.root} yet", soft_wrap=not rows)
+    return 0
+
+
+def records(opened: Opened) -> list[dict[str, Any]]:
+    """Readable checkpoints in the order of their generations, then broken ones."""
+    readable = [
+        {
+            "checkpoint": str(manifest.generation),
+            "incarnation": manifest.incarnation,
+            "step": manifest.step,
+            "created_s": manifest.created_s,
+            "world": manifest.world,
+            "images": len(manifest.images),
+            "size_bytes": manifest.size_bytes,
+            "state": opened.state_of(manifest.generation),
+        }
+        for manifest in opened.catalogue.manifests
+    ]
+    broken = [
+        {"checkpoint": path, "state": "broken", "reason": reason}
+        for path, reason in opened.catalogue.broken
+    ]
+    return readable + broken
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if row["state"] == "broken":
+        return (row["checkpoint"], *[NOTHING] * 4, f"broken: {row['reason']}")
+    return (
+        row["checkpoint"],
+        moment_text(row["created_s"]),
+        str(row["world"]),
+        str(row["images"]),
+        size_text(row["size_bytes"]),
+        row["state"],
+    )

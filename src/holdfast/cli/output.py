@@ -1,0 +1,103 @@
+"""How commands speak: JSON or tables on stdout, progress on stderr when a person watches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+#: Work shorter than this shows no progress bar.
+QUIET_S = 1.0
+#: Width of tables that go to a file or a pipe: nobody wants paths folded there.
+PIPE_WIDTH = 200
+
+Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers gives
+
+
+def add_command(
+    commands: Commands[argparse.ArgumentParser], name: str, summary: str, example: str
+) -> argparse.ArgumentParser:
+    """A sub-command with ``--json`` and an example at the end of its help."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=f"example:\n  {example}\n\n`holdfast --help` lists the exit codes.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object instead")
+    return command
+
+
+def stdout() -> Console:
+    """Where tables go. Looked up at every call: tests and callers redirect sys.stdout."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(file=sys.stdout, highlight=False, width=width)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One JSON document; what JSON has no form for appears as text."""
+    print(json.dumps(document, indent=2, default=str))
+
+
+def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
+    """A table without box lines, easy to read and to cut."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+class SlowProgress:
+    """A progress bar on stderr that appears only when the work takes over a second.
+
+    Called as ``progress(done, total)``; silent unless stderr is a terminal.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._started_s = time.monotonic()
+        self._console = Console(file=sys.stderr)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> SlowProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        if not self._console.is_terminal:
+            return
+        if self._bar is None:
+            if time.monotonic() - self._started_s < QUIET_S:
+                return
+            self._bar = self._show()
+            self._task = self._bar.add_task(self.what, total=None)
+        assert self._task is not None
+        self._bar.update(self._task, description=self.what, completed=done, total=total)
+
+    def _show(self) -> Progress:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeRemainingColumn(),
+        )
+        bar = Progress(*columns, console=self._console, transient=True)
+        bar.start()
+        return bar

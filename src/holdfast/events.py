@@ -1,0 +1,205 @@
+"""Typed records of what happened: the only way a module reports anything.
+
+``emit`` hands a record to every subscribed sink and returns at once. A sink that fails is
+removed and the failure is reported to the others: no report can stop training. Times are
+seconds, sizes are bytes; ``time_s`` is the wall clock, stamped by ``emit``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
+    """What every record carries."""
+
+    incarnation: int = 0
+    step: int = -1
+    rank: int = -1
+
+
+class RunStarted(Event, frozen=True, kw_only=True):
+    """A trainer joined a run."""
+
+    run_id: str
+    world: int
+    host: str
+    pid: int
+
+
+class SaveReturned(Event, frozen=True, kw_only=True):
+    """``save`` gave the training thread back."""
+
+    held_s: float
+    describe_s: float
+    volatile_s: float
+    wait_previous_s: float
+    leaves: int
+    size_bytes: int
+    durable: bool
+
+
+class FenceWaited(Event, frozen=True, kw_only=True):
+    """An optimizer step was held until the copies it would overwrite were made."""
+
+    held_s: float
+
+
+class ImageCaptured(Event, frozen=True, kw_only=True):
+    """This rank's image is complete and sealed in its host's memory."""
+
+    elapsed_s: float
+    copy_s: float
+    size_bytes: int
+
+
+class SnapshotCaptured(Event, frozen=True, kw_only=True):
+    """All ranks captured this generation."""
+
+    elapsed_s: float
+    world: int
+
+
+class SnapshotMissed(Event, frozen=True, kw_only=True):
+    """No generation came of a save: it was skipped or abandoned on all ranks."""
+
+    reason: str
+    overtaken: bool = False
+    leaf: str = ""
+
+
+class ImageDurable(Event, frozen=True, kw_only=True):
+    """One image lies fsynced in storage."""
+
+    elapsed_s: float
+    size_bytes: int
+    image: str
+
+
+class CheckpointPublished(Event, frozen=True, kw_only=True):
+    """A manifest names this generation: it is durable."""
+
+    elapsed_s: float
+    size_bytes: int
+    images: int
+
+
+class PersistBroke(Event, frozen=True, kw_only=True):
+    """A snapshot could not be made durable; it will be tried again with the next one."""
+
+    reason: str
+
+
+class CheckpointPruned(Event, frozen=True, kw_only=True):
+    """A checkpoint left storage by the retention policy."""
+
+    pruned_step: int
+    pruned_incarnation: int
+
+
+class Restored(Event, frozen=True, kw_only=True):
+    """This rank's objects hold a restored generation, verified."""
+
+    source: str
+    elapsed_s: float
+    size_bytes: int
+    saved_world: int
+    world: int
+    parent_incarnation: int
+
+
+class SourceDropped(Event, frozen=True, kw_only=True):
+    """A source of a restore failed or did not verify; all ranks planned again without it."""
+
+    source: str
+    reason: str
+
+
+class KeeperStarted(Event, frozen=True, kw_only=True):
+    """A keeper answers on this host."""
+
+    pid: int
+    found_generations: int
+    elapsed_s: float
+
+
+class KeeperLost(Event, frozen=True, kw_only=True):
+    """The keeper of this host went away; another is started at the next save."""
+
+    reason: str
+
+
+class KeeperStopped(Event, frozen=True, kw_only=True):
+    """A keeper ended in order."""
+
+    reason: str
+
+
+class ValuesDiffer(Event, frozen=True, kw_only=True):
+    """Plain values differed between the saved ranks and the world changed; says what was taken."""
+
+    names: tuple[str, ...]
+
+
+class SinkFailed(Event, frozen=True, kw_only=True):
+    """A sink raised and was removed."""
+
+    sink: str
+    reason: str
+
+
+class Warned(Event, frozen=True, kw_only=True):
+    """Something a person should look at; nothing was lost."""
+
+    message: str
+
+
+AnyEvent = (
+    RunStarted | SaveReturned | FenceWaited | ImageCaptured | SnapshotCaptured | SnapshotMissed
+    | ImageDurable | CheckpointPublished | PersistBroke | CheckpointPruned | Restored
+    | SourceDropped | KeeperStarted | KeeperLost | KeeperStopped | ValuesDiffer | SinkFailed
+    | Warned
+)  # fmt: skip
+
+Sink = Callable[[Event, float], None]
+
+_sinks: list[Sink] = []
+_lock = threading.Lock()
+
+
+def subscribe(sink: Sink) -> Callable[[], None]:
+    """Call ``sink(event, time_s)`` for every event from now on; returns how to stop it."""
+    with _lock:
+        _sinks.append(sink)
+
+    def unsubscribe() -> None:
+        with _lock:
+            if sink in _sinks:
+                _sinks.remove(sink)
+
+    return unsubscribe
+
+
+def emit(event: Event) -> None:
+    """Hand ``event`` to every sink. Never raises."""
+    time_s = time.time()
+    for sink in tuple(_sinks):
+        try:
+            sink(event, time_s)
+        except Exception as error:  # a report must never stop training
+            with _lock:
+                if sink in _sinks:
+                    _sinks.remove(sink)
+            emit(SinkFailed(sink=repr(sink), reason=repr(error)))
+
+
+def to_record(event: Event, time_s: float) -> dict[str, Any]:
+    """The event as one flat JSON-able record, with its name in ``event`` and ``time_s``."""
+    record: dict[str, Any] = msgspec.to_builtins(event)
+    record["time_s"] = round(time_s, 6)
+    return record

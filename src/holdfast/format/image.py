@@ -1,0 +1,273 @@
+"""An image: one rank's share of the state at one step, as a valid safetensors file.
+
+The header is known before any byte is copied, so an image can be assembled in place in
+shared memory, and the same bytes are then coded, written, sent and read back. Its parts:
+
+    8 bytes    header length, little-endian
+    header     JSON, padded with spaces so that the data starts on a page
+    tensors    by falling item size, so that each is aligned without gaps
+    values     ``__holdfast_values__``: the plain values, JSON
+    padding    ``__holdfast_pad__``: to the next page
+    table      ``__holdfast_blocks__``: xxh3-64 of every 1 MiB block of all data before it
+
+See docs/format/v1.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import FormatError, NewerFormat
+from holdfast.format.checksum import Buffer, block_count
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtypes import ITEMSIZE
+
+PAGE_BYTES = 4096
+FORMAT_VERSION = "1"
+VALUES, PAD, TABLE = "__holdfast_values__", "__holdfast_pad__", "__holdfast_blocks__"
+RESERVED = "__holdfast_"
+MAX_HEADER_BYTES = 100_000_000
+#: Room in every header for the metadata, so that a longer step number never moves the data.
+METADATA_ROOM_BYTES = 1024
+#: dtypes the safetensors format has no name for; their true name stands in the layout.
+STORED_AS_BYTES = frozenset({"C128"})
+
+
+def round_up(value: int, unit: int) -> int:
+    """The smallest multiple of ``unit`` that is not below ``value``."""
+    return -(-value // unit) * unit
+
+
+def volume(shape: Sequence[int]) -> int:
+    """Number of elements of ``shape``; 1 for a scalar."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def piece_name(leaf: str, shape: Sequence[int], box: Box) -> str:
+    """The name of a piece in an image: the leaf's, and its box unless it is the whole leaf."""
+    if box.start == (0,) * len(shape) and box.stop == tuple(shape):
+        return leaf
+    return leaf + "@" + ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor in an image: ``offset`` counts bytes from the start of the data."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    size_bytes: int
+
+    @property
+    def stop(self) -> int:
+        """The offset behind its last byte."""
+        return self.offset + self.size_bytes
+
+
+def _entry_text(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> str:
+    key = msgspec.json.encode(name).decode()
+    return (
+        f'{key}:{{"dtype":"{dtype}","shape":{list(shape)},"data_offsets":[{start},{stop}]}}'
+    ).replace(", ", ",")
+
+
+@dataclass(frozen=True, slots=True)
+class ImagePlan:
+    """Where each tensor of an image lies; the same at every save of one layout."""
+
+    entries: tuple[Entry, ...]
+    tensor_bytes: int
+    header_text: str
+    data_start: int
+
+
+def plan_image(items: Iterable[tuple[str, str, tuple[int, ...]]]) -> ImagePlan:
+    """Place tensors given as (name, dtype, shape): falling item size, else in the given order."""
+    ordered = sorted(items, key=lambda item: -ITEMSIZE[item[1]])
+    entries: list[Entry] = []
+    texts: list[str] = []
+    offset = 0
+    for name, dtype, shape in ordered:
+        size = volume(shape) * ITEMSIZE[dtype]
+        entries.append(Entry(name, dtype, shape, offset, size))
+        as_bytes = dtype in STORED_AS_BYTES
+        stored_shape = (size,) if as_bytes else shape
+        stored_dtype = "U8" if as_bytes else dtype
+        texts.append(_entry_text(name, stored_dtype, stored_shape, offset, offset + size))
+        offset += size
+    header_text = "".join("," + text for text in texts)
+    room = 8 + len(header_text.encode()) + METADATA_ROOM_BYTES
+    return ImagePlan(tuple(entries), offset, header_text, round_up(room, PAGE_BYTES))
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image about to be filled: its header, and where the rest goes.
+
+    ``data_start`` counts from the start of the image; the other offsets from ``data_start``.
+    """
+
+    header: bytes
+    data_start: int
+    values_offset: int
+    values_bytes: int
+    table_offset: int
+    table_entries: int
+    size_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks the table speaks of."""
+        return block_count(self.table_offset)
+
+
+def image_bytes(plan: ImagePlan, values_bytes: int) -> int:
+    """The size of a whole image of ``plan`` with values of this many bytes."""
+    table_offset = round_up(plan.tensor_bytes + values_bytes, PAGE_BYTES)
+    return plan.data_start + table_offset + 8 * _table_entries(table_offset)
+
+
+def _table_entries(table_offset: int) -> int:
+    return round_up(max(1, block_count(table_offset)), PAGE_BYTES // 8)
+
+
+def fill_in(plan: ImagePlan, metadata: Mapping[str, str], values_bytes: int) -> Image:
+    """The image of ``plan`` for one generation and values of this many bytes."""
+    values_stop = plan.tensor_bytes + values_bytes
+    table_offset = round_up(values_stop, PAGE_BYTES)
+    entries = _table_entries(table_offset)
+    stop = table_offset + 8 * entries
+    described = msgspec.json.encode({"holdfast": FORMAT_VERSION, **metadata}).decode()
+    padding = table_offset - values_stop
+    body = "".join([
+        '{"__metadata__":', described, plan.header_text,
+        ",", _entry_text(VALUES, "U8", (values_bytes,), plan.tensor_bytes, values_stop),
+        ",", _entry_text(PAD, "U8", (padding,), values_stop, table_offset),
+        ",", _entry_text(TABLE, "U64", (entries,), table_offset, stop), "}",
+    ]).encode()  # fmt: skip
+    room = plan.data_start - 8
+    if len(body) > room:
+        raise FormatError(f"the image's metadata take more than {METADATA_ROOM_BYTES} bytes")
+    header = room.to_bytes(8, "little") + body.ljust(room)
+    return Image(
+        header, plan.data_start, plan.tensor_bytes, values_bytes, table_offset, entries,
+        plan.data_start + stop,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed image header. Offsets of entries count from ``data_start``."""
+
+    metadata: dict[str, str]
+    entries: dict[str, Entry]
+    data_start: int
+    values: Entry
+    table: Entry
+    size_bytes: int
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks the table speaks of."""
+        return block_count(self.table.offset)
+
+
+class _RawEntry(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def header_size(first_bytes: Buffer, where: str, file_bytes: int) -> int:
+    """Bytes from the start of the file to its data, from its first 8 bytes; bounded."""
+    raw = bytes(first_bytes)[:8]
+    if len(raw) < 8:
+        raise FormatError(f"{where} is cut short: {len(raw)} bytes, at least 8 expected")
+    size = 8 + int.from_bytes(raw, "little")
+    if size > min(file_bytes, MAX_HEADER_BYTES):
+        raise FormatError(
+            f"{where}: its header claims {size} bytes, the file has {file_bytes}; "
+            "it is cut short or not an image"
+        )
+    return size
+
+
+def parse_header(raw: Buffer, where: str, file_bytes: int) -> Header:
+    """Read and check a header; ``raw`` is the file's beginning up to its data.
+
+    Raises FormatError for anything a valid image cannot contain, NewerFormat for a version
+    this reader does not know.
+    """
+    view = memoryview(raw)
+    data_start = len(view)
+    document = _decode(view[8:], where)
+    metadata = _metadata(document, where)
+    entries = _entries(document, where, file_bytes - data_start)
+    for name in (VALUES, TABLE):
+        if name not in entries:
+            raise FormatError(f"{where} has no {name!r}: it is not a Holdfast image")
+    table, values = entries.pop(TABLE), entries.pop(VALUES)
+    entries.pop(PAD, None)
+    if table.dtype != "U64" or table.stop != file_bytes - data_start:
+        raise FormatError(f"{where}: the block table is not the last tensor, or is not U64")
+    if table.size_bytes < 8 * block_count(table.offset):
+        raise FormatError(f"{where}: the block table is shorter than its data needs")
+    return Header(metadata, entries, data_start, values, table, file_bytes)
+
+
+def _decode(raw: memoryview, where: str) -> dict[str, msgspec.Raw]:
+    try:
+        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"{where}: the header is not the JSON of an image: {error}") from None
+
+
+def _metadata(document: dict[str, msgspec.Raw], where: str) -> dict[str, str]:
+    try:
+        raw: Any = document.pop("__metadata__", None)
+        metadata = msgspec.json.decode(raw or b"{}", type=dict[str, str])
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{where}: the header's metadata are not strings: {error}") from None
+    version = metadata.get("holdfast")
+    if version is None:
+        raise FormatError(f"{where} is a safetensors file, but not a Holdfast image")
+    if version != FORMAT_VERSION:
+        raise NewerFormat(
+            f"{where}: image format {version}, this Holdfast reads {FORMAT_VERSION}; upgrade it"
+        )
+    return metadata
+
+
+def _entries(document: dict[str, msgspec.Raw], where: str, data_bytes: int) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for name, raw in document.items():
+        try:
+            entry = msgspec.json.decode(raw, type=_RawEntry)
+        except msgspec.DecodeError as error:
+            raise FormatError(f"{where}: entry {name!r}: {error}") from None
+        start, stop = entry.data_offsets
+        if entry.dtype not in ITEMSIZE or any(size < 0 for size in entry.shape):
+            raise FormatError(f"{where}: entry {name!r}: dtype or shape is not possible")
+        size = volume(entry.shape) * ITEMSIZE[entry.dtype]
+        if stop - start != size:
+            raise FormatError(
+                f"{where}: entry {name!r} has {stop - start} bytes, its shape needs {size}"
+            )
+        entries[name] = Entry(name, entry.dtype, tuple(entry.shape), start, size)
+    expected = 0
+    for entry in sorted(entries.values(), key=lambda e: (e.offset, e.size_bytes)):
+        if entry.offset != expected:
+            raise FormatError(f"{where}: entry {entry.name!r} leaves a gap or overlaps another")
+        expected = entry.stop
+    if expected != data_bytes:
+        raise FormatError(f"{where}: {data_bytes} bytes of data, its entries need {expected}")
+    return entries

@@ -1,0 +1,108 @@
+"""The arena's contents as the keeper holds them: slot files, layouts, incarnation records."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.errors import ArenaError, HoldfastError
+from holdfast.format.manifest import Incarnation, seal, unseal
+from holdfast.snapshot.arena import SLOT_SUFFIX, SlotFile, SlotRecord, boot_id, is_running
+from holdfast.snapshot.handoff import Attempt, Slot, Writer
+
+
+class Memory:
+    """Files of one arena directory. Everything in it can be found again by a later keeper."""
+
+    def __init__(self, directory: Path, run_id: str) -> None:
+        self.directory = directory
+        self.run_id = run_id
+        self.boot_id = boot_id()
+        self.files: dict[int, SlotFile] = {}
+        for name in ("layouts", "incarnations"):
+            (directory / name).mkdir(mode=0o700, exist_ok=True)
+
+    def slot_path(self, slot_id: int) -> Path:
+        """Where a slot lies."""
+        return self.directory / f"{slot_id:05d}{SLOT_SUFFIX}"
+
+    def create(self, slot_id: int, capacity_bytes: int) -> SlotFile:
+        """Make a slot; ArenaError when there is no memory for it. Slow: it touches every page."""
+        return SlotFile.create(self.slot_path(slot_id), capacity_bytes)
+
+    def remove(self, slot_id: int) -> None:
+        """Give a slot's memory back."""
+        file = self.files.pop(slot_id, None)
+        if file is not None:
+            file.path.unlink(missing_ok=True)
+            file.close()
+
+    def stamp(self, slot_id: int, record: SlotRecord) -> None:
+        """Say in the slot itself what it is for."""
+        self.files[slot_id].write_record(record)
+
+    def scan(self) -> tuple[list[Slot], list[Attempt]]:
+        """What an earlier keeper left: slots, and attempts with the images they have."""
+        slots: list[Slot] = []
+        attempts: dict[str, Attempt] = {}
+        for path in sorted(self.directory.glob(f"*{SLOT_SUFFIX}")):
+            try:
+                slot_id = int(path.stem)
+                file = SlotFile.open(path, writable=True)
+            except (ArenaError, ValueError):
+                path.unlink(missing_ok=True)  # half-made: its maker died before it was granted
+                continue
+            self.files[slot_id] = file
+            slots.append(self._take(slot_id, file, attempts))
+        return slots, list(attempts.values())
+
+    def _take(self, slot_id: int, file: SlotFile, attempts: dict[str, Attempt]) -> Slot:
+        slot = Slot(slot_id, file.capacity_bytes, "free")
+        record = file.read_record()
+        if record is None or (record.boot_id, record.run_id) != (self.boot_id, self.run_id):
+            return slot
+        if record.state == "writing":
+            if is_running(record.writer_pid, record.writer_start):
+                slot.state, slot.attempt, slot.rank = "quarantined", record.attempt, record.rank
+                slot.writer = Writer(record.writer_pid, record.writer_start)
+            return slot
+        if record.state != "captured" or record.image_bytes > file.capacity_bytes:
+            return slot
+        slot.state, slot.attempt, slot.rank = "captured", record.attempt, record.rank
+        slot.image_bytes = record.image_bytes
+        slot.header_xxh3, slot.table_xxh3 = record.header_xxh3, record.table_xxh3
+        attempt = attempts.setdefault(
+            record.attempt,
+            Attempt(record.attempt, record.incarnation, record.step, record.world, record.layout),
+        )
+        attempt.slots[record.rank] = slot_id
+        return slot
+
+    def keep_layout(self, hash_: str, data: bytes) -> None:
+        """Remember a layout for whoever restores from this memory."""
+        self._write(self.directory / "layouts" / f"{hash_}.json", data)
+
+    def layout(self, hash_: str) -> bytes:
+        """The bytes of a remembered layout."""
+        return (self.directory / "layouts" / f"{hash_}.json").read_bytes()
+
+    def keep_incarnation(self, incarnation: Incarnation) -> None:
+        """Remember an incarnation and its parent."""
+        path = self.directory / "incarnations" / f"{incarnation.n}.json"
+        self._write(path, seal(incarnation))
+
+    def incarnations(self) -> list[Incarnation]:
+        """All remembered incarnations that can be read."""
+        found = []
+        for path in (self.directory / "incarnations").glob("*.json"):
+            try:
+                found.append(unseal(Incarnation, path.read_bytes(), str(path)))
+            except (HoldfastError, OSError):
+                continue  # half-written by a keeper that was killed: as if never begun
+        return found
+
+    @staticmethod
+    def _write(path: Path, data: bytes) -> None:
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(data)
+        temporary.rename(path)

@@ -1,0 +1,212 @@
+"""Makes attempts durable, one after the other, without holding up the keeper's conversations.
+
+An attempt's images are written as they are captured, into a directory of this attempt alone.
+Only when all are durable, equal to what was sealed, is the manifest published; whatever
+goes wrong before leaves the previous checkpoint as it was (promise 3).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from holdfast.errors import ChecksumMismatch, HoldfastError, PersistFailed
+from holdfast.events import CheckpointPruned, CheckpointPublished, ImageDurable, PersistBroke, emit
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
+from holdfast.format.values import from_bytes
+from holdfast.persist import commit
+from holdfast.persist.writer import Arrival, Written, verify_header, write_image
+from holdfast.policy.retention import Keep
+from holdfast.storage.base import Store
+
+_IMAGES_AT_ONCE = 4
+_MAX_VALUES_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class ImageJob:
+    """One image on its way to storage."""
+
+    rank: int
+    memory: memoryview
+    arrival: Arrival = field(default_factory=Arrival)
+    header_xxh3: str = ""
+    table_xxh3: str = ""
+
+    def seal(self, header_xxh3: str, table_xxh3: str) -> None:
+        """The image is captured; these are its sealed checksums."""
+        self.header_xxh3, self.table_xxh3 = header_xxh3, table_xxh3
+        self.arrival.copied(len(self.memory))
+
+
+@dataclass(slots=True)
+class Job:
+    """One attempt on its way to storage."""
+
+    attempt: str
+    generation: Generation
+    incarnation: Incarnation
+    world: int
+    layout: str
+    layout_data: bytes
+    images: dict[int, ImageJob]
+    is_complete: threading.Event = field(default_factory=threading.Event)
+    aborted: str = ""
+
+    def abort(self, reason: str) -> None:
+        """The attempt came to nothing."""
+        self.aborted = reason
+        self.is_complete.set()
+        for image in self.images.values():
+            image.arrival.abort(reason)
+
+
+Outcome = Callable[[str, str | None], None]
+
+
+class Persister:
+    """A thread that takes jobs in order. ``done(attempt, None | reason)`` hears how each ended."""
+
+    def __init__(self, store: Store, keep: Keep, done: Outcome, *, stall_s: float = 600.0) -> None:
+        self.store = store
+        self.keep = keep
+        self._done = done
+        self._stall_s = stall_s
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._sweeper = commit.Sweeper(store)
+        self._thread = threading.Thread(target=self._work, name="holdfast-persist", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Queue an attempt."""
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """End after the queued jobs."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._persist(job)
+            except Exception as error:  # the keeper must live on, whatever storage does
+                known = isinstance(error, HoldfastError)
+                reason = str(error) if known else f"{type(error).__name__}: {error}"
+                self._clean_up(job)
+                if not job.aborted:
+                    emit(PersistBroke(
+                        incarnation=job.generation.incarnation, step=job.generation.step,
+                        reason=reason,
+                    ))  # fmt: skip
+                self._done(job.attempt, reason)
+            else:
+                self._done(job.attempt, None)
+
+    def _persist(self, job: Job) -> None:
+        if job.aborted:
+            raise PersistFailed(job.aborted)
+        started_s = time.monotonic()
+        commit.record_incarnation(self.store, job.incarnation)
+        commit.write_layout(self.store, job.layout, job.layout_data)
+        with ThreadPoolExecutor(min(_IMAGES_AT_ONCE, len(job.images))) as pool:
+            futures = [pool.submit(self._persist_image, job, i) for i in job.images.values()]
+            try:
+                images = [future.result() for future in futures]
+            except BaseException as error:
+                job.abort(f"another image failed: {error}")
+                raise
+        if not job.is_complete.wait(self._stall_s) or job.aborted:
+            raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
+        manifest = Manifest(
+            run_id=job.incarnation.run_id,
+            incarnation=job.generation.incarnation,
+            step=job.generation.step,
+            attempt=job.attempt,
+            parent=job.incarnation.parent,
+            world=job.world,
+            layout=job.layout,
+            images=tuple(sorted(images, key=lambda image: image.rank)),
+            values=_shown_values(job),
+            created_s=time.time(),
+        )
+        commit.publish(self.store, manifest)
+        emit(CheckpointPublished(
+            incarnation=manifest.incarnation, step=manifest.step, size_bytes=manifest.size_bytes,
+            images=len(images), elapsed_s=time.monotonic() - started_s,
+        ))  # fmt: skip
+        self._prune(job)
+
+    def _persist_image(self, job: Job, image: ImageJob) -> ImageRef:
+        path = commit.image_path(job.generation, job.attempt, image.rank)
+        where = f"{path} (step {job.generation.step})"
+        started_s = time.monotonic()
+        sink = self.store.create(path, len(image.memory))
+        try:
+            written = write_image(sink, image.memory, image.arrival, where)
+            if written != Written(image.header_xxh3, image.table_xxh3):
+                raise ChecksumMismatch(
+                    f"header or block table of {where} changed after the image was sealed: "
+                    f"sealed {image.header_xxh3} and {image.table_xxh3}, written "
+                    f"{written.header_xxh3} and {written.table_xxh3}. It is not published."
+                )
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+        emit(ImageDurable(
+            incarnation=job.generation.incarnation, step=job.generation.step, rank=image.rank,
+            elapsed_s=time.monotonic() - started_s, size_bytes=len(image.memory), image=path,
+        ))  # fmt: skip
+        return ImageRef(
+            path=path, rank=image.rank, size_bytes=len(image.memory),
+            header_xxh3=image.header_xxh3, table_xxh3=image.table_xxh3,
+        )  # fmt: skip
+
+    def _clean_up(self, job: Job) -> None:
+        try:
+            self.store.remove_tree(commit.attempt_dir(job.generation, job.attempt))
+        except HoldfastError:
+            return  # the sweeper finds it at a later publication
+
+    def _prune(self, job: Job) -> None:
+        """Apply the retention policy; trouble here harms no checkpoint and is only reported."""
+        try:
+            found = commit.catalogue(self.store)
+            lineage = found.lineage
+            condemned = list(self.keep.decide(lineage, (job.generation,)))
+            if self.keep.last is not None and len(lineage) >= self.keep.last:
+                condemned += [g for g in found.abandoned if g < min(lineage[-self.keep.last :])]
+            for generation in condemned:
+                commit.unpublish(self.store, generation)
+                emit(CheckpointPruned(
+                    incarnation=job.generation.incarnation, step=job.generation.step,
+                    pruned_step=generation.step, pruned_incarnation=generation.incarnation,
+                ))  # fmt: skip
+            left = [m for m in found.manifests if m.generation not in set(condemned)]
+            self._sweeper.sweep(left, ())
+        except HoldfastError as error:
+            emit(PersistBroke(
+                incarnation=job.generation.incarnation, step=job.generation.step,
+                reason=f"published, but pruning failed: {error}",
+            ))  # fmt: skip
+
+
+def _shown_values(job: Job) -> dict[str, object]:
+    """The values all ranks share, for people and tools that only read the manifest."""
+    image = job.images.get(0)
+    if image is None:
+        return {}
+    memory = image.memory
+    header = verify_header(memory, "rank 0's image")
+    start = header.data_start + header.values.offset
+    if header.values.size_bytes > _MAX_VALUES_BYTES:
+        return {}
+    document = from_bytes(memory[start : start + header.values.size_bytes], "rank 0's image")
+    shared = document.get("shared") if isinstance(document, dict) else None
+    return shared if isinstance(shared, dict) else {}
+

@@ -1,0 +1,15 @@
+"""The keeper's own events, beside the trainers', in the root's ``events`` directory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from holdfast.events import Sink
+from holdfast.observe.sinks import JsonlSink
+
+
+def open_trace(root: str, host_id: str) -> tuple[Sink, Callable[[], None]]:
+    """A sink for this host's keeper, and how to close it."""
+    sink = JsonlSink(Path(root) / "events" / f"keeper-{host_id}.jsonl")
+    return sink, sink.close

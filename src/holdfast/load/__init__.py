@@ -1,0 +1,1 @@
+"""From images, wherever they lie, back to tensors: choose, prove, read, verify."""

@@ -1,0 +1,174 @@
+"""What to read for what is wanted, proved complete before the first byte is read.
+
+Every element of every wanted box comes from exactly one piece, or there is no plan: a
+destination is never left half as it was (promise 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import CoverageError
+from holdfast.format.checksum import BLOCK_BYTES
+from holdfast.format.image import Header, piece_name
+from holdfast.geometry.box import Box, cover_fault
+from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.layout import Layout
+
+#: The most that is staged at once by one reader thread, blocks at both ends included.
+BATCH_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A box of a leaf that is to be filled. ``key`` says where it goes, in the caller's terms."""
+
+    leaf: str
+    box: Box
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The part of one want that one piece of one image holds."""
+
+    want: int
+    rank: int
+    entry: str
+    piece: Box
+    part: Box
+
+
+def plan_fetches(wants: Sequence[Want], layout: Layout) -> dict[int, list[Fetch]]:
+    """The fetches for ``wants``, by image. CoverageError names the first box not produced once."""
+    numbers = {leaf.name: number for number, leaf in enumerate(layout.leaves)}
+    fetches: dict[int, list[Fetch]] = {}
+    for index, want in enumerate(wants):
+        number = numbers[want.leaf]
+        leaf = layout.leaves[number]
+        parts: list[Box] = []
+        for rank, piece in layout.owners(number):
+            part = piece.intersect(want.box)
+            if part is None:
+                continue
+            parts.append(part)
+            name = piece_name(leaf.name, leaf.shape, piece)
+            fetches.setdefault(rank, []).append(Fetch(index, rank, name, piece, part))
+        fault = cover_fault(want.box, parts)
+        if fault is not None:
+            raise CoverageError(
+                f"{want.leaf}: the images hold box {fault.box.start}:{fault.box.stop} "
+                f"{'twice' if fault.kind == 'overlap' else 'not at all'}; nothing was read",
+                leaf=want.leaf,
+            )
+    return fetches
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """A stretch of an image's data, and the part of a want inside it.
+
+    ``start`` and ``stop`` count bytes from the start of the data; ``rows`` is the box, within
+    its piece, that the stretch holds whole; ``part`` what of it is wanted, in leaf terms.
+    """
+
+    fetch: Fetch
+    start: int
+    stop: int
+    rows: Box
+    part: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Neighbouring slabs that are read, verified and scattered together, as whole blocks."""
+
+    rank: int
+    first_block: int
+    stop_block: int
+    slabs: tuple[Slab, ...]
+
+
+def plan_batches(
+    fetches: Mapping[int, Sequence[Fetch]], headers: Mapping[int, Header], dtype_of: Mapping[str, str]
+) -> list[Batch]:
+    """Cut the fetches into bounded reads of whole blocks, in file order."""
+    batches: list[Batch] = []
+    for rank, some in sorted(fetches.items()):
+        header = headers[rank]
+        slabs: list[Slab] = []
+        for fetch in some:
+            entry = header.entries.get(fetch.entry)
+            size = fetch.piece.volume * ITEMSIZE[dtype_of[fetch.entry.partition("@")[0]]]
+            if entry is None or entry.size_bytes != size:
+                raise CoverageError(
+                    f"image {rank} has {'no' if entry is None else 'another size of'} piece "
+                    f"{fetch.entry!r} that its layout names; nothing was read"
+                )
+            slabs += _slabs(fetch, entry.offset, size)
+        slabs.sort(key=lambda slab: slab.start)
+        batches += _group(rank, slabs)
+    return batches
+
+
+def _slabs(fetch: Fetch, offset: int, size_bytes: int) -> Iterator[Slab]:
+    """Cut the wanted part of a piece into stretches of at most half a batch."""
+    item = size_bytes // max(1, fetch.piece.volume)
+    inner = fetch.part.relative_to(fetch.piece)
+    whole = Box.whole(fetch.piece.shape)
+    for rows in _row_ranges(whole, inner, max(1, BATCH_BYTES // 2 // max(1, item))):
+        part = rows.intersect(inner)
+        if part is not None:
+            start = _flat(rows.start, whole.shape) * item
+            yield Slab(
+                fetch, offset + start, offset + start + rows.volume * item, rows,
+                part.shift(fetch.piece.start),
+            )  # fmt: skip
+
+
+def _flat(at: Sequence[int], shape: Sequence[int]) -> int:
+    number = 0
+    for index, size in zip(at, shape, strict=True):
+        number = number * size + index
+    return number
+
+
+def _row_ranges(whole: Box, inner: Box, limit: int, dim: int = 0) -> Iterator[Box]:
+    """Boxes, contiguous in ``whole``, of at most ``limit`` elements, that together hold ``inner``."""
+    if whole.ndim == dim:
+        yield whole
+        return
+    row = whole.volume // (whole.stop[dim] - whole.start[dim])
+    if row > limit:
+        for index in range(inner.start[dim], inner.stop[dim]):
+            yield from _row_ranges(_with(whole, dim, index, index + 1), inner, limit, dim + 1)
+        return
+    step = max(1, limit // row)
+    for start in range(inner.start[dim], inner.stop[dim], step):
+        yield _with(whole, dim, start, min(start + step, inner.stop[dim]))
+
+
+def _with(box: Box, dim: int, start: int, stop: int) -> Box:
+    return Box(
+        (*box.start[:dim], start, *box.start[dim + 1 :]),
+        (*box.stop[:dim], stop, *box.stop[dim + 1 :]),
+    )
+
+
+def _group(rank: int, slabs: Sequence[Slab]) -> Iterator[Batch]:
+    """Join slabs whose blocks touch, up to the size of a batch."""
+    together: list[Slab] = []
+    first = stop = 0
+    for slab in slabs:
+        begins, ends = slab.start // BLOCK_BYTES, -(-slab.stop // BLOCK_BYTES)
+        joins = together and begins <= stop and (max(stop, ends) - first) * BLOCK_BYTES <= BATCH_BYTES
+        if together and not joins:
+            yield Batch(rank, first, stop, tuple(together))
+            together = []
+        if not together:
+            first, stop = begins, ends
+        together.append(slab)
+        stop = max(stop, ends)
+    if together:
+        yield Batch(rank, first, stop, tuple(together))

@@ -1,0 +1,134 @@
+"""A checkpoint opened for reading: leaves, values, any box of any leaf. Needs no torch.
+
+Where torch is loaded already, or a leaf has a dtype numpy lacks, ``read`` gives torch tensors;
+otherwise numpy arrays.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from msgspec import Struct
+
+from holdfast.errors import NotFound, UsageError
+from holdfast.format import values as codec
+from holdfast.format.manifest import Manifest
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.layout import Layout
+from holdfast.load.choose import Candidate, choose
+from holdfast.load.plan import Want
+from holdfast.load.read import CARRIERS, read_values, read_wants
+from holdfast.load.source import Checkpoint, from_manifest
+from holdfast.persist import commit
+from holdfast.storage.base import Store
+
+_NUMPY = {
+    "F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1",
+    "U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16",
+}  # fmt: skip
+
+
+class LeafInfo(Struct, frozen=True):
+    """What a leaf is: ``dtype`` as in the safetensors format, ``shape`` of the whole leaf."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return Box.whole(self.shape).volume * ITEMSIZE[self.dtype]
+
+
+class CheckpointReader:
+    """One published checkpoint. Use as a context manager, or call ``close``."""
+
+    def __init__(self, store: Store, step: int | str | None) -> None:
+        found = commit.catalogue(store)
+        stored = [Candidate(*x.generation, "storage", x.attempt) for x in found.manifests]
+        fit = choose(stored, found.parents, step)
+        manifest = found.find(fit[0].generation) if fit else None
+        if manifest is None:
+            which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise NotFound(f"{store.url} has {which}")
+        self.manifest: Manifest = manifest
+        self._checkpoint: Checkpoint = from_manifest(store, manifest)
+        self.leaves: dict[str, LeafInfo] = {
+            leaf.name: LeafInfo(leaf.name, leaf.dtype, tuple(leaf.shape))
+            for leaf in self.layout.leaves
+        }
+
+    @property
+    def step(self) -> int:
+        """The step it was saved at."""
+        return self.manifest.step
+
+    @property
+    def layout(self) -> Layout:
+        """Which rank held, and which stored, which box of which leaf."""
+        return self._checkpoint.layout
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The plain values, as rank 0 had them, by the state's keys."""
+        shared = read_values(self._checkpoint, 0).get("shared", {})
+        return {key: codec.decode(value) for key, value in shared.items()}
+
+    def read(self, name: str, box: Box | Sequence[slice] | None = None) -> Any:
+        """A leaf, or a box of it, verified: a torch tensor or numpy array of the box's shape.
+
+        ``box``: a Box, or slices without steps, one for each dimension. Raises NotFound for a name
+        that is not there, UsageError for a box outside the leaf.
+        """
+        leaf = self.leaves.get(name)
+        if leaf is None:
+            raise NotFound(f"step {self.step} has no leaf {name!r}; .leaves lists what it has")
+        wanted = _box(box, leaf)
+        array = np.empty(wanted.shape, dtype=CARRIERS[ITEMSIZE[leaf.dtype]])
+        if not wanted.is_empty:
+            read_wants(self._checkpoint, [Want(name, wanted, 0)], {0: array})
+        if "torch" in sys.modules or leaf.dtype not in _NUMPY:
+            return _as_tensor(array, leaf.dtype)
+        return array.view(_NUMPY[leaf.dtype])
+
+    def close(self) -> None:
+        """Nothing is held open; here for symmetry with files."""
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _box(box: Box | Sequence[slice] | None, leaf: LeafInfo) -> Box:
+    whole = Box.whole(leaf.shape)
+    if box is None:
+        return whole
+    if not isinstance(box, Box):
+        if len(box) != len(leaf.shape) or any(s.step not in (None, 1) for s in box):
+            raise UsageError(f"{leaf.name} has {len(leaf.shape)} dimensions: give a slice for each")
+        bounds = [s.indices(size)[:2] for s, size in zip(box, leaf.shape, strict=True)]
+        box = Box(tuple(b[0] for b in bounds), tuple(max(b) for b in bounds))
+    if not whole.contains(box):
+        raise UsageError(f"{box.start}:{box.stop} is not inside {leaf.name}, which is {leaf.shape}")
+    return box
+
+
+def _as_tensor(array: Any, dtype: str) -> Any:
+    import importlib
+
+    torch = importlib.import_module("torch")
+    tensors = importlib.import_module("holdfast.state.tensors")
+    return torch.from_numpy(array).view(tensors.TORCH_DTYPES[dtype])

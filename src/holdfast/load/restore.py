@@ -1,0 +1,212 @@
+"""Restore one generation into the state of every rank, or leave every rank with the same error.
+
+All ranks try the same candidate, tell each other how it went after every phase, and only go
+on together. A source that fails or does not verify is dropped on all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from holdfast.errors import (
+    ArenaError,
+    FormatError,
+    HoldfastError,
+    NotFound,
+    RestoreError,
+    StorageError,
+)
+from holdfast.events import Restored as RestoredEvent
+from holdfast.events import SourceDropped, ValuesDiffer, emit
+from holdfast.format.manifest import Generation
+from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.layout import local_boxes
+from holdfast.load.choose import Candidate
+from holdfast.load.plan import Want
+from holdfast.load.read import CARRIERS, Array, read_values, read_wants
+from holdfast.load.source import Checkpoint
+from holdfast.state.describe import State
+from holdfast.state.restore import Restoring
+from holdfast.state.tensors import leaf_entry, local_of
+from holdfast.world import World, agree
+
+#: Errors that speak against a source, not against the user's state: the next one is tried.
+SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What a restore brought back: ``source`` is "memory" or "storage"."""
+
+    step: int
+    source: str
+    elapsed_s: float
+    generation: Generation
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Filling:
+    """Destinations of one restore on this rank."""
+
+    wants: list[Want] = field(default_factory=list)
+    arrays: dict[int, Array] = field(default_factory=dict)
+    late: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def add(self, name: str, tensor: torch.Tensor, rank: int) -> None:
+        """Want all boxes of ``tensor`` that this rank holds."""
+        entry = leaf_entry(name, tensor, rank, "split")
+        local = local_of(tensor)
+        host = local
+        if local.device.type != "cpu":
+            host = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
+            self.late.append((local, host))
+        carried = _as_carrier(host)
+        instance = entry.instance
+        for whole, inside in local_boxes(entry.shape, instance.mesh, instance.placements, rank):
+            key = len(self.wants)
+            self.wants.append(Want(name, whole, key))
+            self.arrays[key] = carried[inside.slices()] if inside.ndim else carried
+            self.size_bytes += whole.volume * ITEMSIZE[entry.dtype]
+
+    def copy_to_devices(self) -> None:
+        """Move what was read on the host to where it belongs."""
+        for local, host in self.late:
+            local.copy_(host, non_blocking=True)
+        if self.late:
+            torch.cuda.synchronize()
+
+
+def _as_carrier(host: torch.Tensor) -> Array:
+    """A writable array over a CPU tensor's memory, of elements of the same size."""
+    kind = torch.from_numpy(np.empty(0, dtype=CARRIERS[host.element_size()])).dtype
+    found: Array = host.view(kind).numpy()
+    return found
+
+
+def restore_first(
+    world: World,
+    state: State,
+    candidates: Sequence[Candidate],
+    open_checkpoint: Callable[[Candidate], Checkpoint],
+    *,
+    incarnation: int,
+    timeout_s: float,
+    on_poison: Callable[[bool], None],
+) -> Restored | None:
+    """Try ``candidates`` in order, on all ranks alike; None when there are none.
+
+    ``on_poison(True)`` is called before the state is first changed and ``on_poison(False)`` when
+    all ranks hold one generation. Raises StateMismatch when the state does not fit, RestoreError
+    when no source was good.
+    """
+    reasons: list[str] = []
+    for candidate in candidates:
+        started_s = time.monotonic()
+        phase = f"restore {candidate.incarnation}-{candidate.step} from {candidate.where}"
+        try:
+            attempt = _Attempt(world, state, candidate, phase, timeout_s)
+            attempt.run(open_checkpoint, on_poison)
+        except SOURCE_ERRORS as error:
+            name = f"{candidate.where} {candidate.generation}"
+            reasons.append(f"{name}: {error}")
+            emit(SourceDropped(
+                incarnation=incarnation, step=candidate.step, rank=world.rank, source=name,
+                reason=str(error),
+            ))  # fmt: skip
+            continue
+        elapsed_s = time.monotonic() - started_s
+        emit(RestoredEvent(
+            incarnation=incarnation, step=candidate.step, rank=world.rank, source=candidate.where,
+            elapsed_s=elapsed_s, size_bytes=attempt.size_bytes, saved_world=attempt.saved_world,
+            world=world.size, parent_incarnation=candidate.incarnation,
+        ))  # fmt: skip
+        return Restored(
+            candidate.step, candidate.where, elapsed_s, candidate.generation, attempt.size_bytes
+        )
+    if reasons:
+        raise RestoreError("no generation could be restored:\n  " + "\n  ".join(reasons))
+    return None
+
+
+class _Attempt:
+    """One candidate, on this rank, in step with the others."""
+
+    def __init__(
+        self, world: World, state: State, candidate: Candidate, phase: str, timeout_s: float
+    ) -> None:
+        self.world, self.state, self.candidate = world, state, candidate
+        self.phase, self.timeout_s = phase, timeout_s
+        self.size_bytes = self.saved_world = 0
+
+    def run(
+        self, open_checkpoint: Callable[[Candidate], Checkpoint], on_poison: Callable[[bool], None]
+    ) -> None:
+        """Prepare, read, finish; every rank learns of any rank's trouble after each."""
+        self._together("opened", lambda: self._open(open_checkpoint))
+        self._together("prepared", self._prepare)
+        on_poison(True)
+        self._together("read", self._read)
+        self._together("values set", self._finish)
+        on_poison(False)
+
+    def _together(self, what: str, act: Callable[[], None]) -> None:
+        def run() -> bytes:
+            try:
+                act()
+            except (HoldfastError, KeyboardInterrupt):
+                raise
+            except Exception as error:  # of the user's load_state_dict, say: all ranks must know
+                raise RestoreError(f"{type(error).__name__}: {error}") from error
+            return b""
+
+        agree(self.world, f"{self.phase}: {what}", run, timeout_s=self.timeout_s)
+
+    def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> None:
+        self.checkpoint = open_checkpoint(self.candidate)
+        self.saved_world = self.checkpoint.world
+        same_world = self.saved_world == self.world.size
+        mine = self.world.rank if self.world.rank < self.saved_world else 0
+        self.own = read_values(self.checkpoint, mine)
+        self.shared = self.own if same_world else read_values(self.checkpoint, 0)
+        if not same_world and self.world.rank == 0:
+            self._report_differing()
+
+    def _report_differing(self) -> None:
+        """On another number of ranks all take rank 0's values; say so where ranks had others."""
+        differing = {
+            name
+            for rank in range(1, self.saved_world)
+            for name, value in read_values(self.checkpoint, rank).get("shared", {}).items()
+            if value != self.shared.get("shared", {}).get(name)
+        }
+        if differing:
+            emit(ValuesDiffer(
+                step=self.candidate.step, rank=self.world.rank, names=tuple(sorted(differing))
+            ))  # fmt: skip
+
+    def _prepare(self) -> None:
+        stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
+        self.restoring = Restoring(self.state, stored, self.shared.get("shared", {}))
+        self.filling = _Filling()
+        with torch.no_grad():
+            for name, tensor in self.restoring.prepare():
+                self.filling.add(name, tensor, self.world.rank)
+        self.size_bytes = self.filling.size_bytes
+
+    def _read(self) -> None:
+        read_wants(self.checkpoint, self.filling.wants, self.filling.arrays)
+        with torch.no_grad():
+            self.filling.copy_to_devices()
+
+    def _finish(self) -> None:
+        own = self.own.get("own", {})
+        was_saved = self.world.rank < self.saved_world
+        self.restoring.finish(own, self.world.rank, rank_was_saved=was_saved)
+

@@ -1,0 +1,130 @@
+"""Where images are read from: a store, or slots in shared memory. The same reads for both."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from holdfast.errors import ChecksumMismatch, FormatError
+from holdfast.format.checksum import checksum, text, unpack_table
+from holdfast.format.image import Header, header_size, parse_header
+from holdfast.format.manifest import Manifest
+from holdfast.geometry.layout import Layout
+from holdfast.persist import commit
+from holdfast.snapshot.arena import SlotFile
+from holdfast.snapshot.messages import HeldGeneration
+from holdfast.storage.base import Store
+
+
+class ImageFile(Protocol):
+    """The bytes of one image."""
+
+    name: str
+    size_bytes: int
+    header_xxh3: str
+    table_xxh3: str
+
+    def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
+        """The bytes from ``start`` to ``stop``; in ``staging`` unless they are in memory already."""
+        ...
+
+
+class StoredImage:
+    """An image in a store."""
+
+    def __init__(self, store: Store, path: str, size: int, header: str, table: str) -> None:
+        self.store, self.name, self.size_bytes = store, path, size
+        self.header_xxh3, self.table_xxh3 = header, table
+
+    def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
+        """See ``ImageFile``."""
+        if len(staging) < stop - start:
+            staging.extend(bytes(stop - start - len(staging)))
+        view = memoryview(staging)[: stop - start]
+        self.store.read_into(self.name, start, view)
+        return view
+
+
+class HeldImage:
+    """An image in a slot of this host's arena."""
+
+    def __init__(self, path: str, size: int, header: str, table: str) -> None:
+        self.slot = SlotFile.open(Path(path), writable=False)
+        self.name, self.size_bytes = path, size
+        self.header_xxh3, self.table_xxh3 = header, table
+        if size > self.slot.capacity_bytes:
+            raise FormatError(f"slot {path} is shorter than the image it is said to hold")
+
+    def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
+        """See ``ImageFile``: the shared memory itself."""
+        return self.slot.image[start:stop]
+
+
+class Checkpoint:
+    """The images of one generation, with headers and block tables that were verified."""
+
+    def __init__(self, layout: Layout, files: Mapping[int, ImageFile], world: int) -> None:
+        self.layout = layout
+        self.files = files
+        self.world = world
+        self._headers: dict[int, Header] = {}
+        self._tables: dict[int, tuple[int, ...]] = {}
+        self._lock = threading.Lock()
+
+    def header(self, rank: int) -> Header:
+        """The header of one image, checked against what the manifest or the slot says of it."""
+        with self._lock:
+            if rank not in self._headers:
+                self._read_header(rank)
+            return self._headers[rank]
+
+    def table(self, rank: int) -> tuple[int, ...]:
+        """The block checksums of one image, verified themselves."""
+        self.header(rank)
+        return self._tables[rank]
+
+    def _read_header(self, rank: int) -> None:
+        file = self.files.get(rank)
+        if file is None:
+            raise FormatError(f"the checkpoint names no image of rank {rank}")
+        data_start = header_size(bytes(file.view(0, 8, bytearray())), file.name, file.size_bytes)
+        raw = bytes(file.view(0, data_start, bytearray()))
+        _expect(text(checksum(raw)), file.header_xxh3, f"header of {file.name}")
+        header = parse_header(raw, file.name, file.size_bytes)
+        at = data_start + header.table.offset
+        table = bytes(file.view(at, file.size_bytes, bytearray()))
+        _expect(text(checksum(table)), file.table_xxh3, f"block table of {file.name}")
+        self._headers[rank] = header
+        self._tables[rank] = unpack_table(table, header.blocks)
+
+
+def _expect(found: str, stored: str, what: str) -> None:
+    if found != stored:
+        raise ChecksumMismatch(
+            f"{what}: stored {stored}, read {found}. Its bytes changed after they were written."
+        )
+
+
+def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
+    """A published checkpoint."""
+    path = commit.layout_path(manifest.layout)
+    layout = Layout.from_json(store.read(path))
+    _expect(layout.hash, manifest.layout, f"layout {path}")
+    files: dict[int, ImageFile] = {
+        i.rank: StoredImage(store, i.path, i.size_bytes, i.header_xxh3, i.table_xxh3)
+        for i in manifest.images
+    }
+    return Checkpoint(layout, files, manifest.world)
+
+
+def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
+    """A generation in this host's arena."""
+    path = arena / "layouts" / f"{held.layout}.json"
+    layout = Layout.from_json(path.read_bytes())
+    _expect(layout.hash, held.layout, f"layout {path}")
+    files: dict[int, ImageFile] = {
+        s.rank: HeldImage(s.path, s.image_bytes, s.header_xxh3, s.table_xxh3) for s in held.slots
+    }
+    return Checkpoint(layout, files, held.world)

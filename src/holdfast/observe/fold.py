@@ -1,0 +1,250 @@
+"""Fold the events of a run, in any order, into its report.
+
+Reads ``<root>/events/*.jsonl`` of all ranks and keepers, also while they are being written.
+Lines torn by a kill are skipped and counted; a run that was killed thirty times is the one
+that a report is for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast import events
+from holdfast.errors import NotFound
+from holdfast.events import AnyEvent
+from holdfast.observe.report import KeeperLoss, Report, Restore, Save, Start
+
+Progress = Callable[[int, int], None]
+
+
+def read_report(root: str | Path, *, progress: Progress | None = None) -> Report:
+    """The report of the run in ``root``; NotFound when it left no events.
+
+    ``progress(done_bytes, total_bytes)`` is called now and then.
+    """
+    paths = sorted(Path(root, "events").glob("*.jsonl"))
+    if not paths:
+        raise NotFound(
+            f"no events in {Path(root, 'events')}: a run writes them as it trains; "
+            "is this the directory given to Checkpointer?"
+        )
+    fold = _Fold()
+    for line in _lines(paths, progress):
+        fold.line(line)
+    return fold.report(str(root), len(paths))
+
+
+def _lines(paths: list[Path], progress: Progress | None) -> Iterator[bytes]:
+    total_bytes = sum(path.stat().st_size for path in paths)
+    done_bytes = 0
+    for path in paths:
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                done_bytes += len(line)
+                if progress and number % 1000 == 0:
+                    progress(min(done_bytes, total_bytes), total_bytes)
+                if line.strip():
+                    yield line
+
+
+class _Time(msgspec.Struct):
+    time_s: float = 0.0
+
+
+_decode_event = msgspec.json.Decoder(AnyEvent).decode
+_decode_time = msgspec.json.Decoder(_Time).decode
+
+
+class _Reached(NamedTuple):
+    """A phase that all ranks came to: when, and after how long for who reports it."""
+
+    at_s: float
+    elapsed_s: float
+
+
+def _first(old: _Reached | None, new: _Reached) -> _Reached:
+    """Who tells first knows it first hand: others are told, later."""
+    return new if old is None else min(old, new)
+
+
+@dataclass(slots=True)
+class _SaveSoFar:
+    """What is known of a generation while its records come in, in any order."""
+
+    held_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    fence_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    asked_bytes: dict[int, int] = field(default_factory=dict)
+    image_bytes: dict[int, int] = field(default_factory=dict)
+    called_at_s: float = math.inf
+    captured: _Reached | None = None
+    durable: _Reached | None = None
+    durable_bytes: int = 0
+    missed: str | None = None
+
+    def done(self, incarnation: int, step: int) -> Save:
+        return Save(
+            incarnation=incarnation,
+            step=step,
+            state=self._state(),
+            ranks=len(self.held_s),
+            held_s=max(self.held_s.values(), default=None),
+            fence_s=max(self.fence_s.values(), default=None),
+            captured_s=self._since_call(self.captured),
+            durable_s=self._since_call(self.durable),
+            persist_s=self.durable.elapsed_s if self.durable else None,
+            size_bytes=self._size_bytes(),
+            reason=self.missed or "",
+        )
+
+    def _since_call(self, reached: _Reached | None) -> float | None:
+        if reached is None:
+            return None
+        # Only trainers know when `save` was called: their clock, or what the keeper measured
+        # where their record is lost or the clocks disagree.
+        since_call_s = round(reached.at_s - self.called_at_s, 6)
+        return since_call_s if since_call_s > 0 else reached.elapsed_s
+
+    def _state(self) -> str:
+        # The manifest decides: a generation that is durable was captured, whoever says missed.
+        if self.durable is not None:
+            return "durable"
+        if self.captured is not None:
+            return "captured"
+        return "unfinished" if self.missed is None else "missed"
+
+    def _size_bytes(self) -> int:
+        if self.durable_bytes:
+            return self.durable_bytes
+        return sum((self.image_bytes or self.asked_bytes).values())
+
+
+class _Fold:
+    """Records in, report out. Ranks and keepers may both record one fact."""
+
+    def __init__(self) -> None:
+        self._torn = self._unknown = self._pruned = 0
+        self._saves: dict[tuple[int, int], _SaveSoFar] = defaultdict(_SaveSoFar)
+        self._started: dict[int, list[tuple[events.RunStarted, float]]] = defaultdict(list)
+        self._restored: dict[tuple[int, int, int], list[tuple[events.Restored, float]]]
+        self._restored = defaultdict(list)
+        self._lost: dict[tuple[int, int], list[tuple[events.KeeperLost, float]]]
+        self._lost = defaultdict(list)
+        self._broke: list[str] = []
+        self._warned: list[str] = []
+
+    def line(self, line: bytes) -> None:
+        try:
+            event = _decode_event(line)
+            time_s = _decode_time(line).time_s
+        except msgspec.ValidationError:  # whole, but not one of ours: a newer version's
+            self._unknown += 1
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self._torn += 1
+        else:
+            self._event(event, time_s)
+
+    def _event(self, event: AnyEvent, time_s: float) -> None:
+        match event:
+            case events.RunStarted():
+                self._started[event.incarnation].append((event, time_s))
+            case events.Restored():
+                key = (event.incarnation, event.parent_incarnation, event.step)
+                self._restored[key].append((event, time_s))
+            case events.KeeperLost():
+                self._lost[event.incarnation, event.rank].append((event, time_s))
+            case events.PersistBroke():
+                self._broke.append(f"{event.incarnation}-{event.step}: {event.reason}")
+            case events.CheckpointPruned():
+                self._pruned += 1
+            case events.Warned():
+                self._warned.append(event.message)
+            case events.SinkFailed():
+                self._warned.append(f"sink {event.sink} failed: {event.reason}")
+            case _:
+                self._save_event(event, time_s)
+
+    def _save_event(self, event: AnyEvent, time_s: float) -> None:
+        key = (event.incarnation, event.step)
+        match event:
+            case events.SaveReturned():
+                save = self._saves[key]
+                save.held_s[event.rank] += event.held_s
+                save.called_at_s = min(save.called_at_s, time_s - event.held_s)
+                save.asked_bytes[event.rank] = event.size_bytes
+            case events.FenceWaited():
+                self._saves[key].fence_s[event.rank] += event.held_s
+            case events.ImageCaptured():
+                self._saves[key].image_bytes[event.rank] = event.size_bytes
+            case events.SnapshotCaptured():
+                save = self._saves[key]
+                save.captured = _first(save.captured, _Reached(time_s, event.elapsed_s))
+            case events.CheckpointPublished():
+                save = self._saves[key]
+                save.durable = _first(save.durable, _Reached(time_s, event.elapsed_s))
+                save.durable_bytes = max(save.durable_bytes, event.size_bytes)
+            case events.SnapshotMissed():
+                what = f"overtaken at {event.leaf}: " if event.overtaken and event.leaf else ""
+                self._saves[key].missed = what + event.reason
+
+    def report(self, root: str, files: int) -> Report:
+        starts = tuple(_start(n, records) for n, records in sorted(self._started.items()))
+        return Report(
+            root=root,
+            files=files,
+            torn_lines=self._torn,
+            unknown_lines=self._unknown,
+            starts=starts,
+            saves=tuple(save.done(*key) for key, save in sorted(self._saves.items())),
+            restores=tuple(_restore(records) for _, records in sorted(self._restored.items())),
+            keeper_losses=self._keeper_losses(),
+            persist_failures=tuple(dict.fromkeys(self._broke)),
+            warnings=tuple(dict.fromkeys(self._warned)),
+            pruned=self._pruned,
+        )
+
+    def _keeper_losses(self) -> tuple[KeeperLoss, ...]:
+        """Each rank of a host notices each loss once: the rank that saw most saw them all."""
+        hosts = {
+            (event.incarnation, event.rank): event.host
+            for records in self._started.values()
+            for event, _ in records
+        }
+        most: dict[tuple[int, str], list[KeeperLoss]] = {}
+        for (incarnation, rank), records in self._lost.items():
+            host = hosts.get((incarnation, rank), "")
+            losses = [KeeperLoss(incarnation, host, e.reason, t) for e, t in records]
+            if len(losses) > len(most.get((incarnation, host), ())):
+                most[incarnation, host] = losses
+        every = (loss for losses in most.values() for loss in losses)
+        return tuple(sorted(every, key=lambda loss: loss.time_s))
+
+
+def _start(incarnation: int, records: list[tuple[events.RunStarted, float]]) -> Start:
+    return Start(
+        incarnation=incarnation,
+        world=max(event.world for event, _ in records),
+        hosts=tuple(sorted({event.host for event, _ in records})),
+        time_s=min(time_s for _, time_s in records),
+    )
+
+
+def _restore(records: list[tuple[events.Restored, float]]) -> Restore:
+    first = records[0][0]
+    return Restore(
+        incarnation=first.incarnation,
+        parent_incarnation=first.parent_incarnation,
+        step=first.step,
+        sources=tuple(sorted({event.source for event, _ in records})),
+        elapsed_s=max(event.elapsed_s for event, _ in records),
+        size_bytes=sum({event.rank: event.size_bytes for event, _ in records}.values()),
+        saved_world=first.saved_world,
+        world=first.world,
+        time_s=max(time_s for _, time_s in records),
+    )

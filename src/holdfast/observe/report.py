@@ -1,0 +1,251 @@
+"""What saving cost, what was lost and what was restored: the report of a run, and its tables.
+
+``observe.fold`` makes it from the events that the run left behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from holdfast.observe.units import moment_text, rate_text, seconds_text, size_text
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One incarnation as its trainers announced it."""
+
+    incarnation: int
+    world: int
+    hosts: tuple[str, ...]
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """One save of all ranks. Times are None where nothing was recorded.
+
+    ``held_s`` and ``fence_s`` are those of the slowest rank: all ranks wait for it.
+    ``captured_s`` and ``durable_s`` count from the call of ``save``, ``persist_s`` from when
+    the keeper began to write.
+    """
+
+    incarnation: int
+    step: int
+    state: str
+    """durable | captured | missed | unfinished (the ranks ended before it was captured)"""
+    ranks: int
+    held_s: float | None
+    fence_s: float | None
+    captured_s: float | None
+    durable_s: float | None
+    persist_s: float | None
+    size_bytes: int
+    reason: str = ""
+
+    @property
+    def throughput_bytes_per_s(self) -> float | None:
+        """Bytes made durable per second of writing."""
+        return self.size_bytes / self.persist_s if self.persist_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """One restore of all ranks: of generation (``parent_incarnation``, ``step``)."""
+
+    incarnation: int
+    parent_incarnation: int
+    step: int
+    sources: tuple[str, ...]
+    elapsed_s: float
+    size_bytes: int
+    saved_world: int
+    world: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperLoss:
+    """A keeper that went away, once however many ranks noticed."""
+
+    incarnation: int
+    host: str
+    reason: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One quantity over all saves that have it."""
+
+    count: int
+    total: float
+    median: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything a run's events say, saves in the order of their generations."""
+
+    root: str
+    files: int
+    torn_lines: int
+    unknown_lines: int
+    starts: tuple[Start, ...]
+    saves: tuple[Save, ...]
+    restores: tuple[Restore, ...]
+    keeper_losses: tuple[KeeperLoss, ...]
+    persist_failures: tuple[str, ...]
+    warnings: tuple[str, ...]
+    pruned: int
+
+    @property
+    def misses(self) -> tuple[Save, ...]:
+        """Saves of which no generation came."""
+        return tuple(save for save in self.saves if save.state == "missed")
+
+    @property
+    def figures(self) -> dict[str, Figures]:
+        """Sum, median and largest of every quantity that was recorded at all."""
+        kept = {name: _values(self.saves, name) for name in QUANTITIES}
+        return {
+            name: Figures(len(values), sum(values), statistics.median(values), max(values))
+            for name, values in kept.items()
+            if values
+        }
+
+
+QUANTITIES = (
+    "held_s",
+    "fence_s",
+    "captured_s",
+    "durable_s",
+    "persist_s",
+    "size_bytes",
+    "throughput_bytes_per_s",
+)
+
+
+def _values(saves: Iterable[Save], quantity: str) -> list[float]:
+    values = (getattr(save, quantity) for save in saves)
+    return [value for value in values if value is not None]
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """The report as plain values, with its sums, for ``--json``."""
+    document = dataclasses.asdict(report)
+    for record, save in zip(document["saves"], report.saves, strict=True):
+        record["throughput_bytes_per_s"] = save.throughput_bytes_per_s
+    document["figures"] = {name: dataclasses.asdict(f) for name, f in report.figures.items()}
+    return document
+
+
+def render(report: Report, console: Console, *, last: int = 20) -> None:
+    """Print the report as tables; only the ``last`` saves one by one, all of them for 0."""
+    console.print(_heading(report))
+    if report.saves:
+        console.print(_save_table(report.saves[-last:] if last else report.saves))
+        hidden = len(report.saves) - last if last else 0
+        if hidden > 0:
+            console.print(f"{hidden} earlier saves are in the sums only")
+        console.print(_figure_table(report.figures))
+    if report.restores:
+        console.print(_restore_table(report.restores))
+    for line in _troubles(report):
+        console.print(Text(line, style="yellow"))
+
+
+def _heading(report: Report) -> Text:
+    states = [save.state for save in report.saves]
+    counts = (
+        f"{states.count(state)} {state}"
+        for state in ("durable", "captured", "missed", "unfinished")
+        if state in states
+    )
+    starts = f"{len(report.starts)} incarnation{'' if len(report.starts) == 1 else 's'}"
+    return Text(f"{report.root}: {starts}, {len(states)} saves ({', '.join(counts) or 'none'})")
+
+
+def _save_table(saves: Iterable[Save]) -> Table:
+    table = _table("Saves", "generation", "state", "held", "fence", "captured", "durable")
+    table.add_column("size", justify="right")
+    table.add_column("throughput", justify="right")
+    for save in saves:
+        table.add_row(
+            f"{save.incarnation}-{save.step}",
+            save.state,
+            *map(seconds_text, (save.held_s, save.fence_s, save.captured_s, save.durable_s)),
+            size_text(save.size_bytes),
+            rate_text(save.throughput_bytes_per_s),
+        )
+    return table
+
+
+#: quantity -> (its name for people, how its values read)
+_SHOWN = {
+    "held_s": ("host time in save", seconds_text),
+    "fence_s": ("fence wait", seconds_text),
+    "captured_s": ("time to captured", seconds_text),
+    "durable_s": ("time to durable", seconds_text),
+    "persist_s": ("of it, writing", seconds_text),
+    "size_bytes": ("size", size_text),
+    "throughput_bytes_per_s": ("throughput to storage", rate_text),
+}
+
+
+def _figure_table(figures: dict[str, Figures]) -> Table:
+    table = _table("All saves", "quantity", "count", "median", "largest", "sum")
+    for name, of in figures.items():
+        label, text = _SHOWN[name]
+        # Rates do not add up.
+        total = "" if name == "throughput_bytes_per_s" else text(of.total)
+        table.add_row(label, str(of.count), text(of.median), text(of.largest), total)
+    return table
+
+
+def _restore_table(restores: Iterable[Restore]) -> Table:
+    table = _table("Restores", "when", "incarnation", "generation", "source", "took", "size")
+    table.add_column("ranks", justify="right")
+    for restore in restores:
+        table.add_row(
+            moment_text(restore.time_s),
+            str(restore.incarnation),
+            f"{restore.parent_incarnation}-{restore.step}",
+            ", ".join(restore.sources),
+            seconds_text(restore.elapsed_s),
+            size_text(restore.size_bytes),
+            f"{restore.saved_world} to {restore.world}",
+        )
+    return table
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(first)
+    for name in others:
+        table.add_column(name, justify="left" if name in ("state", "source") else "right")
+    return table
+
+
+def _troubles(report: Report) -> list[str]:
+    lines = [f"missed {s.incarnation}-{s.step}: {s.reason}" for s in report.misses]
+    lines += [
+        f"keeper lost {moment_text(loss.time_s)}{' on ' + loss.host if loss.host else ''}"
+        f" (incarnation {loss.incarnation}): {loss.reason}"
+        for loss in report.keeper_losses
+    ]
+    lines += [f"storage trouble at {failure}" for failure in report.persist_failures]
+    lines += [f"warning: {message}" for message in report.warnings]
+    if report.torn_lines:
+        lines.append(f"{report.torn_lines} torn lines were skipped (left by killed processes)")
+    if report.unknown_lines:
+        lines.append(f"{report.unknown_lines} records of a newer version were skipped")
+    return lines

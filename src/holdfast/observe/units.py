@@ -1,0 +1,51 @@
+"""Sizes, times and rates as short text for people: three digits, decimal units."""
+
+from __future__ import annotations
+
+import datetime
+
+NOTHING = "-"
+
+
+def size_text(size_bytes: float | None) -> str:
+    """``1.61 GB``: decimal units, as disks and networks are sold."""
+    if size_bytes is None:
+        return NOTHING
+    value, unit = float(size_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
+
+
+def seconds_text(elapsed_s: float | None) -> str:
+    """``41 µs``, ``3.20 ms``, ``1.75 s`` or ``2 h 05 min``."""
+    if elapsed_s is None:
+        return NOTHING
+    if elapsed_s < 1e-3:
+        return f"{elapsed_s * 1e6:.0f} µs"
+    if elapsed_s < 1:
+        return f"{_three_digits(elapsed_s * 1e3)} ms"
+    if elapsed_s < 600:
+        return f"{_three_digits(elapsed_s)} s"
+    hours, minutes = divmod(round(elapsed_s / 60), 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
+
+
+def rate_text(bytes_per_s: float | None) -> str:
+    """``2.31 GB/s``."""
+    return NOTHING if bytes_per_s is None else size_text(bytes_per_s) + "/s"
+
+
+def moment_text(time_s: float) -> str:
+    """Local date and time to the second; ``-`` for a moment nobody recorded."""
+    if time_s <= 0:
+        return NOTHING
+    return datetime.datetime.fromtimestamp(time_s).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _three_digits(value: float) -> str:
+    if value < 9.995:
+        return f"{value:.2f}"
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"

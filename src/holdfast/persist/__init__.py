@@ -1,0 +1,1 @@
+"""From memory to storage: write images, then publish the manifest that makes a checkpoint."""

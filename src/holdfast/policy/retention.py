@@ -1,0 +1,53 @@
+"""Which checkpoints may go: never the newest, never one that somebody still needs.
+
+The answer is a list of what to remove; removing is done elsewhere, manifest first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from holdfast.errors import UsageError
+
+
+class Stepped(Protocol):
+    """Anything that was saved at a step."""
+
+    @property
+    def step(self) -> int:
+        """Counted from 0."""
+        ...
+
+
+T = TypeVar("T", bound=Stepped)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the newest ``last`` checkpoints, and all whose step is a multiple of ``every``.
+
+    ``Keep()`` keeps everything. Raises UsageError when a number is not positive.
+    """
+
+    last: int | None = None
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("last", self.last), ("every", self.every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"Keep({name}={value!r}): a whole number from 1 on is needed")
+
+    def decide(self, generations: Sequence[T], pinned: Collection[T] = ()) -> tuple[T, ...]:
+        """What to remove of ``generations``, which are one lineage, oldest first.
+
+        The newest and the ``pinned`` ones always stay; pinned ones count among the last.
+        """
+        if self.last is None and self.every is None:
+            return ()
+        older = generations[: -(self.last or 1)]
+        return tuple(one for one in older if not self._is_round(one) and one not in pinned)
+
+    def _is_round(self, generation: Stepped) -> bool:
+        return self.every is not None and generation.step % self.every == 0

@@ -1,0 +1,1 @@
+"""Taking the state out of the training processes into memory that outlives them."""

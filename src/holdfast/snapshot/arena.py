@@ -1,0 +1,263 @@
+"""Shared memory that outlives whoever wrote it: one named file per slot.
+
+A slot file is ``[record][record][image]``: two 4 KiB pages that take turns holding the slot's
+record (the valid one with the higher sequence number counts, so that a torn record leaves the
+one before), then room for one image. The file is allocated whole when it is made: a full
+/dev/shm is an error then, never a SIGBUS later. Named files, not memfd or
+``multiprocessing.shared_memory``: both die with their last or first holder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import select
+import shutil
+import stat
+import struct
+from pathlib import Path
+
+import msgspec
+
+from holdfast.errors import ArenaError
+from holdfast.format.checksum import checksum
+
+PAGE_BYTES = 4096
+IMAGE_START = 2 * PAGE_BYTES
+SLOT_SUFFIX = ".slot"
+_FRAME = struct.Struct("<8sQIQ")  # magic, sequence, length, xxh3 of sequence and payload
+_MAGIC = b"HFSLOT1\0"
+_MADV_POPULATE_WRITE = 23
+_MADV_POPULATE_READ = 22
+_POPULATE_STEP_BYTES = 64 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SlotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a slot says of itself, for a keeper that was not there when it was written."""
+
+    state: str  # "free" | "writing" | "captured"
+    boot_id: str = ""
+    run_id: str = ""
+    incarnation: int = 0
+    nonce: str = ""
+    step: int = -1
+    attempt: str = ""
+    rank: int = -1
+    world: int = 0
+    layout: str = ""
+    image_bytes: int = 0
+    header_xxh3: str = ""
+    table_xxh3: str = ""
+    writer_pid: int = 0
+    writer_start: int = 0
+
+
+def boot_id() -> str:
+    """Changes at every boot of the machine: what lies in memory did not survive one."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def process_start(pid: int) -> int:
+    """When ``pid`` started, in clock ticks since boot; 0 when there is no such process.
+
+    With the pid it names a process for good: pids are used again.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def is_running(pid: int, start: int) -> bool:
+    """Whether any thread of the very process (pid, start) may still run.
+
+    By pidfd: /proc shows a zombie as soon as the first thread ended, while others may still
+    be inside a copy; a pidfd is readable only when the last one is gone.
+    """
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (OSError, AttributeError):
+        return process_start(pid) == start != 0
+    try:
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        return process_start(pid) == start and not ended.poll(0)
+    finally:
+        os.close(descriptor)
+
+
+def arena_home() -> Path:
+    """The directory all arenas of this user lie in."""
+    base = Path(os.environ.get("HOLDFAST_ARENA_DIR") or "/dev/shm")  # noqa: S108
+    return base / f"holdfast-{os.getuid()}"
+
+
+def arena_dir(run_id: str, host_id: str) -> Path:
+    """Where the slots, the socket and the lock of one run on one host lie."""
+    return arena_home() / f"{run_id}@{host_id}"
+
+
+def make_private_dir(path: Path) -> None:
+    """Create ``path`` with mode 0700, or make sure it is ours alone. ArenaError otherwise."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise ArenaError(
+            f"cannot make the arena directory {path}: {error.strerror}. Set HOLDFAST_ARENA_DIR "
+            "to a directory in memory (tmpfs) that this user can write to."
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ArenaError(
+            f"{path} is not a directory that only this user can read (owner {found.st_uid}, "
+            f"mode {stat.filemode(found.st_mode)}): remove it, or set HOLDFAST_ARENA_DIR."
+        )
+
+
+def lock_dir(path: Path) -> int | None:
+    """Take the arena's lock; its descriptor, or None when a living keeper holds it."""
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return None
+        raise
+    return lock
+
+
+def remove_arena(path: Path) -> None:
+    """Remove an arena and all it holds; missing parts are fine.
+
+    It is renamed first: a run that starts again at this moment makes a directory of its own,
+    and loses nothing of it to our clearing up.
+    """
+    grave = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.rename(grave)
+    except OSError:
+        grave = path
+    shutil.rmtree(grave, ignore_errors=True)
+
+
+class SlotFile:
+    """One mapped slot. ``image`` is the memory behind the records."""
+
+    def __init__(self, path: Path, descriptor: int, size: int, *, writable: bool) -> None:
+        self.path = path
+        self.capacity_bytes = size - IMAGE_START
+        self.inode = os.fstat(descriptor).st_ino
+        self.is_pinned = False
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        try:
+            self.map = mmap.mmap(descriptor, size, access=access)
+        finally:
+            os.close(descriptor)
+        self._sequence = -1
+        self.image = memoryview(self.map)[IMAGE_START:]
+
+    @classmethod
+    def create(cls, path: Path, capacity_bytes: int) -> SlotFile:
+        """Make and wholly allocate a slot file. ArenaError when memory does not suffice."""
+        size = IMAGE_START + capacity_bytes
+        room = os.statvfs(path.parent)
+        free = room.f_bavail * room.f_frsize
+        if room.f_blocks and free < size:
+            raise _too_small(path, size, free)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise _too_small(path, size, free) from error
+            raise ArenaError(f"cannot allocate {path}: {error.strerror}") from error
+        return cls(path, descriptor, size, writable=True)
+
+    @classmethod
+    def open(cls, path: Path, *, writable: bool) -> SlotFile:
+        """Map an existing slot. ArenaError when it is missing, foreign or too short."""
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            descriptor = os.open(path, flags)
+        except OSError as error:
+            raise ArenaError(f"cannot open slot {path}: {error.strerror}") from error
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid() or found.st_size <= IMAGE_START:
+            os.close(descriptor)
+            raise ArenaError(f"{path} is not a slot of ours ({found.st_size} bytes)")
+        return cls(path, descriptor, found.st_size, writable=writable)
+
+    def populate(self, *, writable: bool = True) -> None:
+        """Map every page now, without holding Python's lock, so that no copy waits for a fault.
+
+        A hint: kernels before 5.14 refuse it, and pages are then mapped when first touched.
+        """
+        advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+        if not writable:
+            return
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        size = self.capacity_bytes + IMAGE_START
+        for start in range(0, size, _POPULATE_STEP_BYTES):
+            length = min(_POPULATE_STEP_BYTES, size - start)
+            if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), advice):
+                return
+
+    def read_record(self) -> SlotRecord | None:
+        """The newest intact record, or None when there is none."""
+        best: SlotRecord | None = None
+        for page in (0, PAGE_BYTES):
+            found = self._read_page(page)
+            if found is not None and found[0] >= self._sequence:
+                self._sequence, best = found
+        return best
+
+    def write_record(self, record: SlotRecord) -> None:
+        """Replace the record; a kill at any instant leaves the old or the new one."""
+        if self._sequence < 0:
+            self.read_record()
+        sequence = self._sequence + 1
+        payload = msgspec.msgpack.encode(record)
+        digest = checksum(sequence.to_bytes(8, "little") + payload)
+        frame = _FRAME.pack(_MAGIC, sequence, len(payload), digest) + payload
+        start = PAGE_BYTES * (sequence % 2)
+        self.map[start : start + len(frame)] = frame
+        self._sequence = sequence
+
+    def _read_page(self, start: int) -> tuple[int, SlotRecord] | None:
+        magic, sequence, length, digest = _FRAME.unpack_from(self.map, start)
+        if magic != _MAGIC or length > PAGE_BYTES - _FRAME.size:
+            return None
+        payload = bytes(self.map[start + _FRAME.size : start + _FRAME.size + length])
+        if checksum(sequence.to_bytes(8, "little") + payload) != digest:
+            return None
+        try:
+            return sequence, msgspec.msgpack.decode(payload, type=SlotRecord)
+        except msgspec.DecodeError:
+            return None
+
+    def close(self) -> None:
+        """Unmap as soon as nobody looks into it any more."""
+        self.image.release()
+        try:
+            self.map.close()
+        except BufferError:
+            return  # a reader still holds a view; the mapping goes with the last of them
+
+
+def _too_small(path: Path, size: int, free: int) -> ArenaError:
+    return ArenaError(
+        f"shared memory too small: slot {path.name} needs {size >> 20} MiB in {path.parent}, "
+        f"{free >> 20} MiB are free. Three images per rank must fit: enlarge it (docker: "
+        "--shm-size, Kubernetes: an emptyDir with medium Memory), or set HOLDFAST_ARENA_DIR.",
+        needed_bytes=size,
+        free_bytes=free,
+    )

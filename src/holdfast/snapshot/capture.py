@@ -1,0 +1,208 @@
+"""Copy one rank's image into memory, checksummed block by block, and notice if it was overtaken.
+
+Small tensors go together in one call; large ones in segments, each summed while its bytes are
+still in the processor's cache. On a GPU the copies are only enqueued here, on a stream of
+their own that waits for the computation; the blocks are summed as the copies arrive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.errors import CaptureOvertaken
+from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
+from holdfast.format.image import Image
+from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
+from holdfast.state.describe import Binding
+
+SEGMENT_BYTES = 4 << 20
+_SAMPLE_BYTES, _SAMPLES = 64, 32
+_libc = ctypes.CDLL(None)
+_libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What the finished image is."""
+
+    image_bytes: int
+    header_xxh3: str
+    table_xxh3: str
+
+
+@dataclass(slots=True)
+class Target:
+    """The memory of one slot, seen as tensors; made once per slot and plan, then reused."""
+
+    memory: memoryview
+    plan: CopyPlan
+    data: torch.Tensor = field(init=False)
+    small: tuple[list[torch.Tensor], list[torch.Tensor]] = field(init=False)
+    large: list[Copy] = field(init=False)
+
+    def __post_init__(self) -> None:
+        start = self.plan.image.data_start
+        stop = start + self.plan.image.tensor_bytes
+        raw = self.memory[start:stop]
+        empty = torch.empty(0, dtype=torch.uint8)
+        self.data = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else empty
+        small = [c for c in self.plan.copies if c.size_bytes < SMALL_BYTES]
+        self.large = [c for c in self.plan.copies if c.size_bytes >= SMALL_BYTES]
+        self.small = ([self.view(c) for c in small], [c.source for c in small])
+
+    def let_go(self) -> None:
+        """Forget every view of the memory, so that it can be unmapped."""
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self.small = ([], [])
+
+    def view(self, copy: Copy) -> torch.Tensor:
+        """The place of one piece, with its dtype and shape."""
+        raw = self.data[copy.offset : copy.offset + copy.size_bytes]
+        return raw.view(copy.source.dtype).view(copy.source.shape)
+
+
+class Overtaking:
+    """Notices that lazy leaves changed before their copy was done. A hint, never a proof.
+
+    The proof is the fence, which holds every hooked update; this looks for updates that went
+    around it: a moved version counter, or sampled bytes that no longer equal their copy.
+    """
+
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        self._watched = [(b.name, b.local) for b in bindings if b.lazy]
+        self._versions = [local._version for _, local in self._watched]
+
+    def check(self, target: Target, turn: int) -> None:
+        """CaptureOvertaken names the first leaf found changed."""
+        for (name, local), version in zip(self._watched, self._versions, strict=True):
+            if local._version != version:
+                raise _overtaken(name)
+        lazy = [c for c in target.large if c.lazy and not c.source.is_cuda]
+        for number in range(min(_SAMPLES, len(lazy))):
+            copy = lazy[(turn * _SAMPLES + number) % len(lazy)]
+            if copy.source.is_contiguous():
+                at = (turn * 7919 * _SAMPLE_BYTES) % (copy.size_bytes - _SAMPLE_BYTES + 1)
+                there = target.data.data_ptr() + copy.offset + at
+                if _libc.memcmp(there, copy.source.data_ptr() + at, _SAMPLE_BYTES):
+                    raise _overtaken(copy.name)
+
+
+def _overtaken(name: str) -> CaptureOvertaken:
+    return CaptureOvertaken(
+        f"{name} changed while it was copied, by an update that went around the optimizer's step "
+        "hooks. Call checkpointer.before_update() before such updates.",
+        leaf=name.partition("@")[0],
+    )
+
+
+class Stopped(Exception):
+    """The capture was called off from outside; its copy is worthless."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """How a copier asks whether to go on, and tells how far it came."""
+
+    check: Callable[[], None]
+    """Raises Stopped when the capture was called off."""
+    copied: Callable[[int], None]
+    """Hears how many bytes from the start of the image are final."""
+    release: Callable[[torch.cuda.Event | None], None]
+    """Called once, when what an update overwrites is copied (or waits on this event)."""
+
+
+def copy_image(
+    target: Target, image: Image, values: bytes, overtaking: Overtaking, progress: Progress, turn: int
+) -> Seal:
+    """Fill ``target`` with one image. Raises CaptureOvertaken or Stopped; then it is no image."""
+    memory, start = target.memory, image.data_start
+    memory[:start] = image.header
+    device = next((c.source.device for c in target.plan.copies if c.source.is_cuda), None)
+    copier = _copy_on_cpu if device is None else _copy_from_gpu
+    sums = copier(target, image, overtaking, progress, turn)
+    stop = start + image.values_offset + image.values_bytes
+    memory[start + image.values_offset : stop] = values
+    table_start = start + image.table_offset
+    memory[stop:table_start] = bytes(table_start - stop)
+    _sum_blocks(memory, start, image.table_offset, sums, image.table_offset)
+    table = pack_table(sums, image.table_entries)
+    memory[table_start : image.size_bytes] = table
+    progress.check()
+    return Seal(image.size_bytes, text(checksum(image.header)), text(checksum(table)))
+
+
+def _copy_on_cpu(
+    target: Target, image: Image, overtaking: Overtaking, progress: Progress, turn: int
+) -> list[int]:
+    sums: list[int] = []
+    base = target.data.data_ptr()
+    if target.small[0]:
+        torch._foreach_copy_(*target.small)
+    for copy in target.large:
+        if not copy.source.is_contiguous():
+            target.view(copy).copy_(copy.source)
+            continue
+        address = copy.source.data_ptr()
+        for at in range(0, copy.size_bytes, SEGMENT_BYTES):
+            progress.check()
+            size = min(SEGMENT_BYTES, copy.size_bytes - at)
+            _libc.memcpy(base + copy.offset + at, address + at, size)
+            done = copy.offset + at + size
+            _sum_blocks(target.memory, image.data_start, done, sums, image.table_offset)
+            progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
+    progress.check()
+    overtaking.check(target, turn)
+    progress.release(None)
+    return sums
+
+
+def _copy_from_gpu(
+    target: Target, image: Image, overtaking: Overtaking, progress: Progress, turn: int
+) -> list[int]:
+    arrivals: list[tuple[int, torch.cuda.Event]] = []
+    if target.small[0]:
+        torch._foreach_copy_(*target.small, non_blocking=True)
+    for copy in target.large:
+        progress.check()
+        to, source = target.view(copy).view(-1), copy.source.reshape(-1)
+        step = max(1, SEGMENT_BYTES * 4 // max(1, source.element_size()))
+        for at in range(0, source.numel(), step):
+            to[at : at + step].copy_(source[at : at + step], non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            done = min(at + step, source.numel()) * source.element_size()
+            arrivals.append((copy.offset + done, event))
+    last = torch.cuda.Event()
+    last.record()
+    progress.check()
+    overtaking.check(target, turn)
+    progress.release(last)
+    sums: list[int] = []
+    # Small pieces were enqueued first: once one large segment is here, so are they.
+    for done, event in arrivals:
+        event.synchronize()
+        progress.check()
+        _sum_blocks(target.memory, image.data_start, done, sums, image.table_offset)
+        progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
+    last.synchronize()
+    return sums
+
+
+def _sum_blocks(memory: memoryview, start: int, done: int, sums: list[int], size: int) -> None:
+    """Append the checksums of the blocks that are whole once ``done`` bytes of data are there."""
+    last = block_count(size) if done >= size else done // BLOCK_BYTES
+    for _, begin, end in blocks(len(sums), last, size):
+        sums.append(checksum(memory[start + begin : start + end]))
+
+
+def stage(bindings: Sequence[Binding]) -> None:
+    """Copy volatile leaves aside, so that the training thread may change them again."""
+    volatile = [b for b in bindings if b.staged is not None]
+    if volatile:
+        into = [b.staged for b in volatile if b.staged is not None]
+        torch._foreach_copy_(into, [b.local for b in volatile])

@@ -1,0 +1,199 @@
+"""A trainer's line to its keeper: find it, start it where there is none, ask, and listen.
+
+``request`` waits for an answer under a deadline; everything the keeper says by itself goes to
+the listener, on a thread of its own. A keeper that goes away is an event, never an exception
+in the training thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from holdfast import errors
+from holdfast.errors import DeadlineExceeded, FormatError, HoldfastError, KeeperError
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import make_private_dir
+
+SOCKET_NAME = "keeper.sock"
+_RETRY_S = 0.02
+A = TypeVar("A", bound=m.Message)
+
+
+def connect_socket(arena: Path) -> socket.socket:
+    """A connected socket to the keeper of ``arena``; OSError when none listens."""
+    directory = os.open(arena, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # Through the descriptor: a unix socket's path has room for 108 bytes only.
+        line.connect(f"/proc/self/fd/{directory}/{SOCKET_NAME}")
+    except OSError:
+        line.close()
+        raise
+    finally:
+        os.close(directory)
+    return line
+
+
+def start_keeper(arena: Path, *, run_id: str, root: str, host_id: str) -> subprocess.Popen[bytes]:
+    """Start a keeper in a session of its own, holding none of our descriptors.
+
+    A launcher that ends its workers by process group, or a terminal that hangs up, does not
+    reach it; an inherited listening socket would block the next start of the run.
+    """
+    command = [sys.executable, "-m", "holdfast.keeper"]
+    command += ["--arena", str(arena), "--run-id", run_id, "--root", root, "--host-id", host_id]
+    if "HOLDFAST_KEEPER_IDLE_S" in os.environ:
+        command += ["--idle-s", os.environ["HOLDFAST_KEEPER_IDLE_S"]]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    with (arena / "keeper.log").open("ab") as log:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            close_fds=True,
+            cwd="/",
+            env=environment,
+        )
+
+
+def find_or_start(
+    arena: Path, *, run_id: str, root: str, host_id: str, timeout_s: float
+) -> socket.socket:
+    """A line to the keeper of ``arena``, started if none answers. KeeperError at the deadline."""
+    make_private_dir(arena.parent)
+    deadline = time.monotonic() + timeout_s
+    child: subprocess.Popen[bytes] | None = None
+    while True:
+        try:
+            make_private_dir(arena)
+            return connect_socket(arena)
+        except OSError:
+            pass
+        if time.monotonic() > deadline:
+            raise KeeperError(
+                f"no keeper answered in {arena} within {timeout_s:g} s{_last_words(arena)}"
+            )
+        # Ended with 3: another holds the lock and will answer, or is ending and makes room.
+        if child is None or child.poll() is not None:
+            child = start_keeper(arena, run_id=run_id, root=root, host_id=host_id)
+        time.sleep(_RETRY_S)
+
+
+def _last_words(arena: Path) -> str:
+    try:
+        lines = (arena / "keeper.log").read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return f"; its log ends with: {lines[-1]}" if lines else ""
+
+
+class KeeperClient:
+    """One connection. ``listener(message)`` hears what the keeper says by itself."""
+
+    def __init__(
+        self,
+        line: socket.socket,
+        listener: Callable[[m.Message], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._line = line
+        self._listener = listener
+        self._on_lost = on_lost
+        self._sending = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, m.Message] = {}
+        self._changed = threading.Condition()
+        self._broken = ""
+        self._closing = False
+        self._reader = threading.Thread(target=self._read, name="holdfast-listen", daemon=True)
+        self._reader.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the keeper can still be spoken to."""
+        return not self._broken
+
+    def send(self, message: m.Message, seq: int = 0) -> None:
+        """Say something. KeeperError when the keeper is gone."""
+        data = m.pack(message, seq)
+        try:
+            with self._sending:
+                self._line.sendall(data)
+        except OSError as error:
+            raise KeeperError(f"the keeper went away: {error}") from error
+
+    def request(self, message: m.Message, answer: type[A], *, timeout_s: float) -> A:
+        """Say something and wait for its answer; the keeper's refusal is raised as its error."""
+        seq = next(self._numbers)
+        self.send(message, seq)
+        with self._changed:
+            arrived = self._changed.wait_for(
+                lambda: seq in self._answers or self._broken, timeout=timeout_s
+            )
+            found = self._answers.pop(seq, None)
+        if found is None:
+            if arrived:
+                raise KeeperError(f"the keeper went away: {self._broken}")
+            raise DeadlineExceeded(
+                f"the keeper did not answer {type(message).__name__} within {timeout_s:g} s"
+            )
+        if isinstance(found, m.Refused):
+            kind = getattr(errors, found.kind, KeeperError)
+            raise kind(found.reason)
+        if not isinstance(found, answer):
+            raise KeeperError(f"the keeper answered {type(found).__name__} to {type(message)}")
+        return found
+
+    def close(self) -> None:
+        """Hang up."""
+        self._closing = True
+        try:
+            self._line.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it hung up first
+        self._reader.join(timeout=5)
+        self._line.close()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                size = int.from_bytes(self._receive(4), "little")
+                if size > m.MAX_FRAME_BYTES:
+                    raise FormatError(f"a message of {size} bytes")
+                self._hear(*m.unpack(self._receive(size)))
+        except (OSError, EOFError, HoldfastError) as error:
+            reason = str(error) or "it closed the connection"
+        with self._changed:
+            self._broken = reason
+            self._changed.notify_all()
+        if not self._closing:
+            self._on_lost(reason)
+
+    def _hear(self, seq: int, message: m.Message) -> None:
+        if seq == 0:
+            self._listener(message)
+            return
+        with self._changed:
+            self._answers[seq] = message
+            self._changed.notify_all()
+
+    def _receive(self, size: int) -> bytes:
+        data = bytearray(size)
+        view, got = memoryview(data), 0
+        while got < size:
+            count = self._line.recv_into(view[got:])
+            if count == 0:
+                raise EOFError("the keeper closed the connection")
+            got += count
+        return bytes(data)

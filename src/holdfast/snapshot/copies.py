@@ -1,0 +1,61 @@
+"""Which bytes of which tensors go where in an image: a plan, made once per layout and reused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.format.image import ImagePlan, plan_image
+from holdfast.geometry.layout import Layout
+from holdfast.snapshot.handoff import image_items
+from holdfast.state.describe import Binding
+
+#: Below this, tensors are copied together in one call instead of one by one.
+SMALL_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class Copy:
+    """One piece: where its bytes are now, and where they go (from the start of the data)."""
+
+    name: str
+    source: torch.Tensor
+    offset: int
+    size_bytes: int
+    lazy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """All copies of one rank's image, in the order of their offsets."""
+
+    image: ImagePlan
+    copies: tuple[Copy, ...]
+
+    @property
+    def volatile_bytes(self) -> int:
+        """Bytes that are copied before ``save`` returns."""
+        return sum(copy.size_bytes for copy in self.copies if not copy.lazy)
+
+
+def plan_copies(layout: Layout, rank: int, bindings: list[Binding]) -> CopyPlan:
+    """Find each piece this rank stores inside the tensors it holds."""
+    by_name = {binding.name: binding for binding in bindings}
+    image = plan_image(image_items(layout, rank))
+    # Entries are sorted by item size, stably; pieces are matched back to them by name.
+    offsets = {entry.name: entry for entry in image.entries}
+    names = [name for name, _, _ in image_items(layout, rank)]
+    copies: list[Copy] = []
+    for name, piece in zip(names, layout.pieces(rank), strict=True):
+        binding = by_name[layout.leaves[piece.leaf].name]
+        source = binding.source
+        for whole, local in layout.held(piece.leaf, rank):
+            if whole.contains(piece.box):
+                inside = piece.box.relative_to(whole).shift(local.start)
+                source = binding.source[inside.slices()] if inside.ndim else binding.source
+                break
+        entry = offsets[name]
+        copies.append(Copy(name, source, entry.offset, entry.size_bytes, binding.lazy))
+    copies.sort(key=lambda copy: copy.offset)
+    return CopyPlan(image, tuple(copies))

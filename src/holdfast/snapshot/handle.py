@@ -1,0 +1,106 @@
+"""What ``save`` gives back: how far one snapshot has come, and waiting for it to come further."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
+
+CAPTURED, DURABLE = "captured", "durable"
+
+
+class SaveHandle:
+    """One requested save. ``step`` is the step really saved, once that is known."""
+
+    def __init__(self, step: int, *, durable: bool, explain: Callable[[int], str]) -> None:
+        self.requested_step = step
+        self.step = step
+        self.durable = durable
+        self._explain = explain
+        self._changed = threading.Condition()
+        self._reached: set[str] = set()
+        self._failed: dict[str, HoldfastError] = {}
+
+    @property
+    def state(self) -> str:
+        """"pending", "captured", "durable" or "failed"."""
+        with self._changed:
+            if DURABLE in self._reached:
+                return DURABLE
+            if self._failed:
+                return "failed"
+            return CAPTURED if CAPTURED in self._reached else "pending"
+
+    def wait_captured(self, timeout_s: float | None = None) -> None:
+        """Wait until all ranks have this snapshot in memory.
+
+        Raises SnapshotSkipped or CaptureOvertaken when they never will, DeadlineExceeded, which
+        says what is missing, after ``timeout_s`` seconds.
+        """
+        self._wait(CAPTURED, timeout_s)
+
+    def wait_protected(self, timeout_s: float | None = None) -> None:
+        """Wait until this snapshot survives the loss of this host: here, until it is durable.
+
+        UsageError for a snapshot that is not to be durable: memory of one host does not survive it.
+        """
+        if not self.durable:
+            raise UsageError(
+                f"step {self.requested_step} is kept in this host's memory only; save it with "
+                "durable=True to have it survive the host"
+            )
+        self._wait(DURABLE, timeout_s)
+
+    def wait_durable(self, timeout_s: float | None = None) -> None:
+        """Wait until a manifest in storage names this snapshot.
+
+        Raises PersistFailed, SnapshotSkipped or CaptureOvertaken when it came to nothing,
+        DeadlineExceeded after ``timeout_s`` seconds, UsageError when it is not to be durable.
+        """
+        if not self.durable:
+            raise UsageError(f"step {self.requested_step} was not saved with durable=True")
+        self._wait(DURABLE, timeout_s)
+
+    def reach(self, what: str) -> None:
+        """The keeper says that this is so."""
+        with self._changed:
+            self._reached |= {CAPTURED, DURABLE} if what == DURABLE else {what}
+            self._changed.notify_all()
+
+    def fail(self, error: HoldfastError, *, captured: bool) -> None:
+        """It came to nothing; ``captured``: only its way to storage did."""
+        with self._changed:
+            self._failed[DURABLE] = error
+            if not captured:
+                self._failed[CAPTURED] = error
+            self._changed.notify_all()
+
+    def renew(self) -> None:
+        """The promise holds again, for another step."""
+        with self._changed:
+            self._failed.clear()
+
+    def move_to(self, step: int) -> None:
+        """The promise is carried to another step, which is to be saved instead."""
+        with self._changed:
+            self.step = step
+
+    def _wait(self, what: str, timeout_s: float | None) -> None:
+        started_s = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: what in self._reached or what in self._failed, timeout=timeout_s
+            )
+            if what in self._reached:
+                return
+            error = self._failed.get(what)
+        if error is not None:
+            raise type(error)(str(error), **error.fields) from error
+        raise DeadlineExceeded(
+            f"step {self.step} was not {what} within {time.monotonic() - started_s:.1f} s: "
+            f"{self._explain(self.step)}",
+            step=self.step,
+            phase=what,
+        )

@@ -1,0 +1,290 @@
+"""What trainers and keeper say to each other: small facts, never bytes of the state.
+
+A frame is a 4-byte little-endian length and one MessagePack object, on a unix socket. Every
+conversation starts with ``Hello``. ``seq`` pairs a request with its answer; everything else
+is told as it happens.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.errors import FormatError
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 256 << 20
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The common ancestor."""
+
+
+# ── trainer to keeper ────────────────────────────────────────────────────────────────────
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """Who calls. The keeper takes the process id from the socket, not from here."""
+
+    protocol: int = PROTOCOL
+    run_id: str
+    root: str
+
+
+class Begin(Message, frozen=True, kw_only=True):
+    """Rank 0: a new incarnation starts; all older ones are fenced off."""
+
+    nonce: str
+    world: int
+
+
+class Join(Message, frozen=True, kw_only=True):
+    """A rank takes its place in the incarnation."""
+
+    incarnation: int
+    nonce: str
+    rank: int
+    keep_last: int | None = None
+    keep_every: int | None = None
+    persist_at_end: bool = True
+
+
+class ListInventory(Message, frozen=True, kw_only=True):
+    """What generations are in memory, and what incarnations are known?"""
+
+
+class Pin(Message, frozen=True, kw_only=True):
+    """Rank 0: keep the slots of this attempt until a new generation is complete."""
+
+    attempt: str
+
+
+class Adopt(Message, frozen=True, kw_only=True):
+    """Rank 0: this incarnation goes on from ``parent`` (None: from nothing)."""
+
+    parent: tuple[int, int] | None
+
+
+class Table(Message, frozen=True, kw_only=True):
+    """The leaves this rank holds, for the layout to be agreed on."""
+
+    hash: str
+    data: bytes
+
+
+class Ask(Message, frozen=True, kw_only=True):
+    """May this rank capture ``step``? Answered when all ranks have asked."""
+
+    step: int
+    table: str
+    values_bytes: int
+    durable: bool
+
+
+class Progress(Message, frozen=True, kw_only=True):
+    """The first ``size_bytes`` of the image are copied (for a durable attempt)."""
+
+    attempt: str
+    size_bytes: int
+
+
+class Captured(Message, frozen=True, kw_only=True):
+    """This rank's image is sealed in its slot."""
+
+    attempt: str
+    image_bytes: int
+    header_xxh3: str
+    table_xxh3: str
+
+
+class Abandon(Message, frozen=True, kw_only=True):
+    """This rank will not seal its image; nobody may use the attempt."""
+
+    attempt: str
+    reason: str
+    leaf: str = ""
+
+
+class Withdraw(Message, frozen=True, kw_only=True):
+    """This rank no longer waits for the answer to its ``Ask`` of ``step``."""
+
+    step: int
+
+
+class MakeDurable(Message, frozen=True, kw_only=True):
+    """The captured ``step`` is to be made durable after all."""
+
+    step: int
+
+
+class Announce(Message, frozen=True, kw_only=True):
+    """Rank 0: a timed save is due; all ranks act on it at ``step``."""
+
+    step: int
+
+
+class Explain(Message, frozen=True, kw_only=True):
+    """Who or what does the save of ``step`` wait for?"""
+
+    step: int
+
+
+class Goodbye(Message, frozen=True, kw_only=True):
+    """This rank ends in order."""
+
+
+# ── keeper to trainer ────────────────────────────────────────────────────────────────────
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The answer to ``Hello``."""
+
+    pid: int
+
+
+class Begun(Message, frozen=True, kw_only=True):
+    """The number of the new incarnation."""
+
+    incarnation: int
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """The request was carried out."""
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    """The request was not carried out; ``kind`` is the error's class name."""
+
+    kind: str
+    reason: str
+
+
+class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One image in memory."""
+
+    rank: int
+    path: str
+    image_bytes: int
+    header_xxh3: str
+    table_xxh3: str
+
+
+class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
+    """A generation all of whose images are in memory."""
+
+    incarnation: int
+    step: int
+    attempt: str
+    world: int
+    layout: str
+    slots: tuple[SlotInfo, ...]
+
+
+class Inventory(Message, frozen=True, kw_only=True):
+    """The answer to ``ListInventory``: generations, and parents of known incarnations."""
+
+    generations: tuple[HeldGeneration, ...]
+    parents: dict[int, tuple[int, int] | None]
+
+
+class Grant(Message, frozen=True, kw_only=True):
+    """Capture ``step`` into this slot. ``layout`` is what all ranks agreed on."""
+
+    step: int
+    attempt: str
+    slot: str
+    durable: bool
+    layout: str
+
+
+class LayoutAgreed(Message, frozen=True, kw_only=True):
+    """The layout with this hash, sent before the first grant that names it."""
+
+    hash: str
+    data: bytes
+
+
+class Skip(Message, frozen=True, kw_only=True):
+    """No rank captures ``step``."""
+
+    step: int
+    reason: str
+
+
+class Complete(Message, frozen=True, kw_only=True):
+    """All ranks captured this generation."""
+
+    step: int
+    attempt: str
+    durable: bool
+
+
+class Aborted(Message, frozen=True, kw_only=True):
+    """The attempt is thrown away on all ranks."""
+
+    step: int
+    attempt: str
+    reason: str
+    overtaken: bool = False
+    leaf: str = ""
+
+
+class Durable(Message, frozen=True, kw_only=True):
+    """A manifest names this generation."""
+
+    step: int
+    attempt: str
+
+
+class NotDurable(Message, frozen=True, kw_only=True):
+    """Making this generation durable failed; the next one is made durable instead."""
+
+    step: int
+    attempt: str
+    reason: str
+
+
+class Announced(Message, frozen=True, kw_only=True):
+    """All ranks make a durable save at ``step``."""
+
+    step: int
+
+
+class Explanation(Message, frozen=True, kw_only=True):
+    """The answer to ``Explain``."""
+
+    text: str
+
+
+class FencedOff(Message, frozen=True, kw_only=True):
+    """A newer incarnation has begun; stop."""
+
+    incarnation: int
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True):
+    seq: int
+    message: (
+        Hello | Begin | Join | ListInventory | Pin | Adopt | Table | Ask | Progress | Captured
+        | Abandon | Withdraw | MakeDurable | Announce | Explain | Goodbye
+        | Welcome | Begun | Done | Refused | Inventory | Grant | LayoutAgreed | Skip | Complete
+        | Aborted | Durable | NotDurable | Announced | Explanation | FencedOff
+    )  # fmt: skip
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Frame)
+
+
+def pack(message: Message, seq: int = 0) -> bytes:
+    """One frame. ``seq`` 0: not part of a request."""
+    body = _encoder.encode((seq, message))
+    return len(body).to_bytes(4, "little") + body
+
+
+def unpack(body: bytes) -> tuple[int, Message]:
+    """(seq, message) of a frame's body; FormatError when it is none of ours."""
+    try:
+        frame = _decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"a message between trainer and keeper is malformed: {error}") from None
+    return frame.seq, frame.message

@@ -1,0 +1,556 @@
+"""One rank's side of every save: describe and stage on the training thread, the rest behind it.
+
+The training thread gives its state away and goes on; a worker asks for a slot, copies, seals.
+At most one capture is under way, and ``fence`` lets no update begin that would overtake it.
+Trouble with the keeper or with memory costs a snapshot, never a step.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from holdfast.errors import (
+    CaptureOvertaken,
+    Fenced,
+    HoldfastError,
+    KeeperError,
+    PersistFailed,
+    SnapshotSkipped,
+)
+from holdfast.events import (
+    FenceWaited,
+    ImageCaptured,
+    KeeperLost,
+    SaveReturned,
+    SnapshotMissed,
+    emit,
+)
+from holdfast.format.image import fill_in
+from holdfast.geometry.layout import Layout
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import SlotFile, SlotRecord, boot_id, process_start
+from holdfast.snapshot.capture import Overtaking, Progress, Seal, Stopped, Target, copy_image, stage
+from holdfast.snapshot.client import KeeperClient
+from holdfast.snapshot.copies import CopyPlan, plan_copies
+from holdfast.snapshot.handle import CAPTURED, DURABLE, SaveHandle
+from holdfast.snapshot.pinning import pin_memory, unpin_memory
+from holdfast.state.describe import Describer, Description
+
+
+A = TypeVar("A", bound=m.Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the training thread may be held, in seconds, before a snapshot is given up."""
+
+    first_grant_s: float = 300.0
+    grant_s: float = 5.0
+    durable_grant_s: float = 60.0
+    copy_s: float = 600.0
+    keeper_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank stands in the run."""
+
+    run_id: str
+    incarnation: int
+    nonce: str
+    rank: int
+    world: int
+
+
+@dataclass(slots=True)
+class _Capture:
+    """One save under way. Its fields are written under ``lock``."""
+
+    step: int
+    durable: bool
+    description: Description
+    overtaking: Overtaking
+    handle: SaveHandle
+    started_s: float
+    ready: torch.cuda.Event | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    answered: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+    resolved: threading.Event = field(default_factory=threading.Event)
+    answer: m.Grant | m.Skip | m.Aborted | None = None
+    attempt: str = ""
+    called_off: str = ""
+    copied: bool = False
+    event: torch.cuda.Event | None = None
+
+    def call_off(self, reason: str) -> bool:
+        """Give it up unless its copy is made already; whether it was given up."""
+        with self.lock:
+            if self.copied:
+                return False
+            self.called_off = self.called_off or reason
+        self.answered.set()
+        self.released.set()
+        return True
+
+    def check(self) -> None:
+        """Stopped when it was given up."""
+        if self.called_off:
+            raise Stopped(self.called_off)
+
+
+Reconnect = Callable[[Callable[[m.Message], None], Callable[[str], None]], KeeperClient]
+
+
+class Saver:
+    """Takes snapshots of one state on one rank. Not for several training threads at once."""
+
+    def __init__(
+        self, describer: Describer, place: Place, connect: Reconnect, patience: Patience
+    ) -> None:
+        self.describer = describer
+        self.place = place
+        self.patience = patience
+        self.announced: set[int] = set()
+        self.is_fenced = ""
+        self._connect = connect
+        self._client: KeeperClient | None = None
+        self._current: _Capture | None = None
+        self._known_tables: set[str] = set()
+        self._layouts: dict[str, Layout] = {}
+        self._plan: tuple[str, str, CopyPlan] | None = None
+        self._targets: dict[str, tuple[SlotFile, Target]] = {}
+        self._handles: dict[int, list[SaveHandle]] = {}
+        self._turn = 0
+        self._was_granted = False
+        self._boot_id = boot_id()
+        self._process_start = process_start(os.getpid())
+        self._stream: torch.cuda.Stream | None = None
+        self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
+        self._worker = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
+        self._worker.start()
+
+    # ── on the training thread ───────────────────────────────────────────────────────────
+
+    def save(self, step: int, *, durable: bool, carried: list[SaveHandle]) -> SaveHandle:
+        """Give the state at ``step`` away; ``carried`` handles are fulfilled by it too."""
+        started_s = time.monotonic()
+        waited_s = self._wait_previous()
+        began_s = time.monotonic()
+        description = self.describer.describe()
+        described_s = time.monotonic()
+        stage(description.bindings)
+        staged_s = time.monotonic()
+        handle = SaveHandle(step, durable=durable, explain=self.explain)
+        capture = _Capture(
+            step=step,
+            durable=durable,
+            description=description,
+            overtaking=Overtaking(description.bindings),
+            handle=handle,
+            started_s=started_s,
+            ready=_computation_so_far(description),
+        )
+        for other in carried:
+            other.move_to(step)
+        self._handles.setdefault(step, []).extend([handle, *carried])
+        self._forget_old_handles()
+        self._current = capture
+        self._work.put(capture)
+        emit(SaveReturned(
+            incarnation=self.place.incarnation, step=step, rank=self.place.rank, durable=durable,
+            held_s=time.monotonic() - started_s, describe_s=described_s - began_s,
+            volatile_s=staged_s - described_s, wait_previous_s=waited_s,
+            leaves=len(description.bindings),
+            size_bytes=sum(b.local.nbytes for b in description.bindings),
+        ))  # fmt: skip
+        return handle
+
+    def make_durable(self, step: int) -> SaveHandle:
+        """The last save, asked for again with durable=True."""
+        handle = SaveHandle(step, durable=True, explain=self.explain)
+        self._handles.setdefault(step, []).append(handle)
+        try:
+            self._wait_previous()
+            if self._client is None:
+                raise KeeperError("the keeper of this host went away")
+            for other in self._handles[step]:
+                if other.state in (CAPTURED, DURABLE):
+                    handle.reach(other.state)
+            self._client.send(m.MakeDurable(step=step))
+        except KeeperError as error:
+            handle.fail(PersistFailed(str(error)), captured=False)
+        return handle
+
+    def fence(self) -> None:
+        """Hold the caller until what an update overwrites is copied, or the capture given up."""
+        capture = self._current
+        if capture is None:
+            return
+        if not capture.released.is_set():
+            started_s = time.monotonic()
+            self._await_release(capture)
+            emit(FenceWaited(
+                incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
+                held_s=time.monotonic() - started_s,
+            ))  # fmt: skip
+        event, capture.event = capture.event, None
+        if event is not None:
+            torch.cuda.current_stream().wait_event(event)
+
+    def _await_release(self, capture: _Capture) -> None:
+        patience = self.patience
+        if not self._was_granted:
+            grant_s = patience.first_grant_s
+        else:
+            grant_s = patience.durable_grant_s if capture.durable else patience.grant_s
+        if not capture.answered.wait(grant_s):
+            capture.call_off(f"no answer to the request for a slot within {grant_s:g} s")
+        if not capture.released.wait(patience.copy_s):
+            capture.call_off(f"the copy did not finish within {patience.copy_s:g} s")
+
+    def _wait_previous(self) -> float:
+        """One capture at a time: the one before must be sealed or given up."""
+        capture = self._current
+        if capture is None or capture.resolved.is_set():
+            return 0.0
+        started_s = time.monotonic()
+        self._await_release(capture)
+        capture.resolved.wait(self.patience.copy_s)
+        return time.monotonic() - started_s
+
+    def previous_was_skipped(self) -> bool:
+        """Whether no rank captured the save before: known alike on every rank by now."""
+        self._wait_previous()
+        capture = self._current
+        return capture is not None and isinstance(capture.answer, m.Skip)
+
+    def explain(self, step: int) -> str:
+        """In words: what the save of ``step`` waits for."""
+        client = self._client
+        if client is None:
+            return "the keeper of this host went away"
+        try:
+            answer = client.request(m.Explain(step=step), m.Explanation, timeout_s=5.0)
+        except HoldfastError as error:
+            return f"the keeper does not say why ({error})"
+        return answer.text
+
+    def announce(self, step: int) -> None:
+        """Rank 0: a timed save is due at ``step``, ahead of every rank."""
+        if self._client is not None:
+            try:
+                self._client.send(m.Announce(step=step))
+            except KeeperError:
+                return  # the next try is as good
+
+    def request(self, message: m.Message, answer: type[A], *, timeout_s: float) -> A:
+        """Ask the keeper something, connecting first if need be."""
+        return self._ensure_client().request(message, answer, timeout_s=timeout_s)
+
+    def reconnect(self) -> None:
+        """Take this rank's place, as ``self.place`` now says, at the keeper."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+        self._ensure_client()
+
+    def close(self, *, timeout_s: float) -> None:
+        """End the capture under way, say goodbye, and let go of all memory."""
+        self._wait_previous()
+        self._work.put(None)
+        self._worker.join(timeout=timeout_s)
+        client, self._client = self._client, None
+        if client is not None:
+            try:
+                client.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
+            finally:
+                client.close()
+        self._drop_targets()
+
+    def _forget_old_handles(self) -> None:
+        for step in [s for s, hs in self._handles.items() if all(_is_final(h) for h in hs)]:
+            if len(self._handles) > 16 and step != max(self._handles):
+                del self._handles[step]
+
+    # ── on the worker ────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        while (capture := self._work.get()) is not None:
+            try:
+                self._take(capture)
+            except Exception as error:  # the worker must live on: training depends on its fence
+                self._miss(capture, f"{type(error).__name__}: {error}")
+            finally:
+                capture.answered.set()
+                capture.released.set()
+                capture.resolved.set()
+
+    def _take(self, capture: _Capture) -> None:
+        try:
+            grant = self._ask(capture)
+            layout = self._layouts[grant.layout]
+            seal = self._copy(capture, grant, layout)
+            self._send(m.Captured(
+                attempt=grant.attempt, image_bytes=seal.image_bytes,
+                header_xxh3=seal.header_xxh3, table_xxh3=seal.table_xxh3,
+            ))  # fmt: skip
+        except CaptureOvertaken as error:
+            self._abandon(capture, str(error), error.fields.get("leaf", ""))
+            self._miss(capture, str(error), overtaken=True, leaf=error.fields.get("leaf", ""))
+        except Stopped as error:
+            self._abandon(capture, str(error))
+            self._miss(capture, str(error))
+        except HoldfastError as error:
+            self._abandon(capture, str(error))
+            self._miss(capture, str(error))
+
+    def _ask(self, capture: _Capture) -> m.Grant:
+        """Ask for a slot; SnapshotSkipped when no rank gets one."""
+        if self.is_fenced:
+            raise Fenced(self.is_fenced)
+        client = self._ensure_client()
+        described = capture.description
+        if described.table_hash not in self._known_tables:
+            table = m.Table(hash=described.table_hash, data=described.table)
+            client.request(table, m.Done, timeout_s=self.patience.keeper_s)
+            self._known_tables.add(described.table_hash)
+        client.send(m.Ask(
+            step=capture.step, table=described.table_hash, durable=capture.durable,
+            values_bytes=len(described.values),
+        ))  # fmt: skip
+        capture.answered.wait()  # the fence, the keeper or its loss ends it
+        if capture.called_off and not isinstance(capture.answer, m.Grant):
+            client.send(m.Withdraw(step=capture.step))
+        capture.check()
+        if not isinstance(capture.answer, m.Grant):
+            reason = capture.answer.reason if capture.answer is not None else "no answer"
+            raise SnapshotSkipped(f"step {capture.step} was skipped on all ranks: {reason}")
+        self._was_granted = True
+        return capture.answer
+
+    def _copy(self, capture: _Capture, grant: m.Grant, layout: Layout) -> Seal:
+        plan = self._copy_plan(capture.description, layout)
+        slot, target = self._target(grant.slot, plan, capture)
+        values = capture.description.values
+        image = fill_in(plan.image, self._metadata(grant), len(values))
+        began_s = time.monotonic()
+        self._turn += 1
+
+        def copied(size_bytes: int) -> None:
+            if grant.durable:
+                self._send(m.Progress(attempt=grant.attempt, size_bytes=size_bytes))
+
+        def release(event: torch.cuda.Event | None) -> None:
+            with capture.lock:
+                capture.check()
+                capture.copied, capture.event = True, event
+            capture.released.set()
+
+        progress = Progress(check=capture.check, copied=copied, release=release)
+        with torch.no_grad(), _on_stream(self._side_stream(capture), capture.ready):
+            seal = copy_image(target, image, values, capture.overtaking, progress, self._turn)
+        slot.write_record(self._sealed_record(grant, seal))
+        now_s = time.monotonic()
+        emit(ImageCaptured(
+            incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
+            elapsed_s=now_s - capture.started_s, copy_s=now_s - began_s,
+            size_bytes=seal.image_bytes,
+        ))  # fmt: skip
+        return seal
+
+    def _copy_plan(self, description: Description, layout: Layout) -> CopyPlan:
+        """The copies of this description under this layout, made when either is new."""
+        key = (description.table_hash, layout.hash)
+        bindings = description.bindings
+        known = self._plan
+        if known is not None and known[:2] == key and self._planned_for is bindings:
+            return known[2]
+        self._drop_targets()
+        plan = plan_copies(layout, self.place.rank, bindings)
+        self._plan, self._planned_for = (*key, plan), bindings
+        return plan
+
+    _planned_for: object = None
+
+    def _target(self, path: str, plan: CopyPlan, capture: _Capture) -> tuple[SlotFile, Target]:
+        found = self._targets.get(path)
+        inode = Path(path).stat().st_ino
+        if found is not None and found[0].inode == inode:
+            return found
+        slot = SlotFile.open(Path(path), writable=True)
+        slot.populate()
+        if capture.ready is not None:
+            pin_memory(slot)
+        self._targets[path] = (slot, Target(slot.image, plan))
+        return self._targets[path]
+
+    def _drop_targets(self) -> None:
+        targets, self._targets = self._targets, {}
+        for slot, target in targets.values():
+            unpin_memory(slot)
+            target.let_go()
+            slot.close()
+
+    def _metadata(self, grant: m.Grant) -> dict[str, str]:
+        place = self.place
+        return {
+            "run": place.run_id, "incarnation": str(place.incarnation), "step": str(grant.step),
+            "attempt": grant.attempt, "rank": str(place.rank), "world": str(place.world),
+            "layout": grant.layout,
+        }  # fmt: skip
+
+    def _sealed_record(self, grant: m.Grant, seal: Seal) -> SlotRecord:
+        place = self.place
+        return SlotRecord(
+            state="captured", boot_id=self._boot_id, run_id=place.run_id,
+            incarnation=place.incarnation, nonce=place.nonce, step=grant.step,
+            attempt=grant.attempt, rank=place.rank, world=place.world, layout=grant.layout,
+            image_bytes=seal.image_bytes, header_xxh3=seal.header_xxh3,
+            table_xxh3=seal.table_xxh3, writer_pid=os.getpid(), writer_start=self._process_start,
+        )  # fmt: skip
+
+    def _side_stream(self, capture: _Capture) -> torch.cuda.Stream | None:
+        if capture.ready is None:
+            return None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    def _abandon(self, capture: _Capture, reason: str, leaf: str = "") -> None:
+        if isinstance(capture.answer, m.Grant) and self._client is not None:
+            try:
+                self._client.send(
+                    m.Abandon(attempt=capture.answer.attempt, reason=reason, leaf=leaf)
+                )
+            except KeeperError:
+                return  # the keeper learns it from our death, or from the slot's record
+
+    def _miss(
+        self, capture: _Capture, reason: str, *, overtaken: bool = False, leaf: str = ""
+    ) -> None:
+        capture.call_off(reason)
+        kind = CaptureOvertaken if overtaken else SnapshotSkipped
+        self._fail(capture.step, kind(reason, leaf=leaf), captured=False)
+        emit(SnapshotMissed(
+            incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
+            reason=reason, overtaken=overtaken, leaf=leaf,
+        ))  # fmt: skip
+
+    # ── the keeper ───────────────────────────────────────────────────────────────────────
+
+    def _ensure_client(self) -> KeeperClient:
+        if self._client is None or not self._client.is_open:
+            self._known_tables.clear()
+            self._client = self._connect(self._hear, self._lost)
+        return self._client
+
+    def _send(self, message: m.Message) -> None:
+        if self._client is None:
+            raise KeeperError("the keeper of this host went away")
+        self._client.send(message)
+
+    def _hear(self, message: m.Message) -> None:
+        """On the listening thread: what the keeper says by itself."""
+        current = self._current
+        match message:
+            case m.LayoutAgreed(hash=hash_, data=data):
+                self._layouts = {hash_: Layout.from_json(data)}
+            case m.Grant() | m.Skip():
+                self._answered(current, message)
+            case m.Aborted():
+                self._aborted(current, message)
+            case m.Complete(step=step):
+                self._reach(step, CAPTURED)
+            case m.Durable(step=step):
+                self._reach(step, DURABLE)
+            case m.NotDurable(step=step, reason=reason):
+                self._fail(step, PersistFailed(f"step {step}: {reason}"), captured=True)
+            case m.Announced(step=step):
+                self.announced.add(step)
+            case m.FencedOff(incarnation=n):
+                self.is_fenced = f"incarnation {n} of this run has begun; this one is over"
+                if current is not None:
+                    current.call_off(self.is_fenced)
+
+    def _answered(self, current: _Capture | None, message: m.Grant | m.Skip) -> None:
+        if current is not None and current.step == message.step and current.answer is None:
+            current.answer = message
+            current.answered.set()
+        elif isinstance(message, m.Grant):  # too late: nobody waits for it any more
+            self._send(m.Abandon(attempt=message.attempt, reason="its save was given up"))
+
+    def _aborted(self, current: _Capture | None, message: m.Aborted) -> None:
+        kind = CaptureOvertaken if message.overtaken else SnapshotSkipped
+        self._fail(message.step, kind(message.reason, leaf=message.leaf), captured=False)
+        if current is None or current.step != message.step:
+            return
+        if current.answer is None:
+            current.answer = message
+            current.answered.set()
+        else:
+            current.call_off(message.reason)
+
+    def _lost(self, reason: str) -> None:
+        """On the listening thread: the keeper went away; the next save starts another."""
+        emit(KeeperLost(
+            incarnation=self.place.incarnation, rank=self.place.rank, reason=reason
+        ))  # fmt: skip
+        current = self._current
+        if current is not None:
+            current.call_off(f"the keeper went away: {reason}")
+        for step, handles in list(self._handles.items()):
+            if any(not _is_final(handle) for handle in handles):
+                error = PersistFailed(f"step {step}: the keeper went away: {reason}")
+                self._fail(step, error, captured=False)
+
+    def _reach(self, step: int, what: str) -> None:
+        for handle in self._handles.get(step, []):
+            if what == CAPTURED or handle.durable:
+                handle.reach(what)
+
+    def _fail(self, step: int, error: HoldfastError, *, captured: bool) -> None:
+        for handle in self._handles.get(step, []):
+            if not _is_final(handle):
+                handle.fail(error, captured=captured)
+
+
+def _is_final(handle: SaveHandle) -> bool:
+    wanted = DURABLE if handle.durable else CAPTURED
+    return handle.state in (wanted, DURABLE, "failed")
+
+
+def _computation_so_far(description: Description) -> torch.cuda.Event | None:
+    """An event behind everything enqueued on the current stream, when the state is on a GPU."""
+    if not any(b.local.is_cuda for b in description.bindings):
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+class _on_stream:  # noqa: N801  (reads as a phrase at its only use)
+    """Enqueue on ``stream``, after ``ready``; does nothing without one."""
+
+    def __init__(self, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None) -> None:
+        self._context = None if stream is None else torch.cuda.stream(stream)
+        self._stream, self._ready = stream, ready
+
+    def __enter__(self) -> None:
+        if self._context is not None and self._stream is not None:
+            self._context.__enter__()
+            if self._ready is not None:
+                self._stream.wait_event(self._ready)
+
+    def __exit__(self, *error: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(*error)

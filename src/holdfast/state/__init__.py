@@ -1,0 +1,2 @@
+"""Training objects to named leaves and plain values, and back. The only package that knows torch's
+modules, optimizers and DTensors."""

@@ -1,0 +1,89 @@
+"""One tensor of the state: what it is called in the format, and which part of it this rank has.
+
+A tensor that cannot be stored faithfully is refused by name here, before anything is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from holdfast.errors import UnsupportedState
+from holdfast.geometry.layout import REPLICATE, Instance, LeafEntry, Mesh, Placement
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64", torch.complex128: "C128",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+if hasattr(torch, "float8_e8m0fnu"):
+    DTYPE_NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor with this rank's elements, sharing their memory."""
+    found: torch.Tensor
+    if isinstance(tensor, DTensor):
+        found = tensor._local_tensor  # noqa: SLF001  (to_local() takes 15 times as long)
+        if type(found).__name__ == "AsyncCollectiveTensor":
+            found = found.wait()  # type: ignore[operator]
+    else:
+        found = tensor
+    return found.detach()
+
+
+def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafEntry:
+    """What ``rank`` declares of the leaf ``name``; UnsupportedState for what cannot be stored."""
+    _check(name, tensor)
+    dtype = DTYPE_NAMES[tensor.dtype]
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
+        where = Mesh(tuple(mesh.mesh.shape), ranks)
+        placements = tuple(_placement(name, p) for p in tensor.placements)
+        return LeafEntry(name, dtype, shape, spread, Instance(where, placements))
+    return LeafEntry(name, dtype, shape, spread, Instance(Mesh((1,), (rank,)), (REPLICATE,)))
+
+
+def _placement(name: str, placement: Any) -> Placement:
+    if isinstance(placement, Replicate):
+        return REPLICATE
+    if type(placement) is Shard:
+        return Placement(placement.dim)
+    if type(placement).__name__ == "_StridedShard":
+        return Placement(placement.dim, placement.split_factor)
+    raise UnsupportedState(
+        f"{name} has the placement {placement}, which names no elements of its own; redistribute "
+        "it to Shard or Replicate before it is saved",
+        leaf=name,
+    )
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    problem = ""
+    if tensor.is_sparse or tensor.layout is not torch.strided:
+        problem = f"has the layout {tensor.layout}; store its indices and values instead"
+    elif tensor.is_quantized:
+        problem = "is quantised; store its int_repr(), scale and zero point instead"
+    elif tensor.is_nested:
+        problem = "is a nested tensor; store its values() and offsets() instead"
+    elif tensor.is_meta:
+        problem = "is on the meta device: it has no elements yet; materialise the module first"
+    elif tensor.dtype not in DTYPE_NAMES:
+        problem = f"has the dtype {tensor.dtype}, for which the format has no name"
+    elif type(local) not in _PLAIN_TYPES and type(local).__name__ != "AsyncCollectiveTensor":
+        problem = (
+            f"is a {type(local).__module__}.{type(local).__qualname__}, a tensor subclass whose "
+            "inner tensors Holdfast does not know; store those instead"
+        )
+    if problem:
+        raise UnsupportedState(f"{name} {problem}", leaf=name)

@@ -1,0 +1,335 @@
+"""What every store promises: a name is published whole and durable, or it is not there.
+
+Everything above speaks to a ``Store`` only, so the directory, the bucket and the in-memory form
+must refuse the same things in the same words. ``holdfast.testing.store_suite.StoreSuite`` is the
+executable form of this file; the pieces below the protocols are shared by all stores.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol
+
+from holdfast.errors import AlreadyPublished, RootBusy, StorageError, UsageError
+
+
+class ImageSink(Protocol):
+    """A new image being filled by several threads, in any order.
+
+    An unfinished image may already be visible; only a manifest makes it count. After a failed
+    write or finish the image can only be aborted.
+    """
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        """Write all of ``data`` at ``offset_bytes``. Safe from several threads."""
+        ...
+
+    def finish(self) -> None:
+        """Make the image durable: on return it survives a loss of power.
+
+        Call it when every write has returned. Raises UsageError when bytes were never written.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Remove the image, also while writes are running. Never raises.
+
+        After a successful ``finish`` it does nothing.
+        """
+        ...
+
+
+class Lock(Protocol):
+    """Held from the moment it is handed out until ``release``, or until its process dies."""
+
+    def release(self) -> None:
+        """Let others take it. A second release does nothing."""
+        ...
+
+    def __enter__(self) -> Lock: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+
+class Store(Protocol):
+    """A flat namespace of relative "/"-paths below a root.
+
+    Names beginning with a dot belong to the store itself: they are refused in paths and never
+    listed. Paths that cannot mean anything raise UsageError, names that are not there NotFound,
+    and whatever the medium refuses StorageError.
+    """
+
+    @property
+    def url(self) -> str:
+        """Where this is, for people."""
+        ...
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        """Exactly ``size_bytes`` bytes (None: to the end); StorageError when there are fewer."""
+        ...
+
+    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+        """Fill the whole of ``buffer``; StorageError when there are fewer bytes."""
+        ...
+
+    def size_bytes(self, path: str) -> int:
+        """The length of a file."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Whether there is a file of this name; directories do not count."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """The names of files and directories directly below ``prefix`` ("": the root), sorted.
+
+        Empty when there is none. Whether a directory that became empty is still named is not
+        promised.
+        """
+        ...
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        """Give ``data`` a name, atomically, durable on return.
+
+        Without ``replace`` a taken name raises AlreadyPublished, and of two racing writers
+        exactly one succeeds. After any other error the name may or may not exist, but never
+        with part of the data.
+        """
+        ...
+
+    def create(self, path: str, size_bytes: int) -> ImageSink:
+        """A new image of known size to be filled; AlreadyPublished when the name is taken."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Take a file away, durably. A missing one is fine."""
+        ...
+
+    def remove_tree(self, prefix: str) -> None:
+        """Take away everything below a directory. A missing one is fine.
+
+        Not atomic: after a stop in between, part of it may remain. Remove first what names it.
+        """
+        ...
+
+    def lock(self, name: str, owner: str) -> Lock:
+        """Take the lock ``name`` and sign it with ``owner``; RootBusy quotes the holder's text."""
+        ...
+
+
+def check_path(path: str) -> str:
+    """``path`` itself when it is a plain relative name, UsageError otherwise."""
+    parts = path.split("/")
+    if "\0" in path or any(not part or part.startswith(".") for part in parts):
+        raise UsageError(
+            f"{path!r} is not a path in a store: it must be relative, with parts that are not "
+            'empty and do not begin with "."',
+            path=path,
+        )
+    return path
+
+
+def check_prefix(prefix: str) -> str:
+    """As ``check_path``, for a directory, where "" is the root."""
+    return check_path(prefix) if prefix else prefix
+
+
+def check_range(path: str, offset_bytes: int, size_bytes: int) -> None:
+    """UsageError for a range that begins before the file or has a negative length."""
+    if offset_bytes < 0 or size_bytes < 0:
+        raise UsageError(
+            f"{path}: a range cannot begin at {offset_bytes} and have {size_bytes} bytes"
+        )
+
+
+def flat(data: memoryview) -> memoryview:
+    """The same memory as plain bytes, whatever its items and shape are."""
+    if data.nbytes == 0:  # cast refuses shapes with a zero
+        return memoryview(b"")
+    if not data.c_contiguous:
+        raise UsageError("only contiguous memory can be read or written as it lies")
+    return data.cast("B")
+
+
+# What goes away by itself, or by pruning, is worth another try; these need a person first.
+_PERMANENT = frozenset({
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EISDIR, errno.ENOTDIR,
+    errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS,
+})  # fmt: skip
+
+_ADVICE = {
+    errno.ENOSPC: "Free some space or keep fewer checkpoints.",
+    errno.EDQUOT: "Free some of the quota or keep fewer checkpoints.",
+    errno.EACCES: "Give this user the right to write there, or choose another root.",
+    errno.EPERM: "The file system or its mount does not allow this; choose another root.",
+    errno.EROFS: "Mount it writable, or choose another root.",
+    errno.EFBIG: "Raise the file size limit (ulimit -f), or choose another file system.",
+    errno.ENAMETOOLONG: "Choose a shorter root.",
+}
+
+
+def os_failure(operation: str, path: str, url: str, cause: OSError) -> StorageError:
+    """The StorageError for what the operating system refused; raise it ``from`` the cause."""
+    code = cause.errno or 0
+    reason = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})" if code else str(cause)
+    message = f"{operation} of {path} in {url} failed: {reason}. {_ADVICE.get(code, '')}".rstrip()
+    error = StorageError(message, operation=operation, path=path, url=url, errno=code)
+    error.retryable = code not in _PERMANENT
+    return error
+
+
+@contextmanager
+def reporting(operation: str, path: str, url: str) -> Iterator[None]:
+    """Turn every OSError inside into the store's own error, the cause kept."""
+    try:
+        yield
+    except OSError as cause:
+        raise os_failure(operation, path, url, cause) from cause
+
+
+def already_published(path: str, url: str) -> AlreadyPublished:
+    """The error for a name that is taken."""
+    return AlreadyPublished(
+        f"{path} in {url} exists already and is never overwritten", path=path, url=url
+    )
+
+
+def root_busy(name: str, url: str, owner: str) -> RootBusy:
+    """The error for a lock somebody else holds; ``owner`` is what they signed with."""
+    holder = owner or "somebody who has not signed it yet"
+    return RootBusy(
+        f"the lock {name!r} of {url} is held by {holder}. Wait until it ends, stop it, or choose "
+        "another root.",
+        name=name,
+        url=url,
+        owner=owner,
+    )
+
+
+def short_read(path: str, url: str, offset_bytes: int, size_bytes: int, have: int) -> StorageError:
+    """The error for a range that reaches past the end of a file."""
+    error = StorageError(
+        f"{path} in {url} ends at byte {have}; {size_bytes} bytes from {offset_bytes} were asked "
+        "for. It was cut short, or what names it is wrong.",
+        path=path,
+        offset_bytes=offset_bytes,
+        size_bytes=size_bytes,
+        have_bytes=have,
+    )
+    error.retryable = False
+    return error
+
+
+def first_gap(spans: Iterable[tuple[int, int]], size_bytes: int) -> int | None:
+    """The first byte of ``0..size_bytes`` in none of the (start, stop) spans, or None."""
+    reached = 0
+    for start, stop in sorted(spans):
+        if start > reached:
+            return reached
+        reached = max(reached, stop)
+    return reached if reached < size_bytes else None
+
+
+class _Phase(enum.Enum):
+    FILLING = "being filled"
+    FINISHING = "being finished"
+    FINISHED = "finished"
+    BROKEN = "broken"
+    ABORTED = "aborted"
+
+
+class Filling:
+    """What any sink must refuse: a write outside, a write too late, an image with a hole.
+
+    ``release`` is called once, when the image has ended one way or another *and* no write is
+    running: a descriptor closed under a running write may by then be another file's.
+    """
+
+    def __init__(self, path: str, size_bytes: int, release: Callable[[], None]) -> None:
+        check_range(path, 0, size_bytes)
+        self._path = path
+        self._size_bytes = size_bytes
+        self._release = release
+        self._lock = threading.Lock()
+        self._phase = _Phase.FILLING
+        self._running = 0
+        self._spans: list[tuple[int, int]] = []
+
+    @contextmanager
+    def writing(self, offset_bytes: int, size_bytes: int) -> Iterator[None]:
+        """Hold this around one write. A failure inside breaks the image."""
+        check_range(self._path, offset_bytes, size_bytes)
+        stop = offset_bytes + size_bytes
+        if stop > self._size_bytes:
+            raise UsageError(
+                f"{self._path} has {self._size_bytes} bytes; {size_bytes} at {offset_bytes} "
+                "reach past its end"
+            )
+        with self._lock:
+            self._require_filling("write to")
+            self._running += 1
+        with self._running_until_done():
+            yield
+            self._spans.append((offset_bytes, stop))  # atomic by itself
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Hold this around making the image durable."""
+        with self._lock:
+            self._require_filling("finish")
+            if self._running:
+                raise UsageError(f"{self._path} cannot be finished while it is written to")
+            gap = first_gap(self._spans, self._size_bytes)
+            if gap is not None:
+                raise UsageError(f"{self._path} cannot be finished: byte {gap} was never written")
+            self._running += 1
+            self._phase = _Phase.FINISHING
+        with self._running_until_done():
+            yield
+            with self._lock:
+                if self._phase is _Phase.ABORTED:
+                    raise StorageError(f"{self._path} was aborted while it was finished")
+                self._phase = _Phase.FINISHED
+
+    def abort(self) -> bool:
+        """End it; True when the caller must now remove the image."""
+        with self._lock:
+            if self._phase in (_Phase.FINISHED, _Phase.ABORTED):
+                return False
+            was_filling = self._phase is _Phase.FILLING
+            self._phase = _Phase.ABORTED
+            if was_filling and not self._running:
+                self._release()
+            return True
+
+    def _require_filling(self, what: str) -> None:
+        if self._phase is _Phase.BROKEN:
+            raise StorageError(f"cannot {what} {self._path}: an earlier write or finish failed")
+        if self._phase is not _Phase.FILLING:
+            raise UsageError(f"cannot {what} {self._path}: it is {self._phase.value}")
+
+    @contextmanager
+    def _running_until_done(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                if self._phase is not _Phase.ABORTED:
+                    self._phase = _Phase.BROKEN  # for good: a second fsync would report success
+            raise
+        finally:
+            with self._lock:
+                self._running -= 1
+                if not self._running and self._phase is not _Phase.FILLING:
+                    self._release()

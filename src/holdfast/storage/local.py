@@ -1,0 +1,238 @@
+"""A directory as a store: durable before it says so, and never a name for half a file.
+
+A name becomes visible by ``link`` or ``rename`` of a file that was already fsynced, and its
+directory is fsynced before the call returns; images are filled in place, because only a manifest
+makes them count. See docs/invariants.md (1, 3).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import TracebackType
+
+from holdfast.errors import NotFound
+from holdfast.storage.base import (
+    ImageSink,
+    Lock,
+    already_published,
+    check_path,
+    check_prefix,
+    check_range,
+    flat,
+    reporting,
+    root_busy,
+    short_read,
+)
+from holdfast.storage.direct import DirectSink
+from holdfast.storage.files import FILE_MODE, link, remove_tree, sync_directory, write_durably
+
+_OWNER_BYTES = 4096
+
+
+class LocalStore:
+    """The files below ``root``, which is made at the first write. Safe from several threads.
+
+    A process killed while it publishes may leave a small file whose name begins with ".publish";
+    it is never listed.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.path.abspath(os.fspath(root))
+        # Directories whose own name this store has seen to be durable. That a directory exists
+        # is not enough: another process may have made it and not yet synced its parent.
+        self._settled: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r})"
+
+    @property
+    def url(self) -> str:
+        return f"file://{self._root}"
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        check_range(path, offset_bytes, size_bytes or 0)
+        with self._opened(path) as (descriptor, length):
+            # The length is looked at before memory is taken: a size may come from a bad file.
+            wanted = max(0, length - offset_bytes) if size_bytes is None else size_bytes
+            if offset_bytes + wanted > length:
+                raise short_read(path, self.url, offset_bytes, wanted, length)
+            buffer = bytearray(wanted)
+            self._fill(descriptor, path, offset_bytes, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+        check_range(path, offset_bytes, buffer.nbytes)
+        with self._opened(path) as (descriptor, length):
+            if offset_bytes + buffer.nbytes > length:
+                raise short_read(path, self.url, offset_bytes, buffer.nbytes, length)
+            self._fill(descriptor, path, offset_bytes, flat(buffer))
+
+    def size_bytes(self, path: str) -> int:
+        with self._opened(path) as (_, length):
+            return length
+
+    def exists(self, path: str) -> bool:
+        with self._reporting("look-up", path):
+            try:
+                return stat.S_ISREG(os.stat(self._local(path)).st_mode)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+
+    def list(self, prefix: str) -> list[str]:
+        with self._reporting("list", prefix):
+            try:
+                names = os.listdir(self._local_directory(prefix))
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+        return sorted(name for name in names if not name.startswith("."))
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        target = self._local(path)
+        directory = os.path.dirname(target)
+        temporary = os.path.join(directory, f".publish-{secrets.token_hex(8)}")
+        with self._reporting("publish", path):
+            self._settle(directory)
+            try:
+                write_durably(temporary, data)
+                if replace:
+                    os.replace(temporary, target)
+                elif not link(temporary, target):
+                    raise already_published(path, self.url)
+            finally:
+                with suppress(OSError):
+                    os.unlink(temporary)
+            sync_directory(directory)
+
+    def create(self, path: str, size_bytes: int) -> ImageSink:
+        check_range(path, 0, size_bytes)
+        target = self._local(path)
+        with self._reporting("create", path):
+            self._settle(os.path.dirname(target))
+            try:
+                return DirectSink(target, size_bytes, path=path, url=self.url)
+            except FileExistsError:
+                raise already_published(path, self.url) from None
+
+    def remove(self, path: str) -> None:
+        target = self._local(path)
+        with self._reporting("removal", path):
+            try:
+                os.unlink(target)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            # Or a loss of power brings a manifest back after its images are gone.
+            sync_directory(os.path.dirname(target))
+
+    def remove_tree(self, prefix: str) -> None:
+        directory = self._local(prefix)  # never the root itself
+        below = directory + "/"
+        self._settled = {one for one in tuple(self._settled) if not (one + "/").startswith(below)}
+        with self._reporting("removal", prefix), suppress(NotADirectoryError):
+            remove_tree(directory)
+
+    def lock(self, name: str, owner: str) -> Lock:
+        directory, last = os.path.split(self._local(name))
+        with self._reporting("lock", name):
+            self._settle(directory)
+            descriptor = os.open(
+                os.path.join(directory, f".{last}.lock"), os.O_RDWR | os.O_CREAT, FILE_MODE
+            )
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, owner.encode()[:_OWNER_BYTES], 0)
+            except BlockingIOError:
+                holder = os.pread(descriptor, _OWNER_BYTES, 0).decode(errors="replace")
+                os.close(descriptor)
+                raise root_busy(name, self.url, holder) from None
+            except BaseException:
+                os.close(descriptor)
+                raise
+        return _LocalLock(descriptor)
+
+    def _local(self, path: str) -> str:
+        return os.path.join(self._root, check_path(path))
+
+    def _local_directory(self, prefix: str) -> str:
+        return os.path.join(self._root, check_prefix(prefix)).rstrip("/") or "/"
+
+    def _reporting(self, operation: str, path: str) -> AbstractContextManager[None]:
+        return reporting(operation, path, self.url)
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[tuple[int, int]]:
+        """A descriptor to read the file with, and its length."""
+        with self._reporting("read", path):
+            try:
+                descriptor = os.open(self._local(path), os.O_RDONLY)
+            except (FileNotFoundError, NotADirectoryError) as cause:
+                raise NotFound(f"there is no {path} in {self.url}", path=path) from cause
+            try:
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode):
+                    raise NotFound(f"{path} in {self.url} is not a file", path=path)
+                yield descriptor, status.st_size
+            finally:
+                os.close(descriptor)
+
+    def _fill(self, descriptor: int, path: str, offset_bytes: int, buffer: memoryview) -> None:
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(descriptor, [buffer[done:]], offset_bytes + done)
+            if not count:  # cut since its length was looked at
+                raise short_read(path, self.url, offset_bytes, len(buffer), offset_bytes + done)
+            done += count
+
+    def _settle(self, directory: str) -> None:
+        """Make the directory exist and its name durable.
+
+        The root's parents are synced only when made here: the others are not ours to open.
+        """
+        if directory in self._settled and os.path.isdir(directory):
+            return
+        parent = os.path.dirname(directory)
+        is_below_root = len(directory) > len(self._root)
+        if is_below_root or not os.path.isdir(parent):
+            self._settle(parent)
+        try:
+            os.mkdir(directory)
+            is_made = True
+        except FileExistsError:
+            is_made = False
+        if is_made or is_below_root:
+            sync_directory(parent)
+        self._settled.add(directory)
+
+
+class _LocalLock:
+    """An flock, which the kernel releases when its process dies."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
+            return
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            # Said aloud: closing is not enough while a forked child has the descriptor too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        # The file stays: unlinking it would let two others lock two files of the same name.
+        os.close(descriptor)
+
+    def __enter__(self) -> _LocalLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()

@@ -1,0 +1,306 @@
+"""Stores that stop, tear, fail and lag on demand, around any real one.
+
+A test counts the changes a piece of work makes, then repeats it once for each of them with a stop
+exactly there, and looks at what the inner store holds: that is what a crash would have left.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Literal
+
+from holdfast.storage.base import ImageSink, Lock, Store, flat, os_failure
+
+Mode = Literal["stop", "torn", "error"]
+
+
+class Stopped(BaseException):
+    """The process died here. Not an Exception, so that no handler for errors survives it."""
+
+
+class PassingStore:
+    """Hands every call to ``inner``; the others change what they need."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        return self.inner.read(path, offset_bytes, size_bytes)
+
+    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+        self.inner.read_into(path, offset_bytes, buffer)
+
+    def size_bytes(self, path: str) -> int:
+        return self.inner.size_bytes(path)
+
+    def exists(self, path: str) -> bool:
+        return self.inner.exists(path)
+
+    def list(self, prefix: str) -> list[str]:
+        return self.inner.list(prefix)
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        self.inner.publish(path, data, replace=replace)
+
+    def create(self, path: str, size_bytes: int) -> ImageSink:
+        return self.inner.create(path, size_bytes)
+
+    def remove(self, path: str) -> None:
+        self.inner.remove(path)
+
+    def remove_tree(self, prefix: str) -> None:
+        self.inner.remove_tree(prefix)
+
+    def lock(self, name: str, owner: str) -> Lock:
+        return self.inner.lock(name, owner)
+
+
+class PassingSink:
+    """Hands every call to ``inner``."""
+
+    def __init__(self, inner: ImageSink) -> None:
+        self.inner = inner
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        self.inner.write(offset_bytes, data)
+
+    def finish(self) -> None:
+        self.inner.finish()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+
+class FaultyStore(PassingStore):
+    """Lets the first ``fail_at - 1`` changes through and spoils the next (None: only counts).
+
+    A change is a ``publish``, ``create``, ``remove``, ``remove_tree``, or a sink's ``write`` or
+    ``finish``; ``changes`` lists them as (operation, path), the spoilt one included. Modes:
+
+    - "stop": Stopped is raised before the change, and by every later call on store and sinks.
+    - "torn": the same, but half of the change was made: half the bytes of a write, the first half
+      of a tree's names. A publication is atomic and leaves nothing.
+    - "error": StorageError (no space left) instead of the change, once; then all is well again.
+
+    A stop releases the locks taken through this store, as the death of their process would.
+    ``abort`` and ``release`` do nothing after it: a dead process cleans nothing up.
+    """
+
+    def __init__(self, inner: Store, *, fail_at: int | None = None, mode: Mode = "stop") -> None:
+        super().__init__(inner)
+        self.changes: list[tuple[str, str]] = []
+        self._fail_at = fail_at
+        self._mode = mode
+        self._is_stopped = False
+        self._locks: list[Lock] = []
+        self._mutex = threading.Lock()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the stop has happened."""
+        return self._is_stopped
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        self._require_alive()
+        return super().read(path, offset_bytes, size_bytes)
+
+    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+        self._require_alive()
+        super().read_into(path, offset_bytes, buffer)
+
+    def size_bytes(self, path: str) -> int:
+        self._require_alive()
+        return super().size_bytes(path)
+
+    def exists(self, path: str) -> bool:
+        self._require_alive()
+        return super().exists(path)
+
+    def list(self, prefix: str) -> list[str]:
+        self._require_alive()
+        return super().list(prefix)
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        self.change("publish", path)
+        super().publish(path, data, replace=replace)
+
+    def create(self, path: str, size_bytes: int) -> ImageSink:
+        self.change("create", path, half=lambda: self.inner.create(path, size_bytes))
+        return _FaultySink(super().create(path, size_bytes), self, path)
+
+    def remove(self, path: str) -> None:
+        self.change("remove", path)
+        super().remove(path)
+
+    def remove_tree(self, prefix: str) -> None:
+        self.change("remove_tree", prefix, half=lambda: _remove_half(self.inner, prefix))
+        super().remove_tree(prefix)
+
+    def lock(self, name: str, owner: str) -> Lock:
+        self._require_alive()
+        lock = super().lock(name, owner)
+        self._locks.append(lock)
+        return _FaultyLock(lock, self)
+
+    def change(self, operation: str, path: str, half: Callable[[], object] = lambda: None) -> None:
+        """Count one change, and spoil it when it is the one; ``half`` does half of it."""
+        with self._mutex:
+            self._require_alive()
+            self.changes.append((operation, path))
+            if len(self.changes) != self._fail_at:
+                return
+            if self._mode == "error":
+                cause = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                raise os_failure(operation, path, self.url, cause) from cause
+            self._is_stopped = True
+            if self._mode == "torn":
+                half()
+            for lock in self._locks:
+                lock.release()
+            self._require_alive()
+
+    def _require_alive(self) -> None:
+        if self._is_stopped:
+            operation, path = self.changes[-1]
+            raise Stopped(f"stopped at change {len(self.changes)}: {operation} of {path}")
+
+
+class _FaultySink(PassingSink):
+    def __init__(self, inner: ImageSink, store: FaultyStore, path: str) -> None:
+        super().__init__(inner)
+        self._store = store
+        self._path = path
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        half = flat(data)[: data.nbytes // 2]
+        self._store.change("write", self._path, lambda: self.inner.write(offset_bytes, half))
+        super().write(offset_bytes, data)
+
+    def finish(self) -> None:
+        self._store.change("finish", self._path)
+        super().finish()
+
+    def abort(self) -> None:
+        if not self._store.is_stopped:
+            super().abort()
+
+
+class _FaultyLock:
+    def __init__(self, inner: Lock, store: FaultyStore) -> None:
+        self._inner = inner
+        self._store = store
+
+    def release(self) -> None:
+        if not self._store.is_stopped:
+            self._inner.release()
+
+    def __enter__(self) -> _FaultyLock:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class SlowStore(PassingStore):
+    """A disk of ``bytes_per_s``, shared by all who write to it and all who read from it.
+
+    ``clock`` and ``sleep`` can be a test's own, so that no test waits.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        bytes_per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        super().__init__(inner)
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._free_at_s = 0.0
+        self._mutex = threading.Lock()
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        data = super().read(path, offset_bytes, size_bytes)
+        self.move(len(data))
+        return data
+
+    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+        super().read_into(path, offset_bytes, buffer)
+        self.move(buffer.nbytes)
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        self.move(len(data))
+        super().publish(path, data, replace=replace)
+
+    def create(self, path: str, size_bytes: int) -> ImageSink:
+        return _SlowSink(super().create(path, size_bytes), self)
+
+    def move(self, size_bytes: int) -> None:
+        """Wait until the disk has moved these bytes after all that came before them."""
+        with self._mutex:
+            now_s = self._clock()
+            self._free_at_s = max(self._free_at_s, now_s) + size_bytes / self._bytes_per_s
+            wait_s = self._free_at_s - now_s
+        self._sleep(wait_s)
+
+
+class _SlowSink(PassingSink):
+    def __init__(self, inner: ImageSink, store: SlowStore) -> None:
+        super().__init__(inner)
+        self._store = store
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        self._store.move(data.nbytes)
+        super().write(offset_bytes, data)
+
+
+class LateFsyncStore(PassingStore):
+    """Calls ``delay`` when the bytes are handed over and before anything is made durable."""
+
+    def __init__(self, inner: Store, delay: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._delay = delay
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        self._delay()
+        super().publish(path, data, replace=replace)
+
+    def create(self, path: str, size_bytes: int) -> ImageSink:
+        return _LateSink(super().create(path, size_bytes), self._delay)
+
+
+class _LateSink(PassingSink):
+    def __init__(self, inner: ImageSink, delay: Callable[[], None]) -> None:
+        super().__init__(inner)
+        self._delay = delay
+
+    def finish(self) -> None:
+        self._delay()
+        super().finish()
+
+
+def _remove_half(store: Store, prefix: str) -> None:
+    names = store.list(prefix)
+    for name in names[: (len(names) + 1) // 2]:
+        path = f"{prefix}/{name}"
+        if store.exists(path):
+            store.remove(path)
+        else:
+            store.remove_tree(path)

@@ -1,0 +1,243 @@
+"""What every store must do, as tests: inherit ``StoreSuite`` and say how to make one.
+
+    class TestMyStore(StoreSuite):
+        def make_store(self, tmp_path):
+            return MyStore(tmp_path)
+
+This file is the executable form of ``holdfast.storage.base``; a store that passes it can hold
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.errors import AlreadyPublished, NotFound, RootBusy, StorageError, UsageError
+from holdfast.storage.base import Store
+from holdfast.testing.image_suite import ImageSuite, at_once, pattern
+
+
+class StoreSuite(ImageSuite):
+    """Inherit this in a class whose name begins with Test, and override ``make_store``."""
+
+    # Published names.
+
+    def test_what_is_published_reads_back(self, store: Store) -> None:
+        store.publish("manifests/1-20.json", b"content")
+        assert self.same_store(store).read("manifests/1-20.json") == b"content"
+        assert store.size_bytes("manifests/1-20.json") == 7
+        assert store.exists("manifests/1-20.json")
+
+    def test_an_empty_file_is_a_file(self, store: Store) -> None:
+        store.publish("empty", b"")
+        assert store.read("empty") == b""
+        assert store.exists("empty")
+        assert store.size_bytes("empty") == 0
+
+    def test_a_taken_name_is_refused_and_keeps_its_content(self, store: Store) -> None:
+        store.publish("a/name", b"first")
+        with pytest.raises(AlreadyPublished, match="a/name"):
+            store.publish("a/name", b"second")
+        assert store.read("a/name") == b"first"
+        assert store.list("a") == ["name"]
+
+    def test_replacing_changes_the_whole_content(self, store: Store) -> None:
+        store.publish("a/name", b"a long first content", replace=True)
+        store.publish("a/name", b"second", replace=True)
+        assert store.read("a/name") == b"second"
+        assert store.list("a") == ["name"]
+
+    def test_of_racing_publishers_exactly_one_wins(self, store: Store) -> None:
+        for turn in range(20):
+            path = f"turn-{turn}/name"
+            contents = [pattern(3000, seed) for seed in range(4)]
+            others = [self.same_store(store) for _ in contents]
+
+            def publish(writer: Store, content: bytes, path: str = path) -> Callable[[], None]:
+                return lambda: writer.publish(path, content)
+
+            raised = at_once(*map(publish, others, contents))
+            winners = [index for index, error in enumerate(raised) if error is None]
+            assert len(winners) == 1, raised
+            assert sum(isinstance(error, AlreadyPublished) for error in raised) == 3, raised
+            assert store.read(path) == contents[winners[0]]
+
+    def test_a_reader_sees_the_old_or_the_new_content_while_it_is_replaced(
+        self, store: Store
+    ) -> None:
+        contents = [pattern(50_000, seed) for seed in range(2)]
+        store.publish("name", contents[0])
+        seen: list[bytes] = []
+
+        def replace() -> None:
+            for turn in range(30):
+                store.publish("name", contents[turn % 2], replace=True)
+
+        def read() -> None:
+            reader = self.same_store(store)
+            seen.extend(reader.read("name") for _ in range(60))
+
+        assert at_once(replace, read) == [None, None]
+        assert set(seen) <= set(contents)
+
+    def test_a_file_is_not_a_directory(self, store: Store) -> None:
+        store.publish("name", b"content")
+        with pytest.raises(StorageError):
+            store.publish("name/below", b"content")
+        with pytest.raises(StorageError):
+            store.create("name/below", 10)
+        assert store.list("name") == []
+        assert not store.exists("name/below")
+
+    # Reading.
+
+    def test_ranges_are_read_exactly(self, store: Store) -> None:
+        content = pattern(10_000)
+        store.publish("name", content)
+        assert store.read("name", 4000) == content[4000:]
+        assert store.read("name", 4000, 1000) == content[4000:5000]
+        assert store.read("name", 10_000, 0) == b""
+        buffer = bytearray(1000)
+        store.read_into("name", 9000, memoryview(buffer))
+        assert buffer == content[9000:]
+        store.read_into("name", 0, memoryview(b""))
+
+    def test_memory_of_any_shape_is_filled(self, store: Store) -> None:
+        content = pattern(48)
+        store.publish("name", content)
+        buffer = bytearray(48)
+        store.read_into("name", 0, memoryview(buffer).cast("i", shape=[3, 4]))
+        assert buffer == content
+
+    def test_a_range_past_the_end_is_an_error_and_not_less(self, store: Store) -> None:
+        store.publish("name", b"0123456789")
+        with pytest.raises(StorageError, match="ends at byte 10"):
+            store.read("name", 5, 6)
+        with pytest.raises(StorageError, match="ends at byte 10"):
+            store.read("name", 11)
+        with pytest.raises(StorageError, match="ends at byte 10"):
+            store.read_into("name", 5, memoryview(bytearray(6)))
+        with pytest.raises(StorageError):  # before memory is taken for it
+            store.read("name", 0, 1 << 60)
+
+    def test_a_range_that_cannot_be_is_refused(self, store: Store) -> None:
+        store.publish("name", b"0123456789")
+        with pytest.raises(UsageError):
+            store.read("name", -1)
+        with pytest.raises(UsageError):
+            store.read("name", 0, -1)
+        with pytest.raises(UsageError):
+            store.read_into("name", -1, memoryview(bytearray(1)))
+
+    def test_what_is_not_there_is_not_found(self, store: Store) -> None:
+        store.publish("a/name", b"content")
+        for path in ("none", "a", "a/none", "none/none", "a/name/none"):
+            assert not store.exists(path)
+            with pytest.raises(NotFound, match=path):
+                store.read(path)
+            with pytest.raises(NotFound, match=path):
+                store.read_into(path, 0, memoryview(bytearray(1)))
+            with pytest.raises(NotFound, match=path):
+                store.size_bytes(path)
+
+    # Listing and removing.
+
+    def test_a_list_names_what_lies_directly_below_in_order(self, store: Store) -> None:
+        for path in ("b", "a/2", "a/10", "a/c/deep", "a/c/deeper", "ab/other"):
+            store.publish(path, b"")
+        assert store.list("") == ["a", "ab", "b"]
+        assert store.list("a") == ["10", "2", "c"]
+        assert store.list("a/c") == ["deep", "deeper"]
+
+    def test_a_list_of_nothing_is_empty(self, store: Store) -> None:
+        assert store.list("") == []
+        assert store.list("none") == []
+        assert store.list("none/none") == []
+
+    def test_what_is_removed_is_gone_and_what_is_missing_is_fine(self, store: Store) -> None:
+        store.publish("a/name", b"content")
+        store.publish("a/other", b"content")
+        store.remove("a/name")
+        store.remove("a/name")
+        store.remove("none/none")
+        assert store.list("a") == ["other"]
+        store.publish("a/name", b"again")
+        assert store.read("a/name") == b"again"
+
+    def test_a_removed_tree_takes_no_neighbour_with_it(self, store: Store) -> None:
+        for path in ("steps/1-2/a", "steps/1-2/b/c", "steps/1-20/a", "steps/1"):
+            store.publish(path, b"content")
+        store.remove_tree("steps/1-2")
+        store.remove_tree("steps/1-2")
+        store.remove_tree("none")
+        assert store.list("steps") == ["1", "1-20"]
+        store.publish("steps/1-2/a", b"again")
+        assert store.list("steps/1-2") == ["a"]
+
+    def test_the_root_is_never_removed(self, store: Store) -> None:
+        store.publish("name", b"content")
+        with pytest.raises(UsageError):
+            store.remove_tree("")
+        assert store.exists("name")
+
+    @pytest.mark.parametrize(
+        "path", ["", "/etc/x", "../x", "a/../x", "a/./x", "a//x", "a/", "a/.x", "a\0b"]
+    )
+    def test_a_path_out_of_the_store_is_refused(self, store: Store, path: str) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: store.read(path),
+            lambda: store.read_into(path, 0, memoryview(b"")),
+            lambda: store.size_bytes(path),
+            lambda: store.exists(path),
+            lambda: store.publish(path, b""),
+            lambda: store.create(path, 1),
+            lambda: store.remove(path),
+            lambda: store.remove_tree(path),
+            lambda: store.lock(path, "me"),
+        ]
+        for call in calls:
+            with pytest.raises(UsageError):
+                call()
+        if path:
+            with pytest.raises(UsageError):
+                store.list(path)
+
+    # Locks.
+
+    def test_a_held_lock_is_refused_by_the_name_of_its_holder(self, store: Store) -> None:
+        with store.lock("root", "run blue on host-1 (pid 7)"):
+            with pytest.raises(RootBusy, match=r"run blue on host-1 \(pid 7\)") as caught:
+                self.same_store(store).lock("root", "run green")
+            assert caught.value.fields["owner"] == "run blue on host-1 (pid 7)"
+            self.same_store(store).lock("another", "run green").release()
+        self.same_store(store).lock("root", "run green").release()
+
+    def test_a_lock_released_twice_does_not_free_the_next_holder(self, store: Store) -> None:
+        first = store.lock("root", "first")
+        first.release()
+        with self.same_store(store).lock("root", "second"):
+            first.release()
+            with pytest.raises(RootBusy, match="second"):
+                store.lock("root", "third")
+
+    def test_of_racing_lockers_exactly_one_wins(self, store: Store) -> None:
+        held = []
+
+        def take(taker: Store) -> Callable[[], None]:
+            return lambda: held.append(taker.lock("root", "me"))
+
+        raised = at_once(*(take(self.same_store(store)) for _ in range(4)))
+        assert len(held) == 1
+        assert sum(isinstance(error, RootBusy) for error in raised) == 3, raised
+        held[0].release()
+
+    def test_a_lock_is_not_listed_and_takes_no_name(self, store: Store) -> None:
+        with store.lock("root", "me"):
+            assert store.list("") == []
+            store.publish("root", b"content")
+        assert store.read("root") == b"content"
+
+    def test_a_store_says_where_it_is(self, store: Store) -> None:
+        assert "://" in store.url

@@ -1,0 +1,32 @@
+"""Every test starts without Holdfast settings, with an arena of its own, and leaves no keeper."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from leftovers import end_keepers
+
+CLOSING_GRACE_S = 5.0  # a keeper told to stop may still be writing its last snapshot
+
+
+@pytest.fixture(autouse=True)
+def arena_dir() -> Iterator[Path]:
+    """This test's ``HOLDFAST_ARENA_DIR``, in shared memory; every other setting is taken away."""
+    # A short name, because the keeper's socket lies below it and may have 107 bytes in all.
+    directory = Path(tempfile.mkdtemp(prefix="hf-test-", dir="/dev/shm"))
+    # Not the fixture `monkeypatch`: that one would still be in force while this one cleans up.
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("HOLDFAST_")]:
+            patch.delenv(name)
+        patch.setenv("HOLDFAST_ARENA_DIR", str(directory))
+        yield directory
+    left = end_keepers(directory, grace_s=CLOSING_GRACE_S)
+    shutil.rmtree(directory)
+    if left:
+        pytest.fail("keepers were left running and were killed:\n  " + "\n  ".join(left))
