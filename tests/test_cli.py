@@ -18,6 +18,7 @@ import torch
 import holdfast
 from holdfast import errors, events
 from holdfast.cli import COMMANDS, main, parser
+from holdfast.cli.checkpoints import choose, open_root
 from holdfast.cli.output import SlowProgress
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.persist import commit
@@ -279,14 +280,14 @@ def test_show_notices_a_damaged_layout(root: Path, capsys: Out) -> None:
     assert "layout" in capsys.readouterr().err
 
 
-def test_a_step_saved_twice_is_the_one_that_training_went_on_from(fallen_back: Path) -> None:
-    from holdfast.cli.checkpoints import choose, open_root
-
+def test_a_step_saved_twice_is_the_one_that_a_restore_takes(fallen_back: Path) -> None:
     opened = open_root(str(fallen_back))
     assert choose(opened, "20").generation == Generation(2, 20)
     assert choose(opened, "1-20").generation == Generation(1, 20)
-    assert choose(opened, "30").generation == Generation(1, 30)
     assert choose(opened, None).generation == Generation(2, 20)
+    with pytest.raises(errors.NotFound, match=r"1-30 \(abandoned\)"):
+        choose(opened, "30")
+    assert choose(opened, "1-30").generation == Generation(1, 30)
 
 
 # ── verify ─────────────────────────────────────────────────────────────────────────────────────
@@ -350,8 +351,13 @@ def test_report_of_a_run_without_events_is_not_found(tmp_path: Path, capsys: Out
 
 def test_demo_hands_its_options_on_and_its_exit_code_back(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[argparse.Namespace] = []
+
+    def demo(args: argparse.Namespace) -> int:
+        given.append(args)
+        return 1
+
     fake = ModuleType("holdfast.demo")
-    vars(fake)["main"] = lambda args: given.append(args) or 1
+    vars(fake)["main"] = demo
     monkeypatch.setitem(sys.modules, "holdfast.demo", fake)
     assert main(["demo", "--out", "somewhere", "--seed", "7"]) == 1
     assert (given[0].out, given[0].seed, given[0].json) == ("somewhere", 7, False)

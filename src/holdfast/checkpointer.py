@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.errors import HoldfastError, NotFound, StatePoisoned, UsageError
+from holdfast.errors import HoldfastError, NotFound, SnapshotSkipped, StatePoisoned, UsageError
 from holdfast.events import RunStarted, emit, subscribe
 from holdfast.format.manifest import Generation
 from holdfast.load.choose import Candidate, choose
@@ -40,6 +40,7 @@ from holdfast.world import World, agree, current_world, host_id, tell_all
 
 #: How far ahead of every rank a timed save is announced.
 _ANNOUNCE_AHEAD_S = 0.5
+_RETRY_S = 0.05
 
 
 class Checkpointer:
@@ -86,6 +87,7 @@ class Checkpointer:
         self._timed_at = time.monotonic()
         self._step_times: list[float] = []
         self._announced_until = -1
+        self._updates_at_save = 0
         self._meet()
         _open_checkpointers.add(self)
 
@@ -271,6 +273,7 @@ class Checkpointer:
         carried, self._carried = self._carried_over(), []
         handle = self._saver.save(step, durable=durable or bool(carried), carried=carried)
         self._last_step, self._last_handle = step, handle
+        self._updates_at_save = self._saver.updates
         return handle
 
     def before_update(self) -> None:
@@ -343,18 +346,31 @@ class Checkpointer:
         """
         if self._is_closed:
             return
-        self._is_closed = True
-        _open_checkpointers.discard(self)
         try:
-            handle = self._last_handle
-            if handle is not None and handle.durable:
-                handle.wait_durable(timeout_s)
+            self._keep_promises(timeout_s)
         finally:
+            self._is_closed = True
+            _open_checkpointers.discard(self)
             try:
                 self._saver.close(timeout_s=timeout_s)
             finally:
                 self._stop_trace()
                 self._trace.close()
+
+    def _keep_promises(self, timeout_s: float) -> None:
+        """Take the durable save that was carried along, if the state is still that of its step."""
+        deadline = time.monotonic() + timeout_s
+        while self._carried_over():
+            if self._saver.updates != self._updates_at_save or time.monotonic() > deadline:
+                reason = SnapshotSkipped("no slot came free before the state went on; not saved")
+                for handle in self._carried:
+                    handle.fail(reason, captured=False)
+                raise reason
+            time.sleep(_RETRY_S)
+            self.save(self._last_step or 0, durable=True)
+        handle = self._last_handle
+        if handle is not None and handle.durable:
+            handle.wait_durable(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Checkpointer:
         return self

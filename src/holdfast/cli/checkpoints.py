@@ -7,10 +7,13 @@ from pathlib import Path
 
 from holdfast.errors import NotFound, UsageError
 from holdfast.format.manifest import Generation, Manifest
+from holdfast.load.choose import Candidate
+from holdfast.load.choose import choose as choose_candidates
 from holdfast.persist.commit import Catalogue, catalogue, is_root
-from holdfast.storage.local import LocalStore
+from holdfast.storage.base import Store
+from holdfast.storage.open import normal_root, open_store
 
-STEP_HELP = "a step, or INCARNATION-STEP for one that was saved twice or abandoned"
+STEP_HELP = "a step as restore() takes it, or INCARNATION-STEP for any that `holdfast ls` shows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,7 @@ class Opened:
     """A root and what it holds."""
 
     root: str
-    store: LocalStore
+    store: Store
     catalogue: Catalogue
     lineage: frozenset[Generation]
     latest: Generation | None
@@ -32,9 +35,9 @@ class Opened:
 
 def open_root(root: str) -> Opened:
     """Read what lies in ``root``; NotFound when it is no directory of checkpoints."""
-    if not Path(root).is_dir():
+    if not Path(normal_root(root)).is_dir():
         raise NotFound(f"{root} is not a directory", root=root)
-    store = LocalStore(root)
+    store = open_store(root)
     found = catalogue(store)
     if not (found.manifests or found.broken or is_root(store)):
         raise NotFound(f"{root} holds no checkpoints (it has no holdfast.json)", root=root)
@@ -42,29 +45,31 @@ def open_root(root: str) -> Opened:
 
 
 def choose(opened: Opened, name: str | None) -> Manifest:
-    """The checkpoint that ``name`` (None: the newest) means; NotFound lists what there is."""
-    wanted = opened.latest if name is None else _generation(opened, name)
-    manifest = None if wanted is None else opened.catalogue.find(wanted)
-    if manifest is not None:
-        return manifest
-    raise NotFound(_absent(opened, name), root=opened.root, step=name)
+    """The checkpoint that a restore of ``name`` (None: the newest) takes.
+
+    NotFound lists what there is.
+    """
+    found = opened.catalogue
+    stored = [Candidate(*each.generation, "storage", each.attempt) for each in found.manifests]
+    fit = choose_candidates(stored, found.parents, _wanted(name))
+    manifest = found.find(fit[0].generation) if fit else None
+    if manifest is None:
+        raise NotFound(_absent(opened, name), root=opened.root, step=name)
+    return manifest
 
 
-def _generation(opened: Opened, name: str) -> Generation | None:
-    incarnation, _, step = name.rpartition("-")
-    try:
-        if incarnation:
-            return Generation(int(incarnation), int(step))
-        number = int(step)
-    except ValueError:
-        raise UsageError(f"--step {name!r}: give {STEP_HELP}") from None
-    manifests = opened.catalogue.manifests
-    same = [manifest.generation for manifest in manifests if manifest.step == number]
-    # Of several, the one the newest incarnation descends from; else the latest saved.
-    return max(same, key=lambda each: (each in opened.lineage, each), default=None)
+def _wanted(name: str | None) -> int | str | None:
+    if name is None or "-" in name:
+        return name
+    if not name.isdecimal():
+        raise UsageError(f"--step {name}: give {STEP_HELP}")
+    return int(name)
 
 
 def _absent(opened: Opened, name: str | None) -> str:
     what = "no checkpoint" if name is None else f"no checkpoint of step {name}"
-    there = ", ".join(str(manifest.generation) for manifest in opened.catalogue.manifests)
+    generations = [each.generation for each in opened.catalogue.manifests]
+    there = ", ".join(
+        str(each) if each in opened.lineage else f"{each} (abandoned)" for each in generations
+    )
     return f"{what} in {opened.root}; there are: {there or 'none'}"

@@ -10,14 +10,15 @@ from rich.markup import escape
 
 from holdfast.cli.checkpoints import STEP_HELP, Opened, choose, open_root
 from holdfast.cli.output import Commands, add_command, plain_table, print_json, stdout
-from holdfast.errors import FormatError, NotFound
+from holdfast.errors import NotFound
+from holdfast.format import values as codec
 from holdfast.format.image import volume
 from holdfast.format.manifest import Manifest
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout, LeafSpec
+from holdfast.load.source import from_manifest
 from holdfast.observe.units import moment_text, size_text
-from holdfast.persist.commit import layout_path
 
 #: Longer values are cut in the table; ``--json`` has them whole.
 VALUE_WIDTH = 100
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary and the leaves, or one leaf; 3 when there is no such step or leaf."""
     opened = open_root(args.root)
     manifest = choose(opened, args.step)
-    layout = _layout(opened, manifest)
+    layout = from_manifest(opened.store, manifest).layout
     if args.leaf is not None:
         record = _leaf_record(layout, args.leaf)
         print_json(record) if args.json else _print_leaf(record)
@@ -49,17 +50,6 @@ def run(args: argparse.Namespace) -> int:
         record = _record(opened, manifest, layout)
         print_json(record) if args.json else _print(record)
     return 0
-
-
-def _layout(opened: Opened, manifest: Manifest) -> Layout:
-    path = layout_path(manifest.layout)
-    layout = Layout.from_json(opened.store.read(path))
-    if layout.hash != manifest.layout:
-        raise FormatError(
-            f"{path} holds the layout {layout.hash}; its bytes changed after they were written",
-            path=path,
-        )
-    return layout
 
 
 def _record(opened: Opened, manifest: Manifest, layout: Layout) -> dict[str, Any]:
@@ -76,7 +66,7 @@ def _record(opened: Opened, manifest: Manifest, layout: Layout) -> dict[str, Any
         "images": len(manifest.images),
         "size_bytes": manifest.size_bytes,
         "leaves": [_facts(leaf) for leaf in layout.leaves],
-        "values": manifest.values,
+        "values": {name: codec.decode(value) for name, value in manifest.values.items()},
     }
 
 

@@ -1,1 +1,4 @@
-"""Boxes and layouts: which rank holds, and which stores, which elements. Pure arithmetic."""
+"""Which rank holds which box of which leaf: arithmetic that every rank evaluates alike.
+
+Nothing here reads, waits or knows a tensor: values in, values out.
+"""

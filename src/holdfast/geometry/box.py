@@ -1,30 +1,42 @@
-"""n-dimensional half-open boxes of an index space, and proofs that boxes fill one another."""
+"""Boxes: n-dimensional half-open ranges of a leaf's index space, and proofs about sets of them.
+
+Everything that is stored, held, read or copied is a box. ``cover_fault`` is the proof that a
+restore rests on: nothing is read before every wanted element is known to come from exactly one
+place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import prod
+from itertools import pairwise, product
+from operator import itemgetter
+from typing import Literal
+
+from holdfast.errors import UsageError
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Box:
-    """All index tuples i with start <= i < stop. A box of no dimensions holds one element."""
+    """The elements with ``start[d] <= index[d] < stop[d]`` in every dimension ``d``.
+
+    A box of no dimensions has one element: a scalar.
+    """
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
-            raise ValueError(f"box of {len(self.start)} starts and {len(self.stop)} stops")
-        for low, high in zip(self.start, self.stop, strict=True):
-            if not 0 <= low <= high:
-                raise ValueError(f"not a box: {self.start}:{self.stop}")
+            raise UsageError(f"a box's corners {self.start} and {self.stop} differ in dimensions")
+        for a, b in zip(self.start, self.stop, strict=True):
+            if not 0 <= a <= b:
+                raise UsageError(f"no box goes from {self.start} to {self.stop}")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """The box of a whole index space."""
+        """All elements of ``shape``."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -34,161 +46,201 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Extent in each dimension."""
-        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+        """Extent in every dimension."""
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     @property
     def volume(self) -> int:
         """Number of elements."""
-        return prod(self.shape)
+        return math.prod(self.shape)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds no element."""
-        return self.volume == 0
+        """Whether it has no element."""
+        return any(a == b for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None when there is none."""
+        """The elements in both; None when there are none."""
+        self._check_same_space(other)
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(low >= high for low, high in zip(start, stop, strict=True)):
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
             return None
         return Box(start, stop)
 
     def contains(self, other: Box) -> bool:
         """Whether every element of ``other`` is in this box."""
-        return other.is_empty or self.intersect(other) == other
+        self._check_same_space(other)
+        return other.is_empty or (
+            all(a <= b for a, b in zip(self.start, other.start, strict=True))
+            and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
+        )
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """What is left without ``other``, as at most 2 ndim disjoint boxes."""
+        """The elements of this box that are not in ``other``, as disjoint boxes."""
         common = self.intersect(other)
         if common is None:
             return () if self.is_empty else (self,)
-        left: list[Box] = []
-        start, stop = list(self.start), list(self.stop)
+        parts = []
+        core = self  # what is still to be cut down to the common box
         for dim in range(self.ndim):
-            for low, high in ((start[dim], common.start[dim]), (common.stop[dim], stop[dim])):
-                if low < high:
-                    left.append(
-                        Box((*start[:dim], low, *start[dim + 1 :]), (*stop[:dim], high, *stop[dim + 1 :]))
-                    )
-            start[dim], stop[dim] = common.start[dim], common.stop[dim]
-        return tuple(left)
+            below, core = _cut(core, dim, common.start[dim])
+            core, above = _cut(core, dim, common.stop[dim])
+            parts += [below, above]
+        return tuple(part for part in parts if not part.is_empty)
 
     def shift(self, by: Sequence[int]) -> Box:
-        """The box moved by an offset in each dimension."""
-        return Box(
-            tuple(a + b for a, b in zip(self.start, by, strict=True)),
-            tuple(a + b for a, b in zip(self.stop, by, strict=True)),
-        )
+        """The box moved by ``by[d]`` in dimension ``d``."""
+        return Box(_plus(self.start, by), _plus(self.stop, by))
 
     def relative_to(self, origin: Box) -> Box:
-        """The same box, counted from the start of ``origin``."""
+        """The same elements counted from ``origin.start``. UsageError if it begins before that."""
         return self.shift(tuple(-a for a in origin.start))
 
     def split(self, parts: int) -> tuple[Box, ...]:
-        """At most ``parts`` nearly equal, non-empty boxes, along the first dimension that has room."""
-        dim = next((d for d, size in enumerate(self.shape) if size > 1), None)
-        if dim is None or parts < 2:
-            return (self,) if self.volume else ()
-        size = self.shape[dim]
-        cuts = [self.start[dim] + size * i // parts for i in range(parts + 1)]
-        return tuple(
-            Box(
-                (*self.start[:dim], low, *self.start[dim + 1 :]),
-                (*self.stop[:dim], high, *self.stop[dim + 1 :]),
-            )
-            for low, high in zip(cuts, cuts[1:], strict=False)
-            if low < high
-        )
+        """At most ``parts`` boxes of nearly equal size, cut along the first dimension that can be.
+
+        None of them is empty, so an empty box gives none. UsageError for less than one part.
+        """
+        if parts < 1:
+            raise UsageError(f"a box cannot be split into {parts} parts")
+        if self.is_empty:
+            return ()
+        dim = next((d for d, extent in enumerate(self.shape) if extent > 1), None)
+        if dim is None:
+            return (self,)
+        extent = self.stop[dim] - self.start[dim]
+        count = min(parts, extent)
+        cuts = [self.start[dim] + extent * n // count for n in range(count + 1)]
+        return tuple(_between(self, dim, a, b) for a, b in pairwise(cuts))
 
     def slices(self) -> tuple[slice, ...]:
-        """For indexing an array of the index space."""
-        return tuple(slice(low, high) for low, high in zip(self.start, self.stop, strict=True))
+        """What to index an array of the whole space with."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def _check_same_space(self, other: Box) -> None:
+        if len(self.start) != len(other.start):
+            raise UsageError(f"{self} and {other} have different numbers of dimensions")
+
+
+def _cut(box: Box, dim: int, at: int) -> tuple[Box, Box]:
+    """The parts of ``box`` below and from ``at`` on."""
+    return _between(box, dim, box.start[dim], at), _between(box, dim, at, box.stop[dim])
+
+
+def _between(box: Box, dim: int, start: int, stop: int) -> Box:
+    """``box`` with another extent in one dimension."""
+    return Box(
+        (*box.start[:dim], start, *box.start[dim + 1 :]),
+        (*box.stop[:dim], stop, *box.stop[dim + 1 :]),
+    )
+
+
+def _plus(point: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(point, by, strict=True))
 
 
 def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
-    """(offset, length), in elements, of the stretches of ``inner`` in the row-major ``outer``.
+    """The contiguous runs of ``inner`` in ``outer`` stored row-major, as (offset, length).
 
-    Ascending; neighbours that touch are one.
+    Both count elements, offsets from the first element of ``outer``. Runs ascend and are as long
+    as they can be. UsageError if ``inner`` is not inside ``outer``.
     """
+    if not outer.contains(inner):
+        raise UsageError(f"{inner} is not inside {outer}")
     if inner.is_empty:
         return
-    inside, shape = inner.relative_to(outer), outer.shape
-    dim = outer.ndim
-    length = 1
-    while dim and inside.start[dim - 1] == 0 and inside.stop[dim - 1] == shape[dim - 1]:
-        dim -= 1
-        length *= shape[dim]
-    below = length
-    if dim:
-        dim -= 1
-        length *= inside.stop[dim] - inside.start[dim]
-        first = inside.start[dim] * below
-    else:
-        first = 0
-    weights = [prod(shape[d + 1 :]) for d in range(dim)]
-    for at in product(*(range(inside.start[d], inside.stop[d]) for d in range(dim))):
-        yield first + sum(i * w for i, w in zip(at, weights, strict=True)), length
+    inside, extents = inner.relative_to(outer), outer.shape
+    strides = [math.prod(extents[dim + 1 :]) for dim in range(outer.ndim)]
+    # From the dimension `last` on, a run is one piece: behind it everything is covered.
+    last = max(outer.ndim - 1, 0)
+    while last > 0 and inside.shape[last] == extents[last]:
+        last -= 1
+    length = math.prod(inside.shape[last:])
+    first = sum(a * stride for a, stride in zip(inside.start, strides, strict=True))
+    steps = [range(0, inside.shape[dim] * strides[dim], strides[dim]) for dim in range(last)]
+    for offsets in product(*steps):
+        yield first + sum(offsets), length
 
 
 @dataclass(frozen=True, slots=True)
 class CoverFault:
-    """Why pieces do not fill a box once: ``box`` is produced by none ("missing") or two ("overlap")."""
+    """Why pieces are not a partition: no piece has any of ``box``, or several have all of it."""
 
-    kind: str
+    kind: Literal["missing", "overlap"]
     box: Box
 
 
-def cover_fault(wanted: Box, pieces: Sequence[Box]) -> CoverFault | None:
-    """None when the pieces, clipped to ``wanted``, fill it, each element exactly once.
+def cover_fault(wanted: Box, pieces: Iterable[Box]) -> CoverFault | None:
+    """None when every element of ``wanted`` is in exactly one piece; else one place where not.
 
-    Near-linear: along each dimension the pieces are cut at all their distinct bounds; cells of
-    that grid are either inside a piece or outside it, so it suffices to look at each once.
-    Grids that would be larger than the pieces warrant are split in two first.
+    Pieces may reach beyond ``wanted``. Takes O(n log n) for n pieces that come from cutting boxes
+    in two again and again, as all layouts do; others are cut where they cross.
     """
-    if wanted.is_empty:
-        return None
-    parts = [part for piece in pieces if (part := piece.intersect(wanted)) is not None]
-    return _fault(wanted, parts)
-
-
-def _fault(wanted: Box, parts: list[Box]) -> CoverFault | None:
-    if not parts:
-        return CoverFault("missing", wanted)
-    if len(parts) == 1:
-        left = wanted.subtract(parts[0])
-        return CoverFault("missing", left[0]) if left else None
-    if len(parts) == 2 and (common := parts[0].intersect(parts[1])) is not None:
-        return CoverFault("overlap", common)
-    cut = _best_cut(wanted, parts)
-    if cut is None:  # no bound lies inside: all parts equal ``wanted``
-        return CoverFault("overlap", wanted)
-    dim, at = cut
-    for low, high in ((wanted.start[dim], at), (at, wanted.stop[dim])):
-        half = Box(
-            (*wanted.start[:dim], low, *wanted.start[dim + 1 :]),
-            (*wanted.stop[:dim], high, *wanted.stop[dim + 1 :]),
-        )
-        inside = [part for p in parts if (part := p.intersect(half)) is not None]
-        fault = _fault(half, inside)
-        if fault is not None:
-            return fault
+    clipped = [part for piece in pieces if (part := piece.intersect(wanted)) is not None]
+    todo = [] if wanted.is_empty else [(wanted, clipped)]
+    while todo:
+        region, inside = todo.pop()
+        if len(inside) == 1 and inside[0] == region:
+            continue
+        if not inside:
+            return CoverFault("missing", region)
+        parts = _separate(region, inside) or _halve(region, inside)
+        if parts is None:
+            return CoverFault("overlap", region)
+        todo += parts
     return None
 
 
-def _best_cut(wanted: Box, parts: list[Box]) -> tuple[int, int] | None:
-    """The bound that cuts the fewest parts and leaves the halves most alike."""
-    best: tuple[tuple[int, int], int, int] | None = None
-    for dim in range(wanted.ndim):
-        low, high = wanted.start[dim], wanted.stop[dim]
-        bounds = sorted({b for p in parts for b in (p.start[dim], p.stop[dim]) if low < b < high})
-        if not bounds:
-            continue
-        at = bounds[len(bounds) // 2]
-        crossing = sum(p.start[dim] < at < p.stop[dim] for p in parts)
-        before = sum(p.stop[dim] <= at for p in parts)
-        score = (crossing, abs(2 * before - len(parts)))
-        if best is None or score < best[0]:
-            best = (score, dim, at)
-    return None if best is None else best[1:]
+_Region = tuple[Box, list[Box]]
+
+
+def _separate(region: Box, pieces: list[Box]) -> list[_Region] | None:
+    """Cut ``region`` where no piece crosses; None when there is no such place.
+
+    A slab that no piece enters comes back with an empty list.
+    """
+    for dim in range(region.ndim):
+        slabs = list(_slabs(region, dim, pieces))
+        if len(slabs) > 1:
+            return slabs
+    return None
+
+
+def _slabs(region: Box, dim: int, pieces: list[Box]) -> Iterator[_Region]:
+    begin = end = region.start[dim]  # of the slab being collected
+    slab: list[Box] = []
+    spans = [(piece.start[dim], piece.stop[dim], piece) for piece in pieces]
+    for start, stop, piece in sorted(spans, key=itemgetter(0, 1)):
+        if start >= end:
+            if slab:
+                yield _between(region, dim, begin, end), slab
+            if start > end:
+                yield _between(region, dim, end, start), []
+            begin, slab = start, []
+        slab.append(piece)
+        end = max(end, stop)
+    yield _between(region, dim, begin, end), slab
+    if end < region.stop[dim]:
+        yield _between(region, dim, end, region.stop[dim]), []
+
+
+def _halve(region: Box, pieces: list[Box]) -> list[_Region] | None:
+    """Cut ``region``, and the pieces in the way, at the middle of the dimension with most ends.
+
+    None when no piece ends inside: then each of them is all of ``region``.
+    """
+    ends = [_ends_inside(region, dim, pieces) for dim in range(region.ndim)]
+    dim = max(range(region.ndim), key=lambda d: len(ends[d]), default=None)
+    if dim is None or not ends[dim]:
+        return None
+    halves = _cut(region, dim, ends[dim][len(ends[dim]) // 2])
+    return [
+        (half, [part for piece in pieces if (part := piece.intersect(half)) is not None])
+        for half in halves
+    ]
+
+
+def _ends_inside(region: Box, dim: int, pieces: list[Box]) -> list[int]:
+    ends = {piece.start[dim] for piece in pieces} | {piece.stop[dim] for piece in pieces}
+    return sorted(ends - {region.start[dim], region.stop[dim]})

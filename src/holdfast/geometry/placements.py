@@ -1,138 +1,240 @@
-"""From a mesh and placements to the boxes a rank holds: arithmetic any rank can do for any other."""
+"""Which boxes of a leaf a rank holds, from a device mesh and one placement per mesh dimension.
+
+The rules are those of torch's DTensor, but as boxes: under ``_StridedShard`` a rank can hold
+several of them, which no single offset describes. tests/geometry/test_dtensor_boxes.py compares
+them with real DTensors on real ranks.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
-from math import prod
+from itertools import pairwise, product
+from typing import NamedTuple
 
-from holdfast.errors import FormatError
+from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
+
+#: No run of ours comes near these; they bound what a hostile layout can make a reader allocate.
+MAX_RANKS = 1 << 20
+MAX_STRIDES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks on a grid: ``ranks`` are the global ranks in row-major order of ``shape``."""
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.shape or min(self.shape) < 1 or math.prod(self.shape) != len(self.ranks):
+            raise UsageError(f"a mesh of shape {self.shape} cannot have {len(self.ranks)} ranks")
+        if len(set(self.ranks)) != len(self.ranks):
+            raise UsageError("a rank is in the same mesh twice")
+        if min(self.ranks) < 0 or max(self.ranks) >= MAX_RANKS:
+            raise UsageError(f"ranks in a mesh are 0 to {MAX_RANKS - 1}")
+
+    def coordinate(self, rank: int) -> tuple[int, ...] | None:
+        """Where ``rank`` is on the grid; None when it is not on it."""
+        try:
+            index = self.ranks.index(rank)
+        except ValueError:
+            return None
+        backwards = []
+        for extent in reversed(self.shape):
+            index, at = divmod(index, extent)
+            backwards.append(at)
+        return tuple(reversed(backwards))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How one mesh dimension cuts a leaf: along ``dim``, or not at all (-1, replicated).
+    """What one mesh dimension does: cut the leaf's dimension ``dim``, or repeat it (-1).
 
-    ``split_factor`` is above 1 for a cut applied *after* later mesh dimensions had cut the same
-    ``dim`` into that many parts (FSDP over tensor parallel).
+    ``split_factor`` is that of ``_StridedShard``; 1 is a plain ``Shard``.
     """
 
     dim: int
     split_factor: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dim < -1 or self.split_factor < 1 or (self.dim == -1 and self.split_factor > 1):
+            raise UsageError(f"{self} means nothing")
 
 
 REPLICATE = Placement(-1)
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
-    """Ranks in a grid, row-major."""
-
-    shape: tuple[int, ...]
-    ranks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if prod(self.shape) != len(self.ranks) or len(set(self.ranks)) != len(self.ranks):
-            raise ValueError(f"a mesh of {self.shape} with ranks {self.ranks}")
-
-    def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where ``rank`` stands, or None when it is not in the mesh."""
-        if rank not in self.ranks:
-            return None
-        number, at = self.ranks.index(rank), []
-        for size in reversed(self.shape):
-            number, index = divmod(number, size)
-            at.append(index)
-        return tuple(reversed(at))
-
-
-@dataclass(frozen=True, slots=True)
 class Instance:
-    """A set of ranks that together hold one whole copy (or several) of a leaf, and how."""
+    """One copy of a whole leaf: the ranks that have it among them, and how it is cut for them."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
 
-
-def local_boxes(
-    shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], rank: int
-) -> tuple[tuple[Box, Box], ...]:
-    """The boxes of a leaf that ``rank`` holds, each with its place in the rank's local tensor."""
-    at = mesh.coordinate(rank)
-    return () if at is None else boxes_at(shape, mesh.shape, placements, at)
-
-
-@lru_cache(maxsize=65536)
-def boxes_at(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    at: tuple[int, ...],
-) -> tuple[tuple[Box, Box], ...]:
-    """As ``local_boxes``, for a coordinate of a mesh of this shape."""
-    if len(placements) != len(mesh_shape):
-        raise FormatError(f"{len(placements)} placements on a mesh of {len(mesh_shape)} dimensions")
-    ranges = [
-        _ranges(size, _cuts(dim, mesh_shape, placements, at)) for dim, size in enumerate(shape)
-    ]
-    return tuple(
-        (
-            Box(tuple(r[0] for r in one), tuple(r[1] for r in one)),
-            Box(tuple(r[2] for r in one), tuple(r[2] + r[1] - r[0] for r in one)),
-        )
-        for one in product(*ranges)
-    )
-
-
-def _cuts(
-    dim: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], at: tuple[int, ...]
-) -> list[tuple[int, int]]:
-    """(parts, which) of every cut along ``dim``, in the order they were applied.
-
-    A plain cut came before all strided ones to its left that name its size: working from the
-    right, each cut is put where the parts before it multiply to its split factor.
-    """
-    order: list[tuple[int, int]] = []
-    for size, placement, index in reversed(list(zip(mesh_shape, placements, at, strict=True))):
-        if placement.dim != dim:
-            continue
-        parts = 1
-        for position in range(len(order) + 1):
-            if parts == placement.split_factor:
-                order.insert(position, (size, index))
-                break
-            if position < len(order):
-                parts *= order[position][0]
-        else:
-            raise FormatError(
-                f"split factor {placement.split_factor} along dimension {dim} fits no order of cuts"
+    def __post_init__(self) -> None:
+        if len(self.placements) != len(self.mesh.shape):
+            raise UsageError(
+                f"{len(self.placements)} placements for a mesh of {len(self.mesh.shape)} dimensions"
             )
+        if math.prod(p.split_factor for p in self.placements) > MAX_STRIDES:
+            raise UsageError(f"placements cut a leaf into more than {MAX_STRIDES} strides")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each of its ranks has the whole leaf."""
+        return all(placement.dim == -1 for placement in self.placements)
+
+
+class Cut(NamedTuple):
+    """One mesh dimension that cuts: into ``parts``, of which this rank has number ``at``."""
+
+    parts: int
+    at: int
+    split_factor: int = 1
+
+
+Range = tuple[int, int]
+
+
+def local_ranges(size: int, cuts: Sequence[Cut]) -> tuple[Range, ...]:
+    """The ranges of a dimension of ``size`` that a rank holds, in the order it stores them.
+
+    ``cuts`` are given in the order of their mesh dimensions and applied in that of
+    ``_applied_order``. Each cuts the elements held so far as ``torch.chunk`` does.
+    """
+    ranges = [(0, size)] if size else []
+    for cut, strides in _applied_order(cuts):
+        held = sum(b - a for a, b in ranges)
+        parts = (_chunk(a, b, cut.parts, cut.at) for a, b in _chunks(held, strides))
+        ranges = [found for a, b in parts for found in _select(ranges, a, b)]
+    return tuple(_join(ranges))
+
+
+def _applied_order(cuts: Sequence[Cut]) -> list[tuple[Cut, int]]:
+    """The order in which cuts were made, each with the number of strides it was made in.
+
+    FSDP2 shards what tensor parallelism has sharded already, although its mesh dimension comes
+    first. It records that as a split factor: the number of parts made by mesh dimensions to its
+    right before it. Such a cut is then a plain one, after those. A factor that no such dimensions
+    explain is a true stride (of fused weights, say), made before what stands to its right.
+    """
+    order: list[tuple[Cut, int]] = []
+    for cut in reversed(cuts):
+        at, parts = 0, 1
+        while parts != cut.split_factor and at < len(order):
+            parts *= order[at][0].parts
+            at += 1
+        if parts == cut.split_factor:
+            order.insert(at, (cut, 1))
+        else:
+            order.insert(0, (cut, cut.split_factor))
     return order
 
 
-def _ranges(size: int, cuts: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(start, stop, start in the local tensor) left of ``size`` indices after all cuts."""
-    found = [(0, size)]
-    for parts, which in cuts:
-        length = sum(stop - start for start, stop in found)
-        each = -(-length // parts)
-        found = _take(found, which * each, min((which + 1) * each, length))
-    placed, at = [], 0
-    for start, stop in found:
-        if stop > start:
-            placed.append((start, stop, at))
-            at += stop - start
-    return placed
+def _chunk(start: int, stop: int, parts: int, index: int) -> Range:
+    """Number ``index`` of ``parts`` chunks: each as large as the first, as far as it goes."""
+    step = -(-(stop - start) // parts)
+    return min(start + index * step, stop), min(start + (index + 1) * step, stop)
 
 
-def _take(ranges: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    """The indices number ``low`` to ``high`` of the concatenated ranges."""
-    taken, before = [], 0
-    for start, stop in ranges:
-        first, last = max(low - before, 0), min(high - before, stop - start)
-        if first < last:
-            taken.append((start + first, start + last))
-        before += stop - start
-    return taken
+def _chunks(size: int, parts: int) -> Iterator[Range]:
+    """The chunks of 0..size that are not empty."""
+    step = max(1, -(-size // parts))
+    for start in range(0, size, step):
+        yield start, min(start + step, size)
+
+
+def _select(ranges: Sequence[Range], start: int, stop: int) -> Iterator[Range]:
+    """What stands from position ``start`` to ``stop`` when the ranges are put in a row."""
+    position = 0
+    for a, b in ranges:
+        low, high = max(a, a + start - position), min(b, a + stop - position)
+        if low < high:
+            yield low, high
+        position += b - a
+
+
+def _join(ranges: Sequence[Range]) -> list[Range]:
+    joined: list[Range] = []
+    for a, b in ranges:
+        if joined and joined[-1][1] == a:
+            joined[-1] = (joined[-1][0], b)
+        else:
+            joined.append((a, b))
+    return joined
+
+
+@lru_cache(maxsize=1 << 14)
+def local_boxes(
+    shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], rank: int
+) -> tuple[tuple[Box, Box], ...]:
+    """What ``rank`` holds of a leaf: (box in the leaf, the same box in the rank's local tensor).
+
+    The local boxes tile the local tensor. Empty boxes are left out; a rank outside the mesh holds
+    nothing.
+    """
+    coordinate = mesh.coordinate(rank)
+    if coordinate is None:
+        return ()
+    dims = _dim_ranges(shape, mesh, placements, coordinate)
+    return tuple(
+        (
+            Box(tuple(a for a, _, _ in part), tuple(b for _, b, _ in part)),
+            Box(tuple(at for _, _, at in part), tuple(at + b - a for a, b, at in part)),
+        )
+        for part in product(*map(_with_local_starts, dims))
+    )
+
+
+def local_shape(
+    shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], rank: int
+) -> tuple[int, ...] | None:
+    """The shape of the rank's local tensor; None for a rank outside the mesh."""
+    coordinate = mesh.coordinate(rank)
+    if coordinate is None:
+        return None
+    dims = _dim_ranges(shape, mesh, placements, coordinate)
+    return tuple(sum(b - a for a, b in ranges) for ranges in dims)
+
+
+def holders(shape: tuple[int, ...], instance: Instance) -> dict[Box, tuple[int, ...]]:
+    """Every distinct box of a leaf, and the ranks of the instance that hold it.
+
+    The boxes are a partition of the leaf.
+    """
+    mesh, placements = instance.mesh, instance.placements
+    ranks_at: dict[tuple[int, ...], list[int]] = {}
+    coordinates = product(*map(range, mesh.shape))
+    for coordinate, rank in zip(coordinates, mesh.ranks, strict=True):
+        # Ranks that differ only where the leaf is repeated hold the same boxes.
+        cutting = (0 if p.dim == -1 else at for p, at in zip(placements, coordinate, strict=True))
+        ranks_at.setdefault(tuple(cutting), []).append(rank)
+    found: dict[Box, tuple[int, ...]] = {}
+    for coordinate, ranks in ranks_at.items():
+        held_by = tuple(sorted(ranks))
+        for part in product(*_dim_ranges(shape, mesh, placements, coordinate)):
+            found[Box(tuple(a for a, _ in part), tuple(b for _, b in part))] = held_by
+    return found
+
+
+def _dim_ranges(
+    shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int]
+) -> list[tuple[Range, ...]]:
+    """The ranges held of every dimension of the leaf; what is held are their products."""
+    cuts: list[list[Cut]] = [[] for _ in shape]
+    for parts, at, placement in zip(mesh.shape, coordinate, placements, strict=True):
+        if placement.dim != -1:
+            cuts[placement.dim].append(Cut(parts, at, placement.split_factor))
+    return [local_ranges(size, cut) for size, cut in zip(shape, cuts, strict=True)]
+
+
+def _with_local_starts(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """(start, stop, start in the local tensor), for ranges stored one after the other."""
+    starts = [0]
+    for a, b in ranges:
+        starts.append(starts[-1] + b - a)
+    return [(a, b, at) for (a, b), (at, _) in zip(ranges, pairwise(starts), strict=True)]

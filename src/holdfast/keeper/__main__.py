@@ -22,6 +22,7 @@ def main(argv: list[str] | None = None) -> int:
 
     from holdfast.keeper.server import Keeper
     from holdfast.snapshot.arena import lock_dir
+    from holdfast.snapshot.client import LOCK_TAKEN
 
     # The terminal's Ctrl-C and a launcher's hang-up are for the trainers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     lock = lock_dir(options.arena)
     if lock is None:
         print("another keeper holds this arena", file=sys.stderr)
-        return 3
+        return LOCK_TAKEN
     keeper = Keeper(
         options.arena,
         run_id=options.run_id,

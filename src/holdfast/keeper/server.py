@@ -544,7 +544,7 @@ def _peer(writer: asyncio.StreamWriter) -> h.Writer | None:
     return h.Writer(pid, process_start(pid)) if uid == os.getuid() else None
 
 
-_ANYBODY = (m.Hello, m.Begin, m.Join)
+_ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory)
 _Handler = Callable[[Keeper, Connection, Any, int], Awaitable[m.Message | None]]
 _HANDLERS: dict[type[m.Message], _Handler] = {
     m.Hello: Keeper._hello,

@@ -26,7 +26,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.storage.base import Store
 
-ROOT, LOCK = "holdfast.json", "lock"
+ROOT, LOCK = "holdfast.json", "writer"
 MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts", "steps"
 _MANIFEST_NAME = re.compile(r"(\d+)-(\d+)\.json")
 _INCARNATION_NAME = re.compile(r"(\d+)\.json")

@@ -24,6 +24,7 @@ from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import make_private_dir
 
 SOCKET_NAME = "keeper.sock"
+LOCK_TAKEN = 3
 _RETRY_S = 0.02
 A = TypeVar("A", bound=m.Message)
 
@@ -54,6 +55,10 @@ def start_keeper(arena: Path, *, run_id: str, root: str, host_id: str) -> subpro
     if "HOLDFAST_KEEPER_IDLE_S" in os.environ:
         command += ["--idle-s", os.environ["HOLDFAST_KEEPER_IDLE_S"]]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    # It runs in "/", so that it pins no directory; relative paths would mean others there.
+    ours = str(Path(__file__).resolve().parents[2])
+    theirs = [os.path.abspath(p) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+    environment["PYTHONPATH"] = os.pathsep.join([ours, *theirs])
     with (arena / "keeper.log").open("ab") as log:
         return subprocess.Popen(
             command,
@@ -84,9 +89,12 @@ def find_or_start(
             raise KeeperError(
                 f"no keeper answered in {arena} within {timeout_s:g} s{_last_words(arena)}"
             )
-        # Ended with 3: another holds the lock and will answer, or is ending and makes room.
-        if child is None or child.poll() is not None:
+        ended = child.poll() if child is not None else LOCK_TAKEN
+        if ended == LOCK_TAKEN:  # another has the arena and will answer, or is ending
+            time.sleep(_RETRY_S)
             child = start_keeper(arena, run_id=run_id, root=root, host_id=host_id)
+        elif ended is not None:
+            raise KeeperError(f"the keeper ended with exit code {ended}{_last_words(arena)}")
         time.sleep(_RETRY_S)
 
 

@@ -122,6 +122,8 @@ class Saver:
         self.patience = patience
         self.announced: set[int] = set()
         self.is_fenced = ""
+        self.updates = 0
+        """How many updates passed the fence; tells whether the state changed since a save."""
         self._connect = connect
         self._client: KeeperClient | None = None
         self._current: _Capture | None = None
@@ -193,6 +195,7 @@ class Saver:
 
     def fence(self) -> None:
         """Hold the caller until what an update overwrites is copied, or the capture given up."""
+        self.updates += 1
         capture = self._current
         if capture is None:
             return
@@ -440,7 +443,8 @@ class Saver:
     ) -> None:
         capture.call_off(reason)
         kind = CaptureOvertaken if overtaken else SnapshotSkipped
-        self._fail(capture.step, kind(reason, leaf=leaf), captured=False)
+        if not (capture.durable and isinstance(capture.answer, m.Skip)):  # else it is carried
+            self._fail(capture.step, kind(reason, leaf=leaf), captured=False)
         emit(SnapshotMissed(
             incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
             reason=reason, overtaken=overtaken, leaf=leaf,

@@ -1,0 +1,158 @@
+"""One set of leaves from what every rank declared, or a full list of where the ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from holdfast.errors import StateMismatch
+from holdfast.geometry.leaves import LeafEntry, LeafSpec
+from holdfast.geometry.placements import REPLICATE, Instance, Mesh
+
+#: Differences written out in the message; all of them are in the error's fields.
+SHOWN = 20
+
+Declared = list[tuple[int, LeafEntry]]  # (rank, its entry), by rising rank
+
+
+def agree(tables: Sequence[Sequence[LeafEntry]]) -> tuple[LeafSpec, ...]:
+    """The leaves of all ranks, sorted by name, from the table of each rank.
+
+    A rank need not have every leaf, but all ranks of an instance must declare it alike.
+    StateMismatch lists every leaf where ranks contradict each other.
+    """
+    by_name: dict[str, Declared] = {}
+    faults: list[tuple[str, str]] = []
+    for rank, table in enumerate(tables):
+        for entry in table:
+            declared = by_name.setdefault(entry.name, [])
+            if declared and declared[-1][0] == rank:
+                faults.append((entry.name, f"rank {rank} declares it twice"))
+            else:
+                declared.append((rank, entry))
+    groups = _Groups(len(tables))
+    leaves = []
+    for name, declared in sorted(by_name.items()):
+        instances, contradictions = groups.find(declared)
+        contradictions = [*_differences(declared), *contradictions]
+        faults += [(name, text) for text in contradictions]
+        if not contradictions:
+            first = declared[0][1]
+            leaves.append(LeafSpec(name, first.dtype, first.shape, first.spread, instances))
+    if faults:
+        raise _mismatch(faults)
+    return tuple(leaves)
+
+
+def _mismatch(faults: list[tuple[str, str]]) -> StateMismatch:
+    names = sorted({name for name, _ in faults})
+    lines = [f"  {name}: {text}" for name, text in faults[:SHOWN]]
+    if len(faults) > SHOWN:
+        lines.append(f"  and {len(faults) - SHOWN} more")
+    what = "1 leaf" if len(names) == 1 else f"{len(names)} leaves"
+    return StateMismatch(
+        f"the states of the ranks do not fit each other in {what}:\n" + "\n".join(lines),
+        leaves=tuple(names),
+        differences=tuple(faults),
+    )
+
+
+def _differences(declared: Declared) -> list[str]:
+    first = declared[0][1]
+    texts = []
+    for what in ("dtype", "shape", "spread"):
+        expected = getattr(first, what)
+        if all(getattr(entry, what) == expected for _, entry in declared):
+            continue
+        ranks_of: dict[object, list[int]] = {}
+        for rank, entry in declared:
+            ranks_of.setdefault(getattr(entry, what), []).append(rank)
+        values = (f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_of.items())
+        texts.append(f"its {what} is " + ", ".join(values))
+    return texts
+
+
+class _Groups:
+    """Checks the instances that ranks declare for a leaf; once for all leaves that are alike."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._numbers: dict[Instance, int] = {}
+        self._instances: list[Instance] = []
+        self._numbers_by_id: dict[int, int] = {}
+        self._found: dict[tuple[tuple[int, int], ...], tuple[tuple[Instance, ...], list[str]]] = {}
+
+    def find(self, declared: Declared) -> tuple[tuple[Instance, ...], list[str]]:
+        """The instances of a leaf, and what contradicts them."""
+        key = tuple([(rank, self._number(entry.instance)) for rank, entry in declared])
+        if key not in self._found:
+            self._found[key] = self._check(key)
+        return self._found[key]
+
+    def _number(self, instance: Instance) -> int:
+        # By identity first: hashing a large mesh for every leaf of every rank takes seconds.
+        number = self._numbers_by_id.get(id(instance))
+        if number is None:
+            number = self._numbers.setdefault(instance, len(self._numbers))
+            if number == len(self._instances):
+                self._instances.append(instance)
+            self._numbers_by_id[id(instance)] = number
+        return number
+
+    def _check(self, key: tuple[tuple[int, int], ...]) -> tuple[tuple[Instance, ...], list[str]]:
+        declared_by: dict[int, set[int]] = {}
+        for rank, number in key:
+            declared_by.setdefault(number, set()).add(rank)
+        texts: list[str] = []
+        for number, ranks in declared_by.items():
+            texts += self._contradictions(self._instances[number], ranks, {rank for rank, _ in key})
+        instances = _collapse(self._instances[number] for number in declared_by)
+        return instances, texts
+
+    def _contradictions(
+        self, instance: Instance, ranks: set[int], ranks_with_leaf: set[int]
+    ) -> list[str]:
+        mesh = set(instance.mesh.ranks)
+        outside = ranks - mesh
+        beyond = {rank for rank in mesh if rank >= self.world}
+        absent = mesh - beyond - ranks_with_leaf
+        otherwise = (mesh - ranks) & ranks_with_leaf
+        here = f"the mesh {instance.mesh.shape} of {ranks_text(instance.mesh.ranks)}"
+        texts = []
+        if outside:
+            texts.append(f"{ranks_text(outside)} declared {here}, outside of it")
+        if beyond:
+            texts.append(f"{here} names {ranks_text(beyond)}, but the world has {self.world}")
+        if absent:
+            texts.append(f"{ranks_text(absent)} in {here} did not declare it")
+        if otherwise:
+            texts.append(f"{ranks_text(otherwise)} in {here} declared another mesh or placement")
+        return texts
+
+
+def _collapse(instances: Iterable[Instance]) -> tuple[Instance, ...]:
+    """The same instances, by their lowest rank; those that are whole on each rank as one.
+
+    Otherwise a plain tensor would have as many instances as there are ranks.
+    """
+    whole: list[int] = []
+    found = []
+    for instance in instances:
+        if instance.is_whole:
+            whole += instance.mesh.ranks
+        else:
+            found.append(instance)
+    if whole:
+        found.append(Instance(Mesh((len(whole),), tuple(sorted(set(whole)))), (REPLICATE,)))
+    return tuple(sorted(found, key=lambda instance: min(instance.mesh.ranks)))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"

@@ -1,0 +1,206 @@
+"""Leaf tables and layouts as JSON: the same bytes for the same values, whoever writes them.
+
+Meshes, instances and groups of instances are few and leaves are many, so each distinct one is
+written once and named by its number:
+
+    meshes      [[shape, ranks], ...]
+    instances   [[mesh, [[dim, split_factor], ...]], ...]
+    groups      [[instance, ...], ...]                        (layouts only)
+    leaves      [[name, dtype, shape, spread, group], ...]    (tables: the instance)
+
+Numbers are given in the order of first use. What is read may be hostile: everything is bounded
+and checked, and wrong bytes are FormatErrors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+import xxhash
+
+from holdfast.errors import FormatError, NewerFormat, UsageError
+from holdfast.geometry.leaves import LeafEntry, LeafSpec
+from holdfast.geometry.placements import Instance, Mesh, Placement
+
+VERSION = 1
+MAX_BYTES = 256 << 20
+MAX_LEAVES = 1 << 20
+
+T = TypeVar("T")
+
+
+class _Document(msgspec.Struct, kw_only=True):
+    """What both documents hold."""
+
+    version: int = VERSION
+    meshes: list[tuple[tuple[int, ...], tuple[int, ...]]]
+    instances: list[tuple[int, list[tuple[int, int]]]]
+    leaves: list[tuple[str, str, tuple[int, ...], str, int]]
+
+
+class _TableDocument(_Document, kw_only=True, tag="table", tag_field="holds"):
+    """One rank's leaves."""
+
+
+class _LayoutDocument(_Document, kw_only=True, tag="layout", tag_field="holds"):
+    """All ranks' leaves."""
+
+    world: int
+    groups: list[tuple[int, ...]]
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+D = TypeVar("D", bound=_Document)
+
+
+def table_to_json(entries: Sequence[LeafEntry]) -> bytes:
+    """One rank's table of leaves, in the order given."""
+    written = _Written()
+    leaves = [
+        (leaf.name, leaf.dtype, leaf.shape, leaf.spread, written.instance(leaf.instance))
+        for leaf in entries
+    ]
+    document = _TableDocument(meshes=written.meshes, instances=written.instances, leaves=leaves)
+    return msgspec.json.encode(document)
+
+
+def table_from_json(data: bytes | memoryview) -> tuple[LeafEntry, ...]:
+    """The table back from its bytes; FormatError for any that are not a table."""
+    what = "this leaf table"
+    document = _decode(data, _TableDocument, what)
+    return _build(what, lambda: _read_table(document))
+
+
+def table_hash(data: bytes | memoryview) -> str:
+    """What a table is known by: 32 hexadecimal digits of its bytes."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def layout_to_json(world: int, leaves: Sequence[LeafSpec]) -> bytes:
+    """The leaves of all ranks, in the order given."""
+    written = _Written()
+    rows = [
+        (leaf.name, leaf.dtype, leaf.shape, leaf.spread, written.group(leaf.instances))
+        for leaf in leaves
+    ]
+    document = _LayoutDocument(
+        world=world, meshes=written.meshes, instances=written.instances, groups=written.groups,
+        leaves=rows,
+    )  # fmt: skip
+    return msgspec.json.encode(document)
+
+
+def layout_from_json(data: bytes | memoryview) -> tuple[int, tuple[LeafSpec, ...]]:
+    """World and leaves back from their bytes; FormatError for any that are not a layout."""
+    what = "this layout"
+    document = _decode(data, _LayoutDocument, what)
+    return document.world, _build(what, lambda: _read_layout(document))
+
+
+class _Written:
+    """Gives out numbers in the order of first use."""
+
+    def __init__(self) -> None:
+        self.meshes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.instances: list[tuple[int, list[tuple[int, int]]]] = []
+        self.groups: list[tuple[int, ...]] = []
+        self._numbers: dict[Mesh | Instance | tuple[Instance, ...], int] = {}
+        # Before hashing what may be a mesh of thousands of ranks, see if it is the same object.
+        self._numbers_by_id: dict[int, int] = {}
+
+    def group(self, instances: tuple[Instance, ...]) -> int:
+        return self._number(
+            instances, self.groups, lambda: tuple(self.instance(one) for one in instances)
+        )
+
+    def instance(self, instance: Instance) -> int:
+        return self._number(
+            instance,
+            self.instances,
+            lambda: (
+                self._mesh(instance.mesh),
+                [(placement.dim, placement.split_factor) for placement in instance.placements],
+            ),
+        )
+
+    def _mesh(self, mesh: Mesh) -> int:
+        return self._number(mesh, self.meshes, lambda: (mesh.shape, mesh.ranks))
+
+    def _number(
+        self,
+        value: Mesh | Instance | tuple[Instance, ...],
+        rows: list[T],
+        make_row: Callable[[], T],
+    ) -> int:
+        number = self._numbers_by_id.get(id(value))
+        if number is None:
+            number = self._numbers.get(value)
+            if number is None:
+                row = make_row()
+                number = self._numbers[value] = len(rows)
+                rows.append(row)
+            self._numbers_by_id[id(value)] = number
+        return number
+
+
+def _decode(data: bytes | memoryview, kind: type[D], what: str) -> D:
+    if len(data) > MAX_BYTES:
+        raise FormatError(f"{what} has {len(data)} bytes, more than any of ours")
+    try:
+        version = msgspec.json.decode(data, type=_Version).version
+        if version != VERSION:
+            raise NewerFormat(f"{what} has the version {version}; this Holdfast reads {VERSION}")
+        document = msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{what} cannot be read: {error}") from None
+    if len(document.leaves) > MAX_LEAVES:
+        raise FormatError(f"{what} has {len(document.leaves)} leaves, more than {MAX_LEAVES}")
+    return document
+
+
+def _build(what: str, read: Callable[[], T]) -> T:
+    try:
+        return read()
+    except UsageError as error:  # what the values themselves refuse
+        raise FormatError(f"{what} is impossible: {error}") from None
+
+
+def _read_table(document: _TableDocument) -> tuple[LeafEntry, ...]:
+    instances = _read_instances(document)
+    return tuple(
+        LeafEntry(name, dtype, shape, spread, _pick(instances, number, "instance"))
+        for name, dtype, shape, spread, number in document.leaves
+    )
+
+
+def _read_layout(document: _LayoutDocument) -> tuple[LeafSpec, ...]:
+    instances = _read_instances(document)
+    groups = [
+        tuple(_pick(instances, number, "instance") for number in group) for group in document.groups
+    ]
+    return tuple(
+        LeafSpec(name, dtype, shape, spread, _pick(groups, number, "group"))
+        for name, dtype, shape, spread, number in document.leaves
+    )
+
+
+def _read_instances(document: _Document) -> list[Instance]:
+    meshes = [Mesh(shape, ranks) for shape, ranks in document.meshes]
+    return [
+        Instance(
+            _pick(meshes, number, "mesh"),
+            tuple(Placement(dim, split_factor) for dim, split_factor in placements),
+        )
+        for number, placements in document.instances
+    ]
+
+
+def _pick(rows: Sequence[T], number: int, what: str) -> T:
+    if not 0 <= number < len(rows):
+        raise UsageError(f"there is no {what} {number}, only {len(rows)}")
+    return rows[number]

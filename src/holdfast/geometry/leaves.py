@@ -1,0 +1,77 @@
+"""Leaves as values: what one rank declares of a leaf, and what all ranks together agreed on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import UsageError
+from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.placements import Instance
+
+#: How a box that several ranks hold is stored: divided over them, or whole by the lowest of them.
+SPREADS = ("split", "lowest")
+
+#: What a leaf can be: torch has no more dimensions, files no more bytes.
+MAX_DIMS = 64
+MAX_LEAF_BYTES = (1 << 63) - 1
+MAX_NAME_LENGTH = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LeafEntry:
+    """A leaf as one rank declares it, with the instance that this rank is in."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    spread: str
+    instance: Instance
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.dtype, self.shape, self.spread, (self.instance,))
+
+
+@dataclass(frozen=True, slots=True)
+class LeafSpec:
+    """A leaf as all ranks agreed on it.
+
+    ``instances`` are disjoint sets of ranks that each hold the whole leaf: with FSDP2 and tensor
+    parallelism on a 2x2 mesh, a norm weight is on ranks 0 and 2, and once more on 1 and 3.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    spread: str
+    instances: tuple[Instance, ...]
+
+    def __post_init__(self) -> None:
+        if not self.instances:
+            raise UsageError(f"no rank holds {self.name}")
+        _check(self.name, self.dtype, self.shape, self.spread, self.instances)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+def _check(
+    name: str, dtype: str, shape: tuple[int, ...], spread: str, instances: Sequence[Instance]
+) -> None:
+    if not 0 < len(name) <= MAX_NAME_LENGTH:
+        raise UsageError(f"a leaf's name has {len(name)} characters")
+    if dtype not in ITEMSIZE:
+        raise UsageError(f"{name} has the dtype {dtype!r}, which the format does not know")
+    if spread not in SPREADS:
+        raise UsageError(f"{name} has the spread {spread!r}; there are {SPREADS}")
+    if len(shape) > MAX_DIMS or (shape and min(shape) < 0):
+        raise UsageError(f"{name} has the shape {shape}, which no tensor can have")
+    if math.prod(shape) * ITEMSIZE[dtype] > MAX_LEAF_BYTES:
+        raise UsageError(f"{name} has the shape {shape}: more bytes than can be addressed")
+    for instance in instances:
+        for placement in instance.placements:
+            if placement.dim >= len(shape):
+                raise UsageError(f"{name} has no dimension {placement.dim} to cut: {shape}")
