@@ -33,7 +33,13 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest"]
+PRELOADED = [
+    "torch",
+    "torch._dynamo",  # every rank would load it at its first DTensor or optimizer step: 1 s each
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "pytest",
+]
 #: Below pytest's own limit of 120 s, which would end the test without saying which rank hangs.
 TIMEOUT_S = 100.0
 #: How long the others may go on when one rank failed: most of them then fail too, and say where.
@@ -55,6 +61,7 @@ def run_ranks(
     AssertionError with the tracebacks of the ranks that failed, or the names and stacks of those
     that did not finish in ``timeout_s``. When it returns or raises, no rank is running.
     """
+    __tracebackhide__ = True  # the traceback of interest is a rank's
     directory = Path(tempfile.mkdtemp(prefix="hf-ranks-"))
     ranks: list[_Rank] = []
     try:
@@ -185,6 +192,7 @@ def _show_logs(ranks: list[_Rank]) -> None:
 def _raise_failures(
     ranks: list[_Rank], hung: list[_Rank], stacks: dict[int, str], timeout_s: float
 ) -> None:
+    __tracebackhide__ = True
     failed = [r for r in ranks if r not in hung and not r.succeeded]
     # After a failure the others may wait in vain at the end; alone, that is a fault too.
     late = [r for r in hung if not (failed and r.succeeded)]

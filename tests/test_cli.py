@@ -219,7 +219,8 @@ def test_ls_shows_what_a_fall_back_abandoned(fallen_back: Path, capsys: Out) -> 
 
 
 def test_ls_shows_a_broken_manifest_with_the_reason(fallen_back: Path, capsys: Out) -> None:
-    damage(fallen_back / "manifests" / "1-10.json", -20)
+    path = fallen_back / "manifests" / "1-10.json"
+    path.write_bytes(path.read_bytes().replace(b'"run_id":"r"', b'"run_id":"s"'))
     broken = json_of(capsys, "ls", fallen_back)["checkpoints"][-1]
     assert (broken["checkpoint"], broken["state"]) == ("manifests/1-10.json", "broken")
     assert "checksum" in broken["reason"]

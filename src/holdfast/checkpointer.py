@@ -245,7 +245,7 @@ class Checkpointer:
         in_memory = self.memory is not None and self._is_due(self.memory, step, "memory")
         if not (durable or in_memory):
             return None
-        return self.save(step, durable=durable)
+        return self._save(step, durable=durable, exact=False)
 
     def save(self, step: int, *, durable: bool = False) -> SaveHandle:
         """Snapshot the state as it is now, whatever the policies say; all ranks call it.
@@ -255,6 +255,9 @@ class Checkpointer:
         snapshot is also published in storage. Saving the same step again with ``durable``
         makes the snapshot taken of it durable. Steps must not fall within one run.
         """
+        return self._save(step, durable=durable, exact=True)
+
+    def _save(self, step: int, *, durable: bool, exact: bool) -> SaveHandle:
         self._check_usable()
         if not self._is_adopted:
             if self._may_restore:
@@ -271,7 +274,9 @@ class Checkpointer:
             if not missed:
                 return self._saver.make_durable(step) if durable else self._last_handle
         carried, self._carried = self._carried_over(), []
-        handle = self._saver.save(step, durable=durable or bool(carried), carried=carried)
+        handle = self._saver.save(
+            step, durable=durable or bool(carried), exact=exact, carried=carried
+        )
         self._last_step, self._last_handle = step, handle
         self._updates_at_save = self._saver.updates
         return handle

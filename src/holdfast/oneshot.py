@@ -113,7 +113,7 @@ def _write_image(
     stage(described.bindings)
     path = commit.image_path(generation, attempt, world.rank)
     arrival = Arrival()
-    progress = Progress(check=lambda: None, copied=arrival.copied, release=lambda _: None)
+    progress = Progress(check=lambda: None, copied=arrival.copied, enqueued=lambda _: None)
     sink = store.create(path, image.size_bytes)
     try:
         with ThreadPoolExecutor(1) as pool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
@@ -17,6 +18,8 @@ from holdfast.geometry.box import Box, CoverFault, cover_fault, runs
 
 Mask = npt.NDArray[np.bool_]
 Shape = tuple[int, ...]
+
+unhurried = settings(deadline=None)  # a busy machine is no fault of the code
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
@@ -44,6 +47,7 @@ def pairs(draw: st.DrawFn) -> tuple[Shape, Box, Box]:
 # ── the algebra ──────────────────────────────────────────────────────────────────────────────
 
 
+@unhurried
 @given(pairs())
 def test_a_box_is_what_numpy_selects(pair: tuple[Shape, Box, Box]) -> None:
     shape, box, _ = pair
@@ -54,6 +58,7 @@ def test_a_box_is_what_numpy_selects(pair: tuple[Shape, Box, Box]) -> None:
     assert box.is_empty == (np.size(selected) == 0)
 
 
+@unhurried
 @given(pairs())
 def test_intersection_is_the_common_elements(pair: tuple[Shape, Box, Box]) -> None:
     shape, one, other = pair
@@ -67,6 +72,7 @@ def test_intersection_is_the_common_elements(pair: tuple[Shape, Box, Box]) -> No
         assert np.array_equal(elements(found, shape), common)
 
 
+@unhurried
 @given(pairs())
 def test_a_box_contains_another_when_it_has_all_its_elements(pair: tuple[Shape, Box, Box]) -> None:
     shape, one, other = pair
@@ -74,6 +80,7 @@ def test_a_box_contains_another_when_it_has_all_its_elements(pair: tuple[Shape, 
     assert Box.whole(shape).contains(one)
 
 
+@unhurried
 @given(pairs())
 def test_subtraction_leaves_disjoint_boxes_of_the_rest(pair: tuple[Shape, Box, Box]) -> None:
     shape, one, other = pair
@@ -84,6 +91,7 @@ def test_subtraction_leaves_disjoint_boxes_of_the_rest(pair: tuple[Shape, Box, B
     assert np.array_equal(count, elements(one, shape) & ~elements(other, shape))
 
 
+@unhurried
 @given(pairs(), st.integers(1, 7))
 def test_split_gives_nearly_equal_disjoint_parts(pair: tuple[Shape, Box, Box], parts: int) -> None:
     shape, box, _ = pair
@@ -101,6 +109,7 @@ def test_split_gives_nearly_equal_disjoint_parts(pair: tuple[Shape, Box, Box], p
         assert max(volumes) - min(volumes) <= box.volume // cut  # one row
 
 
+@unhurried
 @given(pairs(), st.data())
 def test_a_shifted_box_selects_the_same_elements(
     pair: tuple[Shape, Box, Box], data: st.DataObject
@@ -154,6 +163,7 @@ def nested(draw: st.DrawFn) -> tuple[Shape, Box, Box]:
     return shape, inner, outer
 
 
+@unhurried
 @given(nested())
 def test_runs_are_the_elements_in_the_order_they_are_stored(
     nested: tuple[Shape, Box, Box],
@@ -166,7 +176,7 @@ def test_runs_are_the_elements_in_the_order_they_are_stored(
     assert np.array_equal(np.concatenate([*read, []]), np.ravel(whole[inner.slices()]))
     assert all(length > 0 for _, length in found)
     # As long as they can be: no two touch.
-    assert all(a + length < b for (a, length), (b, _) in zip(found, found[1:], strict=False))
+    assert all(a + length < b for (a, length), (b, _) in pairwise(found))
 
 
 def test_a_slab_is_one_run_however_many_dimensions_are_behind_it() -> None:
@@ -200,6 +210,7 @@ def scattered(draw: st.DrawFn) -> tuple[Shape, Box, list[Box]]:
     return shape, draw(boxes(shape)), draw(st.lists(boxes(shape), max_size=6))
 
 
+@unhurried
 @given(partitions() | scattered())
 def test_a_fault_is_found_exactly_when_counting_elements_finds_one(
     case: tuple[Shape, Box, list[Box]],

@@ -32,6 +32,7 @@ exit codes:
    9  the keeper cannot be started or reached (KeeperError)
   10  a wait ended (DeadlineExceeded)
  130  interrupted
+ 141  whoever read the output went away
 Take any other code for a failure too.
 """
 

@@ -18,7 +18,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout, LeafSpec
 from holdfast.load.source import from_manifest
-from holdfast.observe.units import moment_text, size_text
+from holdfast.observe.units import count_text, moment_text, size_text
 
 #: Longer values are cut in the table; ``--json`` has them whole.
 VALUE_WIDTH = 100
@@ -106,9 +106,10 @@ def _print(record: dict[str, Any]) -> None:
     console = stdout()
     when = moment_text(record["created_s"])
     console.print(
-        f"[bold]{record['checkpoint']}[/] ({record['state']}), saved {when} by {record['world']}"
-        f" ranks of run {escape(record['run_id'])}: {record['images']} images,"
-        f" {size_text(record['size_bytes'])}, {len(record['leaves'])} leaves",
+        f"[bold]{record['checkpoint']}[/] ({record['state']}), saved {when} by"
+        f" {count_text(record['world'], 'rank')} of run {escape(record['run_id'])}:"
+        f" {count_text(record['images'], 'image')}, {size_text(record['size_bytes'])},"
+        f" {len(record['leaves'])} leaves",
         soft_wrap=True,
     )
     table = plain_table("leaf", "dtype", "shape", "size", right=("shape", "size"))

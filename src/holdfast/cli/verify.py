@@ -12,7 +12,7 @@ from holdfast.cli.output import Commands, SlowProgress, add_command, print_json,
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Manifest
 from holdfast.load.verify import verify
-from holdfast.observe.units import rate_text, seconds_text, size_text
+from holdfast.observe.units import count_text, rate_text, seconds_text, size_text
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -83,8 +83,8 @@ def _amount(row: dict[str, Any]) -> str:
         return ""
     size_bytes, elapsed_s = row["size_bytes"], row["elapsed_s"]
     rate = f" ({rate_text(size_bytes / elapsed_s)})" if row["blocks"] and elapsed_s else ""
-    blocks = f", {row['blocks']} blocks" if row["blocks"] else ""
+    blocks = f", {count_text(row['blocks'], 'block')}" if row["blocks"] else ""
     return (
-        f"  {row['images']} images{blocks}, {size_text(size_bytes)}"
+        f"  {count_text(row['images'], 'image')}{blocks}, {size_text(size_bytes)}"
         f" in {seconds_text(elapsed_s)}{rate}"
     )

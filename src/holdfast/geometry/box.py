@@ -174,8 +174,8 @@ class CoverFault:
 def cover_fault(wanted: Box, pieces: Iterable[Box]) -> CoverFault | None:
     """None when every element of ``wanted`` is in exactly one piece; else one place where not.
 
-    Pieces may reach beyond ``wanted``. Takes O(n log n) for n pieces that come from cutting boxes
-    in two again and again, as all layouts do; others are cut where they cross.
+    Pieces may reach beyond ``wanted``. They are sorted once for every level they are nested at:
+    O(n log n) for n pieces of any layout of ours. Pieces that no straight line parts are cut.
     """
     clipped = [part for piece in pieces if (part := piece.intersect(wanted)) is not None]
     todo = [] if wanted.is_empty else [(wanted, clipped)]

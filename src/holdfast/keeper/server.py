@@ -256,6 +256,14 @@ class Keeper:
         held = {a.incarnation for a in self.coordinator.complete()}
         return {int(head) for head in heads if head.isdigit()} | remembered | held
 
+    def _stored_incarnation(self, n: int) -> dict[int, Incarnation]:
+        try:
+            found = commit.read_incarnation(self._store, n)
+        except HoldfastError:
+            return {}
+        self.memory.keep_incarnation(found)
+        return {n: found}
+
     def _lock_root(self) -> Lock:
         return self._store.lock(
             commit.LOCK, f"run {self.run_id}, keeper {os.getpid()} on {self.host_id}"
@@ -286,7 +294,9 @@ class Keeper:
     async def _resume(self, message: m.Join) -> bool:
         """A keeper that was started in the middle of an incarnation takes it over."""
         known = {i.n: i for i in self.memory.incarnations()}
-        newest = max(known, default=0)
+        if message.incarnation not in known:  # the arena was cleared under a living run
+            known |= await self._in_thread(self._stored_incarnation, message.incarnation)
+        newest = max([*known, *(await self._in_thread(self._known_incarnations))], default=0)
         mine = known.get(message.incarnation)
         is_newest = mine is not None and mine.n == newest and mine.nonce == message.nonce
         if mine is None or not is_newest or self.coordinator.incarnation > mine.n:

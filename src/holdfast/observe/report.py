@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe.units import moment_text, rate_text, seconds_text, size_text
+from holdfast.observe.units import count_text, moment_text, rate_text, seconds_text, size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +170,9 @@ def _heading(report: Report) -> Text:
         for state in ("durable", "captured", "missed", "unfinished")
         if state in states
     )
-    starts = f"{len(report.starts)} incarnation{'' if len(report.starts) == 1 else 's'}"
-    return Text(f"{report.root}: {starts}, {len(states)} saves ({', '.join(counts) or 'none'})")
+    starts = count_text(len(report.starts), "incarnation")
+    saves = count_text(len(states), "save")
+    return Text(f"{report.root}: {starts}, {saves} ({', '.join(counts) or 'none'})")
 
 
 def _save_table(saves: Iterable[Save]) -> Table:

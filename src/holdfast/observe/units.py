@@ -38,6 +38,11 @@ def rate_text(bytes_per_s: float | None) -> str:
     return NOTHING if bytes_per_s is None else size_text(bytes_per_s) + "/s"
 
 
+def count_text(count: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def moment_text(time_s: float) -> str:
     """Local date and time to the second; ``-`` for a moment nobody recorded."""
     if time_s <= 0:

@@ -80,6 +80,12 @@ def record_incarnation(store: Store, incarnation: Incarnation) -> None:
             raise
 
 
+def read_incarnation(store: Store, n: int) -> Incarnation:
+    """The record of an incarnation. NotFound or FormatError when there is none to be read."""
+    path = f"{INCARNATIONS}/{n}.json"
+    return unseal(Incarnation, store.read(path), path)
+
+
 def write_layout(store: Store, hash_: str, data: bytes) -> None:
     """Make a layout durable; it is there once, whoever needs it."""
     try:

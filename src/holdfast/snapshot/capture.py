@@ -112,8 +112,8 @@ class Progress:
     """Raises Stopped when the capture was called off."""
     copied: Callable[[int], None]
     """Hears how many bytes from the start of the image are final."""
-    release: Callable[[torch.cuda.Event | None], None]
-    """Called once, when what an update overwrites is copied (or waits on this event)."""
+    enqueued: Callable[[torch.cuda.Event], None]
+    """Called once when the last copy from a GPU is enqueued: an update may wait on this event."""
 
 
 def copy_image(
@@ -157,7 +157,6 @@ def _copy_on_cpu(
             progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
     progress.check()
     overtaking.check(target, turn)
-    progress.release(None)
     return sums
 
 
@@ -181,7 +180,7 @@ def _copy_from_gpu(
     last.record()
     progress.check()
     overtaking.check(target, turn)
-    progress.release(last)
+    progress.enqueued(last)
     sums: list[int] = []
     # Small pieces were enqueued first: once one large segment is here, so are they.
     for done, event in arrivals:

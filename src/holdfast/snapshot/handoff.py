@@ -59,6 +59,7 @@ class Attempt:
     durable: bool = False
     phase: str = "allocating"  # "allocating" | "capturing" | "complete" | "aborted"
     persisting: bool = False
+    fulfils: tuple[int, ...] = ()  # earlier steps whose durable save it stands for
     started_s: float = 0.0
     slots: dict[int, int] = field(default_factory=dict)  # rank -> slot id
     sealed: set[int] = field(default_factory=set)
@@ -158,6 +159,7 @@ class Coordinator:
         self.newest: str | None = None
         self.pinned: str | None = None
         self.owes_durable = False
+        self._owed: set[int] = set()
         self._joined: dict[int, Writer] = {}
         self._tables: dict[str, tuple[LeafEntry, ...]] = {}
         self._layouts: dict[tuple[str, ...], tuple[Layout, tuple[ImagePlan, ...]]] = {}
@@ -198,6 +200,7 @@ class Coordinator:
         self.adopted = False
         self.pinned = self.newest
         self.owes_durable = False
+        self._owed.clear()
         self._joined.clear()
         self._asked.clear()
         self._tables.clear()
@@ -289,7 +292,7 @@ class Coordinator:
         except HoldfastError as error:
             return self._skip(step, str(error))
         sizes = {r: image_bytes(plans[r], asks[r].values_bytes) for r in asks}
-        durable = self.owes_durable or any(ask.durable for ask in asks.values())
+        durable = self._is_to_be_durable(step, asks.values())
         chosen, actions = self._choose_slots(sizes)
         if chosen is None:
             return self._skip(
@@ -307,6 +310,23 @@ class Coordinator:
             actions.append(KeepLayout(layout.hash, data))
             actions.append(Tell(m.LayoutAgreed(hash=layout.hash, data=data)))
         return actions + self._grant_if_allocated(attempt)
+
+    def _is_to_be_durable(self, step: int, asks: Iterable[m.Ask]) -> bool:
+        """A due save waits while storage is busy, and the newest snapshot is then made durable.
+
+        Otherwise every image still being written would hold a slot, and memory would have
+        none for the newest steps just when storage is slow.
+        """
+        asked = [ask for ask in asks if ask.durable]
+        if any(ask.exact for ask in asked):
+            return True
+        if not asked and not self.owes_durable:
+            return False
+        if any(attempt.persisting for attempt in self.attempts.values()):
+            self.owes_durable = True
+            self._owed |= {step} if asked else set()
+            return False
+        return True
 
     def _agree(self, asks: Mapping[int, m.Ask]) -> tuple[Layout, tuple[ImagePlan, ...]]:
         """The layout of all ranks' tables, and the plan of each rank's image."""
@@ -352,6 +372,7 @@ class Coordinator:
         free = sorted(
             (slot for slot in self.slots.values() if not self.is_kept(slot)), key=self._worth
         )
+        free += [s for s in self.slots.values() if _is_spare(s) and s.capacity_bytes >= needed]
         usable = sum(
             needed <= slot.capacity_bytes <= 2 * capacity and slot.state != "quarantined"
             for slot in self.slots.values()
@@ -527,8 +548,10 @@ class Coordinator:
             if attempt.step == step and attempt.incarnation == self.incarnation:
                 if attempt.durable:
                     return []
-                attempt.durable = True
-                return self._start_persist(attempt) if attempt.phase != "allocating" else []
+                if attempt.phase == "allocating":
+                    attempt.durable = True
+                    return []
+                return self._start_persist(attempt)
         self.owes_durable = True
         reason = "the step is no longer in memory; the next one is made durable"
         return [Tell(m.NotDurable(step=step, attempt="", reason=reason))]
@@ -538,19 +561,25 @@ class Coordinator:
         attempt = self.attempts.get(self.newest or "")
         if attempt is None or attempt.durable:
             return []
-        attempt.durable = True
         return self._start_persist(attempt)
 
     def _start_persist(self, attempt: Attempt) -> list[Action]:
-        self.owes_durable = False
-        attempt.persisting = True
+        attempt.durable = attempt.persisting = True
+        attempt.fulfils = tuple(sorted(step for step in self._owed if step <= attempt.step))
+        self._owed -= set(attempt.fulfils)
+        self.owes_durable = bool(self._owed)
         return [StartPersist(attempt.id)]
 
     def persisted(self, attempt_id: str) -> list[Action]:
-        """A manifest names the attempt."""
+        """A manifest names the attempt; what was owed meanwhile comes next."""
         attempt = self.attempts[attempt_id]
         attempt.persisting = False
-        return [Tell(m.Durable(step=attempt.step, attempt=attempt.id))]
+        actions: list[Action] = [
+            Tell(m.Durable(step=attempt.step, attempt=attempt.id, fulfils=attempt.fulfils))
+        ]
+        if self.owes_durable and not any(a.persisting for a in self.attempts.values()):
+            actions += self.persist_newest()
+        return actions
 
     def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
         """The attempt is captured, but storage would not take it; the next one is owed."""
@@ -559,7 +588,10 @@ class Coordinator:
             return []
         attempt.persisting = attempt.durable = False
         self.owes_durable = True
-        return [Tell(m.NotDurable(step=attempt.step, attempt=attempt.id, reason=reason))]
+        told = m.NotDurable(
+            step=attempt.step, attempt=attempt.id, reason=reason, fulfils=attempt.fulfils
+        )
+        return [Tell(told)]
 
     # ── questions ────────────────────────────────────────────────────────────────────────
 
@@ -596,3 +628,8 @@ def image_items(layout: Layout, rank: int) -> list[tuple[str, str, tuple[int, ..
         leaf = layout.leaves[piece.leaf]
         items.append((piece_name(leaf.name, leaf.shape, piece.box), leaf.dtype, piece.box.shape))
     return items
+
+
+def _is_spare(slot: Slot) -> bool:
+    """Whether the slot is being made ahead of need, for nobody yet."""
+    return slot.state == "allocating" and not slot.attempt

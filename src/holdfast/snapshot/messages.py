@@ -72,12 +72,17 @@ class Table(Message, frozen=True, kw_only=True):
 
 
 class Ask(Message, frozen=True, kw_only=True):
-    """May this rank capture ``step``? Answered when all ranks have asked."""
+    """May this rank capture ``step``? Answered when all ranks have asked.
+
+    ``durable`` with ``exact``: this very step. Without: a later one will do, when storage is
+    still busy with an earlier one.
+    """
 
     step: int
     table: str
     values_bytes: int
     durable: bool
+    exact: bool = False
 
 
 class Progress(Message, frozen=True, kw_only=True):
@@ -229,10 +234,11 @@ class Aborted(Message, frozen=True, kw_only=True):
 
 
 class Durable(Message, frozen=True, kw_only=True):
-    """A manifest names this generation."""
+    """A manifest names this generation; it also stands for the earlier steps in ``fulfils``."""
 
     step: int
     attempt: str
+    fulfils: tuple[int, ...] = ()
 
 
 class NotDurable(Message, frozen=True, kw_only=True):
@@ -241,6 +247,7 @@ class NotDurable(Message, frozen=True, kw_only=True):
     step: int
     attempt: str
     reason: str
+    fulfils: tuple[int, ...] = ()
 
 
 class Announced(Message, frozen=True, kw_only=True):

@@ -77,6 +77,7 @@ class _Capture:
 
     step: int
     durable: bool
+    exact: bool
     description: Description
     overtaking: Overtaking
     handle: SaveHandle
@@ -101,6 +102,12 @@ class _Capture:
         self.answered.set()
         self.released.set()
         return True
+
+    def is_copied(self, event: torch.cuda.Event | None) -> None:
+        """Its bytes are final (behind ``event``): from now on it is not given up. Or Stopped."""
+        with self.lock:
+            self.check()
+            self.copied, self.event = True, event
 
     def check(self) -> None:
         """Stopped when it was given up."""
@@ -143,8 +150,13 @@ class Saver:
 
     # ── on the training thread ───────────────────────────────────────────────────────────
 
-    def save(self, step: int, *, durable: bool, carried: list[SaveHandle]) -> SaveHandle:
-        """Give the state at ``step`` away; ``carried`` handles are fulfilled by it too."""
+    def save(
+        self, step: int, *, durable: bool, exact: bool, carried: list[SaveHandle]
+    ) -> SaveHandle:
+        """Give the state at ``step`` away; ``carried`` handles are fulfilled by it too.
+
+        ``exact``: if durable, then this step and not a later one.
+        """
         started_s = time.monotonic()
         waited_s = self._wait_previous()
         began_s = time.monotonic()
@@ -156,6 +168,7 @@ class Saver:
         capture = _Capture(
             step=step,
             durable=durable,
+            exact=exact,
             description=description,
             overtaking=Overtaking(description.bindings),
             handle=handle,
@@ -329,7 +342,7 @@ class Saver:
             self._known_tables.add(described.table_hash)
         client.send(m.Ask(
             step=capture.step, table=described.table_hash, durable=capture.durable,
-            values_bytes=len(described.values),
+            values_bytes=len(described.values), exact=capture.exact,
         ))  # fmt: skip
         capture.answered.wait()  # the fence, the keeper or its loss ends it
         if capture.called_off and not isinstance(capture.answer, m.Grant):
@@ -353,16 +366,18 @@ class Saver:
             if grant.durable:
                 self._send(m.Progress(attempt=grant.attempt, size_bytes=size_bytes))
 
-        def release(event: torch.cuda.Event | None) -> None:
-            with capture.lock:
-                capture.check()
-                capture.copied, capture.event = True, event
+        def enqueued(event: torch.cuda.Event) -> None:
+            capture.is_copied(event)
             capture.released.set()
 
-        progress = Progress(check=capture.check, copied=copied, release=release)
+        progress = Progress(check=capture.check, copied=copied, enqueued=enqueued)
         with torch.no_grad(), _on_stream(self._side_stream(capture), capture.ready):
             seal = copy_image(target, image, values, capture.overtaking, progress, self._turn)
+        if not capture.copied:
+            capture.is_copied(None)
+        # Sealed before the fence opens: whoever sees an update done finds the step before it.
         slot.write_record(self._sealed_record(grant, seal))
+        capture.released.set()
         now_s = time.monotonic()
         emit(ImageCaptured(
             incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
@@ -475,10 +490,12 @@ class Saver:
                 self._aborted(current, message)
             case m.Complete(step=step):
                 self._reach(step, CAPTURED)
-            case m.Durable(step=step):
-                self._reach(step, DURABLE)
-            case m.NotDurable(step=step, reason=reason):
-                self._fail(step, PersistFailed(f"step {step}: {reason}"), captured=True)
+            case m.Durable(step=step, fulfils=fulfils):
+                for asked in (step, *fulfils):
+                    self._reach(asked, DURABLE, saved_as=step)
+            case m.NotDurable(step=step, reason=reason, fulfils=fulfils):
+                for asked in (step, *fulfils):
+                    self._fail(asked, PersistFailed(f"step {step}: {reason}"), captured=True)
             case m.Announced(step=step):
                 self.announced.add(step)
             case m.FencedOff(incarnation=n):
@@ -517,9 +534,11 @@ class Saver:
                 error = PersistFailed(f"step {step}: the keeper went away: {reason}")
                 self._fail(step, error, captured=False)
 
-    def _reach(self, step: int, what: str) -> None:
+    def _reach(self, step: int, what: str, *, saved_as: int | None = None) -> None:
         for handle in self._handles.get(step, []):
             if what == CAPTURED or handle.durable:
+                if saved_as is not None:
+                    handle.move_to(saved_as)
                 handle.reach(what)
 
     def _fail(self, step: int, error: HoldfastError, *, captured: bool) -> None:

@@ -1,0 +1,169 @@
+"""What every benchmark shares: a fair order, facts of the machine, and dated results.
+
+A figure without its machine, its rivals and its raw values is a rumour. So every benchmark runs
+all systems in one alternating series on one machine, and writes what it measured beside what it
+prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+IN_MEMORY = ("tmpfs", "ramfs", "ramdisk")
+
+
+def alternate(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, name): every name once a round, each round beginning with another one.
+
+    What disturbs a machine comes and goes; in this order it meets every system alike.
+    """
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            yield turn, name
+
+
+# ── values ───────────────────────────────────────────────────────────────────────────────────
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    """Median, extremes and the values themselves."""
+    return {
+        "median": round(statistics.median(values), 4),
+        "min": round(min(values), 4),
+        "max": round(max(values), 4),
+        "values": [round(value, 4) for value in values],
+    }
+
+
+def seconds(found: dict[str, Any]) -> str:
+    """A summary as it stands in a table."""
+    return f"{found['median']:.3f} ({found['min']:.3f}–{found['max']:.3f})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table; the first column is text, the others are figures."""
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
+
+
+# ── the machine ──────────────────────────────────────────────────────────────────────────────
+
+
+def machine_facts(directory: Path, packages: Sequence[str]) -> dict[str, str]:
+    """What must stand beside a figure; no names of people, hosts or directories."""
+    memory = re.search(r"MemTotal:\s+(\d+)", _read("/proc/meminfo"))
+    return {
+        "processor": processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{int(memory[1]) / 1e6:.0f} GB" if memory else "unknown",
+        "disk": file_system(directory),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+def processor() -> str:
+    """The processor's own name for itself."""
+    named = re.search(r"model name\s*:\s*(.+)", _read("/proc/cpuinfo"))
+    return named[1].strip() if named else platform.machine()
+
+
+def file_system(directory: Path) -> str:
+    """The type of file system ``directory`` lies on."""
+    mounts = (line.split()[1:3] for line in _read("/proc/self/mounts").splitlines())
+    above = [(point, kind) for point, kind in mounts if directory.resolve().is_relative_to(point)]
+    return max(above, key=lambda mount: len(mount[0]), default=("", "unknown"))[1]
+
+
+def available_bytes() -> int:
+    """Memory that can be taken without pushing anything out."""
+    found = re.search(r"MemAvailable:\s+(\d+)", _read("/proc/meminfo"))
+    return int(found[1]) << 10 if found else 0
+
+
+def load() -> str:
+    """How busy the machine was in the last minute: others' work is in every figure."""
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+# ── the disk ─────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def scratch(parent: str | None, needed_bytes: int) -> Iterator[Path]:
+    """A directory on a real disk with room for ``needed_bytes``, removed at the end."""
+    directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=parent))
+    try:
+        if file_system(directory) in IN_MEMORY:
+            raise SystemExit(f"{directory} is in memory: name a directory on a disk with --dir")
+        if shutil.disk_usage(directory).free < needed_bytes:
+            raise SystemExit(f"{directory} has no room for {needed_bytes / 1e9:.0f} GB: use --dir")
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def sync_directories(directory: Path) -> None:
+    """Make the names in ``directory`` durable, and its own: files alone are not found again."""
+    for path in (directory, directory.parent):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory and wait until the disk is done with it: freeing space takes time too."""
+    shutil.rmtree(directory, ignore_errors=True)
+    sync_directories(directory.parent)
+
+
+# ── results ──────────────────────────────────────────────────────────────────────────────────
+
+
+def write_results(kind: str, facts: dict[str, str], found: dict[str, Any], shown: str) -> Path:
+    """``results/<kind>_<processor>_<month>``: the raw values as JSON, what is shown as markdown."""
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{facts['processor']} {facts['cores']}c".lower()).strip("-")
+    path = RESULTS / f"{kind}_{slug}_{time.strftime('%Y%m')}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"date": today(), "machine": facts, **found}, indent=1) + "\n")
+    path.with_suffix(".md").write_text(shown + "\n")
+    return path
+
+
+def today() -> str:
+    """The date of a result."""
+    return time.strftime("%Y-%m-%d")
+
+
+def replace_block(document: Path, name: str, text: str) -> None:
+    """Put ``text`` between ``<!-- name -->`` and ``<!-- /name -->`` in a document."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    head, found, rest = document.read_text().partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"{document.name} has no block {name!r} to put the table in")
+    document.write_text(f"{head}{begin}{text}\n{end}{tail}")

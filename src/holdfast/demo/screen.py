@@ -1,0 +1,125 @@
+"""What the demo shows while it runs and at its end: bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from holdfast.demo.result import Result
+from holdfast.demo.verdict import TOLERANCE, Row
+
+#: A file or a pipe gets one line for this many steps.
+STEPS_A_LINE = 10
+PIPE_WIDTH = 120
+
+
+class Screen:
+    """Progress on stdout, or on stderr where stdout is for JSON."""
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        file = sys.stderr if to_stderr else sys.stdout
+        width = None if file.isatty() else PIPE_WIDTH
+        self._console = Console(file=file, highlight=False, width=width, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        self._console.print(f"    {text}", markup=False)
+
+    def begin(self, title: str, steps: int) -> None:
+        """A phase begins."""
+        self.end()
+        self._console.print(title, style="bold", markup=False)
+        if self._console.is_terminal:
+            columns = (TextColumn("    step"), MofNCompleteColumn(), BarColumn())
+            self._bar = Progress(
+                *columns, TextColumn("{task.description}"), console=self._console, transient=True
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=steps)
+
+    def show_step(self, step: int, loss: float) -> None:
+        """A step is made."""
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step + 1, description=f"loss {loss:.4f}")
+        elif (step + 1) % STEPS_A_LINE == 0:
+            self.say(f"step {step}: loss {loss:.4f}")
+
+    def end(self) -> None:
+        """A phase ends, well or not."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._task = None
+
+    def show_log(self, name: str, text: str) -> None:
+        """The end of a log, so that a failure explains itself."""
+        self._console.rule(f"the end of {name}", align="left", characters="-")
+        self._console.print(text, markup=False)
+        self._console.rule(characters="-")
+
+    def show_table(self, result: Result) -> None:
+        """The result, and in words what was not as promised."""
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        for name in ("what failed", "resumed on", "resumed after"):
+            table.add_column(name)
+        for name in ("steps lost", "seconds"):
+            table.add_column(name, justify="right")
+        for name in ("state", "losses against the reference", "as promised"):
+            table.add_column(name)
+        for row in result.rows:
+            table.add_row(*_cells(row))
+        self._console.print()
+        self._console.print(table)
+        self._console.print(_NOTES, markup=False)
+        for row in result.rows:
+            for fault in row.broken:
+                self._say_fault(f"{row.what} ({row.world}): {fault}")
+        if result.failure:
+            self._say_fault(f"the demo broke off: {result.failure}")
+
+    def _say_fault(self, text: str) -> None:
+        self._console.print(f"NOT AS PROMISED: {text}", style="bold red", markup=False)
+
+    def show_files(self, directory: Path, total_s: float) -> None:
+        """Where the rest is."""
+        self._console.print(
+            f"{total_s:.0f} s in all. Plot: {directory / 'losses.png'}; figures: "
+            f"{directory / 'result.json'}; runs to look into: {directory / 'runs'}",
+            markup=False,
+        )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    is_reference = row.resume_s is None
+    return (
+        row.what,
+        row.world,
+        "-" if row.resumed_at is None else f"step {row.resumed_at}, from {row.source}",
+        "-" if row.lost_steps is None else str(row.lost_steps),
+        "-" if row.resume_s is None else f"{row.resume_s:.1f}",
+        {True: "bit for bit", False: "DIFFERENT", None: "-"}[row.has_same_state],
+        f"{row.losses.steps} steps" if is_reference else _losses(row),
+        "NO" if row.broken else "yes",
+    )
+
+
+def _losses(row: Row) -> str:
+    found = row.losses
+    if found.identical == found.steps:
+        return f"{found.identical} of {found.steps} bit for bit"
+    if row.is_bitwise:
+        return f"{found.identical} of {found.steps} bit for bit, others off by {found.largest:.0e}"
+    return f"{found.steps} of {found.steps} within {found.largest:.0e}"
+
+
+_NOTES = f"""
+Seconds: from the kill (on other ranks: from the start) to the end of the first new step.
+State: parameters, moments, schedule and counters after restoring, gathered whole, by checksum.
+Losses on other ranks: gradients are sums of float32, taken there over other parts in another
+order, so they are rounded otherwise (6e-08 of each sum); {TOLERANCE:.0e} of the loss is allowed.
+"""
