@@ -38,7 +38,7 @@ RANKS = 2
 OTHER_WORLDS = (
     ("1-rank", 1, "fsdp", "FSDP2, 1 rank"),
     ("3-ranks", 3, "fsdp", "FSDP2, 3 ranks"),
-    ("2x2-ranks", 4, "fsdp_tp", "FSDP2 x TP, 2 x 2 ranks"),
+    ("2x2-ranks", 4, "fsdp_tp", "FSDP2 x TP, 2 x 2"),
 )
 DEFAULT_OUT = Path("runs/demo")
 MARKER = ".holdfast-demo"
@@ -108,17 +108,21 @@ class Demo:
             run.wait_for_step(kill_all)
         with self._phase("3/4  Everything is killed, keeper included, and shared memory cleared"):
             second = self._kill_all(run, resumed)
-            self._add(judge_one_killed(first, resumed, reference), resumed, first)
+            row = judge_one_killed(first, resumed, reference)
+            self._add("killed run, until a trainer is killed", None, first.killed)
+            self._add("killed run, from memory, until all is killed", row, resumed, first)
             newest, saved = self._set_aside(run)
             run.launch(RANKS)
             again = run.wait_for_next(resumed)
             self._say_resumed(second, again)
             run.wait_for_end()
-            self._add(judge_all_killed(second, again, newest, reference), again, second)
+            row = judge_all_killed(second, again, newest, reference)
+            self._add("killed run, from storage", row, again, second)
         for name, ranks, layout, world in OTHER_WORLDS:
             with self._phase(f"4/4  The same checkpoint on other ranks: {world}"):
                 third, moved = self._resume_elsewhere(name, ranks, layout, saved, resumed)
-                self._add(judge_other_world(third, world, moved, newest, reference), moved)
+                row = judge_other_world(third, world, moved, newest, reference)
+                self._add(f"from storage on {world}", row, moved)
 
     def clear_up(self) -> None:
         """End what still runs, and remove its memory."""
@@ -133,26 +137,29 @@ class Demo:
         around = range(kill_after - 1, kill_after + 3)
         run.launch(RANKS, "--checksum-after", *map(str, around))
         reference = run.wait_for_end()
-        self._add(judge_reference(reference, STEPS, run.published(), DURABLE_EVERY), reference)
+        row = judge_reference(reference, STEPS, run.published(), DURABLE_EVERY)
+        self._add("reference: FSDP2, 2 ranks", row, reference)
         return reference
 
     def _kill_one(self, run: Run, after: int) -> Interruption:
         rank = self.chance.randrange(RANKS)
         run.launch(RANKS)
         killed = run.wait_for_step(after)
-        self._let_pass_part_of_a_step(killed)
+        part = self._let_pass_part_of_a_step(killed)
         kill = Interruption("one trainer", killed, time.monotonic())
         run.kill_rank(rank)
-        self.screen.say(f"step {after} is made: SIGKILL to rank {rank}; torchrun restarts all")
+        self.screen.say(
+            f"step {after} made, about {part:.0%} into the next: SIGKILL to rank {rank}"
+        )
         return kill
 
     def _kill_all(self, run: Run, killed: Incarnation) -> Interruption:
-        self._let_pass_part_of_a_step(killed)
-        kill = Interruption("everything, and memory", killed, time.monotonic())
+        part = self._let_pass_part_of_a_step(killed)
+        kill = Interruption("everything", killed, time.monotonic())
         run.kill_all()
         self.screen.say(
-            f"step {killed.last_updated} is made: SIGKILL to torchrun, trainers and keeper; "
-            "their shared memory is removed"
+            f"step {killed.last_updated} made, about {part:.0%} into the next: SIGKILL to torchrun, "
+            "trainers and keeper; shared memory removed"
         )
         return kill
 
@@ -167,16 +174,18 @@ class Demo:
     ) -> tuple[Interruption, Incarnation]:
         run = self._new_run(name)
         shutil.copytree(saved, run.root)
-        start = Interruption("the same, other ranks", killed, time.monotonic())
+        start = Interruption("everything", killed, time.monotonic())
         run.launch(ranks, "--layout", layout)
         resumed = run.wait_for_next(killed)
         self._say_resumed(start, resumed)
         run.wait_for_end()
         return start, resumed
 
-    def _let_pass_part_of_a_step(self, running: Incarnation) -> None:
-        """So that the kill falls anywhere in a step, not always at its beginning."""
-        time.sleep(self.chance.random() * running.step_s)
+    def _let_pass_part_of_a_step(self, running: Incarnation) -> float:
+        """So that the kill falls anywhere in a step, not always at its beginning; the part."""
+        part = self.chance.random()
+        time.sleep(part * running.step_s)
+        return part
 
     # ── what is shown and kept ───────────────────────────────────────────────────────────
 
@@ -203,10 +212,14 @@ class Demo:
                 f"first new step done after {elapsed_s:.1f} s"
             )
 
-    def _add(self, row: Row, run: Incarnation, kill: Interruption | None = None) -> None:
+    def _add(
+        self, label: str, row: Row | None, run: Incarnation, kill: Interruption | None = None
+    ) -> None:
         """A line of the table, and the curve behind it."""
-        self.result.rows.append(row)
-        self.result.curves.append(Curve(row.label, run.losses, is_bitwise=row.is_bitwise))
+        is_bitwise = row is None or row.is_bitwise
+        self.result.curves.append(Curve(label, run.losses, is_bitwise=is_bitwise))
+        if row is not None:
+            self.result.rows.append(row)
         if kill is not None and kill.killed.last_updated is not None and run.restored is not None:
             self.result.falls.append(Fall(kill.what, kill.killed.last_updated, run.restored.step))
 

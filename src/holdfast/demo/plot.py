@@ -20,14 +20,15 @@ _LINEAR_BELOW = 1e-9
 
 def draw(result: Result, path: Path) -> None:
     """Write the plot as PNG."""
-    figure = Figure(figsize=(9, 6.5), layout="constrained")
+    figure = Figure(figsize=(11, 6), layout="constrained")
     with mpl.rc_context({"font.size": 9}):
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
         _draw_losses(upper, result.curves)
         _draw_differences(lower, result.curves)
-        for fall in result.falls:
-            _mark(upper, fall)
-            _mark(lower, fall, is_named=False)
+        for order, fall in enumerate(result.falls):
+            for axes in (upper, lower):
+                _mark(axes, fall)
+            _name(upper, fall, order)
         figure.savefig(path, dpi=150)
 
 
@@ -37,7 +38,7 @@ def _draw_losses(axes: Axes, curves: list[Curve]) -> None:
         axes.plot(*_points(curve), label=curve.label, **_style(order, curve))
     axes.set_title("A byte-level GPT on Python's standard library, killed twice")
     axes.set_ylabel("loss (nats per byte)")
-    axes.legend(frameon=False, loc="upper right")
+    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -57,17 +58,20 @@ def _draw_differences(axes: Axes, curves: list[Curve]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _mark(axes: Axes, fall: Fall, *, is_named: bool = True) -> None:
+def _mark(axes: Axes, fall: Fall) -> None:
     """The kill as a line, and the steps made again as a shade before it."""
     axes.axvline(fall.at + 0.5, color="black", linewidth=1)
     axes.axvspan(fall.back_to + 0.5, fall.at + 0.5, color="0.5", alpha=0.15, linewidth=0)
-    if is_named:
-        lost = fall.at - fall.back_to
-        text = f"killed: {fall.what}\n{lost} step{'s' * (lost != 1)} made again"
-        axes.annotate(
-            text, (fall.at + 0.5, 0.03), (-4, 0), xycoords=("data", "axes fraction"),
-            textcoords="offset points", ha="right",
-        )  # fmt: skip
+
+
+def _name(axes: Axes, fall: Fall, order: int) -> None:
+    """What was killed, at the top, where no curve is any more; one below the other."""
+    lost = fall.at - fall.back_to
+    text = f"{fall.what} killed\n{lost} step{'s' * (lost != 1)} lost"
+    place = (fall.at + 0.5, 0.97 - 0.15 * order)
+    axes.annotate(
+        text, place, (5, 0), xycoords=("data", "axes fraction"), textcoords="offset points", va="top"
+    )  # fmt: skip
 
 
 def _points(curve: Curve) -> tuple[list[int], list[float]]:

@@ -40,6 +40,7 @@ class Hashed(Record, frozen=True, kw_only=True):
 
     step: int
     state: str
+    elapsed_s: float
 
 
 class Updated(Record, frozen=True, kw_only=True):
@@ -88,6 +89,7 @@ class Incarnation:
     updated: dict[int, int] = field(default_factory=dict)  # rank -> last step
     handed_over: dict[int, int] = field(default_factory=dict)  # rank -> last step
     first_done_s: dict[int, float] = field(default_factory=dict)  # rank -> end of its first step
+    checking_s: float = 0.0  # what checksums took before the first step
     recent_s: list[float] = field(default_factory=list)  # when rank 0 made its last updates
     finished: set[int] = field(default_factory=set)
     disagreements: list[int] = field(default_factory=list)  # steps whose loss ranks report apart
@@ -130,8 +132,10 @@ class Incarnation:
                 self.pids[rank] = pid
             case Restored():
                 self.restored = record
-            case Hashed(step=step, state=state):
+            case Hashed(step=step, state=state, elapsed_s=elapsed_s):
                 self.states[step] = state
+                if rank not in self.first_done_s:
+                    self.checking_s = max(self.checking_s, elapsed_s)
             case Updated(step=step, loss=text, time_s=time_s):
                 if rank == 0:
                     self.recent_s = [*self.recent_s[-8:], time_s]

@@ -40,6 +40,7 @@ class Run:
         self.journals = Journals(directory)
         self._directory = directory
         self._screen = screen
+        self._shown: dict[int, int] = {}  # incarnation -> how many of its losses
         self._launcher: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -53,11 +54,11 @@ class Run:
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Show progress until ``is_over``; PhaseFailed when that can no longer come."""
-        shown, lines, heard_s = -1, -1, time.monotonic()
+        lines, heard_s = -1, time.monotonic()
         while True:
             code = self._launcher.poll() if self._launcher else 0
             self.journals.look()  # after the poll: what an ended launcher left is all there
-            shown = self._show_progress(shown)
+            self._show_progress()
             if is_over():
                 return
             if code is not None:
@@ -68,15 +69,21 @@ class Run:
                 raise PhaseFailed(f"no rank made progress for {SILENCE_S:.0f} s", self.log)
             time.sleep(POLL_S)
 
-    def _show_progress(self, shown: int) -> int:
+    def _show_progress(self) -> None:
         newest = self.journals.newest()
-        for step in sorted(s for s in newest.losses if s > shown):
-            self._screen.show_step(step, newest.losses[step])
-        return max(newest.losses, default=-1)
+        new = list(newest.losses.items())[self._shown.get(newest.n, 0) :]
+        for step, loss in new:
+            self._screen.show_step(step, loss)
+        self._shown[newest.n] = len(newest.losses)
 
     def wait_for_step(self, step: int) -> Incarnation:
         """Wait until ``step`` is made by all ranks; the incarnation that made it."""
-        self.wait(lambda: (self.journals.newest().last_updated or -1) >= step)
+
+        def is_made() -> bool:
+            last = self.journals.newest().last_updated
+            return last is not None and last >= step
+
+        self.wait(is_made)
         return self.journals.newest()
 
     def wait_for_next(self, incarnation: Incarnation) -> Incarnation:

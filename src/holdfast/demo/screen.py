@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from holdfast.demo.result import Result
-from holdfast.demo.verdict import TOLERANCE, Row
+from holdfast.demo.verdict import NOTHING, TOLERANCE, Row
 
 #: A file or a pipe gets one line for this many steps.
 STEPS_A_LINE = 10
@@ -65,11 +65,11 @@ class Screen:
     def show_table(self, result: Result) -> None:
         """The result, and in words what was not as promised."""
         table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-        for name in ("what failed", "resumed on", "resumed after"):
+        for name in ("what failed", "resumed on", "from"):
             table.add_column(name)
-        for name in ("steps lost", "seconds"):
+        for name in ("step", "lost", "seconds"):
             table.add_column(name, justify="right")
-        for name in ("state", "losses against the reference", "as promised"):
+        for name in ("state", "losses", "as promised"):
             table.add_column(name)
         for row in result.rows:
             table.add_row(*_cells(row))
@@ -95,31 +95,35 @@ class Screen:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    is_reference = row.resume_s is None
     return (
         row.what,
         row.world,
-        "-" if row.resumed_at is None else f"step {row.resumed_at}, from {row.source}",
-        "-" if row.lost_steps is None else str(row.lost_steps),
+        row.source or "-",
+        _or_dash(row.resumed_at),
+        _or_dash(row.lost_steps),
         "-" if row.resume_s is None else f"{row.resume_s:.1f}",
-        {True: "bit for bit", False: "DIFFERENT", None: "-"}[row.has_same_state],
-        f"{row.losses.steps} steps" if is_reference else _losses(row),
+        {True: "identical", False: "DIFFERENT", None: "-"}[row.has_same_state],
+        "the reference" if row.what == NOTHING else _losses(row),
         "NO" if row.broken else "yes",
     )
 
 
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
+
+
 def _losses(row: Row) -> str:
     found = row.losses
-    if found.identical == found.steps:
-        return f"{found.identical} of {found.steps} bit for bit"
     if row.is_bitwise:
-        return f"{found.identical} of {found.steps} bit for bit, others off by {found.largest:.0e}"
-    return f"{found.steps} of {found.steps} within {found.largest:.0e}"
+        return f"{found.identical} of {found.steps} identical"
+    return f"{found.steps} within {found.largest:.0e}"
 
 
 _NOTES = f"""
-Seconds: from the kill (on other ranks: from the start) to the end of the first new step.
-State: parameters, moments, schedule and counters after restoring, gathered whole, by checksum.
-Losses on other ranks: gradients are sums of float32, taken there over other parts in another
-order, so they are rounded otherwise (6e-08 of each sum); {TOLERANCE:.0e} of the loss is allowed.
+resumed on: the same run on 2 ranks; then the checkpoint of that moment on other ranks
+step:       the one whose end was restored; `lost` steps after it were made again
+seconds:    from the kill (on other ranks: from the start) to the end of the first new step
+state:      parameters, moments, schedule and counters as restored, by checksum, bit for bit
+losses:     bit for bit on the same ranks. On others float32 gradients are summed in another order
+            and rounded otherwise, by 6e-08 of a sum: up to {TOLERANCE:.0e} of the loss is allowed
 """

@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def main() -> None:
             incarnation=n, step=restored.step, source=restored.source,
             elapsed_s=restored.elapsed_s,
         ))  # fmt: skip
-        journal.write(Hashed(incarnation=n, step=restored.step, state=checksum(state)))
+        journal.write(checked(n, restored.step, state))
 
     text = corpus()
     for step in range(restored.step + 1 if restored else 0, options.steps):
@@ -75,7 +76,7 @@ def main() -> None:
         ckpt.step(step)
         journal.write(HandedOver(incarnation=n, step=step))
         if (step + 1) % options.durable_every == 0 or step in options.checksum_after:
-            journal.write(Hashed(incarnation=n, step=step, state=checksum(state)))
+            journal.write(checked(n, step, state))
 
     ckpt.close()
     journal.write(Finished(incarnation=n))
@@ -118,6 +119,14 @@ def mean_of_all(losses: torch.Tensor, group: dist.ProcessGroup) -> float:
     return math.fsum(torch.cat(parts).tolist()) / SEQUENCES
 
 
+def checked(incarnation: int, step: int, state: dict[str, Any]) -> Hashed:
+    """The state's checksum, and what it took."""
+    started_s = time.monotonic()
+    found = checksum(state)
+    elapsed_s = time.monotonic() - started_s
+    return Hashed(incarnation=incarnation, step=step, state=found, elapsed_s=elapsed_s)
+
+
 def checksum(state: dict[str, Any]) -> str:
     """One number for every bit of the training state, however it is cut; all ranks call it.
 
@@ -142,7 +151,7 @@ def _add(total: xxhash.xxh3_128, name: str, tensor: torch.Tensor) -> None:
     if isinstance(whole, DTensor):
         whole = whole.full_tensor()
     total.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-    total.update(memoryview(whole.contiguous().view(-1).view(torch.uint8).numpy()))
+    total.update(whole.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,15 @@ See docs/format/v1.md.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from holdfast.errors import FormatError, NewerFormat
+from holdfast.errors import FormatError, NewerFormat, UsageError
 from holdfast.format.checksum import Buffer, block_count
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
@@ -74,10 +76,8 @@ class Entry:
 
 
 def _entry_text(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> str:
-    key = msgspec.json.encode(name).decode()
-    return (
-        f'{key}:{{"dtype":"{dtype}","shape":{list(shape)},"data_offsets":[{start},{stop}]}}'
-    ).replace(", ", ",")
+    key, sizes = msgspec.json.encode(name).decode(), ",".join(map(str, shape))
+    return f'{key}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,15 @@ class ImagePlan:
 
 
 def plan_image(items: Iterable[tuple[str, str, tuple[int, ...]]]) -> ImagePlan:
-    """Place tensors given as (name, dtype, shape): falling item size, else in the given order."""
+    """Place tensors given as (name, dtype, shape): falling item size, else in the given order.
+
+    UsageError when two have one name (a leaf can be called like the piece of another).
+    """
     ordered = sorted(items, key=lambda item: -ITEMSIZE[item[1]])
+    counted = Counter(name for name, _, _ in ordered)
+    twice = sorted(name for name, count in counted.items() if count > 1)
+    if twice:
+        raise UsageError(f"two tensors of an image are both called {twice[0]!r}: rename one")
     entries: list[Entry] = []
     texts: list[str] = []
     offset = 0
@@ -226,16 +233,36 @@ def parse_header(raw: Buffer, where: str, file_bytes: int) -> Header:
 
 def _decode(raw: memoryview, where: str) -> dict[str, msgspec.Raw]:
     try:
-        return msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        document = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        _refuse_twice(bytes(raw), sum(name != "__metadata__" for name in document))
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the header is not the JSON of an image: {error}") from None
+    return document
+
+
+def _refuse_twice(raw: bytes, entries: int) -> None:
+    """ValueError for a name that is there twice: readers differ in which of the two they take.
+
+    Looking at every name takes longer than all other parsing, so it is done only when a count
+    says that it may be so: without escapes, each entry spells each of its keys exactly once.
+    """
+    counts = [raw.count(key) for key in (b'"dtype"', b'"shape"', b'"data_offsets"')]
+    if counts != [entries] * 3 or raw.count(b'"__metadata__"') != 1 or b"\\u" in raw:
+        json.loads(raw.decode(), object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{name!r} is there twice")
+    return dict(pairs)
 
 
 def _metadata(document: dict[str, msgspec.Raw], where: str) -> dict[str, str]:
     try:
-        raw: Any = document.pop("__metadata__", None)
-        metadata = msgspec.json.decode(raw or b"{}", type=dict[str, str])
-    except msgspec.DecodeError as error:
+        raw = bytes(document.pop("__metadata__", b"{}"))
+        metadata = msgspec.convert(json.loads(raw, object_pairs_hook=_unique), dict[str, str])
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the header's metadata are not strings: {error}") from None
     version = metadata.get("holdfast")
     if version is None:
@@ -252,7 +279,7 @@ def _entries(document: dict[str, msgspec.Raw], where: str, data_bytes: int) -> d
     for name, raw in document.items():
         try:
             entry = msgspec.json.decode(raw, type=_RawEntry)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise FormatError(f"{where}: entry {name!r}: {error}") from None
         start, stop = entry.data_offsets
         if entry.dtype not in ITEMSIZE or any(size < 0 for size in entry.shape):
@@ -264,10 +291,10 @@ def _entries(document: dict[str, msgspec.Raw], where: str, data_bytes: int) -> d
             )
         entries[name] = Entry(name, entry.dtype, tuple(entry.shape), start, size)
     expected = 0
-    for entry in sorted(entries.values(), key=lambda e: (e.offset, e.size_bytes)):
-        if entry.offset != expected:
-            raise FormatError(f"{where}: entry {entry.name!r} leaves a gap or overlaps another")
-        expected = entry.stop
+    for placed in sorted(entries.values(), key=lambda e: (e.offset, e.size_bytes)):
+        if placed.offset != expected:
+            raise FormatError(f"{where}: entry {placed.name!r} leaves a gap or overlaps another")
+        expected = placed.stop
     if expected != data_bytes:
         raise FormatError(f"{where}: {data_bytes} bytes of data, its entries need {expected}")
     return entries

@@ -108,7 +108,7 @@ def unseal(kind: type[D], data: Buffer, where: str) -> D:
         raise FormatError(f"{where} has {len(data)} bytes, more than any document of ours")
     try:
         sealed = msgspec.json.decode(data, type=_Sealed)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} is not a Holdfast document: {error}") from None
     found = text(checksum(bytes(sealed.body)))
     if found != sealed.checksum:
@@ -120,7 +120,7 @@ def unseal(kind: type[D], data: Buffer, where: str) -> D:
     _refuse_newer(sealed.body, where)
     try:
         return msgspec.json.decode(sealed.body, type=kind)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} is not a valid {kind.__name__.lower()}: {error}") from None
 
 
@@ -132,12 +132,15 @@ class _Claims(msgspec.Struct):
 def _refuse_newer(body: msgspec.Raw, where: str) -> None:
     try:
         claims = msgspec.json.decode(body, type=_Claims)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} has no readable format version: {error}") from None
     unknown = sorted(set(claims.requires) - KNOWN_FEATURES)
     if claims.format_version > FORMAT_VERSION or unknown:
-        needs = f"format version {claims.format_version}" + (f", features {unknown}" if unknown else "")
-        raise NewerFormat(f"{where} needs {needs}; this Holdfast reads {FORMAT_VERSION}: upgrade it")
+        features = f", features {unknown}" if unknown else ""
+        raise NewerFormat(
+            f"{where} needs format version {claims.format_version}{features}; this Holdfast reads "
+            f"{FORMAT_VERSION}: upgrade it"
+        )
 
 
 class Lineage:

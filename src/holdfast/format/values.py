@@ -8,23 +8,33 @@ keys; such a value is written as an object with one key that begins with ``$``:
     {"$dtype": "float32"}                 {"$numpy": {"dtype", "shape", "data"}}
     {"$leaf": "name"}                     a tensor, stored as a leaf of its own
 
-Anything else is refused by name. Nothing here executes anything on reading.
+Anything else is refused by name, and so is what nests deeper than MAX_DEPTH. Nothing here
+executes anything on reading.
 """
 
 from __future__ import annotations
 
 import base64
 import math
+import re
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.checksum import Buffer
 
+#: Containers in containers: what is written must be readable on any stack (and a list that
+#: contains itself has no end).
+MAX_DEPTH = 64
+#: Python reads no longer numbers from text.
+MAX_INT_BITS = 8192
+T = TypeVar("T")
 _PLAIN_INT = 1 << 53
 _NUMPY_KINDS = "biufcSU"
+_INT = re.compile(r"-?[0-9]+")
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class LeafRef(msgspec.Struct, frozen=True):
@@ -33,36 +43,53 @@ class LeafRef(msgspec.Struct, frozen=True):
     name: str
 
 
-def encode(value: Any, where: str = "value") -> Any:
+def encode(value: Any, where: str = "value", *, depth: int = 0) -> Any:
     """``value`` in JSON's own types; UnsupportedState names the place of what cannot be kept."""
     if value is None or isinstance(value, bool):
         return value
     kind = type(value)
     if kind is int:
-        return value if -_PLAIN_INT < value < _PLAIN_INT else {"$int": str(value)}
+        return value if -_PLAIN_INT < value < _PLAIN_INT else _encode_large(value, where)
     if kind is float:
         return value if math.isfinite(value) else {"$float": repr(value)}
     if kind is str:
         return value
     if kind in (bytes, bytearray):
         return {"$bytes": base64.b64encode(value).decode()}
+    if depth >= MAX_DEPTH:
+        raise UnsupportedState(
+            f"{where} is nested more than {MAX_DEPTH} deep, or contains itself", where=where
+        )
     if kind is list:
-        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return [encode(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value)]
     if kind is tuple:
-        return {"$tuple": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+        items = [encode(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value)]
+        return {"$tuple": items}
     if isinstance(value, dict):
-        return _encode_dict(value, where)
+        return _encode_dict(value, where, depth + 1)
     if kind is LeafRef:
         return {"$leaf": value.name}
     return _encode_foreign(value, where)
 
 
-def _encode_dict(value: dict[Any, Any], where: str) -> Any:
+def _encode_large(value: int, where: str) -> Any:
+    if value.bit_length() > MAX_INT_BITS:
+        raise UnsupportedState(
+            f"{where} is an integer of more than {MAX_INT_BITS} bits: store it as bytes",
+            where=where,
+        )
+    return {"$int": str(value)}
+
+
+def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
     if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{where}.{key}") for key, item in value.items()}
+        return {key: encode(item, f"{where}.{key}", depth=depth) for key, item in value.items()}
     return {
         "$dict": [
-            [encode(key, f"a key of {where}"), encode(item, f"{where}[{key!r}]")]
+            [
+                encode(key, f"a key of {where}", depth=depth),
+                encode(item, f"{where}[{key!r}]", depth=depth),
+            ]
             for key, item in value.items()
         ]
     }
@@ -73,11 +100,14 @@ def _encode_foreign(value: Any, where: str) -> Any:
     origin = kind.__module__.partition(".")[0]
     if origin == "torch" and kind.__name__ == "dtype":
         return {"$dtype": str(value).removeprefix("torch.")}
-    if origin == "numpy" and hasattr(value, "dtype") and value.dtype.kind in _NUMPY_KINDS:
-        data = base64.b64encode(value.tobytes()).decode()
-        scalar = kind.__name__ != "ndarray"
-        shape = None if scalar else list(value.shape)
-        return {"$numpy": {"dtype": value.dtype.str, "shape": shape, "data": data}}
+    np = sys.modules.get("numpy")
+    # Only arrays proper: a masked array or a matrix is more than its elements.
+    is_proper = np is not None and (kind is np.ndarray or isinstance(value, np.generic))
+    if np is not None and is_proper and value.dtype.kind in _NUMPY_KINDS:
+        array = np.asarray(value)  # an empty numpy string says it has no bytes, and has some
+        data = base64.b64encode(array.tobytes()).decode()
+        shape = list(value.shape) if kind is np.ndarray else None
+        return {"$numpy": {"dtype": array.dtype.str, "shape": shape, "data": data}}
     raise UnsupportedState(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without "
         "executing code on reading. Store its parts (numbers, strings, bytes, lists, tuples, "
@@ -88,39 +118,63 @@ def _encode_foreign(value: Any, where: str) -> Any:
 
 def decode(value: Any) -> Any:
     """The value that ``encode`` was given. FormatError when it is not of that form."""
+    try:
+        return _decode(value)
+    except RecursionError:
+        raise FormatError("a stored value is nested too deep to be one of ours") from None
+
+
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [_decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if len(value) == 1:
         ((tag, body),) = value.items()
         if tag.startswith("$"):
             return _decode_tagged(tag, body)
-    return {key: decode(item) for key, item in value.items()}
+    return {key: _decode(item) for key, item in value.items()}
 
 
 def _decode_tagged(tag: str, body: Any) -> Any:
     try:
         match tag:
             case "$float":
-                return float(body)
+                return _FLOATS[body]
             case "$int":
-                return int(body)
+                return _large(_a(str, body))
             case "$bytes":
-                return base64.b64decode(body, validate=True)
+                return base64.b64decode(_a(str, body), validate=True)
             case "$tuple":
-                return tuple(decode(item) for item in body)
+                return tuple(_decode(item) for item in _a(list, body))
             case "$dict":
-                return {decode(key): decode(item) for key, item in body}
+                return {_decode(key): _decode(item) for key, item in map(_pair, _a(list, body))}
             case "$leaf":
-                return LeafRef(str(body))
+                return LeafRef(_a(str, body))
             case "$dtype":
-                return _torch_dtype(body)
+                return _torch_dtype(_a(str, body))
             case "$numpy":
-                return _numpy_value(body)
+                return _numpy_value(_a(dict, body))
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(f"a stored value tagged {tag} is malformed: {error}") from None
     raise FormatError(f"a stored value has the unknown tag {tag}; a newer Holdfast wrote it")
+
+
+def _a(kind: type[T], body: Any) -> T:
+    if type(body) is not kind:
+        raise TypeError(f"a {kind.__name__} is expected, not {body!r:.50}")
+    return body
+
+
+def _pair(body: Any) -> tuple[Any, Any]:
+    key, item = _a(list, body)
+    return key, item
+
+
+def _large(digits: str) -> int:
+    if not _INT.fullmatch(digits):
+        raise ValueError(f"{digits!r:.50} is no whole number")
+    return int(digits)
 
 
 class DtypeName(msgspec.Struct, frozen=True):
@@ -132,7 +186,7 @@ class DtypeName(msgspec.Struct, frozen=True):
 def _torch_dtype(name: str) -> Any:
     torch = sys.modules.get("torch")
     if torch is None:
-        return DtypeName(str(name))
+        return DtypeName(name)
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"no torch dtype is called {name!r}")
@@ -142,21 +196,31 @@ def _torch_dtype(name: str) -> Any:
 def _numpy_value(body: dict[str, Any]) -> Any:
     import numpy as np
 
-    dtype = np.dtype(body["dtype"])
+    dtype = np.dtype(_a(str, body["dtype"]))
     if dtype.kind not in _NUMPY_KINDS:
         raise ValueError(f"numpy dtype {dtype} is not stored")
-    flat = np.frombuffer(base64.b64decode(body["data"], validate=True), dtype=dtype)
-    return flat[0] if body["shape"] is None else flat.reshape(body["shape"]).copy()
+    data = base64.b64decode(_a(str, body["data"]), validate=True)
+    shape = () if body["shape"] is None else tuple(_a(int, size) for size in body["shape"])
+    if any(size < 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes of data do not make {shape} of {dtype}")
+    array = np.ndarray(shape, dtype, bytearray(data))
+    return array[()] if body["shape"] is None else array
 
 
 def to_bytes(document: Any) -> bytes:
-    """An encoded value as JSON text."""
-    return msgspec.json.encode(document)
+    """An encoded value as JSON text. UnsupportedState for text that is not Unicode."""
+    try:
+        return msgspec.json.encode(document)
+    except UnicodeEncodeError as error:
+        raise UnsupportedState(
+            f"the text {error.object!r:.100} in the state has half a character (a lone surrogate) "
+            "and cannot be stored: encode it to bytes"
+        ) from None
 
 
 def from_bytes(data: Buffer, where: str) -> Any:
     """The encoded value in JSON text; FormatError names ``where``."""
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the stored values are not JSON: {error}") from None

@@ -378,7 +378,8 @@ class Coordinator:
             for slot in self.slots.values()
         )
         missing = max(0, len(sizes) - len(free))
-        if usable + missing > SLOTS_PER_IMAGE * self.world:
+        budget = SLOTS_PER_IMAGE * self.world
+        if missing and usable + missing > budget:
             return None, actions
         for _ in range(missing):
             slot = Slot(self._next_slot, capacity, "allocating")
@@ -387,6 +388,11 @@ class Coordinator:
             actions.append(Allocate(slot.id, capacity))
             free.append(slot)
         chosen = dict(zip(sorted(sizes), free, strict=False))
+        for slot in free[max(len(sizes), len(free) - max(0, usable - budget)) :]:
+            if slot.state != "allocating":  # left over from a run on more ranks
+                del self.slots[slot.id]
+                self._forget(slot)
+                actions.append(Remove(slot.id))
         for slot in chosen.values():
             if slot.state != "allocating":
                 self._forget(slot)

@@ -1,0 +1,125 @@
+"""The keeper dies, or everything does: training goes on, and nothing that was promised is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.persist import commit
+from holdfast.storage.local import LocalStore
+from lives import Lives, read_progress
+
+
+def keeper_pids(arena: Path) -> list[int]:
+    """The keepers that serve arenas below this directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes()
+        except OSError:
+            continue
+        if b"holdfast.keeper" in line and bytes(arena) in line:
+            found.append(int(path.parent.name))
+    return found
+
+
+def kill_keepers(arena: Path) -> int:
+    """SIGKILL them; how many there were."""
+    pids = keeper_pids(arena)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return len(pids)
+
+
+def wait_progress(lives: Lives, world: int, step: int, timeout_s: float = 60.0) -> int:
+    """Wait until every rank has completed ``step``."""
+    deadline = time.monotonic() + timeout_s
+    while (found := read_progress(lives.directory, world)) < step:
+        errors = list(Path(lives.directory).glob("error-*"))
+        assert not errors, errors[0].read_text()
+        assert time.monotonic() < deadline, f"only step {found} of {step} was reached"
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_training_goes_on_when_its_keeper_is_killed_and_the_next_one_finds_the_slots(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    with Lives(tmp_path / "run", seed=5) as lives:
+        lives.start(2, 100_000)
+        lives.wait_restored(2)
+        for _ in range(6):
+            reached = wait_progress(lives, 2, read_progress(lives.directory, 2) + 20)
+            assert kill_keepers(arena_dir) >= 1
+            wait_progress(lives, 2, reached + 30)
+        # Keeper and trainers at once: what was sealed in memory is found by the next keeper.
+        wait_progress(lives, 2, read_progress(lives.directory, 2) + 20)
+        completed = lives.end(2)
+        assert kill_keepers(arena_dir) >= 1
+        lives.start(2, 3)
+        step, source = lives.wait_restored(2)
+        assert source == "memory"
+        assert step in (completed, completed - 1)
+        lives.wait_end()
+
+
+@pytest.mark.timeout(300)
+def test_when_everything_is_lost_the_newest_checkpoint_comes_back(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    root = tmp_path / "run"
+    with Lives(root, seed=6) as lives:
+        for _ in range(3):
+            lives.start(2, 100_000, storage=5)
+            lives.wait_restored(2)
+            wait_progress(lives, 2, read_progress(lives.directory, 2) + 30)
+            kill_keepers(arena_dir)
+            lives.end(2)
+            shutil.rmtree(next(arena_dir.iterdir()))
+            newest = commit.catalogue(LocalStore(root)).latest
+            assert newest is not None
+            lives.start(2, 3, storage=5)
+            assert lives.wait_restored(2) == (newest.step, "storage")
+            lives.wait_end()
+
+
+@pytest.mark.timeout(300)
+def test_a_snapshot_in_memory_is_restored_on_another_number_of_ranks(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    with Lives(tmp_path / "run", seed=7) as lives:
+        completed = -1
+        for world in (2, 1, 3, 4, 2, 1):
+            lives.start(world, 100_000, storage=None)
+            step, source = lives.wait_restored(world)
+            assert step in (completed, completed - 1)
+            assert source == ("memory" if completed >= 0 else "")
+            wait_progress(lives, world, step + 12)
+            completed = lives.end(world)
+        lives.start(1, 2, storage=None)
+        assert lives.wait_restored(1)[1] == "memory"
+        lives.wait_end()
+
+
+@pytest.mark.timeout(300)
+def test_a_run_whose_arena_is_cleared_under_it_takes_snapshots_again(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    with Lives(tmp_path / "run", seed=8) as lives:
+        lives.start(2, 100_000)
+        lives.wait_restored(2)
+        reached = wait_progress(lives, 2, 20)
+        kill_keepers(arena_dir)
+        shutil.rmtree(next(arena_dir.iterdir()))
+        wait_progress(lives, 2, reached + 60)
+        completed = lives.end(2)
+        lives.start(2, 3)
+        step, source = lives.wait_restored(2)
+        assert (step in (completed, completed - 1)) and source == "memory"
+        lives.wait_end()
