@@ -148,9 +148,7 @@ class Demo:
         part = self._let_pass_part_of_a_step(killed)
         kill = Interruption("one trainer", killed, time.monotonic())
         run.kill_rank(rank)
-        self.screen.say(
-            f"step {after} made, about {part:.0%} into the next: SIGKILL to rank {rank}"
-        )
+        self.screen.say(f"step {after} made, {part:.0%} into the next: SIGKILL to rank {rank}")
         return kill
 
     def _kill_all(self, run: Run, killed: Incarnation) -> Interruption:
@@ -158,7 +156,7 @@ class Demo:
         kill = Interruption("everything", killed, time.monotonic())
         run.kill_all()
         self.screen.say(
-            f"step {killed.last_updated} made, about {part:.0%} into the next: SIGKILL to torchrun, "
+            f"step {killed.last_updated} made, {part:.0%} into the next: SIGKILL to torchrun, "
             "trainers and keeper; shared memory removed"
         )
         return kill

@@ -68,9 +68,10 @@ def _name(axes: Axes, fall: Fall, order: int) -> None:
     """What was killed, at the top, where no curve is any more; one below the other."""
     lost = fall.at - fall.back_to
     text = f"{fall.what} killed\n{lost} step{'s' * (lost != 1)} lost"
-    place = (fall.at + 0.5, 0.97 - 0.15 * order)
+    place, beside = (fall.at + 0.5, 0.97 - 0.15 * order), (5, 0)
     axes.annotate(
-        text, place, (5, 0), xycoords=("data", "axes fraction"), textcoords="offset points", va="top"
+        text, place, beside, xycoords=("data", "axes fraction"), textcoords="offset points",
+        va="top",
     )  # fmt: skip
 
 

@@ -84,6 +84,15 @@ def kill_all(arena: Path) -> list[str]:
     return killed
 
 
+def ask_where(arena: Path, module: str) -> None:
+    """Have the trainers write their stacks into the log."""
+    for _, held, command in _processes(arena):
+        if module in command and "torch.distributed.run" not in command:
+            signal.pidfd_send_signal(held, signal.SIGUSR1)
+        os.close(held)
+    time.sleep(0.5)  # they write at once, but we cannot know when
+
+
 def wait_for_end(arena: Path, *, timeout_s: float) -> list[str]:
     """Wait until no process of this arena runs; the command lines of those that still do."""
     deadline_s = time.monotonic() + timeout_s

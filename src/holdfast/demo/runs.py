@@ -13,6 +13,7 @@ from holdfast.demo.screen import Screen
 from holdfast.persist import commit
 from holdfast.storage.open import open_store
 
+TRAINER = "holdfast.demo.train"
 STEPS = 60
 DURABLE_EVERY = 20
 #: A run whose ranks write no line for so long has failed.
@@ -49,7 +50,7 @@ class Run:
         arguments = ["--root", str(self.root), "--journals", str(self._directory)]
         arguments += ["--steps", str(STEPS), "--durable-every", str(DURABLE_EVERY), *options]
         self._launcher = processes.start_torchrun(
-            "holdfast.demo.train", arguments, ranks=ranks, arena=self.arena, log=self.log
+            TRAINER, arguments, ranks=ranks, arena=self.arena, log=self.log
         )
 
     def wait(self, is_over: Callable[[], bool]) -> None:
@@ -66,6 +67,7 @@ class Run:
             if self.journals.lines != lines:
                 lines, heard_s = self.journals.lines, time.monotonic()
             elif time.monotonic() - heard_s > SILENCE_S:
+                processes.ask_where(self.arena, TRAINER)
                 raise PhaseFailed(f"no rank made progress for {SILENCE_S:.0f} s", self.log)
             time.sleep(POLL_S)
 

@@ -7,9 +7,11 @@ whole state, for others to compare.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from holdfast.demo.text import CONTEXT, SEQUENCES, batch, corpus
 def main() -> None:
     """Train from wherever the run stands to its last step."""
     options = _options()
+    faulthandler.register(signal.SIGUSR1)  # asked when a phase hangs: where is everybody?
     torch.set_num_threads(1)  # sums in one order, and no fight for the cores
     dist.init_process_group("gloo")
     mesh = make_mesh(options.layout, dist.get_world_size())

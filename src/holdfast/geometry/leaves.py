@@ -63,6 +63,10 @@ def _check(
 ) -> None:
     if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise UsageError(f"a leaf's name has {len(name)} characters")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"a leaf's name is not text: {name!r}") from None
     if dtype not in ITEMSIZE:
         raise UsageError(f"{name} has the dtype {dtype!r}, which the format does not know")
     if spread not in SPREADS:

@@ -7,6 +7,7 @@ in the training thread.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import socket
@@ -26,6 +27,15 @@ from holdfast.snapshot.arena import make_private_dir
 SOCKET_NAME = "keeper.sock"
 LOCK_TAKEN = 3
 _RETRY_S = 0.02
+#: Keepers this process started: held, so that one that ends is reaped.
+_started: list[subprocess.Popen[bytes]] = []
+
+
+@atexit.register
+def _leave_running() -> None:
+    """A keeper is made to outlive its starter; subprocess would warn of it as of a leak."""
+    for child in _started:
+        child.returncode = child.poll() or 0
 A = TypeVar("A", bound=m.Message)
 
 
@@ -59,8 +69,9 @@ def start_keeper(arena: Path, *, run_id: str, root: str, host_id: str) -> subpro
     ours = str(Path(__file__).resolve().parents[2])
     theirs = [os.path.abspath(p) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     environment["PYTHONPATH"] = os.pathsep.join([ours, *theirs])
+    _started[:] = [child for child in _started if child.poll() is None]
     with (arena / "keeper.log").open("ab") as log:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -70,6 +81,8 @@ def start_keeper(arena: Path, *, run_id: str, root: str, host_id: str) -> subpro
             cwd="/",
             env=environment,
         )
+    _started.append(child)
+    return child
 
 
 def find_or_start(

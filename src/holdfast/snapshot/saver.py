@@ -458,12 +458,12 @@ class Saver:
     ) -> None:
         capture.call_off(reason)
         kind = CaptureOvertaken if overtaken else SnapshotSkipped
-        if not (capture.durable and isinstance(capture.answer, m.Skip)):  # else it is carried
-            self._fail(capture.step, kind(reason, leaf=leaf), captured=False)
         emit(SnapshotMissed(
             incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
             reason=reason, overtaken=overtaken, leaf=leaf,
         ))  # fmt: skip
+        if not (capture.durable and isinstance(capture.answer, m.Skip)):  # else it is carried
+            self._fail(capture.step, kind(reason, leaf=leaf), captured=False)
 
     # ── the keeper ───────────────────────────────────────────────────────────────────────
 

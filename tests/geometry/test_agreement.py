@@ -1,0 +1,113 @@
+"""One layout from the tables of all ranks, or all their differences."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from holdfast.errors import StateMismatch
+from holdfast.geometry.layout import (
+    REPLICATE,
+    Instance,
+    Layout,
+    LeafEntry,
+    Placement,
+    merge,
+    table_from_json,
+    table_to_json,
+)
+from layouts import layouts, mesh, on, unhurried
+
+Table = list[LeafEntry]
+
+
+@unhurried
+@given(layouts())
+def test_merged_tables_hold_what_every_rank_declared(layout: Layout) -> None:
+    tables: list[Table] = [[] for _ in range(layout.world)]
+    for leaf in layout.leaves:
+        for one in leaf.instances:
+            entry = LeafEntry(leaf.name, leaf.dtype, leaf.shape, leaf.spread, one)
+            for rank in one.mesh.ranks:
+                tables[rank].append(entry)
+    merged = merge([table_from_json(table_to_json(table)) for table in tables])
+    assert merged == merge(tables)
+    assert [leaf.name for leaf in merged.leaves] == [leaf.name for leaf in layout.leaves]
+    for number in range(len(layout.leaves)):
+        for rank in range(layout.world):
+            assert merged.held(number, rank) == layout.held(number, rank)
+
+
+def test_plain_tensors_of_many_ranks_become_one_instance() -> None:
+    tables = [[LeafEntry("w", "F32", (4,), "split", on(rank))] for rank in range(64)]
+    layout = merge(tables)
+    assert layout.leaves[0].instances == (Instance(mesh(64), (REPLICATE,)),)
+
+
+def test_ranks_may_have_leaves_of_their_own() -> None:
+    tables = [[LeafEntry(f"stage.{rank}", "F32", (4,), "split", on(rank))] for rank in range(2)]
+    layout = merge(tables)
+    assert [layout.owners(n)[0][0] for n in range(2)] == [0, 1]
+    assert layout.held(0, 1) == ()
+
+
+def entry(
+    name: str, rank: int, *, dtype: str = "F32", size: int = 4, spread: str = "split"
+) -> LeafEntry:
+    return LeafEntry(name, dtype, (size,), spread, on(rank))
+
+
+def mismatch(*tables: Table) -> StateMismatch:
+    with pytest.raises(StateMismatch) as caught:
+        merge(tables)
+    return caught.value
+
+
+def test_every_leaf_that_differs_is_listed_with_its_ranks() -> None:
+    error = mismatch(
+        [entry("a", 0), entry("b", 0), entry("c", 0), entry("d", 0)],
+        [entry("a", 1), entry("b", 1, dtype="BF16"), entry("c", 1, size=5), entry("d", 1)],
+        [entry("a", 2), entry("b", 2), entry("c", 2), entry("d", 2, spread="lowest")],
+        [entry("a", 3), entry("b", 3), entry("c", 3, size=6), entry("d", 3)],
+    )
+    assert str(error).splitlines() == [
+        "the states of the ranks do not fit each other in 3 leaves:",
+        "  b: its dtype is F32 on ranks 0, 2-3, BF16 on rank 1",
+        "  c: its shape is (4,) on ranks 0, 2, (5,) on rank 1, (6,) on rank 3",
+        "  d: its spread is split on ranks 0-1, 3, lowest on rank 2",
+    ]
+    assert error.fields["leaves"] == ("b", "c", "d")
+
+
+def test_a_rank_that_lacks_its_part_of_a_leaf_is_named() -> None:
+    cut = Instance(mesh(4), (Placement(0),))
+    table = [LeafEntry("w", "F32", (8,), "split", cut)]
+    error = mismatch(table, [], table, [])
+    assert "w: ranks 1, 3 in the mesh (4,) of ranks 0-3 did not declare it" in str(error)
+
+
+def test_a_rank_that_sees_another_cut_is_named() -> None:
+    rows, columns = (Instance(mesh(2), (Placement(dim),)) for dim in (0, 1))
+    error = mismatch(
+        [LeafEntry("w", "F32", (8, 8), "split", rows)],
+        [LeafEntry("w", "F32", (8, 8), "split", columns)],
+    )
+    assert "rank 1 in the mesh (2,) of ranks 0-1 declared another mesh or placement" in str(error)
+
+
+def test_ranks_outside_of_their_mesh_or_of_the_world_are_named() -> None:
+    error = mismatch([entry("w", 0)], [entry("w", 0)])
+    assert "w: rank 1 declared the mesh (1,) of rank 0, outside of it" in str(error)
+    error = mismatch([LeafEntry("w", "F32", (8,), "split", Instance(mesh(2), (REPLICATE,)))])
+    assert "names rank 1, but the world has 1" in str(error)
+
+
+def test_a_leaf_declared_twice_by_a_rank_is_named() -> None:
+    assert "w: rank 0 declares it twice" in str(mismatch([entry("w", 0), entry("w", 0)]))
+
+
+def test_a_long_list_of_differences_is_cut_in_the_message_only() -> None:
+    names = [f"{number:03d}" for number in range(100)]
+    error = mismatch([entry(name, 0) for name in names], [entry(name, 1, size=5) for name in names])
+    assert str(error).endswith("and 80 more")
+    assert error.fields["leaves"] == tuple(names)

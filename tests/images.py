@@ -1,0 +1,127 @@
+"""Images and checkpoints made in a few lines, without torch, a trainer or a keeper."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.format.checksum import blocks, checksum, pack_table, text
+from holdfast.format.image import Image, ImagePlan, fill_in, piece_name, plan_image
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
+from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
+from holdfast.load.read import CARRIERS
+from holdfast.persist import commit
+from holdfast.snapshot.handoff import image_items
+from holdfast.storage.base import Store
+
+Array = np.ndarray[Any, Any]
+NO_VALUES = b'{"shared":{},"own":{}}'
+
+
+def assemble(
+    plan: ImagePlan,
+    contents: Mapping[str, bytes],
+    values: bytes = NO_VALUES,
+    metadata: Mapping[str, str] | None = None,
+) -> bytearray:
+    """A whole image of ``plan``: the same bytes that a capture would have made."""
+    image = fill_in(plan, metadata or {"step": "0"}, len(values))
+    memory = bytearray(image.size_bytes)
+    memory[: image.data_start] = image.header
+    for entry in plan.entries:
+        start = image.data_start + entry.offset
+        memory[start : start + entry.size_bytes] = contents[entry.name]
+    start = image.data_start + image.values_offset
+    memory[start : start + len(values)] = values
+    sum_blocks(memory, image)
+    return memory
+
+
+def sum_blocks(memory: bytearray, image: Image) -> None:
+    """Write the table of block checksums."""
+    data = memoryview(memory)[image.data_start :]
+    covered = blocks(0, image.blocks, image.table_offset)
+    sums = [checksum(data[start:stop]) for _, start, stop in covered]
+    data[image.table_offset :] = pack_table(sums, image.table_entries)
+
+
+def seals(memory: bytes | bytearray) -> tuple[str, str]:
+    """(checksum of the header, checksum of the block table), as whoever captured it tells them."""
+    view = memoryview(memory)
+    data_start = 8 + struct.unpack_from("<Q", view)[0]
+    document = msgspec.json.decode(view[8:data_start])
+    table = data_start + document["__holdfast_blocks__"]["data_offsets"][0]
+    return text(checksum(view[:data_start])), text(checksum(view[table:]))
+
+
+def random_leaf(dtype: str, shape: tuple[int, ...], seed: int) -> Array:
+    """Any bits at all, as an array of the carrier of this dtype."""
+    count = int(np.prod(shape, dtype=np.int64)) * ITEMSIZE[dtype]
+    raw = np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
+    return raw.view(CARRIERS[ITEMSIZE[dtype]]).reshape(shape)
+
+
+def split_leaf(name: str, dtype: str, shape: tuple[int, ...], world: int) -> LeafSpec:
+    """A leaf cut along its first dimension, or whole on every rank when it has none."""
+    placement = Placement(0) if shape else REPLICATE
+    mesh = Mesh((world,), tuple(range(world)))
+    return LeafSpec(name, dtype, shape, "split", (Instance(mesh, (placement,)),))
+
+
+def images_of(
+    layout: Layout, leaves: Mapping[str, Array], *, values: bytes = NO_VALUES, step: int = 0
+) -> dict[int, bytearray]:
+    """The image of every rank of ``layout``, holding ``leaves``."""
+    images = {}
+    for rank in range(layout.world):
+        contents = {}
+        for piece in layout.pieces(rank):
+            leaf = layout.leaves[piece.leaf]
+            part = np.ascontiguousarray(leaves[leaf.name][piece.box.slices()])
+            contents[piece_name(leaf.name, leaf.shape, piece.box)] = part.tobytes()
+        plan = plan_image(image_items(layout, rank))
+        metadata = {"rank": str(rank), "step": str(step)}
+        images[rank] = assemble(plan, contents, values, metadata)
+    return images
+
+
+def publish_checkpoint(
+    store: Store,
+    layout: Layout,
+    images: Mapping[int, bytes | bytearray],
+    generation: Generation = Generation(1, 0),
+    *,
+    attempt: str = "a0",
+    parent: tuple[int, int] | None = None,
+) -> Manifest:
+    """Store ``images`` and the manifest that names them, the plain way."""
+    record = Incarnation(run_id="r", n=generation.incarnation, nonce="n", parent=parent)
+    commit.record_incarnation(store, record)
+    commit.write_layout(store, layout.hash, layout.to_json())
+    refs = []
+    for rank, image in sorted(images.items()):
+        path = commit.image_path(generation, attempt, rank)
+        store.publish(path, bytes(image))
+        header, table = seals(image)
+        refs.append(
+            ImageRef(
+                path=path, rank=rank, size_bytes=len(image), header_xxh3=header, table_xxh3=table
+            )
+        )
+    manifest = Manifest(
+        run_id="r",
+        incarnation=generation.incarnation,
+        step=generation.step,
+        attempt=attempt,
+        parent=parent,
+        world=layout.world,
+        layout=layout.hash,
+        images=tuple(refs),
+    )
+    commit.publish(store, manifest)
+    return manifest
