@@ -9,8 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from leftovers import end_keepers
+
+# A busy machine is no fault of the code.
+settings.register_profile("holdfast", deadline=None)
+settings.load_profile("holdfast")
 
 CLOSING_GRACE_S = 5.0  # a keeper told to stop may still be writing its last snapshot
 

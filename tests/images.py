@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from holdfast.catalogue import image_path
 from holdfast.format.checksum import blocks, checksum, pack_table, text
 from holdfast.format.image import Image, ImagePlan, fill_in, piece_name, plan_image
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
@@ -105,7 +106,7 @@ def publish_checkpoint(
     commit.write_layout(store, layout.hash, layout.to_json())
     refs = []
     for rank, image in sorted(images.items()):
-        path = commit.image_path(generation, attempt, rank)
+        path = image_path(generation, attempt, rank)
         store.publish(path, bytes(image))
         header, table = seals(image)
         refs.append(

@@ -35,11 +35,12 @@ class Block(nn.Module):
         self.up = nn.Linear(NARROW, WIDE)
         self.down = nn.Linear(WIDE, NARROW)
         self.norm = nn.LayerNorm(NARROW)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.seen = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         self.seen += x.shape[0]
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+        change: Any = self.down(torch.relu(self.up(self.norm(x))))
+        return x + change
 
 
 class Net(nn.Module):
@@ -50,7 +51,7 @@ class Net(nn.Module):
         self.norm = nn.BatchNorm1d(NARROW)
         self.head = nn.Linear(NARROW, 13, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> Any:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -138,10 +139,10 @@ def _assign(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
         from torch.distributed.tensor import distribute_tensor
 
-        placed = distribute_tensor(whole, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim)
-        tensor._local_tensor.copy_(  # noqa: SLF001
-            placed.redistribute(placements=tensor.placements)._local_tensor  # noqa: SLF001
+        placed = distribute_tensor(
+            whole, tensor.device_mesh, [Replicate()] * tensor.device_mesh.ndim
         )
+        tensor._local_tensor.copy_(placed.redistribute(placements=tensor.placements)._local_tensor)
     else:
         tensor.copy_(whole)
 
@@ -197,5 +198,7 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         if a.dtype != b.dtype or a.shape != b.shape:
             return False
-        return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        return torch.equal(
+            a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+        )
     return bool(a == b)

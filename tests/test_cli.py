@@ -17,6 +17,7 @@ import torch
 
 import holdfast
 from holdfast import errors, events
+from holdfast.catalogue import catalogue
 from holdfast.cli import COMMANDS, main, parser
 from holdfast.cli.checkpoints import choose, open_root
 from holdfast.cli.output import SlowProgress
@@ -25,11 +26,12 @@ from holdfast.persist import commit
 from holdfast.storage.local import LocalStore
 
 Out = pytest.CaptureFixture[str]
+SOURCE = str(Path(holdfast.__file__).parents[1])
 
 
 def state() -> dict[str, Any]:
     torch.manual_seed(0)
-    return {"model": torch.nn.Linear(300, 200), "tokens": 7}
+    return {"model": torch.nn.Linear(2000, 300), "tokens": 7}
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def text_of(capsys: Out, *argv: str | Path, code: int = 0) -> str:
 
 def image_of(root: Path, step: int) -> Path:
     store = LocalStore(root)
-    (manifest,) = (m for m in commit.catalogue(store).manifests if m.step == step)
+    (manifest,) = (m for m in catalogue(store).manifests if m.step == step)
     return root / manifest.images[0].path
 
 
@@ -99,7 +101,7 @@ def test_the_command_line_loads_no_torch() -> None:
         "import sys, holdfast.cli; holdfast.cli.main(['ls', '.']);assert 'torch' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": "src"}, timeout=60
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": SOURCE}, timeout=60
     )
     assert done.returncode == 0
 
@@ -161,7 +163,7 @@ def test_a_reader_that_goes_away_causes_no_trace(fallen_back: Path) -> None:
     os.close(reading)
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.cli", "ls", str(fallen_back)],
-        env=os.environ | {"PYTHONPATH": "src"},
+        env=os.environ | {"PYTHONPATH": SOURCE},
         stdout=writing,
         stderr=subprocess.PIPE,
         timeout=60,
@@ -202,7 +204,7 @@ def test_nobody_watching_means_no_progress_bar(
 def test_ls_lists_every_checkpoint_and_which_is_newest(root: Path, capsys: Out) -> None:
     rows = json_of(capsys, "ls", root)["checkpoints"]
     assert [(row["step"], row["state"]) for row in rows] == [(10, "kept"), (20, "newest")]
-    assert all(row["world"] == row["images"] == 1 and row["size_bytes"] > 240_000 for row in rows)
+    assert all(row["world"] == row["images"] == 1 and row["size_bytes"] > 2_400_000 for row in rows)
     text = text_of(capsys, "ls", root)
     assert len(text.splitlines()) == 3
     assert "newest" in text.splitlines()[2]
@@ -243,20 +245,20 @@ def test_show_lists_leaves_and_values_of_the_newest(root: Path, capsys: Out) -> 
     assert leaves["model.weight"] == {
         "name": "model.weight",
         "dtype": "F32",
-        "shape": [200, 300],
-        "size_bytes": 240_000,
+        "shape": [300, 2000],
+        "size_bytes": 2_400_000,
     }
     text = text_of(capsys, "show", root, "--step", "10")
-    assert "200 x 300" in text
-    assert "240 kB" in text
+    assert "300 x 2000" in text
+    assert "2.40 MB" in text
     assert "tokens" in text
 
 
 def test_show_of_a_leaf_says_who_holds_and_who_stores_which_box(root: Path, capsys: Out) -> None:
     document = json_of(capsys, "show", root, "model.weight")
-    whole = [{"rank": 0, "start": [0, 0], "stop": [200, 300]}]
+    whole = [{"rank": 0, "start": [0, 0], "stop": [300, 2000]}]
     assert document["held"] == document["stored"] == whole
-    assert text_of(capsys, "show", root, "model.weight").count("[0:200, 0:300]") == 2
+    assert text_of(capsys, "show", root, "model.weight").count("[0:300, 0:2000]") == 2
 
 
 def test_show_of_an_unknown_leaf_offers_its_likes(root: Path, capsys: Out) -> None:

@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .checkpointer import Checkpointer, Restored, SaveHandle
+    from .checkpointer import Checkpointer
     from .errors import (
         AlreadyPublished,
         ArenaError,
@@ -81,9 +81,11 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .events import Event, subscribe
+    from .load.restore import Restored
     from .oneshot import load, open, save
     from .policy.interval import Every
     from .policy.retention import Keep
+    from .snapshot.handle import SaveHandle
     from .state.rng import Rng
 else:  # hidden from type checkers, which would take every misspelt name for a public one
     import importlib
@@ -95,9 +97,9 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "Event": ".events",
         "Every": ".policy.interval",
         "Keep": ".policy.retention",
-        "Restored": ".checkpointer",
+        "Restored": ".load.restore",
         "Rng": ".state.rng",
-        "SaveHandle": ".checkpointer",
+        "SaveHandle": ".snapshot.handle",
         "load": ".oneshot",
         "open": ".oneshot",
         "save": ".oneshot",

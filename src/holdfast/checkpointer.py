@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.catalogue import catalogue
 from holdfast.errors import HoldfastError, NotFound, SnapshotSkipped, StatePoisoned, UsageError
 from holdfast.events import RunStarted, emit, subscribe
 from holdfast.format.manifest import Generation
@@ -195,10 +196,12 @@ class Checkpointer:
         return msgspec.json.encode(self._candidates(step))
 
     def _candidates(self, step: int | str | None) -> list[Candidate]:
-        found = commit.catalogue(self._store)
+        found = catalogue(self._store)
         inventory = self._inventory()
         parents = inventory.parents | found.parents
-        held = [Candidate(g.incarnation, g.step, "memory", g.attempt) for g in inventory.generations]
+        held = [
+            Candidate(g.incarnation, g.step, "memory", g.attempt) for g in inventory.generations
+        ]
         stored = [Candidate(*x.generation, "storage", x.attempt) for x in found.manifests]
         return choose([*held, *stored], parents, step)
 
@@ -214,7 +217,7 @@ class Checkpointer:
                 raise NotFound(f"{candidate.generation} is no longer in memory")
             self._saver.request(m.Pin(attempt=candidate.attempt), m.Done, timeout_s=self.timeout_s)
             return from_memory(self._arena, held)
-        manifest = commit.catalogue(self._store).find(candidate.generation)
+        manifest = catalogue(self._store).find(candidate.generation)
         if manifest is None:
             raise NotFound(f"{candidate.generation} is no longer in storage")
         return from_manifest(self._store, manifest)
@@ -304,14 +307,15 @@ class Checkpointer:
             self._timed_at = time.monotonic()
             return True
         now = time.monotonic()
-        if self.world.rank == 0 and step > self._announced_until:
-            if policy.is_due_by_time(now, self._timed_at):
-                if self.world.size == 1:
-                    self._timed_at = now
-                    return True
-                ahead = max(2, int(_ANNOUNCE_AHEAD_S / max(1e-3, self._pace())) + 1)
-                self._announced_until = step + ahead
-                self._saver.announce(step + ahead)
+        may_announce = self.world.rank == 0 and step > self._announced_until
+        if not (may_announce and policy.is_due_by_time(now, self._timed_at)):
+            return False
+        if self.world.size == 1:
+            self._timed_at = now
+            return True
+        ahead = max(2, int(_ANNOUNCE_AHEAD_S / max(1e-3, self._pace())) + 1)
+        self._announced_until = step + ahead
+        self._saver.announce(step + ahead)
         return False
 
     def _learn_pace(self) -> None:
@@ -368,8 +372,8 @@ class Checkpointer:
         while self._carried_over():
             if self._saver.updates != self._updates_at_save or time.monotonic() > deadline:
                 reason = SnapshotSkipped("no slot came free before the state went on; not saved")
-                for handle in self._carried:
-                    handle.fail(reason, captured=False)
+                for carried in self._carried:
+                    carried.fail(reason, captured=False)
                 raise reason
             time.sleep(_RETRY_S)
             self.save(self._last_step or 0, durable=True)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from holdfast.catalogue import LOCK, catalogue, image_path, is_root
 from holdfast.errors import NotFound, PersistFailed
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
@@ -44,7 +45,9 @@ def save(path: str | os.PathLike[str], state: State, step: int = 0) -> None:
     layout = _agree_layout(world, described)
     lock: list[Lock] = []
     try:
-        told = tell_all(world, "begin", lambda: _begin(world, store, step, lock), timeout_s=_TIMEOUT_S)
+        told = tell_all(
+            world, "begin", lambda: _begin(world, store, step, lock), timeout_s=_TIMEOUT_S
+        )
         incarnation = msgspec.json.decode(told, type=Incarnation)
         attempt = incarnation.nonce[:8]
         generation = Generation(incarnation.n, step)
@@ -81,14 +84,18 @@ def _agree_layout(world: World, described: Description) -> Layout:
 def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
     """On rank 0: lock the root, and make this save an incarnation of its own."""
     root = commit.open_root(store, uuid.uuid4().hex[:12])
-    lock.append(store.lock(commit.LOCK, f"holdfast.save, process {os.getpid()}"))
-    found = commit.catalogue(store)
+    lock.append(store.lock(LOCK, f"holdfast.save, process {os.getpid()}"))
+    found = catalogue(store)
     before = [g for g in found.lineage if g.step < step]
     parent = max(before, key=lambda g: (g.step, g.incarnation), default=None)
     incarnation = Incarnation(
-        run_id=root.run_id, n=max(found.parents, default=0) + 1, nonce=uuid.uuid4().hex,
-        parent=None if parent is None else tuple(parent), world=world.size, created_s=time.time(),
-    )  # fmt: skip
+        run_id=root.run_id,
+        n=max(found.parents, default=0) + 1,
+        nonce=uuid.uuid4().hex,
+        parent=None if parent is None else (parent.incarnation, parent.step),
+        world=world.size,
+        created_s=time.time(),
+    )
     return msgspec.json.encode(incarnation)
 
 
@@ -111,7 +118,7 @@ def _write_image(
     image = fill_in(plan.image, metadata, len(described.values))
     memory = memoryview(bytearray(image.size_bytes))
     stage(described.bindings)
-    path = commit.image_path(generation, attempt, world.rank)
+    path = image_path(generation, attempt, world.rank)
     arrival = Arrival()
     progress = Progress(check=lambda: None, copied=arrival.copied, enqueued=lambda _: None)
     sink = store.create(path, image.size_bytes)
@@ -148,7 +155,7 @@ def load(path: str | os.PathLike[str], state: State, step: int | str | None = No
     world, store = current_world(), open_store(path)
 
     def look() -> bytes:
-        found = commit.catalogue(store)
+        found = catalogue(store)
         stored = [Candidate(*x.generation, "storage", x.attempt) for x in found.manifests]
         fit = choose(stored, found.parents, step)
         if not fit:
@@ -159,7 +166,7 @@ def load(path: str | os.PathLike[str], state: State, step: int | str | None = No
     candidates = msgspec.json.decode(listed, type=list[Candidate])
 
     def open_checkpoint(candidate: Candidate) -> Checkpoint:
-        manifest = commit.catalogue(store).find(candidate.generation)
+        manifest = catalogue(store).find(candidate.generation)
         if manifest is None:
             raise NotFound(f"{candidate.generation} is no longer in {store.url}")
         return from_manifest(store, manifest)
@@ -174,15 +181,14 @@ def load(path: str | os.PathLike[str], state: State, step: int | str | None = No
 
 
 def _nothing(store: Store, step: int | str | None) -> str:
-    if not commit.is_root(store):
+    if not is_root(store):
         return f"{store.url} is not a directory of Holdfast checkpoints"
     return f"{store.url} has no checkpoint" + ("" if step is None else f" of step {step}")
 
 
-def open(path: str | os.PathLike[str], step: int | str | None = None) -> CheckpointReader:  # noqa: A001
+def open(path: str | os.PathLike[str], step: int | str | None = None) -> CheckpointReader:
     """Look into a checkpoint without torch.distributed and without the training code.
 
     Gives its newest step, or ``step``. Raises NotFound when there is none.
     """
     return CheckpointReader(open_store(path), step)
-

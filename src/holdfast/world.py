@@ -59,14 +59,14 @@ class TorchWorld:
         told: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(told, src=0)
         self.nonce = str(told[0])
-        self._store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+        self._store = dist.distributed_c10d._get_default_store()
         self._count = 0
 
     def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
         """See ``World``."""
         self._count += 1
         prefix = f"holdfast/{self.nonce}/{self._count}/{phase}"
-        self._store.set(f"{prefix}/{self.rank}", payload)
+        self._store.set(f"{prefix}/{self.rank}", payload)  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout_s
         found: dict[int, bytes] = {self.rank: payload}
         for rank in range(self.size):
@@ -116,9 +116,7 @@ class _Outcome(msgspec.Struct, array_like=True):
     payload: bytes
 
 
-def agree(
-    world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float
-) -> list[bytes]:
+def agree(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> list[bytes]:
     """Run ``act`` on every rank and give all its results to all, or the same error to all.
 
     Without it, one rank's error would leave the others waiting for a message it never sends.
@@ -142,8 +140,6 @@ def agree(
     return [outcome.payload for outcome in outcomes]
 
 
-def tell_all(
-    world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float
-) -> bytes:
+def tell_all(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> bytes:
     """Run ``act`` on rank 0 only and give its result, or its error, to every rank."""
     return agree(world, phase, act if world.rank == 0 else bytes, timeout_s=timeout_s)[0]

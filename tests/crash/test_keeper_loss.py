@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.persist import commit
+from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
 from lives import Lives, read_progress
 
@@ -82,7 +82,7 @@ def test_when_everything_is_lost_the_newest_checkpoint_comes_back(
             kill_keepers(arena_dir)
             lives.end(2)
             shutil.rmtree(next(arena_dir.iterdir()))
-            newest = commit.catalogue(LocalStore(root)).latest
+            newest = catalogue(LocalStore(root)).latest
             assert newest is not None
             lives.start(2, 3, storage=5)
             assert lives.wait_restored(2) == (newest.step, "storage")

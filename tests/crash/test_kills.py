@@ -1,4 +1,4 @@
-"""Trainers are killed at random moments; what comes back is one whole step, the last or the one before."""
+"""Trainers are killed at random moments; what comes back is one whole step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.persist import commit
+from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
 from lives import Lives
 
@@ -40,7 +40,7 @@ def test_a_killed_trainer_resumes_at_the_last_completed_step_or_the_one_before(
 
 def _check_storage(root: Path, newest: int) -> None:
     """Every published checkpoint holds one step, whole."""
-    found = commit.catalogue(LocalStore(root))
+    found = catalogue(LocalStore(root))
     assert not found.broken
     assert found.latest is not None and found.latest.step == newest
     for manifest in found.manifests[-8:]:

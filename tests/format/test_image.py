@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import struct
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from hypothesis import strategies as st
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum, unpack_table
 from holdfast.format.image import (
-    METADATA_ROOM_BYTES,
     PAD,
     PAGE_BYTES,
     STORED_AS_BYTES,
@@ -68,9 +66,7 @@ def parse(image: bytes | bytearray) -> Header:
 
 
 @given(items=items_lists, values=st.binary(max_size=50))
-def test_the_public_safetensors_library_reads_every_image(
-    items: list[Item], values: bytes
-) -> None:
+def test_the_public_safetensors_library_reads_every_image(items: list[Item], values: bytes) -> None:
     contents = contents_of(items)
     image = assemble(plan_image(items), contents, values)
     found = dict(safetensors.deserialize(bytes(image)))
@@ -170,10 +166,7 @@ def test_data_and_table_begin_on_pages_and_every_tensor_is_aligned(
     for entry in plan.entries:
         # A complex number is aligned as its parts are.
         assert entry.offset % min(8, ITEMSIZE[entry.dtype]) == 0
-    assert image.header[-METADATA_ROOM_BYTES // 2 :].strip() == b"" or len(items) > 3
-    assert image.header[8 + len(image.header[8:].rstrip()) :] == b" " * (
-        len(image.header) - 8 - len(image.header[8:].rstrip())
-    )
+    assert image.header[8:].rstrip(b" ").endswith(b"}")
 
 
 @given(items=items_lists, steps=st.lists(st.integers(0, 10**18), min_size=2, max_size=4))
@@ -233,16 +226,3 @@ def test_the_plan_does_not_depend_on_what_the_image_is_filled_with(items: list[I
 def test_a_header_says_its_own_length_as_safetensors_does() -> None:
     image = fill_in(plan_image([]), {}, 2)
     assert struct.unpack("<Q", image.header[:8]) == (image.data_start - 8,)
-
-
-def _everything(image: bytes | bytearray) -> Any:
-    header = parse(image)
-    return header.metadata, header.entries, header.values, header.table
-
-
-@given(items=items_lists)
-def test_reading_any_prefix_of_the_file_is_enough_to_place_the_rest(items: list[Item]) -> None:
-    image = assemble(plan_image(items), contents_of(items))
-    start = header_size(image[:8], "image", len(image))
-    again = parse_header(memoryview(image)[:start], "image", len(image))
-    assert _everything(image) == (again.metadata, again.entries, again.values, again.table)

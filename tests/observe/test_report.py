@@ -137,6 +137,8 @@ def test_each_save_says_how_far_it_came(run: Path) -> None:
     }
     assert saves[1, 1].size_bytes == 1400
     assert saves[1, 1].throughput_bytes_per_s is None
+    assert saves[1, 1].fence_s == 0.0, "captured in time for the update: no wait was recorded"
+    assert saves[1, 3].fence_s is None, "nobody knows"
     assert saves[1, 2].reason == "overtaken at model.w: changed"
 
 

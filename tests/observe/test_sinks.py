@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
+import holdfast
 from holdfast import events
 from holdfast.errors import UsageError
 from holdfast.observe.sinks import JsonlSink, LogSink, log_sink_from_environment
+
+SOURCE = str(Path(holdfast.__file__).parents[1])
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -132,7 +135,7 @@ def test_an_unwritable_file_is_reported_once_and_written_when_it_can_be(
 
 def run_python(script: str, *args: Path) -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, *map(str, args)]
-    subprocess.run(command, check=True, timeout=60, env=os.environ | {"PYTHONPATH": "src"})
+    subprocess.run(command, check=True, timeout=60, env=os.environ | {"PYTHONPATH": SOURCE})
 
 
 def test_a_program_that_ends_without_closing_loses_nothing(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_sizes_have_three_digits(size_bytes: float | None, text: str) -> None:
     ("elapsed_s", "text"),
     [
         (None, "-"),
-        (0.0, "0 µs"),
+        (0.0, "0 s"),
         (41e-6, "41 µs"),
         (0.0032, "3.20 ms"),
         (1.75, "1.75 s"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.catalogue import Catalogue, catalogue, is_root
 from holdfast.errors import NotFound, UsageError
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.load.choose import Candidate
 from holdfast.load.choose import choose as choose_candidates
-from holdfast.persist.commit import Catalogue, catalogue, is_root
 from holdfast.storage.base import Store
 from holdfast.storage.open import normal_root, open_store
 

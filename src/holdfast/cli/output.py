@@ -36,10 +36,16 @@ def add_command(
     return command
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to ``main``, which knows the exit code; rich would exit with 1 on its own."""
+        raise BrokenPipeError
+
+
 def stdout() -> Console:
     """Where tables go. Looked up at every call: tests and callers redirect sys.stdout."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(file=sys.stdout, highlight=False, width=width)
+    return _Console(file=sys.stdout, highlight=False, width=width)
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -79,12 +79,14 @@ def _print(root: str, rows: list[dict[str, Any]]) -> None:
 
 
 def _amount(row: dict[str, Any]) -> str:
+    """How much was looked at; bytes only where all of them were read."""
     if "images" not in row:
         return ""
+    text = f"  {count_text(row['images'], 'image')}"
+    if not row["blocks"]:
+        return f"{text} in {seconds_text(row['elapsed_s'])}"
     size_bytes, elapsed_s = row["size_bytes"], row["elapsed_s"]
-    rate = f" ({rate_text(size_bytes / elapsed_s)})" if row["blocks"] and elapsed_s else ""
-    blocks = f", {count_text(row['blocks'], 'block')}" if row["blocks"] else ""
     return (
-        f"  {count_text(row['images'], 'image')}{blocks}, {size_text(size_bytes)}"
-        f" in {seconds_text(elapsed_s)}{rate}"
+        f"{text}, {count_text(row['blocks'], 'block')}, {size_text(size_bytes)}"
+        f" in {seconds_text(elapsed_s)} ({rate_text(size_bytes / elapsed_s)})"
     )

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from holdfast.catalogue import catalogue
 from holdfast.demo import processes
 from holdfast.demo.records import Incarnation, Journals
 from holdfast.demo.screen import Screen
-from holdfast.persist import commit
 from holdfast.storage.open import open_store
 
 TRAINER = "holdfast.demo.train"
@@ -120,4 +120,4 @@ class Run:
 
     def published(self) -> list[int]:
         """The steps of its checkpoints, as storage has them now; abandoned ones left out."""
-        return sorted(step for _, step in commit.catalogue(open_store(self.root)).lineage)
+        return sorted(step for _, step in catalogue(open_store(self.root)).lineage)

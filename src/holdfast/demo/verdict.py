@@ -140,7 +140,8 @@ def _row(
         what=kill.what, world=world, resumed_at=at.step if at else None,
         source=at.source if at else "",
         lost_steps=None if at is None or made is None else made - at.step,
-        resume_s=None if going_s is None else going_s - resumed.checking_s - kill.time_s, losses=losses,
+        resume_s=None if going_s is None else going_s - resumed.checking_s - kill.time_s,
+        losses=losses,
         is_bitwise=is_bitwise, has_same_state=is_same, broken=tuple(broken),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from holdfast.catalogue import attempt_dir, catalogue, image_path
 from holdfast.errors import ChecksumMismatch, HoldfastError, PersistFailed
 from holdfast.events import CheckpointPruned, CheckpointPublished, ImageDurable, PersistBroke, emit
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
@@ -142,7 +143,7 @@ class Persister:
         self._prune(job)
 
     def _persist_image(self, job: Job, image: ImageJob) -> ImageRef:
-        path = commit.image_path(job.generation, job.attempt, image.rank)
+        path = image_path(job.generation, job.attempt, image.rank)
         where = f"{path} (step {job.generation.step})"
         started_s = time.monotonic()
         sink = self.store.create(path, len(image.memory))
@@ -169,14 +170,14 @@ class Persister:
 
     def _clean_up(self, job: Job) -> None:
         try:
-            self.store.remove_tree(commit.attempt_dir(job.generation, job.attempt))
+            self.store.remove_tree(attempt_dir(job.generation, job.attempt))
         except HoldfastError:
             return  # the sweeper finds it at a later publication
 
     def _prune(self, job: Job) -> None:
         """Apply the retention policy; trouble here harms no checkpoint and is only reported."""
         try:
-            found = commit.catalogue(self.store)
+            found = catalogue(self.store)
             lineage = found.lineage
             condemned = list(self.keep.decide(lineage, (job.generation,)))
             if self.keep.last is not None and len(lineage) >= self.keep.last:
@@ -209,4 +210,3 @@ def _shown_values(job: Job) -> dict[str, object]:
     document = from_bytes(memory[start : start + header.values.size_bytes], "rank 0's image")
     shared = document.get("shared") if isinstance(document, dict) else None
     return shared if isinstance(shared, dict) else {}
-

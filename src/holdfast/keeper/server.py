@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
 from holdfast.errors import ArenaError, Fenced, HoldfastError, UsageError
 from holdfast.events import KeeperStarted, KeeperStopped, SnapshotCaptured, Warned, emit, subscribe
 from holdfast.format.manifest import Generation, Incarnation
@@ -56,9 +57,7 @@ class Connection:
 class Keeper:
     """Serves one arena until its run ends."""
 
-    def __init__(
-        self, arena: Path, *, run_id: str, root: str, host_id: str, idle_s: float
-    ) -> None:
+    def __init__(self, arena: Path, *, run_id: str, root: str, host_id: str, idle_s: float) -> None:
         self.arena, self.run_id, self.root, self.host_id = arena, run_id, root, host_id
         self.idle_s = idle_s
         self.memory = Memory(arena, run_id)
@@ -250,7 +249,7 @@ class Keeper:
         return m.Begun(incarnation=n)
 
     def _known_incarnations(self) -> set[int]:
-        stored = self._store.list(commit.INCARNATIONS) + self._store.list(commit.MANIFESTS)
+        stored = self._store.list(INCARNATIONS) + self._store.list(MANIFESTS)
         heads = (name.split(".")[0].split("-")[0] for name in stored)
         remembered = {i.n for i in self.memory.incarnations()} | {self.coordinator.incarnation}
         held = {a.incarnation for a in self.coordinator.complete()}
@@ -258,16 +257,14 @@ class Keeper:
 
     def _stored_incarnation(self, n: int) -> dict[int, Incarnation]:
         try:
-            found = commit.read_incarnation(self._store, n)
+            found = read_incarnation(self._store, n)
         except HoldfastError:
             return {}
         self.memory.keep_incarnation(found)
         return {n: found}
 
     def _lock_root(self) -> Lock:
-        return self._store.lock(
-            commit.LOCK, f"run {self.run_id}, keeper {os.getpid()} on {self.host_id}"
-        )
+        return self._store.lock(LOCK, f"run {self.run_id}, keeper {os.getpid()} on {self.host_id}")
 
     async def _join(self, connection: Connection, message: m.Join, _: int) -> m.Message:
         current = (self.coordinator.incarnation, self.coordinator.nonce)

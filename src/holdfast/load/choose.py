@@ -47,5 +47,7 @@ def parse_generation(text: str) -> Generation:
     """A generation from "incarnation-step", as ``holdfast ls`` prints it."""
     incarnation, dash, step = text.partition("-")
     if not (dash and incarnation.isdigit() and step.isdigit()):
-        raise UsageError(f"{text!r} names no generation: give a step, or incarnation-step as in 2-100")
+        raise UsageError(
+            f"{text!r} names no generation: give a step, or incarnation-step as in 2-100"
+        )
     return Generation(int(incarnation), int(step))

@@ -91,7 +91,9 @@ class Batch:
 
 
 def plan_batches(
-    fetches: Mapping[int, Sequence[Fetch]], headers: Mapping[int, Header], dtype_of: Mapping[str, str]
+    fetches: Mapping[int, Sequence[Fetch]],
+    headers: Mapping[int, Header],
+    dtype_of: Mapping[str, str],
 ) -> list[Batch]:
     """Cut the fetches into bounded reads of whole blocks, in file order."""
     batches: list[Batch] = []
@@ -135,7 +137,7 @@ def _flat(at: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _row_ranges(whole: Box, inner: Box, limit: int, dim: int = 0) -> Iterator[Box]:
-    """Boxes, contiguous in ``whole``, of at most ``limit`` elements, that together hold ``inner``."""
+    """Boxes, contiguous in ``whole``, of at most ``limit`` elements, that hold ``inner``."""
     if whole.ndim == dim:
         yield whole
         return
@@ -162,7 +164,9 @@ def _group(rank: int, slabs: Sequence[Slab]) -> Iterator[Batch]:
     first = stop = 0
     for slab in slabs:
         begins, ends = slab.start // BLOCK_BYTES, -(-slab.stop // BLOCK_BYTES)
-        joins = together and begins <= stop and (max(stop, ends) - first) * BLOCK_BYTES <= BATCH_BYTES
+        joins = (
+            together and begins <= stop and (max(stop, ends) - first) * BLOCK_BYTES <= BATCH_BYTES
+        )
         if together and not joins:
             yield Batch(rank, first, stop, tuple(together))
             together = []

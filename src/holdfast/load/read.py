@@ -1,4 +1,4 @@
-"""Read what a plan says, in parallel; no byte reaches a destination before its block is verified."""
+"""Read what a plan says, in parallel; no byte is used before its block is verified."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _read_batch(
     for slab in batch.slabs:
         want = wants[slab.fetch.want]
         carrier = CARRIERS[ITEMSIZE[dtypes[want.leaf]]]
-        raw = np.frombuffer(data[slab.start - begin : slab.stop - begin], dtype=carrier)
+        raw: Array = np.frombuffer(data[slab.start - begin : slab.stop - begin], dtype=carrier)
         _scatter(slab, raw, destinations[want.key], want)
     return len(data)
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from holdfast.catalogue import catalogue
 from holdfast.errors import NotFound, UsageError
 from holdfast.format import values as codec
 from holdfast.format.manifest import Manifest
@@ -22,9 +23,8 @@ from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout
 from holdfast.load.choose import Candidate, choose
 from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, read_values, read_wants
+from holdfast.load.read import CARRIERS, Array, read_values, read_wants
 from holdfast.load.source import Checkpoint, from_manifest
-from holdfast.persist import commit
 from holdfast.storage.base import Store
 
 _NUMPY = {
@@ -50,7 +50,7 @@ class CheckpointReader:
     """One published checkpoint. Use as a context manager, or call ``close``."""
 
     def __init__(self, store: Store, step: int | str | None) -> None:
-        found = commit.catalogue(store)
+        found = catalogue(store)
         stored = [Candidate(*x.generation, "storage", x.attempt) for x in found.manifests]
         fit = choose(stored, found.parents, step)
         manifest = found.find(fit[0].generation) if fit else None
@@ -90,7 +90,7 @@ class CheckpointReader:
         if leaf is None:
             raise NotFound(f"step {self.step} has no leaf {name!r}; .leaves lists what it has")
         wanted = _box(box, leaf)
-        array = np.empty(wanted.shape, dtype=CARRIERS[ITEMSIZE[leaf.dtype]])
+        array: Array = np.empty(wanted.shape, dtype=CARRIERS[ITEMSIZE[leaf.dtype]])
         if not wanted.is_empty:
             read_wants(self._checkpoint, [Want(name, wanted, 0)], {0: array})
         if "torch" in sys.modules or leaf.dtype not in _NUMPY:

@@ -209,4 +209,3 @@ class _Attempt:
         own = self.own.get("own", {})
         was_saved = self.world.rank < self.saved_world
         self.restoring.finish(own, self.world.rank, rank_was_saved=was_saved)
-

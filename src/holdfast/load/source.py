@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from holdfast.catalogue import layout_path
 from holdfast.errors import ChecksumMismatch, FormatError
 from holdfast.format.checksum import checksum, text, unpack_table
 from holdfast.format.image import Header, header_size, parse_header
 from holdfast.format.manifest import Manifest
 from holdfast.geometry.layout import Layout
-from holdfast.persist import commit
 from holdfast.snapshot.arena import SlotFile
 from holdfast.snapshot.messages import HeldGeneration
 from holdfast.storage.base import Store
@@ -27,7 +27,7 @@ class ImageFile(Protocol):
     table_xxh3: str
 
     def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
-        """The bytes from ``start`` to ``stop``; in ``staging`` unless they are in memory already."""
+        """The bytes from ``start`` to ``stop``; in ``staging`` unless they are in memory."""
         ...
 
 
@@ -109,7 +109,7 @@ def _expect(found: str, stored: str, what: str) -> None:
 
 def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
     """A published checkpoint."""
-    path = commit.layout_path(manifest.layout)
+    path = layout_path(manifest.layout)
     layout = Layout.from_json(store.read(path))
     _expect(layout.hash, manifest.layout, f"layout {path}")
     files: dict[int, ImageFile] = {

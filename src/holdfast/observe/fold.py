@@ -95,13 +95,19 @@ class _SaveSoFar:
             state=self._state(),
             ranks=len(self.held_s),
             held_s=max(self.held_s.values(), default=None),
-            fence_s=max(self.fence_s.values(), default=None),
+            fence_s=self._fence_s(),
             captured_s=self._since_call(self.captured),
             durable_s=self._since_call(self.durable),
             persist_s=self.durable.elapsed_s if self.durable else None,
             size_bytes=self._size_bytes(),
             reason=self.missed or "",
         )
+
+    def _fence_s(self) -> float | None:
+        """An update that found its copies made waited for nothing, and nothing was recorded."""
+        if self.fence_s:
+            return max(self.fence_s.values())
+        return 0.0 if self.captured and self.held_s else None
 
     def _since_call(self, reached: _Reached | None) -> float | None:
         if reached is None:

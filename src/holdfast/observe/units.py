@@ -23,6 +23,8 @@ def seconds_text(elapsed_s: float | None) -> str:
     """``41 µs``, ``3.20 ms``, ``1.75 s`` or ``2 h 05 min``."""
     if elapsed_s is None:
         return NOTHING
+    if elapsed_s == 0:
+        return "0 s"
     if elapsed_s < 1e-3:
         return f"{elapsed_s * 1e6:.0f} µs"
     if elapsed_s < 1:

@@ -92,7 +92,7 @@ def is_running(pid: int, start: int) -> bool:
 
 def arena_home() -> Path:
     """The directory all arenas of this user lie in."""
-    base = Path(os.environ.get("HOLDFAST_ARENA_DIR") or "/dev/shm")  # noqa: S108
+    base = Path(os.environ.get("HOLDFAST_ARENA_DIR") or "/dev/shm")
     return base / f"holdfast-{os.getuid()}"
 
 

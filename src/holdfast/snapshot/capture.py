@@ -117,7 +117,12 @@ class Progress:
 
 
 def copy_image(
-    target: Target, image: Image, values: bytes, overtaking: Overtaking, progress: Progress, turn: int
+    target: Target,
+    image: Image,
+    values: bytes,
+    overtaking: Overtaking,
+    progress: Progress,
+    turn: int,
 ) -> Seal:
     """Fill ``target`` with one image. Raises CaptureOvertaken or Stopped; then it is no image."""
     memory, start = target.memory, image.data_start

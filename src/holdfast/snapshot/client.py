@@ -8,6 +8,7 @@ in the training thread.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import os
 import socket
@@ -36,6 +37,8 @@ def _leave_running() -> None:
     """A keeper is made to outlive its starter; subprocess would warn of it as of a leak."""
     for child in _started:
         child.returncode = child.poll() or 0
+
+
 A = TypeVar("A", bound=m.Message)
 
 
@@ -179,10 +182,8 @@ class KeeperClient:
     def close(self) -> None:
         """Hang up."""
         self._closing = True
-        try:
+        with contextlib.suppress(OSError):  # it hung up first
             self._line.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it hung up first
         self._reader.join(timeout=5)
         self._line.close()
 

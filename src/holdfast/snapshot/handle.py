@@ -25,7 +25,7 @@ class SaveHandle:
 
     @property
     def state(self) -> str:
-        """"pending", "captured", "durable" or "failed"."""
+        """ "pending", "captured", "durable" or "failed"."""
         with self._changed:
             if DURABLE in self._reached:
                 return DURABLE

@@ -296,7 +296,8 @@ class Coordinator:
         chosen, actions = self._choose_slots(sizes)
         if chosen is None:
             return self._skip(
-                step, "no free slot: every image in memory is still being persisted or restored from"
+                step,
+                "no free slot: every image in memory is still being persisted or restored from",
             )
         attempt = self._new_attempt(step, layout, now_s)
         attempt.durable = durable
@@ -340,9 +341,7 @@ class Coordinator:
     def _new_attempt(self, step: int, layout: Layout, now_s: float) -> Attempt:
         self._next_attempt += 1
         name = f"{self.nonce[:8]}{self._next_attempt:06x}"
-        attempt = Attempt(
-            name, self.incarnation, step, self.world, layout.hash, started_s=now_s
-        )
+        attempt = Attempt(name, self.incarnation, step, self.world, layout.hash, started_s=now_s)
         self.attempts[name] = attempt
         return attempt
 
@@ -357,7 +356,9 @@ class Coordinator:
             return False
         return attempt.persisting or attempt.id in (self.newest, self.pinned)
 
-    def _choose_slots(self, sizes: Mapping[int, int]) -> tuple[dict[int, Slot] | None, list[Action]]:
+    def _choose_slots(
+        self, sizes: Mapping[int, int]
+    ) -> tuple[dict[int, Slot] | None, list[Action]]:
         """A slot for each rank, made where there is none; None when the budget is used up."""
         needed = max(sizes.values())
         capacity = round_up(needed + needed // 64 + SLACK_BYTES, 2 << 20)

@@ -45,7 +45,6 @@ from holdfast.snapshot.handle import CAPTURED, DURABLE, SaveHandle
 from holdfast.snapshot.pinning import pin_memory, unpin_memory
 from holdfast.state.describe import Describer, Description
 
-
 A = TypeVar("A", bound=m.Message)
 
 
@@ -561,7 +560,7 @@ def _computation_so_far(description: Description) -> torch.cuda.Event | None:
     return event
 
 
-class _on_stream:  # noqa: N801  (reads as a phrase at its only use)
+class _on_stream:
     """Enqueue on ``stream``, after ``ready``; does nothing without one."""
 
     def __init__(self, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None) -> None:

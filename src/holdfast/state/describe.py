@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ def sort_objects(state: Mapping[str, Any]) -> Objects:
     found = Objects()
     for key, item in state.items():
         if not isinstance(key, str) or not key or key.startswith((RESERVED, "__metadata__")):
-            raise UsageError(f"the state's keys are non-empty strings without {RESERVED!r}: {key!r}")
+            raise UsageError(
+                f"the state's keys are non-empty strings without {RESERVED!r}: {key!r}"
+            )
         _sort(key, item, (state, key), found)
     return found
 
@@ -110,8 +113,8 @@ def unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DistributedDataParallel):
             module = module.module
-        elif "_orig_mod" in module._modules:  # noqa: SLF001  (torch.compile)
-            module = module._modules["_orig_mod"]  # type: ignore[assignment]  # noqa: SLF001
+        elif "_orig_mod" in module._modules:
+            module = module._modules["_orig_mod"]  # type: ignore[assignment]
         else:
             return module
 
@@ -133,8 +136,8 @@ def module_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]
         yield clean_name(name), parameter, True
     seen: set[int] = set()
     for prefix, part in inner.named_modules():
-        for name, buffer in part._buffers.items():  # noqa: SLF001
-            skipped = buffer is None or name in part._non_persistent_buffers_set  # noqa: SLF001
+        for name, buffer in part._buffers.items():
+            skipped = buffer is None or name in part._non_persistent_buffers_set
             if not skipped and id(buffer) not in seen:
                 seen.add(id(buffer))
                 yield clean_name(f"{prefix}.{name}" if prefix else name), buffer, False
@@ -172,7 +175,7 @@ class Describer:
             return Description(last.bindings, last.table, last.table_hash, _pack(documents))
         bindings = [self._bind(*leaf) for leaf in found]
         entries = sorted((b.entry for b in bindings), key=lambda e: e.name)
-        for one, other in zip(entries, entries[1:], strict=False):
+        for one, other in pairwise(entries):
             if one.name == other.name:
                 raise UsageError(f"two tensors of the state are both called {one.name!r}")
         table = table_to_json(entries)
@@ -249,9 +252,7 @@ def _pack(documents: dict[str, Any]) -> bytes:
     return codec.to_bytes(documents)
 
 
-def _is_same(
-    bindings: list[Binding], found: list[tuple[str, torch.Tensor, bool, str]]
-) -> bool:
+def _is_same(bindings: list[Binding], found: list[tuple[str, torch.Tensor, bool, str]]) -> bool:
     return len(bindings) == len(found) and all(
         binding.tensor is tensor
         and binding.lazy == lazy
@@ -264,4 +265,3 @@ def _is_same(
 def _address(tensor: torch.Tensor) -> int:
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local.data_ptr()
-

@@ -88,7 +88,7 @@ def make_room(
     parameters: Mapping[str, torch.Tensor],
     stored: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]],
 ) -> None:
-    """Give every parameter exactly the state tensors that are stored: name -> kind -> (dtype, shape).
+    """Give every parameter the state tensors that are stored: name -> kind -> (dtype, shape).
 
     Those that fit are kept, so that a restore reads into them.
     """
@@ -104,7 +104,9 @@ def make_room(
                 tuple(there.shape) == shape and there.dtype == TORCH_DTYPES[dtype]
             )
             if not fits:
-                state[kind] = _new(parameter, dtype, shape, options[id(parameter)], f"{name}.{kind}")
+                state[kind] = _new(
+                    parameter, dtype, shape, options[id(parameter)], f"{name}.{kind}"
+                )
         if not state:
             del optimizer.state[parameter]
 
@@ -157,8 +159,13 @@ def check_values(
     if saved.get("class") != type(optimizer).__name__:
         problems.append(f"{key} is a {type(optimizer).__name__}, saved was {saved.get('class')}")
     known = {name for group in saved["groups"] for name in group["params"]}
-    problems += [f"{key}.{name}: not in the saved optimizer" for name in sorted(set(parameters) - known)]
-    problems += [f"{key}.{name}: saved, but not in this optimizer" for name in sorted(known - set(parameters))]
+    problems += [
+        f"{key}.{name}: not in the saved optimizer" for name in sorted(set(parameters) - known)
+    ]
+    problems += [
+        f"{key}.{name}: saved, but not in this optimizer"
+        for name in sorted(known - set(parameters))
+    ]
     return problems
 
 

@@ -81,7 +81,7 @@ class Restoring:
         return targets
 
     def _value_targets(self, problems: list[str]) -> list[tuple[str, torch.Tensor]]:
-        """Tensors inside values: read into the one that is there if it fits, else into a new one."""
+        """Tensors inside values: the one that is there if it fits, else a new one."""
         objects = self.objects
         expected = [*objects.stateful, *objects.plain]
         problems += [f"{key}: not in the checkpoint" for key in expected if key not in self.shared]
@@ -120,7 +120,7 @@ class Restoring:
         return list(optimizers.tensors(key, optimizer, parameters))
 
     def _unclaimed(self, claimed: set[str]) -> list[str]:
-        """Stored leaves below our keys that nothing here wants: a smaller model, another optimizer."""
+        """Stored leaves below our keys that nothing here wants: a smaller model, say."""
         keys = tuple(f"{key}." for key in self.state)
         return [
             f"{leaf}: in the checkpoint, but nothing in the state takes it"

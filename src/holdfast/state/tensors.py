@@ -11,7 +11,14 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.errors import UnsupportedState
-from holdfast.geometry.layout import REPLICATE, Instance, LeafEntry, Mesh, Placement
+from holdfast.geometry.layout import (
+    REPLICATE,
+    Instance,
+    LeafEntry,
+    Mesh,
+    Placement,
+    local_shape,
+)
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -29,14 +36,13 @@ _PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buf
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor with this rank's elements, sharing their memory."""
-    found: torch.Tensor
+    found: Any = tensor
     if isinstance(tensor, DTensor):
-        found = tensor._local_tensor  # noqa: SLF001  (to_local() takes 15 times as long)
+        found = tensor._local_tensor  # to_local() takes 15 times as long
         if type(found).__name__ == "AsyncCollectiveTensor":
-            found = found.wait()  # type: ignore[operator]
-    else:
-        found = tensor
-    return found.detach()
+            found = found.wait()
+    local: torch.Tensor = found.detach()
+    return local
 
 
 def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafEntry:
@@ -49,8 +55,20 @@ def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafE
         ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
         where = Mesh(tuple(mesh.mesh.shape), ranks)
         placements = tuple(_placement(name, p) for p in tensor.placements)
+        _check_local_shape(name, tensor, local_shape(shape, where, placements, rank) or ())
         return LeafEntry(name, dtype, shape, spread, Instance(where, placements))
     return LeafEntry(name, dtype, shape, spread, Instance(Mesh((1,), (rank,)), (REPLICATE,)))
+
+
+def _check_local_shape(name: str, tensor: DTensor, expected: tuple[int, ...]) -> None:
+    """What the placements say and what this rank holds must agree, or boxes would be a guess."""
+    found = tuple(tensor._local_tensor.shape)
+    if found != expected and 0 not in (*found[:1], *expected, tensor._local_tensor.numel()):
+        raise UnsupportedState(
+            f"{name}: this rank holds a part of shape {list(found)}, by its placements "
+            f"{tensor.placements} it should be {list(expected)}: these shards cannot be told apart",
+            leaf=name,
+        )
 
 
 def _placement(name: str, placement: Any) -> Placement:
@@ -68,7 +86,7 @@ def _placement(name: str, placement: Any) -> Placement:
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     problem = ""
     if tensor.is_sparse or tensor.layout is not torch.strided:
         problem = f"has the layout {tensor.layout}; store its indices and values instead"

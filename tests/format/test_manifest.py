@@ -1,0 +1,210 @@
+"""Documents that carry their own checksum, and which generations descend from which."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import ChecksumMismatch
+from holdfast.format.checksum import checksum, text
+from holdfast.format.manifest import (
+    Generation,
+    ImageRef,
+    Incarnation,
+    Lineage,
+    Manifest,
+    Root,
+    seal,
+    unseal,
+)
+
+numbers = st.integers(0, 2**53 - 1)
+pairs = st.none() | st.tuples(numbers, numbers)
+plain = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=6,
+)  # fmt: skip
+words = st.text(max_size=12)
+sums = st.integers(0, 2**64 - 1).map(text)
+images = st.builds(
+    ImageRef, path=words, rank=numbers, size_bytes=numbers, header_xxh3=sums, table_xxh3=sums
+)
+manifests = st.builds(
+    Manifest, run_id=words, incarnation=numbers, step=numbers, attempt=words, parent=pairs,
+    world=numbers, layout=words, images=st.lists(images, max_size=3).map(tuple),
+    values=st.dictionaries(words, plain, max_size=3),
+    created_s=st.floats(0, 1e12),
+)  # fmt: skip
+incarnations = st.builds(
+    Incarnation, run_id=words, n=numbers, nonce=words, parent=pairs, world=numbers
+)
+
+
+# ── documents ────────────────────────────────────────────────────────────────────────────────
+
+
+@given(manifest=manifests)
+def test_a_manifest_reads_back_as_it_was_sealed(manifest: Manifest) -> None:
+    assert unseal(Manifest, seal(manifest), "here") == manifest
+    assert unseal(Manifest, memoryview(seal(manifest)), "here") == manifest
+
+
+@given(incarnation=incarnations)
+def test_an_incarnation_reads_back_as_it_was_sealed(incarnation: Incarnation) -> None:
+    assert unseal(Incarnation, seal(incarnation), "here") == incarnation
+
+
+@given(run_id=words)
+def test_a_root_reads_back_as_it_was_sealed(run_id: str) -> None:
+    root = Root(run_id=run_id, created_s=1.5)
+    assert unseal(Root, seal(root), "here") == root
+
+
+@given(manifest=manifests)
+def test_any_tool_can_check_a_document(manifest: Manifest) -> None:
+    data = seal(manifest)
+    body = data[data.index(b'"body":') + len(b'"body":') : data.rindex(b"}")]
+    assert json.loads(data)["checksum"] == text(checksum(body))
+    assert json.loads(body) == json.loads(data)["body"]
+
+
+def sealed(body: dict[str, Any]) -> bytes:
+    """A document with any body, its checksum true."""
+    raw = json.dumps(body).encode()
+    return b'{"checksum":"%s","body":%s}' % (text(checksum(raw)).encode(), raw)
+
+
+@given(manifest=manifests)
+def test_fields_of_a_later_version_are_read_over_when_nothing_requires_them(
+    manifest: Manifest,
+) -> None:
+    body = json.loads(seal(manifest))["body"]
+    assert unseal(Manifest, sealed(body | {"later": [1, 2]}), "here") == manifest
+
+
+@given(one=manifests, other=manifests)
+def test_a_body_does_not_pass_with_the_checksum_of_another(one: Manifest, other: Manifest) -> None:
+    first, second = json.loads(seal(one)), seal(other)
+    mixed = second.replace(json.loads(second)["checksum"].encode(), first["checksum"].encode(), 1)
+    if one == other:
+        assert unseal(Manifest, mixed, "here") == one
+    else:
+        with pytest.raises(ChecksumMismatch, match="here"):
+            unseal(Manifest, mixed, "here")
+
+
+def test_a_manifest_knows_its_generation_and_its_size() -> None:
+    refs = [
+        ImageRef(path="p", rank=rank, size_bytes=4096 * (rank + 1), header_xxh3="", table_xxh3="")
+        for rank in range(3)
+    ]
+    manifest = Manifest(
+        run_id="r", incarnation=2, step=40, attempt="a", world=3, layout="l", images=tuple(refs)
+    )
+    assert manifest.generation == Generation(2, 40)
+    assert str(manifest.generation) == "2-40"
+    assert manifest.size_bytes == 6 * 4096
+
+
+# ── lineage ──────────────────────────────────────────────────────────────────────────────────
+
+Parents = dict[int, tuple[int, int] | None]
+
+
+def test_what_came_after_the_fall_back_is_abandoned() -> None:
+    line = Lineage({1: None, 2: (1, 10)})
+    assert Generation(1, 10) in line
+    assert Generation(1, 11) not in line
+    assert Generation(2, 11) in line
+    assert Generation(3, 0) not in line
+
+
+def test_falling_back_twice_to_the_same_step_abandons_the_first_try() -> None:
+    line = Lineage({1: None, 2: (1, 10), 3: (1, 10)})
+    assert (1, 10) in line
+    assert (2, 11) not in line
+    assert (3, 11) in line
+
+
+def test_an_incarnation_from_nothing_abandons_all_before_it() -> None:
+    line = Lineage({1: None, 2: (1, 10), 3: None})
+    assert (1, 5) not in line
+    assert (2, 11) not in line
+    assert (3, 0) in line
+
+
+def test_nothing_is_in_an_empty_lineage_and_nonsense_is_in_none() -> None:
+    assert (1, 0) not in Lineage({})
+    for nonsense in ("1-0", (1,), (1, 2, 3), None, [1, 0]):
+        assert nonsense not in Lineage({1: None})
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> Parents:
+    """Runs as they happen: each incarnation goes on from nothing, or from a step before it."""
+    parents: Parents = {}
+    for n in range(1, draw(st.integers(1, 6)) + 1):
+        fresh = n == 1 or draw(st.integers(0, 4)) == 0
+        parents[n] = None if fresh else (draw(st.integers(1, n - 1)), draw(st.integers(0, 30)))
+    return parents
+
+
+def ancestors(parents: Parents) -> dict[int, int | None]:
+    """By the definition: follow the parents from the newest, with the last step of each."""
+    found: dict[int, int | None] = {}
+    n, limit = max(parents), None
+    while True:
+        found[n] = limit
+        parent = parents[n]
+        if parent is None:
+            return found
+        n, limit = parent
+
+
+@given(parents=histories(), n=st.integers(1, 7), step=st.integers(0, 40))
+def test_a_generation_is_in_the_line_when_the_newest_incarnation_goes_back_to_it(
+    parents: Parents, n: int, step: int
+) -> None:
+    limits = ancestors(parents)
+    limit = limits.get(n, -1)
+    assert (Generation(n, step) in Lineage(parents)) == (limit is None or step <= limit)
+
+
+@given(parents=histories(), n=st.integers(1, 6), steps=st.sets(st.integers(0, 40)))
+def test_with_a_generation_its_whole_past_in_that_incarnation_is_in_the_line(
+    parents: Parents, n: int, steps: set[int]
+) -> None:
+    line = Lineage(parents)
+    members = [step for step in sorted(steps) if (n, step) in line]
+    assert members == sorted(steps)[: len(members)]
+
+
+@given(parents=histories(), step=st.integers(0, 40))
+def test_a_late_publication_of_an_abandoned_incarnation_changes_nothing(
+    parents: Parents, step: int
+) -> None:
+    line = Lineage(parents)
+    abandoned = {n for n in parents if (n, 0) not in line}
+    for zombie in abandoned:
+        assert (zombie, step) not in line
+    kept = {n: parents[n] for n in parents if n not in abandoned}
+    assert [(n, step) in line for n in kept] == [(n, step) in Lineage(kept) for n in kept]
+
+
+@given(
+    parents=st.dictionaries(
+        st.integers(0, 5), st.none() | st.tuples(st.integers(0, 5), st.integers(0, 9))
+    ),
+    n=st.integers(0, 5),
+)
+def test_parents_that_make_no_sense_still_give_an_answer(parents: Parents, n: int) -> None:
+    line = Lineage(parents)
+    if parents:
+        assert (max(parents), 10**9) in line
+    assert isinstance((n, 3) in line, bool)

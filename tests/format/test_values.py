@@ -1,0 +1,229 @@
+"""Plain values: what comes back is what went in, of the same type, bit for bit."""
+
+from __future__ import annotations
+
+import math
+import struct
+import subprocess
+import sys
+from collections import OrderedDict, namedtuple
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import holdfast
+from holdfast.errors import FormatError, UnsupportedState
+from holdfast.format.values import (
+    MAX_DEPTH,
+    MAX_INT_BITS,
+    DtypeName,
+    LeafRef,
+    decode,
+    encode,
+    from_bytes,
+    to_bytes,
+)
+
+numpy_dtypes = (
+    hnp.boolean_dtypes() | hnp.integer_dtypes() | hnp.unsigned_integer_dtypes()
+    | hnp.floating_dtypes(sizes=(16, 32, 64)) | hnp.complex_number_dtypes(sizes=(64, 128))
+    | hnp.byte_string_dtypes(max_len=4) | hnp.unicode_string_dtypes(max_len=4)
+)  # fmt: skip
+arrays = numpy_dtypes.flatmap(
+    lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
+)
+torch_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
+atoms = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+    | torch_dtypes | st.builds(LeafRef, st.text())
+)  # fmt: skip
+keys = st.text(max_size=5) | st.integers() | st.binary(max_size=3) | st.floats() | st.booleans()
+keys |= st.tuples(st.integers(), st.text(max_size=2)) | st.sampled_from(["$int", "$", "$x"])
+values = st.recursive(
+    atoms | arrays | arrays.filter(lambda array: array.size > 0).map(lambda array: array.flat[0]),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def through_storage(value: Any) -> Any:
+    return decode(from_bytes(to_bytes(encode(value)), "here"))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type and bits, all the way down."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return struct.pack("<d", one) == struct.pack("<d", other) or one != one != other
+    if isinstance(one, (np.ndarray, np.generic)):
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return bool(alike and one.tobytes() == other.tobytes())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return len(one) == len(other) and all(
+            same(a, b) and same(one[a], other[b]) for a, b in zip(one, other, strict=True)
+        )
+    return bool(one == other)
+
+
+@given(value=values)
+def test_every_value_comes_back_with_its_type_and_its_bits(value: Any) -> None:
+    assert same(through_storage(value), value)
+
+
+@given(value=st.floats(width=64))
+def test_a_float_comes_back_to_the_last_bit(value: float) -> None:
+    found = through_storage(value)
+    assert type(found) is float
+    assert (math.isnan(found) and math.isnan(value)) or same(found, value)
+
+
+@given(value=st.integers(-(2**70), 2**70) | st.sampled_from([2**53, -(2**53), 2**53 - 1]))
+def test_an_integer_of_any_size_stays_one(value: int) -> None:
+    found = through_storage(value)
+    assert type(found) is int
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.str_(""), np.str_("é"), np.bytes_(b""), np.float64("nan"), np.array([""]), np.bool_(True),
+     np.zeros((0, 3)), np.array(5, ">i4"), np.int64(-1), np.asfortranarray(np.ones((2, 3)))],
+)  # fmt: skip
+def test_numpy_values_that_are_special_come_back(value: Any) -> None:
+    found = through_storage(value)
+    assert type(found) is type(value)
+    assert found.dtype == value.dtype
+    assert found.shape == value.shape
+    assert np.asarray(found).tobytes() == np.asarray(value).tobytes()
+
+
+def test_an_array_that_was_read_can_be_changed() -> None:
+    found = through_storage(np.arange(3))
+    found[0] = 7
+    assert found.tolist() == [7, 1, 2]
+
+
+def test_a_mutable_dict_of_any_kind_comes_back_as_a_dict_in_its_order() -> None:
+    found = through_storage(OrderedDict(b=1, a=2))
+    assert list(found.items()) == [("b", 1), ("a", 2)]
+
+
+class Color(IntEnum):
+    RED = 1
+
+
+Point = namedtuple("Point", "x y")
+
+
+class Sneaky:
+    def __reduce__(self) -> Any:
+        raise AssertionError("it was pickled")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1, 2}, object(), Sneaky(), Color.RED, Point(1, 2), 1j, lambda: None, Path("/"), range(3),
+        np.array([object()]), np.ma.masked_array([1, 2], [True, False]), np.rec.array([1]),
+        np.zeros(2, [("a", "f4")]), np.datetime64("2026-01-01"), np.random.default_rng(0),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_cannot_be_kept_exactly_is_refused_by_its_place(value: Any) -> None:
+    with pytest.raises(UnsupportedState, match=r"^state\.list\[1\] is a") as caught:
+        encode({"list": [0, value]}, "state")
+    assert caught.value.fields["where"] == "state.list[1]"
+
+
+def test_an_integer_python_would_not_read_again_is_refused() -> None:
+    assert through_storage(-(2**MAX_INT_BITS - 1)) == -(2**MAX_INT_BITS - 1)
+    with pytest.raises(UnsupportedState, match=r"^seed is an integer"):
+        encode(2**MAX_INT_BITS, "seed")
+
+
+def test_text_with_half_a_character_is_refused() -> None:
+    with pytest.raises(UnsupportedState, match="surrogate"):
+        to_bytes(encode({"path": "\udc80"}))
+
+
+def nested(kind: type, depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = {(1,): value} if kind is dict else kind([value])
+    return value
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_what_is_nested_as_deep_as_is_allowed_can_be_read_again(kind: type) -> None:
+    deepest = nested(kind, MAX_DEPTH - 1 if kind is dict else MAX_DEPTH)
+    assert through_storage(deepest) == deepest
+    with pytest.raises(UnsupportedState, match="deep"):
+        encode(nested(kind, MAX_DEPTH + 1))
+
+
+def test_a_list_that_contains_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(UnsupportedState, match="contains itself"):
+        encode(endless, "state")
+
+
+def test_a_torch_dtype_reads_as_its_name_where_torch_is_not_loaded() -> None:
+    program = (
+        "import sys; from holdfast.format.values import decode, DtypeName;"
+        "assert decode({'$dtype': 'bfloat16'}) == DtypeName('bfloat16'); assert 'torch' not in "
+        "sys.modules and 'numpy' not in sys.modules"
+    )
+    source = str(Path(holdfast.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": source})
+    assert DtypeName("x") != DtypeName("y")
+
+
+@given(value=values)
+def test_the_stored_form_is_plain_json(value: Any) -> None:
+    def check(form: Any) -> None:
+        if isinstance(form, dict):
+            assert all(type(key) is str for key in form)
+            tags = [key for key in form if key.startswith("$")]
+            assert not tags or len(form) == 1
+        if isinstance(form, (list, dict)):
+            for item in form.values() if isinstance(form, dict) else form:
+                check(item)
+        else:
+            assert form is None or type(form) in (bool, int, float, str)
+
+    check(encode(value))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=6)
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["$int", "$float", "$bytes", "$tuple", "$dict", "$dtype", "$numpy", "$leaf",
+                         "$new"]), inner, min_size=1, max_size=1),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(document=json_values)
+def test_any_json_is_read_or_refused_and_never_anything_else(document: Any) -> None:
+    try:
+        decode(document)
+    except FormatError as error:
+        assert "tag" in str(error) or "nested" in str(error)
