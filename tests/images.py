@@ -21,6 +21,7 @@ from holdfast.snapshot.handoff import image_items
 from holdfast.storage.base import Store
 
 Array = np.ndarray[Any, Any]
+FIRST = Generation(1, 0)
 NO_VALUES = b'{"shared":{},"own":{}}'
 
 
@@ -95,7 +96,7 @@ def publish_checkpoint(
     store: Store,
     layout: Layout,
     images: Mapping[int, bytes | bytearray],
-    generation: Generation = Generation(1, 0),
+    generation: Generation = FIRST,
     *,
     attempt: str = "a0",
     parent: tuple[int, int] | None = None,

@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.seen = nn.Buffer(torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> Any:
-        self.seen += x.shape[0]
+        self.seen.add_(x.shape[0])
         change: Any = self.down(torch.relu(self.up(self.norm(x))))
         return x + change
 

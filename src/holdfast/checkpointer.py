@@ -25,7 +25,7 @@ from holdfast.format.manifest import Generation
 from holdfast.load.choose import Candidate, choose
 from holdfast.load.restore import Restored, restore_first
 from holdfast.load.source import Checkpoint, from_manifest, from_memory
-from holdfast.observe.sinks import JsonlSink
+from holdfast.observe.sinks import JsonlSink, log_sink_from_environment
 from holdfast.persist import commit
 from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
@@ -114,7 +114,10 @@ class Checkpointer:
         self._saver.place = Place(run_id, self.incarnation, world.nonce, world.rank, world.size)
         agree(world, "join", self._join, timeout_s=timeout_s)
         self._trace = JsonlSink(Path(self.root) / "events" / f"rank-{world.rank:05d}.jsonl")
-        self._stop_trace = subscribe(self._trace)
+        self._stop_traces = [subscribe(self._trace)]
+        log = log_sink_from_environment()
+        if log is not None:
+            self._stop_traces.append(subscribe(log))
         emit(RunStarted(
             incarnation=self.incarnation, rank=world.rank, run_id=run_id, world=world.size,
             host=host, pid=os.getpid(),
@@ -363,7 +366,8 @@ class Checkpointer:
             try:
                 self._saver.close(timeout_s=timeout_s)
             finally:
-                self._stop_trace()
+                for stop in self._stop_traces:
+                    stop()
                 self._trace.close()
 
     def _keep_promises(self, timeout_s: float) -> None:

@@ -99,9 +99,10 @@ def test_a_checksum_mismatch_names_the_file_and_both_checksums() -> None:
     ids=range(15),
 )  # fmt: skip
 def test_what_is_no_document_is_refused_by_name(data: bytes) -> None:
-    for kind in (Manifest, Incarnation, Root):
-        with pytest.raises(FormatError, match="there"):
-            unseal(kind, data, "there")
+    with pytest.raises(FormatError, match="there"):
+        unseal(Manifest, data, "there")
+    with pytest.raises(FormatError, match="there"):
+        unseal(Root, data, "there")
 
 
 def test_a_document_of_any_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +114,8 @@ def test_a_document_of_any_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "body",
     [
-        [], 7, "x", None, {}, b"[" * 100_000 + b"]" * 100_000, b'{"values":' + b"[" * 5000 + b"]" * 5000 + b"}",
+        [], 7, "x", None, {}, b"[" * 100_000 + b"]" * 100_000,
+        b'{"values":' + b"[" * 5000 + b"]" * 5000 + b"}",
         {k: v for k, v in BODY.items() if k != "images"},
         {k: v for k, v in BODY.items() if k != "layout"},
         BODY | {"step": "40"}, BODY | {"step": None}, BODY | {"step": 40.5}, BODY | {"step": True},
@@ -131,12 +133,11 @@ def test_a_body_that_is_no_manifest_is_refused_although_its_checksum_is_true(bod
 
 
 def test_one_kind_of_document_is_not_another() -> None:
-    incarnation = Incarnation(run_id="r", n=1, nonce="x")
-    for kind, data in (
-        (Incarnation, seal(MANIFEST)), (Manifest, seal(incarnation)), (Manifest, seal(Root(run_id="r"))),
-    ):  # fmt: skip
-        with pytest.raises(FormatError, match="not a valid"):
-            unseal(kind, data, "m")
+    with pytest.raises(FormatError, match="not a valid incarnation"):
+        unseal(Incarnation, seal(MANIFEST), "m")
+    for other in (Incarnation(run_id="r", n=1, nonce="x"), Root(run_id="r")):
+        with pytest.raises(FormatError, match="not a valid manifest"):
+            unseal(Manifest, seal(other), "m")
 
 
 # ── from the future ──────────────────────────────────────────────────────────────────────────
@@ -180,7 +181,8 @@ ARRAY = {"dtype": "<f4", "shape": [2], "data": "AAAAAAAAAAA="}
     [
         {"$float": "1.5"}, {"$float": 1.5}, {"$float": "Infinity"}, {"$float": []},
         {"$int": 5}, {"$int": "0x10"}, {"$int": "1_0"}, {"$int": " 1"}, {"$int": "١"}, {"$int": ""},
-        {"$int": "9" * 5000}, {"$bytes": "a"}, {"$bytes": "****"}, {"$bytes": 5}, {"$bytes": "YQ==\n"},
+        {"$int": "9" * 5000}, {"$bytes": "a"}, {"$bytes": "****"}, {"$bytes": 5},
+        {"$bytes": "YQ==\n"},
         {"$tuple": "ab"}, {"$tuple": {"a": 1}}, {"$tuple": None},
         {"$dict": {"a": 1}}, {"$dict": ["ab"]}, {"$dict": [[1]]}, {"$dict": [[1, 2, 3]]},
         {"$dict": [[[1], 2]]}, {"$dict": 5},

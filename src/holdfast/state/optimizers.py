@@ -18,6 +18,9 @@ from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.state.tensors import TORCH_DTYPES
 
 
+_NOTHING: Mapping[str, Any] = {}
+
+
 def is_hooked(optimizer: Optimizer) -> bool:
     """Whether torch runs step pre-hooks for this optimizer: its ``step`` is the wrapped one."""
     return bool(getattr(type(optimizer).step, "hooked", False))
@@ -44,15 +47,22 @@ def tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(leaf name, tensor) of all state tensors."""
     for name, parameter in parameters.items():
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                _check_local_state(f"{key}.{name}.{kind}", value, parameter)
+        is_sharded = isinstance(parameter, DTensor)
+        for kind, value in optimizer.state.get(parameter, _NOTHING).items():
+            if is_tensor(value):
+                if is_sharded:
+                    _check_local_state(f"{key}.{name}.{kind}", value)
                 yield f"{key}.{name}.{kind}", value
 
 
-def _check_local_state(leaf: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+def is_tensor(value: object) -> bool:
+    """As isinstance, which for torch.Tensor runs Python code at each of thousands of calls."""
+    return type(value) is torch.Tensor or isinstance(value, torch.Tensor)
+
+
+def _check_local_state(leaf: str, value: torch.Tensor) -> None:
     """A plain tensor beside a sharded parameter may differ from rank to rank unseen."""
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
+    if not isinstance(value, DTensor) and value.numel() > 1:
         raise UnsupportedState(
             f"{leaf} is a plain tensor of {value.numel()} elements, but its parameter is sharded: "
             "whether it is a shard or a copy cannot be known. The optimizer should keep it as a "
@@ -75,8 +85,8 @@ def values(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict
     for name, parameter in parameters.items():
         kept = {
             k: v
-            for k, v in optimizer.state.get(parameter, {}).items()
-            if not isinstance(v, torch.Tensor)
+            for k, v in optimizer.state.get(parameter, _NOTHING).items()
+            if not is_tensor(v)
         }
         if kept:
             other[name] = kept
