@@ -54,6 +54,11 @@ def seconds(found: dict[str, Any]) -> str:
     return f"{found['median']:.3f} ({found['min']:.3f}–{found['max']:.3f})"
 
 
+def counted(verdicts: Sequence[str]) -> str:
+    """How often each was found."""
+    return ", ".join(f"{verdicts.count(one)}x {one}" for one in sorted(set(verdicts)))
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A markdown table; the first column is text, the others are figures."""
     rule = ["---", *["---:"] * (len(head) - 1)]

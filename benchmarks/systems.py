@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -133,10 +134,9 @@ class DcpSave:
     is_async = False
 
     def __init__(self, root: Path, leaves: dict[str, Tensor], *, threads: int) -> None:
-        self._root, self._leaves = root / "dcp", leaves
+        self._root, self._leaves = Path(tempfile.mkdtemp(prefix="dcp-", dir=root)), leaves
         self._threads = threads
         self.settings = f"thread_count={threads}"
-        self._root.mkdir(exist_ok=True)
 
     def save(self, step: int) -> Saving:
         dcp.save(

@@ -12,8 +12,11 @@ from matplotlib.figure import Figure
 from holdfast.demo.result import Curve, Fall, Result
 from holdfast.demo.verdict import TOLERANCE
 
-_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
-_DASHES = ((4, 2), (1, 2), (6, 2, 1, 2))
+_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#111111")
+#: Curves that lie on each other are all seen: each one narrower than that below it, the last
+#: ones dashed in turn.
+_WIDTHS = (5.0, 3.6, 2.2, 2.2, 2.2, 2.2)
+_DASH = 4
 #: Below this the lower panel is linear, so that "no difference at all" has a place on it.
 _LINEAR_BELOW = 1e-9
 
@@ -33,10 +36,10 @@ def draw(result: Result, path: Path) -> None:
 
 
 def _draw_losses(axes: Axes, curves: list[Curve]) -> None:
-    axes.plot(*_points(curves[0]), color="0.8", linewidth=7, label=curves[0].label)
-    for order, curve in enumerate(curves[1:]):
-        axes.plot(*_points(curve), label=curve.label, **_style(order, curve))
-    axes.set_title("A byte-level GPT on Python's standard library, killed twice")
+    axes.plot(*_points(curves[0]), color="0.8", linewidth=9, label=curves[0].label)
+    for curve, style in _styled(curves):
+        axes.plot(*_points(curve), label=curve.label, **style)
+    axes.set_title("A byte-level GPT on Python's standard library, killed and resumed")
     axes.set_ylabel("loss (nats per byte)")
     axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     axes.spines[["top", "right"]].set_visible(False)
@@ -44,18 +47,31 @@ def _draw_losses(axes: Axes, curves: list[Curve]) -> None:
 
 def _draw_differences(axes: Axes, curves: list[Curve]) -> None:
     reference = curves[0].losses
-    for order, curve in enumerate(curves[1:]):
-        steps = [step for step in curve.losses if step in reference]
+    for curve, style in _styled(curves):
+        steps = [step for step in sorted(curve.losses) if step in reference]
         apart = [abs(curve.losses[s] - reference[s]) / abs(reference[s]) for s in steps]
-        axes.plot(steps, apart, **_style(order, curve))
+        axes.plot(steps, apart, **style | {"linestyle": "-", "linewidth": 1.5})
     axes.axhline(TOLERANCE, color="0.4", linewidth=0.8, linestyle=":")
-    axes.annotate("allowed on other ranks", (0, TOLERANCE), (2, -10), textcoords="offset points")
+    axes.annotate("allowed on other ranks", (0, TOLERANCE), (0, 3), textcoords="offset points")
     axes.set_yscale("symlog", linthresh=_LINEAR_BELOW)
-    axes.set_ylim(-_LINEAR_BELOW / 3, TOLERANCE * 10)
+    axes.set_ylim(-_LINEAR_BELOW / 3, TOLERANCE * 100)
     axes.set_yticks([0, 1e-8, 1e-6, 1e-4], ["0: bit for bit", "1e-8", "1e-6", "1e-4"])
     axes.set_ylabel("relative difference\nfrom the reference")
     axes.set_xlabel("step")
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _styled(curves: list[Curve]) -> list[tuple[Curve, dict[str, Any]]]:
+    """Every curve but the reference, and how it is drawn."""
+    found = []
+    turns = [order for order, curve in enumerate(curves[1:]) if not curve.is_bitwise]
+    for order, curve in enumerate(curves[1:]):
+        style: dict[str, Any] = {"color": _COLOURS[order % 6], "linewidth": _WIDTHS[order % 6]}
+        if order in turns:
+            rest = _DASH * (len(turns) - 1)
+            style["linestyle"] = (_DASH * turns.index(order), (_DASH, rest)) if rest else "--"
+        found.append((curve, style))
+    return found
 
 
 def _mark(axes: Axes, fall: Fall) -> None:
@@ -67,21 +83,18 @@ def _mark(axes: Axes, fall: Fall) -> None:
 def _name(axes: Axes, fall: Fall, order: int) -> None:
     """What was killed, at the top, where no curve is any more; one below the other."""
     lost = fall.at - fall.back_to
-    text = f"{fall.what} killed\n{lost} step{'s' * (lost != 1)} lost"
-    place, beside = (fall.at + 0.5, 0.97 - 0.15 * order), (5, 0)
+    side = "left" if fall.at < 30 else "right"
     axes.annotate(
-        text, place, beside, xycoords=("data", "axes fraction"), textcoords="offset points",
+        f"{fall.what} killed\n{lost} step{'s' * (lost != 1)} lost",
+        (fall.at + 0.5, 0.97 - 0.15 * order),
+        (5 if side == "left" else -5, 0),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha=side,
         va="top",
-    )  # fmt: skip
+    )
 
 
 def _points(curve: Curve) -> tuple[list[int], list[float]]:
     steps = sorted(curve.losses)
     return steps, [curve.losses[step] for step in steps]
-
-
-def _style(order: int, curve: Curve) -> dict[str, Any]:
-    colour = _COLOURS[order % len(_COLOURS)]
-    if curve.is_bitwise:
-        return {"color": colour, "linewidth": 2}
-    return {"color": colour, "linewidth": 1.4, "dashes": _DASHES[order % len(_DASHES)]}

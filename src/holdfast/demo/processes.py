@@ -55,7 +55,7 @@ def _environment(arena: Path) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",  # the host's name need not resolve
         # torchrun gives every round of trainers the same store, with the dead round's addresses
         # still in it. A rank that reads one before its successor has overwritten it is refused, or
-        # waits in init_process_group for ever (torch 2.13: 5 of 12 restarts on busy cores; with a
+        # waits in init_process_group for ever (torch 2.13, busy cores: 8 of 12 restarts; with a
         # store for each round none of 60).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # its warnings would bury the traceback one looks for

@@ -20,7 +20,15 @@ from typing import Any
 
 from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
 from holdfast.errors import ArenaError, Fenced, HoldfastError, UsageError
-from holdfast.events import KeeperStarted, KeeperStopped, SnapshotCaptured, Warned, emit, subscribe
+from holdfast.events import (
+    KeeperStarted,
+    KeeperStopped,
+    SnapshotCaptured,
+    SnapshotMissed,
+    Warned,
+    emit,
+    subscribe,
+)
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.persister import ImageJob, Job, Persister
@@ -301,7 +309,7 @@ class Keeper:
         if self._root_lock is None:
             self._root_lock = await self._in_thread(self._lock_root)
         self.coordinator.begin(mine.n, mine.nonce, mine.world)
-        self.coordinator.adopt()
+        self.coordinator.adopt(time.monotonic())
         self.incarnation = mine
         return True
 
@@ -350,7 +358,7 @@ class Keeper:
         except HoldfastError as error:  # made up for before the first manifest
             emit(Warned(message=f"incarnation {incarnation.n} is not yet recorded: {error}"))
         self.incarnation = incarnation
-        await self._carry_out(self.coordinator.adopt())
+        await self._carry_out(self.coordinator.adopt(time.monotonic()))
         return m.Done()
 
     async def _table(self, _: Connection, message: m.Table, __: int) -> m.Message:
@@ -457,12 +465,18 @@ class Keeper:
         await self._carry_out(actions)
 
     def _note(self, note: h.Note) -> None:
-        if note.what == "complete":
-            emit(SnapshotCaptured(
-                incarnation=self.coordinator.incarnation, step=note.step,
-                world=self.coordinator.world, elapsed_s=note.elapsed_s,
+        coordinator = self.coordinator
+        if note.what == "missed":
+            emit(SnapshotMissed(
+                incarnation=coordinator.incarnation, step=note.step, reason=note.reason,
+                overtaken=note.overtaken, leaf=note.leaf,
             ))  # fmt: skip
-            self._loop.create_task(self._carry_out(self.coordinator.spares()))
+            return
+        emit(SnapshotCaptured(
+            incarnation=coordinator.incarnation, step=note.step, world=coordinator.world,
+            elapsed_s=note.elapsed_s,
+        ))  # fmt: skip
+        self._spawn(self._carry_out(coordinator.spares()))
 
     # ── making durable ───────────────────────────────────────────────────────────────────
 

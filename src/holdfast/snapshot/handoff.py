@@ -214,10 +214,12 @@ class Coordinator:
         self._told_layouts.clear()
         return []
 
-    def adopt(self) -> list[Action]:
+    def adopt(self, now_s: float) -> list[Action]:
         """The incarnation's parent is recorded: captures may begin."""
         self.adopted = True
-        return self._decide_if_all_asked(0.0)
+        for asked in self._asked.values():
+            asked.first_s = now_s  # those who asked early waited for this, not for the others
+        return self._decide_if_all_asked(now_s)
 
     def pin(self, attempt: str) -> bool:
         """Keep this attempt's slots until a new generation is complete."""

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.state.tensors import TORCH_DTYPES
 
-
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -84,9 +83,7 @@ def values(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict
     other: dict[str, dict[str, Any]] = {}
     for name, parameter in parameters.items():
         kept = {
-            k: v
-            for k, v in optimizer.state.get(parameter, _NOTHING).items()
-            if not is_tensor(v)
+            k: v for k, v in optimizer.state.get(parameter, _NOTHING).items() if not is_tensor(v)
         }
         if kept:
             other[name] = kept

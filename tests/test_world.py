@@ -1,0 +1,52 @@
+"""Small messages between ranks: everybody hears everybody, or who is missing, or the same error."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from holdfast.errors import DeadlineExceeded, StorageError, UsageError
+from holdfast.world import SoloWorld, TorchWorld, agree, current_world, tell_all
+from launch import run_ranks
+
+
+def _talk(rank: int, world: int) -> list[object]:
+    ours = current_world()
+    assert isinstance(ours, TorchWorld)
+    found: list[object] = [ours.gather("names", f"rank {rank}".encode(), timeout_s=20)]
+    found.append(tell_all(ours, "from 0", lambda: b"hello" if rank == 0 else b"", timeout_s=20))
+
+    def act() -> bytes:
+        if rank == 1:
+            raise StorageError("the disk is gone")
+        return b"fine"
+
+    with pytest.raises(StorageError, match="the disk is gone"):
+        agree(ours, "act", act, timeout_s=20)
+    if rank != 2:  # it never comes to this phase
+        with pytest.raises(DeadlineExceeded, match=r"ranks \[2\] did not reach 'late'") as caught:
+            ours.gather("late", b"", timeout_s=0.5)
+        assert caught.value.fields == {"ranks": [2], "phase": "late"}
+    else:
+        time.sleep(1.0)
+    again = TorchWorld()
+    assert again.nonce != ours.nonce
+    found.append(again.gather("names", b"new", timeout_s=20))
+    return found
+
+
+def test_ranks_hear_each_other_and_who_is_missing_is_named() -> None:
+    for found in run_ranks(3, _talk):
+        assert found == [[b"rank 0", b"rank 1", b"rank 2"], b"hello", [b"new"] * 3]
+
+
+def test_a_process_alone_is_a_world_of_one() -> None:
+    world = SoloWorld()
+    assert agree(world, "any", lambda: b"x", timeout_s=1) == [b"x"]
+    with pytest.raises(UsageError, match="no"):
+        agree(world, "any", _refuse, timeout_s=1)
+
+
+def _refuse() -> bytes:
+    raise UsageError("no")
