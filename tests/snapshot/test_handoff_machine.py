@@ -38,6 +38,7 @@ GRANT_S, CAPTURE_S = 30.0, 600.0
 VALUES_BYTES = (10, 1_000_000, 1_040_000, 5_000_000)
 
 Generation = tuple[int, int]
+rarely = st.sampled_from([True, False, False, False, False, False])
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ class Handoff(RuleBasedStateMachine):
         step = self.saves[-1].step + ahead if self.saves else 0
         self.saves.append(Save(step, durable, exact and durable, size))
 
+    @precondition(lambda self: any(map(self.is_idle, self.trainers())))
     @rule(data=st.data())
     def ask(self, data: st.DataObject) -> None:
         process = self.some(data, self.trainers(self.is_idle))
@@ -273,6 +275,7 @@ class Handoff(RuleBasedStateMachine):
         )  # fmt: skip
         self.carry_out(self.keeper.ask(process.rank, ask, self.now_s))
 
+    @precondition(lambda self: any(p.inbox for p in self.trainers()))
     @rule(data=st.data())
     def hear(self, data: st.DataObject) -> None:
         process = self.some(data, self.trainers(lambda p: bool(p.inbox)))
@@ -293,6 +296,7 @@ class Handoff(RuleBasedStateMachine):
             case m.Aborted(attempt=attempt) if process.writes == attempt:
                 self.give_up(process)
 
+    @precondition(lambda self: any(map(self.possible_writers, self.may_write)))
     @rule(data=st.data())
     def write(self, data: st.DataObject) -> None:
         """Anybody who may write does, also one the keeper has lost sight of."""
@@ -302,6 +306,7 @@ class Handoff(RuleBasedStateMachine):
             record = self.records[slot]
             self.contents[slot] = Content(record.attempt, record.rank, record.generation)
 
+    @precondition(lambda self: any(p.writes for p in self.trainers()))
     @rule(data=st.data())
     def seal(self, data: st.DataObject) -> None:
         process = self.some(data, self.trainers(lambda p: p.writes is not None))
@@ -324,6 +329,7 @@ class Handoff(RuleBasedStateMachine):
     def stop_writing(self, process: Process, slot: int) -> None:
         self.may_write.get(slot, set()).discard(process.pid)
 
+    @precondition(lambda self: any(p.writes for p in self.trainers()))
     @rule(data=st.data(), overtaken=st.booleans())
     def abandon(self, data: st.DataObject, overtaken: bool) -> None:
         process = self.some(data, self.trainers(lambda p: p.writes is not None))
@@ -337,6 +343,7 @@ class Handoff(RuleBasedStateMachine):
         told = m.Abandon(attempt=attempt, reason="given up", leaf=leaf)
         self.carry_out(self.keeper.abandon(process.rank, told))
 
+    @precondition(lambda self: any(p.waits_for is not None for p in self.trainers()))
     @rule(data=st.data())
     def withdraw(self, data: st.DataObject) -> None:
         process = self.some(data, self.trainers(lambda p: p.waits_for is not None))
@@ -345,6 +352,7 @@ class Handoff(RuleBasedStateMachine):
             self.owed.discard((process.pid, step))  # it gave up by itself, and says so
             self.carry_out(self.keeper.withdraw(process.rank, step))
 
+    @precondition(lambda self: any(p.done for p in self.trainers()))
     @rule(data=st.data())
     def make_durable(self, data: st.DataObject) -> None:
         """The last save is asked for again, durable: possible once it is sealed."""
@@ -357,13 +365,42 @@ class Handoff(RuleBasedStateMachine):
             self.owed.add((process.pid, step))
             self.carry_out(self.keeper.make_durable(step))
 
+    @rule(durable=st.booleans(), exact=st.booleans(), size=st.sampled_from(VALUES_BYTES))
+    def all_save(self, durable: bool, exact: bool, size: int) -> None:
+        """A save as most of them are: everybody asks, and hears."""
+        if not any(map(self.is_idle, self.trainers())):
+            self.plan_a_save(durable, exact, size, ahead=1)
+        for process in self.trainers(self.is_idle):
+            self.make_ask(process)
+
+    @precondition(lambda self: any(p.inbox for p in self.trainers()))
+    @rule()
+    def all_hear(self) -> None:
+        for process in self.trainers():
+            while process.inbox:
+                self.take_message(process)
+
+    @precondition(lambda self: any(p.writes for p in self.trainers()))
+    @rule()
+    def all_seal(self) -> None:
+        for process in self.trainers(lambda p: p.writes is not None):
+            if process.writes is not None:
+                self.finish_image(process)
+
+    @precondition(lambda self: bool(self.allocating))
+    @rule()
+    def all_allocations_end(self) -> None:
+        for slot in list(self.allocating):
+            self.end_allocation(slot, is_there=True)
+
     # ── what goes wrong ──────────────────────────────────────────────────────────────────
 
-    @rule(data=st.data(), dies=st.booleans())
-    def lose_a_rank(self, data: st.DataObject, dies: bool) -> None:
+    @precondition(lambda self: bool(self.trainers()))
+    @rule(data=st.data(), dies=st.booleans(), happens=rarely)
+    def lose_a_rank(self, data: st.DataObject, dies: bool, happens: bool) -> None:
         """Its line breaks; whether its process died is not told."""
         process = self.some(data, self.trainers())
-        if process is not None:
+        if happens and process is not None:
             process.alive = not dies
             self.hang_up(process)
             self.carry_out(self.keeper.lost(process.rank))
@@ -374,21 +411,33 @@ class Handoff(RuleBasedStateMachine):
         process.inbox.clear()
         self.owed -= {owed for owed in self.owed if owed[0] == process.pid}
 
-    @rule(data=st.data(), is_seen=st.booleans())
-    def come_back(self, data: st.DataObject, is_seen: bool) -> None:
-        """A process takes its place again; perhaps its old line was not yet seen to be broken."""
+    @precondition(lambda self: bool(self.away()))
+    @rule()
+    def all_come_back(self) -> None:
+        for process in self.away():
+            self.join(process)
+
+    def away(self) -> list[Process]:
         current = [p for p in self.processes if p.alive and p.incarnation == self.incarnation]
-        process = self.some(data, [p for p in current if not (is_seen and p.connected)])
-        if process is not None and not any(p is not process for p in self.listeners(process.rank)):
+        return [p for p in current if not p.connected]
+
+    @precondition(lambda self: bool(self.trainers()))
+    @rule(data=st.data(), happens=rarely)
+    def connect_twice(self, data: st.DataObject, happens: bool) -> None:
+        """A process comes back before its old line was seen to be broken."""
+        process = self.some(data, self.trainers())
+        if happens and process is not None:
             self.hang_up(process)
             self.join(process)
 
+    @precondition(lambda self: any(p.alive and not p.connected for p in self.processes))
     @rule(data=st.data())
     def die_at_last(self, data: st.DataObject) -> None:
         process = self.some(data, [p for p in self.processes if p.alive and not p.connected])
         if process is not None:
             process.alive = False
 
+    @precondition(lambda self: bool(self.allocating))
     @rule(data=st.data(), is_there=st.booleans())
     def allocation_ends(self, data: st.DataObject, is_there: bool) -> None:
         slot = self.some(data, self.allocating)
@@ -403,6 +452,7 @@ class Handoff(RuleBasedStateMachine):
         else:
             self.carry_out(self.keeper.allocation_failed(slot, "no memory"))
 
+    @precondition(lambda self: bool(self.persisting))
     @rule(data=st.data(), is_stored=st.booleans())
     def persist_ends(self, data: st.DataObject, is_stored: bool) -> None:
         attempt = self.some(data, self.persisting)
@@ -424,7 +474,7 @@ class Handoff(RuleBasedStateMachine):
         else:
             self.carry_out(self.keeper.persist_failed(name, "disk full"))
 
-    @rule(seconds=st.sampled_from([0.1, 10.0, GRANT_S + 1, CAPTURE_S + 1]))
+    @rule(seconds=st.sampled_from([0.1] * 6 + [GRANT_S + 1, CAPTURE_S + 1]))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
         self.carry_out(self.keeper.tick(self.now_s))
@@ -433,9 +483,12 @@ class Handoff(RuleBasedStateMachine):
             if slot.state == "quarantined" and slot.writer and slot.writer not in living:
                 self.carry_out(self.keeper.writer_gone(slot.id))
 
-    @precondition(lambda self: self.incarnation < 4)
-    @rule(world=st.integers(1, 3), data=st.data(), all_die=st.booleans())
-    def ranks_start_anew(self, world: int, data: st.DataObject, all_die: bool) -> None:
+    @rule(world=st.integers(1, 3), data=st.data(), all_die=st.booleans(), happens=rarely)
+    def ranks_start_anew(
+        self, world: int, data: st.DataObject, all_die: bool, happens: bool
+    ) -> None:
+        if not happens and len(self.trainers()) == self.world:
+            return
         for process in self.processes:
             process.alive &= not all_die
         for process in self.trainers():
@@ -447,9 +500,11 @@ class Handoff(RuleBasedStateMachine):
             assert self.keeper.pin(attempt.id)
             self.pinned = tuple(attempt.slots.values())
 
-    @rule()
-    def keeper_dies(self) -> None:
+    @rule(happens=rarely)
+    def keeper_dies(self, happens: bool) -> None:
         """Another takes over what the slots say of themselves, in the same incarnation."""
+        if not happens:
+            return
         for process in self.trainers():
             self.hang_up(process)
         self.allocating.clear()

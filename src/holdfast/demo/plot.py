@@ -15,8 +15,8 @@ from holdfast.demo.verdict import TOLERANCE
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#111111")
 #: Curves that lie on each other are all seen: each one narrower than that below it, the last
 #: ones dashed in turn.
-_WIDTHS = (5.0, 3.6, 2.2, 2.2, 2.2, 2.2)
-_DASH = 4
+_WIDTHS = (5.5, 5.5, 4.0, 2.0, 2.0, 2.0)
+_DASH = 2
 #: Below this the lower panel is linear, so that "no difference at all" has a place on it.
 _LINEAR_BELOW = 1e-9
 
@@ -41,7 +41,9 @@ def _draw_losses(axes: Axes, curves: list[Curve]) -> None:
         axes.plot(*_points(curve), label=curve.label, **style)
     axes.set_title("A byte-level GPT on Python's standard library, killed and resumed")
     axes.set_ylabel("loss (nats per byte)")
-    axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    legend = axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    for line in legend.get_lines():
+        line.set_linestyle("-")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -52,7 +54,9 @@ def _draw_differences(axes: Axes, curves: list[Curve]) -> None:
         apart = [abs(curve.losses[s] - reference[s]) / abs(reference[s]) for s in steps]
         axes.plot(steps, apart, **style | {"linestyle": "-", "linewidth": 1.5})
     axes.axhline(TOLERANCE, color="0.4", linewidth=0.8, linestyle=":")
-    axes.annotate("allowed on other ranks", (0, TOLERANCE), (0, 3), textcoords="offset points")
+    axes.annotate(
+        "allowed on other ranks", (1.01, TOLERANCE), xycoords=("axes fraction", "data"), va="center"
+    )
     axes.set_yscale("symlog", linthresh=_LINEAR_BELOW)
     axes.set_ylim(-_LINEAR_BELOW / 3, TOLERANCE * 100)
     axes.set_yticks([0, 1e-8, 1e-6, 1e-4], ["0: bit for bit", "1e-8", "1e-6", "1e-4"])

@@ -93,7 +93,7 @@ class Keeper:
         self._loop = asyncio.get_running_loop()
         slots, attempts = self.memory.scan()
         self.coordinator.found(slots, attempts)
-        server = await self._listen()
+        self._server = await self._listen()
         close_trace = self._open_trace()
         emit(KeeperStarted(
             pid=os.getpid(), found_generations=len(self.coordinator.complete()),
@@ -102,9 +102,7 @@ class Keeper:
         ticker = asyncio.create_task(self._tick())
         await self._ended.wait()
         ticker.cancel()
-        server.close()
-        emit(KeeperStopped(reason="the run ended"))
-        await self._loop.run_in_executor(None, self._shut_down, close_trace)
+        close_trace()
 
     async def _listen(self) -> asyncio.Server:
         # Bound through the directory's descriptor: a unix socket's path has room for 108 bytes.
@@ -126,12 +124,12 @@ class Keeper:
 
         return close_trace
 
-    def _shut_down(self, close_trace: Callable[[], None]) -> None:
+    def _let_go(self) -> None:
+        """Give up root and arena, so that whoever is told that we ended finds both free."""
         if self._persister is not None:
             self._persister.stop()
         if self._root_lock is not None:
             self._root_lock.release()
-        close_trace()
         remove_arena(self.arena)
 
     async def _tick(self) -> None:
@@ -161,6 +159,9 @@ class Keeper:
             if actions and not self._tried_last(actions):
                 await self._carry_out(actions)
                 return
+        self._server.close()
+        await self._in_thread(self._let_go)
+        emit(KeeperStopped(reason="nobody came back" if idle else "the run ended"))
         leaving = [connection for connection, _ in self._goodbyes]
         self._answer_goodbyes()
         for connection in leaving:
