@@ -1,0 +1,78 @@
+"""The same promises with the state on a GPU: copied on a side stream, fenced by an event."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def build(seed: int) -> dict[str, object]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(512, 4096), nn.BatchNorm1d(4096), nn.Linear(4096, 16)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    return {"model": model, "optimizer": optimizer, "rng": holdfast.Rng(), "tokens": 0}
+
+
+def train(state: dict[str, object]) -> None:
+    model, optimizer = state["model"], state["optimizer"]
+    assert isinstance(model, nn.Module)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    loss = model(torch.randn(64, 512, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def content(state: dict[str, object]) -> dict[str, torch.Tensor]:
+    model, optimizer = state["model"], state["optimizer"]
+    assert isinstance(model, nn.Module)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    found = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for kind, tensor in optimizer.state[parameter].items():
+            found[f"{name}.{kind}"] = tensor.cpu().clone()
+    return found
+
+
+def test_snapshots_taken_behind_training_are_of_the_step_they_name(tmp_path: Path) -> None:
+    state = build(0)
+    truth = {}
+    handles = {}
+    checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
+    for step in range(12):
+        train(state)
+        truth[step] = content(state)
+        handles[step] = checkpointer.save(step, durable=True)
+        train(state)  # fenced: must not reach into the copy
+    for step, handle in handles.items():
+        handle.wait_durable(60)
+        again = build(1)
+        holdfast.load(tmp_path, again, step)
+        found = content(again)
+        assert all(torch.equal(found[name], truth[step][name]) for name in truth[step])
+    checkpointer.close()
+
+
+def test_a_run_on_a_gpu_resumes_from_memory(tmp_path: Path) -> None:
+    state = build(0)
+    checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
+    train(state)
+    checkpointer.save(3).wait_captured(60)
+    expected = content(state)
+    again = build(1)
+    newer = holdfast.Checkpointer(tmp_path, again, storage=None)
+    restored = newer.restore()
+    assert restored is not None
+    assert (restored.step, restored.source) == (3, "memory")
+    assert all(torch.equal(content(again)[name], expected[name]) for name in expected)
+    newer.close()
