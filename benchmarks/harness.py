@@ -101,9 +101,24 @@ def available_bytes() -> int:
     return int(found[1]) << 10 if found else 0
 
 
-def load() -> str:
-    """How busy the machine was in the last minute: others' work is in every figure."""
-    return f"{os.getloadavg()[0]:.1f}"
+def wait_until_idle(patience_s: float, *, share: float = 0.9) -> float:
+    """Wait until the processors are idle for ``share`` of half a second; the share found at last.
+
+    Others' work is in every figure. After ``patience_s`` seconds it has to be.
+    """
+    deadline = time.monotonic() + patience_s
+    while True:
+        before = _processor_times()
+        time.sleep(0.5)
+        spent = [after - then for then, after in zip(before, _processor_times(), strict=True)]
+        idle = sum(spent[3:5]) / max(1, sum(spent))  # idle, and idle but waiting for the disk
+        if idle >= share or time.monotonic() >= deadline:
+            return idle
+
+
+def _processor_times() -> list[int]:
+    first = _read("/proc/stat").partition("\n")[0]
+    return [int(ticks) for ticks in first.split()[1:9]]
 
 
 def _read(path: str) -> str:

@@ -46,16 +46,19 @@ class Bench:
 
     training: Training
     root: Path
+    patience_s: float
     found: dict[str, dict[str, list[float]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
     verdicts: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    idle: list[float] = field(default_factory=list)
     steps_saved: int = 0
     watcher: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
     def at_once(self, system: System, *, check: bool = True) -> tuple[dict[str, float], str]:
         """Save, and update as soon as the system allows: nothing overlaps with its copying."""
         before, step = self.training.fingerprints() if check else {}, self._next()
+        self.settle()
         began = clock()
         saving = system.save(step)
         saving.wait_safe()
@@ -72,6 +75,7 @@ class Bench:
 
         What is lost is what the steps took longer than the same steps just before, alone.
         """
+        self.settle()
         training, step, alone = self.training, self._next(), self._alone()
         before = training.fingerprints()
         began = clock()
@@ -109,6 +113,10 @@ class Bench:
         step = (clock() - began) / STEPS
         self.note(ALONE, ({"step": step, "forward and backward": computing / STEPS}, ""))
         return step
+
+    def settle(self) -> None:
+        """Let others finish: their work would be in the next figure."""
+        self.idle.append(harness.wait_until_idle(self.patience_s))
 
     def _next(self) -> int:
         self.steps_saved += 1
@@ -186,6 +194,8 @@ def warm_up(bench: Bench, name: str, system: System) -> None:
 def run_series(bench: Bench, systems: dict[str, System], limits: Limits, rounds: int) -> None:
     """Every system and limit once a round, never two rounds in the same order."""
     for turn, name in harness.alternate([COPY, WRITE, *systems], rounds):
+        if name in (COPY, WRITE):
+            bench.settle()
         if name == COPY:
             bench.note(name, ({"elapsed": limits.copy()}, ""))
         elif name == WRITE:
@@ -235,6 +245,7 @@ def collect(
             "copy by one thread into touched memory": summaries[COPY]["elapsed"],
             f"direct write ({limits.settings})": summaries[WRITE]["elapsed"],
         },
+        "idle_before": harness.summary(bench.idle),
         "direct_writes_tried": limits.tried,
         "alone": summaries[ALONE],
         **more,
@@ -246,13 +257,15 @@ def collect(
 
 def measure(root: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
     """Run everything; the result and the facts of the machine."""
-    load = harness.load()
     training = Training(options.width)
     if harness.available_bytes() < 9 * training.size_bytes:
         raise SystemExit("too little free memory: nine copies of the state must fit; see --width")
     training.enlarge_batch(FORWARD_BACKWARD_S)
     facts = harness.machine_facts(root, ["torch", "safetensors"])
-    bench, limits = Bench(training, root), Limits(list(training.leaves.values()), root)
+    bench, limits = (
+        Bench(training, root, options.patience),
+        Limits(list(training.leaves.values()), root),
+    )
     show(f"direct write: {limits.tried}")
     chosen, tried = choose_settings(bench)
     makers: dict[str, Callable[[], System]] = {
@@ -268,14 +281,14 @@ def measure(root: Path, options: argparse.Namespace) -> tuple[dict[str, Any], di
             systems[name] = make()
             if systems[name].is_async:
                 warm_up(bench, name, systems[name])
+        bench.idle.clear()
         run_series(bench, systems, limits, options.rounds)
     finally:
         for system in systems.values():
             system.close()
     result = collect(
-        bench, systems, limits, rounds=options.rounds, settings_tried=tried, control=found,
-        load=f"{load}, {harness.load()}",
-    )  # fmt: skip
+        bench, systems, limits, rounds=options.rounds, settings_tried=tried, control=found
+    )
     return result, facts
 
 
@@ -285,6 +298,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7, help="how often each is measured (7)")
+    parser.add_argument(
+        "--patience", type=float, default=5, metavar="S",
+        help="how long to wait for an idle machine before each measurement, in seconds (5)",
+    )  # fmt: skip
     parser.add_argument(
         "--dir", help="a directory on the disk to measure (default: the temporary one)"
     )

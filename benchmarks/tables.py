@@ -29,13 +29,14 @@ def save(result: dict[str, Any], facts: dict[str, str]) -> str:
         [label, harness.seconds(found), f"{size / found['median'] / 1e9:.1f} GB/s"]
         for label, found in result["limits"].items()
     ]
-    alone = result["alone"]
+    alone, idle = result["alone"], result["idle_before"]
     return "\n\n".join([
         f"{harness.today()}: {facts['processor']}, {facts['cores']} cores, {facts['memory']}, "
         f"{facts['disk']}; Linux {facts['kernel']}, Python {facts['python']}, torch "
         f"{facts['torch']}, safetensors {facts['safetensors']}. State: {size / 1e9:.2f} GB in "
         f"{result['leaves']} leaves. Medians of {result['rounds']} rounds (lowest–highest), in "
-        f"seconds. Load of the machine before and after: {result['load']}.",
+        f"seconds. Before each measurement the processors were {idle['median']:.0%} idle "
+        f"({idle['min']:.0%}–{idle['max']:.0%}).",
         harness.table(
             ["", "blocked, update at once", "blocked, in training", "lost in training",
              "durable", "durable, in training", "blocked at the first saves", "what was stored"],

@@ -111,7 +111,7 @@ class Handoff(RuleBasedStateMachine):
     @initialize(world=st.integers(1, 3))
     def start(self, world: int) -> None:
         self.now_s = 1000.0
-        self.incarnation = 0
+        self.incarnation = self.keepers = 0
         self.next_pid = 100
         self.processes: list[Process] = []
         self.saves: list[Save] = []
@@ -130,7 +130,10 @@ class Handoff(RuleBasedStateMachine):
         self.begin(world)
 
     def new_keeper(self) -> h.Coordinator:
-        return h.Coordinator(grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
+        self.keepers += 1
+        return h.Coordinator(
+            keeper=f"k{self.keepers}", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S
+        )
 
     def begin(self, world: int) -> None:
         """All ranks start anew; whoever is left of the old ones is not listened to any more."""

@@ -29,6 +29,7 @@ from holdfast.demo.verdict import (
     judge_one_killed,
     judge_other_world,
     judge_reference,
+    resume_time,
 )
 from holdfast.errors import ArenaError, UsageError
 
@@ -43,7 +44,6 @@ OTHER_WORLDS = (
 DEFAULT_OUT = Path("runs/demo")
 MARKER = ".holdfast-demo"
 SHARED_MEMORY = Path("/dev/shm")
-LOG_LINES = 60
 
 
 def run_demo(out: str | None, *, seed: int, as_json: bool) -> int:
@@ -62,7 +62,8 @@ def run_demo(out: str | None, *, seed: int, as_json: bool) -> int:
         except PhaseFailed as failure:
             result.failure = str(failure)
             screen.end()
-            screen.show_log(str(failure.log), _tail(failure.log))
+            for log in (failure.log, *arenas.glob("*/*/*/keeper.log")):
+                screen.show_log(log)
         finally:
             screen.end()
             demo.clear_up()
@@ -105,7 +106,8 @@ class Demo:
             first = self._kill_one(run, kill_one)
             resumed = run.wait_for_next(first.killed)
             self._say_resumed(first, resumed)
-            run.wait_for_step(kill_all)
+            if run.wait_for_step(kill_all) is not resumed:
+                raise PhaseFailed("training was restarted once more, without a kill", run.log)
         with self._phase("3/4  Everything is killed, keeper included, and shared memory cleared"):
             second = self._kill_all(run, resumed)
             row = judge_one_killed(first, resumed, reference)
@@ -201,14 +203,9 @@ class Demo:
         return run
 
     def _say_resumed(self, kill: Interruption, resumed: Incarnation) -> None:
-        elapsed_s = (resumed.going_since_s or kill.time_s) - kill.time_s
-        if resumed.restored is None:
-            self.screen.say(f"began afresh, first step done after {elapsed_s:.1f} s")
-        else:
-            self.screen.say(
-                f"resumed after step {resumed.restored.step} from {resumed.restored.source}; "
-                f"first new step done after {elapsed_s:.1f} s"
-            )
+        at, elapsed_s = resumed.restored, resume_time(kill, resumed)
+        how = f"resumed after step {at.step} from {at.source}" if at else "began afresh"
+        self.screen.say(f"{how}; first new step done after {elapsed_s or 0:.1f} s")
 
     def _add(
         self, label: str, row: Row | None, run: Incarnation, kill: Interruption | None = None
@@ -264,9 +261,3 @@ def _ended_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _tail(log: Path) -> str:
-    if not log.exists():
-        return "(it is empty)"
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])

@@ -75,6 +75,10 @@ class Journal:
         """Hand one line to the operating system, whole."""
         self._file.write(msgspec.json.encode(record) + b"\n")
 
+    def close(self) -> None:
+        """Nothing more will come."""
+        self._file.close()
+
 
 @dataclass(slots=True)
 class Incarnation:

@@ -15,6 +15,7 @@ from holdfast.demo.verdict import NOTHING, TOLERANCE, Row
 #: A file or a pipe gets one line for this many steps.
 STEPS_A_LINE = 10
 PIPE_WIDTH = 120
+LOG_LINES = 60
 
 
 class Screen:
@@ -56,10 +57,11 @@ class Screen:
             self._bar.stop()
         self._bar = self._task = None
 
-    def show_log(self, name: str, text: str) -> None:
+    def show_log(self, log: Path) -> None:
         """The end of a log, so that a failure explains itself."""
-        self._console.rule(f"the end of {name}", align="left", characters="-")
-        self._console.print(text, markup=False)
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        self._console.rule(f"the end of {log}", align="left", characters="-")
+        self._console.print("\n".join(lines[-LOG_LINES:]) or "(nothing)", markup=False)
         self._console.rule(characters="-")
 
     def show_table(self, result: Result) -> None:

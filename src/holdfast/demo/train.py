@@ -83,6 +83,7 @@ def main() -> None:
 
     ckpt.close()
     journal.write(Finished(incarnation=n))
+    journal.close()
     dist.destroy_process_group()
 
 

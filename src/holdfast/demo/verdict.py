@@ -127,7 +127,7 @@ def _row(
     *,
     is_bitwise: bool = True,
 ) -> Row:
-    at, made, going_s = resumed.restored, kill.killed.last_updated, resumed.going_since_s
+    at, made = resumed.restored, kill.killed.last_updated
     losses = compare(resumed.losses, reference.losses)
     if is_bitwise and losses.identical < losses.steps:
         broken.append(f"{losses.steps - losses.identical} losses are not those of the reference")
@@ -140,10 +140,15 @@ def _row(
         what=kill.what, world=world, resumed_at=at.step if at else None,
         source=at.source if at else "",
         lost_steps=None if at is None or made is None else made - at.step,
-        resume_s=None if going_s is None else going_s - resumed.checking_s - kill.time_s,
-        losses=losses,
-        is_bitwise=is_bitwise, has_same_state=is_same, broken=tuple(broken),
+        resume_s=resume_time(kill, resumed), losses=losses, is_bitwise=is_bitwise,
+        has_same_state=is_same, broken=tuple(broken),
     )  # fmt: skip
+
+
+def resume_time(kill: Interruption, resumed: Incarnation) -> float | None:
+    """Seconds from the kill to the end of the first new step, less the demo's own checksum."""
+    going_s = resumed.going_since_s
+    return None if going_s is None else going_s - resumed.checking_s - kill.time_s
 
 
 def _has_same_state(resumed: Incarnation, reference: Incarnation) -> bool | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import struct
 import sys
@@ -70,7 +71,9 @@ class Keeper:
         self.idle_s = idle_s
         self.memory = Memory(arena, run_id)
         self.coordinator = h.Coordinator(
-            grant_deadline_s=GRANT_DEADLINE_S, capture_deadline_s=CAPTURE_DEADLINE_S
+            keeper=secrets.token_hex(3),
+            grant_deadline_s=GRANT_DEADLINE_S,
+            capture_deadline_s=CAPTURE_DEADLINE_S,
         )
         self.incarnation: Incarnation | None = None
         self._ranks: dict[int, Connection] = {}

@@ -59,6 +59,7 @@ class Attempt:
     durable: bool = False
     phase: str = "allocating"  # "allocating" | "capturing" | "complete" | "aborted"
     persisting: bool = False
+    refused: bool = False  # storage would not take it
     fulfils: tuple[int, ...] = ()  # earlier steps whose durable save it stands for
     started_s: float = 0.0
     slots: dict[int, int] = field(default_factory=dict)  # rank -> slot id
@@ -145,9 +146,16 @@ class _Asked:
 
 
 class Coordinator:
-    """The state machine behind one host's slots; see the module's rules."""
+    """The state machine behind one host's slots; see the module's rules.
 
-    def __init__(self, *, grant_deadline_s: float, capture_deadline_s: float) -> None:
+    ``keeper`` is a text no other keeper of the run has: a later one must not call its attempts
+    by the names of those it finds.
+    """
+
+    def __init__(
+        self, *, keeper: str, grant_deadline_s: float, capture_deadline_s: float
+    ) -> None:
+        self.keeper = keeper
         self.grant_deadline_s = grant_deadline_s
         self.capture_deadline_s = capture_deadline_s
         self.incarnation = 0
@@ -209,10 +217,11 @@ class Coordinator:
         return actions
 
     def join(self, rank: int, writer: Writer) -> list[Action]:
-        """A rank takes its place (again, after its keeper died)."""
+        """A rank takes its place: again, when its keeper died or its line broke unnoticed."""
+        actions = self.lost(rank) if rank in self._joined else []
         self._joined[rank] = writer
         self._told_layouts.clear()
-        return []
+        return actions
 
     def adopt(self, now_s: float) -> list[Action]:
         """The incarnation's parent is recorded: captures may begin."""
@@ -342,7 +351,7 @@ class Coordinator:
 
     def _new_attempt(self, step: int, layout: Layout, now_s: float) -> Attempt:
         self._next_attempt += 1
-        name = f"{self.nonce[:8]}{self._next_attempt:06x}"
+        name = f"{self.nonce[:8]}{self.keeper}{self._next_attempt:06x}"
         attempt = Attempt(name, self.incarnation, step, self.world, layout.hash, started_s=now_s)
         self.attempts[name] = attempt
         return attempt
@@ -356,7 +365,10 @@ class Coordinator:
         attempt = self.attempts.get(slot.attempt)
         if attempt is None or slot.state == "free":
             return False
-        return attempt.persisting or attempt.id in (self.newest, self.pinned)
+        return self._is_under_way(attempt) or attempt.id in (self.newest, self.pinned)
+
+    def _is_under_way(self, attempt: Attempt) -> bool:
+        return attempt.persisting or attempt.phase != "complete"
 
     def _choose_slots(
         self, sizes: Mapping[int, int]
@@ -475,6 +487,7 @@ class Coordinator:
         slot = self.slots[attempt.slots[rank]]
         if seal.image_bytes != slot.image_bytes:
             reason = f"rank {rank} sealed {seal.image_bytes} bytes, {slot.image_bytes} agreed"
+            slot.writer = None  # it says itself that it writes no more
             return self._abort(attempt, reason)
         slot.state, slot.writer = "captured", None
         slot.header_xxh3, slot.table_xxh3 = seal.header_xxh3, seal.table_xxh3
@@ -485,7 +498,8 @@ class Coordinator:
         self.newest, self.pinned = attempt.id, None
         done = m.Complete(step=attempt.step, attempt=attempt.id, durable=attempt.durable)
         elapsed_s = now_s - attempt.started_s
-        return [Tell(done), Note(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)]
+        note = Note(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)
+        return [Tell(done), note, *self._persist_what_is_owed()]
 
     def abandon(self, rank: int, message: m.Abandon) -> list[Action]:
         """A rank will never seal its image."""
@@ -512,6 +526,7 @@ class Coordinator:
             attempt.persisting = False
             actions.append(AbortPersist(attempt.id))
         self.owes_durable |= attempt.durable
+        self._owed |= set(attempt.fulfils)
         told = m.Aborted(
             step=attempt.step, attempt=attempt.id, reason=reason, leaf=leaf, overtaken=bool(leaf)
         )
@@ -547,7 +562,7 @@ class Coordinator:
                 absent = sorted(set(attempt.slots) - attempt.sealed)
                 reason = f"ranks {absent} did not finish within {self.capture_deadline_s:g} s"
                 actions += self._abort(attempt, reason)
-        return actions
+        return actions + self._persist_what_is_owed()
 
     # ── making durable ───────────────────────────────────────────────────────────────────
 
@@ -556,7 +571,7 @@ class Coordinator:
         for attempt in self.attempts.values():
             if attempt.step == step and attempt.incarnation == self.incarnation:
                 if attempt.durable:
-                    return []
+                    return [] if self._is_under_way(attempt) else self._told_durable(attempt)
                 if attempt.phase == "allocating":
                     attempt.durable = True
                     return []
@@ -579,16 +594,25 @@ class Coordinator:
         self.owes_durable = bool(self._owed)
         return [StartPersist(attempt.id)]
 
+    def _persist_what_is_owed(self) -> list[Action]:
+        """When storage is free, the newest snapshot stands for the saves that waited for that."""
+        newest = self.attempts.get(self.newest or "")
+        is_busy = any(attempt.persisting for attempt in self.attempts.values())
+        if is_busy or not self.owes_durable or newest is None or newest.refused:
+            return []
+        return self.persist_newest()
+
     def persisted(self, attempt_id: str) -> list[Action]:
         """A manifest names the attempt; what was owed meanwhile comes next."""
         attempt = self.attempts[attempt_id]
         attempt.persisting = False
-        actions: list[Action] = [
-            Tell(m.Durable(step=attempt.step, attempt=attempt.id, fulfils=attempt.fulfils))
-        ]
-        if self.owes_durable and not any(a.persisting for a in self.attempts.values()):
-            actions += self.persist_newest()
-        return actions
+        return self._told_durable(attempt) + self._persist_what_is_owed()
+
+    def _told_durable(self, attempt: Attempt) -> list[Action]:
+        if attempt.incarnation != self.incarnation:
+            return []  # these ranks may have a save of their own under the same step
+        fulfils = attempt.fulfils
+        return [Tell(m.Durable(step=attempt.step, attempt=attempt.id, fulfils=fulfils))]
 
     def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
         """The attempt is captured, but storage would not take it; the next one is owed."""
@@ -596,11 +620,15 @@ class Coordinator:
         if attempt is None:
             return []
         attempt.persisting = attempt.durable = False
-        self.owes_durable = True
-        told = m.NotDurable(
-            step=attempt.step, attempt=attempt.id, reason=reason, fulfils=attempt.fulfils
-        )
-        return [Tell(told)]
+        attempt.refused, self.owes_durable = True, True
+        actions: list[Action] = []
+        if attempt.incarnation == self.incarnation:
+            told = m.NotDurable(
+                step=attempt.step, attempt=attempt.id, reason=reason, fulfils=attempt.fulfils
+            )
+            actions.append(Tell(told))
+        attempt.fulfils = ()
+        return actions + self._persist_what_is_owed()
 
     # ── questions ────────────────────────────────────────────────────────────────────────
 
@@ -611,7 +639,7 @@ class Coordinator:
 
     def is_busy(self) -> bool:
         """Whether something is being captured or persisted."""
-        return any(a.persisting or a.phase != "complete" for a in self.attempts.values())
+        return any(map(self._is_under_way, self.attempts.values()))
 
     def explain(self, step: int) -> str:
         """In words: what the save of ``step`` waits for."""

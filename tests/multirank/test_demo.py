@@ -1,0 +1,266 @@
+"""The demo is right when all is well, and says so when it is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.demo import main, orchestrate, processes, runs
+from holdfast.demo.records import (
+    Finished,
+    HandedOver,
+    Hashed,
+    Incarnation,
+    Journal,
+    Journals,
+    Restored,
+    Started,
+    Updated,
+)
+from holdfast.demo.text import batch
+from holdfast.demo.verdict import (
+    TOLERANCE,
+    Interruption,
+    Row,
+    judge_all_killed,
+    judge_one_killed,
+    judge_other_world,
+    judge_reference,
+)
+
+LAST = 9
+
+
+def _loss(step: int) -> float:
+    return 5.0 - step / 7
+
+
+def _incarnation(
+    n: int, steps: range, *, world: int = 2, restored: tuple[int, str] | None = None
+) -> Incarnation:
+    """One that made ``steps`` with the right losses, every step handed over."""
+    found = Incarnation(n)
+    for rank in range(world):
+        found.take(rank, Started(incarnation=n, world=world, pid=1))
+        if restored is not None:
+            step, source = restored
+            found.take(rank, Restored(incarnation=n, step=step, source=source, elapsed_s=0.1))
+            found.take(rank, Hashed(incarnation=n, step=step, state=f"{step}", elapsed_s=0.0))
+        for step in steps:
+            found.take(rank, Updated(incarnation=n, step=step, loss=_loss(step).hex()))
+            found.take(rank, HandedOver(incarnation=n, step=step))
+        found.take(rank, Finished(incarnation=n))
+    return found
+
+
+@pytest.fixture
+def reference() -> Incarnation:
+    found = _incarnation(1, range(LAST + 1))
+    for step in range(LAST + 1):
+        record = Hashed(incarnation=1, step=step, state=f"{step}", elapsed_s=0.0)
+        found.take(0, record)
+    return found
+
+
+@pytest.fixture
+def kill() -> Interruption:
+    """After step 5 of the first incarnation."""
+    return Interruption("one trainer", _incarnation(1, range(6)), 0.0)
+
+
+# ── what is promised ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("step", "lost"), [(5, 0), (4, 1)])
+def test_memory_gives_the_last_completed_step_or_the_one_before(
+    step: int, lost: int, kill: Interruption, reference: Incarnation
+) -> None:
+    resumed = _incarnation(2, range(step + 1, LAST + 1), restored=(step, "memory"))
+    row = judge_one_killed(kill, resumed, reference)
+    assert row.broken == ()
+    assert (row.resumed_at, row.lost_steps, row.has_same_state) == (step, lost, True)
+
+
+@pytest.mark.parametrize("restored", [(3, "memory"), (6, "memory"), (5, "storage"), None])
+def test_any_other_step_or_source_is_not_as_promised(
+    restored: tuple[int, str] | None, kill: Interruption, reference: Incarnation
+) -> None:
+    first = restored[0] + 1 if restored else 0
+    resumed = _incarnation(2, range(first, LAST + 1), restored=restored)
+    assert judge_one_killed(kill, resumed, reference).broken
+
+
+def test_a_step_counts_from_its_update_and_binds_from_its_end(
+    kill: Interruption, reference: Incarnation
+) -> None:
+    for rank in range(2):  # step 6 is made, but ``Checkpointer.step`` has not returned
+        kill.killed.take(rank, Updated(incarnation=1, step=6, loss=_loss(6).hex()))
+    resumed = _incarnation(2, range(5, LAST + 1), restored=(4, "memory"))
+    row = judge_one_killed(kill, resumed, reference)
+    assert row.broken == ()
+    assert row.lost_steps == 2
+
+
+@pytest.mark.parametrize("restored", [(2, "storage"), (4, "memory"), (5, "storage")])
+def test_after_everything_was_killed_only_the_newest_checkpoint_will_do(
+    restored: tuple[int, str], kill: Interruption, reference: Incarnation
+) -> None:
+    resumed = _incarnation(2, range(restored[0] + 1, LAST + 1), restored=restored)
+    assert judge_all_killed(kill, resumed, 4, reference).broken
+
+
+def _resumed_elsewhere(reference: Incarnation, kill: Interruption, loss: float) -> Row:
+    resumed = _incarnation(2, range(5, LAST), world=3, restored=(4, "storage"))
+    for rank in range(3):
+        resumed.take(rank, Updated(incarnation=2, step=LAST, loss=loss.hex()))
+    return judge_other_world(kill, "3 ranks", resumed, 4, reference)
+
+
+def test_other_ranks_may_differ_by_rounding_and_by_no_more(
+    kill: Interruption, reference: Incarnation
+) -> None:
+    right = _loss(LAST)
+    assert _resumed_elsewhere(reference, kill, right * (1 + TOLERANCE / 2)).broken == ()
+    assert _resumed_elsewhere(reference, kill, right * (1 + TOLERANCE * 2)).broken
+    assert _resumed_elsewhere(reference, kill, float("nan")).broken
+
+
+def test_one_bit_of_one_loss_is_seen_on_the_same_ranks(
+    kill: Interruption, reference: Incarnation
+) -> None:
+    resumed = _incarnation(2, range(6, LAST), restored=(5, "memory"))
+    nearly = float.fromhex(_loss(LAST).hex()) * (1 + 2**-52)
+    for rank in range(2):
+        resumed.take(rank, Updated(incarnation=2, step=LAST, loss=nearly.hex()))
+    assert "1 losses are not" in judge_one_killed(kill, resumed, reference).broken[0]
+
+
+def test_a_state_with_another_checksum_is_seen(kill: Interruption, reference: Incarnation) -> None:
+    resumed = _incarnation(2, range(6, LAST + 1), restored=(5, "memory"))
+    resumed.states[5] = "another"
+    row = judge_one_killed(kill, resumed, reference)
+    assert row.has_same_state is False
+    assert row.broken
+
+
+def test_a_reference_that_misses_a_step_or_a_checkpoint_is_seen() -> None:
+    assert judge_reference(_incarnation(1, range(10)), 10, [4, 9], 5).broken == ()
+    assert judge_reference(_incarnation(1, range(10)), 10, [4], 5).broken
+    assert judge_reference(_incarnation(2, range(3, 10)), 10, [4, 9], 5).broken
+
+
+# ── how it is found out ──────────────────────────────────────────────────────────────────────
+
+
+def test_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 0)
+    journal.write(Updated(incarnation=1, step=0, loss="0x1p0"))
+    journal.close()
+    whole = (tmp_path / "rank-0.jsonl").read_bytes()
+    with (tmp_path / "rank-0.jsonl").open("ab") as file:
+        file.write(whole[:-9])
+    journals = Journals(tmp_path)
+    journals.look()
+    assert journals.lines == 1
+    with (tmp_path / "rank-0.jsonl").open("ab") as file:
+        file.write(whole[-9:])
+    journals.look()
+    assert journals.lines == 2
+
+
+def test_every_number_of_ranks_sees_the_same_batch() -> None:
+    text = torch.arange(5000, dtype=torch.int64).remainder(251).to(torch.uint8)
+    whole, after = batch(text, 7, 0, 1)
+    for world in (2, 3, 4):
+        shares = [batch(text, 7, rank, world)[0] for rank in range(world)]
+        assert torch.equal(torch.cat(shares), whole)
+    assert torch.equal(whole[:, 1:], after[:, :-1])
+
+
+def test_only_processes_of_the_arena_are_killed(tmp_path: Path, arena_dir: Path) -> None:
+    program = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    sleepers = []
+    for arena in (arena_dir, tmp_path):
+        environment = {**os.environ, "HOLDFAST_ARENA_DIR": str(arena)}
+        sleepers.append(subprocess.Popen(program, env=environment, stdout=subprocess.PIPE))
+    with sleepers[0] as ours, sleepers[1] as other:
+        for sleeper in sleepers:
+            assert sleeper.stdout is not None
+            sleeper.stdout.readline()  # it runs, with its own environment
+        assert not processes.kill_one(other.pid, arena_dir)
+        processes.kill_all(arena_dir)
+        assert ours.wait(10) == -signal.SIGKILL
+        assert other.poll() is None
+        other.kill()
+
+
+# ── the whole ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def shared_memory(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the demo makes its arenas, and must leave nothing."""
+    monkeypatch.setattr(orchestrate, "SHARED_MEMORY", arena_dir)
+    return arena_dir
+
+
+def _run(out: Path, *, as_json: bool = True) -> int:
+    return main(Namespace(out=str(out), seed=3, json=as_json))
+
+
+def test_a_phase_that_fails_shows_the_log_and_ends_the_demo(
+    tmp_path: Path,
+    shared_memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(runs, "TRAINER", "holdfast.no_such_trainer")
+    monkeypatch.setattr(processes, "MAX_RESTARTS", 0)
+    assert _run(tmp_path / "out", as_json=False) == 1
+    shown = capsys.readouterr().out
+    assert "No module named holdfast.no_such_trainer" in shown
+    assert "NOT AS PROMISED: the demo broke off: torchrun ended with exit code 1" in shown
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["as_promised"] is False
+    assert list(shared_memory.iterdir()) == []
+
+
+def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "mine").touch()
+    from holdfast import UsageError
+
+    with pytest.raises(UsageError, match="give another --out"):
+        _run(tmp_path)
+    assert (tmp_path / "runs" / "mine").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_training_run_is_killed_and_resumes_exactly_on_any_ranks(
+    tmp_path: Path, shared_memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = _run(tmp_path / "out")
+    captured = capsys.readouterr()
+    print(captured.err)
+    result: dict[str, Any] = json.loads(captured.out)
+    assert code == 0
+    assert result["as_promised"]
+    assert [(r["world"], r["source"], r["has_same_state"]) for r in result["rows"]] == [
+        ("FSDP2, 2 ranks", "", None),
+        ("FSDP2, 2 ranks", "memory", True),
+        ("FSDP2, 2 ranks", "storage", True),
+        ("FSDP2, 1 rank", "storage", True),
+        ("FSDP2, 3 ranks", "storage", True),
+        ("FSDP2 x TP, 2 x 2", "storage", True),
+    ]
+    assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert list(shared_memory.iterdir()) == []
