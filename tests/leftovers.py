@@ -69,3 +69,11 @@ def _ends_by(keeper: Keeper, deadline_s: float) -> bool:
     poll = select.poll()
     poll.register(keeper.pidfd, select.POLLIN)
     return bool(poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000))
+
+
+def keeper_pids(arena_dir: Path) -> list[int]:
+    """The process numbers of the keepers that serve arenas below this directory."""
+    found = [keeper for pid in _pids() if (keeper := _open_keeper(pid, arena_dir))]
+    for keeper in found:
+        os.close(keeper.pidfd)
+    return [keeper.pid for keeper in found]

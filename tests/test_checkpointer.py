@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +15,13 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast import checkpointer as checkpointer_module
 from holdfast import events
 from holdfast.catalogue import catalogue
 from holdfast.snapshot import saver as saver_module
 from holdfast.snapshot.capture import Overtaking
 from holdfast.storage.local import LocalStore
+from leftovers import end_keepers, keeper_pids
 
 State = dict[str, Any]
 
@@ -279,11 +283,11 @@ def test_only_the_newest_checkpoints_are_kept_and_their_files_go_with_them(tmp_p
 
 def test_a_save_is_due_when_its_minutes_are_over(tmp_path: Path) -> None:
     state = build()
-    timed = holdfast.Every(minutes=0.005)
+    timed = holdfast.Every(minutes=0.025)
     with holdfast.Checkpointer(tmp_path, state, memory=None, storage=timed) as checkpointer:
         train(state, 0)
         assert checkpointer.step(0) is None
-        time.sleep(0.4)
+        time.sleep(1.6)
         handle = checkpointer.step(1)
         assert handle is not None
         handle.wait_durable(30)
@@ -388,3 +392,127 @@ def test_a_flipped_bit_in_memory_is_found_and_the_next_source_is_taken(
     assert (restored.step, restored.source) == (0, "storage")
     assert any(isinstance(e, events.SourceDropped) for e in heard)
     newer.close()
+
+
+def test_memory_survives_an_exception_in_the_training_loop(tmp_path: Path) -> None:
+    state = build()
+
+    def run() -> None:
+        with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+            train(state, 0)
+            checkpointer.save(0).wait_captured(30)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run()
+    again = build(seed=6)
+    with holdfast.Checkpointer(tmp_path, again, storage=None) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None
+        assert (restored.step, restored.source) == (0, "memory")
+        assert same(content(again), content(state))
+
+
+def test_a_close_that_cannot_store_the_newest_snapshot_says_so_and_leaves_it_in_memory(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "run"
+    state = build()
+    checkpointer = holdfast.Checkpointer(root, state)
+    train(state, 0)
+    (root / "steps").write_text("in the way")
+    checkpointer.save(0).wait_captured(30)
+    with pytest.raises(holdfast.PersistFailed, match="stays in memory"):
+        checkpointer.close()
+    (root / "steps").unlink()
+    again = build(seed=6)
+    with holdfast.Checkpointer(root, again) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None
+        assert (restored.step, restored.source) == (0, "memory")
+    assert holdfast.load(root, build(seed=7)).step == 0
+
+
+def test_what_a_killed_keeper_had_published_is_still_whole_after_the_next_one_ends(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    state = build()
+    first = holdfast.Checkpointer(tmp_path, state)
+    train(state, 0)
+    first.save(0, durable=True).wait_durable(30)
+    for keeper in end_keepers(arena_dir, grace_s=0.0):
+        assert "holdfast.keeper" in keeper
+    again = build(seed=6)
+    with holdfast.Checkpointer(tmp_path, again) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None
+        assert restored.source == "memory"
+    assert holdfast.load(tmp_path, build(seed=7)).step == 0
+    with pytest.raises(holdfast.HoldfastError):
+        first.close()
+
+
+def test_shapes_that_come_and_go_are_saved_as_they_are(tmp_path: Path) -> None:
+    state = build()
+    buffer = torch.arange(100_000.0)
+    state["extra"] = {"values": buffer, "more": torch.ones(3)}
+    expected = {}
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        for step, size in enumerate((100_000, 50, 100_000, 7, 100_000)):
+            train(state, step)
+            state["extra"]["values"] = buffer.resize_(size).fill_(step)
+            expected[step] = buffer.clone()
+            checkpointer.save(step, durable=True).wait_durable(30)
+    for step, wanted in expected.items():
+        with holdfast.open(tmp_path, step) as found:
+            assert torch.equal(found.read("extra.values"), wanted)
+
+
+def test_a_state_that_cannot_be_saved_at_one_step_costs_that_step_only(
+    tmp_path: Path, heard: list[events.Event]
+) -> None:
+    state = build()
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        train(state, 0)
+        state["odd"] = object()
+        handle = checkpointer.step(0)
+        assert handle is not None
+        with pytest.raises(holdfast.SnapshotSkipped, match="odd"):
+            handle.wait_captured(5)
+        with pytest.raises(holdfast.UnsupportedState, match="odd"):
+            checkpointer.save(1)
+        del state["odd"]
+        train(state, 2)
+        checkpointer.save(2, durable=True).wait_durable(30)
+    assert sum(isinstance(event, events.SnapshotMissed) for event in heard) == 2
+
+
+def test_a_stopped_keeper_holds_training_up_once_and_not_at_every_step(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = saver_module.Patience(grant_s=0.5, durable_grant_s=0.5)
+    monkeypatch.setattr(checkpointer_module, "Patience", lambda **_: quick)
+    state = build()
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        train(state, 0)
+        checkpointer.save(0).wait_captured(30)
+        (keeper,) = keeper_pids(arena_dir)
+        os.kill(keeper, signal.SIGSTOP)
+        try:
+            started_s = time.monotonic()
+            for step in range(1, 11):
+                train(state, step)
+                checkpointer.step(step)
+            held_s = time.monotonic() - started_s
+        finally:
+            os.kill(keeper, signal.SIGCONT)
+        deadline = time.monotonic() + 30
+        for step in range(11, 10_000):
+            train(state, step)
+            handle = checkpointer.save(step)
+            try:
+                handle.wait_captured(30)
+                break
+            except holdfast.SnapshotSkipped:
+                assert time.monotonic() < deadline
+        assert held_s < 10 * quick.grant_s  # ten held steps would take longer than this

@@ -7,6 +7,7 @@ is an event, and it is what ``handle.wait_*`` raises.
 
 from __future__ import annotations
 
+import operator
 import os
 import time
 import uuid
@@ -19,7 +20,14 @@ import msgspec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.catalogue import catalogue
-from holdfast.errors import HoldfastError, NotFound, SnapshotSkipped, StatePoisoned, UsageError
+from holdfast.errors import (
+    HoldfastError,
+    NotFound,
+    SnapshotSkipped,
+    StatePoisoned,
+    UnsupportedState,
+    UsageError,
+)
 from holdfast.events import RunStarted, emit, subscribe
 from holdfast.format.manifest import Generation
 from holdfast.load.choose import Candidate, choose
@@ -251,7 +259,18 @@ class Checkpointer:
         in_memory = self.memory is not None and self._is_due(self.memory, step, "memory")
         if not (durable or in_memory):
             return None
-        return self._save(step, durable=durable, exact=False)
+        try:
+            return self._save(step, durable=durable, exact=False)
+        except UsageError as error:
+            if not isinstance(error, UnsupportedState):
+                raise  # a mistake in the call, the same on every rank
+            return self._declined(step, durable, error)
+        except Exception as error:  # of the user's own state_dict, say: it costs a snapshot
+            return self._declined(step, durable, error)
+
+    def _declined(self, step: int, durable: bool, error: Exception) -> SaveHandle:
+        self._last_step = step
+        return self._saver.decline(step, durable, error)
 
     def save(self, step: int, *, durable: bool = False) -> SaveHandle:
         """Snapshot the state as it is now, whatever the policies say; all ranks call it.
@@ -261,10 +280,15 @@ class Checkpointer:
         snapshot is also published in storage. Saving the same step again with ``durable``
         makes the snapshot taken of it durable. Steps must not fall within one run.
         """
-        return self._save(step, durable=durable, exact=True)
+        try:
+            return self._save(step, durable=durable, exact=True)
+        except Exception as error:
+            self._saver.decline(step, durable, error)
+            raise
 
     def _save(self, step: int, *, durable: bool, exact: bool) -> SaveHandle:
         self._check_usable()
+        step = _step_number(step)
         if not self._is_adopted:
             if self._may_restore:
                 raise UsageError(
@@ -279,10 +303,11 @@ class Checkpointer:
             missed = self._last_handle.state == "failed"
             if not missed:
                 return self._saver.make_durable(step) if durable else self._last_handle
-        carried, self._carried = self._carried_over(), []
+        carried = list(self._carried_over())
         handle = self._saver.save(
             step, durable=durable or bool(carried), exact=exact, carried=carried
         )
+        self._carried.clear()
         self._last_step, self._last_handle = step, handle
         self._updates_at_save = self._saver.updates
         return handle
@@ -366,9 +391,7 @@ class Checkpointer:
             try:
                 self._saver.close(timeout_s=timeout_s)
             finally:
-                for stop in self._stop_traces:
-                    stop()
-                self._trace.close()
+                self._stop_tracing()
 
     def _keep_promises(self, timeout_s: float) -> None:
         """Take the durable save that was carried along, if the state is still that of its step."""
@@ -394,7 +417,33 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Leave without a goodbye: what is in memory stays there for the next start."""
+        if not self._is_closed:
+            self._is_closed = True
+            _open_checkpointers.discard(self)
+            self._saver.close(timeout_s=5.0, say_goodbye=False)
+            self._stop_tracing()
+
+    def _stop_tracing(self) -> None:
+        for stop in self._stop_traces:
+            stop()
+        self._trace.close()
+
+
+def _step_number(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(f"a step is a whole number from 0 on, not {step!r}")
+    return number
 
 
 def _check(state: State, parity: int) -> None:
@@ -419,3 +468,5 @@ def _fence_all(*_: object) -> None:
 
 
 register_optimizer_step_pre_hook(_fence_all)
+# A forked child (a data loader's worker) has neither the capture thread nor anything to fence.
+os.register_at_fork(after_in_child=_open_checkpointers.clear)

@@ -24,7 +24,14 @@ from holdfast.load.restore import Restored, restore_first
 from holdfast.load.source import Checkpoint, from_manifest
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, Written, write_image
-from holdfast.snapshot.capture import Overtaking, Progress, Target, copy_image, stage
+from holdfast.snapshot.capture import (
+    Overtaking,
+    Progress,
+    Target,
+    computation_so_far,
+    copy_image,
+    stage,
+)
 from holdfast.snapshot.copies import plan_copies
 from holdfast.state.describe import Describer, Description, State
 from holdfast.storage.base import Lock, Store
@@ -127,7 +134,13 @@ def _write_image(
             writing = pool.submit(write_image, sink, memory, arrival, path)
             try:
                 seal = copy_image(
-                    Target(memory, plan), image, described.values, Overtaking(()), progress, 0
+                    Target(memory, plan),
+                    image,
+                    described.values,
+                    Overtaking(()),
+                    progress,
+                    0,
+                    computation_so_far(described.bindings),
                 )
                 arrival.copied(image.size_bytes)
             except BaseException as error:

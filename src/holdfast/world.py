@@ -122,10 +122,10 @@ def agree(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: floa
     Without it, one rank's error would leave the others waiting for a message it never sends.
     """
     mine = _Outcome("", "", b"")
-    cause: HoldfastError | None = None
+    cause: Exception | None = None
     try:
         mine.payload = act()
-    except HoldfastError as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         cause = error
         mine = _Outcome(type(error).__name__, str(error), b"")
     gathered = world.gather(phase, msgspec.msgpack.encode(mine), timeout_s=timeout_s)
@@ -135,7 +135,9 @@ def agree(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: floa
         raise cause
     if failed:
         rank, outcome = failed[0]
-        kind = getattr(errors, outcome.kind, HoldfastError)
+        kind = getattr(errors, outcome.kind, None)
+        if kind is None:
+            raise HoldfastError(f"rank {rank}: {outcome.kind}: {outcome.text}")
         raise kind(f"rank {rank}: {outcome.text}")
     return [outcome.payload for outcome in outcomes]
 

@@ -12,20 +12,8 @@ import pytest
 
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
+from leftovers import keeper_pids
 from lives import Lives, read_progress
-
-
-def keeper_pids(arena: Path) -> list[int]:
-    """The keepers that serve arenas below this directory."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes()
-        except OSError:
-            continue
-        if b"holdfast.keeper" in line and bytes(arena) in line:
-            found.append(int(path.parent.name))
-    return found
 
 
 def kill_keepers(arena: Path) -> int:

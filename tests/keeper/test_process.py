@@ -1,4 +1,4 @@
-"""The keeper as a process: quick to answer, without torch, outliving its starter, gone at the end."""
+"""The keeper as a process: quick to answer, without torch, outliving its starter."""
 
 from __future__ import annotations
 
@@ -54,7 +54,9 @@ def test_the_keeper_answers_soon_after_its_start_and_loads_no_torch(tmp_path: Pa
 def test_importing_the_keeper_and_all_it_uses_loads_no_torch() -> None:
     check = "import sys, holdfast.keeper.server, holdfast.cli; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    assert subprocess.run([sys.executable, "-c", check], env=environment, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", check], env=environment, check=False).returncode == 0
+    )
 
 
 def test_a_second_keeper_of_an_arena_steps_back_and_a_broken_one_says_why(

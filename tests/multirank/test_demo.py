@@ -255,12 +255,12 @@ def test_a_training_run_is_killed_and_resumes_exactly_on_any_ranks(
     assert code == 0
     assert result["as_promised"]
     assert [(r["world"], r["source"], r["has_same_state"]) for r in result["rows"]] == [
-        ("FSDP2, 2 ranks", "", None),
-        ("FSDP2, 2 ranks", "memory", True),
-        ("FSDP2, 2 ranks", "storage", True),
-        ("FSDP2, 1 rank", "storage", True),
-        ("FSDP2, 3 ranks", "storage", True),
-        ("FSDP2 x TP, 2 x 2", "storage", True),
+        ("FSDP2 2 ranks", "", None),
+        ("FSDP2 2 ranks", "memory", True),
+        ("FSDP2 2 ranks", "storage", True),
+        ("FSDP2 1 rank", "storage", True),
+        ("FSDP2 3 ranks", "storage", True),
+        ("FSDP2 x TP 2x2", "storage", True),
     ]
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
     assert list(shared_memory.iterdir()) == []

@@ -31,23 +31,24 @@ def _captures_together(rank: int, world: int, root: str) -> dict[str, Any]:
     # Rank 1's copy is overtaken: no rank keeps step 1.
     real = Overtaking.check
     if rank == 1:
-        Overtaking.check = _overtaken  # type: ignore[method-assign]
+        setattr(Overtaking, "check", _overtaken)  # noqa: B010  (not a method of its type)
     handle = checkpointer.save(1)
     try:
         handle.wait_captured(30)
         found["overtaken"] = "captured"
     except holdfast.CaptureOvertaken as error:
         found["overtaken"] = str(error)
-    Overtaking.check = real  # type: ignore[method-assign]
+    setattr(Overtaking, "check", real)  # noqa: B010
 
-    # The ranks ask for different steps: both are told so, at once.
+    # Rank 1 misses a step: the others are told at once, and all meet at the next one.
     started_s = time.monotonic()
-    handle = checkpointer.save(2 + rank)
-    try:
-        handle.wait_captured(30)
-        found["disagree"] = "captured"
-    except holdfast.SnapshotSkipped as error:
-        found["disagree"] = str(error)
+    found["disagree"] = ""
+    if rank == 0:
+        try:
+            checkpointer.save(2).wait_captured(30)
+        except holdfast.SnapshotSkipped as error:
+            found["disagree"] = str(error)
+    checkpointer.save(3).wait_captured(30)
     found["disagree_s"] = time.monotonic() - started_s
 
     # Rank 1's state has another leaf of the same name and shape, but another dtype.
@@ -76,16 +77,18 @@ def _overtaken(*_: object) -> None:
 
 
 def test_a_generation_is_captured_on_all_ranks_or_on_none(tmp_path: Path) -> None:
+    told: list[str] = []
     for found in run_ranks(2, _captures_together, str(tmp_path)):
         assert "model.head.weight" in found["overtaken"]
-        assert "rank 0: 2, rank 1: 3" in found["disagree"]
+        told.append(found["disagree"])
         assert found["disagree_s"] < 10  # long before any deadline
         assert "notes" in found["mismatch"]
         assert "its dtype is F32 on rank 0, F64 on rank 1" in found["mismatch"]
         assert found["loaded"] == 5
-        assert found["missed"] >= 2
-    told = (tmp_path / "events" / f"keeper-{socket.gethostname()}.jsonl").read_text()
-    assert told.count('"SnapshotMissed"') == 4  # twice for the ranks that disagree on the step
+        assert found["missed"] >= 1
+    assert "rank 0: 2, rank 1: 3" in told[0]
+    noted = (tmp_path / "events" / f"keeper-{socket.gethostname()}.jsonl").read_text()
+    assert noted.count('"SnapshotMissed"') == 3
 
 
 def _acts_on_the_same_step(rank: int, world: int, root: str) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -38,17 +38,20 @@ GRANT_S, CAPTURE_S = 30.0, 600.0
 VALUES_BYTES = (10, 1_000_000, 1_040_000, 5_000_000)
 
 Generation = tuple[int, int]
-rarely = st.sampled_from([True, False, False, False, False, False])
 
 
 @dataclass(frozen=True)
 class Save:
-    """One save that every rank is going to make."""
+    """One save that every rank makes; they are counted by their steps."""
 
-    step: int
     durable: bool
     exact: bool
     values_bytes: int
+
+
+saves = st.builds(
+    Save, durable=st.booleans(), exact=st.booleans(), values_bytes=st.sampled_from(VALUES_BYTES)
+)
 
 
 @dataclass
@@ -71,6 +74,11 @@ class Process:
     @property
     def writer(self) -> h.Writer:
         return h.Writer(self.pid, 1)
+
+
+def is_idle(process: Process) -> bool:
+    """Whether it may make its next save."""
+    return process.writes is None and process.waits_for is None
 
 
 @dataclass(frozen=True)
@@ -112,6 +120,8 @@ class Handoff(RuleBasedStateMachine):
     def start(self, world: int) -> None:
         self.now_s = 1000.0
         self.incarnation = self.keepers = 0
+        self.moves = 0
+        """What the keeper did since the last disaster: two at once show nothing new."""
         self.next_pid = 100
         self.processes: list[Process] = []
         self.saves: list[Save] = []
@@ -161,6 +171,7 @@ class Handoff(RuleBasedStateMachine):
 
     def carry_out(self, actions: Sequence[h.Action]) -> None:
         for action in actions:
+            self.moves += 1
             match action:
                 case h.Tell(message, rank):
                     self.check_truth(message)
@@ -245,35 +256,24 @@ class Handoff(RuleBasedStateMachine):
 
     # ── what trainers do ─────────────────────────────────────────────────────────────────
 
-    @rule(
-        durable=st.booleans(), exact=st.booleans(), size=st.sampled_from(VALUES_BYTES),
-        ahead=st.integers(1, 3),
-    )  # fmt: skip
-    def plan_a_save(self, durable: bool, exact: bool, size: int, ahead: int) -> None:
-        step = self.saves[-1].step + ahead if self.saves else 0
-        self.saves.append(Save(step, durable, exact and durable, size))
+    @precondition(lambda self: any(map(is_idle, self.trainers())))
+    @rule(data=st.data(), save=saves)
+    def ask(self, data: st.DataObject, save: Save) -> None:
+        self.make_ask(data.draw(st.sampled_from(self.trainers(is_idle))), save)
 
-    @precondition(lambda self: any(map(self.is_idle, self.trainers())))
-    @rule(data=st.data())
-    def ask(self, data: st.DataObject) -> None:
-        process = self.some(data, self.trainers(self.is_idle))
-        if process is not None:
-            self.make_ask(process)
-
-    def is_idle(self, process: Process) -> bool:
-        busy = process.writes is not None or process.waits_for is not None
-        return not busy and process.done < len(self.saves)
-
-    def make_ask(self, process: Process) -> None:
-        save = self.saves[process.done]
+    def make_ask(self, process: Process, save: Save) -> None:
+        """Ask for its next save, which is ``save`` if no other rank has made it yet."""
+        if process.done == len(self.saves):
+            self.saves.append(save)
+        save, step = self.saves[process.done], process.done
         process.done += 1
-        process.waits_for = save.step
+        process.waits_for = step
         if save.durable:
-            self.owed.add((process.pid, save.step))
+            self.owed.add((process.pid, step))
         data = table_of(self.world)
         self.keeper.table(table_hash(data), data)
         ask = m.Ask(
-            step=save.step, table=table_hash(data), values_bytes=save.values_bytes,
+            step=step, table=table_hash(data), values_bytes=save.values_bytes,
             durable=save.durable, exact=save.exact,
         )  # fmt: skip
         self.carry_out(self.keeper.ask(process.rank, ask, self.now_s))
@@ -364,17 +364,27 @@ class Handoff(RuleBasedStateMachine):
         )
         process = self.some(data, last)
         if process is not None:
-            step = self.saves[process.done - 1].step
+            step = process.done - 1
             self.owed.add((process.pid, step))
             self.carry_out(self.keeper.make_durable(step))
 
-    @rule(durable=st.booleans(), exact=st.booleans(), size=st.sampled_from(VALUES_BYTES))
-    def all_save(self, durable: bool, exact: bool, size: int) -> None:
-        """A save as most of them are: everybody asks, and hears."""
-        if not any(map(self.is_idle, self.trainers())):
-            self.plan_a_save(durable, exact, size, ahead=1)
-        for process in self.trainers(self.is_idle):
-            self.make_ask(process)
+    @precondition(lambda self: any(map(is_idle, self.trainers())))
+    @rule(save=saves)
+    def all_ask(self, save: Save) -> None:
+        for process in self.trainers(is_idle):
+            self.make_ask(process, save)
+
+    @rule(save=saves, is_persisted=st.booleans())
+    def all_goes_well(self, save: Save, is_persisted: bool) -> None:
+        """A save as most of them are."""
+        self.all_come_back()
+        self.all_ask(save)
+        self.all_allocations_end()
+        self.all_hear()
+        self.all_seal()
+        for attempt in list(self.persisting):
+            if is_persisted and self.is_complete(attempt):
+                self.end_persist(attempt, is_stored=True)
 
     @precondition(lambda self: any(p.inbox for p in self.trainers()))
     @rule()
@@ -398,14 +408,16 @@ class Handoff(RuleBasedStateMachine):
 
     # ── what goes wrong ──────────────────────────────────────────────────────────────────
 
-    @precondition(lambda self: bool(self.trainers()))
-    @rule(data=st.data(), dies=st.booleans(), happens=rarely)
-    def lose_a_rank(self, data: st.DataObject, dies: bool, happens: bool) -> None:
+    @precondition(lambda self: self.moves > 0 and bool(self.trainers()))
+    @rule(data=st.data(), fate=st.sampled_from(["dies", "is cut off", "connects twice"]))
+    def a_rank_is_lost(self, data: st.DataObject, fate: str) -> None:
         """Its line breaks; whether its process died is not told."""
-        process = self.some(data, self.trainers())
-        if happens and process is not None:
-            process.alive = not dies
-            self.hang_up(process)
+        process = data.draw(st.sampled_from(self.trainers()))
+        process.alive = fate != "dies"
+        self.hang_up(process)
+        if fate == "connects twice":  # before its old line was seen to be broken
+            self.join(process)
+        else:
             self.carry_out(self.keeper.lost(process.rank))
 
     def hang_up(self, process: Process) -> None:
@@ -423,15 +435,6 @@ class Handoff(RuleBasedStateMachine):
     def away(self) -> list[Process]:
         current = [p for p in self.processes if p.alive and p.incarnation == self.incarnation]
         return [p for p in current if not p.connected]
-
-    @precondition(lambda self: bool(self.trainers()))
-    @rule(data=st.data(), happens=rarely)
-    def connect_twice(self, data: st.DataObject, happens: bool) -> None:
-        """A process comes back before its old line was seen to be broken."""
-        process = self.some(data, self.trainers())
-        if happens and process is not None:
-            self.hang_up(process)
-            self.join(process)
 
     @precondition(lambda self: any(p.alive and not p.connected for p in self.processes))
     @rule(data=st.data())
@@ -477,7 +480,7 @@ class Handoff(RuleBasedStateMachine):
         else:
             self.carry_out(self.keeper.persist_failed(name, "disk full"))
 
-    @rule(seconds=st.sampled_from([0.1] * 6 + [GRANT_S + 1, CAPTURE_S + 1]))
+    @rule(seconds=st.sampled_from([0.1, 0.1, GRANT_S + 1, CAPTURE_S + 1]))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
         self.carry_out(self.keeper.tick(self.now_s))
@@ -486,12 +489,9 @@ class Handoff(RuleBasedStateMachine):
             if slot.state == "quarantined" and slot.writer and slot.writer not in living:
                 self.carry_out(self.keeper.writer_gone(slot.id))
 
-    @rule(world=st.integers(1, 3), data=st.data(), all_die=st.booleans(), happens=rarely)
-    def ranks_start_anew(
-        self, world: int, data: st.DataObject, all_die: bool, happens: bool
-    ) -> None:
-        if not happens and len(self.trainers()) == self.world:
-            return
+    @precondition(lambda self: self.moves > 2)
+    @rule(world=st.integers(1, 3), data=st.data(), all_die=st.booleans())
+    def ranks_start_anew(self, world: int, data: st.DataObject, all_die: bool) -> None:
         for process in self.processes:
             process.alive &= not all_die
         for process in self.trainers():
@@ -502,14 +502,15 @@ class Handoff(RuleBasedStateMachine):
             attempt = data.draw(st.sampled_from(held))
             assert self.keeper.pin(attempt.id)
             self.pinned = tuple(attempt.slots.values())
+        self.moves = 0
 
-    @rule(happens=rarely)
-    def keeper_dies(self, happens: bool) -> None:
+    @precondition(lambda self: self.moves > 2)
+    @rule()
+    def keeper_dies(self) -> None:
         """Another takes over what the slots say of themselves, in the same incarnation."""
-        if not happens:
-            return
         for process in self.trainers():
             self.hang_up(process)
+        self.moves = 0
         self.allocating.clear()
         self.persisting.clear()
         self.keeper = self.new_keeper()
@@ -582,13 +583,13 @@ class Handoff(RuleBasedStateMachine):
         self.settle_down()
         assert not self.owed, f"nobody was told what came of {self.owed}"
         self.ranks_are_there()
-        self.plan_a_save(durable=True, exact=True, size=10, ahead=1)
         for process in self.trainers():
-            process.done = len(self.saves) - 1
-            self.make_ask(process)
+            process.done = len(self.saves)
+        for process in self.trainers():
+            self.make_ask(process, Save(durable=True, exact=True, values_bytes=10))
         self.settle_down()
-        step = self.saves[-1].step
-        assert (self.incarnation, step) in self.published.values(), "a healthy save came to nothing"
+        generation = (self.incarnation, len(self.saves) - 1)
+        assert generation in self.published.values(), "a healthy save came to nothing"
         assert not self.owed
 
     def ranks_are_there(self) -> None:

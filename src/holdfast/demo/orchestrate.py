@@ -37,9 +37,9 @@ from holdfast.errors import ArenaError, UsageError
 KILL_ONE, KILL_ALL = range(8, 30), range(44, 55)
 RANKS = 2
 OTHER_WORLDS = (
-    ("1-rank", 1, "fsdp", "FSDP2, 1 rank"),
-    ("3-ranks", 3, "fsdp", "FSDP2, 3 ranks"),
-    ("2x2-ranks", 4, "fsdp_tp", "FSDP2 x TP, 2 x 2"),
+    ("1-rank", 1, "fsdp", "FSDP2 1 rank"),
+    ("3-ranks", 3, "fsdp", "FSDP2 3 ranks"),
+    ("2x2-ranks", 4, "fsdp_tp", "FSDP2 x TP 2x2"),
 )
 DEFAULT_OUT = Path("runs/demo")
 MARKER = ".holdfast-demo"
@@ -140,7 +140,7 @@ class Demo:
         run.launch(RANKS, "--checksum-after", *map(str, around))
         reference = run.wait_for_end()
         row = judge_reference(reference, STEPS, run.published(), DURABLE_EVERY)
-        self._add("reference: FSDP2, 2 ranks", row, reference)
+        self._add("reference: FSDP2 2 ranks", row, reference)
         return reference
 
     def _kill_one(self, run: Run, after: int) -> Interruption:
@@ -157,10 +157,8 @@ class Demo:
         part = self._let_pass_part_of_a_step(killed)
         kill = Interruption("everything", killed, time.monotonic())
         run.kill_all()
-        self.screen.say(
-            f"step {killed.last_updated} made, {part:.0%} into the next: SIGKILL to torchrun, "
-            "trainers and keeper; shared memory removed"
-        )
+        self.screen.say(f"step {killed.last_updated} made, {part:.0%} into the next:")
+        self.screen.say("SIGKILL to torchrun, trainers and keeper; shared memory removed")
         return kill
 
     def _set_aside(self, run: Run) -> tuple[int | None, Path]:

@@ -66,12 +66,13 @@ class Screen:
 
     def show_table(self, result: Result) -> None:
         """The result, and in words what was not as promised."""
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+        gap = 2 if self._console.width >= 90 else 1
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, gap, 0, 0))
         for name in ("what failed", "resumed on", "from"):
             table.add_column(name)
-        for name in ("step", "lost", "seconds"):
+        for name in ("step", "lost", "secs"):
             table.add_column(name, justify="right")
-        for name in ("state", "losses", "as promised"):
+        for name in ("state", "losses", "promise"):
             table.add_column(name)
         for row in result.rows:
             table.add_row(*_cells(row))
@@ -104,9 +105,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         _or_dash(row.resumed_at),
         _or_dash(row.lost_steps),
         "-" if row.resume_s is None else f"{row.resume_s:.1f}",
-        {True: "identical", False: "DIFFERENT", None: "-"}[row.has_same_state],
+        {True: "same", False: "OTHER", None: "-"}[row.has_same_state],
         "the reference" if row.what == NOTHING else _losses(row),
-        "NO" if row.broken else "yes",
+        "BROKEN" if row.broken else "kept",
     )
 
 
@@ -116,16 +117,20 @@ def _or_dash(number: int | None) -> str:
 
 def _losses(row: Row) -> str:
     found = row.losses
-    if row.is_bitwise:
+    if not row.is_bitwise:
+        return f"{found.steps} within {found.largest:.0e}"
+    if found.identical < found.steps:
         return f"{found.identical} of {found.steps} identical"
-    return f"{found.steps} within {found.largest:.0e}"
+    return f"{found.steps} identical"
 
 
 _NOTES = f"""
-resumed on: the same run on 2 ranks; then the checkpoint of that moment on other ranks
-step:       the one whose end was restored; `lost` steps after it were made again
-seconds:    from the kill (on other ranks: from the start) to the end of the first new step
-state:      parameters, moments, schedule and counters as restored, by checksum, bit for bit
-losses:     bit for bit on the same ranks. On others float32 gradients are summed in another order
-            and rounded otherwise, by 6e-08 of a sum: up to {TOLERANCE:.0e} of the loss is allowed
+resumed on  the same run on 2 ranks; then the checkpoint of that moment elsewhere
+step, lost  resumed after this step; as many that had been made were made again
+secs        from the kill (elsewhere: from the start) to the end of the first step
+state       as restored: parameters, moments, schedule, counters; by checksum,
+            bit for bit
+losses      after resuming, against the reference: identical bit for bit on the
+            same ranks. Elsewhere gradients, sums of float32, are taken in another
+            order and rounded otherwise, by 6e-08 of a sum; promised: {TOLERANCE:.0e}
 """

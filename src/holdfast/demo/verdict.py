@@ -189,4 +189,4 @@ def _how(resumed: Incarnation) -> str:
 
 
 def _world(run: Incarnation) -> str:
-    return f"FSDP2, {run.world} rank{'s' if run.world != 1 else ''}"
+    return f"FSDP2 {run.world} rank{'s' if run.world != 1 else ''}"

@@ -71,10 +71,14 @@ class Memory:
         slot.state, slot.attempt, slot.rank = "captured", record.attempt, record.rank
         slot.image_bytes = record.image_bytes
         slot.header_xxh3, slot.table_xxh3 = record.header_xxh3, record.table_xxh3
-        attempt = attempts.setdefault(
-            record.attempt,
-            Attempt(record.attempt, record.incarnation, record.step, record.world, record.layout),
-        )
+        said = Attempt(record.attempt, record.incarnation, record.step, record.world, record.layout)
+        attempt = attempts.setdefault(record.attempt, said)
+        same = (attempt.incarnation, attempt.step, attempt.world, attempt.layout)
+        if same != (said.incarnation, said.step, said.world, said.layout) or (
+            record.rank in attempt.slots
+        ):
+            slot.state = "free"  # not of one attempt, whatever its name says: never a mixture
+            return slot
         attempt.slots[record.rank] = slot_id
         return slot
 

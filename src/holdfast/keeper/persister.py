@@ -7,17 +7,19 @@ goes wrong before leaves the previous checkpoint as it was (promise 3).
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from holdfast.catalogue import attempt_dir, catalogue, image_path
+from holdfast.catalogue import attempt_dir, catalogue, image_path, manifest_path
 from holdfast.errors import ChecksumMismatch, HoldfastError, PersistFailed
 from holdfast.events import CheckpointPruned, CheckpointPublished, ImageDurable, PersistBroke, emit
-from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, unseal
 from holdfast.format.values import from_bytes
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, Written, verify_header, write_image
@@ -57,6 +59,12 @@ class Job:
     images: dict[int, ImageJob]
     is_complete: threading.Event = field(default_factory=threading.Event)
     aborted: str = ""
+    is_publishing: bool = False
+    #: A try of its own: an earlier one, cut off by a kill, may have left files behind.
+    directory: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.directory = f"{self.attempt}{secrets.token_hex(3)}"
 
     def abort(self, reason: str) -> None:
         """The attempt came to nothing."""
@@ -111,6 +119,8 @@ class Persister:
     def _persist(self, job: Job) -> None:
         if job.aborted:
             raise PersistFailed(job.aborted)
+        if self._is_published(job):
+            return
         started_s = time.monotonic()
         commit.record_incarnation(self.store, job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
@@ -119,7 +129,8 @@ class Persister:
             try:
                 images = [future.result() for future in futures]
             except BaseException as error:
-                job.abort(f"another image failed: {error}")
+                for image in job.images.values():
+                    image.arrival.abort(f"another image failed: {error}")
                 raise
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
@@ -135,6 +146,7 @@ class Persister:
             values=_shown_values(job),
             created_s=time.time(),
         )
+        job.is_publishing = True
         commit.publish(self.store, manifest)
         emit(CheckpointPublished(
             incarnation=manifest.incarnation, step=manifest.step, size_bytes=manifest.size_bytes,
@@ -143,7 +155,7 @@ class Persister:
         self._prune(job)
 
     def _persist_image(self, job: Job, image: ImageJob) -> ImageRef:
-        path = image_path(job.generation, job.attempt, image.rank)
+        path = image_path(job.generation, job.directory, image.rank)
         where = f"{path} (step {job.generation.step})"
         started_s = time.monotonic()
         sink = self.store.create(path, len(image.memory))
@@ -168,11 +180,24 @@ class Persister:
             header_xxh3=image.header_xxh3, table_xxh3=image.table_xxh3,
         )  # fmt: skip
 
+    def _is_published(self, job: Job) -> bool:
+        """Whether an earlier keeper published this attempt. PersistFailed if it was another's."""
+        path = manifest_path(job.generation)
+        if not self.store.exists(path):
+            return False
+        there = unseal(Manifest, self.store.read(path), path)
+        if there.attempt != job.attempt:
+            raise PersistFailed(
+                f"{job.generation} is published already, from another attempt; it is not replaced"
+            )
+        return True
+
     def _clean_up(self, job: Job) -> None:
-        try:
-            self.store.remove_tree(attempt_dir(job.generation, job.attempt))
-        except HoldfastError:
-            return  # the sweeper finds it at a later publication
+        """Remove what this try wrote, unless a manifest may name it: then the sweeper decides."""
+        if job.is_publishing:
+            return
+        with contextlib.suppress(HoldfastError):  # the sweeper finds it at a later publication
+            self.store.remove_tree(attempt_dir(job.generation, job.directory))
 
     def _prune(self, job: Job) -> None:
         """Apply the retention policy; trouble here harms no checkpoint and is only reported."""
@@ -189,7 +214,8 @@ class Persister:
                     pruned_step=generation.step, pruned_incarnation=generation.incarnation,
                 ))  # fmt: skip
             left = [m for m in found.manifests if m.generation not in set(condemned)]
-            self._sweeper.sweep(left, ())
+            if not found.broken:  # an unreadable manifest may name what looks unnamed
+                self._sweeper.sweep(left, ())
         except HoldfastError as error:
             emit(PersistBroke(
                 incarnation=job.generation.incarnation, step=job.generation.step,

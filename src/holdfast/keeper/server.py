@@ -45,6 +45,7 @@ from holdfast.storage.open import open_store
 GRANT_DEADLINE_S = 30.0
 CAPTURE_DEADLINE_S = 600.0
 TICK_S = 0.1
+EMPTY_IDLE_S = 2.0
 SOCKET_NAME = "keeper.sock"
 
 
@@ -86,6 +87,9 @@ class Keeper:
         self._persist_at_end = True
         self._helpers = ThreadPoolExecutor(2, thread_name_prefix="holdfast-keeper")
         self._ended = asyncio.Event()
+        self._beginning = asyncio.Lock()
+        self._tried_at_end: set[str] = set()
+        self._last_tried: dict[str, str] = {}
         self._alone_since = time.monotonic()
 
     # ── life ─────────────────────────────────────────────────────────────────────────────
@@ -127,13 +131,14 @@ class Keeper:
 
         return close_trace
 
-    def _let_go(self) -> None:
+    def _let_go(self, keep_arena: bool) -> None:
         """Give up root and arena, so that whoever is told that we ended finds both free."""
         if self._persister is not None:
             self._persister.stop()
         if self._root_lock is not None:
             self._root_lock.release()
-        remove_arena(self.arena)
+        if not keep_arena:
+            remove_arena(self.arena)
 
     async def _tick(self) -> None:
         while True:
@@ -154,31 +159,43 @@ class Keeper:
             rank in self._ranks and self._ranks[rank].said_goodbye
             for rank in range(self.coordinator.world)
         )
-        idle = time.monotonic() - self._alone_since > self.idle_s
+        # Started by a process that then had no place in the run, it has nothing to keep.
+        patience_s = self.idle_s if self.coordinator.complete() else min(self.idle_s, EMPTY_IDLE_S)
+        idle = time.monotonic() - self._alone_since > patience_s
         if not (everyone_left or idle) or self.coordinator.is_busy():
             return
-        if (self._persist_at_end or idle) and self._persister is not None:
-            actions = self.coordinator.persist_newest()
-            if actions and not self._tried_last(actions):
-                await self._carry_out(actions)
+        unsaved = ""
+        if self._persist_at_end or not everyone_left:
+            unsaved = self.coordinator.unpersisted()
+            if unsaved and unsaved not in self._tried_at_end:
+                self._tried_at_end.add(unsaved)
+                await self._persist_last(unsaved)
                 return
+        # What storage refused stays in memory, and the next keeper finds it there.
         self._server.close()
-        await self._in_thread(self._let_go)
-        emit(KeeperStopped(reason="nobody came back" if idle else "the run ended"))
+        await self._in_thread(self._let_go, bool(unsaved))
+        emit(KeeperStopped(reason="the run ended" if everyone_left else "nobody came back"))
         leaving = [connection for connection, _ in self._goodbyes]
-        self._answer_goodbyes()
+        self._answer_goodbyes(self._last_tried.get(unsaved, ""))
         for connection in leaving:
             await _drain(connection)
         self._ended.set()
 
-    def _tried_last(self, actions: Sequence[h.Action]) -> bool:
-        """Storage is asked once for the last generation; a full disk must not keep us here."""
-        attempt = next((a.attempt for a in actions if isinstance(a, h.StartPersist)), "")
-        if getattr(self, "_last_tried", "") == attempt:
-            self.coordinator.attempts[attempt].persisting = False
-            return True
-        self._last_tried = attempt
-        return False
+    async def _persist_last(self, attempt: str) -> None:
+        try:
+            await self._ensure_persister()
+        except HoldfastError as error:
+            self._last_tried[attempt] = str(error)
+            return
+        await self._carry_out(self.coordinator.persist_newest())
+
+    async def _ensure_persister(self) -> Persister:
+        """The way to storage, with the root's lock. RootBusy when another run has it."""
+        if self._root_lock is None:
+            self._root_lock = await self._in_thread(self._lock_root)
+        if self._persister is None:
+            self._persister = Persister(self._store, Keep(), self._persist_ended)
+        return self._persister
 
     # ── conversations ────────────────────────────────────────────────────────────────────
 
@@ -211,9 +228,13 @@ class Keeper:
         await self._carry_out(self.coordinator.lost(rank))
         self._answer_goodbyes()  # they wait for everybody, and one will not come
 
-    def _answer_goodbyes(self) -> None:
+    def _answer_goodbyes(self, failure: str = "") -> None:
+        answer: m.Message = m.Done()
+        if failure:
+            reason = f"the newest snapshot could not be made durable and stays in memory: {failure}"
+            answer = m.Refused(kind="PersistFailed", reason=reason)
         for connection, seq in self._goodbyes:
-            connection.send(m.Done(), seq)
+            connection.send(answer, seq)
         self._goodbyes.clear()
 
     async def _hear(self, connection: Connection, seq: int, message: m.Message) -> None:
@@ -248,9 +269,12 @@ class Keeper:
         return m.Welcome(pid=os.getpid())
 
     async def _begin(self, connection: Connection, message: m.Begin, _: int) -> m.Message:
+        async with self._beginning:
+            return await self._begin_alone(message)
+
+    async def _begin_alone(self, message: m.Begin) -> m.Message:
         numbers = await self._in_thread(self._known_incarnations)
-        if self._root_lock is None:
-            self._root_lock = await self._in_thread(self._lock_root)
+        await self._ensure_persister()
         n = max(numbers, default=0) + 1
         self.incarnation = None
         for old in list(self._ranks.values()):
@@ -279,13 +303,11 @@ class Keeper:
         return self._store.lock(LOCK, f"run {self.run_id}, keeper {os.getpid()} on {self.host_id}")
 
     async def _join(self, connection: Connection, message: m.Join, _: int) -> m.Message:
-        current = (self.coordinator.incarnation, self.coordinator.nonce)
-        if (message.incarnation, message.nonce) != current:
-            resumed = await self._resume(message)
-            if not resumed:
+        async with self._beginning:  # ranks that find a new keeper must not each begin anew
+            if not (self._is_current(message) or await self._resume(message)):
                 raise Fenced(
-                    f"incarnation {message.incarnation} is over, {current[0]} has begun: "
-                    "this process belongs to an older start of the run and must end"
+                    f"incarnation {message.incarnation} is over, {self.coordinator.incarnation} "
+                    "has begun: this process belongs to an older start and must end"
                 )
         old = self._ranks.get(message.rank)
         connection.rank = message.rank
@@ -293,12 +315,14 @@ class Keeper:
         if old is not None and old is not connection:
             old.writer.close()
         self._persist_at_end = message.persist_at_end
-        keep = Keep(last=message.keep_last, every=message.keep_every)
-        if self._persister is None:
-            self._persister = Persister(self._store, keep, self._persist_ended)
-        self._persister.keep = keep
+        persister = await self._ensure_persister()
+        persister.keep = Keep(last=message.keep_last, every=message.keep_every)
         await self._carry_out(self.coordinator.join(message.rank, connection.process))
         return m.Done()
+
+    def _is_current(self, message: m.Join) -> bool:
+        current = (self.coordinator.incarnation, self.coordinator.nonce)
+        return (message.incarnation, message.nonce) == current
 
     async def _resume(self, message: m.Join) -> bool:
         """A keeper that was started in the middle of an incarnation takes it over."""
@@ -310,8 +334,7 @@ class Keeper:
         is_newest = mine is not None and mine.n == newest and mine.nonce == message.nonce
         if mine is None or not is_newest or self.coordinator.incarnation > mine.n:
             return False
-        if self._root_lock is None:
-            self._root_lock = await self._in_thread(self._lock_root)
+        await self._ensure_persister()
         self.coordinator.begin(mine.n, mine.nonce, mine.world)
         self.coordinator.adopt(time.monotonic())
         self.incarnation = mine
@@ -389,6 +412,10 @@ class Keeper:
     async def _abandon(self, connection: Connection, message: m.Abandon, _: int) -> None:
         rank = self._require_rank(connection)
         await self._carry_out(self.coordinator.abandon(rank, message))
+
+    async def _decline(self, connection: Connection, message: m.Decline, _: int) -> None:
+        rank = self._require_rank(connection)
+        await self._carry_out(self.coordinator.decline(rank, message.step, message.reason))
 
     async def _withdraw(self, connection: Connection, message: m.Withdraw, _: int) -> None:
         rank = self._require_rank(connection)
@@ -526,6 +553,8 @@ class Keeper:
 
         def on_loop() -> None:
             job = self._jobs.pop(attempt_id, None)
+            if reason is not None:
+                self._last_tried[attempt_id] = reason
             if attempt_id not in self.coordinator.attempts:
                 return
             if job is not None:
@@ -584,6 +613,7 @@ _HANDLERS: dict[type[m.Message], _Handler] = {
     m.Captured: Keeper._captured,
     m.Abandon: Keeper._abandon,
     m.Withdraw: Keeper._withdraw,
+    m.Decline: Keeper._decline,
     m.MakeDurable: Keeper._make_durable,
     m.Announce: Keeper._announce,
     m.Explain: Keeper._explain,

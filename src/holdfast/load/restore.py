@@ -150,8 +150,9 @@ class _Attempt:
     ) -> None:
         """Prepare, read, finish; every rank learns of any rank's trouble after each."""
         self._together("opened", lambda: self._open(open_checkpoint))
-        self._together("prepared", self._prepare)
+        self._together("checked", self._check)
         on_poison(True)
+        self._together("prepared", self._prepare)
         self._together("read", self._read)
         self._together("values set", self._finish)
         on_poison(False)
@@ -191,12 +192,15 @@ class _Attempt:
                 step=self.candidate.step, rank=self.world.rank, names=tuple(sorted(differing))
             ))  # fmt: skip
 
-    def _prepare(self) -> None:
+    def _check(self) -> None:
         stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
         self.restoring = Restoring(self.state, stored, self.shared.get("shared", {}))
+        self.restoring.check()
+
+    def _prepare(self) -> None:
         self.filling = _Filling()
         with torch.no_grad():
-            for name, tensor in self.restoring.prepare():
+            for name, tensor in self.restoring.make_room():
                 self.filling.add(name, tensor, self.world.rank)
         self.size_bytes = self.filling.size_bytes
 

@@ -65,8 +65,15 @@ class HeldImage:
 class Checkpoint:
     """The images of one generation, with headers and block tables that were verified."""
 
-    def __init__(self, layout: Layout, files: Mapping[int, ImageFile], world: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        files: Mapping[int, ImageFile],
+        world: int,
+        identity: Mapping[str, str],
+    ) -> None:
         self.layout = layout
+        self.identity = dict(identity)
         self.files = files
         self.world = world
         self._headers: dict[int, Header] = {}
@@ -93,6 +100,12 @@ class Checkpoint:
         raw = bytes(file.view(0, data_start, bytearray()))
         _expect(text(checksum(raw)), file.header_xxh3, f"header of {file.name}")
         header = parse_header(raw, file.name, file.size_bytes)
+        for name, expected in (self.identity | {"rank": str(rank)}).items():
+            if header.metadata.get(name) != expected:
+                raise FormatError(
+                    f"{file.name} is of {name} {header.metadata.get(name)!r}, {expected!r} was "
+                    "expected: it is not the image it is said to be"
+                )
         at = data_start + header.table.offset
         table = bytes(file.view(at, file.size_bytes, bytearray()))
         _expect(text(checksum(table)), file.table_xxh3, f"block table of {file.name}")
@@ -107,6 +120,17 @@ def _expect(found: str, stored: str, what: str) -> None:
         )
 
 
+def _identity(source: Manifest | HeldGeneration) -> dict[str, str]:
+    """What every image of a generation says of itself in its header."""
+    return {
+        "incarnation": str(source.incarnation),
+        "step": str(source.step),
+        "attempt": source.attempt,
+        "world": str(source.world),
+        "layout": source.layout,
+    }
+
+
 def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
     """A published checkpoint."""
     path = layout_path(manifest.layout)
@@ -116,7 +140,7 @@ def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
         i.rank: StoredImage(store, i.path, i.size_bytes, i.header_xxh3, i.table_xxh3)
         for i in manifest.images
     }
-    return Checkpoint(layout, files, manifest.world)
+    return Checkpoint(layout, files, manifest.world, _identity(manifest))
 
 
 def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
@@ -127,4 +151,4 @@ def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
     files: dict[int, ImageFile] = {
         s.rank: HeldImage(s.path, s.image_bytes, s.header_xxh3, s.table_xxh3) for s in held.slots
     }
-    return Checkpoint(layout, files, held.world)
+    return Checkpoint(layout, files, held.world, _identity(held))

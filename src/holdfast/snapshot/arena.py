@@ -159,7 +159,6 @@ class SlotFile:
             self.map = mmap.mmap(descriptor, size, access=access)
         finally:
             os.close(descriptor)
-        self._sequence = -1
         self.image = memoryview(self.map)[IMAGE_START:]
 
     @classmethod
@@ -213,24 +212,21 @@ class SlotFile:
 
     def read_record(self) -> SlotRecord | None:
         """The newest intact record, or None when there is none."""
-        best: SlotRecord | None = None
-        for page in (0, PAGE_BYTES):
-            found = self._read_page(page)
-            if found is not None and found[0] >= self._sequence:
-                self._sequence, best = found
-        return best
+        return self._newest()[1]
+
+    def _newest(self) -> tuple[int, SlotRecord | None]:
+        pages = [found for page in (0, PAGE_BYTES) if (found := self._read_page(page)) is not None]
+        return max(pages, key=lambda found: found[0], default=(-1, None))
 
     def write_record(self, record: SlotRecord) -> None:
         """Replace the record; a kill at any instant leaves the old or the new one."""
-        if self._sequence < 0:
-            self.read_record()
-        sequence = self._sequence + 1
+        # Keeper and trainer take turns to write: the number before is read, never remembered.
+        sequence = self._newest()[0] + 1
         payload = msgspec.msgpack.encode(record)
         digest = checksum(sequence.to_bytes(8, "little") + payload)
         frame = _FRAME.pack(_MAGIC, sequence, len(payload), digest) + payload
         start = PAGE_BYTES * (sequence % 2)
         self.map[start : start + len(frame)] = frame
-        self._sequence = sequence
 
     def _read_page(self, start: int) -> tuple[int, SlotRecord] | None:
         magic, sequence, length, digest = _FRAME.unpack_from(self.map, start)

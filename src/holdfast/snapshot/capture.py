@@ -8,7 +8,7 @@ their own that waits for the computation; the blocks are summed as the copies ar
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -112,8 +112,8 @@ class Progress:
     """Raises Stopped when the capture was called off."""
     copied: Callable[[int], None]
     """Hears how many bytes from the start of the image are final."""
-    enqueued: Callable[[torch.cuda.Event], None]
-    """Called once when the last copy from a GPU is enqueued: an update may wait on this event."""
+    enqueued: Callable[[list[torch.cuda.Event]], None]
+    """Called once when the last copy from a GPU is enqueued: updates may wait on these events."""
 
 
 def copy_image(
@@ -123,13 +123,18 @@ def copy_image(
     overtaking: Overtaking,
     progress: Progress,
     turn: int,
+    ready: Mapping[torch.device, torch.cuda.Event],
 ) -> Seal:
-    """Fill ``target`` with one image. Raises CaptureOvertaken or Stopped; then it is no image."""
+    """Fill ``target`` with one image; ``ready``: an event behind the computation, by GPU.
+
+    Raises CaptureOvertaken or Stopped; then it is no image.
+    """
     memory, start = target.memory, image.data_start
     memory[:start] = image.header
-    device = next((c.source.device for c in target.plan.copies if c.source.is_cuda), None)
-    copier = _copy_on_cpu if device is None else _copy_from_gpu
-    sums = copier(target, image, overtaking, progress, turn)
+    if ready:
+        sums = _copy_from_gpu(target, image, overtaking, progress, turn, ready)
+    else:
+        sums = _copy_on_cpu(target, image, overtaking, progress, turn)
     stop = start + image.values_offset + image.values_bytes
     memory[start + image.values_offset : stop] = values
     table_start = start + image.table_offset
@@ -166,35 +171,85 @@ def _copy_on_cpu(
 
 
 def _copy_from_gpu(
-    target: Target, image: Image, overtaking: Overtaking, progress: Progress, turn: int
+    target: Target,
+    image: Image,
+    overtaking: Overtaking,
+    progress: Progress,
+    turn: int,
+    ready: Mapping[torch.device, torch.cuda.Event],
 ) -> list[int]:
+    """Enqueue every copy, let updates wait on the last, and sum the blocks as they arrive."""
+    streams = {device: _side_stream(device) for device in ready}
+    try:
+        arrivals = _enqueue(target, progress, ready, streams)
+        last = []
+        for device, stream in streams.items():
+            with torch.cuda.device(device):
+                last.append(stream.record_event())
+        progress.check()
+        overtaking.check(target, turn)
+        progress.enqueued(last)
+        sums: list[int] = []
+        for done, event in arrivals:
+            event.synchronize()
+            progress.check()
+            _sum_blocks(target.memory, image.data_start, done, sums, image.table_offset)
+            progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
+        for event in last:
+            event.synchronize()
+    except BaseException:
+        # Nobody may be given this slot, or these sources, while copies are still landing.
+        for stream in streams.values():
+            stream.synchronize()
+        raise
+    return sums
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one stream captures copy on, of this device: a thread's current device is another."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    return _streams[device]
+
+
+def _enqueue(
+    target: Target,
+    progress: Progress,
+    ready: Mapping[torch.device, torch.cuda.Event],
+    streams: Mapping[torch.device, torch.cuda.Stream],
+) -> list[tuple[int, torch.cuda.Event]]:
+    """(end of the bytes, their event), by offset, of all large pieces; small ones come first."""
+    into, sources = target.small
     arrivals: list[tuple[int, torch.cuda.Event]] = []
-    if target.small[0]:
-        torch._foreach_copy_(*target.small, non_blocking=True)
+    for device, stream in streams.items():
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            stream.wait_event(ready[device])
+            mine = [n for n, source in enumerate(sources) if source.device == device]
+            if mine:
+                torch._foreach_copy_(
+                    [into[n] for n in mine], [sources[n] for n in mine], non_blocking=True
+                )
+            arrivals.append((0, stream.record_event()))
+    for to, source in zip(into, sources, strict=True):
+        if not source.is_cuda:
+            to.copy_(source)
     for copy in target.large:
         progress.check()
-        to, source = target.view(copy).view(-1), copy.source.reshape(-1)
-        step = max(1, SEGMENT_BYTES * 4 // max(1, source.element_size()))
-        for at in range(0, source.numel(), step):
-            to[at : at + step].copy_(source[at : at + step], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            done = min(at + step, source.numel()) * source.element_size()
-            arrivals.append((copy.offset + done, event))
-    last = torch.cuda.Event()
-    last.record()
-    progress.check()
-    overtaking.check(target, turn)
-    progress.enqueued(last)
-    sums: list[int] = []
-    # Small pieces were enqueued first: once one large segment is here, so are they.
-    for done, event in arrivals:
-        event.synchronize()
-        progress.check()
-        _sum_blocks(target.memory, image.data_start, done, sums, image.table_offset)
-        progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
-    last.synchronize()
-    return sums
+        if not copy.source.is_cuda:
+            target.view(copy).copy_(copy.source)
+            continue
+        device = copy.source.device
+        with torch.cuda.device(device), torch.cuda.stream(streams[device]):
+            to, flat = target.view(copy).view(-1), copy.source.reshape(-1)
+            step = max(1, SEGMENT_BYTES * 4 // flat.element_size())
+            for at in range(0, flat.numel(), step):
+                to[at : at + step].copy_(flat[at : at + step], non_blocking=True)
+                done = min(at + step, flat.numel()) * flat.element_size()
+                arrivals.append((copy.offset + done, streams[device].record_event()))
+    return arrivals
 
 
 def _sum_blocks(memory: memoryview, start: int, done: int, sums: list[int], size: int) -> None:
@@ -202,6 +257,15 @@ def _sum_blocks(memory: memoryview, start: int, done: int, sums: list[int], size
     last = block_count(size) if done >= size else done // BLOCK_BYTES
     for _, begin, end in blocks(len(sums), last, size):
         sums.append(checksum(memory[start + begin : start + end]))
+
+
+def computation_so_far(bindings: Sequence[Binding]) -> dict[torch.device, torch.cuda.Event]:
+    """An event behind everything enqueued on the current stream of each GPU the state is on."""
+    found: dict[torch.device, torch.cuda.Event] = {}
+    for device in {b.local.device for b in bindings if b.local.is_cuda}:
+        with torch.cuda.device(device):
+            found[device] = torch.cuda.current_stream(device).record_event()
+    return found
 
 
 def stage(bindings: Sequence[Binding]) -> None:

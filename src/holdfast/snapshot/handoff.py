@@ -23,6 +23,7 @@ from holdfast.snapshot import messages as m
 SLOTS_PER_IMAGE = 3
 #: Slack in a slot, so that plain values may grow without a new slot.
 SLACK_BYTES = 1 << 20
+NO_SLOT = "no free slot: every image in memory is still being persisted or restored from"
 
 
 class Writer(NamedTuple):
@@ -145,6 +146,15 @@ class _Asked:
     by_rank: dict[int, m.Ask] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An exact durable save for which no slot is free yet."""
+
+    step: int
+    asks: dict[int, m.Ask]
+    since_s: float
+
+
 class Coordinator:
     """The state machine behind one host's slots; see the module's rules.
 
@@ -152,9 +162,7 @@ class Coordinator:
     by the names of those it finds.
     """
 
-    def __init__(
-        self, *, keeper: str, grant_deadline_s: float, capture_deadline_s: float
-    ) -> None:
+    def __init__(self, *, keeper: str, grant_deadline_s: float, capture_deadline_s: float) -> None:
         self.keeper = keeper
         self.grant_deadline_s = grant_deadline_s
         self.capture_deadline_s = capture_deadline_s
@@ -171,11 +179,13 @@ class Coordinator:
         self._joined: dict[int, Writer] = {}
         self._tables: dict[str, tuple[LeafEntry, ...]] = {}
         self._layouts: dict[tuple[str, ...], tuple[Layout, tuple[ImagePlan, ...]]] = {}
-        self._told_layouts: set[str] = set()
+        self._told_layout = ""
         self._asked: dict[int, _Asked] = {}
         self._next_slot = 0
         self._next_attempt = 0
         self._capacity_bytes = 0
+        self._waiting: _Waiting | None = None
+        self._declined: dict[int, str] = {}
 
     # ── what a new keeper finds ──────────────────────────────────────────────────────────
 
@@ -211,16 +221,18 @@ class Coordinator:
         self._owed.clear()
         self._joined.clear()
         self._asked.clear()
+        self._declined.clear()
+        self._waiting = None
         self._tables.clear()
         self._layouts.clear()
-        self._told_layouts.clear()
+        self._told_layout = ""
         return actions
 
     def join(self, rank: int, writer: Writer) -> list[Action]:
         """A rank takes its place: again, when its keeper died or its line broke unnoticed."""
         actions = self.lost(rank) if rank in self._joined else []
         self._joined[rank] = writer
-        self._told_layouts.clear()
+        self._told_layout = ""
         return actions
 
     def adopt(self, now_s: float) -> list[Action]:
@@ -253,7 +265,7 @@ class Coordinator:
         slot = self.slots.get(slot_id)
         if slot is not None and slot.state == "quarantined":
             self._free(slot)
-        return []
+        return self._slot_freed()
 
     # ── asking ───────────────────────────────────────────────────────────────────────────
 
@@ -264,12 +276,19 @@ class Coordinator:
 
     def ask(self, rank: int, ask: m.Ask, now_s: float) -> list[Action]:
         """A rank wants to capture a step; decided when all have asked."""
+        if rank not in self._joined:
+            return []
+        if ask.step in self._declined:
+            return self._skip(ask.step, self._declined[ask.step], is_passing=False)
         asked = self._asked.setdefault(ask.step, _Asked(first_s=now_s))
         asked.by_rank[rank] = ask
         return self._decide_if_all_asked(now_s)
 
     def withdraw(self, rank: int, step: int) -> list[Action]:
         """A rank stopped waiting for its answer."""
+        if self._waiting is not None and self._waiting.step == step:
+            self._waiting = None
+            return self._skip(step, f"rank {rank} stopped waiting: {NO_SLOT}")
         asked = self._asked.get(step)
         if asked is not None and asked.by_rank.pop(rank, None) is not None:
             self._asked.pop(step)
@@ -288,40 +307,58 @@ class Coordinator:
                 del self._asked[step]
                 return self._decide(step, asked.by_rank, now_s)
         waiting = {rank: step for step, a in self._asked.items() for rank in a.by_rank}
-        if len(waiting) == self.world > 0:
-            steps = ", ".join(f"rank {r}: {waiting[r]}" for r in sorted(waiting))
-            actions: list[Action] = []
-            for step in list(self._asked):
-                del self._asked[step]
-                actions += self._skip(step, f"the ranks save different steps ({steps})")
-            return actions
-        return []
+        if len(waiting) < self.world or not waiting:
+            return []
+        # One rank missed a step. The latest one stays asked, so that the others catch up with it.
+        steps = ", ".join(f"rank {r}: {waiting[r]}" for r in sorted(waiting))
+        actions: list[Action] = []
+        for step in sorted(self._asked)[:-1]:
+            del self._asked[step]
+            actions += self._skip(step, f"the ranks save different steps ({steps})")
+        return actions
 
     def _decide(self, step: int, asks: Mapping[int, m.Ask], now_s: float) -> list[Action]:
         try:
             layout, plans = self._agree(asks)
         except HoldfastError as error:
-            return self._skip(step, str(error))
+            return self._skip(step, str(error), is_passing=False)
         sizes = {r: image_bytes(plans[r], asks[r].values_bytes) for r in asks}
         durable = self._is_to_be_durable(step, asks.values())
         chosen, actions = self._choose_slots(sizes)
         if chosen is None:
-            return self._skip(
-                step,
-                "no free slot: every image in memory is still being persisted or restored from",
-            )
+            if any(ask.durable and ask.exact for ask in asks.values()):
+                self._waiting = _Waiting(step, dict(asks), now_s)  # this very step was asked for
+                return actions
+            return actions + self._skip(step, NO_SLOT)
         attempt = self._new_attempt(step, layout, now_s)
         attempt.durable = durable
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
         for rank, slot in chosen.items():
             slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
             slot.image_bytes = sizes[rank]
-        if layout.hash not in self._told_layouts:
-            self._told_layouts.add(layout.hash)
+        if layout.hash != self._told_layout:  # the trainers keep the last one told
+            self._told_layout = layout.hash
             data = layout.to_json()
             actions.append(KeepLayout(layout.hash, data))
             actions.append(Tell(m.LayoutAgreed(hash=layout.hash, data=data)))
         return actions + self._grant_if_allocated(attempt)
+
+    def decline(self, rank: int, step: int, reason: str) -> list[Action]:
+        """A rank cannot save this step: whoever waits for it is told so."""
+        self._declined[step] = f"rank {rank} could not save it: {reason}"
+        for old in sorted(self._declined)[:-8]:
+            del self._declined[old]
+        if self._asked.pop(step, None) is None:
+            return []
+        return self._skip(step, self._declined[step], is_passing=False)
+
+    def _slot_freed(self) -> list[Action]:
+        """Something may have come free: decide again what waits for a slot."""
+        waiting = self._waiting
+        if waiting is None:
+            return []
+        self._waiting = None
+        return self._decide(waiting.step, waiting.asks, waiting.since_s)
 
     def _is_to_be_durable(self, step: int, asks: Iterable[m.Ask]) -> bool:
         """A due save waits while storage is busy, and the newest snapshot is then made durable.
@@ -544,12 +581,18 @@ class Coordinator:
             if is_its and slot.state == "quarantined":
                 self._free(slot)
 
-    def _skip(self, step: int, reason: str) -> list[Action]:
-        return [Tell(m.Skip(step=step, reason=reason)), Note("", step, "missed", reason)]
+    def _skip(self, step: int, reason: str, *, is_passing: bool = True) -> list[Action]:
+        told = m.Skip(step=step, reason=reason, is_passing=is_passing)
+        return [Tell(told), Note("", step, "missed", reason)]
 
     def tick(self, now_s: float) -> list[Action]:
         """Time passed: end the waits whose deadline is over."""
         actions: list[Action] = []
+        waiting = self._waiting
+        if waiting is not None and now_s - waiting.since_s > self.grant_deadline_s:
+            self._waiting = None
+            actions += self._skip(waiting.step, NO_SLOT)
+        actions += self._slot_freed()
         for step, asked in list(self._asked.items()):
             if self.adopted and now_s - asked.first_s > self.grant_deadline_s:
                 del self._asked[step]
@@ -562,7 +605,7 @@ class Coordinator:
                 absent = sorted(set(attempt.slots) - attempt.sealed)
                 reason = f"ranks {absent} did not finish within {self.capture_deadline_s:g} s"
                 actions += self._abort(attempt, reason)
-        return actions + self._persist_what_is_owed()
+        return actions + self._persist_what_is_owed() + self._slot_freed()
 
     # ── making durable ───────────────────────────────────────────────────────────────────
 
@@ -579,6 +622,11 @@ class Coordinator:
         self.owes_durable = True
         reason = "the step is no longer in memory; the next one is made durable"
         return [Tell(m.NotDurable(step=step, attempt="", reason=reason))]
+
+    def unpersisted(self) -> str:
+        """The newest complete attempt if no manifest names it, else ""."""
+        attempt = self.attempts.get(self.newest or "")
+        return "" if attempt is None or attempt.durable else attempt.id
 
     def persist_newest(self) -> list[Action]:
         """The run ends or has nobody left: what is newest in memory must not die with it."""
@@ -606,7 +654,7 @@ class Coordinator:
         """A manifest names the attempt; what was owed meanwhile comes next."""
         attempt = self.attempts[attempt_id]
         attempt.persisting = False
-        return self._told_durable(attempt) + self._persist_what_is_owed()
+        return self._told_durable(attempt) + self._persist_what_is_owed() + self._slot_freed()
 
     def _told_durable(self, attempt: Attempt) -> list[Action]:
         if attempt.incarnation != self.incarnation:
@@ -628,7 +676,7 @@ class Coordinator:
             )
             actions.append(Tell(told))
         attempt.fulfils = ()
-        return actions + self._persist_what_is_owed()
+        return actions + self._persist_what_is_owed() + self._slot_freed()
 
     # ── questions ────────────────────────────────────────────────────────────────────────
 
@@ -643,6 +691,8 @@ class Coordinator:
 
     def explain(self, step: int) -> str:
         """In words: what the save of ``step`` waits for."""
+        if self._waiting is not None and self._waiting.step == step:
+            return NO_SLOT
         asked = self._asked.get(step)
         if asked is not None:
             absent = sorted(set(range(self.world)) - set(asked.by_rank))

@@ -115,6 +115,13 @@ class Withdraw(Message, frozen=True, kw_only=True):
     step: int
 
 
+class Decline(Message, frozen=True, kw_only=True):
+    """This rank cannot save ``step`` at all; the others need not wait for it."""
+
+    step: int
+    reason: str
+
+
 class MakeDurable(Message, frozen=True, kw_only=True):
     """The captured ``step`` is to be made durable after all."""
 
@@ -209,10 +216,11 @@ class LayoutAgreed(Message, frozen=True, kw_only=True):
 
 
 class Skip(Message, frozen=True, kw_only=True):
-    """No rank captures ``step``."""
+    """No rank captures ``step``. ``is_passing``: a later step may well be captured."""
 
     step: int
     reason: str
+    is_passing: bool = True
 
 
 class Complete(Message, frozen=True, kw_only=True):
@@ -272,7 +280,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     message: (
         Hello | Begin | Join | ListInventory | Pin | Adopt | Table | Ask | Progress | Captured
-        | Abandon | Withdraw | MakeDurable | Announce | Explain | Goodbye
+        | Abandon | Withdraw | Decline | MakeDurable | Announce | Explain | Goodbye
         | Welcome | Begun | Done | Refused | Inventory | Grant | LayoutAgreed | Skip | Complete
         | Aborted | Durable | NotDurable | Announced | Explanation | FencedOff
     )  # fmt: skip

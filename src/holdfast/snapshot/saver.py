@@ -7,6 +7,7 @@ Trouble with the keeper or with memory costs a snapshot, never a step.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
@@ -38,7 +39,16 @@ from holdfast.format.image import fill_in
 from holdfast.geometry.layout import Layout
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import SlotFile, SlotRecord, boot_id, process_start
-from holdfast.snapshot.capture import Overtaking, Progress, Seal, Stopped, Target, copy_image, stage
+from holdfast.snapshot.capture import (
+    Overtaking,
+    Progress,
+    Seal,
+    Stopped,
+    Target,
+    computation_so_far,
+    copy_image,
+    stage,
+)
 from holdfast.snapshot.client import KeeperClient
 from holdfast.snapshot.copies import CopyPlan, plan_copies
 from holdfast.snapshot.handle import CAPTURED, DURABLE, SaveHandle
@@ -81,7 +91,7 @@ class _Capture:
     overtaking: Overtaking
     handle: SaveHandle
     started_s: float
-    ready: torch.cuda.Event | None = None
+    ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     answered: threading.Event = field(default_factory=threading.Event)
     released: threading.Event = field(default_factory=threading.Event)
@@ -89,8 +99,9 @@ class _Capture:
     answer: m.Grant | m.Skip | m.Aborted | None = None
     attempt: str = ""
     called_off: str = ""
+    keeper_lost: bool = False
     copied: bool = False
-    event: torch.cuda.Event | None = None
+    events: list[torch.cuda.Event] = field(default_factory=list)
 
     def call_off(self, reason: str) -> bool:
         """Give it up unless its copy is made already; whether it was given up."""
@@ -102,11 +113,18 @@ class _Capture:
         self.released.set()
         return True
 
-    def is_copied(self, event: torch.cuda.Event | None) -> None:
-        """Its bytes are final (behind ``event``): from now on it is not given up. Or Stopped."""
+    @property
+    def is_carried(self) -> bool:
+        """Whether a durable save that was not taken is due again at the next step."""
+        answer = self.answer
+        passing = self.keeper_lost or (isinstance(answer, m.Skip) and answer.is_passing)
+        return self.durable and passing
+
+    def is_copied(self, events: list[torch.cuda.Event]) -> None:
+        """Its bytes are final (behind ``events``): from now on it is not given up. Or Stopped."""
         with self.lock:
             self.check()
-            self.copied, self.event = True, event
+            self.copied, self.events = True, events
 
     def check(self) -> None:
         """Stopped when it was given up."""
@@ -128,6 +146,7 @@ class Saver:
         self.patience = patience
         self.announced: set[int] = set()
         self.is_fenced = ""
+        self._is_silent = False
         self.updates = 0
         """How many updates passed the fence; tells whether the state changed since a save."""
         self._connect = connect
@@ -136,13 +155,13 @@ class Saver:
         self._known_tables: set[str] = set()
         self._layouts: dict[str, Layout] = {}
         self._plan: tuple[str, str, CopyPlan] | None = None
-        self._targets: dict[str, tuple[SlotFile, Target]] = {}
+        self._slots: dict[str, SlotFile] = {}
+        self._targets: dict[str, Target] = {}
         self._handles: dict[int, list[SaveHandle]] = {}
         self._turn = 0
         self._was_granted = False
         self._boot_id = boot_id()
         self._process_start = process_start(os.getpid())
-        self._stream: torch.cuda.Stream | None = None
         self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
         self._worker.start()
@@ -172,7 +191,7 @@ class Saver:
             overtaking=Overtaking(description.bindings),
             handle=handle,
             started_s=started_s,
-            ready=_computation_so_far(description),
+            ready=computation_so_far(description.bindings),
         )
         for other in carried:
             other.move_to(step)
@@ -187,6 +206,19 @@ class Saver:
             leaves=len(description.bindings),
             size_bytes=sum(b.local.nbytes for b in description.bindings),
         ))  # fmt: skip
+        return handle
+
+    def decline(self, step: int, durable: bool, error: Exception) -> SaveHandle:
+        """This rank cannot save ``step``: tell the others, so that none waits for it."""
+        reason = f"{type(error).__name__}: {error}"
+        if self._client is not None:
+            with contextlib.suppress(KeeperError):
+                self._client.send(m.Decline(step=step, reason=reason))
+        emit(SnapshotMissed(
+            incarnation=self.place.incarnation, step=step, rank=self.place.rank, reason=reason
+        ))  # fmt: skip
+        handle = SaveHandle(step, durable=durable, explain=self.explain)
+        handle.fail(SnapshotSkipped(reason), captured=False)
         return handle
 
     def make_durable(self, step: int) -> SaveHandle:
@@ -218,9 +250,8 @@ class Saver:
                 incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
                 held_s=time.monotonic() - started_s,
             ))  # fmt: skip
-        event, capture.event = capture.event, None
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+        for event in capture.events:
+            torch.cuda.current_stream(event.device).wait_event(event)
 
     def _await_release(self, capture: _Capture) -> None:
         patience = self.patience
@@ -229,6 +260,7 @@ class Saver:
         else:
             grant_s = patience.durable_grant_s if capture.durable else patience.grant_s
         if not capture.answered.wait(grant_s):
+            self._is_silent = True  # until it says anything: no further step is held for it
             capture.call_off(f"no answer to the request for a slot within {grant_s:g} s")
         if not capture.released.wait(patience.copy_s):
             capture.call_off(f"the copy did not finish within {patience.copy_s:g} s")
@@ -240,14 +272,16 @@ class Saver:
             return 0.0
         started_s = time.monotonic()
         self._await_release(capture)
-        capture.resolved.wait(self.patience.copy_s)
+        if not capture.resolved.wait(self.patience.durable_grant_s):
+            # Its worker may still read what the next save would stage over.
+            raise SnapshotSkipped(f"the capture of step {capture.step} has not ended yet")
         return time.monotonic() - started_s
 
     def previous_was_skipped(self) -> bool:
         """Whether no rank captured the save before: known alike on every rank by now."""
         self._wait_previous()
         capture = self._current
-        return capture is not None and isinstance(capture.answer, m.Skip)
+        return capture is not None and capture.is_carried
 
     def explain(self, step: int) -> str:
         """In words: what the save of ``step`` waits for."""
@@ -279,18 +313,30 @@ class Saver:
             client.close()
         self._ensure_client()
 
-    def close(self, *, timeout_s: float) -> None:
-        """End the capture under way, say goodbye, and let go of all memory."""
-        self._wait_previous()
-        self._work.put(None)
-        self._worker.join(timeout=timeout_s)
+    def _hang_up(self) -> None:
         client, self._client = self._client, None
         if client is not None:
+            client.close()
+
+    def close(self, *, timeout_s: float, say_goodbye: bool = True) -> None:
+        """End the capture under way, say goodbye, and let go of all memory.
+
+        Without a goodbye the keeper takes this rank for lost, and keeps what it has.
+        """
+        if say_goodbye:
+            self._wait_previous()
+        self._work.put(None)
+        self._worker.join(timeout=timeout_s)
+        if self.is_fenced or not say_goodbye:
+            self._hang_up()
+        else:
             try:
-                client.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
+                # A keeper that died meanwhile is replaced: the next one finds what is in memory.
+                self._ensure_client().request(m.Goodbye(), m.Done, timeout_s=timeout_s)
             finally:
-                client.close()
-        self._drop_targets()
+                self._hang_up()
+        for path in list(self._slots):
+            self._close_slot(path)
 
     def _forget_old_handles(self) -> None:
         for step in [s for s, hs in self._handles.items() if all(_is_final(h) for h in hs)]:
@@ -304,7 +350,9 @@ class Saver:
             try:
                 self._take(capture)
             except Exception as error:  # the worker must live on: training depends on its fence
-                self._miss(capture, f"{type(error).__name__}: {error}")
+                reason = f"{type(error).__name__}: {error}"
+                self._miss(capture, reason)
+                self._abandon(capture, reason)
             finally:
                 capture.answered.set()
                 capture.released.set()
@@ -319,25 +367,26 @@ class Saver:
                 attempt=grant.attempt, image_bytes=seal.image_bytes,
                 header_xxh3=seal.header_xxh3, table_xxh3=seal.table_xxh3,
             ))  # fmt: skip
-        except CaptureOvertaken as error:
-            self._abandon(capture, str(error), error.fields.get("leaf", ""))
-            self._miss(capture, str(error), overtaken=True, leaf=error.fields.get("leaf", ""))
-        except Stopped as error:
-            self._abandon(capture, str(error))
-            self._miss(capture, str(error))
-        except HoldfastError as error:
-            self._abandon(capture, str(error))
-            self._miss(capture, str(error))
+        except (HoldfastError, Stopped) as error:
+            leaf = error.fields["leaf"] if isinstance(error, CaptureOvertaken) else ""
+            # Reported before the keeper hears of it, whose answer already fails the handle.
+            self._miss(capture, str(error), leaf=leaf)
+            self._abandon(capture, str(error), leaf)
 
     def _ask(self, capture: _Capture) -> m.Grant:
         """Ask for a slot; SnapshotSkipped when no rank gets one."""
         if self.is_fenced:
             raise Fenced(self.is_fenced)
+        if self._is_silent:
+            capture.keeper_lost = True
+            raise SnapshotSkipped(
+                "the keeper has not answered since the last save (is it stopped?)"
+            )
         client = self._ensure_client()
         described = capture.description
         if described.table_hash not in self._known_tables:
             table = m.Table(hash=described.table_hash, data=described.table)
-            client.request(table, m.Done, timeout_s=self.patience.keeper_s)
+            client.request(table, m.Done, timeout_s=self.patience.first_grant_s)
             self._known_tables.add(described.table_hash)
         client.send(m.Ask(
             step=capture.step, table=described.table_hash, durable=capture.durable,
@@ -355,7 +404,7 @@ class Saver:
 
     def _copy(self, capture: _Capture, grant: m.Grant, layout: Layout) -> Seal:
         plan = self._copy_plan(capture.description, layout)
-        slot, target = self._target(grant.slot, plan, capture)
+        slot, target = self._target(grant.slot, plan, pinned=bool(capture.ready))
         values = capture.description.values
         image = fill_in(plan.image, self._metadata(grant), len(values))
         began_s = time.monotonic()
@@ -365,15 +414,17 @@ class Saver:
             if grant.durable:
                 self._send(m.Progress(attempt=grant.attempt, size_bytes=size_bytes))
 
-        def enqueued(event: torch.cuda.Event) -> None:
-            capture.is_copied(event)
+        def enqueued(events: list[torch.cuda.Event]) -> None:
+            capture.is_copied(events)
             capture.released.set()
 
         progress = Progress(check=capture.check, copied=copied, enqueued=enqueued)
-        with torch.no_grad(), _on_stream(self._side_stream(capture), capture.ready):
-            seal = copy_image(target, image, values, capture.overtaking, progress, self._turn)
+        with torch.no_grad():
+            seal = copy_image(
+                target, image, values, capture.overtaking, progress, self._turn, capture.ready
+            )
         if not capture.copied:
-            capture.is_copied(None)
+            capture.is_copied([])
         # Sealed before the fence opens: whoever sees an update done finds the step before it.
         slot.write_record(self._sealed_record(grant, seal))
         capture.released.set()
@@ -392,31 +443,36 @@ class Saver:
         known = self._plan
         if known is not None and known[:2] == key and self._planned_for is bindings:
             return known[2]
-        self._drop_targets()
+        for target in self._targets.values():
+            target.let_go()
+        self._targets.clear()
         plan = plan_copies(layout, self.place.rank, bindings)
         self._plan, self._planned_for = (*key, plan), bindings
         return plan
 
     _planned_for: object = None
 
-    def _target(self, path: str, plan: CopyPlan, capture: _Capture) -> tuple[SlotFile, Target]:
-        found = self._targets.get(path)
-        inode = Path(path).stat().st_ino
-        if found is not None and found[0].inode == inode:
-            return found
-        slot = SlotFile.open(Path(path), writable=True)
-        slot.populate()
-        if capture.ready is not None:
-            pin_memory(slot)
-        self._targets[path] = (slot, Target(slot.image, plan))
-        return self._targets[path]
+    def _target(self, path: str, plan: CopyPlan, *, pinned: bool) -> tuple[SlotFile, Target]:
+        """The slot at ``path``, mapped once, and its memory as seen by ``plan``."""
+        slot = self._slots.get(path)
+        if slot is None or slot.inode != Path(path).stat().st_ino:
+            if slot is not None:
+                self._close_slot(path)
+            slot = self._slots[path] = SlotFile.open(Path(path), writable=True)
+            slot.populate()
+            if pinned:
+                pin_memory(slot)
+        if path not in self._targets:
+            self._targets[path] = Target(slot.image, plan)
+        return slot, self._targets[path]
 
-    def _drop_targets(self) -> None:
-        targets, self._targets = self._targets, {}
-        for slot, target in targets.values():
-            unpin_memory(slot)
+    def _close_slot(self, path: str) -> None:
+        target = self._targets.pop(path, None)
+        if target is not None:
             target.let_go()
-            slot.close()
+        slot = self._slots.pop(path)
+        unpin_memory(slot)
+        slot.close()
 
     def _metadata(self, grant: m.Grant) -> dict[str, str]:
         place = self.place
@@ -436,13 +492,6 @@ class Saver:
             table_xxh3=seal.table_xxh3, writer_pid=os.getpid(), writer_start=self._process_start,
         )  # fmt: skip
 
-    def _side_stream(self, capture: _Capture) -> torch.cuda.Stream | None:
-        if capture.ready is None:
-            return None
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        return self._stream
-
     def _abandon(self, capture: _Capture, reason: str, leaf: str = "") -> None:
         if isinstance(capture.answer, m.Grant) and self._client is not None:
             try:
@@ -452,16 +501,14 @@ class Saver:
             except KeeperError:
                 return  # the keeper learns it from our death, or from the slot's record
 
-    def _miss(
-        self, capture: _Capture, reason: str, *, overtaken: bool = False, leaf: str = ""
-    ) -> None:
+    def _miss(self, capture: _Capture, reason: str, *, leaf: str = "") -> None:
         capture.call_off(reason)
-        kind = CaptureOvertaken if overtaken else SnapshotSkipped
         emit(SnapshotMissed(
             incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
-            reason=reason, overtaken=overtaken, leaf=leaf,
+            reason=reason, overtaken=bool(leaf), leaf=leaf,
         ))  # fmt: skip
-        if not (capture.durable and isinstance(capture.answer, m.Skip)):  # else it is carried
+        if not capture.is_carried:
+            kind = CaptureOvertaken if leaf else SnapshotSkipped
             self._fail(capture.step, kind(reason, leaf=leaf), captured=False)
 
     # ── the keeper ───────────────────────────────────────────────────────────────────────
@@ -479,6 +526,7 @@ class Saver:
 
     def _hear(self, message: m.Message) -> None:
         """On the listening thread: what the keeper says by itself."""
+        self._is_silent = False
         current = self._current
         match message:
             case m.LayoutAgreed(hash=hash_, data=data):
@@ -503,7 +551,8 @@ class Saver:
                     current.call_off(self.is_fenced)
 
     def _answered(self, current: _Capture | None, message: m.Grant | m.Skip) -> None:
-        if current is not None and current.step == message.step and current.answer is None:
+        is_awaited = current is not None and current.step == message.step and current.answer is None
+        if current is not None and is_awaited and not current.called_off:
             current.answer = message
             current.answered.set()
         elif isinstance(message, m.Grant):  # too late: nobody waits for it any more
@@ -526,7 +575,8 @@ class Saver:
             incarnation=self.place.incarnation, rank=self.place.rank, reason=reason
         ))  # fmt: skip
         current = self._current
-        if current is not None:
+        if current is not None and not current.resolved.is_set():
+            current.keeper_lost = True
             current.call_off(f"the keeper went away: {reason}")
         for step, handles in list(self._handles.items()):
             if any(not _is_final(handle) for handle in handles):
@@ -549,30 +599,3 @@ class Saver:
 def _is_final(handle: SaveHandle) -> bool:
     wanted = DURABLE if handle.durable else CAPTURED
     return handle.state in (wanted, DURABLE, "failed")
-
-
-def _computation_so_far(description: Description) -> torch.cuda.Event | None:
-    """An event behind everything enqueued on the current stream, when the state is on a GPU."""
-    if not any(b.local.is_cuda for b in description.bindings):
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-class _on_stream:
-    """Enqueue on ``stream``, after ``ready``; does nothing without one."""
-
-    def __init__(self, stream: torch.cuda.Stream | None, ready: torch.cuda.Event | None) -> None:
-        self._context = None if stream is None else torch.cuda.stream(stream)
-        self._stream, self._ready = stream, ready
-
-    def __enter__(self) -> None:
-        if self._context is not None and self._stream is not None:
-            self._context.__enter__()
-            if self._ready is not None:
-                self._stream.wait_event(self._ready)
-
-    def __exit__(self, *error: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(*error)

@@ -36,7 +36,7 @@ class Binding:
     name: str
     tensor: torch.Tensor
     local: torch.Tensor
-    address: int
+    signature: tuple[object, ...]
     lazy: bool
     entry: LeafEntry
     staged: torch.Tensor | None = None
@@ -165,6 +165,7 @@ class Describer:
         self.state = state
         self.rank = rank
         self._last: Description | None = None
+        self._staged: dict[str, torch.Tensor] = {}
 
     def describe(self) -> Description:
         """The state as it is now. UnsupportedState names what cannot be stored."""
@@ -185,8 +186,19 @@ class Describer:
     def _bind(self, name: str, tensor: torch.Tensor, lazy: bool, spread: str) -> Binding:
         entry = leaf_entry(name, tensor, self.rank, spread)
         local = local_of(tensor)
-        staged = None if lazy else torch.empty_like(local, memory_format=torch.contiguous_format)
-        return Binding(name, tensor, local, local.data_ptr(), lazy, entry, staged)
+        staged = None if lazy else self._staging(name, local)
+        return Binding(name, tensor, local, _signature(tensor), lazy, entry, staged)
+
+    def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """Where a volatile leaf is copied: as before, if it fits, for touched pages are fast."""
+        there = self._staged.get(name)
+        alike = there is not None and (
+            (there.shape, there.dtype, there.device) == (local.shape, local.dtype, local.device)
+        )
+        if there is None or not alike:
+            there = torch.empty_like(local, memory_format=torch.contiguous_format)
+            self._staged[name] = there
+        return there
 
     def _walk(
         self, objects: Objects
@@ -257,11 +269,12 @@ def _is_same(bindings: list[Binding], found: list[tuple[str, torch.Tensor, bool,
         binding.tensor is tensor
         and binding.lazy == lazy
         and binding.name == name
-        and _address(tensor) == binding.address
+        and _signature(tensor) == binding.signature
         for binding, (name, tensor, lazy, _) in zip(bindings, found, strict=True)
     )
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What must be as it was for a binding to be used again: memory, shape, strides, dtype."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.data_ptr()
+    return local.data_ptr(), local.shape, local.stride(), local.dtype

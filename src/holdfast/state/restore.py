@@ -1,7 +1,7 @@
 """Bring the user's objects to a stored state: say what does not fit, make room, set values.
 
-``prepare`` changes nothing it cannot take back: it lists every difference at once and only then
-makes the tensors an optimizer lacks. Tensors are filled by the caller; ``finish`` sets
+``check`` changes nothing and lists every difference at once; ``make_room`` makes the tensors an
+optimizer lacks. Tensors are filled by the caller; ``finish`` sets
 hyperparameters, plain values and generators when all ranks have verified everything.
 """
 
@@ -41,17 +41,20 @@ class Restoring:
         self.names = parameter_names(self.objects)
         self._fresh: dict[str, torch.Tensor] = {}
 
-    def prepare(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors to fill, by leaf name. StateMismatch lists every difference."""
+    def check(self) -> None:
+        """StateMismatch lists every difference between this state and the stored one.
+
+        Changes nothing.
+        """
         problems: list[str] = []
         targets = self._module_targets(problems) + self._value_targets(problems)
+        claimed = {name for name, _ in targets}
         for key, optimizer in self.objects.optimizers.items():
             parameters = optimizers.named(key, optimizer, self.names)
             problems += optimizers.check_values(key, optimizer, parameters, self.shared.get(key))
-        if not problems:
-            for key, optimizer in self.objects.optimizers.items():
-                targets += self._optimizer_targets(key, optimizer)
-            problems += self._unclaimed({name for name, _ in targets})
+            for name, kinds in self._stored_kinds(key, parameters).items():
+                claimed.update(f"{key}.{name}.{kind}" for kind in kinds)
+        problems += self._unclaimed(claimed)
         if problems:
             shown = "\n  ".join(problems[:_SHOWN])
             more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
@@ -61,6 +64,15 @@ class Restoring:
                 "out of the state to load only a part.",
                 problems=problems,
             )
+
+    def make_room(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors to fill, by leaf name; those an optimizer lacks are made first."""
+        targets = self._module_targets([]) + self._value_targets([])
+        for key, optimizer in self.objects.optimizers.items():
+            parameters = optimizers.named(key, optimizer, self.names)
+            kinds = self._stored_kinds(key, parameters)
+            optimizers.make_room(optimizer, parameters, kinds)
+            targets += optimizers.tensors(key, optimizer, parameters)
         return targets
 
     def _module_targets(self, problems: list[str]) -> list[tuple[str, torch.Tensor]]:
@@ -108,16 +120,17 @@ class Restoring:
                 inner = isinstance(there, (list, tuple)) and index < len(there)
                 self._collect(item, there[index] if inner else None)
 
-    def _optimizer_targets(self, key: str, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
-        parameters = optimizers.named(key, optimizer, self.names)
+    def _stored_kinds(
+        self, key: str, parameters: Mapping[str, torch.Tensor]
+    ) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+        """What is stored of each parameter's optimizer state: name -> kind -> (dtype, shape)."""
         by_prefix = {f"{key}.{name}": name for name in parameters}
         kinds: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
         for leaf, spec in self.stored.items():
             prefix, _, kind = leaf.rpartition(".")
             if prefix in by_prefix:
                 kinds.setdefault(by_prefix[prefix], {})[kind] = spec
-        optimizers.make_room(optimizer, parameters, kinds)
-        return list(optimizers.tensors(key, optimizer, parameters))
+        return kinds
 
     def _unclaimed(self, claimed: set[str]) -> list[str]:
         """Stored leaves below our keys that nothing here wants: a smaller model, say."""
