@@ -6,7 +6,6 @@ one rank never enters hangs the others without a word.
 
 from __future__ import annotations
 
-import datetime
 import os
 import socket
 import time
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from holdfast import errors
 from holdfast.errors import DeadlineExceeded, HoldfastError
 
-_POLL_S = 0.2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 T = TypeVar("T")
 
 
@@ -68,33 +67,21 @@ class TorchWorld:
         prefix = f"holdfast/{self.nonce}/{self._count}/{phase}"
         self._store.set(f"{prefix}/{self.rank}", payload)  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout_s
-        found: dict[int, bytes] = {self.rank: payload}
-        for rank in range(self.size):
-            if rank not in found:
-                found[rank] = self._wait(f"{prefix}/{rank}", deadline)
-                if not found[rank] and not self._store.check([f"{prefix}/{rank}"]):
-                    absent = [
-                        r for r in range(self.size) if not self._store.check([f"{prefix}/{r}"])
-                    ]
-                    raise DeadlineExceeded(
-                        f"ranks {absent} did not reach {phase!r} within {timeout_s:g} s; "
-                        f"rank {self.rank} gave up waiting for them",
-                        ranks=absent,
-                        phase=phase,
-                    )
-        return [found[rank] for rank in range(self.size)]
-
-    def _wait(self, key: str, deadline: float) -> bytes:
-        """The value of ``key``, or b"" at the deadline."""
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                self._store.wait([key], datetime.timedelta(seconds=max(0.001, min(left, _POLL_S))))
-            except (RuntimeError, ValueError):  # torch's store raises one of these at a time-out
-                if left <= 0:
-                    return b""
-                continue
-            return bytes(self._store.get(key))
+        keys = {rank: f"{prefix}/{rank}" for rank in range(self.size)}
+        pause_s = _FIRST_PAUSE_S
+        # Asked again and again, not waited for: a time-out of the store's own wait is printed as
+        # a warning by torch, on every rank that waits.
+        while absent := [rank for rank, key in keys.items() if not self._store.check([key])]:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"ranks {absent} did not reach {phase!r} within {timeout_s:g} s; "
+                    f"rank {self.rank} gave up waiting for them",
+                    ranks=absent,
+                    phase=phase,
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return [bytes(self._store.get(key)) for key in keys.values()]
 
 
 def current_world() -> World:
