@@ -170,6 +170,11 @@ class Handoff(RuleBasedStateMachine):
     # ── the keeper's part ────────────────────────────────────────────────────────────────
 
     def carry_out(self, actions: Sequence[h.Action]) -> None:
+        self.is_broken = True  # until all of them are carried out
+        self._carry_out(actions)
+        self.is_broken = False
+
+    def _carry_out(self, actions: Sequence[h.Action]) -> None:
         for action in actions:
             self.moves += 1
             match action:
@@ -247,7 +252,7 @@ class Handoff(RuleBasedStateMachine):
         living = {p.pid for p in self.processes if p.alive}
         return self.may_write.get(slot, set()) & living
 
-    def trainers(self, want: Callable[[Process], bool] = lambda _: True) -> list[Process]:
+    def trainers(self, want: Callable[[Process], Any] = lambda _: True) -> list[Process]:
         return [p for p in self.processes if p.connected and p.alive and want(p)]
 
     def some(self, data: st.DataObject, choices: Iterable[Any]) -> Any:
@@ -314,6 +319,16 @@ class Handoff(RuleBasedStateMachine):
     def seal(self, data: st.DataObject) -> None:
         process = self.some(data, self.trainers(lambda p: p.writes is not None))
         if process is not None:
+            self.finish_image(process)
+
+    @precondition(lambda self: any(p.inbox or p.writes for p in self.trainers()))
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        """One rank hears what it was told, and finishes its image if it was given a slot."""
+        process = data.draw(st.sampled_from(self.trainers(lambda p: p.inbox or p.writes)))
+        while process.inbox:
+            self.take_message(process)
+        if process.writes is not None:
             self.finish_image(process)
 
     def finish_image(self, process: Process) -> None:
@@ -480,6 +495,7 @@ class Handoff(RuleBasedStateMachine):
         else:
             self.carry_out(self.keeper.persist_failed(name, "disk full"))
 
+    @precondition(lambda self: self.moves > 0)
     @rule(seconds=st.sampled_from([0.1, 0.1, GRANT_S + 1, CAPTURE_S + 1]))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
@@ -578,7 +594,7 @@ class Handoff(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Let everything that is under way end well: then nothing is owed, and a save works."""
-        if not hasattr(self, "keeper"):
+        if not hasattr(self, "keeper") or self.is_broken:
             return
         self.settle_down()
         assert not self.owed, f"nobody was told what came of {self.owed}"

@@ -255,6 +255,9 @@ class Coordinator:
         self._joined.pop(rank, None)
         for asked in self._asked.values():
             asked.by_rank.pop(rank, None)
+        if self._waiting is not None:
+            step, self._waiting = self._waiting.step, None
+            actions += self._skip(step, f"rank {rank} went away: {NO_SLOT}")
         for attempt in list(self.attempts.values()):
             if attempt.phase in ("allocating", "capturing") and rank not in attempt.sealed:
                 actions += self._abort(attempt, f"rank {rank} went away while it captured")
@@ -431,7 +434,10 @@ class Coordinator:
         )
         missing = max(0, len(sizes) - len(free))
         budget = SLOTS_PER_IMAGE * self.world
-        if missing and usable + missing > budget:
+        # Counted in generations: those kept from a run on more ranks have more slots each.
+        held = [slot for slot in self.slots.values() if slot.state == "captured"]
+        kept = {slot.attempt for slot in held if self.is_kept(slot)}
+        if missing and len(kept) >= SLOTS_PER_IMAGE:
             return None, actions
         for _ in range(missing):
             slot = Slot(self._next_slot, capacity, "allocating")
