@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -116,6 +116,8 @@ class Record:
 class Handoff(RuleBasedStateMachine):
     """The whole of it. Rules are what can happen; ``carry_out`` is the keeper's part."""
 
+    coordinator = h.Coordinator
+
     @initialize(world=st.integers(1, 3))
     def start(self, world: int) -> None:
         self.now_s = 1000.0
@@ -141,7 +143,7 @@ class Handoff(RuleBasedStateMachine):
 
     def new_keeper(self) -> h.Coordinator:
         self.keepers += 1
-        return h.Coordinator(
+        return self.coordinator(
             keeper=f"k{self.keepers}", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S
         )
 
@@ -648,8 +650,8 @@ def table_of(world: int) -> bytes:
 
 
 FAST = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, derandomize=True, database=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=150, stateful_step_count=50, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
 )  # fmt: skip
 
 
@@ -658,7 +660,62 @@ def test_the_rules_hold_whatever_happens() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_the_rules_hold_whatever_happens_for_long() -> None:
-    long = settings(FAST, max_examples=3000, stateful_step_count=100, derandomize=False)
+    long = settings(FAST, max_examples=5000, stateful_step_count=100, derandomize=False)
     run_state_machine_as_test(Handoff, settings=long)
+
+
+# ── the machine finds what it is there to find ───────────────────────────────────────────────
+
+
+class ForgetsTheNewest(h.Coordinator):
+    """As with two slots: one rank copies n + 2 over n while another still copies n + 1."""
+
+    def is_kept(self, slot: h.Slot) -> bool:
+        is_newest = slot.state == "captured" and slot.attempt == self.newest
+        return super().is_kept(slot) and not is_newest
+
+
+class ForgetsWhatIsRestored(h.Coordinator):
+    def is_kept(self, slot: h.Slot) -> bool:
+        is_only_pinned = slot.attempt == self.pinned != self.newest
+        return super().is_kept(slot) and not (slot.state == "captured" and is_only_pinned)
+
+
+class ForgetsWhatIsPersisted(h.Coordinator):
+    def is_kept(self, slot: h.Slot) -> bool:
+        attempt = self.attempts.get(slot.attempt)
+        is_busy = attempt is not None and attempt.persisting and attempt.id != self.newest
+        return super().is_kept(slot) and not (slot.state == "captured" and is_busy)
+
+
+class ForgetsWhoMayStillWrite(h.Coordinator):
+    def _abort(self, attempt: h.Attempt, reason: str, leaf: str = "") -> list[h.Action]:
+        for slot in attempt.slots.values():
+            if slot in self.slots:
+                self.slots[slot].writer = None
+        return super()._abort(attempt, reason, leaf)
+
+
+class ForgetsThatASlotWasGivenAway(h.Coordinator):
+    def _forget(self, slot: h.Slot) -> None:
+        self._free(slot)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        ForgetsTheNewest, ForgetsWhatIsRestored, ForgetsWhatIsPersisted, ForgetsWhoMayStillWrite,
+        ForgetsThatASlotWasGivenAway,
+    ],
+)  # fmt: skip
+def test_a_coordinator_that_makes_a_known_mistake_is_found_out(
+    broken: type[h.Coordinator],
+) -> None:
+    class Broken(Handoff):
+        coordinator = broken
+
+    quick = settings(FAST, phases=[Phase.generate], max_examples=1000, print_blob=False)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(Broken, settings=quick)
