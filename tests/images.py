@@ -76,7 +76,12 @@ def split_leaf(name: str, dtype: str, shape: tuple[int, ...], world: int) -> Lea
 
 
 def images_of(
-    layout: Layout, leaves: Mapping[str, Array], *, values: bytes = NO_VALUES, step: int = 0
+    layout: Layout,
+    leaves: Mapping[str, Array],
+    *,
+    values: bytes = NO_VALUES,
+    generation: Generation = FIRST,
+    attempt: str = "a0",
 ) -> dict[int, bytearray]:
     """The image of every rank of ``layout``, holding ``leaves``."""
     images = {}
@@ -87,7 +92,15 @@ def images_of(
             part = np.ascontiguousarray(leaves[leaf.name][piece.box.slices()])
             contents[piece_name(leaf.name, leaf.shape, piece.box)] = part.tobytes()
         plan = plan_image(image_items(layout, rank))
-        metadata = {"rank": str(rank), "step": str(step)}
+        metadata = {
+            "run": "r",
+            "incarnation": str(generation.incarnation),
+            "step": str(generation.step),
+            "attempt": attempt,
+            "rank": str(rank),
+            "world": str(layout.world),
+            "layout": layout.hash,
+        }
         images[rank] = assemble(plan, contents, values, metadata)
     return images
 

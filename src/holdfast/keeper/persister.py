@@ -101,20 +101,24 @@ class Persister:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                self._persist(job)
-            except Exception as error:  # the keeper must live on, whatever storage does
-                known = isinstance(error, HoldfastError)
-                reason = str(error) if known else f"{type(error).__name__}: {error}"
-                self._clean_up(job)
-                if not job.aborted:
-                    emit(PersistBroke(
-                        incarnation=job.generation.incarnation, step=job.generation.step,
-                        reason=reason,
-                    ))  # fmt: skip
-                self._done(job.attempt, reason)
-            else:
-                self._done(job.attempt, None)
+            self.work_one(job)
+
+    def work_one(self, job: Job) -> None:
+        """Make one attempt durable, and tell how it ended; whatever storage does."""
+        try:
+            self._persist(job)
+        except Exception as error:
+            known = isinstance(error, HoldfastError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            self._clean_up(job)
+            if not job.aborted:
+                emit(PersistBroke(
+                    incarnation=job.generation.incarnation, step=job.generation.step,
+                    reason=reason,
+                ))  # fmt: skip
+            self._done(job.attempt, reason)
+        else:
+            self._done(job.attempt, None)
 
     def _persist(self, job: Job) -> None:
         if job.aborted:

@@ -1,0 +1,159 @@
+"""Storage stops, tears or fails at every operation of a commit; old or new is left, whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from holdfast.catalogue import catalogue
+from holdfast.errors import StorageError
+from holdfast.format.manifest import Generation, Incarnation
+from holdfast.geometry.layout import Layout
+from holdfast.keeper.persister import ImageJob, Job, Persister
+from holdfast.load.verify import verify
+from holdfast.policy.retention import Keep
+from holdfast.storage.base import Store
+from holdfast.storage.local import LocalStore
+from holdfast.storage.memory import MemoryStore
+from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from images import images_of, random_leaf, seals, split_leaf
+
+LAYOUT = Layout(2, (split_leaf("b", "I64", (3,), 2), split_leaf("w", "F32", (5, 3), 2)))
+
+
+def job_at(step: int, incarnation: int = 1, parent: tuple[int, int] | None = None) -> Job:
+    """A captured generation, as the keeper would hand it to its persister."""
+    generation, attempt = Generation(incarnation, step), f"attempt{incarnation}-{step}"
+    leaves = {"w": random_leaf("F32", (5, 3), step), "b": random_leaf("I64", (3,), step)}
+    images = images_of(LAYOUT, leaves, generation=generation, attempt=attempt)
+    jobs = {rank: ImageJob(rank, memoryview(image)) for rank, image in images.items()}
+    for rank, image in images.items():
+        jobs[rank].seal(*seals(image))
+    record = Incarnation(run_id="r", n=incarnation, nonce=f"n{incarnation}", parent=parent)
+    job = Job(attempt, generation, record, 2, LAYOUT.hash, LAYOUT.to_json(), jobs)
+    job.is_complete.set()
+    return job
+
+
+def persist(store: Store, job: Job, keep: Keep) -> str | None:
+    """Run one job to its end: None when it was published, else the reason. Stopped may rise."""
+    outcome: list[str | None] = []
+    stopped: list[BaseException] = []
+    persister = Persister(store, keep, lambda _, reason: outcome.append(reason))
+
+    def work() -> None:
+        try:
+            persister.work_one(job)
+        except Stopped as error:
+            stopped.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    persister.stop()
+    if stopped:
+        raise stopped[0]
+    return outcome[0]
+
+
+def check(store: Store, expected: set[tuple[int, int]]) -> tuple[int, int]:
+    """Every manifest there is names a whole checkpoint; the newest is one of ``expected``."""
+    found = catalogue(store)
+    assert not found.broken
+    for manifest in found.manifests:
+        report = verify(store, manifest, deep=True)
+        assert not report.faults, (manifest.generation, report.faults)
+    assert found.latest is not None
+    newest = (found.latest.incarnation, found.latest.step)
+    assert newest in expected
+    return newest
+
+
+def stores(tmp_path: Path) -> list[Callable[[], Store]]:
+    made = iter(range(10_000))
+    return [MemoryStore, lambda: LocalStore(tmp_path / str(next(made)))]
+
+
+@pytest.mark.parametrize("mode", ["stop", "torn", "error"])
+@pytest.mark.parametrize("kind", [0, 1])
+def test_old_or_new_checkpoint_survives_a_fault_at_any_operation(
+    kind: int, mode: Mode, tmp_path: Path
+) -> None:
+    make = stores(tmp_path)[kind]
+    keep = Keep(last=1)
+    counted = FaultyStore(make())
+    assert persist(counted.inner, job_at(0), keep) is None
+    assert persist(counted, job_at(1), keep) is None
+    operations = len(counted.changes)
+    assert operations > 8
+    for k in range(1, operations + 1):
+        inner = make()
+        assert persist(inner, job_at(0), keep) is None
+        faulty = FaultyStore(inner, fail_at=k, mode=mode)
+        try:
+            reason = persist(faulty, job_at(1), keep)
+        except Stopped:
+            reason = "stopped"
+        newest = check(inner, {(1, 0), (1, 1)})
+        if mode == "error" and reason is None:
+            assert newest == (1, 1)
+        # The next start of the run, in either case, publishes and prunes as if nothing had been.
+        for step in range(2, 6):
+            assert persist(inner, job_at(step, 2, newest), keep) is None
+            check(inner, {(2, step)})
+        assert [m.generation for m in catalogue(inner).manifests] == [(2, 5)]
+
+
+def test_an_attempt_that_was_published_before_its_keeper_died_is_not_written_again() -> None:
+    store = MemoryStore()
+    assert persist(store, job_at(0), Keep()) is None
+    counted = FaultyStore(store)
+    assert persist(counted, job_at(0), Keep()) is None
+    assert counted.changes == []
+    check(store, {(1, 0)})
+
+
+def test_a_generation_is_never_published_from_two_attempts() -> None:
+    store = MemoryStore()
+    assert persist(store, job_at(0), Keep()) is None
+    other = job_at(0)
+    other.attempt = "another"
+    reason = persist(store, other, Keep())
+    assert reason is not None
+    assert "published already" in reason
+    check(store, {(1, 0)})
+
+
+def test_a_capture_that_came_to_nothing_leaves_no_trace() -> None:
+    store = MemoryStore()
+    assert persist(store, job_at(0), Keep()) is None
+    job = job_at(1)
+    job.abort("a rank was lost")
+    reason = persist(store, job, Keep())
+    assert reason == "a rank was lost"
+    assert store.list("steps") == [n for n in store.list("steps") if n.startswith("1-0-")]
+    check(store, {(1, 0)})
+
+
+def test_an_unreadable_manifest_protects_what_it_may_name() -> None:
+    store = MemoryStore()
+    for step in range(2):
+        assert persist(store, job_at(step), Keep()) is None
+    good = store.read("manifests/1-0.json")
+    store.publish("manifests/1-0.json", good[:-20], replace=True)
+    for step in range(2, 7):
+        assert persist(store, job_at(step), Keep()) is None
+    store.publish("manifests/1-0.json", good, replace=True)
+    check(store, {(1, 6)})
+
+
+def test_storage_errors_name_what_was_refused() -> None:
+    store = FaultyStore(MemoryStore(), fail_at=3, mode="error")
+    reason = persist(store, job_at(0), Keep())
+    assert reason is not None
+    assert issubclass(StorageError, Exception)
+    assert "space" in reason.lower()
