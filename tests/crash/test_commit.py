@@ -18,7 +18,7 @@ from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from holdfast.testing.faults import FaultyStore, Mode, Stopped
+from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from images import images_of, random_leaf, seals, split_leaf
 
 LAYOUT = Layout(2, (split_leaf("b", "I64", (3,), 2), split_leaf("w", "F32", (5, 3), 2)))
@@ -157,3 +157,30 @@ def test_storage_errors_name_what_was_refused() -> None:
     assert reason is not None
     assert issubclass(StorageError, Exception)
     assert "space" in reason.lower()
+
+
+class _FailsAfterNaming(PassingStore):
+    """A publication that succeeds, and then reports an error: the directory's fsync failed."""
+
+    def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
+        super().publish(path, data, replace=replace)
+        if path.startswith("manifests/"):
+            raise StorageError(f"{path}: the directory could not be synced")
+
+
+def test_a_manifest_that_may_stand_keeps_its_images_whatever_was_reported() -> None:
+    inner = MemoryStore()
+    assert persist(_FailsAfterNaming(inner), job_at(0), Keep()) is not None
+    check(inner, {(1, 0)})
+
+
+def test_the_files_of_a_pruned_checkpoint_go_at_the_second_publication_after() -> None:
+    store = MemoryStore()
+    lives: list[bool] = []
+    persister = Persister(store, Keep(last=1), lambda *_: None)
+    for step in range(4):
+        persister.work_one(job_at(step))
+        lives.append(any(name.startswith("1-0-") for name in store.list("steps")))
+    persister.stop()
+    # Published; pruned by the next, its readers warned; still there; gone.
+    assert lives == [True, True, True, False]
