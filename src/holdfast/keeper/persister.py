@@ -119,6 +119,7 @@ class Persister:
             self._done(job.attempt, reason)
         else:
             self._done(job.attempt, None)
+            self._prune(job)  # nobody need wait for it: deleting takes as long as writing
 
     def _persist(self, job: Job) -> None:
         if job.aborted:
@@ -156,7 +157,6 @@ class Persister:
             incarnation=manifest.incarnation, step=manifest.step, size_bytes=manifest.size_bytes,
             images=len(images), elapsed_s=time.monotonic() - started_s,
         ))  # fmt: skip
-        self._prune(job)
 
     def _persist_image(self, job: Job, image: ImageJob) -> ImageRef:
         path = image_path(job.generation, job.directory, image.rank)

@@ -183,6 +183,7 @@ class Coordinator:
         self._asked: dict[int, _Asked] = {}
         self._next_slot = 0
         self._next_attempt = 0
+        self._needed_bytes = 0
         self._capacity_bytes = 0
         self._waiting: _Waiting | None = None
         self._declined: dict[int, str] = {}
@@ -417,10 +418,9 @@ class Coordinator:
         needed = max(sizes.values())
         capacity = round_up(needed + needed // 64 + SLACK_BYTES, 2 << 20)
         actions: list[Action] = []
-        self._capacity_bytes = capacity
+        self._needed_bytes, self._capacity_bytes = needed, capacity
         for slot in list(self.slots.values()):
-            fits = needed <= slot.capacity_bytes <= 2 * capacity
-            if not fits and not self.is_kept(slot):
+            if not self._fits(slot) and not self.is_kept(slot):
                 del self.slots[slot.id]
                 self._forget(slot)
                 actions.append(Remove(slot.id))
@@ -429,8 +429,7 @@ class Coordinator:
         )
         free += [s for s in self.slots.values() if _is_spare(s) and s.capacity_bytes >= needed]
         usable = sum(
-            needed <= slot.capacity_bytes <= 2 * capacity and slot.state != "quarantined"
-            for slot in self.slots.values()
+            self._fits(slot) and slot.state != "quarantined" for slot in self.slots.values()
         )
         missing = max(0, len(sizes) - len(free))
         budget = SLOTS_PER_IMAGE * self.world
@@ -457,6 +456,10 @@ class Coordinator:
                 slot.state = "granted"
         return chosen, actions
 
+    def _fits(self, slot: Slot) -> bool:
+        """Whether the slot has room for the images of now, and not far too much."""
+        return self._needed_bytes <= slot.capacity_bytes <= 2 * self._capacity_bytes
+
     def _worth(self, slot: Slot) -> tuple[int, int, int, int]:
         """What would be lost with the slot: nothing first, then the oldest generation."""
         attempt = self.attempts.get(slot.attempt)
@@ -480,7 +483,7 @@ class Coordinator:
     def spares(self) -> list[Action]:
         """Slots to make ahead of need, once the first of their size are granted."""
         capacity = self._capacity_bytes
-        usable = sum(capacity <= s.capacity_bytes <= 2 * capacity for s in self.slots.values())
+        usable = sum(map(self._fits, self.slots.values()))
         actions: list[Action] = []
         for _ in range(SLOTS_PER_IMAGE * self.world - usable if capacity else 0):
             slot = Slot(self._next_slot, capacity, "allocating")
