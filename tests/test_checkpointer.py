@@ -20,6 +20,7 @@ from holdfast import events
 from holdfast.catalogue import catalogue
 from holdfast.snapshot import saver as saver_module
 from holdfast.snapshot.capture import Overtaking
+from holdfast.snapshot.underway import Patience
 from holdfast.storage.local import LocalStore
 from leftovers import end_keepers, keeper_pids
 
@@ -490,7 +491,7 @@ def test_a_state_that_cannot_be_saved_at_one_step_costs_that_step_only(
 def test_a_stopped_keeper_holds_training_up_once_and_not_at_every_step(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = saver_module.Patience(grant_s=0.5, durable_grant_s=0.5)
+    quick = Patience(grant_s=0.5, durable_grant_s=0.5)
     monkeypatch.setattr(checkpointer_module, "Patience", lambda **_: quick)
     state = build()
     with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:

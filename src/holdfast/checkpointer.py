@@ -41,7 +41,8 @@ from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import arena_dir
 from holdfast.snapshot.client import KeeperClient, find_or_start
 from holdfast.snapshot.handle import SaveHandle
-from holdfast.snapshot.saver import Patience, Place, Saver
+from holdfast.snapshot.saver import Saver
+from holdfast.snapshot.underway import Patience, Place
 from holdfast.state.describe import Describer, State, sort_objects
 from holdfast.storage.base import Store
 from holdfast.storage.open import normal_root, open_store

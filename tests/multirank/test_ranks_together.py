@@ -12,8 +12,8 @@ import pytest
 
 import holdfast
 from holdfast import events
-from holdfast.snapshot import saver as saver_module
 from holdfast.snapshot.capture import Overtaking
+from holdfast.snapshot.underway import Patience
 from launch import run_ranks
 from models import build, train
 
@@ -155,4 +155,4 @@ def test_a_rank_that_does_not_come_is_named_and_does_not_hold_the_others(tmp_pat
     first, _ = run_ranks(2, _a_rank_that_never_comes, str(tmp_path))
     assert "ranks [1] have not asked" in first
     assert "held True" in first
-    assert saver_module.Patience().grant_s <= 10
+    assert Patience().grant_s <= 10

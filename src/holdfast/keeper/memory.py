@@ -66,7 +66,8 @@ class Memory:
                 slot.state, slot.attempt, slot.rank = "quarantined", record.attempt, record.rank
                 slot.writer = Writer(record.writer_pid, record.writer_start)
             return slot
-        if record.state != "captured" or record.image_bytes > file.capacity_bytes:
+        fits = 0 < record.image_bytes <= file.capacity_bytes and 0 <= record.rank < record.world
+        if record.state != "captured" or not fits:
             return slot
         slot.state, slot.attempt, slot.rank = "captured", record.attempt, record.rank
         slot.image_bytes = record.image_bytes
@@ -77,8 +78,8 @@ class Memory:
         if same != (said.incarnation, said.step, said.world, said.layout) or (
             record.rank in attempt.slots
         ):
-            slot.state = "free"  # not of one attempt, whatever its name says: never a mixture
-            return slot
+            # Not of one attempt, whatever its name says: never a mixture.
+            return Slot(slot_id, file.capacity_bytes, "free")
         attempt.slots[record.rank] = slot_id
         return slot
 

@@ -10,7 +10,6 @@ import asyncio
 import os
 import secrets
 import socket
-import struct
 import sys
 import time
 import traceback
@@ -30,15 +29,17 @@ from holdfast.events import (
     emit,
     subscribe,
 )
-from holdfast.format.manifest import Generation, Incarnation
+from holdfast.format.manifest import Incarnation
+from holdfast.keeper.connection import Connection, drain, peer_of
+from holdfast.keeper.jobs import Jobs
 from holdfast.keeper.memory import Memory
-from holdfast.keeper.persister import ImageJob, Job, Persister
+from holdfast.keeper.persister import Persister
 from holdfast.keeper.trace import open_trace
 from holdfast.persist import commit
 from holdfast.policy.retention import Keep
 from holdfast.snapshot import handoff as h
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import SlotFile, SlotRecord, is_running, process_start, remove_arena
+from holdfast.snapshot.arena import SlotFile, SlotRecord, is_running, remove_arena
 from holdfast.storage.base import Lock, Store
 from holdfast.storage.open import open_store
 
@@ -47,21 +48,6 @@ CAPTURE_DEADLINE_S = 600.0
 TICK_S = 0.1
 EMPTY_IDLE_S = 2.0
 SOCKET_NAME = "keeper.sock"
-
-
-class Connection:
-    """One trainer at the other end of a socket."""
-
-    def __init__(self, writer: asyncio.StreamWriter, process: h.Writer) -> None:
-        self.writer = writer
-        self.process = process
-        self.rank: int | None = None
-        self.said_goodbye = False
-
-    def send(self, message: m.Message, seq: int = 0) -> None:
-        """Queue a message; a trainer that went away is noticed by its reader."""
-        if not self.writer.is_closing():
-            self.writer.write(m.pack(message, seq))
 
 
 class Keeper:
@@ -80,7 +66,7 @@ class Keeper:
         self._ranks: dict[int, Connection] = {}
         self._connections: set[Connection] = set()
         self._goodbyes: list[tuple[Connection, int]] = []
-        self._jobs: dict[str, Job] = {}
+        self._jobs = Jobs(self.memory, self.coordinator)
         self._store: Store = open_store(root)
         self._root_lock: Lock | None = None
         self._persister: Persister | None = None
@@ -178,7 +164,7 @@ class Keeper:
         leaving = [connection for connection, _ in self._goodbyes]
         self._answer_goodbyes(self._last_tried.get(unsaved, ""))
         for connection in leaving:
-            await _drain(connection)
+            await drain(connection)
         self._ended.set()
 
     async def _persist_last(self, attempt: str) -> None:
@@ -200,7 +186,7 @@ class Keeper:
     # ── conversations ────────────────────────────────────────────────────────────────────
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        process = _peer(writer)
+        process = peer_of(writer)
         if process is None:
             writer.close()
             return
@@ -396,18 +382,13 @@ class Keeper:
         rank = self._require_rank(connection)
         await self._carry_out(self.coordinator.ask(rank, message, time.monotonic()))
 
-    async def _progress(self, _: Connection, message: m.Progress, __: int) -> None:
-        job = self._jobs.get(message.attempt)
-        rank = self._require_rank(_)
-        if job is not None and rank in job.images:
-            job.images[rank].arrival.copied(message.size_bytes)
+    async def _progress(self, connection: Connection, message: m.Progress, _: int) -> None:
+        self._jobs.copied(message.attempt, self._require_rank(connection), message.size_bytes)
 
     async def _captured(self, connection: Connection, message: m.Captured, _: int) -> None:
         rank = self._require_rank(connection)
         await self._carry_out(self.coordinator.captured(rank, message, time.monotonic()))
-        job = self._jobs.get(message.attempt)
-        if job is not None:
-            self._tell_job(job, self.coordinator.attempts.get(message.attempt))
+        self._jobs.sealed(message.attempt)
 
     async def _abandon(self, connection: Connection, message: m.Abandon, _: int) -> None:
         rank = self._require_rank(connection)
@@ -453,9 +434,7 @@ class Keeper:
                 case h.StartPersist(attempt):
                     self._start_job(self.coordinator.attempts[attempt])
                 case h.AbortPersist(attempt):
-                    job = self._jobs.get(attempt)
-                    if job is not None:
-                        job.abort("the capture came to nothing")
+                    self._jobs.abort(attempt)
                 case h.Note():
                     self._note(action)
 
@@ -516,50 +495,22 @@ class Keeper:
         if self._persister is None or incarnation is None:
             self._persist_ended(attempt.id, "nobody has begun an incarnation yet")
             return
-        images = {}
-        for rank, slot_id in attempt.slots.items():
-            size = self.coordinator.slots[slot_id].image_bytes
-            images[rank] = ImageJob(rank, self.memory.files[slot_id].image[:size])
-        job = Job(
-            attempt=attempt.id,
-            generation=Generation(attempt.incarnation, attempt.step),
-            incarnation=incarnation,
-            world=attempt.world,
-            layout=attempt.layout,
-            layout_data=self.memory.layout(attempt.layout),
-            images=images,
-        )
-        self._jobs[attempt.id] = job
-        self._tell_job(job, attempt)
-        self._persister.submit(job)
+        self._persister.submit(self._jobs.start(attempt, incarnation))
 
     def _incarnation_of(self, attempt: h.Attempt) -> Incarnation | None:
         if self.incarnation is not None and self.incarnation.n == attempt.incarnation:
             return self.incarnation
         return next((i for i in self.memory.incarnations() if i.n == attempt.incarnation), None)
 
-    def _tell_job(self, job: Job, attempt: h.Attempt | None) -> None:
-        """Hand on what is sealed by now."""
-        if attempt is None:
-            return
-        for rank in attempt.sealed:
-            slot = self.coordinator.slots[attempt.slots[rank]]
-            job.images[rank].seal(slot.header_xxh3, slot.table_xxh3)
-        if attempt.phase == "complete":
-            job.is_complete.set()
-
     def _persist_ended(self, attempt_id: str, reason: str | None) -> None:
         """Called on the persister's thread."""
 
         def on_loop() -> None:
-            job = self._jobs.pop(attempt_id, None)
+            self._jobs.ended(attempt_id)
             if reason is not None:
                 self._last_tried[attempt_id] = reason
             if attempt_id not in self.coordinator.attempts:
                 return
-            if job is not None:
-                for image in job.images.values():
-                    image.memory.release()
             if reason is None:
                 actions = self.coordinator.persisted(attempt_id)
             else:
@@ -581,21 +532,6 @@ class Keeper:
 def _complain(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         traceback.print_exception(task.exception(), file=sys.stderr)
-
-
-async def _drain(connection: Connection) -> None:
-    try:
-        await connection.writer.drain()
-    except ConnectionError:
-        return
-
-
-def _peer(writer: asyncio.StreamWriter) -> h.Writer | None:
-    """The process at the other end, by the kernel's word; None when it is not our user's."""
-    peer = writer.get_extra_info("socket")
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
-    return h.Writer(pid, process_start(pid)) if uid == os.getuid() else None
 
 
 _ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory)

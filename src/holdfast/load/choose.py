@@ -46,7 +46,7 @@ def choose(
 def parse_generation(text: str) -> Generation:
     """A generation from "incarnation-step", as ``holdfast ls`` prints it."""
     incarnation, dash, step = text.partition("-")
-    if not (dash and incarnation.isdigit() and step.isdigit()):
+    if not (dash and incarnation.isdecimal() and step.isdecimal()):
         raise UsageError(
             f"{text!r} names no generation: give a step, or incarnation-step as in 2-100"
         )

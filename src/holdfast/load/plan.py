@@ -36,6 +36,7 @@ class Fetch:
     want: int
     rank: int
     entry: str
+    item_bytes: int
     piece: Box
     part: Box
 
@@ -54,7 +55,9 @@ def plan_fetches(wants: Sequence[Want], layout: Layout) -> dict[int, list[Fetch]
                 continue
             parts.append(part)
             name = piece_name(leaf.name, leaf.shape, piece)
-            fetches.setdefault(rank, []).append(Fetch(index, rank, name, piece, part))
+            fetches.setdefault(rank, []).append(
+                Fetch(index, rank, name, ITEMSIZE[leaf.dtype], piece, part)
+            )
         fault = cover_fault(want.box, parts)
         if fault is not None:
             raise CoverageError(
@@ -91,9 +94,7 @@ class Batch:
 
 
 def plan_batches(
-    fetches: Mapping[int, Sequence[Fetch]],
-    headers: Mapping[int, Header],
-    dtype_of: Mapping[str, str],
+    fetches: Mapping[int, Sequence[Fetch]], headers: Mapping[int, Header]
 ) -> list[Batch]:
     """Cut the fetches into bounded reads of whole blocks, in file order."""
     batches: list[Batch] = []
@@ -102,7 +103,7 @@ def plan_batches(
         slabs: list[Slab] = []
         for fetch in some:
             entry = header.entries.get(fetch.entry)
-            size = fetch.piece.volume * ITEMSIZE[dtype_of[fetch.entry.partition("@")[0]]]
+            size = fetch.piece.volume * fetch.item_bytes
             if entry is None or entry.size_bytes != size:
                 raise CoverageError(
                     f"image {rank} has {'no' if entry is None else 'another size of'} piece "

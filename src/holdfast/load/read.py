@@ -39,7 +39,7 @@ def read_wants(
     fetches = plan_fetches(wants, checkpoint.layout)
     headers = {rank: checkpoint.header(rank) for rank in fetches}
     dtypes = {leaf.name: leaf.dtype for leaf in checkpoint.layout.leaves}
-    batches = plan_batches(fetches, headers, dtypes)
+    batches = plan_batches(fetches, headers)
 
     def run(batch: Batch) -> int:
         size = _read_batch(checkpoint, batch, wants, destinations, dtypes)
@@ -81,9 +81,9 @@ def _scatter(slab: Slab, raw: Array, destination: Array, want: Want) -> None:
 def _verified_blocks(checkpoint: Checkpoint, rank: int, first: int, stop: int) -> memoryview:
     """The data of whole blocks, each equal to its checksum. Valid until this thread's next call."""
     file, header, table = checkpoint.files[rank], checkpoint.header(rank), checkpoint.table(rank)
-    if not hasattr(_thread, "staging"):
-        _thread.staging = bytearray()
     begin, end = first * BLOCK_BYTES, min(stop * BLOCK_BYTES, header.table.offset)
+    if len(getattr(_thread, "staging", b"")) < end - begin:
+        _thread.staging = bytearray(end - begin)
     data = file.view(header.data_start + begin, header.data_start + end, _thread.staging)
     for number, at, after in blocks(first, stop, header.table.offset):
         found = checksum(data[at - begin : after - begin])

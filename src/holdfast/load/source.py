@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Protocol
 
 from holdfast.catalogue import layout_path
-from holdfast.errors import ChecksumMismatch, FormatError
+from holdfast.errors import ArenaError, ChecksumMismatch, FormatError
 from holdfast.format.checksum import checksum, text, unpack_table
 from holdfast.format.image import Header, header_size, parse_header
 from holdfast.format.manifest import Manifest
-from holdfast.geometry.layout import Layout
+from holdfast.geometry.layout import Layout, table_hash
 from holdfast.snapshot.arena import SlotFile
 from holdfast.snapshot.messages import HeldGeneration
 from holdfast.storage.base import Store
@@ -27,7 +27,7 @@ class ImageFile(Protocol):
     table_xxh3: str
 
     def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
-        """The bytes from ``start`` to ``stop``; in ``staging`` unless they are in memory."""
+        """The bytes from ``start`` to ``stop``; in ``staging`` where it has room for them."""
         ...
 
 
@@ -40,9 +40,9 @@ class StoredImage:
 
     def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
         """See ``ImageFile``."""
-        if len(staging) < stop - start:
-            staging.extend(bytes(stop - start - len(staging)))
-        view = memoryview(staging)[: stop - start]
+        # An error that is kept may hold a view of the old staging: it cannot be made longer.
+        room = staging if len(staging) >= stop - start else bytearray(stop - start)
+        view = memoryview(room)[: stop - start]
         self.store.read_into(self.name, start, view)
         return view
 
@@ -131,11 +131,16 @@ def _identity(source: Manifest | HeldGeneration) -> dict[str, str]:
     }
 
 
+def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
+    """The layout whose very bytes have this hash."""
+    _expect(table_hash(data), hash_, f"layout {where}")
+    return Layout.from_json(data)
+
+
 def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
     """A published checkpoint."""
     path = layout_path(manifest.layout)
-    layout = Layout.from_json(store.read(path))
-    _expect(layout.hash, manifest.layout, f"layout {path}")
+    layout = _read_layout(store.read(path), manifest.layout, path)
     files: dict[int, ImageFile] = {
         i.rank: StoredImage(store, i.path, i.size_bytes, i.header_xxh3, i.table_xxh3)
         for i in manifest.images
@@ -146,8 +151,11 @@ def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
 def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
     """A generation in this host's arena."""
     path = arena / "layouts" / f"{held.layout}.json"
-    layout = Layout.from_json(path.read_bytes())
-    _expect(layout.hash, held.layout, f"layout {path}")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
+    layout = _read_layout(data, held.layout, str(path))
     files: dict[int, ImageFile] = {
         s.rank: HeldImage(s.path, s.image_bytes, s.header_xxh3, s.table_xxh3) for s in held.slots
     }

@@ -54,6 +54,11 @@ def verify(
     except HoldfastError as error:
         return VerifyReport((str(error),), 0, 0, 0, time.monotonic() - started_s)
     faults += _coverage_faults(checkpoint.layout)
+    named = [image.rank for image in manifest.images]
+    if manifest.world != checkpoint.layout.world or sorted(named) != list(range(manifest.world)):
+        faults.append(
+            f"the manifest names images of ranks {named}, its layout is of {manifest.world} ranks"
+        )
     for image in manifest.images:
         try:
             faults += _image_faults(store, checkpoint, image.rank, image.path, image.size_bytes)

@@ -31,7 +31,6 @@ SLOT_SUFFIX = ".slot"
 _FRAME = struct.Struct("<8sQIQ")  # magic, sequence, length, xxh3 of sequence and payload
 _MAGIC = b"HFSLOT1\0"
 _MADV_POPULATE_WRITE = 23
-_MADV_POPULATE_READ = 22
 _POPULATE_STEP_BYTES = 64 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -170,7 +169,10 @@ class SlotFile:
         if room.f_blocks and free < size:
             raise _too_small(path, size, free)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(path, flags, 0o600)
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise ArenaError(f"cannot make slot {path}: {error.strerror}") from error
         try:
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
@@ -195,19 +197,18 @@ class SlotFile:
             raise ArenaError(f"{path} is not a slot of ours ({found.st_size} bytes)")
         return cls(path, descriptor, found.st_size, writable=writable)
 
-    def populate(self, *, writable: bool = True) -> None:
+    def populate(self) -> None:
         """Map every page now, without holding Python's lock, so that no copy waits for a fault.
 
         A hint: kernels before 5.14 refuse it, and pages are then mapped when first touched.
         """
-        advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
-        if not writable:
-            return
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         size = self.capacity_bytes + IMAGE_START
         for start in range(0, size, _POPULATE_STEP_BYTES):
             length = min(_POPULATE_STEP_BYTES, size - start)
-            if _libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), advice):
+            if _libc.madvise(
+                ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE
+            ):
                 return
 
     def read_record(self) -> SlotRecord | None:
@@ -223,6 +224,8 @@ class SlotFile:
         # Keeper and trainer take turns to write: the number before is read, never remembered.
         sequence = self._newest()[0] + 1
         payload = msgspec.msgpack.encode(record)
+        if len(payload) > PAGE_BYTES - _FRAME.size:
+            raise ArenaError(f"a slot's record of {len(payload)} bytes does not fit its page")
         digest = checksum(sequence.to_bytes(8, "little") + payload)
         frame = _FRAME.pack(_MAGIC, sequence, len(payload), digest) + payload
         start = PAGE_BYTES * (sequence % 2)

@@ -89,14 +89,14 @@ class Overtaking:
                 at = (turn * 7919 * _SAMPLE_BYTES) % (copy.size_bytes - _SAMPLE_BYTES + 1)
                 there = target.data.data_ptr() + copy.offset + at
                 if _libc.memcmp(there, copy.source.data_ptr() + at, _SAMPLE_BYTES):
-                    raise _overtaken(copy.name)
+                    raise _overtaken(copy.leaf)
 
 
 def _overtaken(name: str) -> CaptureOvertaken:
     return CaptureOvertaken(
         f"{name} changed while it was copied, by an update that went around the optimizer's step "
         "hooks. Call checkpointer.before_update() before such updates.",
-        leaf=name.partition("@")[0],
+        leaf=name,
     )
 
 

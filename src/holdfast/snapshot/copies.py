@@ -19,7 +19,7 @@ SMALL_BYTES = 64 << 10
 class Copy:
     """One piece: where its bytes are now, and where they go (from the start of the data)."""
 
-    name: str
+    leaf: str
     source: torch.Tensor
     offset: int
     size_bytes: int
@@ -56,6 +56,6 @@ def plan_copies(layout: Layout, rank: int, bindings: list[Binding]) -> CopyPlan:
                 source = binding.source[inside.slices()] if inside.ndim else binding.source
                 break
         entry = offsets[name]
-        copies.append(Copy(name, source, entry.offset, entry.size_bytes, binding.lazy))
+        copies.append(Copy(binding.name, source, entry.offset, entry.size_bytes, binding.lazy))
     copies.sort(key=lambda copy: copy.offset)
     return CopyPlan(image, tuple(copies))

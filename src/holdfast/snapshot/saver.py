@@ -13,7 +13,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,83 +52,10 @@ from holdfast.snapshot.client import KeeperClient
 from holdfast.snapshot.copies import CopyPlan, plan_copies
 from holdfast.snapshot.handle import CAPTURED, DURABLE, SaveHandle
 from holdfast.snapshot.pinning import pin_memory, unpin_memory
+from holdfast.snapshot.underway import Capture, Patience, Place
 from holdfast.state.describe import Describer, Description
 
 A = TypeVar("A", bound=m.Message)
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long the training thread may be held, in seconds, before a snapshot is given up."""
-
-    first_grant_s: float = 300.0
-    grant_s: float = 5.0
-    durable_grant_s: float = 60.0
-    copy_s: float = 600.0
-    keeper_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where this rank stands in the run."""
-
-    run_id: str
-    incarnation: int
-    nonce: str
-    rank: int
-    world: int
-
-
-@dataclass(slots=True)
-class _Capture:
-    """One save under way. Its fields are written under ``lock``."""
-
-    step: int
-    durable: bool
-    exact: bool
-    description: Description
-    overtaking: Overtaking
-    handle: SaveHandle
-    started_s: float
-    ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    answered: threading.Event = field(default_factory=threading.Event)
-    released: threading.Event = field(default_factory=threading.Event)
-    resolved: threading.Event = field(default_factory=threading.Event)
-    answer: m.Grant | m.Skip | m.Aborted | None = None
-    attempt: str = ""
-    called_off: str = ""
-    keeper_lost: bool = False
-    copied: bool = False
-    events: list[torch.cuda.Event] = field(default_factory=list)
-
-    def call_off(self, reason: str) -> bool:
-        """Give it up unless its copy is made already; whether it was given up."""
-        with self.lock:
-            if self.copied:
-                return False
-            self.called_off = self.called_off or reason
-        self.answered.set()
-        self.released.set()
-        return True
-
-    @property
-    def is_carried(self) -> bool:
-        """Whether a durable save that was not taken is due again at the next step."""
-        answer = self.answer
-        passing = self.keeper_lost or (isinstance(answer, m.Skip) and answer.is_passing)
-        return self.durable and passing
-
-    def is_copied(self, events: list[torch.cuda.Event]) -> None:
-        """Its bytes are final (behind ``events``): from now on it is not given up. Or Stopped."""
-        with self.lock:
-            self.check()
-            self.copied, self.events = True, events
-
-    def check(self) -> None:
-        """Stopped when it was given up."""
-        if self.called_off:
-            raise Stopped(self.called_off)
 
 
 Reconnect = Callable[[Callable[[m.Message], None], Callable[[str], None]], KeeperClient]
@@ -151,7 +77,7 @@ class Saver:
         """How many updates passed the fence; tells whether the state changed since a save."""
         self._connect = connect
         self._client: KeeperClient | None = None
-        self._current: _Capture | None = None
+        self._current: Capture | None = None
         self._known_tables: set[str] = set()
         self._layouts: dict[str, Layout] = {}
         self._plan: tuple[str, str, CopyPlan] | None = None
@@ -162,7 +88,7 @@ class Saver:
         self._was_granted = False
         self._boot_id = boot_id()
         self._process_start = process_start(os.getpid())
-        self._work: queue.SimpleQueue[_Capture | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
         self._worker = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
         self._worker.start()
 
@@ -183,7 +109,7 @@ class Saver:
         stage(description.bindings)
         staged_s = time.monotonic()
         handle = SaveHandle(step, durable=durable, explain=self.explain)
-        capture = _Capture(
+        capture = Capture(
             step=step,
             durable=durable,
             exact=exact,
@@ -253,7 +179,7 @@ class Saver:
         for event in capture.events:
             torch.cuda.current_stream(event.device).wait_event(event)
 
-    def _await_release(self, capture: _Capture) -> None:
+    def _await_release(self, capture: Capture) -> None:
         patience = self.patience
         if not self._was_granted:
             grant_s = patience.first_grant_s
@@ -358,7 +284,7 @@ class Saver:
                 capture.released.set()
                 capture.resolved.set()
 
-    def _take(self, capture: _Capture) -> None:
+    def _take(self, capture: Capture) -> None:
         try:
             grant = self._ask(capture)
             layout = self._layouts[grant.layout]
@@ -373,7 +299,7 @@ class Saver:
             self._miss(capture, str(error), leaf=leaf)
             self._abandon(capture, str(error), leaf)
 
-    def _ask(self, capture: _Capture) -> m.Grant:
+    def _ask(self, capture: Capture) -> m.Grant:
         """Ask for a slot; SnapshotSkipped when no rank gets one."""
         if self.is_fenced:
             raise Fenced(self.is_fenced)
@@ -402,7 +328,7 @@ class Saver:
         self._was_granted = True
         return capture.answer
 
-    def _copy(self, capture: _Capture, grant: m.Grant, layout: Layout) -> Seal:
+    def _copy(self, capture: Capture, grant: m.Grant, layout: Layout) -> Seal:
         plan = self._copy_plan(capture.description, layout)
         slot, target = self._target(grant.slot, plan, pinned=bool(capture.ready))
         values = capture.description.values
@@ -492,7 +418,7 @@ class Saver:
             table_xxh3=seal.table_xxh3, writer_pid=os.getpid(), writer_start=self._process_start,
         )  # fmt: skip
 
-    def _abandon(self, capture: _Capture, reason: str, leaf: str = "") -> None:
+    def _abandon(self, capture: Capture, reason: str, leaf: str = "") -> None:
         if isinstance(capture.answer, m.Grant) and self._client is not None:
             try:
                 self._client.send(
@@ -501,7 +427,7 @@ class Saver:
             except KeeperError:
                 return  # the keeper learns it from our death, or from the slot's record
 
-    def _miss(self, capture: _Capture, reason: str, *, leaf: str = "") -> None:
+    def _miss(self, capture: Capture, reason: str, *, leaf: str = "") -> None:
         capture.call_off(reason)
         emit(SnapshotMissed(
             incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
@@ -550,7 +476,7 @@ class Saver:
                 if current is not None:
                     current.call_off(self.is_fenced)
 
-    def _answered(self, current: _Capture | None, message: m.Grant | m.Skip) -> None:
+    def _answered(self, current: Capture | None, message: m.Grant | m.Skip) -> None:
         is_awaited = current is not None and current.step == message.step and current.answer is None
         if current is not None and is_awaited and not current.called_off:
             current.answer = message
@@ -558,7 +484,7 @@ class Saver:
         elif isinstance(message, m.Grant):  # too late: nobody waits for it any more
             self._send(m.Abandon(attempt=message.attempt, reason="its save was given up"))
 
-    def _aborted(self, current: _Capture | None, message: m.Aborted) -> None:
+    def _aborted(self, current: Capture | None, message: m.Aborted) -> None:
         kind = CaptureOvertaken if message.overtaken else SnapshotSkipped
         self._fail(message.step, kind(message.reason, leaf=message.leaf), captured=False)
         if current is None or current.step != message.step:

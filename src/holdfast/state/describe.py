@@ -7,6 +7,7 @@ is copied before ``save`` returns.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -27,6 +28,7 @@ from holdfast.state.rng import Rng
 from holdfast.state.tensors import leaf_entry, local_of
 
 State = MutableMapping[str, Any]
+_LIKE_A_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*$")
 
 
 @dataclass(slots=True)
@@ -177,6 +179,8 @@ class Describer:
         bindings = [self._bind(*leaf) for leaf in found]
         entries = sorted((b.entry for b in bindings), key=lambda e: e.name)
         for one, other in pairwise(entries):
+            if _LIKE_A_PIECE.search(one.name):
+                raise UsageError(f"{one.name!r} ends like the name of a part: rename it")
             if one.name == other.name:
                 raise UsageError(f"two tensors of the state are both called {one.name!r}")
         table = table_to_json(entries)

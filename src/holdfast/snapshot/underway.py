@@ -1,0 +1,87 @@
+"""A save under way: what the training thread, the worker and the listener know of it together."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.capture import Overtaking, Stopped
+from holdfast.snapshot.handle import SaveHandle
+from holdfast.state.describe import Description
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the training thread may be held, in seconds, before a snapshot is given up."""
+
+    first_grant_s: float = 300.0
+    grant_s: float = 5.0
+    durable_grant_s: float = 60.0
+    copy_s: float = 600.0
+    keeper_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank stands in the run."""
+
+    run_id: str
+    incarnation: int
+    nonce: str
+    rank: int
+    world: int
+
+
+@dataclass(slots=True)
+class Capture:
+    """One save under way. Its fields are written under ``lock``."""
+
+    step: int
+    durable: bool
+    exact: bool
+    description: Description
+    overtaking: Overtaking
+    handle: SaveHandle
+    started_s: float
+    ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    answered: threading.Event = field(default_factory=threading.Event)
+    released: threading.Event = field(default_factory=threading.Event)
+    resolved: threading.Event = field(default_factory=threading.Event)
+    answer: m.Grant | m.Skip | m.Aborted | None = None
+    attempt: str = ""
+    called_off: str = ""
+    keeper_lost: bool = False
+    copied: bool = False
+    events: list[torch.cuda.Event] = field(default_factory=list)
+
+    def call_off(self, reason: str) -> bool:
+        """Give it up unless its copy is made already; whether it was given up."""
+        with self.lock:
+            if self.copied:
+                return False
+            self.called_off = self.called_off or reason
+        self.answered.set()
+        self.released.set()
+        return True
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether a durable save that was not taken is due again at the next step."""
+        answer = self.answer
+        passing = self.keeper_lost or (isinstance(answer, m.Skip) and answer.is_passing)
+        return self.durable and passing
+
+    def is_copied(self, events: list[torch.cuda.Event]) -> None:
+        """Its bytes are final (behind ``events``): from now on it is not given up. Or Stopped."""
+        with self.lock:
+            self.check()
+            self.copied, self.events = True, events
+
+    def check(self) -> None:
+        """Stopped when it was given up."""
+        if self.called_off:
+            raise Stopped(self.called_off)

@@ -1,0 +1,111 @@
+"""A coordinator with memory and ranks that do what they are told, for tests of its transitions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from holdfast.geometry.layout import (
+    REPLICATE,
+    Instance,
+    LeafEntry,
+    Mesh,
+    table_hash,
+    table_to_json,
+)
+from holdfast.snapshot import handoff as h
+from holdfast.snapshot import messages as m
+
+M = TypeVar("M", bound=m.Message)
+A = TypeVar("A", bound=h.Action)
+Actions = Sequence[h.Action]
+GRANT_S, CAPTURE_S = 30.0, 600.0
+
+
+def told(actions: Actions, kind: type[M]) -> list[M]:
+    """What is said to the ranks, of one kind."""
+    return [a.message for a in actions if isinstance(a, h.Tell) and isinstance(a.message, kind)]
+
+
+def of(actions: Actions, kind: type[A]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def table(world: int, dtype: str = "F32") -> bytes:
+    mesh = Mesh((world,), tuple(range(world)))
+    return table_to_json([LeafEntry("w", dtype, (8,), "split", Instance(mesh, (REPLICATE,)))])
+
+
+class Keeper:
+    """A coordinator, with its memory always at hand and all ranks of one mind."""
+
+    def __init__(self, world: int = 2, *, adopted: bool = True) -> None:
+        self.c = h.Coordinator(keeper="k", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
+        self.has_memory = True
+        self.begin(1, world)
+        if adopted:
+            self.c.adopt(0.0)
+
+    def begin(self, incarnation: int, world: int) -> Actions:
+        self.world = world
+        actions = self.c.begin(incarnation, f"{incarnation:08x}", world)
+        for rank in range(world):
+            self.c.join(rank, self.writer(rank))
+        return actions
+
+    def writer(self, rank: int) -> h.Writer:
+        return h.Writer(1000 * self.c.incarnation + rank, 7)
+
+    def ask(
+        self, rank: int, step: int, *, durable: bool = False, exact: bool = False,
+        values: int = 10, dtype: str = "F32", now_s: float = 0.0,
+    ) -> list[h.Action]:  # fmt: skip
+        data = table(self.world, dtype)
+        self.c.table(table_hash(data), data)
+        ask = m.Ask(
+            step=step, table=table_hash(data), values_bytes=values, durable=durable, exact=exact
+        )
+        return self.with_memory(self.c.ask(rank, ask, now_s))
+
+    def with_memory(self, actions: list[h.Action]) -> list[h.Action]:
+        found = list(actions)
+        for action in of(actions, h.Allocate) if self.has_memory else []:
+            found += self.with_memory(self.c.allocated(action.slot))
+        return found
+
+    def ask_all(
+        self, step: int, *, durable: bool = False, exact: bool = False, values: int = 10,
+        now_s: float = 0.0,
+    ) -> list[h.Action]:  # fmt: skip
+        actions: list[h.Action] = []
+        for rank in range(self.world):
+            actions += self.ask(
+                rank, step, durable=durable, exact=exact, values=values, now_s=now_s
+            )
+        return actions
+
+    def seal(self, rank: int, attempt: str, now_s: float = 0.0) -> list[h.Action]:
+        size = self.c.slots[self.c.attempts[attempt].slots[rank]].image_bytes
+        seal = m.Captured(attempt=attempt, image_bytes=size, header_xxh3="h", table_xxh3="t")
+        return self.with_memory(self.c.captured(rank, seal, now_s))
+
+    def capture(
+        self, step: int, *, durable: bool = False, exact: bool = False, values: int = 10
+    ) -> str:
+        """A whole save; the name of its attempt."""
+        actions = self.ask_all(step, durable=durable, exact=exact, values=values)
+        attempt = granted(actions)
+        for rank in range(self.world):
+            self.seal(rank, attempt)
+        return attempt
+
+    def slots(self, attempt: str) -> set[int]:
+        return set(self.c.attempts[attempt].slots.values())
+
+    def states(self) -> list[str]:
+        return sorted(slot.state for slot in self.c.slots.values())
+
+
+def granted(actions: Actions) -> str:
+    (attempt,) = {give.attempt for give in of(actions, h.GiveSlot)}
+    return attempt

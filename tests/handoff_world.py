@@ -1,0 +1,463 @@
+"""Ranks, slots and storage as they really are, around a coordinator that is only told of them.
+
+The model knows what the coordinator cannot: which bytes each slot really holds, and which living
+process may still write to it. Whatever the coordinator does is checked against that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from coordinators import CAPTURE_S, GRANT_S, table
+from holdfast.geometry.layout import table_hash
+from holdfast.snapshot import handoff as h
+from holdfast.snapshot import messages as m
+
+Generation = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save that every rank makes; they are counted by their steps."""
+
+    durable: bool
+    exact: bool
+    values_bytes: int
+
+
+@dataclass
+class Process:
+    """One start of one rank, as it is: what it hears, and what it writes to."""
+
+    pid: int
+    rank: int
+    incarnation: int
+    alive: bool = True
+    connected: bool = True
+    done: int = 0
+    """How many of the saves it has begun."""
+    waits_for: int | None = None
+    writes: str | None = None
+    """The attempt it copies for, in the slot ``slot``."""
+    slot: int = -1
+    inbox: list[Any] = field(default_factory=list)
+
+    @property
+    def writer(self) -> h.Writer:
+        return h.Writer(self.pid, 1)
+
+
+def is_idle(process: Process) -> bool:
+    """Whether it may make its next save."""
+    return process.writes is None and process.waits_for is None
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What the keeper sends for GiveSlot."""
+
+    step: int
+    attempt: str
+    slot: int
+
+
+@dataclass
+class Content:
+    """What a slot really holds."""
+
+    attempt: str
+    rank: int
+    generation: Generation
+    whole: bool = False
+
+
+@dataclass
+class Record:
+    """What a slot says of itself to a keeper that starts later."""
+
+    state: str
+    attempt: str
+    rank: int
+    generation: Generation
+    world: int
+    writer: h.Writer
+    image_bytes: int
+
+
+class RealWorld:
+    """Everything around one coordinator after the other; ``carry_out`` is the keeper's part."""
+
+    coordinator: type[h.Coordinator] = h.Coordinator
+    is_broken = True
+    """Before it has started, and when the coordinator said something that cannot be done."""
+
+    def start(self, world: int) -> None:
+        """From nothing. Not in ``__init__``: only now is the number of ranks known."""
+        self.now_s = 1000.0
+        self.incarnation = self.keepers = 0
+        self.moves = 0
+        """What the keeper did since the last disaster: two at once show nothing new."""
+        self.next_pid = 100
+        self.processes: list[Process] = []
+        self.saves: list[Save] = []
+        self.contents: dict[int, Content] = {}
+        self.records: dict[int, Record] = {}
+        self.capacities: dict[int, int] = {}
+        self.may_write: dict[int, set[int]] = {}
+        self.allocating: dict[int, int] = {}
+        self.persisting: dict[str, tuple[int, ...]] = {}
+        self.published: dict[str, Generation] = {}
+        self.newest: tuple[int, ...] = ()
+        self.pinned: tuple[int, ...] = ()
+        self.owed: set[tuple[int, int]] = set()
+        """(pid, step) of durable saves whose fate the process was not told."""
+        self.keeper = self.new_keeper()
+        self.begin(world)
+
+    def new_keeper(self) -> h.Coordinator:
+        self.keepers += 1
+        return self.coordinator(
+            keeper=f"k{self.keepers}", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S
+        )
+
+    def begin(self, world: int) -> None:
+        """All ranks start anew; whoever is left of the old ones is not listened to any more."""
+        self.world = world
+        self.incarnation += 1
+        self.saves.clear()
+        self.owed.clear()
+        for process in self.processes:
+            self.hang_up(process)
+        self.carry_out(self.keeper.begin(self.incarnation, f"{self.incarnation:08d}", world))
+        self.pinned = self.newest
+        for rank in range(world):
+            self.next_pid += 1
+            process = Process(self.next_pid, rank, self.incarnation)
+            self.processes.append(process)
+            self.join(process)
+        self.carry_out(self.keeper.adopt(self.now_s))
+
+    def join(self, process: Process) -> None:
+        process.connected = True
+        process.inbox.clear()
+        self.carry_out(self.keeper.join(process.rank, process.writer))
+
+    def hang_up(self, process: Process) -> None:
+        process.connected = False
+        process.waits_for = process.writes = None  # it gives up, but cannot say so
+        process.inbox.clear()
+        self.owed -= {owed for owed in self.owed if owed[0] == process.pid}
+
+    # ── the keeper's part ───────────────────────────────────────────────────────────────────
+
+    def carry_out(self, actions: Sequence[h.Action]) -> None:
+        self.is_broken = True  # until all of them are carried out
+        self._carry_out(actions)
+        self.is_broken = False
+
+    def _carry_out(self, actions: Sequence[h.Action]) -> None:
+        for action in actions:
+            self.moves += 1
+            match action:
+                case h.Tell(message, rank):
+                    self.check_truth(message)
+                    for process in self.listeners(rank):
+                        self.settle(process, message)
+                        process.inbox.append(message)
+                case h.Allocate(slot, capacity):
+                    assert slot not in self.capacities, "the slot is there already"
+                    self.allocating[slot] = capacity
+                case h.Remove(slot):
+                    self.check_free_to_lose(slot)
+                    del self.capacities[slot]
+                    self.contents.pop(slot, None)
+                    self.records.pop(slot, None)
+                    self.may_write.pop(slot, None)
+                case h.GiveSlot(slot, rank, attempt):
+                    self.give(slot, rank, attempt)
+                case h.StartPersist(attempt):
+                    self.persisting[attempt] = tuple(self.keeper.attempts[attempt].slots.values())
+                case h.AbortPersist(attempt):
+                    del self.persisting[attempt]
+                case h.Note(attempt=attempt, what="complete"):
+                    self.newest = tuple(self.keeper.attempts[attempt].slots.values())
+                    self.pinned = ()
+                    self.carry_out(self.keeper.spares())
+
+    def give(self, slot: int, rank: int, name: str) -> None:
+        attempt = self.keeper.attempts[name]
+        assert slot in self.capacities, "a slot is granted that does not exist"
+        self.check_free_to_lose(slot)
+        (process,) = self.listeners(rank)
+        generation = (attempt.incarnation, attempt.step)
+        size = self.keeper.slots[slot].image_bytes
+        assert size <= self.capacities[slot], "the image does not fit into its slot"
+        self.records[slot] = Record(
+            "writing", name, rank, generation, attempt.world, process.writer, size
+        )
+        self.may_write[slot] = {process.pid}
+        process.inbox.append(Grant(attempt.step, name, slot))
+
+    def check_free_to_lose(self, slot: int) -> None:
+        assert not self.possible_writers(slot), f"slot {slot} still has a possible writer"
+        assert slot not in self.newest, f"slot {slot} holds the newest complete generation"
+        assert slot not in self.pinned, f"slot {slot} holds what is restored from"
+        for attempt, slots in self.persisting.items():
+            assert slot not in slots, f"slot {slot} is being persisted for {attempt}"
+
+    def check_truth(self, message: m.Message) -> None:
+        if isinstance(message, m.Durable):
+            generation = (self.incarnation, message.step)
+            assert self.published.get(message.attempt) == generation, "told durable, and is not"
+            assert all(step <= message.step for step in message.fulfils)
+        if isinstance(message, m.Complete):
+            attempt = self.keeper.attempts[message.attempt]
+            assert (attempt.incarnation, attempt.step) == (self.incarnation, message.step)
+
+    def settle(self, process: Process, message: m.Message) -> None:
+        """Note that the process learns what came of a durable save."""
+        steps: Iterable[int] = ()
+        if isinstance(message, (m.Durable, m.NotDurable)):
+            steps = (message.step, *message.fulfils)
+        if isinstance(message, (m.Skip, m.Aborted)):
+            steps = (message.step,)
+        self.owed -= {(process.pid, step) for step in steps}
+
+    def end_allocation(self, slot: int, *, is_there: bool) -> None:
+        capacity = self.allocating.pop(slot)
+        if is_there:
+            self.capacities[slot] = capacity
+            self.carry_out(self.keeper.allocated(slot))
+        else:
+            self.carry_out(self.keeper.allocation_failed(slot, "no memory"))
+
+    def is_complete(self, name: str) -> bool:
+        return any(attempt.id == name for attempt in self.keeper.complete())
+
+    def end_persist(self, name: str, *, is_stored: bool) -> None:
+        slots, attempt = self.persisting.pop(name), self.keeper.attempts[name]
+        if is_stored:
+            generation = (attempt.incarnation, attempt.step)
+            for slot in slots:
+                content = self.contents[slot]
+                assert (content.attempt, content.whole) == (name, True), "a mixture is published"
+            self.published[name] = generation
+            self.carry_out(self.keeper.persisted(name))
+        else:
+            self.carry_out(self.keeper.persist_failed(name, "disk full"))
+
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.carry_out(self.keeper.tick(self.now_s))
+        living = {p.writer for p in self.processes if p.alive}
+        for slot in list(self.keeper.slots.values()):
+            if slot.state == "quarantined" and slot.writer and slot.writer not in living:
+                self.carry_out(self.keeper.writer_gone(slot.id))
+
+    def restart_keeper(self) -> None:
+        """Another takes over what the slots say of themselves, in the same incarnation."""
+        for process in self.trainers():
+            self.hang_up(process)
+        self.allocating.clear()
+        self.persisting.clear()
+        self.keeper = self.new_keeper()
+        slots, attempts = self.scan()
+        self.keeper.found(slots, attempts)
+        held = [a for a in attempts if len(a.slots) == a.world]
+        newest = max(held, key=lambda a: (a.incarnation, a.step), default=None)
+        self.newest = () if newest is None else tuple(newest.slots.values())
+        self.pinned = ()
+        nonce = f"{self.incarnation:08d}"
+        self.carry_out(self.keeper.begin(self.incarnation, nonce, self.world))
+        self.carry_out(self.keeper.adopt(self.now_s))
+
+    def restore(self, attempt: h.Attempt) -> None:
+        assert self.keeper.pin(attempt.id)
+        self.pinned = tuple(attempt.slots.values())
+
+    def scan(self) -> tuple[list[h.Slot], list[h.Attempt]]:
+        """As ``keeper.memory.Memory.scan`` does it."""
+        living = {p.writer for p in self.processes if p.alive}
+        slots: list[h.Slot] = []
+        attempts: dict[str, h.Attempt] = {}
+        for id_, capacity in self.capacities.items():
+            slot = h.Slot(id_, capacity, "free")
+            slots.append(slot)
+            record = self.records.get(id_)
+            if record is None or (record.state == "writing" and record.writer not in living):
+                continue
+            slot.attempt, slot.rank = record.attempt, record.rank
+            slot.image_bytes = record.image_bytes
+            slot.state = "captured"
+            if record.state == "writing":
+                slot.state, slot.writer = "quarantined", record.writer
+                continue
+            incarnation, step = record.generation
+            attempt = h.Attempt(record.attempt, incarnation, step, record.world, "layout")
+            attempts.setdefault(record.attempt, attempt).slots[record.rank] = id_
+        return slots, list(attempts.values())
+
+    # ── who is there ────────────────────────────────────────────────────────────────────────
+
+    def listeners(self, rank: int | None) -> list[Process]:
+        return [p for p in self.processes if p.connected and rank in (None, p.rank)]
+
+    def trainers(self, want: Callable[[Process], Any] = lambda _: True) -> list[Process]:
+        return [p for p in self.processes if p.connected and p.alive and want(p)]
+
+    def away(self) -> list[Process]:
+        current = [p for p in self.processes if p.alive and p.incarnation == self.incarnation]
+        return [p for p in current if not p.connected]
+
+    def zombies(self) -> list[Process]:
+        return [p for p in self.processes if p.alive and not p.connected]
+
+    def possible_writers(self, slot: int) -> set[int]:
+        living = {p.pid for p in self.processes if p.alive}
+        return self.may_write.get(slot, set()) & living
+
+    # ── what trainers do ────────────────────────────────────────────────────────────────────
+
+    def make_ask(self, process: Process, save: Save) -> None:
+        """Ask for its next save, which is ``save`` if no other rank has made it yet."""
+        if process.done == len(self.saves):
+            self.saves.append(save)
+        save, step = self.saves[process.done], process.done
+        process.done += 1
+        process.waits_for = step
+        if save.durable:
+            self.owed.add((process.pid, step))
+        data = table(self.world)
+        self.keeper.table(table_hash(data), data)
+        ask = m.Ask(
+            step=step, table=table_hash(data), values_bytes=save.values_bytes,
+            durable=save.durable, exact=save.exact,
+        )  # fmt: skip
+        self.carry_out(self.keeper.ask(process.rank, ask, self.now_s))
+
+    def take_messages(self, process: Process) -> None:
+        while process.inbox:
+            self.take_message(process)
+
+    def take_message(self, process: Process) -> None:
+        message = process.inbox.pop(0)
+        match message:
+            case Grant(step, attempt, slot) if process.waits_for == step:
+                process.waits_for, process.writes, process.slot = None, attempt, slot
+            case Grant(_, attempt, slot):  # too late
+                self.stop_writing(process, slot)
+                told = m.Abandon(attempt=attempt, reason="given up")
+                self.carry_out(self.keeper.abandon(process.rank, told))
+            case m.Skip(step=step) | m.Aborted(step=step) if process.waits_for == step:
+                process.waits_for = None
+            case m.Aborted(attempt=attempt) if process.writes == attempt:
+                self.give_up(process)
+
+    def finish_image(self, process: Process) -> None:
+        attempt, slot = process.writes, process.slot
+        assert attempt is not None
+        record = self.records[slot]
+        self.contents[slot] = Content(attempt, process.rank, record.generation, whole=True)
+        record.state = "captured"
+        self.stop_writing(process, slot)
+        process.writes = None
+        told = m.Captured(
+            attempt=attempt, image_bytes=record.image_bytes, header_xxh3="h", table_xxh3="t"
+        )
+        self.carry_out(self.keeper.captured(process.rank, told, self.now_s))
+
+    def stop_writing(self, process: Process, slot: int) -> None:
+        self.may_write.get(slot, set()).discard(process.pid)
+
+    def scribble(self, slot: int) -> None:
+        record = self.records[slot]
+        self.contents[slot] = Content(record.attempt, record.rank, record.generation)
+
+    def wait_no_longer(self, process: Process) -> None:
+        step, process.waits_for = process.waits_for, None
+        assert step is not None
+        self.owed.discard((process.pid, step))  # it gave up by itself, and says so
+        self.carry_out(self.keeper.withdraw(process.rank, step))
+
+    def ask_durable(self, process: Process) -> None:
+        step = process.done - 1
+        self.owed.add((process.pid, step))
+        self.carry_out(self.keeper.make_durable(step))
+
+    def give_up(self, process: Process, leaf: str = "") -> None:
+        attempt, process.writes = process.writes, None
+        assert attempt is not None
+        self.stop_writing(process, process.slot)
+        told = m.Abandon(attempt=attempt, reason="given up", leaf=leaf)
+        self.carry_out(self.keeper.abandon(process.rank, told))
+
+    # ── what must hold ──────────────────────────────────────────────────────────────────────
+
+    def check_complete(self) -> None:
+        for attempt in self.keeper.complete():
+            assert sorted(attempt.slots) == list(range(attempt.world))
+            for rank, slot in attempt.slots.items():
+                content = self.contents.get(slot)
+                generation = (attempt.incarnation, attempt.step)
+                expected = Content(attempt.id, rank, generation, whole=True)
+                assert content == expected, f"slot {slot}: {content} is called {expected}"
+                assert not self.possible_writers(slot)
+
+    def check_newest(self) -> None:
+        held = {tuple(attempt.slots.values()) for attempt in self.keeper.complete()}
+        assert not self.newest or self.newest in held
+        assert not self.pinned or self.pinned in held
+
+    def check_slots(self) -> None:
+        assert set(self.keeper.slots) == set(self.capacities) | set(self.allocating)
+        for slot in self.keeper.slots.values():
+            if slot.state in ("free", "captured"):
+                assert not self.possible_writers(slot.id), f"slot {slot.id} is {slot.state}"
+
+    # ── a good end ──────────────────────────────────────────────────────────────────────────
+
+    def settle_down(self) -> None:
+        for _ in range(100):
+            self.pass_time(0.1)
+            for slot in list(self.allocating):
+                self.end_allocation(slot, is_there=True)
+            for process in self.trainers():
+                self.take_messages(process)
+                if process.writes is not None:
+                    self.finish_image(process)
+            for attempt in list(self.persisting):
+                if self.is_complete(attempt):
+                    self.end_persist(attempt, is_stored=True)
+        self.pass_time(CAPTURE_S + 1)
+        for process in self.trainers():
+            self.take_messages(process)
+
+    def ranks_are_there(self) -> None:
+        """Those that are away come back; for those that died all start anew."""
+        for process in self.processes:
+            process.alive &= process.incarnation == self.incarnation
+        current = [p for p in self.processes if p.alive]
+        if len(current) < self.world:
+            for process in self.processes:
+                process.alive = False
+            self.begin(self.world)
+            return
+        for process in current:
+            if not process.connected:
+                self.join(process)
+
+    def check_end(self) -> None:
+        """When everything under way has ended well, nothing is owed, and a save works."""
+        self.settle_down()
+        assert not self.owed, f"nobody was told what came of {self.owed}"
+        self.ranks_are_there()
+        for process in self.trainers():
+            process.done = len(self.saves)
+        for process in self.trainers():
+            self.make_ask(process, Save(durable=True, exact=True, values_bytes=10))
+        self.settle_down()
+        generation = (self.incarnation, len(self.saves) - 1)
+        assert generation in self.published.values(), "a healthy save came to nothing"
+        assert not self.owed

@@ -1,0 +1,250 @@
+"""What a keeper finds again in its arena: never a slot somebody writes to, never a mixture."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from holdfast.errors import ArenaError
+from holdfast.format.manifest import Incarnation
+from holdfast.keeper.memory import Memory
+from holdfast.snapshot.arena import PAGE_BYTES, SlotFile, SlotRecord, boot_id, process_start
+from holdfast.snapshot.handoff import Attempt, Slot, Writer
+
+CAPACITY = 2 * PAGE_BYTES
+
+
+@pytest.fixture
+def memory(arena_dir: Path) -> Memory:
+    return Memory(arena_dir, "run")
+
+
+def captured(rank: int, **changes: Any) -> SlotRecord:
+    """The record of a sealed image of attempt a7 at step 7, by a living process."""
+    record = SlotRecord(
+        state="captured", boot_id=boot_id(), run_id="run", incarnation=2, nonce="n", step=7,
+        attempt="a7", rank=rank, world=2, layout="l" * 32, image_bytes=CAPACITY - 5,
+        header_xxh3=f"{rank:016x}", table_xxh3=f"{rank + 50:016x}", writer_pid=os.getpid(),
+        writer_start=process_start(os.getpid()),
+    )  # fmt: skip
+    return msgspec.structs.replace(record, **changes)
+
+
+def leave(memory: Memory, *records: SlotRecord | None) -> None:
+    """Slots as a keeper that was killed leaves them, numbered from 0."""
+    for slot_id, record in enumerate(records):
+        file = SlotFile.create(memory.slot_path(slot_id), CAPACITY)
+        if record is not None:
+            file.write_record(record)
+        file.close()
+
+
+def scan(memory: Memory) -> tuple[list[Slot], list[Attempt]]:
+    """What the next keeper finds."""
+    return Memory(memory.directory, "run").scan()
+
+
+def the_only(memory: Memory, record: SlotRecord | None) -> Slot:
+    """The slot found when there is one with this record, and no attempt."""
+    leave(memory, record)
+    (slot,), attempts = scan(memory)
+    assert attempts == []
+    return slot
+
+
+# ── one slot ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_empty_arena_holds_nothing(memory: Memory) -> None:
+    assert scan(memory) == ([], [])
+
+
+def test_a_slot_without_a_record_is_free(memory: Memory) -> None:
+    slot = the_only(memory, None)
+    assert (slot.id, slot.state, slot.capacity_bytes) == (0, "free", CAPACITY)
+
+
+def test_a_slot_whose_record_is_torn_is_what_it_was_before(memory: Memory) -> None:
+    leave(memory, captured(0, world=1))
+    file = SlotFile.open(memory.slot_path(0), writable=True)
+    file.write_record(captured(0, state="writing", step=8, attempt="a8"))
+    file.map[PAGE_BYTES + 60] ^= 1
+    (slot,), (attempt,) = scan(memory)
+    assert slot.state == "captured"
+    assert (attempt.id, attempt.step) == ("a7", 7)
+
+
+def test_a_slot_that_a_living_process_writes_to_is_given_to_nobody(memory: Memory) -> None:
+    slot = the_only(memory, captured(1, state="writing"))
+    assert slot.state == "quarantined"
+    assert slot.writer == Writer(os.getpid(), process_start(os.getpid()))
+
+
+def test_a_slot_whose_writer_is_dead_is_free(memory: Memory) -> None:
+    # The pid lives, but it is another process's now.
+    slot = the_only(memory, captured(1, state="writing", writer_start=1))
+    assert slot.state == "free"
+    assert slot.writer is None
+
+
+def test_a_slot_is_quarantined_for_as_long_as_its_writer_lives(memory: Memory) -> None:
+    command = [sys.executable, "-SIc", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as writer:
+        start = process_start(writer.pid)
+        leave(memory, captured(0, state="writing", writer_pid=writer.pid, writer_start=start))
+        (slot,), _ = scan(memory)
+        assert slot.state == "quarantined"
+        writer.kill()
+        os.waitid(os.P_PID, writer.pid, os.WEXITED | os.WNOWAIT)
+        (slot,), attempts = scan(memory)
+        assert (slot.state, attempts) == ("free", [])
+
+
+@pytest.mark.parametrize("state", ["free", "granted", "sealed", ""])
+def test_a_slot_in_any_other_state_is_free(memory: Memory, state: str) -> None:
+    assert the_only(memory, captured(0, state=state)).state == "free"
+
+
+@pytest.mark.parametrize("state", ["captured", "writing"])
+@pytest.mark.parametrize("changed", [{"boot_id": "another"}, {"run_id": "another"}])
+def test_what_another_boot_or_another_run_left_counts_for_nothing(
+    memory: Memory, state: str, changed: dict[str, str]
+) -> None:
+    assert the_only(memory, captured(0, state=state, world=1, **changed)).state == "free"
+
+
+def test_an_image_longer_than_its_slot_counts_for_nothing(memory: Memory) -> None:
+    too_long = captured(0, world=1, image_bytes=CAPACITY + 1)
+    assert the_only(memory, too_long).state == "free"
+
+
+def test_an_image_that_fills_its_slot_counts(memory: Memory) -> None:
+    leave(memory, captured(0, world=1, image_bytes=CAPACITY))
+    (slot,), attempts = scan(memory)
+    assert (slot.state, slot.image_bytes, len(attempts)) == ("captured", CAPACITY, 1)
+
+
+# ── attempts ─────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_complete_generation_is_found_whole(memory: Memory) -> None:
+    leave(memory, None, captured(1), captured(0))
+    slots, (attempt,) = scan(memory)
+    assert [slot.state for slot in slots] == ["free", "captured", "captured"]
+    assert attempt.slots == {1: 1, 0: 2}
+    said = (attempt.id, attempt.incarnation, attempt.step, attempt.world, attempt.layout)
+    assert said == ("a7", 2, 7, 2, "l" * 32)
+    assert [(slot.rank, slot.header_xxh3, slot.table_xxh3) for slot in slots[1:]] == [
+        (1, f"{1:016x}", f"{51:016x}"), (0, f"{0:016x}", f"{50:016x}"),
+    ]  # fmt: skip
+    assert all(slot.image_bytes == CAPACITY - 5 for slot in slots[1:])
+
+
+def test_a_generation_outlives_the_process_that_captured_it(memory: Memory) -> None:
+    leave(memory, *[captured(rank, writer_start=1) for rank in (0, 1)])
+    _, (attempt,) = scan(memory)
+    assert sorted(attempt.slots) == [0, 1]
+
+
+def test_an_incomplete_generation_has_only_the_ranks_that_sealed(memory: Memory) -> None:
+    leave(memory, captured(0), captured(1, state="writing"))
+    slots, (attempt,) = scan(memory)
+    assert attempt.slots == {0: 0}
+    assert attempt.world == 2
+    assert slots[1].state == "quarantined"
+
+
+def test_two_generations_are_two_attempts(memory: Memory) -> None:
+    later = [captured(rank, step=8, attempt="a8") for rank in (0, 1)]
+    leave(memory, captured(0), later[0], later[1], captured(1))
+    _, attempts = scan(memory)
+    assert {one.id: one.slots for one in attempts} == {"a7": {0: 0, 1: 3}, "a8": {0: 1, 1: 2}}
+
+
+def test_of_two_slots_for_one_rank_only_one_counts(memory: Memory) -> None:
+    leave(memory, captured(0), captured(0), captured(1))
+    slots, (attempt,) = scan(memory)
+    assert sorted(attempt.slots) == [0, 1]
+    assert [slot.state for slot in slots] == ["captured", "free", "captured"]
+    assert attempt.slots[0] == 0
+
+
+@pytest.mark.parametrize(
+    "other", [{"step": 8}, {"incarnation": 3}, {"world": 3}, {"layout": "m" * 32}]
+)
+def test_images_that_disagree_are_never_one_attempt_whatever_they_are_called(
+    memory: Memory, other: dict[str, Any]
+) -> None:
+    leave(memory, captured(0), captured(1, **other))
+    slots, attempts = scan(memory)
+    for attempt in attempts:
+        assert len(attempt.slots) == 1
+        said = (attempt.incarnation, attempt.step, attempt.world, attempt.layout)
+        assert said == (2, 7, 2, "l" * 32)
+    assert [slot.state for slot in slots] == ["captured", "free"]
+
+
+# ── files that are no slots ──────────────────────────────────────────────────────────────────
+
+
+def test_half_made_slots_are_removed_and_others_kept(memory: Memory) -> None:
+    leave(memory, captured(0, world=1))
+    (memory.directory / "00001.slot").write_bytes(b"")
+    (memory.directory / "tmp.slot").write_bytes(bytes(5 * PAGE_BYTES))
+    (memory.directory / "00002.slot").symlink_to(memory.slot_path(0))
+    (slot,), (attempt,) = scan(memory)
+    assert (slot.id, attempt.slots) == (0, {0: 0})
+    assert [path.name for path in memory.directory.glob("*.slot")] == ["00000.slot"]
+
+
+def test_a_slot_is_made_stamped_and_removed(memory: Memory) -> None:
+    memory.files[4] = memory.create(4, CAPACITY)
+    memory.stamp(4, captured(0, world=1))
+    (slot,), (attempt,) = scan(memory)
+    assert (slot.id, attempt.slots) == (4, {0: 4})
+    memory.remove(4)
+    memory.remove(4)  # missing is fine
+    assert not memory.slot_path(4).exists()
+    assert scan(memory) == ([], [])
+
+
+def test_a_slot_that_does_not_fit_is_an_arena_error(memory: Memory) -> None:
+    with pytest.raises(ArenaError, match="too small"):
+        memory.create(0, 1 << 50)
+    assert scan(memory) == ([], [])
+
+
+# ── layouts and incarnations ─────────────────────────────────────────────────────────────────
+
+
+def test_layouts_and_incarnations_are_found_by_the_next_keeper(memory: Memory) -> None:
+    first = Incarnation(run_id="run", n=1, nonce="x")
+    second = Incarnation(run_id="run", n=2, nonce="y", parent=(1, 30))
+    for incarnation in (first, second):
+        memory.keep_incarnation(incarnation)
+    memory.keep_layout("abc", b"{}")
+    later = Memory(memory.directory, "run")
+    assert sorted(later.incarnations(), key=lambda i: i.n) == [first, second]
+    assert later.layout("abc") == b"{}"
+
+
+def test_a_half_written_incarnation_is_as_if_never_begun(memory: Memory) -> None:
+    kept = Incarnation(run_id="run", n=1, nonce="x")
+    memory.keep_incarnation(kept)
+    data = (memory.directory / "incarnations" / "1.json").read_bytes()
+    (memory.directory / "incarnations" / "2.json").write_bytes(data[:-9])
+    (memory.directory / "incarnations" / "3.json").write_bytes(b"")
+    assert memory.incarnations() == [kept]
+
+
+def test_an_incarnation_is_replaced_whole(memory: Memory) -> None:
+    for parent in (None, (1, 5)):
+        memory.keep_incarnation(Incarnation(run_id="run", n=2, nonce="x", parent=parent))
+    assert [one.parent for one in memory.incarnations()] == [(1, 5)]
+    assert [path.name for path in (memory.directory / "incarnations").iterdir()] == ["2.json"]

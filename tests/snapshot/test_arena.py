@@ -1,0 +1,362 @@
+"""Slots of shared memory: a record is whole or it is the one before, and nobody else's file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from holdfast.errors import ArenaError
+from holdfast.snapshot.arena import (
+    IMAGE_START,
+    PAGE_BYTES,
+    SlotFile,
+    SlotRecord,
+    arena_dir,
+    boot_id,
+    is_running,
+    lock_dir,
+    make_private_dir,
+    process_start,
+    remove_arena,
+)
+
+
+def record(step: int, state: str = "captured") -> SlotRecord:
+    return SlotRecord(
+        state=state, boot_id="b", run_id="r", incarnation=1, nonce="n", step=step,
+        attempt=f"a{step}", rank=3, world=4, layout="l" * 32, image_bytes=77, header_xxh3="0" * 16,
+        table_xxh3="1" * 16, writer_pid=12, writer_start=34,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def slot(tmp_path: Path) -> SlotFile:
+    return SlotFile.create(tmp_path / "00001.slot", 3 * PAGE_BYTES)
+
+
+def pages(slot: SlotFile) -> list[bytes]:
+    return [bytes(slot.map[at : at + PAGE_BYTES]) for at in (0, PAGE_BYTES)]
+
+
+# ── records ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_new_slot_has_no_record(slot: SlotFile) -> None:
+    assert slot.read_record() is None
+
+
+def test_the_last_record_written_is_the_one_read(slot: SlotFile) -> None:
+    for step in range(7):
+        slot.write_record(record(step))
+        assert slot.read_record() == record(step)
+
+
+def test_records_alternate_between_two_pages_and_leave_the_image_alone(slot: SlotFile) -> None:
+    slot.image[:] = b"\xaa" * slot.capacity_bytes
+    slot.write_record(record(0))
+    before, changed = pages(slot), []
+    for step in range(1, 7):
+        slot.write_record(record(step))
+        changed.append([one != other for one, other in zip(before, pages(slot), strict=True)])
+        before = pages(slot)
+    assert changed == [[False, True], [True, False]] * 3
+    assert bytes(slot.image) == b"\xaa" * slot.capacity_bytes
+
+
+@pytest.mark.parametrize("written_before", [0, 1, 2, 3, 4])
+def test_a_record_torn_at_any_byte_leaves_the_one_before(
+    slot: SlotFile, written_before: int
+) -> None:
+    for step in range(written_before):
+        slot.write_record(record(step))
+    last = slot.read_record()
+    before = bytes(slot.map[:IMAGE_START])
+    slot.write_record(record(100))
+    after = bytes(slot.map[:IMAGE_START])
+    different = [at for at in range(IMAGE_START) if before[at] != after[at]]
+    start, stop = different[0], different[-1] + 1
+    assert start // PAGE_BYTES == (stop - 1) // PAGE_BYTES
+    for torn in range(start, stop):  # written up to here, or from here on: pages have no order
+        for mixture in (after[:torn] + before[torn:], before[: torn + 1] + after[torn + 1 :]):
+            slot.map[:IMAGE_START] = mixture
+            expected = record(100) if mixture == after else last
+            assert slot.read_record() == expected
+    slot.map[:IMAGE_START] = after
+    assert slot.read_record() == record(100)
+
+
+def test_after_a_torn_record_the_next_one_is_written_over_it(slot: SlotFile) -> None:
+    slot.write_record(record(0))
+    slot.write_record(record(1))
+    slot.map[PAGE_BYTES + 50] ^= 1
+    assert slot.read_record() == record(0)
+    slot.write_record(record(2))
+    assert slot.read_record() == record(2)
+    slot.map[PAGE_BYTES + 50] ^= 1  # and that one torn in its turn
+    assert slot.read_record() == record(0)
+
+
+def test_a_flipped_bit_at_any_byte_of_a_record_is_noticed(slot: SlotFile) -> None:
+    slot.write_record(record(0))
+    slot.write_record(record(1))
+    length = len(pages(slot)[1].rstrip(b"\0"))
+    for at in range(PAGE_BYTES, PAGE_BYTES + length):
+        slot.map[at] ^= 4
+        assert slot.read_record() == record(0)
+        slot.map[at] ^= 4
+    assert slot.read_record() == record(1)
+
+
+@pytest.mark.parametrize("first_by", ["keeper", "trainer"])
+def test_keeper_and_trainer_writing_in_turn_never_shadow_each_other(
+    slot: SlotFile, first_by: str
+) -> None:
+    trainer = SlotFile.open(slot.path, writable=True)
+    writers = [slot, trainer] if first_by == "keeper" else [trainer, slot]
+    # Also several times in a row, so that neither can get by with a count of its own.
+    for step, who in enumerate([0, 1, 1, 0, 0, 0, 1, 0, 1, 1, 1, 1, 0, 1]):
+        writers[who].write_record(record(step))
+        assert slot.read_record() == record(step)
+        assert trainer.read_record() == record(step)
+        assert SlotFile.open(slot.path, writable=False).read_record() == record(step)
+
+
+def test_a_page_of_noise_is_no_record(slot: SlotFile) -> None:
+    slot.map[:IMAGE_START] = os.urandom(IMAGE_START)
+    assert slot.read_record() is None
+    slot.write_record(record(1))
+    assert slot.read_record() == record(1)
+
+
+def test_a_record_longer_than_its_page_does_not_harm_the_one_before(slot: SlotFile) -> None:
+    slot.write_record(record(0))
+    slot.image[:8] = b"an image"
+    for step in (1, 2):
+        long = msgspec.structs.replace(record(step), run_id="r" * 5000)
+        with pytest.raises(ArenaError):
+            slot.write_record(long)
+    assert slot.read_record() == record(0)
+    assert bytes(slot.image[:8]) == b"an image"
+
+
+def test_the_record_and_the_image_outlive_the_mapping(slot: SlotFile) -> None:
+    slot.write_record(record(5))
+    slot.image[:3] = b"abc"
+    slot.close()
+    again = SlotFile.open(slot.path, writable=False)
+    assert again.read_record() == record(5)
+    assert bytes(again.image[:3]) == b"abc"
+    assert again.capacity_bytes == 3 * PAGE_BYTES
+
+
+def test_closing_waits_for_whoever_still_looks(slot: SlotFile) -> None:
+    slot.image[:3] = b"abc"
+    view = slot.image[:3]
+    slot.close()
+    assert bytes(view) == b"abc"
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_slot_is_allocated_whole_when_it_is_made(tmp_path: Path) -> None:
+    slot = SlotFile.create(tmp_path / "1.slot", 1 << 20)
+    found = slot.path.stat()
+    assert found.st_size == IMAGE_START + (1 << 20)
+    assert found.st_blocks * 512 >= found.st_size
+    assert stat.S_IMODE(found.st_mode) == 0o600
+
+
+def test_too_little_memory_is_an_arena_error_that_says_how_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = SimpleNamespace(f_bavail=256, f_frsize=4096, f_blocks=1000)
+    monkeypatch.setattr(os, "statvfs", lambda _: room)
+    SlotFile.create(tmp_path / "1.slot", (1 << 20) - IMAGE_START)
+    with pytest.raises(ArenaError, match=r"needs 4 MiB in .* 1 MiB are free") as caught:
+        SlotFile.create(tmp_path / "2.slot", 4 << 20)
+    assert caught.value.fields == {"needed_bytes": (4 << 20) + IMAGE_START, "free_bytes": 1 << 20}
+    assert not (tmp_path / "2.slot").exists()
+
+
+def test_memory_that_goes_away_while_it_is_taken_is_an_arena_error_and_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ArenaError, match="shared memory too small"):
+        SlotFile.create(tmp_path / "1.slot", 4096)
+    assert not (tmp_path / "1.slot").exists()
+
+
+def test_populating_changes_nothing(slot: SlotFile) -> None:
+    slot.write_record(record(1))
+    slot.image[:3] = b"abc"
+    slot.populate()
+    assert slot.read_record() == record(1)
+    assert bytes(slot.image[:3]) == b"abc"
+
+
+# ── whose files they are ─────────────────────────────────────────────────────────────────────
+
+
+def test_an_arena_directory_is_ours_alone(tmp_path: Path) -> None:
+    made = tmp_path / "home" / "run@host"
+    for _ in range(2):  # it may be there already
+        make_private_dir(made)
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o701, 0o777])
+def test_an_arena_directory_that_others_can_enter_is_refused(tmp_path: Path, mode: int) -> None:
+    foreign = tmp_path / "arena"
+    foreign.mkdir()
+    foreign.chmod(mode)
+    with pytest.raises(ArenaError, match="only this user"):
+        make_private_dir(foreign)
+    assert stat.S_IMODE(foreign.stat().st_mode) == mode
+
+
+def test_an_arena_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "arena").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ArenaError, match="owner"):
+        make_private_dir(tmp_path / "arena")
+
+
+@pytest.mark.parametrize("leads_to", ["a directory", "a file", "nothing"])
+def test_a_link_in_place_of_an_arena_directory_is_refused(tmp_path: Path, leads_to: str) -> None:
+    target = tmp_path / "target"
+    if leads_to == "a directory":
+        target.mkdir(mode=0o700)
+    elif leads_to == "a file":
+        target.touch()
+    (tmp_path / "arena").symlink_to(target)
+    with pytest.raises(ArenaError):
+        make_private_dir(tmp_path / "arena")
+
+
+def test_a_file_in_place_of_an_arena_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "arena").touch()
+    with pytest.raises(ArenaError):
+        make_private_dir(tmp_path / "arena")
+
+
+@pytest.mark.parametrize("writable", [False, True])
+def test_a_link_in_place_of_a_slot_is_not_opened(slot: SlotFile, writable: bool) -> None:
+    link = slot.path.with_name("00002.slot")
+    link.symlink_to(slot.path)
+    with pytest.raises(ArenaError, match="cannot open slot"):
+        SlotFile.open(link, writable=writable)
+
+
+def test_a_slot_is_never_made_over_a_link_or_a_file(slot: SlotFile) -> None:
+    slot.write_record(record(1))
+    link = slot.path.with_name("00002.slot")
+    link.symlink_to(slot.path)
+    for taken in (link, slot.path):
+        with pytest.raises((ArenaError, FileExistsError)):
+            SlotFile.create(taken, PAGE_BYTES)
+    assert slot.path.stat().st_size == IMAGE_START + 3 * PAGE_BYTES
+    assert slot.read_record() == record(1)
+
+
+def test_what_is_no_slot_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArenaError, match="cannot open slot"):
+        SlotFile.open(tmp_path / "missing.slot", writable=True)
+    (tmp_path / "short.slot").write_bytes(bytes(IMAGE_START))
+    with pytest.raises(ArenaError, match="not a slot of ours"):
+        SlotFile.open(tmp_path / "short.slot", writable=True)
+    with pytest.raises(ArenaError):
+        SlotFile.open(tmp_path, writable=False)
+    good = SlotFile.create(tmp_path / "good.slot", PAGE_BYTES)
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ArenaError, match="not a slot of ours"):
+        SlotFile.open(good.path, writable=False)
+
+
+def test_a_slot_opened_to_read_cannot_be_written(slot: SlotFile) -> None:
+    reader = SlotFile.open(slot.path, writable=False)
+    with pytest.raises(TypeError):
+        reader.image[0] = 1
+    with pytest.raises(TypeError):
+        reader.write_record(record(1))
+
+
+def test_opening_keeps_no_descriptor(slot: SlotFile) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [SlotFile.open(slot.path, writable=True) for _ in range(3)]
+    with pytest.raises(ArenaError):
+        SlotFile.open(Path("/dev/null"), writable=False)
+    # A mapping has a descriptor of its own (mmap duplicates it), and closing gives it back.
+    for one in kept:
+        one.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ── the arena as a whole ─────────────────────────────────────────────────────────────────────
+
+
+def test_one_keeper_at_a_time_holds_the_lock(tmp_path: Path) -> None:
+    first = lock_dir(tmp_path)
+    assert first is not None
+    assert lock_dir(tmp_path) is None
+    os.close(first)
+    second = lock_dir(tmp_path)
+    assert second is not None
+    os.close(second)
+
+
+def test_an_arena_is_removed_with_all_it_holds(arena_dir: Path) -> None:
+    arena = arena_dir / "run@host"
+    make_private_dir(arena)
+    SlotFile.create(arena / "1.slot", PAGE_BYTES).close()
+    (arena / "layouts").mkdir()
+    remove_arena(arena)
+    remove_arena(arena)  # missing is fine
+    assert list(arena_dir.iterdir()) == []
+
+
+def test_runs_and_hosts_have_arenas_of_their_own() -> None:
+    names = {arena_dir(run, host) for run in ("r", "s") for host in ("g", "h")}
+    assert len(names) == 4
+    assert len({name.parent for name in names}) == 1
+
+
+# ── processes ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_process_is_known_by_its_pid_and_its_start() -> None:
+    pid, start = os.getpid(), process_start(os.getpid())
+    assert start > 0
+    assert is_running(pid, start)
+    assert not is_running(pid, start + 1)  # the pid was used again
+
+
+def test_a_process_that_ended_is_not_running_even_before_it_is_waited_for() -> None:
+    command = [sys.executable, "-SIc", "input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        start = process_start(child.pid)
+        assert is_running(child.pid, start)
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+        assert not is_running(child.pid, start)
+    assert not is_running(child.pid, start)
+    assert process_start(child.pid) == 0
+
+
+def test_the_boot_is_known() -> None:
+    assert len(boot_id()) == 36
+    assert boot_id() == boot_id()

@@ -1,0 +1,261 @@
+"""The coordinator's transitions: what is asked, granted and sealed, and what comes to nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
+from holdfast.geometry.layout import merge, table_from_json
+from holdfast.snapshot import handoff as h
+from holdfast.snapshot import messages as m
+
+# ── asking ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_step_is_granted_when_every_rank_has_asked_and_every_slot_is_there() -> None:
+    keeper = Keeper()
+    keeper.has_memory = False
+    assert keeper.ask(0, 5) == []
+    actions = keeper.ask(1, 5)
+    first, second = of(actions, h.Allocate)
+    assert not of(actions, h.GiveSlot)
+    assert keeper.c.allocated(first.slot) == []
+    given = of(keeper.c.allocated(second.slot), h.GiveSlot)
+    assert [(give.slot, give.rank) for give in given] == [(first.slot, 0), (second.slot, 1)]
+
+
+def test_a_slot_has_room_for_the_image_and_for_values_that_grow() -> None:
+    keeper = Keeper(1)
+    (allocate,) = of(keeper.ask_all(0, values=5_000_000), h.Allocate)
+    slot = keeper.c.slots[allocate.slot]
+    assert slot.image_bytes + h.SLACK_BYTES <= slot.capacity_bytes == allocate.capacity_bytes
+    assert slot.capacity_bytes < 2 * slot.image_bytes
+
+
+def test_nothing_is_granted_before_the_parent_is_recorded() -> None:
+    keeper = Keeper(adopted=False)
+    assert keeper.ask_all(5, now_s=1.0) == []
+    assert keeper.c.tick(1000.0) == []
+    actions = keeper.with_memory(keeper.c.adopt(1000.0))
+    attempt = granted(actions)
+    assert keeper.c.tick(1000.0 + CAPTURE_S) == []
+    assert keeper.c.attempts[attempt].phase == "capturing"
+
+
+def test_who_asked_early_still_has_the_whole_deadline_after_the_parent_is_recorded() -> None:
+    keeper = Keeper(adopted=False)
+    keeper.ask(0, 5, now_s=1.0)
+    keeper.c.adopt(1000.0)
+    assert keeper.c.tick(1000.0 + GRANT_S) == []
+    assert told(keeper.c.tick(1001.0 + GRANT_S), m.Skip)
+
+
+def test_a_rank_that_does_not_ask_is_named_when_the_deadline_is_over() -> None:
+    keeper = Keeper(3)
+    keeper.ask(1, 5, now_s=10.0)
+    assert keeper.c.tick(10.0 + GRANT_S) == []
+    (skip,) = told(keeper.c.tick(10.1 + GRANT_S), m.Skip)
+    assert (skip.step, skip.is_passing) == (5, True)
+    assert "ranks [0, 2] did not ask" in skip.reason
+    assert keeper.c.tick(1000.0) == []
+
+
+def test_ranks_that_save_different_steps_are_told_and_can_meet_at_the_later_one() -> None:
+    keeper = Keeper()
+    keeper.ask(0, 5)
+    actions = keeper.ask(1, 6)
+    (skip,) = told(actions, m.Skip)
+    assert skip.step == 5
+    assert "rank 0: 5, rank 1: 6" in skip.reason
+    assert granted(keeper.ask(0, 6))
+
+
+def test_states_that_do_not_fit_each_other_are_told_and_not_tried_again() -> None:
+    keeper = Keeper()
+    keeper.ask(0, 5, dtype="F32")
+    (skip,) = told(keeper.ask(1, 5, dtype="I64"), m.Skip)
+    assert not skip.is_passing
+    assert "dtype" in skip.reason
+    assert not keeper.c.attempts
+
+
+def test_a_rank_that_cannot_save_a_step_keeps_nobody_waiting() -> None:
+    keeper = Keeper()
+    keeper.ask(0, 5)
+    (skip,) = told(keeper.c.decline(1, 5, "a lambda"), m.Skip)
+    assert (skip.step, skip.is_passing) == (5, False)
+    assert "rank 1" in skip.reason
+    assert "a lambda" in skip.reason
+    assert keeper.c.decline(1, 6, "a lambda") == []
+    (skip,) = told(keeper.ask(0, 6), m.Skip)
+    assert skip.step == 6
+    for step in range(7, 100):
+        keeper.c.decline(1, step, "a lambda")
+    assert len(keeper.c._declined) < 20
+
+
+def test_the_layout_is_told_once_and_again_to_a_rank_that_came_back() -> None:
+    keeper = Keeper()
+    actions = keeper.ask_all(0)
+    (layout,) = told(actions, m.LayoutAgreed)
+    assert layout.data == merge([table_from_json(table(2))] * 2).to_json()
+    assert [keep.hash for keep in of(actions, h.KeepLayout)] == [layout.hash]
+    for rank in range(2):
+        keeper.seal(rank, granted(actions))
+    assert not told(keeper.ask_all(1), m.LayoutAgreed)
+    keeper.c.join(1, keeper.writer(1))
+    assert told(keeper.ask_all(2), m.LayoutAgreed)
+
+
+def test_who_has_no_place_in_the_run_is_not_heard() -> None:
+    keeper = Keeper()
+    keeper.c.lost(1)
+    assert keeper.ask(1, 5) == []
+    assert keeper.ask(0, 5) == []
+
+
+def test_who_waits_no_longer_ends_the_wait_of_all() -> None:
+    keeper = Keeper(3)
+    keeper.ask(0, 5)
+    keeper.ask(1, 5)
+    (skip,) = told(keeper.c.withdraw(1, 5), m.Skip)
+    assert skip.step == 5
+    assert "rank 1 stopped waiting" in skip.reason
+    assert keeper.ask(2, 5) == []
+    assert keeper.c.withdraw(1, 5) == []
+
+
+def test_who_stops_waiting_for_a_slot_ends_the_attempt() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    actions = keeper.c.withdraw(1, 5)
+    (aborted,) = told(actions, m.Aborted)
+    assert (aborted.step, aborted.attempt) == (5, attempt)
+    assert "rank 1" in aborted.reason
+    assert not keeper.c.attempts
+
+
+# ── capturing ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_generation_is_complete_when_the_last_rank_has_sealed() -> None:
+    keeper = Keeper(3)
+    attempt = granted(keeper.ask_all(5, now_s=10.0))
+    assert keeper.seal(2, attempt) == []
+    assert keeper.seal(0, attempt) == []
+    assert keeper.c.complete() == []
+    actions = keeper.seal(1, attempt, now_s=12.5)
+    assert told(actions, m.Complete) == [m.Complete(step=5, attempt=attempt, durable=False)]
+    (note,) = of(actions, h.Note)
+    assert (note.what, note.step, note.elapsed_s) == ("complete", 5, 2.5)
+    assert [a.id for a in keeper.c.complete()] == [attempt]
+    assert keeper.c.newest == attempt
+    assert not keeper.c.is_busy()
+
+
+def test_a_seal_of_another_size_than_agreed_ends_the_attempt() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    seal = m.Captured(attempt=attempt, image_bytes=5, header_xxh3="h", table_xxh3="t")
+    (aborted,) = told(keeper.c.captured(0, seal, 0.0), m.Aborted)
+    assert "rank 0 sealed 5 bytes" in aborted.reason
+    # It says itself that it is done; the other is not known to have stopped.
+    assert keeper.states() == ["free", "quarantined"]
+
+
+def test_what_one_rank_gives_up_comes_to_nothing_on_all() -> None:
+    keeper = Keeper(3)
+    attempt = granted(keeper.ask_all(5))
+    keeper.seal(0, attempt)
+    message = m.Abandon(attempt=attempt, reason="it moved", leaf="model.w")
+    actions = keeper.c.abandon(1, message)
+    (aborted,) = told(actions, m.Aborted)
+    assert (aborted.reason, aborted.overtaken, aborted.leaf) == ("it moved", True, "model.w")
+    (note,) = of(actions, h.Note)
+    assert (note.what, note.overtaken, note.leaf) == ("missed", True, "model.w")
+    assert keeper.states() == ["free", "free", "quarantined"]
+    assert keeper.c.complete() == []
+
+
+def test_a_slot_whose_writer_may_live_is_free_when_that_one_says_so_or_is_dead() -> None:
+    keeper = Keeper(3)
+    attempt = granted(keeper.ask_all(5))
+    keeper.c.abandon(0, m.Abandon(attempt=attempt, reason="no"))
+    assert keeper.states() == ["free", "quarantined", "quarantined"]
+    kept = {slot.rank: slot for slot in keeper.c.slots.values() if slot.state == "quarantined"}
+    assert kept[1].writer == keeper.writer(1)
+    keeper.c.abandon(2, m.Abandon(attempt="another", reason="no"))
+    assert kept[2].state == "quarantined"
+    late = m.Captured(attempt=attempt, image_bytes=1, header_xxh3="h", table_xxh3="t")
+    assert keeper.c.captured(2, late, 0.0) == []
+    assert (kept[1].state, kept[2].state) == ("quarantined", "free")
+    keeper.c.writer_gone(kept[1].id)
+    assert keeper.states() == ["free", "free", "free"]
+
+
+def test_a_rank_that_went_away_ends_what_it_had_not_sealed() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    (aborted,) = told(keeper.c.lost(1), m.Aborted)
+    assert "rank 1 went away" in aborted.reason
+    assert attempt not in keeper.c.attempts
+
+
+def test_a_rank_that_went_away_after_sealing_does_no_harm() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    keeper.seal(1, attempt)
+    assert keeper.c.lost(1) == []
+    assert told(keeper.seal(0, attempt), m.Complete)
+
+
+def test_a_rank_that_comes_back_unannounced_ends_what_it_had_not_sealed() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    keeper.ask(1, 6)
+    (aborted,) = told(keeper.c.join(1, keeper.writer(1)), m.Aborted)
+    assert aborted.attempt == attempt
+    assert keeper.ask(0, 6) == []  # what it asked on its old line does not count either
+
+
+def test_what_is_not_captured_in_time_is_given_up_and_who_is_late_is_named() -> None:
+    keeper = Keeper(3)
+    attempt = granted(keeper.ask_all(5, now_s=10.0))
+    keeper.seal(1, attempt)
+    assert keeper.c.tick(10.0 + CAPTURE_S) == []
+    (aborted,) = told(keeper.c.tick(10.1 + CAPTURE_S), m.Aborted)
+    assert "ranks [0, 2] did not finish" in aborted.reason
+
+
+def test_slots_of_a_capture_under_way_are_not_free_although_one_rank_is_done() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    keeper.seal(0, attempt)
+    for slot in keeper.slots(attempt):
+        assert keeper.c.is_kept(keeper.c.slots[slot])
+
+
+# ── questions ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("step", [4, 5, 6])
+def test_it_can_say_what_a_save_waits_for(step: int) -> None:
+    keeper = Keeper()
+    keeper.capture(4, durable=True)
+    keeper.ask(0, 6)
+    attempt = granted(keeper.ask_all(5))
+    keeper.seal(0, attempt)
+    expected = {4: "being written", 5: "ranks [1] have not sealed", 6: "ranks [1] have not asked"}
+    assert expected[step] in keeper.c.explain(step)
+    assert keeper.c.is_busy()
+
+
+def test_it_says_so_when_it_waits_for_memory_or_for_nothing() -> None:
+    keeper = Keeper(1)
+    keeper.has_memory = False
+    keeper.ask_all(5)
+    assert "allocated" in keeper.c.explain(5)
+    assert "knows nothing" in keeper.c.explain(6)
+    keeper = Keeper(1)
+    keeper.capture(5)
+    assert "captured" in keeper.c.explain(5)

@@ -1,0 +1,264 @@
+"""Saves that are to be durable: started, carried to a later step, or told to have failed."""
+
+from __future__ import annotations
+
+from coordinators import CAPTURE_S, GRANT_S, Actions, Keeper, granted, of, told
+from holdfast.snapshot import handoff as h
+from holdfast.snapshot import messages as m
+
+
+def started(actions: Actions) -> list[str]:
+    return [action.attempt for action in of(actions, h.StartPersist)]
+
+
+def durable(actions: Actions) -> list[tuple[int, tuple[int, ...]]]:
+    """(step, the earlier steps it stands for) of all that is told to be durable."""
+    return [(message.step, message.fulfils) for message in told(actions, m.Durable)]
+
+
+def test_an_image_is_written_as_soon_as_its_slot_is_granted() -> None:
+    keeper = Keeper()
+    actions = keeper.ask_all(5, durable=True)
+    assert started(actions) == [granted(actions)]
+    for rank in range(2):
+        keeper.seal(rank, granted(actions))
+    assert durable(keeper.c.persisted(granted(actions))) == [(5, ())]
+    assert not keeper.c.is_busy()
+
+
+def test_one_rank_that_wants_it_durable_is_enough() -> None:
+    keeper = Keeper(3)
+    keeper.ask(0, 5)
+    keeper.ask(1, 5, durable=True)
+    assert started(keeper.ask(2, 5))
+
+
+def test_an_image_being_written_keeps_its_slot() -> None:
+    keeper = Keeper(1)
+    busy = keeper.capture(0, durable=True)
+    for step in range(1, 9):
+        attempt = keeper.capture(step)
+        assert keeper.slots(attempt).isdisjoint(keeper.slots(busy))
+    keeper.c.persisted(busy)
+    keeper.capture(9)
+    keeper.capture(10)
+    assert busy not in keeper.c.attempts
+
+
+def test_what_comes_to_nothing_leaves_no_trace_in_storage_and_is_owed() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5, durable=True))
+    actions = keeper.c.lost(1)
+    assert [a.attempt for a in of(actions, h.AbortPersist)] == [attempt]
+    assert told(actions, m.Aborted)
+    assert keeper.c.persist_failed(attempt, "aborted") == []
+    keeper.c.join(1, keeper.writer(1))
+    assert started(keeper.ask_all(6))
+
+
+# ── storage that is busy ─────────────────────────────────────────────────────────────────────
+
+
+def test_due_saves_wait_while_storage_is_busy_and_the_newest_stands_for_them() -> None:
+    keeper = Keeper(1)
+    first = keeper.capture(0, durable=True)
+    for step in (10, 20):
+        assert started(keeper.ask_all(step, durable=True)) == []
+        keeper.seal(0, list(keeper.c.attempts)[-1])
+    newest = keeper.capture(25)
+    actions = keeper.c.persisted(first)
+    assert durable(actions) == [(0, ())]
+    assert started(actions) == [newest]
+    assert durable(keeper.c.persisted(newest)) == [(25, (10, 20))]
+    assert not keeper.c.owes_durable
+
+
+def test_an_exact_save_does_not_wait_for_storage_and_stands_for_those_before() -> None:
+    keeper = Keeper(1)
+    keeper.capture(0, durable=True)
+    keeper.capture(10, durable=True)
+    actions = keeper.ask_all(20, durable=True, exact=True)
+    attempt = granted(actions)
+    assert started(actions) == [attempt]
+    keeper.seal(0, attempt)
+    assert durable(keeper.c.persisted(attempt)) == [(20, (10,))]
+
+
+def test_a_save_that_stood_for_others_owes_them_when_it_comes_to_nothing() -> None:
+    keeper = Keeper(1)
+    first = keeper.capture(0, durable=True)
+    keeper.capture(10, durable=True)
+    attempt = granted(keeper.ask_all(20, durable=True, exact=True))
+    keeper.c.abandon(0, m.Abandon(attempt=attempt, reason="no"))
+    actions = keeper.c.persisted(first)
+    (second,) = started(actions)
+    assert durable(keeper.c.persisted(second)) == [(10, (10,))]
+
+
+def test_what_is_owed_starts_when_its_own_capture_is_done_after_storage_was() -> None:
+    keeper = Keeper(1)
+    first = keeper.capture(0, durable=True)
+    attempt = granted(keeper.ask_all(10, durable=True))
+    assert started(keeper.c.persisted(first)) == []
+    assert started(keeper.seal(0, attempt)) == [attempt]
+    assert durable(keeper.c.persisted(attempt)) == [(10, (10,))]
+
+
+def test_what_is_owed_starts_also_when_the_save_before_it_failed() -> None:
+    keeper = Keeper(1)
+    first = keeper.capture(0, durable=True)
+    second = keeper.capture(10, durable=True)
+    actions = keeper.c.persist_failed(first, "disk full")
+    assert [(n.step, n.reason) for n in told(actions, m.NotDurable)] == [(0, "disk full")]
+    assert started(actions) == [second]
+
+
+def test_a_failed_save_tells_all_it_stood_for_and_is_not_tried_again_by_itself() -> None:
+    keeper = Keeper(1)
+    first = keeper.capture(0, durable=True)
+    keeper.capture(10, durable=True)
+    keeper.capture(11)
+    (newest,) = started(keeper.c.persisted(first))
+    (failed,) = told(keeper.c.persist_failed(newest, "disk full"), m.NotDurable)
+    assert (failed.step, failed.fulfils) == (11, (10,))
+    assert keeper.c.tick(1.0) == []
+    actions = keeper.ask_all(12)
+    assert started(actions) == [granted(actions)]
+
+
+# ── waiting for a slot ───────────────────────────────────────────────────────────────────────
+
+
+def full(keeper: Keeper) -> list[str]:
+    """Every image in memory is being written."""
+    return [keeper.capture(step, durable=True, exact=True) for step in range(3)]
+
+
+def test_a_snapshot_is_skipped_when_every_slot_is_being_written() -> None:
+    keeper = Keeper(1)
+    full(keeper)
+    (skip,) = told(keeper.ask_all(3), m.Skip)
+    assert (skip.step, skip.reason, skip.is_passing) == (3, h.NO_SLOT, True)
+    (skip,) = told(keeper.ask_all(4, durable=True), m.Skip)
+    assert skip.step == 4
+
+
+def test_an_exact_save_waits_until_one_is_free() -> None:
+    keeper = Keeper(1)
+    busy = full(keeper)
+    actions = keeper.ask_all(3, durable=True, exact=True, now_s=10.0)
+    assert not told(actions, m.Skip)
+    assert keeper.c.explain(3) == h.NO_SLOT
+    assert keeper.c.tick(10.0 + GRANT_S) == []
+    actions = keeper.c.persisted(busy[0])
+    assert started(actions) == [granted(actions)]
+    assert keeper.c.tick(10.1 + GRANT_S) == []
+
+
+def test_an_exact_save_does_not_wait_for_ever() -> None:
+    keeper = Keeper(1)
+    busy = full(keeper)
+    keeper.ask_all(3, durable=True, exact=True, now_s=10.0)
+    (skip,) = told(keeper.c.tick(10.1 + GRANT_S), m.Skip)
+    assert (skip.step, skip.reason) == (3, h.NO_SLOT)
+    assert not of(keeper.c.persisted(busy[0]), h.GiveSlot)
+
+
+def test_an_exact_save_does_not_wait_for_a_rank_that_went_away_or_gave_up() -> None:
+    for leave in ("lost", "withdraw"):
+        keeper = Keeper(2)
+        busy = full(keeper)
+        keeper.ask_all(3, durable=True, exact=True)
+        actions = keeper.c.lost(1) if leave == "lost" else keeper.c.withdraw(1, 3)
+        (skip,) = told(actions, m.Skip)
+        assert skip.step == 3
+        assert "rank 1" in skip.reason
+        assert not of(keeper.c.persisted(busy[0]), h.GiveSlot)
+
+
+# ── asked for afterwards ─────────────────────────────────────────────────────────────────────
+
+
+def test_a_captured_step_is_made_durable_after_all() -> None:
+    keeper = Keeper(1)
+    attempt = keeper.capture(5)
+    assert started(keeper.c.make_durable(5)) == [attempt]
+    assert keeper.c.make_durable(5) == []
+    assert durable(keeper.c.persisted(attempt)) == [(5, ())]
+
+
+def test_a_step_being_captured_is_made_durable_with_the_rest_of_it() -> None:
+    keeper = Keeper(1)
+    keeper.has_memory = False
+    (slot,) = of(keeper.ask_all(5), h.Allocate)
+    assert keeper.c.make_durable(5) == []
+    assert started(keeper.c.allocated(slot.slot))
+    other = Keeper(1)
+    attempt = granted(other.ask_all(5))
+    assert started(other.c.make_durable(5)) == [attempt]
+
+
+def test_who_asks_for_what_is_durable_already_is_told_so() -> None:
+    keeper = Keeper(1)
+    attempt = keeper.capture(5, durable=True)
+    keeper.c.persisted(attempt)
+    assert durable(keeper.c.make_durable(5)) == [(5, ())]
+
+
+def test_what_is_no_longer_in_memory_cannot_be_made_durable_and_the_next_step_is() -> None:
+    keeper = Keeper(1)
+    (failed,) = told(keeper.c.make_durable(4), m.NotDurable)
+    assert failed.step == 4
+    actions = keeper.ask_all(5)
+    assert started(actions) == [granted(actions)]
+
+
+# ── the end, and another beginning ───────────────────────────────────────────────────────────
+
+
+def test_at_the_end_the_newest_is_made_durable_unless_it_is() -> None:
+    keeper = Keeper(1)
+    assert keeper.c.unpersisted() == ""
+    assert keeper.c.persist_newest() == []
+    attempt = keeper.capture(5)
+    assert keeper.c.unpersisted() == attempt
+    assert started(keeper.c.persist_newest()) == [attempt]
+    assert keeper.c.persist_newest() == []
+    keeper.c.persist_failed(attempt, "disk full")
+    assert keeper.c.unpersisted() == attempt
+    assert started(keeper.c.persist_newest()) == [attempt]
+    keeper.c.persisted(attempt)
+    assert keeper.c.unpersisted() == ""
+
+
+def test_what_an_earlier_incarnation_made_durable_is_not_told_under_the_same_step() -> None:
+    for ends in ("persisted", "failed"):
+        keeper = Keeper(1)
+        attempt = keeper.capture(5, durable=True)
+        keeper.begin(2, 1)
+        keeper.c.adopt(0.0)
+        if ends == "persisted":
+            actions = keeper.c.persisted(attempt)
+        else:
+            actions = keeper.c.persist_failed(attempt, "disk full")
+        assert not of(actions, h.Tell)
+        assert not keeper.c.is_busy()
+
+
+def test_a_new_incarnation_owes_nothing_of_the_old_one() -> None:
+    keeper = Keeper(1)
+    first = keeper.capture(0, durable=True)
+    keeper.capture(10, durable=True)
+    keeper.begin(2, 1)
+    keeper.c.adopt(0.0)
+    assert started(keeper.c.persisted(first)) == []
+    attempt = keeper.capture(10, durable=True)
+    assert durable(keeper.c.persisted(attempt)) == [(10, ())]
+
+
+def test_a_capture_that_is_late_is_owed_like_any_other() -> None:
+    keeper = Keeper(1)
+    granted(keeper.ask_all(5, durable=True))
+    assert told(keeper.c.tick(CAPTURE_S + 1), m.Aborted)
+    keeper.c.writer_gone(0)
+    assert started(keeper.ask_all(6))
