@@ -155,6 +155,20 @@ def sync_directories(directory: Path) -> None:
             os.close(descriptor)
 
 
+def prime_page_cache(directory: Path, size_bytes: int) -> None:
+    """Have the page cache just freed as many bytes as are to be written: the rivals' best case.
+
+    A virtual machine gives memory back to its host two seconds after it was freed, and pays to get
+    it again: buffered writes of 1.6 GB then took 2.5 to 4.7 s instead of 0.6 (measured), where
+    direct I/O out of kept memory took the same. Elsewhere this changes nothing.
+    """
+    path, block = directory / "primer", memoryview(bytearray(8 << 20))
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, size_bytes, len(block)):
+            file.write(block[: size_bytes - start])
+    path.unlink()  # before any of it went to the disk
+
+
 def remove(directory: Path) -> None:
     """Remove a directory and wait until the disk is done with it: freeing space takes time too."""
     shutil.rmtree(directory, ignore_errors=True)

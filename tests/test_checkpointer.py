@@ -517,3 +517,29 @@ def test_a_stopped_keeper_holds_training_up_once_and_not_at_every_step(
             except holdfast.SnapshotSkipped:
                 assert time.monotonic() < deadline
         assert held_s < 10 * quick.grant_s  # ten held steps would take longer than this
+
+
+def test_two_timed_policies_keep_their_own_time(tmp_path: Path) -> None:
+    state = build()
+    memory, storage = holdfast.Every(minutes=0.003), holdfast.Every(minutes=0.02)
+    with holdfast.Checkpointer(tmp_path, state, memory=memory, storage=storage) as checkpointer:
+        deadline = time.monotonic() + 30
+        for step in range(10_000):
+            handle = checkpointer.step(step)
+            if handle is not None and handle.durable:
+                handle.wait_durable(30)
+                break
+            assert time.monotonic() < deadline, "the frequent policy starved the other"
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("step", ["first", -1, 1.5, None])
+def test_a_step_that_is_no_number_is_refused_and_harms_nothing(tmp_path: Path, step: Any) -> None:
+    state = build()
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        with pytest.raises(holdfast.UsageError, match="whole number"):
+            checkpointer.save(step)
+        with pytest.raises(holdfast.UsageError, match="whole number"):
+            checkpointer.step(step)
+        train(state, 0)
+        checkpointer.save(0).wait_captured(30)

@@ -94,9 +94,9 @@ class Checkpointer:
         self._last_step: int | None = None
         self._last_handle: SaveHandle | None = None
         self._carried: list[SaveHandle] = []
-        self._timed_at = time.monotonic()
+        self._timed_at = dict.fromkeys(("memory", "storage"), time.monotonic())
         self._step_times: list[float] = []
-        self._announced_until = -1
+        self._announced_until = dict.fromkeys(("memory", "storage"), -1)
         self._updates_at_save = 0
         self._meet()
         _open_checkpointers.add(self)
@@ -255,23 +255,21 @@ class Checkpointer:
         raises because a snapshot failed.
         """
         self._check_usable()
+        step = _step_number(step)
         self._learn_pace()
-        durable = self._is_storage_due(step) or bool(self._carried_over())
+        durable = self.storage is not None and self._is_due(self.storage, step, "storage")
         in_memory = self.memory is not None and self._is_due(self.memory, step, "memory")
-        if not (durable or in_memory):
-            return None
         try:
+            durable = bool(self._carried_over()) or durable
+            if not (durable or in_memory):
+                return None
             return self._save(step, durable=durable, exact=False)
-        except UsageError as error:
-            if not isinstance(error, UnsupportedState):
-                raise  # a mistake in the call, the same on every rank
-            return self._declined(step, durable, error)
         except Exception as error:  # of the user's own state_dict, say: it costs a snapshot
-            return self._declined(step, durable, error)
-
-    def _declined(self, step: int, durable: bool, error: Exception) -> SaveHandle:
-        self._last_step = step
-        return self._saver.decline(step, durable, error)
+            if _is_mistake(error):
+                raise
+            self._last_step = step
+            self._last_handle = self._saver.decline(step, durable, error)
+            return self._last_handle
 
     def save(self, step: int, *, durable: bool = False) -> SaveHandle:
         """Snapshot the state as it is now, whatever the policies say; all ranks call it.
@@ -281,15 +279,16 @@ class Checkpointer:
         snapshot is also published in storage. Saving the same step again with ``durable``
         makes the snapshot taken of it durable. Steps must not fall within one run.
         """
+        step = _step_number(step)
         try:
             return self._save(step, durable=durable, exact=True)
         except Exception as error:
-            self._saver.decline(step, durable, error)
+            if not _is_mistake(error):
+                self._saver.decline(step, durable, error)
             raise
 
     def _save(self, step: int, *, durable: bool, exact: bool) -> SaveHandle:
         self._check_usable()
-        step = _step_number(step)
         if not self._is_adopted:
             if self._may_restore:
                 raise UsageError(
@@ -320,31 +319,28 @@ class Checkpointer:
         """
         self._saver.fence()
 
-    def _is_storage_due(self, step: int) -> bool:
-        return self.storage is not None and self._is_due(self.storage, step, "storage")
-
     def _is_due(self, policy: Every, step: int, which: str) -> bool:
         by_steps = policy.is_due_by_steps(step, self._last_step)
         if policy.minutes is None:
             return by_steps
-        return self._is_timed_due(policy, step) or by_steps
+        return self._is_timed_due(policy, step, which) or by_steps
 
-    def _is_timed_due(self, policy: Every, step: int) -> bool:
+    def _is_timed_due(self, policy: Every, step: int, which: str) -> bool:
         """Rank 0's clock decides; the step is told to all ranks ahead, so that all act on it."""
-        if step in self._saver.announced:
-            self._saver.announced.discard(step)
-            self._timed_at = time.monotonic()
-            return True
         now = time.monotonic()
-        may_announce = self.world.rank == 0 and step > self._announced_until
-        if not (may_announce and policy.is_due_by_time(now, self._timed_at)):
+        if (step, which) in self._saver.announced:
+            self._saver.announced.discard((step, which))
+            self._timed_at[which] = now
+            return True
+        may_announce = self.world.rank == 0 and step > self._announced_until[which]
+        if not (may_announce and policy.is_due_by_time(now, self._timed_at[which])):
             return False
         if self.world.size == 1:
-            self._timed_at = now
+            self._timed_at[which] = now
             return True
         ahead = max(2, int(_ANNOUNCE_AHEAD_S / max(1e-3, self._pace())) + 1)
-        self._announced_until = step + ahead
-        self._saver.announce(step + ahead)
+        self._announced_until[which] = step + ahead
+        self._saver.announce(step + ahead, which)
         return False
 
     def _learn_pace(self) -> None:
@@ -435,6 +431,12 @@ class Checkpointer:
         for stop in self._stop_traces:
             stop()
         self._trace.close()
+
+
+def _is_mistake(error: Exception) -> bool:
+    """A call that means nothing, the same on every rank: the caller must know, nobody waits."""
+    is_usage = isinstance(error, UsageError) and not isinstance(error, UnsupportedState)
+    return is_usage or isinstance(error, StatePoisoned)
 
 
 def _step_number(step: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -201,6 +202,25 @@ def test_half_made_slots_are_removed_and_others_kept(memory: Memory) -> None:
     (slot,), (attempt,) = scan(memory)
     assert (slot.id, attempt.slots) == (0, {0: 0})
     assert [path.name for path in memory.directory.glob("*.slot")] == ["00000.slot"]
+
+
+def test_a_slot_that_cannot_be_opened_now_is_not_taken_for_a_half_made_one(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave(memory, captured(0, world=1))
+    real_open = os.open
+
+    def refuse(path: Any, *flags: int) -> int:
+        if str(path).endswith(".slot"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real_open(path, *flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(ArenaError, match="Too many open files"):
+            Memory(memory.directory, memory.run_id).scan()
+    _, (attempt,) = scan(memory)
+    assert attempt.slots == {0: 0}
 
 
 def test_a_slot_is_made_stamped_and_removed(memory: Memory) -> None:

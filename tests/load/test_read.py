@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ChecksumMismatch, CoverageError, FormatError, StorageError
 from holdfast.format import checksum
+from holdfast.format.image import fill_in, plan_image
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.geometry import owners
 from holdfast.geometry.box import Box
@@ -26,6 +27,7 @@ from holdfast.load.plan import Want
 from holdfast.load.read import CARRIERS, read_values, read_wants
 from holdfast.load.source import Checkpoint, from_manifest, from_memory
 from holdfast.snapshot.arena import IMAGE_START, SlotFile
+from holdfast.snapshot.handoff import image_items
 from holdfast.snapshot.messages import HeldGeneration, SlotInfo
 from holdfast.storage.memory import MemoryStore
 from images import Array, images_of, publish_checkpoint, random_leaf, seals, split_leaf
@@ -283,6 +285,23 @@ def test_an_image_cut_short_is_refused(length: int) -> None:
     store.publish(path, store.read(path)[:length], replace=True)
     with pytest.raises((FormatError, StorageError)):
         fetch(from_manifest(store, manifest), SMALL)
+
+
+def test_a_size_that_cannot_be_true_is_refused_before_memory_is_taken() -> None:
+    store = MemoryStore()
+    manifest = publish_checkpoint(store, SMALL, images_of(SMALL, random_leaves(SMALL)))
+    path, huge = manifest.images[1].path, 1 << 50
+    true = fill_in(plan_image(image_items(SMALL, 1)), {}, 2)
+    metadata = from_manifest(store, manifest).header(1).metadata
+    claimed = fill_in(plan_image([*image_items(SMALL, 1), ("more", "U8", (huge,))]), metadata, 2)
+    store.publish(path, claimed.header + bytes(true.size_bytes), replace=True)
+    seal = checksum.text(checksum.checksum(claimed.header))
+    ref = msgspec.structs.replace(
+        manifest.images[1], size_bytes=claimed.size_bytes, header_xxh3=seal
+    )
+    manifest = msgspec.structs.replace(manifest, images=(manifest.images[0], ref))
+    with pytest.raises(StorageError, match="ends at byte"):
+        from_manifest(store, manifest).table(1)
 
 
 @pytest.mark.usefixtures("small_blocks")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 
@@ -12,6 +13,7 @@ from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.geometry.layout import Layout
 from holdfast.persist import writer
 from holdfast.persist.writer import Arrival, Written, write_image
+from holdfast.storage.base import ImageSink
 from holdfast.storage.memory import MemoryStore
 from images import images_of, random_leaf, seals, split_leaf
 
@@ -74,6 +76,37 @@ def test_a_bit_that_changes_between_seal_and_write_is_found(block: int) -> None:
     image[at] ^= 8
     with pytest.raises(ChecksumMismatch, match=f"block {block} "):
         write(image, arrived(image))
+
+
+class _Restoring:
+    """A sink that puts a byte right again as soon as it has stored the wrong one."""
+
+    def __init__(self, sink: ImageSink, image: bytearray, at: int) -> None:
+        self.sink, self.image, self.at = sink, image, at
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        self.sink.write(offset_bytes, data)
+        if offset_bytes <= self.at < offset_bytes + len(data):
+            self.image[self.at] ^= 1
+
+    def finish(self) -> None:
+        self.sink.finish()
+
+    def abort(self) -> None:
+        self.sink.abort()
+
+
+@pytest.mark.parametrize("block", [0, 5])
+def test_what_counts_is_what_was_handed_to_the_store_not_what_is_in_memory_later(
+    block: int,
+) -> None:
+    image = image_of()
+    (length,) = struct.unpack_from("<Q", image)
+    at = 8 + length + block * BLOCK_BYTES + 100
+    sink = _Restoring(MemoryStore().create("image", len(image)), image, at)
+    image[at] ^= 1
+    with pytest.raises(ChecksumMismatch, match=f"block {block} of image"):
+        write_image(sink, memoryview(image), arrived(image), "image")
 
 
 def test_a_changed_table_is_found() -> None:

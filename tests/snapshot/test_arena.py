@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
 from holdfast.errors import ArenaError
@@ -159,9 +160,9 @@ def test_the_record_and_the_image_outlive_the_mapping(slot: SlotFile) -> None:
 
 def test_closing_waits_for_whoever_still_looks(slot: SlotFile) -> None:
     slot.image[:3] = b"abc"
-    view = slot.image[:3]
+    view, array = slot.image[:3], np.frombuffer(slot.image, np.uint8, 3)
     slot.close()
-    assert bytes(view) == b"abc"
+    assert bytes(view) == bytes(array) == b"abc"
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────
@@ -285,6 +286,19 @@ def test_what_is_no_slot_is_not_opened(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(ArenaError, match="not a slot of ours"):
         SlotFile.open(good.path, writable=False)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
+def test_a_slot_that_others_can_open_is_refused(slot: SlotFile, mode: int) -> None:
+    slot.path.chmod(mode)
+    with pytest.raises(ArenaError, match="not a slot of ours"):
+        SlotFile.open(slot.path, writable=True)
+
+
+def test_a_pipe_in_place_of_a_slot_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "1.slot", 0o600)
+    with pytest.raises(ArenaError, match="not a slot of ours"):
+        SlotFile.open(tmp_path / "1.slot", writable=True)
 
 
 def test_a_slot_opened_to_read_cannot_be_written(slot: SlotFile) -> None:

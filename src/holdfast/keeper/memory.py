@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -49,7 +50,10 @@ class Memory:
             try:
                 slot_id = int(path.stem)
                 file = SlotFile.open(path, writable=True)
-            except (ArenaError, ValueError):
+            except (ArenaError, ValueError) as error:
+                reason = error.__cause__
+                if isinstance(reason, OSError) and reason.errno != errno.ELOOP:
+                    raise  # it may hold the newest snapshot: too many open files is no reason
                 path.unlink(missing_ok=True)  # half-made: its maker died before it was granted
                 continue
             self.files[slot_id] = file

@@ -189,11 +189,14 @@ class Persister:
         path = manifest_path(job.generation)
         if not self.store.exists(path):
             return False
-        there = unseal(Manifest, self.store.read(path), path)
+        data = self.store.read(path)
+        there = unseal(Manifest, data, path)
         if there.attempt != job.attempt:
             raise PersistFailed(
                 f"{job.generation} is published already, from another attempt; it is not replaced"
             )
+        # Whoever published it may have died before its name was durable, or was told so.
+        self.store.publish(path, data, replace=True)
         return True
 
     def _clean_up(self, job: Job) -> None:
@@ -220,7 +223,7 @@ class Persister:
             left = [m for m in found.manifests if m.generation not in set(condemned)]
             if not found.broken:  # an unreadable manifest may name what looks unnamed
                 self._sweeper.sweep(left, ())
-        except HoldfastError as error:
+        except Exception as error:  # whatever it is: the next attempt must be made durable
             emit(PersistBroke(
                 incarnation=job.generation.incarnation, step=job.generation.step,
                 reason=f"published, but pruning failed: {error}",

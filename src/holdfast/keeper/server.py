@@ -406,7 +406,7 @@ class Keeper:
         await self._carry_out(self.coordinator.make_durable(message.step))
 
     async def _announce(self, _: Connection, message: m.Announce, __: int) -> None:
-        await self._carry_out([h.Tell(m.Announced(step=message.step))])
+        await self._carry_out([h.Tell(m.Announced(step=message.step, which=message.which))])
 
     async def _explain(self, _: Connection, message: m.Explain, __: int) -> m.Message:
         return m.Explanation(text=self.coordinator.explain(message.step))

@@ -15,7 +15,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.snapshot.arena import SlotFile
 from holdfast.snapshot.messages import HeldGeneration
-from holdfast.storage.base import Store
+from holdfast.storage.base import Store, short_read
 
 
 class ImageFile(Protocol):
@@ -40,11 +40,19 @@ class StoredImage:
 
     def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
         """See ``ImageFile``."""
-        # An error that is kept may hold a view of the old staging: it cannot be made longer.
-        room = staging if len(staging) >= stop - start else bytearray(stop - start)
-        view = memoryview(room)[: stop - start]
+        if len(staging) < stop - start:
+            self._require_bytes(start, stop)
+            # An error that is kept may hold a view of the old staging: it cannot be made longer.
+            staging = bytearray(stop - start)
+        view = memoryview(staging)[: stop - start]
         self.store.read_into(self.name, start, view)
         return view
+
+    def _require_bytes(self, start: int, stop: int) -> None:
+        """Before memory is taken for them: sizes come from files that may say anything."""
+        have = self.store.size_bytes(self.name)
+        if have < stop:
+            raise short_read(self.name, self.store.url, start, stop - start, have)
 
 
 class HeldImage:

@@ -8,6 +8,7 @@ checksums equal the sealed block table (promise 1).
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -81,50 +82,48 @@ def write_image(sink: ImageSink, image: memoryview, arrival: Arrival, where: str
     arrival.wait(8)
     data_start = header_size(image[:8], where, len(image))
     arrival.wait(data_start)
+    header = parse_header(image[:data_start], where, len(image))
     header_xxh3 = text(checksum(image[:data_start]))
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="holdfast-write") as pool:
         pending = [pool.submit(sink.write, 0, image[:data_start])]
         for start in range(data_start, len(image), CHUNK_BYTES):
             stop = min(start + CHUNK_BYTES, len(image))
             arrival.wait(stop)
-            pending.append(pool.submit(_write_chunk, sink, image, data_start, start, stop, found))
+            pending.append(pool.submit(_write_chunk, sink, image, header, start, stop, found))
             if len(pending) > 2 * WRITERS:
                 pending.pop(0).result()
         for future in pending:
             future.result()
-    table_xxh3 = _compare_blocks(image, found, where)
-    return Written(header_xxh3, table_xxh3)
+    table = image[data_start + header.table.offset :]
+    _compare_blocks(unpack_table(table, header.blocks), found, where)
+    return Written(header_xxh3, text(checksum(table)))
 
 
 def _write_chunk(
     sink: ImageSink,
     image: memoryview,
-    data_start: int,
+    header: Header,
     start: int,
     stop: int,
     found: dict[int, int],
 ) -> None:
-    """Checksum the blocks of one chunk and write it; chunks begin on block boundaries."""
-    first = (start - data_start) // BLOCK_BYTES
-    for number, begin, end in blocks(first, block_count(stop - data_start), stop - data_start):
-        found[number] = checksum(image[data_start + begin : data_start + end])
+    """Checksum the blocks of one chunk and write it; chunks begin on block boundaries.
+
+    The last chunk may run on into the table, which is no part of any block.
+    """
+    data = image[header.data_start :]
+    first = (start - header.data_start) // BLOCK_BYTES
+    limit = min(stop - header.data_start, header.table.offset)
+    for number, begin, end in blocks(first, block_count(limit), limit):
+        found[number] = checksum(data[begin:end])
     sink.write(start, image[start:stop])
 
 
-def _compare_blocks(image: memoryview, found: dict[int, int], where: str) -> str:
-    header = verify_header(image, where)
-    table = image[header.data_start + header.table.offset :]
-    for number, stored in enumerate(unpack_table(table, header.blocks)):
-        begin = number * BLOCK_BYTES
-        read = found[number]
-        if begin + BLOCK_BYTES > header.table.offset:
-            # The chunk ran on into the table: sum the part the table speaks of.
-            at = header.data_start
-            read = checksum(image[at + begin : at + header.table.offset])
-        if read != stored:
+def _compare_blocks(table: Sequence[int], found: Mapping[int, int], where: str) -> None:
+    for number, stored in enumerate(table):
+        if found[number] != stored:
             raise ChecksumMismatch(
-                f"block {number} of {where}: sealed {stored:016x}, in memory {read:016x}. The "
-                "snapshot changed after it was captured; it is not published.",
+                f"block {number} of {where}: sealed {stored:016x}, in memory {found[number]:016x}. "
+                "The snapshot changed after it was captured; it is not published.",
                 block=number,
             )
-    return text(checksum(table))

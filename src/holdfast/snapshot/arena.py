@@ -192,9 +192,13 @@ class SlotFile:
         except OSError as error:
             raise ArenaError(f"cannot open slot {path}: {error.strerror}") from error
         found = os.fstat(descriptor)
-        if found.st_uid != os.getuid() or found.st_size <= IMAGE_START:
+        is_private = found.st_uid == os.getuid() and not found.st_mode & 0o077
+        if not (stat.S_ISREG(found.st_mode) and is_private and found.st_size > IMAGE_START):
             os.close(descriptor)
-            raise ArenaError(f"{path} is not a slot of ours ({found.st_size} bytes)")
+            raise ArenaError(
+                f"{path} is not a slot of ours ({found.st_size} bytes, owner {found.st_uid}, mode "
+                f"{stat.filemode(found.st_mode)})"
+            )
         return cls(path, descriptor, found.st_size, writable=writable)
 
     def populate(self) -> None:
@@ -245,8 +249,8 @@ class SlotFile:
 
     def close(self) -> None:
         """Unmap as soon as nobody looks into it any more."""
-        self.image.release()
         try:
+            self.image.release()
             self.map.close()
         except BufferError:
             return  # a reader still holds a view; the mapping goes with the last of them

@@ -129,9 +129,10 @@ class MakeDurable(Message, frozen=True, kw_only=True):
 
 
 class Announce(Message, frozen=True, kw_only=True):
-    """Rank 0: a timed save is due; all ranks act on it at ``step``."""
+    """Rank 0: a timed save is due; all ranks act on it at ``step``. ``which`` policy: its name."""
 
     step: int
+    which: str
 
 
 class Explain(Message, frozen=True, kw_only=True):
@@ -259,9 +260,10 @@ class NotDurable(Message, frozen=True, kw_only=True):
 
 
 class Announced(Message, frozen=True, kw_only=True):
-    """All ranks make a durable save at ``step``."""
+    """The policy ``which`` is due at ``step`` on all ranks."""
 
     step: int
+    which: str
 
 
 class Explanation(Message, frozen=True, kw_only=True):

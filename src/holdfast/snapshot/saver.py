@@ -70,7 +70,7 @@ class Saver:
         self.describer = describer
         self.place = place
         self.patience = patience
-        self.announced: set[int] = set()
+        self.announced: set[tuple[int, str]] = set()
         self.is_fenced = ""
         self._is_silent = False
         self.updates = 0
@@ -220,11 +220,11 @@ class Saver:
             return f"the keeper does not say why ({error})"
         return answer.text
 
-    def announce(self, step: int) -> None:
-        """Rank 0: a timed save is due at ``step``, ahead of every rank."""
+    def announce(self, step: int, which: str) -> None:
+        """Rank 0: a timed save is due at ``step``, ahead of every rank, by the policy ``which``."""
         if self._client is not None:
             try:
-                self._client.send(m.Announce(step=step))
+                self._client.send(m.Announce(step=step, which=which))
             except KeeperError:
                 return  # the next try is as good
 
@@ -469,8 +469,8 @@ class Saver:
             case m.NotDurable(step=step, reason=reason, fulfils=fulfils):
                 for asked in (step, *fulfils):
                     self._fail(asked, PersistFailed(f"step {step}: {reason}"), captured=True)
-            case m.Announced(step=step):
-                self.announced.add(step)
+            case m.Announced(step=step, which=which):
+                self.announced.add((step, which))
             case m.FencedOff(incarnation=n):
                 self.is_fenced = f"incarnation {n} of this run has begun; this one is over"
                 if current is not None:
