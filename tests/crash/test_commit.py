@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +128,51 @@ def test_a_generation_is_never_published_from_two_attempts() -> None:
     assert reason is not None
     assert "published already" in reason
     check(store, {(1, 0)})
+
+
+def test_the_manifest_is_published_last_when_all_it_names_is_durable() -> None:
+    counted = FaultyStore(MemoryStore())
+    job = job_at(0)
+    assert persist(counted, job, Keep()) is None
+    images = [f"steps/1-0-{job.directory}/live-{rank:05d}.safetensors" for rank in range(2)]
+    expected = {("publish", "incarnations/1.json"), ("publish", f"layouts/{LAYOUT.hash}.json")}
+    expected |= {("finish", path) for path in images}
+    manifest = ("publish", "manifests/1-0.json")
+    assert counted.changes[-1] == manifest
+    assert expected <= set(counted.changes)
+
+
+@pytest.mark.parametrize("part", ["header", "table"])
+def test_an_image_that_is_not_the_sealed_one_is_not_published(part: str) -> None:
+    store, job = MemoryStore(), job_at(0)
+    if part == "header":
+        job.images[1].header_xxh3 = "0" * 16
+    else:
+        job.images[1].table_xxh3 = "0" * 16
+    reason = persist(store, job, Keep())
+    assert reason is not None
+    assert "changed after the image was sealed" in reason
+    assert store.list("manifests") == store.list("steps") == []
+
+
+@pytest.mark.parametrize("ends", ["complete", "aborted", "never"])
+def test_nothing_is_published_before_all_ranks_have_captured(ends: str) -> None:
+    store, job, outcome = MemoryStore(), job_at(0), list[str | None]()
+    job.is_complete.clear()
+    persister = Persister(store, Keep(), lambda _, reason: outcome.append(reason), stall_s=0.2)
+    persister.submit(job)
+    while len(store.list("steps")) < 1:
+        time.sleep(0.001)
+    assert store.list("manifests") == []
+    if ends == "complete":
+        job.is_complete.set()
+    if ends == "aborted":
+        job.abort("a rank was lost")
+    persister.stop()
+    assert store.list("manifests") == (["1-0.json"] if ends == "complete" else [])
+    reason = {"complete": None, "aborted": "a rank was lost"}
+    never = "the generation was never complete on all ranks"
+    assert outcome == [reason.get(ends, never)]
 
 
 def test_a_capture_that_came_to_nothing_leaves_no_trace() -> None:

@@ -197,6 +197,16 @@ def test_the_block_table_holds_the_checksum_of_every_block_before_it(tensor_byte
         assert checksum(block) == stored
 
 
+def test_there_is_room_for_the_metadata_however_the_rest_fills_the_last_page() -> None:
+    metadata = {
+        "run": "r" * 64, "incarnation": "9" * 12, "step": "9" * 12, "attempt": "a" * 32,
+        "rank": "9" * 6, "world": "9" * 6, "layout": "f" * 32,
+    }  # fmt: skip
+    for length in range(1, PAGE_BYTES + 1):
+        image = fill_in(plan_image([("n" * length, "F32", (2,))]), metadata, 10**12)
+        assert image.data_start % PAGE_BYTES == 0
+
+
 def test_metadata_that_outgrow_their_room_are_refused_before_they_move_the_data() -> None:
     plan = plan_image([("t", "U8", (3,))])
     fill_in(plan, {"run": "r" * 500}, 10)

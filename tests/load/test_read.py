@@ -290,7 +290,7 @@ def test_an_image_cut_short_is_refused(length: int) -> None:
 def test_a_size_that_cannot_be_true_is_refused_before_memory_is_taken() -> None:
     store = MemoryStore()
     manifest = publish_checkpoint(store, SMALL, images_of(SMALL, random_leaves(SMALL)))
-    path, huge = manifest.images[1].path, 1 << 50
+    path, huge = manifest.images[1].path, 1 << 60
     true = fill_in(plan_image(image_items(SMALL, 1)), {}, 2)
     metadata = from_manifest(store, manifest).header(1).metadata
     claimed = fill_in(plan_image([*image_items(SMALL, 1), ("more", "U8", (huge,))]), metadata, 2)

@@ -129,13 +129,16 @@ def test_a_header_nested_without_end_is_refused() -> None:
         ('"b": {', '"a": {"dtype": "I8", "shape": [24], "data_offsets": [0, 24]}, "b": {'),
         ('"b": {', '"b": {"dtype": "I8", "shape": [5], "data_offsets": [24, 29]}, "b": {'),
         ('"b": {', r'"\u0062": {"dtype": "I8", "shape": [5], "data_offsets": [24, 29]}, "b": {'),
+        # Spelt with escapes throughout, so that no count of plain spellings notices.
+        ('"b": {', r'"b": {"d\u0074ype": "U8", "sh\u0061pe": [5], "data\u005foffsets": [24, 29]}, '
+                   '"b": {'),
         ('"dtype": "I8"', '"dtype": "I8", "dtype": "U8"'),
         ('"shape": [5]', '"shape": [5], "shape": [1, 5]'),
         ('"__metadata__"', '"__metadata__": {"holdfast": "1"}, "__metadata__"'),
         ('"holdfast": "1"', '"holdfast": "2", "holdfast": "1"'),
         ('"a": {', '"__metadata__": {"holdfast": "2"}, "a": {'),
     ],
-)
+)  # fmt: skip
 def test_a_name_that_is_there_twice_is_refused(old: str, new: str) -> None:
     text = json.dumps(document())
     assert text.count(old) == 1

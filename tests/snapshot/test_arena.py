@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -161,8 +162,10 @@ def test_the_record_and_the_image_outlive_the_mapping(slot: SlotFile) -> None:
 def test_closing_waits_for_whoever_still_looks(slot: SlotFile) -> None:
     slot.image[:3] = b"abc"
     view, array = slot.image[:3], np.frombuffer(slot.image, np.uint8, 3)
+    reading = re.finditer(b"[abc]", slot.image)  # holds the memory itself, as a write under way
     slot.close()
     assert bytes(view) == bytes(array) == b"abc"
+    assert [found[0] for found in reading] == [b"a", b"b", b"c"]
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────
