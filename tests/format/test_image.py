@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum, unpack_table
 from holdfast.format.image import (
+    METADATA,
     PAD,
     PAGE_BYTES,
+    RESERVED,
     STORED_AS_BYTES,
     TABLE,
     VALUES,
@@ -41,6 +43,7 @@ Item = tuple[str, str, tuple[int, ...]]
 names = st.text(min_size=1, max_size=12) | st.sampled_from(
     ["a, b", "a,b", 'a"b', "a\\", "\n", "é", "名", "a@0:2", '"data_offsets"', "\x00", "a: 1, 2"]
 )
+names = names.filter(lambda name: name != METADATA and not name.startswith(RESERVED))
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 tensors = st.tuples(names, st.sampled_from(sorted(ITEMSIZE)), shapes)
 items_lists = st.lists(tensors, max_size=8, unique_by=lambda item: item[0])
@@ -217,6 +220,12 @@ def test_metadata_that_outgrow_their_room_are_refused_before_they_move_the_data(
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(UsageError, match="'a@0:2'"):
         plan_image([("a@0:2", "F32", (2,)), ("b", "F32", ()), ("a@0:2", "I32", (3,))])
+
+
+@pytest.mark.parametrize("name", [METADATA, VALUES, PAD, TABLE, RESERVED + "later"])
+def test_a_name_of_the_formats_own_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="own"):
+        plan_image([("a", "F32", (2,)), (name, "U8", (2,))])
 
 
 def test_a_piece_is_called_by_its_box_unless_it_is_the_whole_leaf() -> None:

@@ -109,6 +109,12 @@ def test_an_integer_of_any_size_stays_one(value: int) -> None:
     assert found == value
 
 
+@pytest.mark.parametrize("value", [2**53, -(2**53), 2**64, -(2**100)])
+def test_an_integer_that_a_float_may_not_hold_is_stored_as_its_digits(value: int) -> None:
+    assert encode(value) == {"$int": str(value)}
+    assert encode(2**53 - 1) == 2**53 - 1
+
+
 @pytest.mark.parametrize(
     "value",
     [np.str_(""), np.str_("é"), np.bytes_(b""), np.float64("nan"), np.array([""]), np.bool_(True),

@@ -31,7 +31,7 @@ from holdfast.geometry.dtypes import ITEMSIZE
 PAGE_BYTES = 4096
 FORMAT_VERSION = "1"
 VALUES, PAD, TABLE = "__holdfast_values__", "__holdfast_pad__", "__holdfast_blocks__"
-RESERVED = "__holdfast_"
+RESERVED, METADATA = "__holdfast_", "__metadata__"
 MAX_HEADER_BYTES = 100_000_000
 #: Room in every header for the metadata, so that a longer step number never moves the data.
 METADATA_ROOM_BYTES = 1024
@@ -93,10 +93,13 @@ class ImagePlan:
 def plan_image(items: Iterable[tuple[str, str, tuple[int, ...]]]) -> ImagePlan:
     """Place tensors given as (name, dtype, shape): falling item size, else in the given order.
 
-    UsageError when two have one name (a leaf can be called like the piece of another).
+    UsageError for a reserved name, and when two have one name (a leaf can be called like the
+    piece of another).
     """
     ordered = sorted(items, key=lambda item: -ITEMSIZE[item[1]])
     counted = Counter(name for name, _, _ in ordered)
+    if any(name == METADATA or name.startswith(RESERVED) for name in counted):
+        raise UsageError(f"{METADATA!r} and names beginning with {RESERVED!r} are the format's own")
     twice = sorted(name for name, count in counted.items() if count > 1)
     if twice:
         raise UsageError(f"two tensors of an image are both called {twice[0]!r}: rename one")
@@ -234,7 +237,7 @@ def parse_header(raw: Buffer, where: str, file_bytes: int) -> Header:
 def _decode(raw: memoryview, where: str) -> dict[str, msgspec.Raw]:
     try:
         document = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        _refuse_twice(bytes(raw), sum(name != "__metadata__" for name in document))
+        _refuse_twice(bytes(raw), sum(name != METADATA for name in document))
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the header is not the JSON of an image: {error}") from None
     return document
@@ -260,7 +263,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _metadata(document: dict[str, msgspec.Raw], where: str) -> dict[str, str]:
     try:
-        raw = bytes(document.pop("__metadata__", b"{}"))
+        raw = bytes(document.pop(METADATA, b"{}"))
         metadata = msgspec.convert(json.loads(raw, object_pairs_hook=_unique), dict[str, str])
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the header's metadata are not strings: {error}") from None
