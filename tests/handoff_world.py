@@ -7,83 +7,13 @@ process may still write to it. Whatever the coordinator does is checked against 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from coordinators import CAPTURE_S, GRANT_S, table
+from handoff_facts import Content, Generation, Grant, Process, Record, Save
 from holdfast.geometry.layout import table_hash
 from holdfast.snapshot import handoff as h
 from holdfast.snapshot import messages as m
-
-Generation = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Save:
-    """One save that every rank makes; they are counted by their steps."""
-
-    durable: bool
-    exact: bool
-    values_bytes: int
-
-
-@dataclass
-class Process:
-    """One start of one rank, as it is: what it hears, and what it writes to."""
-
-    pid: int
-    rank: int
-    incarnation: int
-    alive: bool = True
-    connected: bool = True
-    done: int = 0
-    """How many of the saves it has begun."""
-    waits_for: int | None = None
-    writes: str | None = None
-    """The attempt it copies for, in the slot ``slot``."""
-    slot: int = -1
-    inbox: list[Any] = field(default_factory=list)
-
-    @property
-    def writer(self) -> h.Writer:
-        return h.Writer(self.pid, 1)
-
-
-def is_idle(process: Process) -> bool:
-    """Whether it may make its next save."""
-    return process.writes is None and process.waits_for is None
-
-
-@dataclass(frozen=True)
-class Grant:
-    """What the keeper sends for GiveSlot."""
-
-    step: int
-    attempt: str
-    slot: int
-
-
-@dataclass
-class Content:
-    """What a slot really holds."""
-
-    attempt: str
-    rank: int
-    generation: Generation
-    whole: bool = False
-
-
-@dataclass
-class Record:
-    """What a slot says of itself to a keeper that starts later."""
-
-    state: str
-    attempt: str
-    rank: int
-    generation: Generation
-    world: int
-    writer: h.Writer
-    image_bytes: int
 
 
 class RealWorld:

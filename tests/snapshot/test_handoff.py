@@ -79,6 +79,14 @@ def test_states_that_do_not_fit_each_other_are_told_and_not_tried_again() -> Non
     assert not keeper.c.attempts
 
 
+def test_leaves_that_were_never_told_are_a_reason_to_skip_and_not_to_fall_over() -> None:
+    keeper = Keeper()
+    keeper.ask(0, 5)
+    ask = m.Ask(step=5, table="unheard of", values_bytes=10, durable=True)
+    (skip,) = told(keeper.c.ask(1, ask, 0.0), m.Skip)
+    assert "ranks [1]" in skip.reason
+
+
 def test_a_rank_that_cannot_save_a_step_keeps_nobody_waiting() -> None:
     keeper = Keeper()
     keeper.ask(0, 5)

@@ -18,7 +18,8 @@ from hypothesis.stateful import (
 )
 
 from coordinators import CAPTURE_S, GRANT_S
-from handoff_world import Process, RealWorld, Save, is_idle
+from handoff_facts import Process, Save, is_idle
+from handoff_world import RealWorld
 from holdfast.snapshot import handoff as h
 
 #: Sizes of the values in an image: the second pair lies on both sides of a slot's next size.

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, UsageError
 from holdfast.format.image import ImagePlan, image_bytes, piece_name, plan_image, round_up
 from holdfast.geometry.layout import Layout, LeafEntry, merge, table_from_json
 from holdfast.snapshot import messages as m
@@ -384,6 +384,9 @@ class Coordinator:
     def _agree(self, asks: Mapping[int, m.Ask]) -> tuple[Layout, tuple[ImagePlan, ...]]:
         """The layout of all ranks' tables, and the plan of each rank's image."""
         key = tuple(asks[rank].table for rank in range(self.world))
+        unknown = [rank for rank in range(self.world) if key[rank] not in self._tables]
+        if unknown:
+            raise UsageError(f"ranks {unknown} have not told which leaves they hold")
         if key not in self._layouts:
             layout = merge([self._tables[hash_] for hash_ in key])
             plans = (plan_image(image_items(layout, rank)) for rank in range(self.world))
