@@ -50,6 +50,8 @@ __all__ = [
     "__version__",
     "load",
     "open",
+    "register_enum",
+    "register_tensor",
     "save",
     "subscribe",
 ]
@@ -81,12 +83,14 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .events import Event, subscribe
+    from .format.foreign import register_enum
     from .load.restore import Restored
     from .oneshot import load, open, save
     from .policy.interval import Every
     from .policy.retention import Keep
     from .snapshot.handle import SaveHandle
     from .state.rng import Rng
+    from .state.subclasses import register_tensor
 else:  # hidden from type checkers, which would take every misspelt name for a public one
     import importlib
     import sys
@@ -102,6 +106,8 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "SaveHandle": ".snapshot.handle",
         "load": ".oneshot",
         "open": ".oneshot",
+        "register_enum": ".format.foreign",
+        "register_tensor": ".state.subclasses",
         "save": ".oneshot",
         "subscribe": ".events",
     }  # every other public name is an error

@@ -1,15 +1,21 @@
 """Plain values to JSON and back, exactly: what the state holds beside tensors.
 
-JSON has no bytes, tuples, infinities, large integers or dictionaries with other than string
-keys; such a value is written as an object with one key that begins with ``$``:
+JSON has no bytes, tuples, infinities, large integers, enums or dictionaries with other than
+string keys; such a value is written as an object with one key that begins with ``$``:
 
-    {"$float": "nan" | "inf" | "-inf"}    {"$int": "digits"}       {"$bytes": "base64"}
-    {"$tuple": [...]}                     {"$dict": [[key, value], ...]}
-    {"$dtype": "float32"}                 {"$numpy": {"dtype", "shape", "data"}}
-    {"$leaf": "name"}                     a tensor, stored as a leaf of its own
+    {"$float": "nan" | "inf" | "-inf" | "0x<16 hex digits>"}
+    {"$int": "digits" or "0x<hex>"}     {"$bytes": "base64"}      {"$bytearray": "base64"}
+    {"$tuple": [...]}                   {"$dict": [[key, value], ...]}
+    {"$ordered": [[key, value], ...]}   {"$counter": [[key, count], ...]}
+    {"$default": ["int", [[key, value], ...]]}
+    {"$set": [...]}                     {"$frozenset": [...]}
+    {"$dtype": "float32"}               {"$device": "cuda:0"}
+    {"$numpy": {"dtype", "shape", "data"}}
+    {"$enum": {"type", "member"}} or, for flags combined, {"$enum": {"type", "value"}}
+    {"$leaf": "name"}                   a tensor, stored as a leaf of its own
 
 Anything else is refused by name, and so is what nests deeper than MAX_DEPTH. Nothing here
-executes anything on reading.
+executes anything on reading: an enum is looked up among those the program registered.
 """
 
 from __future__ import annotations
@@ -17,24 +23,39 @@ from __future__ import annotations
 import base64
 import math
 import re
-import sys
-from typing import Any, TypeVar
+import struct
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
 from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.checksum import Buffer
+from holdfast.format.foreign import (
+    a,
+    digits,
+    encode_foreign,
+    enum_member,
+    numpy_value,
+    torch_device,
+    torch_dtype,
+    whole,
+)
 
 #: Containers in containers: what is written must be readable on any stack (and a list that
 #: contains itself has no end).
 MAX_DEPTH = 64
-#: Python reads no longer numbers from text.
-MAX_INT_BITS = 8192
-T = TypeVar("T")
 _PLAIN_INT = 1 << 53
-_NUMPY_KINDS = "biufcSU"
-_INT = re.compile(r"-?[0-9]+")
-_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_FLOATS = ("nan", "inf", "-inf")
+_HEX_FLOAT = re.compile(r"0x[0-9a-f]{16}")
+_COMMON_NAN = struct.pack("<d", math.nan)
+_FACTORIES: dict[str, Any] = {
+    "None": None, "int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set,
+}  # fmt: skip
+
+#: Given what may be a tensor and its path: the leaf it is stored as, or None when it is none.
+FindLeaf = Callable[[Any, str], str | None]
 
 
 class LeafRef(msgspec.Struct, frozen=True):
@@ -43,168 +64,185 @@ class LeafRef(msgspec.Struct, frozen=True):
     name: str
 
 
-def encode(value: Any, where: str = "value", *, depth: int = 0) -> Any:
-    """``value`` in JSON's own types; UnsupportedState names the place of what cannot be kept."""
-    if value is None or isinstance(value, bool):
-        return value
-    kind = type(value)
-    if kind is int:
-        return value if -_PLAIN_INT < value < _PLAIN_INT else _encode_large(value, where)
-    if kind is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if kind is str:
-        return value
-    if kind in (bytes, bytearray):
-        return {"$bytes": base64.b64encode(value).decode()}
-    if depth >= MAX_DEPTH:
-        raise UnsupportedState(
-            f"{where} is nested more than {MAX_DEPTH} deep, or contains itself", where=where
-        )
-    if kind is list:
-        return [encode(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value)]
-    if kind is tuple:
-        items = [encode(item, f"{where}[{i}]", depth=depth + 1) for i, item in enumerate(value)]
-        return {"$tuple": items}
-    if isinstance(value, dict):
-        return _encode_dict(value, where, depth + 1)
-    if kind is LeafRef:
-        return {"$leaf": value.name}
-    return _encode_foreign(value, where)
+def encode(value: Any, where: str = "value", *, leaf: FindLeaf | None = None) -> Any:
+    """``value`` in JSON's own types; UnsupportedState names the place of what cannot be kept.
+
+    ``leaf`` is asked about whatever is no plain value, and says which leaf a tensor becomes.
+    """
+    return _Encoder(leaf).encode(value, where, 0)
 
 
-def _encode_large(value: int, where: str) -> Any:
-    if value.bit_length() > MAX_INT_BITS:
-        raise UnsupportedState(
-            f"{where} is an integer of more than {MAX_INT_BITS} bits: store it as bytes",
-            where=where,
-        )
-    return {"$int": str(value)}
+class _Encoder:
+    """One walk over a value; every method gives JSON's own types."""
 
+    def __init__(self, leaf: FindLeaf | None) -> None:
+        self._leaf = leaf
 
-def _encode_dict(value: dict[Any, Any], where: str, depth: int) -> Any:
-    if all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{where}.{key}", depth=depth) for key, item in value.items()}
-    return {
-        "$dict": [
+    def encode(self, value: Any, where: str, depth: int) -> Any:
+        kind = type(value)
+        if value is None or kind in (bool, str):
+            return value
+        if kind is int:
+            return value if -_PLAIN_INT < value < _PLAIN_INT else {"$int": digits(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": _float_text(value)}
+        if kind in (bytes, bytearray):
+            return {f"${kind.__name__}": base64.b64encode(value).decode()}
+        container = _CONTAINERS.get(kind)
+        if container is not None:
+            if depth >= MAX_DEPTH:
+                raise UnsupportedState(
+                    f"{where} is nested more than {MAX_DEPTH} deep, or contains itself", where=where
+                )
+            return container(self, value, where, depth + 1)
+        if kind is LeafRef:
+            return {"$leaf": value.name}
+        found = None if self._leaf is None else self._leaf(value, where)
+        return encode_foreign(value, where) if found is None else {"$leaf": found}
+
+    def items(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
+        return [self.encode(item, f"{where}.{i}", depth) for i, item in enumerate(value)]
+
+    def unordered(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
+        """Sorted, for a set's order differs from process to process."""
+        found = [self.encode(item, f"an item of {where}", depth) for item in value]
+        return sorted(found, key=msgspec.json.encode)
+
+    def pairs(self, value: dict[Any, Any], where: str, depth: int) -> list[Any]:
+        return [
             [
-                encode(key, f"a key of {where}", depth=depth),
-                encode(item, f"{where}[{key!r}]", depth=depth),
+                self.encode(key, f"a key of {where}", depth),
+                self.encode(item, f"{where}.{key}", depth),
             ]
             for key, item in value.items()
         ]
-    }
+
+    def mapping(self, value: dict[Any, Any], where: str, depth: int) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, f"{where}.{key}", depth) for key, item in value.items()}
+        return {"$dict": self.pairs(value, where, depth)}
+
+    def default(self, value: defaultdict[Any, Any], where: str, depth: int) -> Any:
+        for name, factory in _FACTORIES.items():
+            if value.default_factory is factory:
+                return {"$default": [name, self.pairs(value, where, depth)]}
+        raise UnsupportedState(
+            f"{where} is a defaultdict made by {value.default_factory!r}; stored are those made by "
+            f"{', '.join(_FACTORIES)}: use one of these, or a dict",
+            where=where,
+        )
 
 
-def _encode_foreign(value: Any, where: str) -> Any:
-    kind = type(value)
-    origin = kind.__module__.partition(".")[0]
-    if origin == "torch" and kind.__name__ == "dtype":
-        return {"$dtype": str(value).removeprefix("torch.")}
-    np = sys.modules.get("numpy")
-    # Only arrays proper: a masked array or a matrix is more than its elements.
-    is_proper = np is not None and (kind is np.ndarray or isinstance(value, np.generic))
-    if np is not None and is_proper and value.dtype.kind in _NUMPY_KINDS:
-        array = np.asarray(value)  # an empty numpy string says it has no bytes, and has some
-        data = base64.b64encode(array.tobytes()).decode()
-        shape = list(value.shape) if kind is np.ndarray else None
-        return {"$numpy": {"dtype": array.dtype.str, "shape": shape, "data": data}}
-    raise UnsupportedState(
-        f"{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be stored without "
-        "executing code on reading. Store its parts (numbers, strings, bytes, lists, tuples, "
-        "dicts, arrays, tensors), or wrap it in an object with state_dict and load_state_dict.",
-        where=where,
-    )
+_CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
+    list: _Encoder.items,
+    dict: _Encoder.mapping,
+    tuple: lambda self, *what: {"$tuple": self.items(*what)},
+    OrderedDict: lambda self, *what: {"$ordered": self.pairs(*what)},
+    Counter: lambda self, *what: {"$counter": self.pairs(*what)},
+    defaultdict: _Encoder.default,
+    set: lambda self, *what: {"$set": self.unordered(*what)},
+    frozenset: lambda self, *what: {"$frozenset": self.unordered(*what)},
+}
 
 
-def decode(value: Any) -> Any:
-    """The value that ``encode`` was given. FormatError when it is not of that form."""
+def decode(value: Any, *, leaf: Callable[[str], Any] = LeafRef, strict: bool = False) -> Any:
+    """The value that ``encode`` was given. FormatError when it is not of that form.
+
+    ``leaf`` gives the tensor of a leaf's name. ``strict``: an enum that is not registered is a
+    UsageError; otherwise it reads as an EnumMember.
+    """
     try:
-        return _decode(value)
+        return _Decoder(leaf, strict).decode(value)
     except RecursionError:
         raise FormatError("a stored value is nested too deep to be one of ours") from None
 
 
-def _decode(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if len(value) == 1:
-        ((tag, body),) = value.items()
-        if tag.startswith("$"):
-            return _decode_tagged(tag, body)
-    return {key: _decode(item) for key, item in value.items()}
+class _Decoder:
+    """One walk over JSON."""
+
+    def __init__(self, leaf: Callable[[str], Any], strict: bool) -> None:
+        self.leaf, self.strict = leaf, strict
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.decode(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if len(value) == 1:
+            ((tag, body),) = value.items()
+            if tag.startswith("$"):
+                return self._tagged(tag, body)
+        return {key: self.decode(item) for key, item in value.items()}
+
+    def _tagged(self, tag: str, body: Any) -> Any:
+        read = _TAGS.get(tag)
+        if read is None:
+            raise FormatError(
+                f"a stored value has the unknown tag {tag}; a newer Holdfast wrote it"
+            )
+        try:
+            return read(self, body)
+        except (ValueError, TypeError, KeyError) as error:
+            raise FormatError(f"a stored value tagged {tag} is malformed: {error}") from None
+
+    def items(self, body: Any) -> list[Any]:
+        return [self.decode(item) for item in a(list, body)]
+
+    def pairs(self, body: Any) -> dict[Any, Any]:
+        found = [(self.decode(key), self.decode(item)) for key, item in map(_pair, a(list, body))]
+        if len(dict(found)) != len(found):
+            raise ValueError("a key is there twice")
+        return dict(found)
+
+    def unordered(self, body: Any) -> set[Any]:
+        found = self.items(body)
+        if len(set(found)) != len(found):
+            raise ValueError("an item is there twice")
+        return set(found)
+
+    def default(self, body: Any) -> Any:
+        name, pairs = _pair(body)
+        return defaultdict(_FACTORIES[a(str, name)], self.pairs(pairs))
 
 
-def _decode_tagged(tag: str, body: Any) -> Any:
-    try:
-        match tag:
-            case "$float":
-                return _FLOATS[body]
-            case "$int":
-                return _large(_a(str, body))
-            case "$bytes":
-                return base64.b64decode(_a(str, body), validate=True)
-            case "$tuple":
-                return tuple(_decode(item) for item in _a(list, body))
-            case "$dict":
-                return {_decode(key): _decode(item) for key, item in map(_pair, _a(list, body))}
-            case "$leaf":
-                return LeafRef(_a(str, body))
-            case "$dtype":
-                return _torch_dtype(_a(str, body))
-            case "$numpy":
-                return _numpy_value(_a(dict, body))
-    except (ValueError, TypeError, KeyError) as error:
-        raise FormatError(f"a stored value tagged {tag} is malformed: {error}") from None
-    raise FormatError(f"a stored value has the unknown tag {tag}; a newer Holdfast wrote it")
-
-
-def _a(kind: type[T], body: Any) -> T:
-    if type(body) is not kind:
-        raise TypeError(f"a {kind.__name__} is expected, not {body!r:.50}")
-    return body
+_TAGS: dict[str, Callable[[_Decoder, Any], Any]] = {
+    "$float": lambda _, body: _float(a(str, body)),
+    "$int": lambda _, body: whole(a(str, body)),
+    "$bytes": lambda _, body: base64.b64decode(a(str, body), validate=True),
+    "$bytearray": lambda _, body: bytearray(base64.b64decode(a(str, body), validate=True)),
+    "$tuple": lambda self, body: tuple(self.items(body)),
+    "$dict": _Decoder.pairs,
+    "$ordered": lambda self, body: OrderedDict(self.pairs(body)),
+    "$counter": lambda self, body: Counter(self.pairs(body)),
+    "$default": _Decoder.default,
+    "$set": _Decoder.unordered,
+    "$frozenset": lambda self, body: frozenset(self.unordered(body)),
+    "$leaf": lambda self, body: self.leaf(a(str, body)),
+    "$dtype": lambda _, body: torch_dtype(a(str, body)),
+    "$device": lambda _, body: torch_device(a(str, body)),
+    "$numpy": lambda _, body: numpy_value(a(dict, body)),
+    "$enum": lambda self, body: enum_member(body, strict=self.strict),
+}
 
 
 def _pair(body: Any) -> tuple[Any, Any]:
-    key, item = _a(list, body)
+    key, item = a(list, body)
     return key, item
 
 
-def _large(digits: str) -> int:
-    if not _INT.fullmatch(digits):
-        raise ValueError(f"{digits!r:.50} is no whole number")
-    return int(digits)
+def _float_text(value: float) -> str:
+    raw = struct.pack("<d", value)
+    is_rare = math.isnan(value) and raw != _COMMON_NAN
+    return f"0x{int.from_bytes(raw, 'little'):016x}" if is_rare else repr(value)
 
 
-class DtypeName(msgspec.Struct, frozen=True):
-    """A torch dtype read back by a process that has not loaded torch."""
-
-    name: str
-
-
-def _torch_dtype(name: str) -> Any:
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return DtypeName(name)
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"no torch dtype is called {name!r}")
-    return found
-
-
-def _numpy_value(body: dict[str, Any]) -> Any:
-    import numpy as np
-
-    dtype = np.dtype(_a(str, body["dtype"]))
-    if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"numpy dtype {dtype} is not stored")
-    data = base64.b64decode(_a(str, body["data"]), validate=True)
-    shape = () if body["shape"] is None else tuple(_a(int, size) for size in body["shape"])
-    if any(size < 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(data)} bytes of data do not make {shape} of {dtype}")
-    array = np.ndarray(shape, dtype, bytearray(data))
-    return array[()] if body["shape"] is None else array
+def _float(text: str) -> float:
+    if _HEX_FLOAT.fullmatch(text):
+        found: float = struct.unpack("<d", int(text, 16).to_bytes(8, "little"))[0]
+        return found
+    if text not in _FLOATS:
+        raise ValueError(f"{text!r:.50} is no float that needs a tag")
+    return float(text)
 
 
 def to_bytes(document: Any) -> bytes:

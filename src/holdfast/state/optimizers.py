@@ -15,14 +15,41 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import StateMismatch, UnsupportedState
-from holdfast.state.tensors import TORCH_DTYPES
+from holdfast.state.subclasses import plain_parts
+from holdfast.state.tensors import TORCH_DTYPES, empty
+
+#: State tensors of one parameter as stored: name -> (dtype, shape).
+StoredKinds = Mapping[str, tuple[str, tuple[int, ...]]]
 
 _NOTHING: Mapping[str, Any] = {}
+#: How the update is computed, not what: the program that restores decides, for it may run on
+#: other devices than the one that saved.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
     """Whether torch runs step pre-hooks for this optimizer: its ``step`` is the wrapped one."""
     return bool(getattr(type(optimizer).step, "hooked", False))
+
+
+def check_storable(key: str, optimizer: Optimizer) -> None:
+    """UnsupportedState for an optimizer that keeps state where nobody but itself finds it."""
+    kind = type(optimizer)
+    if any(base.__name__ == "ZeroRedundancyOptimizer" for base in kind.__mro__):
+        raise UnsupportedState(
+            f"{key!r} is a ZeroRedundancyOptimizer, whose state is divided over the ranks without "
+            "a layout: use fully_shard (FSDP2) with a plain optimizer",
+            where=key,
+        )
+    if kind.state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks:
+        extra = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
+        if extra:
+            raise UnsupportedState(
+                f"the state_dict of {key!r}, a {kind.__qualname__}, has {', '.join(extra)} beside "
+                "the state and the groups every optimizer has, and would be stored without it: "
+                "keep that in the state under a key of its own",
+                where=key,
+            )
 
 
 def named(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
@@ -52,6 +79,22 @@ def tensors(
                 if is_sharded:
                     _check_local_state(f"{key}.{name}.{kind}", value)
                 yield f"{key}.{name}.{kind}", value
+
+
+def _of_no_parameter(
+    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
+) -> dict[Any, Any]:
+    """State that is kept under other keys than parameters. UnsupportedState for other tensors."""
+    known = {id(parameter) for parameter in parameters.values()}
+    found = {key: kept for key, kept in optimizer.state.items() if id(key) not in known}
+    strange = [key for key in found if is_tensor(key)]
+    if strange:
+        raise UnsupportedState(
+            f"a {type(optimizer).__qualname__} has state for {len(strange)} tensors that are in "
+            f"none of its groups, the first of shape {list(strange[0].shape)}: it was made before "
+            "the parameters were replaced; make it after the module was sharded or moved"
+        )
+    return found
 
 
 def is_tensor(value: object) -> bool:
@@ -87,15 +130,15 @@ def values(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict
         }
         if kept:
             other[name] = kept
-    return {"class": type(optimizer).__name__, "groups": groups, "state": other}
+    loose = _of_no_parameter(optimizer, parameters)
+    also = {"loose": loose} if loose else {}
+    return {"class": type(optimizer).__name__, "groups": groups, "state": other, **also}
 
 
 def make_room(
-    optimizer: Optimizer,
-    parameters: Mapping[str, torch.Tensor],
-    stored: Mapping[str, Mapping[str, tuple[str, tuple[int, ...]]]],
+    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKinds]
 ) -> None:
-    """Give every parameter the state tensors that are stored: name -> kind -> (dtype, shape).
+    """Give every parameter the state tensors that are stored, by parameter name.
 
     Those that fit are kept, so that a restore reads into them.
     """
@@ -103,37 +146,46 @@ def make_room(
     for name, parameter in parameters.items():
         wanted = stored.get(name, {})
         state = optimizer.state[parameter]
-        for kind in [k for k, v in state.items() if k not in wanted]:
+        kept = {*wanted, *(kind.partition(".")[0] for kind in wanted)}
+        for kind in [k for k in state if k not in kept]:
             del state[kind]
         for kind, (dtype, shape) in wanted.items():
-            there = state.get(kind)
-            fits = isinstance(there, torch.Tensor) and (
+            there = _find(state, kind)
+            fits = there is not None and (
                 tuple(there.shape) == shape and there.dtype == TORCH_DTYPES[dtype]
             )
             if not fits:
-                state[kind] = _new(
-                    parameter, dtype, shape, options[id(parameter)], f"{name}.{kind}"
-                )
+                state[kind] = _new(parameter, dtype, shape, options[id(parameter)], name, kind)
         if not state:
             del optimizer.state[parameter]
 
 
+def _find(state: Mapping[str, Any], kind: str) -> torch.Tensor | None:
+    """The tensor of this name; "codes.scale" is a part of a registered subclass."""
+    for outer in (kind, kind.partition(".")[0]):
+        there = state.get(outer)
+        if isinstance(there, torch.Tensor):
+            return dict(plain_parts(outer, there)).get(kind)
+    return None
+
+
 def _new(
-    parameter: torch.Tensor, dtype: str, shape: tuple[int, ...], group: Mapping[str, Any], leaf: str
-) -> torch.Tensor:
-    kind = TORCH_DTYPES[dtype]
-    if shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter.detach(), dtype=kind)
-    if isinstance(parameter, DTensor) and shape != ():
+    parameter: torch.Tensor, dtype: str, shape: tuple[int, ...], group: Mapping[str, Any],
+    name: str, kind: str,
+) -> torch.Tensor:  # fmt: skip
+    is_part = "." in kind
+    is_like_parameter = shape == tuple(parameter.shape)
+    if is_like_parameter and not is_part:
+        return torch.zeros_like(parameter.detach(), dtype=TORCH_DTYPES[dtype])
+    if is_part or (isinstance(parameter, DTensor) and shape != ()):
         raise StateMismatch(
-            f"optimizer state {leaf} has the shape {shape}, its sharded parameter "
-            f"{tuple(parameter.shape)}: take one optimizer step before the restore, so that the "
-            "optimizer itself makes it",
-            leaf=leaf,
+            f"optimizer state {name}.{kind} has the shape {shape}, its parameter "
+            f"{tuple(parameter.shape)}, and only the optimizer knows how to make it: take one "
+            "optimizer step before the restore",
+            leaf=f"{name}.{kind}",
         )
     on_device = shape != () or group.get("capturable") or group.get("fused")
-    device = parameter.device if on_device else torch.device("cpu")
-    return torch.zeros(shape, dtype=kind, device=device)
+    return empty(shape, dtype, parameter.device if on_device else torch.device("cpu"))
 
 
 def load_values(
@@ -154,6 +206,9 @@ def load_values(
             _require_equal(key, number, [saved["groups"][s]["options"] for s in sorted(sources)])
     for name, kept in saved["state"].items():
         optimizer.state[parameters[name]].update(kept)
+    for loose in _of_no_parameter(optimizer, parameters):
+        del optimizer.state[loose]
+    optimizer.state.update(saved.get("loose", {}))
 
 
 def check_values(
@@ -178,6 +233,8 @@ def check_values(
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for name, value in options.items():
+        if name in _IMPLEMENTATION and name in group:
+            continue
         there = group.get(name)
         if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor):
             with torch.no_grad():

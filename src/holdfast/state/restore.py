@@ -1,59 +1,66 @@
 """Bring the user's objects to a stored state: say what does not fit, make room, set values.
 
 ``check`` changes nothing and lists every difference at once; ``make_room`` makes the tensors an
-optimizer lacks. Tensors are filled by the caller; ``finish`` sets
-hyperparameters, plain values and generators when all ranks have verified everything.
+optimizer lacks. Tensors are filled by the caller; ``finish`` sets hyperparameters, plain values
+and generators when all ranks have verified everything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from holdfast.errors import StateMismatch
+from holdfast.errors import FormatError, StateMismatch
 from holdfast.format import values as codec
 from holdfast.state import optimizers
-from holdfast.state.describe import (
-    Objects,
-    State,
-    clean_name,
-    module_tensors,
-    parameter_names,
-    sort_objects,
-    unwrap,
-)
-from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES
+from holdfast.state.modules import extra_state, set_extra_state
+from holdfast.state.objects import Objects, State, sort_objects
+from holdfast.state.subclasses import plain_parts
+from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty
+from holdfast.state.walk import Known
 
-Stored = Mapping[str, tuple[str, tuple[int, ...]]]
+Spec = tuple[str, tuple[int, ...]]
 _SHOWN = 20
 
 
 class Restoring:
-    """One restore of one state."""
+    """One restore of one state.
 
-    def __init__(self, state: State, stored: Stored, shared: Mapping[str, Any]) -> None:
+    ``stored``: leaf name -> (dtype, shape). ``shared``: the encoded values by key. ``aliases``:
+    further names of leaves -> the leaf they are.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        stored: Mapping[str, Spec],
+        shared: Mapping[str, Any],
+        aliases: Mapping[str, str],
+    ) -> None:
         self.state = state
         self.stored = stored
-        self.shared = {key: codec.decode(value) for key, value in shared.items()}
+        self.aliases = aliases
         self.objects: Objects = sort_objects(state)
-        self.names = parameter_names(self.objects)
+        self.encoded = {k: v for k, v in shared.items() if self.objects.has_values(k)}
+        self.shared = {k: codec.decode(v, strict=True) for k, v in self.encoded.items()}
         self._fresh: dict[str, torch.Tensor] = {}
+        self._filled: dict[str, torch.Tensor] = {}
 
     def check(self) -> None:
         """StateMismatch lists every difference between this state and the stored one.
 
         Changes nothing.
         """
-        problems: list[str] = []
-        targets = self._module_targets(problems) + self._value_targets(problems)
-        claimed = {name for name, _ in targets}
+        problems = [*self._module_problems(), *self._missing_values()]
+        claimed = {name for name, _ in self._module_targets()}
+        claimed.update(name for name, _ in self._value_targets())
         for key, optimizer in self.objects.optimizers.items():
-            parameters = optimizers.named(key, optimizer, self.names)
+            parameters = self._parameters(key)
             problems += optimizers.check_values(key, optimizer, parameters, self.shared.get(key))
             for name, kinds in self._stored_kinds(key, parameters).items():
-                claimed.update(f"{key}.{name}.{kind}" for kind in kinds)
+                claimed.update(self._leaf(f"{key}.{name}.{kind}") for kind in kinds)
         problems += self._unclaimed(claimed)
         if problems:
             shown = "\n  ".join(problems[:_SHOWN])
@@ -67,70 +74,140 @@ class Restoring:
 
     def make_room(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors to fill, by leaf name; those an optimizer lacks are made first."""
-        targets = self._module_targets([]) + self._value_targets([])
+        targets = self._module_targets()
         for key, optimizer in self.objects.optimizers.items():
-            parameters = optimizers.named(key, optimizer, self.names)
-            kinds = self._stored_kinds(key, parameters)
-            optimizers.make_room(optimizer, parameters, kinds)
-            targets += optimizers.tensors(key, optimizer, parameters)
-        return targets
+            parameters = self._parameters(key)
+            optimizers.make_room(optimizer, parameters, self._stored_kinds(key, parameters))
+            self._tie_optimizer_state(key, parameters)
+            targets += [
+                (self._leaf(part), inner)
+                for name, tensor in optimizers.tensors(key, optimizer, parameters)
+                for part, inner in plain_parts(name, tensor)
+            ]
+        targets += [*self._apart(targets).items()]
+        self._filled = dict(reversed(targets))
+        return [*self._filled.items()]
 
-    def _module_targets(self, problems: list[str]) -> list[tuple[str, torch.Tensor]]:
-        targets = []
-        for key, module in self.objects.modules.items():
-            for name, tensor, _ in module_tensors(module):
-                leaf = f"{key}.{name}"
-                found = self.stored.get(leaf)
-                wanted = (DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-                if found is None:
-                    problems.append(f"{leaf}: in the model, but not in the checkpoint")
-                elif found != wanted:
-                    problems.append(
-                        f"{leaf}: the checkpoint has {found[0]} {list(found[1])}, the model "
-                        f"{wanted[0]} {list(wanted[1])}"
-                    )
-                targets.append((leaf, tensor))
-        return targets
+    def _apart(self, targets: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """The values' own tensors; made anew where their memory is another leaf's.
 
-    def _value_targets(self, problems: list[str]) -> list[tuple[str, torch.Tensor]]:
+        A "best so far" may begin as the model's own weights and be a copy when it was saved.
+        """
+        known = Known()
+        for name, tensor in targets:
+            known.name(tensor, name)
+        return {
+            name: tensor if known.name(tensor, name) == name else torch.empty_like(tensor)
+            for name, tensor in self._value_targets()
+        }
+
+    def _parameters(self, key: str) -> dict[str, torch.Tensor]:
+        optimizer = self.objects.optimizers[key]
+        return optimizers.named(key, optimizer, self.objects.parameter_names(optimizer))
+
+    def _leaf(self, name: str) -> str:
+        """The leaf that has this name, be it its first or another."""
+        return self.aliases.get(name, name)
+
+    def _module_tensors(self) -> Iterator[tuple[str, torch.Tensor, str]]:
+        """(name, tensor, the name it was first met under) of all that modules hold."""
+        known = Known()
+        for key, tensors in self.objects.tensors.items():
+            for name, tensor, _ in tensors:
+                for part, inner in plain_parts(f"{key}.{name}", tensor):
+                    yield part, inner, known.name(inner, part)
+
+    def _module_targets(self) -> list[tuple[str, torch.Tensor]]:
+        """(leaf, tensor), tied tensors once."""
+        return [
+            (self._leaf(name), tensor)
+            for name, tensor, first in self._module_tensors()
+            if first == name
+        ]
+
+    def _module_problems(self) -> Iterator[str]:
+        first_here: dict[str, str] = {}
+        for name, tensor, first in self._module_tensors():
+            leaf = self._leaf(name)
+            found = self.stored.get(leaf)
+            wanted = (DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+            tied = first_here.setdefault(leaf, first)
+            if found is None:
+                if first == name:
+                    yield f"{name}: in the model, but not in the checkpoint"
+            elif found != wanted:
+                yield (
+                    f"{name}: the checkpoint has {found[0]} {list(found[1])}, the model "
+                    f"{wanted[0]} {list(wanted[1])}"
+                )
+            elif self._leaf(first) != leaf:
+                yield f"{name}: tied to {first} in the model, but not in the checkpoint"
+            elif tied != first:
+                yield f"{name}: tied to {tied} in the checkpoint, but not in the model"
+
+    def _missing_values(self) -> list[str]:
+        expected = [*self.objects.stateful, *self.objects.plain]
+        return [f"{key}: not in the checkpoint" for key in expected if key not in self.shared]
+
+    def _value_targets(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors inside values: the one that is there if it fits, else a new one."""
         objects = self.objects
-        expected = [*objects.stateful, *objects.plain]
-        problems += [f"{key}: not in the checkpoint" for key in expected if key not in self.shared]
-        for key in [*expected, *objects.optimizers]:
+        of_modules = {name for name, _ in self._module_targets()}
+        for key in [*objects.stateful, *objects.plain, *objects.optimizers, *objects.modules]:
             there: Any = objects.plain.get(key)
+            if key in objects.modules:
+                there = extra_state(objects.modules[key])
             if key in objects.stateful:
                 there = objects.stateful[key].state_dict()
             if key in objects.optimizers:
-                parameters = optimizers.named(key, objects.optimizers[key], self.names)
-                there = optimizers.values(objects.optimizers[key], parameters)
-            self._collect(self.shared.get(key), there)
+                there = optimizers.values(objects.optimizers[key], self._parameters(key))
+            self._collect(self.shared.get(key), there, of_modules)
         return list(self._fresh.items())
 
-    def _collect(self, saved: Any, there: Any) -> None:
+    def _collect(self, saved: Any, there: Any, of_modules: set[str]) -> None:
         if isinstance(saved, codec.LeafRef):
             found = self.stored.get(saved.name)
-            if found is not None:
+            if found is None:
+                raise FormatError(f"a stored value refers to {saved.name!r}, which is no leaf")
+            if saved.name not in of_modules and saved.name not in self._fresh:
                 self._fresh[saved.name] = _room_for(found, there)
         elif isinstance(saved, dict):
             for key, item in saved.items():
-                self._collect(item, there.get(key) if isinstance(there, dict) else None)
+                inner = there.get(key) if isinstance(there, dict) else None
+                self._collect(item, inner, of_modules)
         elif isinstance(saved, (list, tuple)):
             for index, item in enumerate(saved):
-                inner = isinstance(there, (list, tuple)) and index < len(there)
-                self._collect(item, there[index] if inner else None)
+                is_there = isinstance(there, (list, tuple)) and index < len(there)
+                self._collect(item, there[index] if is_there else None, of_modules)
 
     def _stored_kinds(
         self, key: str, parameters: Mapping[str, torch.Tensor]
-    ) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+    ) -> dict[str, dict[str, Spec]]:
         """What is stored of each parameter's optimizer state: name -> kind -> (dtype, shape)."""
         by_prefix = {f"{key}.{name}": name for name in parameters}
-        kinds: dict[str, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        for leaf, spec in self.stored.items():
-            prefix, _, kind = leaf.rpartition(".")
-            if prefix in by_prefix:
-                kinds.setdefault(by_prefix[prefix], {})[kind] = spec
+        kinds: dict[str, dict[str, Spec]] = {}
+        for name in [*self.stored, *self.aliases]:
+            if not name.startswith(f"{key}."):
+                continue
+            prefix, _, _ = name.rpartition(".")
+            while prefix and prefix not in by_prefix:
+                prefix, _, _ = prefix.rpartition(".")
+            kind = name[len(prefix) + 1 :]
+            is_in_values = name in self._fresh and "." in kind
+            if prefix and not is_in_values:
+                kinds.setdefault(by_prefix[prefix], {})[kind] = self.stored[self._leaf(name)]
         return kinds
+
+    def _tie_optimizer_state(self, key: str, parameters: Mapping[str, torch.Tensor]) -> None:
+        """State tensors that were one tensor are one again."""
+        state = self.objects.optimizers[key].state
+        for name, parameter in parameters.items():
+            for kind in list(state.get(parameter, {})):
+                leaf = self.aliases.get(f"{key}.{name}.{kind}")
+                if leaf is not None:
+                    owner, _, other = leaf.removeprefix(f"{key}.").rpartition(".")
+                    if owner in parameters:
+                        state[parameter][kind] = state[parameters[owner]][other]
 
     def _unclaimed(self, claimed: set[str]) -> list[str]:
         """Stored leaves below our keys that nothing here wants: a smaller model, say."""
@@ -144,12 +221,14 @@ class Restoring:
     def finish(self, own: Mapping[str, Any], rank: int, *, rank_was_saved: bool) -> None:
         """Set everything that is no tensor. ``own``: this rank's generators, or rank 0's."""
         objects = self.objects
-        filled = {key: self._with_tensors(value) for key, value in self.shared.items()}
+        filled = {
+            key: codec.decode(value, leaf=self._filled.__getitem__, strict=True)
+            for key, value in self.encoded.items()
+        }
         for key, optimizer in objects.optimizers.items():
-            parameters = optimizers.named(key, optimizer, self.names)
-            optimizers.load_values(key, optimizer, parameters, filled[key])
+            optimizers.load_values(key, optimizer, self._parameters(key), filled[key])
         for key, module in objects.modules.items():
-            self._set_extra_state(unwrap(module), filled.get(key, {}))
+            set_extra_state(module, filled.get(key, {}))
         for key, item in objects.stateful.items():
             item.load_state_dict(filled[key])
         for key in objects.plain:
@@ -165,28 +244,12 @@ class Restoring:
                 else:
                     generator.derive(state, rank)
 
-    def _set_extra_state(self, module: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-        for prefix, part in module.named_modules():
-            if clean_name(prefix) in saved:
-                part.set_extra_state(saved[clean_name(prefix)])
 
-    def _with_tensors(self, value: Any) -> Any:
-        if isinstance(value, codec.LeafRef):
-            return self._fresh.get(value.name)
-        if isinstance(value, dict):
-            return {key: self._with_tensors(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [self._with_tensors(item) for item in value]
-        if type(value) is tuple:
-            return tuple(self._with_tensors(item) for item in value)
-        return value
-
-
-def _room_for(spec: tuple[str, tuple[int, ...]], there: Any) -> torch.Tensor:
+def _room_for(spec: Spec, there: Any) -> torch.Tensor:
     dtype, shape = TORCH_DTYPES[spec[0]], spec[1]
     if isinstance(there, torch.Tensor):
         if tuple(there.shape) == shape and there.dtype == dtype:
             return there
         if tuple(there.shape) == shape:
             return torch.empty_like(there, dtype=dtype)
-    return torch.empty(shape, dtype=dtype)
+    return empty(shape, spec[0])

@@ -5,12 +5,14 @@ A tensor that cannot be stored faithfully is refused by name here, before anythi
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.errors import UnsupportedState
+from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import (
     REPLICATE,
     Instance,
@@ -27,10 +29,15 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL", torch.complex64: "C64", torch.complex128: "C128",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0", torch.complex32: "C32",
 }  # fmt: skip
-if hasattr(torch, "float8_e8m0fnu"):
-    DTYPE_NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
+#: Types that torch can hold, though hardly compute with, where this torch has them.
+_SHELLS = ("float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16",
+           *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)))  # fmt: skip
+DTYPE_NAMES.update((getattr(torch, n), n.upper()) for n in _SHELLS if hasattr(torch, n))
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+#: torch cannot even copy these; as bytes it can.
+_SEEN_AS_BYTES = frozenset(d for d, n in DTYPE_NAMES.items() if "INT" in n)
 _PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -42,7 +49,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         if type(found).__name__ == "AsyncCollectiveTensor":
             found = found.wait()
     local: torch.Tensor = found.detach()
-    return local
+    return local.view(torch.uint8) if local.dtype in _SEEN_AS_BYTES else local
+
+
+def empty(shape: tuple[int, ...], dtype: str, device: torch.device | None = None) -> torch.Tensor:
+    """A plain tensor of a dtype by its name in the format, its elements zero."""
+    # As bytes, for torch cannot fill every type it has.
+    size = math.prod(shape) * ITEMSIZE[dtype]
+    raw = torch.zeros(size, dtype=torch.uint8, device=device)
+    return raw.view(TORCH_DTYPES[dtype]).view(shape)
 
 
 def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafEntry:
@@ -79,7 +94,7 @@ def _placement(name: str, placement: Any) -> Placement:
     if type(placement).__name__ == "_StridedShard":
         return Placement(placement.dim, placement.split_factor)
     raise UnsupportedState(
-        f"{name} has the placement {placement}, which names no elements of its own; redistribute "
+        f"{name} has the placement {placement!r}, which names no elements of its own; redistribute "
         "it to Shard or Replicate before it is saved",
         leaf=name,
     )
@@ -94,6 +109,8 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         problem = "is quantised; store its int_repr(), scale and zero point instead"
     elif tensor.is_nested:
         problem = "is a nested tensor; store its values() and offsets() instead"
+    elif torch.nn.parameter.is_lazy(tensor):
+        problem = "has no elements yet: run a forward first, so that the lazy module makes them"
     elif tensor.is_meta:
         problem = "is on the meta device: it has no elements yet; materialise the module first"
     elif tensor.dtype not in DTYPE_NAMES:
@@ -101,7 +118,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
     elif type(local) not in _PLAIN_TYPES and type(local).__name__ != "AsyncCollectiveTensor":
         problem = (
             f"is a {type(local).__module__}.{type(local).__qualname__}, a tensor subclass whose "
-            "inner tensors Holdfast does not know; store those instead"
+            "inner tensors Holdfast does not know: name them with holdfast.register_tensor"
         )
     if problem:
         raise UnsupportedState(f"{name} {problem}", leaf=name)
