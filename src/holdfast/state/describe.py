@@ -32,7 +32,10 @@ class Binding:
     tensor: torch.Tensor
     local: torch.Tensor
     signature: tuple[object, ...]
+    is_hooked: bool
+    """Whether it changes at a hooked optimizer step only."""
     lazy: bool
+    """Whether it is captured in place: hooked, and its memory is what it says."""
     entry: LeafEntry
     staged: torch.Tensor | None = None
     """Where a volatile leaf is copied before ``save`` returns."""
@@ -90,11 +93,13 @@ class Describer:
         self._last = Description(bindings, table, table_hash(table), values)
         return self._last
 
-    def _bind(self, name: str, tensor: torch.Tensor, lazy: bool, spread: str) -> Binding:
+    def _bind(self, name: str, tensor: torch.Tensor, hooked: bool, spread: str) -> Binding:
         entry = leaf_entry(name, tensor, self.rank, spread)
         local = local_of(tensor)
+        # A conjugate or negative view is one by a flag: only a copy has what it says.
+        lazy = hooked and not (local.is_conj() or local.is_neg())
         staged = None if lazy else self._staging(name, local)
-        return Binding(name, tensor, local, _signature(tensor), lazy, entry, staged)
+        return Binding(name, tensor, local, _signature(tensor), hooked, lazy, entry, staged)
 
     def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Where a volatile leaf is copied: as before, if it fits, for touched pages are fast."""
@@ -120,10 +125,10 @@ def _check_objects(objects: Objects) -> None:
 def _is_same(bindings: list[Binding], found: list[Found]) -> bool:
     return len(bindings) == len(found) and all(
         binding.tensor is tensor
-        and binding.lazy == lazy
+        and binding.is_hooked == hooked
         and binding.name == name
         and _signature(tensor) == binding.signature
-        for binding, (name, tensor, lazy, _) in zip(bindings, found, strict=True)
+        for binding, (name, tensor, hooked, _) in zip(bindings, found, strict=True)
     )
 
 

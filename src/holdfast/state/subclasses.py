@@ -6,7 +6,7 @@ that is registered is stored part by part, and a restore fills the parts in plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,12 +34,13 @@ def register_tensor(kind: type[torch.Tensor], parts: Parts | None = None) -> typ
     return kind
 
 
-def plain_parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def plain_parts(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
     """(leaf name, plain tensor): the tensor itself, or the parts of a registered subclass."""
     find = _registered.get(type(tensor)) if _registered else None
-    if find is None:
-        yield name, tensor
-        return
+    return ((name, tensor),) if find is None else _parts(name, tensor, find)
+
+
+def _parts(name: str, tensor: torch.Tensor, find: Parts) -> Iterator[tuple[str, torch.Tensor]]:
     found = find(tensor)
     for part, inner in found.items():
         if not isinstance(inner, torch.Tensor) or type(inner) is type(tensor):

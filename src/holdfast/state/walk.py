@@ -32,18 +32,21 @@ class Known:
 
     def __init__(self) -> None:
         self._by_id: dict[int, str] = {}
-        self._by_address: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        self._by_address: dict[int, tuple[str, torch.Tensor]] = {}
+        self._other_views: list[tuple[str, torch.Tensor]] = []
 
     def name(self, tensor: torch.Tensor, name: str) -> str:
         """The name it was first met under; ``name`` itself when it is new."""
         address = 0 if isinstance(tensor, DTensor) else _address(tensor)
         if not address:
             return self._by_id.setdefault(id(tensor), name)
-        there = self._by_address.setdefault(address, [])
-        for known, other in there:
-            if other is tensor or _is_same_view(other, tensor):
+        first = self._by_address.setdefault(address, (name, tensor))
+        if first[1] is tensor or _is_same_view(first[1], tensor):
+            return first[0]
+        for known, other in self._other_views:
+            if other.data_ptr() == address and _is_same_view(other, tensor):
                 return known
-        there.append((name, tensor))
+        self._other_views.append((name, tensor))
         return name
 
 
@@ -100,9 +103,7 @@ class Walk:
         for part, inner in plain_parts(name, tensor):
             there = self._known.name(inner, part)
             if there is part:
-                # A conjugate or negative view: its memory is not what it says, so it is staged.
-                is_lazy = lazy and not (inner.is_conj() or inner.is_neg())
-                self.leaves.append((part, inner, is_lazy, spread))
+                self.leaves.append((part, inner, lazy, spread))
             elif there != part:
                 self.aliases[part] = there
 
