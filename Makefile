@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all lint types layers tests tests-all format bench clean
+.PHONY: help setup demo test test-all lint types layers tests tests-all format docs bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -46,6 +46,9 @@ tests-all: $(READY)
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY) ## docs/operations/errors.md, from the classes of errors.py
+	$(BIN)/python docs/generate_errors.py
 
 bench: $(READY) ## the figures of docs/performance.md
 	$(BIN)/python benchmarks/save.py

@@ -13,34 +13,36 @@ from holdfast.geometry.layout import (
     table_hash,
     table_to_json,
 )
-from holdfast.snapshot import handoff as h
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.actions import Action, Allocate, GiveSlot, Tell
+from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.slots import Writer
 
 M = TypeVar("M", bound=m.Message)
-A = TypeVar("A", bound=h.Action)
-Actions = Sequence[h.Action]
+A = TypeVar("A", bound=Action)
+Actions = Sequence[Action]
 GRANT_S, CAPTURE_S = 30.0, 600.0
 
 
 def told(actions: Actions, kind: type[M]) -> list[M]:
     """What is said to the ranks, of one kind."""
-    return [a.message for a in actions if isinstance(a, h.Tell) and isinstance(a.message, kind)]
+    return [a.message for a in actions if isinstance(a, Tell) and isinstance(a.message, kind)]
 
 
 def of(actions: Actions, kind: type[A]) -> list[A]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def table(world: int, dtype: str = "F32") -> bytes:
+def table(world: int, dtype: str = "F32", shape: tuple[int, ...] = (8,)) -> bytes:
     mesh = Mesh((world,), tuple(range(world)))
-    return table_to_json([LeafEntry("w", dtype, (8,), "split", Instance(mesh, (REPLICATE,)))])
+    return table_to_json([LeafEntry("w", dtype, shape, "split", Instance(mesh, (REPLICATE,)))])
 
 
 class Keeper:
     """A coordinator, with its memory always at hand and all ranks of one mind."""
 
     def __init__(self, world: int = 2, *, adopted: bool = True) -> None:
-        self.c = h.Coordinator(keeper="k", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
+        self.c = Coordinator(keeper="k", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
         self.has_memory = True
         self.begin(1, world)
         if adopted:
@@ -53,38 +55,38 @@ class Keeper:
             self.c.join(rank, self.writer(rank))
         return actions
 
-    def writer(self, rank: int) -> h.Writer:
-        return h.Writer(1000 * self.c.incarnation + rank, 7)
+    def writer(self, rank: int) -> Writer:
+        return Writer(1000 * self.c.incarnation + rank, 7)
 
     def ask(
         self, rank: int, step: int, *, durable: bool = False, exact: bool = False,
         values: int = 10, dtype: str = "F32", now_s: float = 0.0,
-    ) -> list[h.Action]:  # fmt: skip
+    ) -> list[Action]:  # fmt: skip
         data = table(self.world, dtype)
-        self.c.table(table_hash(data), data)
+        self.c.table(rank, table_hash(data), data)
         ask = m.Ask(
             step=step, table=table_hash(data), values_bytes=values, durable=durable, exact=exact
         )
         return self.with_memory(self.c.ask(rank, ask, now_s))
 
-    def with_memory(self, actions: list[h.Action]) -> list[h.Action]:
+    def with_memory(self, actions: list[Action]) -> list[Action]:
         found = list(actions)
-        for action in of(actions, h.Allocate) if self.has_memory else []:
+        for action in of(actions, Allocate) if self.has_memory else []:
             found += self.with_memory(self.c.allocated(action.slot))
         return found
 
     def ask_all(
         self, step: int, *, durable: bool = False, exact: bool = False, values: int = 10,
         now_s: float = 0.0,
-    ) -> list[h.Action]:  # fmt: skip
-        actions: list[h.Action] = []
+    ) -> list[Action]:  # fmt: skip
+        actions: list[Action] = []
         for rank in range(self.world):
             actions += self.ask(
                 rank, step, durable=durable, exact=exact, values=values, now_s=now_s
             )
         return actions
 
-    def seal(self, rank: int, attempt: str, now_s: float = 0.0) -> list[h.Action]:
+    def seal(self, rank: int, attempt: str, now_s: float = 0.0) -> list[Action]:
         size = self.c.slots[self.c.attempts[attempt].slots[rank]].image_bytes
         seal = m.Captured(attempt=attempt, image_bytes=size, header_xxh3="h", table_xxh3="t")
         return self.with_memory(self.c.captured(rank, seal, now_s))
@@ -107,5 +109,5 @@ class Keeper:
 
 
 def granted(actions: Actions) -> str:
-    (attempt,) = {give.attempt for give in of(actions, h.GiveSlot)}
+    (attempt,) = {give.attempt for give in of(actions, GiveSlot)}
     return attempt

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.snapshot import handoff as h
+from holdfast.snapshot.slots import Writer
 
 Generation = tuple[int, int]
 
@@ -37,8 +37,8 @@ class Process:
     inbox: list[Any] = field(default_factory=list)
 
     @property
-    def writer(self) -> h.Writer:
-        return h.Writer(self.pid, 1)
+    def writer(self) -> Writer:
+        return Writer(self.pid, 1)
 
 
 def is_idle(process: Process) -> bool:
@@ -74,5 +74,5 @@ class Record:
     rank: int
     generation: Generation
     world: int
-    writer: h.Writer
+    writer: Writer
     image_bytes: int

@@ -12,14 +12,27 @@ from typing import Any
 from coordinators import CAPTURE_S, GRANT_S, table
 from handoff_facts import Content, Generation, Grant, Process, Record, Save
 from holdfast.geometry.layout import table_hash
-from holdfast.snapshot import handoff as h
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.actions import (
+    AbortPersist,
+    Action,
+    Allocate,
+    GiveSlot,
+    Note,
+    Remove,
+    StartPersist,
+    Tell,
+)
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.slots import Slot, Slots
 
 
 class RealWorld:
     """Everything around one coordinator after the other; ``carry_out`` is the keeper's part."""
 
-    coordinator: type[h.Coordinator] = h.Coordinator
+    coordinator: type[Coordinator] = Coordinator
+    slots: type[Slots] = Slots
     is_broken = True
     """Before it has started, and when the coordinator said something that cannot be done."""
 
@@ -46,11 +59,13 @@ class RealWorld:
         self.keeper = self.new_keeper()
         self.begin(world)
 
-    def new_keeper(self) -> h.Coordinator:
+    def new_keeper(self) -> Coordinator:
         self.keepers += 1
-        return self.coordinator(
+        keeper = self.coordinator(
             keeper=f"k{self.keepers}", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S
         )
+        keeper.slots = self.slots(keeper.attempts)
+        return keeper
 
     def begin(self, world: int) -> None:
         """All ranks start anew; whoever is left of the old ones is not listened to any more."""
@@ -72,46 +87,50 @@ class RealWorld:
     def join(self, process: Process) -> None:
         process.connected = True
         process.inbox.clear()
-        self.carry_out(self.keeper.join(process.rank, process.writer))
+        is_copying = any(process.pid in pids for pids in self.may_write.values())
+        self.carry_out(self.keeper.join(process.rank, process.writer, is_copying=is_copying))
 
     def hang_up(self, process: Process) -> None:
         process.connected = False
+        for message in process.inbox:
+            if isinstance(message, Grant):  # it never hears of it
+                self.stop_writing(process, message.slot)
         process.waits_for = process.writes = None  # it gives up, but cannot say so
         process.inbox.clear()
         self.owed -= {owed for owed in self.owed if owed[0] == process.pid}
 
     # ── the keeper's part ───────────────────────────────────────────────────────────────────
 
-    def carry_out(self, actions: Sequence[h.Action]) -> None:
+    def carry_out(self, actions: Sequence[Action]) -> None:
         self.is_broken = True  # until all of them are carried out
         self._carry_out(actions)
         self.is_broken = False
 
-    def _carry_out(self, actions: Sequence[h.Action]) -> None:
+    def _carry_out(self, actions: Sequence[Action]) -> None:
         for action in actions:
             self.moves += 1
             match action:
-                case h.Tell(message, rank):
+                case Tell(message, rank):
                     self.check_truth(message)
                     for process in self.listeners(rank):
                         self.settle(process, message)
                         process.inbox.append(message)
-                case h.Allocate(slot, capacity):
+                case Allocate(slot, capacity):
                     assert slot not in self.capacities, "the slot is there already"
                     self.allocating[slot] = capacity
-                case h.Remove(slot):
+                case Remove(slot):
                     self.check_free_to_lose(slot)
                     del self.capacities[slot]
                     self.contents.pop(slot, None)
                     self.records.pop(slot, None)
                     self.may_write.pop(slot, None)
-                case h.GiveSlot(slot, rank, attempt):
+                case GiveSlot(slot, rank, attempt):
                     self.give(slot, rank, attempt)
-                case h.StartPersist(attempt):
+                case StartPersist(attempt):
                     self.persisting[attempt] = tuple(self.keeper.attempts[attempt].slots.values())
-                case h.AbortPersist(attempt):
+                case AbortPersist(attempt):
                     del self.persisting[attempt]
-                case h.Note(attempt=attempt, what="complete"):
+                case Note(attempt=attempt, what="complete"):
                     self.newest = tuple(self.keeper.attempts[attempt].slots.values())
                     self.pinned = ()
                     self.carry_out(self.keeper.spares())
@@ -164,7 +183,7 @@ class RealWorld:
             self.carry_out(self.keeper.allocation_failed(slot, "no memory"))
 
     def is_complete(self, name: str) -> bool:
-        return any(attempt.id == name for attempt in self.keeper.complete())
+        return any(attempt.id == name for attempt in self.keeper.attempts.complete())
 
     def end_persist(self, name: str, *, is_stored: bool) -> None:
         slots, attempt = self.persisting.pop(name), self.keeper.attempts[name]
@@ -183,8 +202,14 @@ class RealWorld:
         self.carry_out(self.keeper.tick(self.now_s))
         living = {p.writer for p in self.processes if p.alive}
         for slot in list(self.keeper.slots.values()):
-            if slot.state == "quarantined" and slot.writer and slot.writer not in living:
+            if slot.state != "quarantined" or slot.id not in self.records:
+                continue
+            if slot.writer not in living or self.is_sealed(slot):
                 self.carry_out(self.keeper.writer_gone(slot.id))
+
+    def is_sealed(self, slot: Slot) -> bool:
+        record = self.records[slot.id]
+        return (record.state, record.attempt) == ("captured", slot.attempt)
 
     def restart_keeper(self) -> None:
         """Another takes over what the slots say of themselves, in the same incarnation."""
@@ -203,29 +228,30 @@ class RealWorld:
         self.carry_out(self.keeper.begin(self.incarnation, nonce, self.world))
         self.carry_out(self.keeper.adopt(self.now_s))
 
-    def restore(self, attempt: h.Attempt) -> None:
+    def restore(self, attempt: Attempt) -> None:
         assert self.keeper.pin(attempt.id)
         self.pinned = tuple(attempt.slots.values())
 
-    def scan(self) -> tuple[list[h.Slot], list[h.Attempt]]:
+    def scan(self) -> tuple[list[Slot], list[Attempt]]:
         """As ``keeper.memory.Memory.scan`` does it."""
         living = {p.writer for p in self.processes if p.alive}
-        slots: list[h.Slot] = []
-        attempts: dict[str, h.Attempt] = {}
+        slots: list[Slot] = []
+        attempts: dict[str, Attempt] = {}
         for id_, capacity in self.capacities.items():
-            slot = h.Slot(id_, capacity, "free")
+            slot = Slot(id_, capacity, "free")
             slots.append(slot)
             record = self.records.get(id_)
             if record is None or (record.state == "writing" and record.writer not in living):
                 continue
             slot.attempt, slot.rank = record.attempt, record.rank
+            slot.incarnation = record.generation[0]
             slot.image_bytes = record.image_bytes
             slot.state = "captured"
             if record.state == "writing":
                 slot.state, slot.writer = "quarantined", record.writer
                 continue
             incarnation, step = record.generation
-            attempt = h.Attempt(record.attempt, incarnation, step, record.world, "layout")
+            attempt = Attempt(record.attempt, incarnation, step, record.world, "layout")
             attempts.setdefault(record.attempt, attempt).slots[record.rank] = id_
         return slots, list(attempts.values())
 
@@ -260,7 +286,7 @@ class RealWorld:
         if save.durable:
             self.owed.add((process.pid, step))
         data = table(self.world)
-        self.keeper.table(table_hash(data), data)
+        self.keeper.table(process.rank, table_hash(data), data)
         ask = m.Ask(
             step=step, table=table_hash(data), values_bytes=save.values_bytes,
             durable=save.durable, exact=save.exact,
@@ -305,6 +331,20 @@ class RealWorld:
         record = self.records[slot]
         self.contents[slot] = Content(record.attempt, record.rank, record.generation)
 
+    def lost_copiers(self) -> list[tuple[Process, int]]:
+        """Processes that lost sight of their capture, and the slots they still copy into."""
+        found = [(p, slot) for p in self.zombies() for slot in self.may_write]
+        return [(p, slot) for p, slot in found if p.pid in self.may_write[slot]]
+
+    def end_lost_copy(self, process: Process, slot: int, *, is_whole: bool) -> None:
+        """It finds out that its capture was called off: too late, or in the middle."""
+        record = self.records[slot]
+        self.scribble(slot)
+        if is_whole and (record.writer, record.state) == (process.writer, "writing"):
+            self.contents[slot].whole = True
+            record.state = "captured"
+        self.stop_writing(process, slot)
+
     def wait_no_longer(self, process: Process) -> None:
         step, process.waits_for = process.waits_for, None
         assert step is not None
@@ -322,72 +362,3 @@ class RealWorld:
         self.stop_writing(process, process.slot)
         told = m.Abandon(attempt=attempt, reason="given up", leaf=leaf)
         self.carry_out(self.keeper.abandon(process.rank, told))
-
-    # ── what must hold ──────────────────────────────────────────────────────────────────────
-
-    def check_complete(self) -> None:
-        for attempt in self.keeper.complete():
-            assert sorted(attempt.slots) == list(range(attempt.world))
-            for rank, slot in attempt.slots.items():
-                content = self.contents.get(slot)
-                generation = (attempt.incarnation, attempt.step)
-                expected = Content(attempt.id, rank, generation, whole=True)
-                assert content == expected, f"slot {slot}: {content} is called {expected}"
-                assert not self.possible_writers(slot)
-
-    def check_newest(self) -> None:
-        held = {tuple(attempt.slots.values()) for attempt in self.keeper.complete()}
-        assert not self.newest or self.newest in held
-        assert not self.pinned or self.pinned in held
-
-    def check_slots(self) -> None:
-        assert set(self.keeper.slots) == set(self.capacities) | set(self.allocating)
-        for slot in self.keeper.slots.values():
-            if slot.state in ("free", "captured"):
-                assert not self.possible_writers(slot.id), f"slot {slot.id} is {slot.state}"
-
-    # ── a good end ──────────────────────────────────────────────────────────────────────────
-
-    def settle_down(self) -> None:
-        for _ in range(100):
-            self.pass_time(0.1)
-            for slot in list(self.allocating):
-                self.end_allocation(slot, is_there=True)
-            for process in self.trainers():
-                self.take_messages(process)
-                if process.writes is not None:
-                    self.finish_image(process)
-            for attempt in list(self.persisting):
-                if self.is_complete(attempt):
-                    self.end_persist(attempt, is_stored=True)
-        self.pass_time(CAPTURE_S + 1)
-        for process in self.trainers():
-            self.take_messages(process)
-
-    def ranks_are_there(self) -> None:
-        """Those that are away come back; for those that died all start anew."""
-        for process in self.processes:
-            process.alive &= process.incarnation == self.incarnation
-        current = [p for p in self.processes if p.alive]
-        if len(current) < self.world:
-            for process in self.processes:
-                process.alive = False
-            self.begin(self.world)
-            return
-        for process in current:
-            if not process.connected:
-                self.join(process)
-
-    def check_end(self) -> None:
-        """When everything under way has ended well, nothing is owed, and a save works."""
-        self.settle_down()
-        assert not self.owed, f"nobody was told what came of {self.owed}"
-        self.ranks_are_there()
-        for process in self.trainers():
-            process.done = len(self.saves)
-        for process in self.trainers():
-            self.make_ask(process, Save(durable=True, exact=True, values_bytes=10))
-        self.settle_down()
-        generation = (self.incarnation, len(self.saves) - 1)
-        assert generation in self.published.values(), "a healthy save came to nothing"
-        assert not self.owed

@@ -17,7 +17,7 @@ from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.load.read import CARRIERS
 from holdfast.persist import commit
-from holdfast.snapshot.handoff import image_items
+from holdfast.snapshot.layouts import image_items
 from holdfast.storage.base import Store
 
 Array = np.ndarray[Any, Any]

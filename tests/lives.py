@@ -3,11 +3,16 @@
 The training is real (hooked optimizer steps on sharded parameters through a Checkpointer), but
 its gradients are all -1, so that after step s every element of every tensor is a known whole
 number. One look at the elements therefore tells which step each of them is of: a mixture of two
-steps, a stale block or a lost update cannot hide.
+steps, a stale block or a lost update cannot hide. Each rank leaves a signpost that says what it
+is doing, and that still says so when it was killed there.
+
+As a script (``lives.py LIFE.json``) this file is one rank of a life under a launcher, or alone.
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
 import multiprocessing
 import os
 import random
@@ -16,7 +21,8 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -26,10 +32,14 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
-from launch import PRELOADED
+from holdfast.events import ImageCaptured
+from holdfast.snapshot.underway import Patience
+from launch import PR_SET_PDEATHSIG, PRELOADED
 
 ROWS = 61  # divides by neither 2 nor 3
 COLUMNS = 8192
+#: What a rank is doing, in the order of a life. A kill is aimed at one of them.
+PHASES = ("construct", "restore", "meet", "update", "save", "close")
 
 
 @dataclass(frozen=True)
@@ -43,23 +53,30 @@ class Life:
     storage: int | None = 7
     layout: str = "fsdp"
     pause_s: float = 0.002
+    rows: int = ROWS
+    #: Whether the ranks meet before each update, as in a backward; without, one may run ahead.
+    meets: bool = True
+    #: Shorter than the default, where a test would otherwise wait for it.
+    patience: dict[str, float] = field(default_factory=dict)
+    #: How long every report of a sealed image takes: room to kill between two acts of a save.
+    report_s: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
 
 
 class Net(nn.Module):
     """Two large parameters, one small one, a buffer that changes at every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.one = nn.Parameter(torch.zeros(ROWS, COLUMNS))
-        self.two = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        self.one = nn.Parameter(torch.zeros(rows, COLUMNS))
+        self.two = nn.Parameter(torch.zeros(rows, COLUMNS))
         self.small = nn.Parameter(torch.zeros(5))
         self.register_buffer("seen", torch.zeros(3))
 
 
-def build(layout: str) -> tuple[nn.Module, dict[str, Any]]:
+def build(layout: str, rows: int = ROWS) -> tuple[nn.Module, dict[str, Any]]:
     """The model and the state around it."""
-    model: Any = Net()
+    model: Any = Net(rows)
     if layout == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -95,24 +112,38 @@ def wrong_elements(model: Any, state: dict[str, Any], step: int) -> list[str]:
     return wrong + ([] if state["count"] == step else [f"count is {state['count']}"])
 
 
-def _progress_path(directory: str, rank: int) -> Path:
-    return Path(directory) / f"progress-{rank}"
+class Signpost:
+    """A rank's last completed step and what it is doing now, readable also after its death."""
+
+    def __init__(self, directory: str | Path, rank: int) -> None:
+        path = Path(directory) / f"signpost-{rank}"
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._completed = -1
+
+    def say(self, phase: str, completed: int | None = None) -> None:
+        """One write, so that a kill leaves the old or the new."""
+        self._completed = self._completed if completed is None else completed
+        os.pwrite(self._file, f"{self._completed:8d} {phase:<12}".encode(), 0)
+
+
+def read_signpost(directory: str | Path, rank: int) -> tuple[int, str]:
+    """(last completed step, phase) of a rank; (-1, "") before it said anything."""
+    try:
+        words = (Path(directory) / f"signpost-{rank}").read_text().split()
+    except FileNotFoundError:
+        words = []
+    return (int(words[0]), words[1]) if words else (-1, "")
 
 
 def read_progress(directory: str, world: int) -> int:
     """The last step that every rank completed in this life; -1 when there is none."""
-    found = []
-    for rank in range(world):
-        try:
-            text = _progress_path(directory, rank).read_text()
-            found.append(int(text or -1))
-        except FileNotFoundError:
-            found.append(-1)
-    return min(found)
+    return min(read_signpost(directory, rank)[0] for rank in range(world))
 
 
 def _live(rank: int, life: Life, store: str, path: list[str], environment: dict[str, str]) -> None:
     sys.path[:] = path
+    # The server that forked this process lives as long as the tests, and so does this one at most.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for name in [n for n in os.environ if n.startswith("HOLDFAST_")]:
         del os.environ[name]
     os.environ.update(environment)
@@ -131,28 +162,42 @@ def _live(rank: int, life: Life, store: str, path: list[str], environment: dict[
 
 
 def _train(rank: int, life: Life) -> None:
-    directory = Path(life.directory)
-    model, state = build(life.layout)
+    signpost = Signpost(life.directory, rank)
+    model, state = build(life.layout, life.rows)
+    signpost.say("construct")
     storage = None if life.storage is None else holdfast.Every(steps=life.storage)
     checkpointer = holdfast.Checkpointer(life.root, state, storage=storage, **life.options)
+    checkpointer._saver.patience = Patience(**life.patience)
+    holdfast.subscribe(lambda event, _: _report(event, life.report_s))
+    signpost.say("restore")
     restored = checkpointer.restore()
     first = restored.step + 1 if restored else 0
     wrong = wrong_elements(model, state, restored.step) if restored else []
     source = restored.source if restored else ""
-    report = f"{first - 1} {source} {wrong}"
-    (directory / f"restored-{rank}.tmp").write_text(report)
-    (directory / f"restored-{rank}.tmp").rename(directory / f"restored-{rank}")
-    with _progress_path(life.directory, rank).open("w", buffering=1) as progress:
-        for step in range(first, first + life.steps):
-            if dist.is_initialized():
-                dist.barrier()  # stands for the collectives of a backward
-            time.sleep(random.random() * life.pause_s)
-            take_step(model, state, step)
-            progress.seek(0)
-            progress.write(f"{step:08d}")
-            progress.flush()
-            checkpointer.step(step)
+    _write(Path(life.directory) / f"restored-{rank}", f"{first - 1} {source} {wrong}")
+    for step in range(first, first + life.steps):
+        signpost.say("meet")
+        if dist.is_initialized() and life.meets:
+            dist.barrier()  # stands for the collectives of a backward
+        time.sleep(random.random() * life.pause_s)
+        signpost.say("update")
+        take_step(model, state, step)
+        signpost.say("save", step)
+        checkpointer.step(step)
+    signpost.say("close")
     checkpointer.close()
+    signpost.say("closed")
+
+
+def _report(event: holdfast.Event, takes_s: float) -> None:
+    if takes_s and isinstance(event, ImageCaptured):
+        time.sleep(takes_s)
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.rename(path)
 
 
 class Lives:
@@ -165,10 +210,14 @@ class Lives:
         self._processes: list[BaseProcess] = []
         self.directory = ""
 
+    def plan(self, world: int, steps: int, **options: Any) -> Life:
+        """A new life of this run, for whoever starts its processes."""
+        self.directory = tempfile.mkdtemp(prefix="life-", dir=self.root.parent)
+        return Life(str(self.root), self.directory, world, steps, **options)
+
     def start(self, world: int, steps: int, **options: Any) -> Life:
         """Begin a life; its processes run until they end or are killed."""
-        self.directory = tempfile.mkdtemp(prefix="life-", dir=self.root.parent)
-        life = Life(str(self.root), self.directory, world, steps, **options)
+        life = self.plan(world, steps, **options)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         environment = {n: v for n, v in os.environ.items() if n.startswith("HOLDFAST_")}
@@ -186,27 +235,72 @@ class Lives:
         deadline = time.monotonic() + timeout_s
         paths = [Path(self.directory) / f"restored-{rank}" for rank in range(world)]
         while not all(path.exists() for path in paths):
-            errors = list(Path(self.directory).glob("error-*"))
-            assert not errors, errors[0].read_text()
+            self.raise_errors()
             assert time.monotonic() < deadline, "the ranks did not restore in time"
             time.sleep(0.01)
-        reports = [path.read_text().split(" ", 2) for path in paths]
-        for rank, (step, _, wrong) in enumerate(reports):
-            assert wrong == "[]", f"rank {rank} restored step {step} wrongly: {wrong}"
-        assert len({report[0] for report in reports}) == 1, f"different steps: {reports}"
-        return int(reports[0][0]), reports[0][1]
+        self.check_restored(world)
+        step, source, _ = paths[0].read_text().split(" ", 2)
+        return int(step), source
 
-    def kill(self, ranks: list[int]) -> None:
-        """SIGKILL these ranks."""
+    def check_restored(self, world: int) -> None:
+        """AssertionError when ranks that have restored hold wrong elements or different steps."""
+        steps = set()
+        for rank in range(world):
+            path = Path(self.directory) / f"restored-{rank}"
+            if path.exists():
+                step, _, wrong = path.read_text().split(" ", 2)
+                assert wrong == "[]", f"rank {rank} restored step {step} wrongly: {wrong}"
+                steps.add(step)
+        assert len(steps) <= 1, f"the ranks restored different steps: {steps}"
+
+    @property
+    def pids(self) -> list[int]:
+        """The process numbers of the ranks."""
+        return [process.pid or 0 for process in self._processes]
+
+    def raise_errors(self) -> None:
+        """AssertionError with the traceback of a rank that raised something."""
+        errors = list(Path(self.directory).glob("error-*"))
+        assert not errors, errors[0].read_text()
+
+    def wait_phase(self, rank: int, phases: tuple[str, ...], timeout_s: float = 60.0) -> None:
+        """Wait until ``rank`` is in one of ``phases``, or has ended."""
+        deadline = time.monotonic() + timeout_s
+        while read_signpost(self.directory, rank)[1] not in (*phases, "closed"):
+            assert time.monotonic() < deadline, f"rank {rank} did not come to {phases}"
+            time.sleep(0.0005)
+
+    def wait_progress(
+        self, world: int, step: int, timeout_s: float = 60.0, pause_s: float = 0.01
+    ) -> int:
+        """Wait until every rank has completed ``step``; the last step all have completed."""
+        deadline = time.monotonic() + timeout_s
+        while (found := read_progress(self.directory, world)) < step:
+            self.raise_errors()
+            assert time.monotonic() < deadline, f"only step {found} of {step} was reached"
+            time.sleep(pause_s)
+        return found
+
+    def kill(self, ranks: list[int], number: int = signal.SIGKILL) -> None:
+        """SIGKILL, or another signal, to these ranks."""
         for rank in ranks:
             if self._processes[rank].is_alive():
-                os.kill(self._processes[rank].pid or 0, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it ended in between
+                    os.kill(self._processes[rank].pid or 0, number)
+
+    def join_rank(self, rank: int) -> None:
+        """Wait until this rank has ended."""
+        self._processes[rank].join(10)
+
+    def join(self) -> None:
+        """Wait until all ranks have ended, which were told to."""
+        for process in self._processes:
+            process.join(10)
 
     def end(self, world: int) -> int:
         """Kill what still runs, as a launcher does; the last step all ranks completed."""
         self.kill(list(range(world)))
-        for process in self._processes:
-            process.join(10)
+        self.join()
         return read_progress(self.directory, world)
 
     def __enter__(self) -> Lives:
@@ -224,3 +318,27 @@ class Lives:
         self.kill(alive)
         assert not errors, "\n".join(errors)
         assert not alive, f"ranks {alive} did not end"
+
+
+def main() -> None:
+    """One rank of a life, started by a launcher: in its round's own directory, errors shown."""
+    life = Life(**json.loads(Path(sys.argv[1]).read_text()))
+    rank = int(os.environ.get("RANK", "0"))
+    life = Life(**asdict(life) | {"directory": round_directory(life.directory)})
+    Path(life.directory).mkdir(exist_ok=True)
+    torch.set_num_threads(1)
+    (Path(life.directory) / f"pid-{rank}").write_text(str(os.getpid()))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    _train(rank, life)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def round_directory(directory: str) -> str:
+    """Where this round of a launcher's workers leaves its signposts."""
+    return f"{directory}/round-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+if __name__ == "__main__":
+    main()

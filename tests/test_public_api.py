@@ -50,6 +50,8 @@ PUBLIC_NAMES = [
     "__version__",
     "load",
     "open",
+    "register_enum",
+    "register_tensor",
     "save",
     "subscribe",
 ]

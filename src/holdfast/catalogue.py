@@ -6,20 +6,42 @@ import re
 from dataclasses import dataclass
 from typing import TypeVar
 
-from holdfast.errors import HoldfastError, NewerFormat
-from holdfast.format.manifest import Generation, Incarnation, Lineage, Manifest, unseal
+from holdfast.errors import FormatError, HoldfastError, NewerFormat
+from holdfast.format.manifest import (
+    MAX_DOCUMENT_BYTES,
+    Generation,
+    Incarnation,
+    Lineage,
+    Manifest,
+    Pin,
+    Root,
+    unseal,
+)
 from holdfast.storage.base import Store
 
 ROOT, LOCK = "holdfast.json", "writer"
 MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts", "steps"
-_MANIFEST_NAME = re.compile(r"(\d+)-(\d+)\.json")
-_INCARNATION_NAME = re.compile(r"(\d+)\.json")
-D = TypeVar("D", Manifest, Incarnation)
+PINS, PINS_LOCK = "pins", "pins"
+_NUMBER = "(0|[1-9][0-9]{0,15})"
+_MANIFEST_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.json")
+_INCARNATION_NAME = re.compile(rf"{_NUMBER}\.json")
+D = TypeVar("D", Manifest, Incarnation, Root, Pin)
 
 
 def manifest_path(generation: Generation) -> str:
     """Where the manifest of a generation stands."""
     return f"{MANIFESTS}/{generation.incarnation}-{generation.step}.json"
+
+
+def pin_path(generation: Generation) -> str:
+    """Where the pin of a generation stands."""
+    return f"{PINS}/{generation.incarnation}-{generation.step}.json"
+
+
+def generation_of(name: str) -> Generation | None:
+    """The generation that a manifest or pin of this file name is of; None for other files."""
+    matched = _MANIFEST_NAME.fullmatch(name)
+    return None if matched is None else Generation(int(matched[1]), int(matched[2]))
 
 
 def attempt_dir(generation: Generation, attempt: str) -> str:
@@ -42,10 +64,30 @@ def is_root(store: Store) -> bool:
     return store.exists(ROOT)
 
 
+def read_bounded(store: Store, path: str, limit_bytes: int) -> bytes:
+    """A whole file of at most this size; FormatError, before memory is taken, for a larger one."""
+    size_bytes = store.size_bytes(path)
+    if size_bytes > limit_bytes:
+        raise FormatError(
+            f"{store.url}/{path} has {size_bytes} bytes, more than any of ours ({limit_bytes})",
+            path=path,
+        )
+    return store.read(path)
+
+
+def read_document(store: Store, kind: type[D], path: str) -> D:
+    """A sealed document of a root. NotFound or FormatError when there is none to be read."""
+    data = read_bounded(store, path, MAX_DOCUMENT_BYTES)
+    return unseal(kind, data, f"{store.url}/{path}")
+
+
 def read_incarnation(store: Store, n: int) -> Incarnation:
     """The record of an incarnation. NotFound or FormatError when there is none to be read."""
     path = f"{INCARNATIONS}/{n}.json"
-    return unseal(Incarnation, store.read(path), path)
+    found = read_document(store, Incarnation, path)
+    if found.n != n:
+        raise FormatError(f"{store.url}/{path} speaks of incarnation {found.n}", path=path)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,20 +136,20 @@ def catalogue(store: Store) -> Catalogue:
     manifests: list[Manifest] = []
     incarnations: list[Incarnation] = []
     for name in store.list(MANIFESTS):
-        if matched := _MANIFEST_NAME.fullmatch(name):
+        if (generation := generation_of(name)) is not None:
             found = _read(Manifest, store, f"{MANIFESTS}/{name}", broken)
-            if found is not None:
-                generation = Generation(int(matched[1]), int(matched[2]))
-                if found.generation == generation:
-                    manifests.append(found)
-                else:
-                    broken.append((f"{MANIFESTS}/{name}", f"it speaks of {found.generation}"))
+            if found is not None and found.generation == generation:
+                manifests.append(found)
+            elif found is not None:
+                broken.append((f"{MANIFESTS}/{name}", f"it speaks of {found.generation}"))
     for name in store.list(INCARNATIONS):
-        if _INCARNATION_NAME.fullmatch(name):
+        if matched := _INCARNATION_NAME.fullmatch(name):
             path = f"{INCARNATIONS}/{name}"
             record = _read(Incarnation, store, path, broken)
-            if record is not None:
+            if record is not None and record.n == int(matched[1]):
                 incarnations.append(record)
+            elif record is not None:
+                broken.append((path, f"it speaks of incarnation {record.n}"))
     return Catalogue(
         tuple(sorted(manifests, key=lambda m: m.generation)),
         tuple(sorted(incarnations, key=lambda i: i.n)),
@@ -117,7 +159,7 @@ def catalogue(store: Store) -> Catalogue:
 
 def _read(kind: type[D], store: Store, path: str, broken: list[tuple[str, str]]) -> D | None:
     try:
-        return unseal(kind, store.read(path), f"{store.url}/{path}")
+        return read_document(store, kind, path)
     except NewerFormat:
         raise
     except HoldfastError as error:  # damaged, or removed by a prune since it was listed

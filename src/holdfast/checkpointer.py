@@ -7,11 +7,12 @@ is an event, and it is what ``handle.wait_*`` raises.
 
 from __future__ import annotations
 
-import operator
+import atexit
 import os
 import time
 import uuid
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,8 +20,9 @@ from typing import Any
 import msgspec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.catalogue import catalogue
+from holdfast.catalogue import Catalogue, catalogue
 from holdfast.errors import (
+    Fenced,
     HoldfastError,
     NotFound,
     SnapshotSkipped,
@@ -33,8 +35,10 @@ from holdfast.format.manifest import Generation
 from holdfast.load.choose import Candidate, choose
 from holdfast.load.restore import Restored, restore_first
 from holdfast.load.source import Checkpoint, from_manifest, from_memory
+from holdfast.load.stored import broken_manifests, catalogue_of, nothing_fits, run_id_of, stored
 from holdfast.observe.sinks import JsonlSink, log_sink_from_environment
 from holdfast.persist import commit
+from holdfast.policy.arguments import claim, duration_s, step_number, wanted_step
 from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
 from holdfast.snapshot import messages as m
@@ -43,7 +47,8 @@ from holdfast.snapshot.client import KeeperClient, find_or_start
 from holdfast.snapshot.handle import SaveHandle
 from holdfast.snapshot.saver import Saver
 from holdfast.snapshot.underway import Patience, Place
-from holdfast.state.describe import Describer, State, sort_objects
+from holdfast.state.describe import Describer
+from holdfast.state.objects import State
 from holdfast.storage.base import Store
 from holdfast.storage.open import normal_root, open_store
 from holdfast.world import World, agree, current_world, host_id, tell_all
@@ -51,6 +56,10 @@ from holdfast.world import World, agree, current_world, host_id, tell_all
 #: How far ahead of every rank a timed save is announced.
 _ANNOUNCE_AHEAD_S = 0.5
 _RETRY_S = 0.05
+_HANG_UP_S = 5.0
+_AT_EXIT_S = 10.0
+#: How much longer than for a message the ranks wait for each other's reading.
+_READ_PATIENCE = 10
 
 
 class Checkpointer:
@@ -62,11 +71,13 @@ class Checkpointer:
     ``load_state_dict``, and plain values; it stays yours to change between saves.
 
     ``memory`` and ``storage`` say when ``step`` takes a snapshot and makes one durable; ``keep``
-    which checkpoints stay; ``timeout_s`` bounds every wait for other ranks or the keeper.
+    which checkpoints stay; ``timeout_s`` bounds every wait for other ranks or the keeper, and ten
+    times as long each wait for their reading in a restore.
 
-    Raises UsageError for arguments that mean nothing, UnsupportedState for what cannot be
-    stored, KeeperError and StorageError when keeper or root cannot be reached: at the start these
-    are yours to mend, later they only cost a snapshot.
+    Raises UsageError for arguments that mean nothing or differ between ranks, UnsupportedState
+    for what cannot be stored, KeeperError and StorageError when keeper or root cannot be reached:
+    at the start these are yours to mend, later they only cost a snapshot. A process that is forked
+    off, such as a data loader's worker, leaves the Checkpointer alone: there it refuses every call.
     """
 
     def __init__(
@@ -80,12 +91,13 @@ class Checkpointer:
         parity: int = 0,
         timeout_s: float = 120.0,
     ) -> None:
-        _check(state, parity)
+        _check(memory, storage, keep, parity)
         self.state = state
         self.root = normal_root(root)
         self.memory, self.storage, self.keep = memory, storage, keep
-        self.timeout_s = timeout_s
-        self.world: World = current_world()
+        self.timeout_s = duration_s("timeout_s", timeout_s)
+        self._process = os.getpid()
+        self.world: World = current_world(timeout_s=self.timeout_s)
         self._store: Store = open_store(self.root)
         self._describer = Describer(state, self.world.rank)
         self._is_poisoned = False
@@ -107,34 +119,68 @@ class Checkpointer:
         """Agree with the other ranks on run, host and incarnation, and reach the keeper."""
         world, timeout_s = self.world, self.timeout_s
         host = host_id()
-        hosts = agree(world, "hosts", host.encode, timeout_s=timeout_s)
-        if len(set(hosts)) > 1:
-            names = sorted({name.decode() for name in hosts})
-            raise UsageError(
-                f"the ranks run on {len(names)} hosts ({', '.join(names)}); this version keeps "
-                "runs on one host"
-            )
-        run_id = tell_all(world, "root", self._open_root, timeout_s=timeout_s).decode()
+        self._require_one_plan(agree(world, "start: state", self._plan, timeout_s=timeout_s))
+        run_id = tell_all(world, "start: root", self._open_root, timeout_s=timeout_s).decode()
         self._arena = arena_dir(run_id, host)
         place = Place(run_id, 0, world.nonce, world.rank, world.size)
-        self._saver = Saver(self._describer, place, self._connect, Patience(keeper_s=timeout_s))
-        begun = tell_all(world, "incarnation", self._begin, timeout_s=timeout_s)
-        self.incarnation, self._may_restore = msgspec.json.decode(begun, type=tuple[int, bool])
-        self._saver.place = Place(run_id, self.incarnation, world.nonce, world.rank, world.size)
-        agree(world, "join", self._join, timeout_s=timeout_s)
+        usual = Patience()
+        patience = Patience(
+            first_grant_s=2.5 * timeout_s, grant_s=min(usual.grant_s, timeout_s),
+            durable_grant_s=min(usual.durable_grant_s, timeout_s), keeper_s=timeout_s,
+        )  # fmt: skip
+        self._saver = Saver(self._describer, place, self._connect, patience)
+        try:
+            begun = tell_all(world, "start: incarnation", self._begin, timeout_s=timeout_s)
+            self.incarnation, self._may_restore = msgspec.json.decode(begun, type=tuple[int, bool])
+            self._saver.place = Place(run_id, self.incarnation, world.nonce, world.rank, world.size)
+            agree(world, "start: join", self._join, timeout_s=timeout_s)
+        except BaseException:
+            # A keeper that still hears from us would hold the root against the next try.
+            self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
+            raise
         self._trace = JsonlSink(Path(self.root) / "events" / f"rank-{world.rank:05d}.jsonl")
         self._stop_traces = [subscribe(self._trace)]
         log = log_sink_from_environment()
         if log is not None:
             self._stop_traces.append(subscribe(log))
+        # Of a Checkpointer that nobody closes; its Saver ends by itself as well.
+        finalizer = weakref.finalize(self, _stop_tracing, self._stop_traces, self._trace)
+        finalizer.atexit = False
         emit(RunStarted(
             incarnation=self.incarnation, rank=world.rank, run_id=run_id, world=world.size,
             host=host, pid=os.getpid(),
         ))  # fmt: skip
 
+    def _plan(self) -> bytes:
+        """What must be alike on all ranks; raises for a state that cannot be saved."""
+        if not isinstance(self.state, dict) or not self.state:
+            raise UsageError("the state is a dict from names to objects, and not empty")
+        self._describer.describe()
+        return msgspec.json.encode({
+            "root": self.root, "memory": str(self.memory), "storage": str(self.storage),
+            "keep": str(self.keep), "timeout_s": str(self.timeout_s), "host": host_id(),
+        })  # fmt: skip
+
+    def _require_one_plan(self, plans: list[bytes]) -> None:
+        ranks = [msgspec.json.decode(plan, type=dict[str, str]) for plan in plans]
+        hosts = sorted({plan["host"] for plan in ranks})
+        if len(hosts) > 1:
+            raise UsageError(
+                f"the ranks run on {len(hosts)} hosts ({', '.join(hosts)}); this version keeps "
+                "runs on one host"
+            )
+        for rank, plan in enumerate(ranks):
+            for name, value in plan.items():
+                if value != ranks[0][name]:
+                    raise UsageError(
+                        f"the ranks disagree: {name} is {ranks[0][name]} on rank 0 and {value} on "
+                        f"rank {rank}. Give every rank's Checkpointer the same arguments."
+                    )
+
     def _open_root(self) -> bytes:
         wanted = os.environ.get("HOLDFAST_RUN_ID", "")
-        found = commit.open_root(self._store, wanted or uuid.uuid4().hex[:12])
+        before = wanted or run_id_of(self._store)  # of a root that lost its holdfast.json
+        found = commit.open_root(self._store, before or uuid.uuid4().hex[:12])
         if wanted and found.run_id != wanted:
             raise UsageError(
                 f"{self.root} belongs to run {found.run_id}, HOLDFAST_RUN_ID says {wanted}: unset "
@@ -157,7 +203,7 @@ class Checkpointer:
                 join = m.Join(
                     incarnation=place.incarnation, nonce=place.nonce, rank=place.rank,
                     keep_last=self.keep.last, keep_every=self.keep.every,
-                    persist_at_end=self.storage is not None,
+                    persist_at_end=self.storage is not None, is_copying=self._saver.is_copying,
                 )  # fmt: skip
                 client.request(join, m.Done, timeout_s=self.timeout_s)
         except HoldfastError:
@@ -168,7 +214,8 @@ class Checkpointer:
     def _begin(self) -> bytes:
         message = m.Begin(nonce=self.world.nonce, world=self.world.size)
         begun = self._saver.request(message, m.Begun, timeout_s=self.timeout_s)
-        may_restore = bool(self._candidates(None))
+        found = catalogue_of(self._store)
+        may_restore = bool(self._candidates(found, None) or broken_manifests(found))
         return msgspec.json.encode((begun.incarnation, may_restore))
 
     def _join(self) -> bytes:
@@ -186,36 +233,36 @@ class Checkpointer:
         after RestoreError in the middle the state is poisoned and ``step`` and ``save`` refuse.
         """
         self._check_usable(poison_is_fine=True)
+        step = wanted_step(step)
         if self._last_step is not None:
             raise UsageError(
                 "restore() comes before the first save: make a new Checkpointer to go back, so "
                 "that steps saved again are told apart from the old ones"
             )
         listed = tell_all(
-            self.world, "candidates", lambda: self._list(step), timeout_s=self.timeout_s
+            self.world, "restore: candidates", lambda: self._list(step), timeout_s=self.timeout_s
         )
         candidates = msgspec.json.decode(listed, type=list[Candidate])
-        if not candidates and step is not None:
-            raise NotFound(f"{self.root} has no generation {step} that can be restored")
         restored = restore_first(
             self.world, self.state, candidates, self._open, incarnation=self.incarnation,
-            timeout_s=self.timeout_s * 10, on_poison=self._poison,
+            timeout_s=self.timeout_s * _READ_PATIENCE, on_poison=self._poison,
         )  # fmt: skip
         self._adopt(restored.generation if restored else None)
         return restored
 
     def _list(self, step: int | str | None) -> bytes:
-        return msgspec.json.encode(self._candidates(step))
+        found = catalogue_of(self._store)
+        fit = self._candidates(found, step)
+        if not fit and (step is not None or broken_manifests(found)):
+            raise nothing_fits(self._store, found, step)
+        return msgspec.json.encode(fit)
 
-    def _candidates(self, step: int | str | None) -> list[Candidate]:
-        found = catalogue(self._store)
+    def _candidates(self, found: Catalogue, step: int | str | None) -> list[Candidate]:
         inventory = self._inventory()
-        parents = inventory.parents | found.parents
         held = [
             Candidate(g.incarnation, g.step, "memory", g.attempt) for g in inventory.generations
         ]
-        stored = [Candidate(*x.generation, "storage", x.attempt) for x in found.manifests]
-        return choose([*held, *stored], parents, step)
+        return choose([*held, *stored(found)], inventory.parents | found.parents, step)
 
     def _inventory(self) -> m.Inventory:
         return self._saver.request(m.ListInventory(), m.Inventory, timeout_s=self.timeout_s)
@@ -240,7 +287,8 @@ class Checkpointer:
             self._saver.request(m.Adopt(parent=pair), m.Done, timeout_s=self.timeout_s)
             return b""
 
-        tell_all(self.world, "adopt", tell, timeout_s=self.timeout_s)
+        phase = "the start of saving" if parent is None else "restore: adopt"
+        tell_all(self.world, phase, tell, timeout_s=self.timeout_s)
         self._is_adopted = True
 
     def _poison(self, is_poisoned: bool) -> None:
@@ -255,7 +303,7 @@ class Checkpointer:
         raises because a snapshot failed.
         """
         self._check_usable()
-        step = _step_number(step)
+        step = step_number(step)
         self._learn_pace()
         durable = self.storage is not None and self._is_due(self.storage, step, "storage")
         in_memory = self.memory is not None and self._is_due(self.memory, step, "memory")
@@ -279,7 +327,8 @@ class Checkpointer:
         snapshot is also published in storage. Saving the same step again with ``durable``
         makes the snapshot taken of it durable. Steps must not fall within one run.
         """
-        step = _step_number(step)
+        self._check_usable()
+        step, durable = step_number(step), claim("durable", durable)
         try:
             return self._save(step, durable=durable, exact=True)
         except Exception as error:
@@ -288,7 +337,6 @@ class Checkpointer:
             raise
 
     def _save(self, step: int, *, durable: bool, exact: bool) -> SaveHandle:
-        self._check_usable()
         if not self._is_adopted:
             if self._may_restore:
                 raise UsageError(
@@ -317,7 +365,8 @@ class Checkpointer:
 
         Optimizers of torch do this by themselves, in a hook before each step.
         """
-        self._saver.fence()
+        if self._process == os.getpid():
+            self._saver.fence()
 
     def _is_due(self, policy: Every, step: int, which: str) -> bool:
         by_steps = policy.is_due_by_steps(step, self._last_step)
@@ -362,8 +411,19 @@ class Checkpointer:
         return self._carried
 
     def _check_usable(self, *, poison_is_fine: bool = False) -> None:
+        if self._process != os.getpid():
+            raise UsageError(
+                f"this Checkpointer belongs to process {self._process}, this one was forked off "
+                "it: save there, or make a Checkpointer with another root here"
+            )
         if self._is_closed:
             raise UsageError("this Checkpointer is closed")
+        if self._saver.is_fenced:
+            raise Fenced(
+                f"{self._saver.is_fenced}: another Checkpointer was opened on {self.root}, by a "
+                "restart of this run or by mistake. Nothing more is saved here; end this process, "
+                "or give each run a root of its own."
+            )
         if self._is_poisoned and not poison_is_fine:
             raise StatePoisoned(
                 "a restore broke off half-way: the objects hold a mixture of two states. Restore "
@@ -378,7 +438,8 @@ class Checkpointer:
         Durable saves under way are finished, and with a ``storage`` policy the newest snapshot
         is made durable too. Raises the error of a promised save that failed. Twice is once.
         """
-        if self._is_closed:
+        timeout_s = duration_s("timeout_s", timeout_s, least="from 0 on")
+        if self._is_closed or self._process != os.getpid():
             return
         try:
             self._keep_promises(timeout_s)
@@ -421,16 +482,20 @@ class Checkpointer:
 
     def _hang_up(self) -> None:
         """Leave without a goodbye: what is in memory stays there for the next start."""
-        if not self._is_closed:
+        if not self._is_closed and self._process == os.getpid():
             self._is_closed = True
             _open_checkpointers.discard(self)
-            self._saver.close(timeout_s=5.0, say_goodbye=False)
+            self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
             self._stop_tracing()
 
     def _stop_tracing(self) -> None:
-        for stop in self._stop_traces:
-            stop()
-        self._trace.close()
+        _stop_tracing(self._stop_traces, self._trace)
+
+
+def _stop_tracing(stop_traces: list[Callable[[], None]], trace: JsonlSink) -> None:
+    for stop in stop_traces:
+        stop()
+    trace.close()
 
 
 def _is_mistake(error: Exception) -> bool:
@@ -439,25 +504,26 @@ def _is_mistake(error: Exception) -> bool:
     return is_usage or isinstance(error, StatePoisoned)
 
 
-def _step_number(step: int) -> int:
-    try:
-        number = operator.index(step)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise UsageError(f"a step is a whole number from 0 on, not {step!r}")
-    return number
-
-
-def _check(state: State, parity: int) -> None:
-    if not isinstance(state, dict) or not state:
-        raise UsageError("the state is a dict from names to objects, and not empty")
-    if parity != 0:
-        raise UsageError(f"parity={parity}: this version protects by storage only; use parity=0")
-    sort_objects(state)
+def _check(memory: object, storage: object, keep: object, parity: object) -> None:
+    for name, policy in (("memory", memory), ("storage", storage)):
+        if not (policy is None or isinstance(policy, Every)):
+            raise UsageError(
+                f"{name}={policy!r}: say holdfast.Every(steps=...), Every(minutes=...) or None"
+            )
+    if not isinstance(keep, Keep):
+        raise UsageError(f"keep={keep!r}: say holdfast.Keep(last=...), or Keep() for all")
+    if parity != 0 or isinstance(parity, bool):
+        raise UsageError(f"parity={parity!r}: this version protects by storage only; use parity=0")
 
 
 _open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_captures() -> None:
+    """At the interpreter's end: a capture under way is finished, and its keeper goes on with it."""
+    for checkpointer in tuple(_open_checkpointers):
+        checkpointer._saver.end_capture(timeout_s=_AT_EXIT_S)
 
 
 def _fence_all(*_: object) -> None:

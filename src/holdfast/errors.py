@@ -25,18 +25,28 @@ HoldfastError
 
 An error's ``retryable`` says whether the same call may succeed later without a change by the
 user; ``exit_code`` is what the command line exits with; ``fields`` are its facts for machines.
+``docs/operations/errors.md`` is generated from the classes below.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class HoldfastError(Exception):
-    """The root of the tree: ``except holdfast.HoldfastError`` catches all of them."""
+    """The root of the tree: ``except holdfast.HoldfastError`` catches all of them.
+
+    ``fields`` holds what is known in this case, under the names that ``keys`` explains and no
+    others; read it with ``.get``. An error that another rank told of has its message only.
+    """
 
     retryable: bool = False
-    exit_code: int = 1
+    exit_code: ClassVar[int] = 1
+    #: What may be found in ``fields``, and what it means; a class adds to those above it.
+    keys: ClassVar[dict[str, str]] = {}
+    #: Why it comes, and what to do, for the page of errors.
+    cause: ClassVar[str] = "Another rank failed with an exception that is not one of Holdfast's."
+    remedy: ClassVar[str] = "Look at the log of the rank that the message names."
 
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
@@ -47,38 +57,100 @@ class UsageError(HoldfastError):
     """The call cannot mean anything as it was made; nothing was changed."""
 
     exit_code = 2
+    keys: ClassVar[dict[str, str]] = {"path": "the name below a root that cannot be one"}
+    cause = "An argument, an environment variable or the order of calls has no meaning."
+    remedy = "Change the call as the message says. Trying again gives the same error."
 
 
 class UnsupportedState(UsageError):
     """An object in the state cannot be stored faithfully; the message names it."""
 
+    keys: ClassVar[dict[str, str]] = {
+        "leaf": "the name of the tensor that cannot be stored",
+        "where": "the place of the value that cannot be stored, as in notes.history[3]",
+    }
+    cause = (
+        "The state holds a value that needs code to be read back, or a tensor of which this rank "
+        "cannot say which elements it holds. Nothing is stored approximately."
+    )
+    remedy = (
+        "Store the parts of the value, or wrap it in an object with state_dict and "
+        "load_state_dict; redistribute the tensor to Shard or Replicate."
+    )
+
 
 class StateMismatch(UsageError):
     """The offered state and the stored one do not fit; every difference is listed."""
+
+    keys: ClassVar[dict[str, str]] = {
+        "problems": "one sentence for each difference between state and checkpoint, or between "
+        "ranks; the message shows the first 20",
+        "leaves": "the names of the leaves in which ranks contradict each other",
+        "differences": "pairs of leaf and sentence, for ranks that contradict each other",
+        "leaf": "the one leaf that does not fit",
+    }
+    cause = (
+        "The model or the optimizer was built differently from when it was saved, or the ranks "
+        "of this run built different ones. Nothing was changed yet."
+    )
+    remedy = "Build them as they were. To load a part only, leave the other keys out of the state."
 
 
 class NotFound(HoldfastError):
     """The checkpoint, step, leaf or directory asked for is not there."""
 
     exit_code = 3
+    keys: ClassVar[dict[str, str]] = {
+        "root": "the root that was looked at",
+        "step": "the step or generation that is not there",
+        "generation": "the same as incarnation-step, where it was asked for so",
+        "leaf": "the leaf that is not there",
+        "path": "the file or directory that is not there",
+    }
+    cause = "A wrong path or step; a checkpoint that was pruned; a run that saved nothing yet."
+    remedy = "Look at what is there with `holdfast ls ROOT`."
 
 
 class FormatError(HoldfastError):
     """Bytes are not what the format says they must be; the message names file and field."""
 
     exit_code = 4
+    keys: ClassVar[dict[str, str]] = {
+        "path": "the document that is wrong",
+        "image": "the image that is wrong",
+        "leaf": "the leaf that is wrong",
+        "broken": "the paths of the files that cannot be read, where there are several",
+    }
+    cause = "A file was cut short, damaged, swapped with another, or not written by Holdfast."
+    remedy = (
+        "A restore goes on to the next source by itself. Find what else is damaged with "
+        "`holdfast verify --deep ROOT`; restore another step by name."
+    )
 
 
 class NewerFormat(FormatError):
     """The checkpoint requires features this version does not know."""
 
+    cause = "A newer Holdfast wrote it and marked it as not readable without what it added."
+    remedy = "Install that version or a newer one. Nothing is wrong with the files."
+
 
 class ChecksumMismatch(FormatError):
     """Bytes changed after they were written; the message names file and block."""
 
+    keys: ClassVar[dict[str, str]] = {"block": "the number of the block (1 MiB) in the image"}
+    cause = "A disk, a controller, memory or another program changed bytes. They are never used."
+    remedy = (
+        "Run `holdfast verify --deep ROOT`, restore another step if this was the only copy, and "
+        "have disk and memory of the machine checked."
+    )
+
 
 class CoverageError(FormatError):
     """The images do not produce every element of a leaf exactly once."""
+
+    cause = "An image or the layout is from another checkpoint, or damaged in a way that parses."
+    remedy = "Nothing was read. Restore another step, and report this: the writer should not do it."
 
 
 class StorageError(HoldfastError):
@@ -86,16 +158,42 @@ class StorageError(HoldfastError):
 
     exit_code = 5
     retryable = True
+    keys: ClassVar[dict[str, str]] = {
+        "operation": "what was tried: write, fsync, rename, ...",
+        "path": "the file, relative to the root",
+        "url": "the root",
+        "errno": "the operating system's number for the reason; 0 when it gave none",
+        "offset_bytes": "where the read that went past the end began",
+        "size_bytes": "how much it asked for",
+        "have_bytes": "how much there is",
+    }
+    cause = (
+        "The disk is full, a quota is used up, the directory is read-only or gone, the network "
+        "file system does not answer."
+    )
+    remedy = (
+        "Do what the message says. `retryable` is False for what stays so until somebody acts "
+        "(rights, read-only); a run tries again with its next durable save by itself."
+    )
 
 
 class AlreadyPublished(StorageError):
     """A name exists that is never overwritten."""
 
     retryable = False
+    cause = "Somebody published the same generation before, from another attempt."
+    remedy = "Nothing is lost: the earlier one stays. Make sure one run writes to one root."
 
 
 class RootBusy(StorageError):
     """Another run holds the lock of this root."""
+
+    keys: ClassVar[dict[str, str]] = {
+        "name": "the lock",
+        "owner": "what the holder signed the lock with: its process",
+    }
+    cause = "A run, its keeper that is still writing, or a `holdfast.save` works on this root."
+    remedy = "Wait until it ends, stop the process that the message names, or take another root."
 
 
 class SaveError(HoldfastError):
@@ -103,34 +201,65 @@ class SaveError(HoldfastError):
 
     exit_code = 6
     retryable = True
+    keys: ClassVar[dict[str, str]] = {
+        "leaf": "the leaf that was changed too early; empty when no leaf is to blame"
+    }
+    cause = "See the classes below it."
+    remedy = "Go on training: the next save is taken. Checkpointer.step never raises it."
 
 
 class SnapshotSkipped(SaveError):
     """No rank captured this step; the message says why."""
 
+    cause = (
+        "Every slot was still being written to storage, a rank refused or died, or the keeper did "
+        "not answer in time. All ranks skip a step together."
+    )
+    remedy = "A durable save moves to the next step by itself. If it goes on: `holdfast report`."
+
 
 class CaptureOvertaken(SaveError):
     """The state changed while it was copied; the copy was thrown away on all ranks."""
 
+    cause = "Parameters or optimizer state were written without a step of the optimizer."
+    remedy = "Call checkpointer.before_update() before every update outside Optimizer.step."
+
 
 class PersistFailed(SaveError):
     """The snapshot was captured but did not become durable."""
+
+    cause = "Storage refused, the keeper was killed, or a rank died before all had captured."
+    remedy = "The message names the reason. The snapshot stays in memory; the next one is written."
 
 
 class RestoreError(HoldfastError):
     """No state that all ranks can train with could be restored."""
 
     exit_code = 7
+    cause = "Every generation was damaged or unreadable, or a load_state_dict of yours raised."
+    remedy = "The message lists each source and its reason. `holdfast verify --deep ROOT`."
 
 
 class StatePoisoned(RestoreError):
     """A restore broke off half-way: the objects hold a mixture and must not be used."""
+
+    cause = "An earlier restore failed after it had begun to change the objects."
+    remedy = "Restore again, or end the process and start anew. step() and save() refuse till then."
 
 
 class ArenaError(HoldfastError):
     """Shared memory is missing, too small, or belongs to somebody else."""
 
     exit_code = 8
+    keys: ClassVar[dict[str, str]] = {
+        "needed_bytes": "how much the slot takes",
+        "free_bytes": "how much the file system has left",
+    }
+    cause = "/dev/shm has no room for three images per rank (64 MiB in a container by default)."
+    remedy = (
+        "Enlarge it (docker: --shm-size; Kubernetes: an emptyDir with medium Memory), or set "
+        "HOLDFAST_ARENA_DIR to another directory in memory."
+    )
 
 
 class KeeperError(HoldfastError):
@@ -138,12 +267,16 @@ class KeeperError(HoldfastError):
 
     exit_code = 9
     retryable = True
+    cause = "It was killed (out of memory, perhaps), could not start, or is stopped."
+    remedy = "Its last lines are in the message, all of them in keeper.log in the arena."
 
 
 class Fenced(KeeperError):
     """A newer incarnation has taken over this run; this process must stop saving."""
 
     retryable = False
+    cause = "The run was started again while this process still lived."
+    remedy = "End this process. The newer one has the run, and nothing this one saves will count."
 
 
 class DeadlineExceeded(HoldfastError):
@@ -151,3 +284,10 @@ class DeadlineExceeded(HoldfastError):
 
     exit_code = 10
     retryable = True
+    keys: ClassVar[dict[str, str]] = {
+        "ranks": "the ranks that did not come",
+        "phase": "what they were waited for in",
+        "step": "the step that was waited for",
+    }
+    cause = "A rank died, hangs in a collective, or does not make the same calls as the others."
+    remedy = "Look at the ranks that the message names; raise timeout_s if they are only slow."

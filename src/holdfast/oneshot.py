@@ -6,24 +6,28 @@ memory and on the calling thread.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 
-from holdfast.catalogue import LOCK, catalogue, image_path, is_root
-from holdfast.errors import NotFound, PersistFailed
+from holdfast.catalogue import LOCK, attempt_dir, catalogue, image_path
+from holdfast.errors import HoldfastError, NotFound, PersistFailed, UsageError
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.geometry.layout import Layout, merge, table_from_json
-from holdfast.load.choose import Candidate, choose
+from holdfast.load.choose import Candidate
 from holdfast.load.reader import CheckpointReader
 from holdfast.load.restore import Restored, restore_first
 from holdfast.load.source import Checkpoint, from_manifest
+from holdfast.load.stored import catalogue_of, choose_stored, run_id_of
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, Written, write_image
+from holdfast.policy.arguments import duration_s, step_number, wanted_step
 from holdfast.snapshot.capture import (
     Overtaking,
     Progress,
@@ -33,27 +37,33 @@ from holdfast.snapshot.capture import (
     stage,
 )
 from holdfast.snapshot.copies import plan_copies
-from holdfast.state.describe import Describer, Description, State
+from holdfast.state.describe import Describer, Description
+from holdfast.state.objects import State
 from holdfast.storage.base import Lock, Store
 from holdfast.storage.open import open_store
-from holdfast.world import World, agree, current_world, tell_all
+from holdfast.world import World, agree, current_world, host_id, tell_all
 
-_TIMEOUT_S = 600.0
+#: Reading and writing may take this many times as long as meeting the other ranks.
+_IO_PATIENCE = 10
+_MAX_SHOWN_BYTES = 1 << 20
 
 
-def save(path: str | os.PathLike[str], state: State, step: int = 0) -> None:
+def save(
+    path: str | os.PathLike[str], state: State, step: int = 0, *, timeout_s: float = 600.0
+) -> None:
     """Store ``state`` below ``path``, durable on return; all ranks call it.
 
-    Raises UnsupportedState before anything is written, RootBusy while a run saves there, and
+    ``timeout_s`` bounds every wait for other ranks; ten times as long for their writing. Raises
+    UnsupportedState before anything is written, RootBusy while a run saves there, and
     StorageError when storage refuses; then the checkpoints there are as they were.
     """
-    world, store = current_world(), open_store(path)
-    described = Describer(state, world.rank).describe()
-    layout = _agree_layout(world, described)
+    timeout_s, step = duration_s("timeout_s", timeout_s), step_number(step)
+    store, world = open_store(path), current_world(timeout_s=timeout_s)
+    described, layout = _agree_layout(world, state, timeout_s)
     lock: list[Lock] = []
     try:
         told = tell_all(
-            world, "begin", lambda: _begin(world, store, step, lock), timeout_s=_TIMEOUT_S
+            world, "save: begin", lambda: _begin(world, store, step, lock), timeout_s=timeout_s
         )
         incarnation = msgspec.json.decode(told, type=Incarnation)
         attempt = incarnation.nonce[:8]
@@ -64,35 +74,66 @@ def save(path: str | os.PathLike[str], state: State, step: int = 0) -> None:
                 _write_image(world, store, described, layout, incarnation, generation, attempt)
             )
 
-        refs = agree(world, "write", write, timeout_s=_TIMEOUT_S * 10)
-        images = tuple(msgspec.json.decode(ref, type=ImageRef) for ref in refs)
-
         def publish() -> bytes:
             commit.record_incarnation(store, incarnation)
             commit.write_layout(store, layout.hash, layout.to_json())
             commit.publish(store, Manifest(
                 run_id=incarnation.run_id, incarnation=incarnation.n, step=step, attempt=attempt,
                 parent=incarnation.parent, world=world.size, layout=layout.hash, images=images,
-                values=msgspec.json.decode(described.values)["shared"], created_s=time.time(),
+                created_s=time.time(), **_shown(described.values),
             ))  # fmt: skip
             return b""
 
-        tell_all(world, "publish", publish, timeout_s=_TIMEOUT_S)
+        try:
+            refs = agree(world, "save: write", write, timeout_s=timeout_s * _IO_PATIENCE)
+        except BaseException:
+            if world.rank == 0:  # before the lock is released; what another rank still writes stays
+                _clear(store, generation, attempt)
+            raise
+        images = tuple(msgspec.json.decode(ref, type=ImageRef) for ref in refs)
+        tell_all(world, "save: publish", publish, timeout_s=timeout_s * _IO_PATIENCE)
     finally:
         for held in lock:
             held.release()
 
 
-def _agree_layout(world: World, described: Description) -> Layout:
-    tables = agree(world, "layout", lambda: described.table, timeout_s=_TIMEOUT_S)
-    return merge([table_from_json(table) for table in tables])
+def _shown(values: bytes) -> dict[str, Any]:
+    """Values and aliases for who reads only the manifest; none where they would make it too long.
+
+    A restore takes them from the images.
+    """
+    if len(values) > _MAX_SHOWN_BYTES:
+        return {}
+    document = msgspec.json.decode(values)
+    return {"values": document["shared"], "aliases": document.get("aliases", {})}
+
+
+def _clear(store: Store, generation: Generation, attempt: str) -> None:
+    """Leave nothing of a save that came to nothing: no manifest names it."""
+    with contextlib.suppress(HoldfastError):
+        store.remove_tree(attempt_dir(generation, attempt))
+
+
+def _agree_layout(world: World, state: State, timeout_s: float) -> tuple[Description, Layout]:
+    """This rank's leaves, and all ranks' together. One rank's error is everybody's."""
+    described: list[Description] = []
+
+    def describe() -> bytes:
+        if not isinstance(state, dict) or not state:
+            raise UsageError("the state is a dict from names to objects, and not empty")
+        described.append(Describer(state, world.rank).describe())
+        return described[0].table
+
+    tables = agree(world, "save: state", describe, timeout_s=timeout_s)
+    return described[0], merge([table_from_json(table) for table in tables])
 
 
 def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
     """On rank 0: lock the root, and make this save an incarnation of its own."""
-    root = commit.open_root(store, uuid.uuid4().hex[:12])
-    lock.append(store.lock(LOCK, f"holdfast.save, process {os.getpid()}"))
-    found = catalogue(store)
+    root = commit.open_root(store, run_id_of(store) or uuid.uuid4().hex[:12])
+    owner = f"holdfast.save, process {os.getpid()} on {host_id()}"
+    lock.append(store.lock(LOCK, owner))
+    found = catalogue_of(store)
     before = [g for g in found.lineage if g.step < step]
     parent = max(before, key=lambda g: (g.step, g.incarnation), default=None)
     incarnation = Incarnation(
@@ -159,24 +200,25 @@ def _write_image(
     )  # fmt: skip
 
 
-def load(path: str | os.PathLike[str], state: State, step: int | str | None = None) -> Restored:
+def load(
+    path: str | os.PathLike[str],
+    state: State,
+    step: int | str | None = None,
+    *,
+    timeout_s: float = 600.0,
+) -> Restored:
     """Fill ``state`` from the newest checkpoint below ``path``, whatever layout it was saved in.
 
-    All ranks call it. ``step`` as in ``Checkpointer.restore``. Raises NotFound when there is no
-    checkpoint, StateMismatch listing every difference, RestoreError when none could be read.
+    All ranks call it. ``step`` as in ``Checkpointer.restore``, ``timeout_s`` as in ``save``. Raises
+    NotFound when there is no checkpoint, StateMismatch listing every difference, RestoreError when
+    none could be read; after RestoreError the state may hold a part of it and must not be used.
     """
-    world, store = current_world(), open_store(path)
-
-    def look() -> bytes:
-        found = catalogue(store)
-        stored = [Candidate(*x.generation, "storage", x.attempt) for x in found.manifests]
-        fit = choose(stored, found.parents, step)
-        if not fit:
-            raise NotFound(_nothing(store, step))
-        return msgspec.json.encode(fit)
-
-    listed = tell_all(world, "candidates", look, timeout_s=_TIMEOUT_S)
-    candidates = msgspec.json.decode(listed, type=list[Candidate])
+    timeout_s, step = duration_s("timeout_s", timeout_s), wanted_step(step)
+    store, world = open_store(path), current_world(timeout_s=timeout_s)
+    listed = tell_all(
+        world, "load: candidates", lambda: msgspec.json.encode(choose_stored(store, step)[1]),
+        timeout_s=timeout_s,
+    )  # fmt: skip
 
     def open_checkpoint(candidate: Candidate) -> Checkpoint:
         manifest = catalogue(store).find(candidate.generation)
@@ -185,18 +227,11 @@ def load(path: str | os.PathLike[str], state: State, step: int | str | None = No
         return from_manifest(store, manifest)
 
     restored = restore_first(
-        world, state, candidates, open_checkpoint, incarnation=0, timeout_s=_TIMEOUT_S,
-        on_poison=lambda _: None,
+        world, state, msgspec.json.decode(listed, type=list[Candidate]), open_checkpoint,
+        incarnation=0, timeout_s=timeout_s * _IO_PATIENCE, on_poison=lambda _: None,
     )  # fmt: skip
-    if restored is None:
-        raise NotFound(_nothing(store, step))
+    assert restored is not None  # there was a candidate, and no error
     return restored
-
-
-def _nothing(store: Store, step: int | str | None) -> str:
-    if not is_root(store):
-        return f"{store.url} is not a directory of Holdfast checkpoints"
-    return f"{store.url} has no checkpoint" + ("" if step is None else f" of step {step}")
 
 
 def open(path: str | os.PathLike[str], step: int | str | None = None) -> CheckpointReader:
@@ -204,4 +239,4 @@ def open(path: str | os.PathLike[str], step: int | str | None = None) -> Checkpo
 
     Gives its newest step, or ``step``. Raises NotFound when there is none.
     """
-    return CheckpointReader(open_store(path), step)
+    return CheckpointReader(open_store(path), wanted_step(step))

@@ -6,19 +6,23 @@ one rank never enters hangs the others without a word.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
 from holdfast import errors
-from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 
+#: How long ranks wait for each other to come to a call of Holdfast, unless told otherwise.
+MEET_S = 600.0
+MEETING = "the call of Holdfast"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 T = TypeVar("T")
 
@@ -49,45 +53,162 @@ class SoloWorld:
 
 
 class TorchWorld:
-    """The ranks of torch.distributed's default process group."""
+    """The ranks of torch.distributed's default process group, met within ``timeout_s``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, timeout_s: float = MEET_S) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # The store may be the launcher's and outlive a round of workers, with the keys of the
-        # dead round still in it: a nonce, told through the live group, keeps rounds apart.
-        told: list[Any] = [uuid.uuid4().hex]
-        dist.broadcast_object_list(told, src=0)
-        self.nonce = str(told[0])
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = _Postbox(dist.distributed_c10d._get_default_store())
         self._count = 0
+        self._before = MEETING
+        self.nonce = self._meet(timeout_s)
+
+    def _meet(self, timeout_s: float) -> str:
+        """A name for this meeting of just these processes; rank 0 gives it.
+
+        The store may be the launcher's and outlive a round of workers, with the keys of the dead
+        round still in it. So rank 0 counts answers to its fresh call only, and the others believe
+        a call only when rank 0 says that it heard this very process. A broadcast would do it too,
+        but hangs without a word where one rank does not come.
+        """
+        token, deadline = uuid.uuid4().hex, _Deadline(timeout_s)
+        if self.rank == 0:
+            self._call(token, deadline, timeout_s)
+            return token
+        return self._answer(token, deadline, timeout_s)
+
+    def _call(self, call: str, deadline: _Deadline, timeout_s: float) -> None:
+        """Rank 0: call the others, wait for all their answers, and say whose came."""
+        self._store.put("call", call.encode())
+        heard: dict[int, bytes] = {}
+        while len(heard) < self.size - 1:
+            for rank in self._silent(heard, range(1, self.size)):
+                token = self._store.find(f"{call}/met/{rank}")
+                if token is not None:
+                    heard[rank] = token
+            if deadline.is_over():
+                silent = self._silent(heard, range(1, self.size))
+                raise _absent(self, silent, MEETING, timeout_s)
+            deadline.pause()
+        self._store.put(f"{call}/all", b" ".join(heard.values()))
+
+    def _answer(self, token: str, deadline: _Deadline, timeout_s: float) -> str:
+        """The other ranks: answer every call there is, until one is said to have heard us."""
+        call = ""
+        while True:
+            latest = (self._store.find("call") or b"").decode()
+            if latest != call:
+                call = latest
+                self._store.put(f"{call}/met/{self.rank}", token.encode())
+            if call and token.encode() in (self._store.find(f"{call}/all") or b""):
+                return call
+            if deadline.is_over():
+                heard = {r for r in range(1, self.size) if self._store.find(f"{call}/met/{r}")}
+                silent = self._silent(heard, range(1, self.size)) if call else []
+                raise _absent(self, silent or [0], MEETING, timeout_s)
+            deadline.pause()
+
+    @staticmethod
+    def _silent(heard: Container[int], ranks: Iterable[int]) -> list[int]:
+        return [rank for rank in ranks if rank not in heard]
 
     def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """See ``World``."""
+        """See ``World``. UsageError at once when a rank is at another phase."""
         self._count += 1
-        prefix = f"holdfast/{self.nonce}/{self._count}/{phase}"
-        self._store.set(f"{prefix}/{self.rank}", payload)  # type: ignore[arg-type]
-        deadline = time.monotonic() + timeout_s
-        keys = {rank: f"{prefix}/{rank}" for rank in range(self.size)}
-        pause_s = _FIRST_PAUSE_S
-        # Asked again and again, not waited for: a time-out of the store's own wait is printed as
-        # a warning by torch, on every rank that waits.
-        while absent := [rank for rank, key in keys.items() if not self._store.check([key])]:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"ranks {absent} did not reach {phase!r} within {timeout_s:g} s; "
-                    f"rank {self.rank} gave up waiting for them",
-                    ranks=absent,
-                    phase=phase,
-                )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return [bytes(self._store.get(key)) for key in keys.values()]
+        here = f"{self.nonce}/{self._count}"
+        self._store.put(f"{here}/{self.rank}", phase.encode() + b"\0" + payload)
+        deadline = _Deadline(timeout_s)
+        found: dict[int, bytes] = {}
+        while True:
+            for rank in self._silent(found, range(self.size)):
+                said = self._store.find(f"{here}/{rank}")
+                if said is not None:
+                    found[rank] = self._require_phase(phase, rank, said)
+            silent = self._silent(found, range(self.size))
+            if not silent:
+                self._before = phase
+                return [found[rank] for rank in range(self.size)]
+            if deadline.is_over():
+                raise _absent(self, silent, phase, timeout_s, self._before)
+            deadline.pause()
+
+    def _require_phase(self, phase: str, rank: int, said: bytes) -> bytes:
+        theirs, _, payload = said.partition(b"\0")
+        if theirs.decode() != phase:
+            raise UsageError(
+                f"the ranks do different things: rank {self.rank} is at {phase!r}, rank {rank} "
+                f"at {theirs.decode()!r}. All ranks make the same calls of Holdfast, in the same "
+                "order."
+            )
+        return payload
 
 
-def current_world() -> World:
-    """The process group's ranks, or this process alone when there is no group."""
+class _Postbox:
+    """The store of the process group, asked again and again and never waited for.
+
+    A time-out of the store's own wait is printed as a warning by torch, on every rank that waits.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, data: bytes) -> None:
+        with _reaching_the_store():
+            self._store.set(f"holdfast/{key}", data)
+
+    def find(self, key: str) -> bytes | None:
+        """What lies under ``key``, or None when nothing does yet."""
+        with _reaching_the_store():
+            if self._store.check([f"holdfast/{key}"]):
+                return bytes(self._store.get(f"holdfast/{key}"))
+        return None
+
+
+@contextlib.contextmanager
+def _reaching_the_store() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise HoldfastError(
+            f"the process group's store does not answer ({error}). The process or host that runs "
+            "it has ended, and with it this round of training: start the ranks again."
+        ) from error
+
+
+class _Deadline:
+    """When to give up, and pauses that grow until then."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end_s = time.monotonic() + timeout_s
+        self._pause_s = _FIRST_PAUSE_S
+
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end_s
+
+    def pause(self) -> None:
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+
+
+def _absent(
+    world: World, ranks: list[int], phase: str, timeout_s: float, before: str = ""
+) -> DeadlineExceeded:
+    seen = f" (last seen at {before!r})" if before else ""
+    return DeadlineExceeded(
+        f"ranks {ranks} did not reach {phase!r} within {timeout_s:g} s{seen}; rank {world.rank} "
+        "gave up waiting for them. See in their logs whether they ended, hang, or are only slower "
+        "than timeout_s.",
+        ranks=ranks,
+        phase=phase,
+    )
+
+
+def current_world(*, timeout_s: float = MEET_S) -> World:
+    """The process group's ranks, or this process alone when there is no group.
+
+    All ranks call it. DeadlineExceeded names those that did not within ``timeout_s``.
+    """
     if dist.is_available() and dist.is_initialized():
-        return TorchWorld()
+        return TorchWorld(timeout_s=timeout_s)
     return SoloWorld()
 
 
@@ -104,9 +225,10 @@ class _Outcome(msgspec.Struct, array_like=True):
 
 
 def agree(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> list[bytes]:
-    """Run ``act`` on every rank and give all its results to all, or the same error to all.
+    """Run ``act`` on every rank and give all its results to all, or one error to all.
 
-    Without it, one rank's error would leave the others waiting for a message it never sends.
+    Without it, one rank's error would leave the others waiting for a message it never sends. Of
+    several errors all ranks raise the one of the lowest rank: what they do next hangs on its kind.
     """
     mine = _Outcome("", "", b"")
     cause: Exception | None = None
@@ -115,18 +237,26 @@ def agree(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: floa
     except Exception as error:  # whatever it is, the others must not wait for this rank
         cause = error
         mine = _Outcome(type(error).__name__, str(error), b"")
+    except BaseException as error:  # Ctrl-C: this rank goes at once, the others hear of it
+        mine = _Outcome(type(error).__name__, str(error), b"")
+        with contextlib.suppress(HoldfastError):
+            world.gather(phase, msgspec.msgpack.encode(mine), timeout_s=0.0)
+        raise
     gathered = world.gather(phase, msgspec.msgpack.encode(mine), timeout_s=timeout_s)
     outcomes = [msgspec.msgpack.decode(data, type=_Outcome) for data in gathered]
-    failed = [(rank, o) for rank, o in enumerate(outcomes) if o.kind]
-    if cause is not None:
-        raise cause
-    if failed:
-        rank, outcome = failed[0]
-        kind = getattr(errors, outcome.kind, None)
-        if kind is None:
-            raise HoldfastError(f"rank {rank}: {outcome.kind}: {outcome.text}")
-        raise kind(f"rank {rank}: {outcome.text}")
+    for rank, outcome in enumerate(outcomes):
+        if outcome.kind and rank == world.rank and cause is not None:
+            raise cause
+        if outcome.kind:
+            raise _error_of(rank, outcome) from cause
     return [outcome.payload for outcome in outcomes]
+
+
+def _error_of(rank: int, outcome: _Outcome) -> HoldfastError:
+    kind = getattr(errors, outcome.kind, None)
+    if isinstance(kind, type) and issubclass(kind, HoldfastError):
+        return kind(f"rank {rank}: {outcome.text}")
+    return HoldfastError(f"rank {rank}: {outcome.kind}: {outcome.text}")
 
 
 def tell_all(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> bytes:

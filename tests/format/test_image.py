@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum, unpack_table
 from holdfast.format.image import (
+    MAX_VALUES_BYTES,
     METADATA,
     PAD,
     PAGE_BYTES,
     RESERVED,
-    STORED_AS_BYTES,
     TABLE,
     VALUES,
     Header,
@@ -34,7 +34,7 @@ from holdfast.format.image import (
     plan_image,
 )
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.dtypes import ITEMSIZE, STORED_AS_BYTES
 from images import assemble
 
 Item = tuple[str, str, tuple[int, ...]]
@@ -206,7 +206,7 @@ def test_there_is_room_for_the_metadata_however_the_rest_fills_the_last_page() -
         "rank": "9" * 6, "world": "9" * 6, "layout": "f" * 32,
     }  # fmt: skip
     for length in range(1, PAGE_BYTES + 1):
-        image = fill_in(plan_image([("n" * length, "F32", (2,))]), metadata, 10**12)
+        image = fill_in(plan_image([("n" * length, "F32", (2,))]), metadata, 10**9)
         assert image.data_start % PAGE_BYTES == 0
 
 
@@ -215,6 +215,12 @@ def test_metadata_that_outgrow_their_room_are_refused_before_they_move_the_data(
     fill_in(plan, {"run": "r" * 500}, 10)
     with pytest.raises(FormatError, match="metadata"):
         fill_in(plan, {"run": "r" * (plan.data_start + 1)}, 10)
+
+
+def test_values_that_no_reader_takes_are_refused_before_they_are_written() -> None:
+    fill_in(plan_image([]), {}, MAX_VALUES_BYTES)
+    with pytest.raises(UsageError, match="as tensors"):
+        fill_in(plan_image([]), {}, MAX_VALUES_BYTES + 1)
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:

@@ -111,3 +111,4 @@ def test_a_long_list_of_differences_is_cut_in_the_message_only() -> None:
     error = mismatch([entry(name, 0) for name in names], [entry(name, 1, size=5) for name in names])
     assert str(error).endswith("and 80 more")
     assert error.fields["leaves"] == tuple(names)
+    assert [problem.partition(":")[0] for problem in error.fields["problems"]] == names

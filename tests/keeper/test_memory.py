@@ -14,9 +14,11 @@ import pytest
 
 from holdfast.errors import ArenaError
 from holdfast.format.manifest import Incarnation
+from holdfast.geometry.layout import table_hash
 from holdfast.keeper.memory import Memory
 from holdfast.snapshot.arena import PAGE_BYTES, SlotFile, SlotRecord, boot_id, process_start
-from holdfast.snapshot.handoff import Attempt, Slot, Writer
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.slots import Slot, Writer
 
 CAPACITY = 2 * PAGE_BYTES
 
@@ -85,6 +87,7 @@ def test_a_slot_that_a_living_process_writes_to_is_given_to_nobody(memory: Memor
     slot = the_only(memory, captured(1, state="writing"))
     assert slot.state == "quarantined"
     assert slot.writer == Writer(os.getpid(), process_start(os.getpid()))
+    assert (slot.rank, slot.incarnation) == (1, 2)  # of whom alone it is believed that it stopped
 
 
 def test_a_slot_whose_writer_is_dead_is_free(memory: Memory) -> None:
@@ -129,6 +132,18 @@ def test_an_image_that_fills_its_slot_counts(memory: Memory) -> None:
     leave(memory, captured(0, world=1, image_bytes=CAPACITY))
     (slot,), attempts = scan(memory)
     assert (slot.state, slot.image_bytes, len(attempts)) == ("captured", CAPACITY, 1)
+
+
+def test_a_slot_says_itself_when_its_writer_is_done_with_this_very_attempt(memory: Memory) -> None:
+    leave(memory, captured(0, state="writing"))
+    memory.scan()
+    assert not memory.is_sealed(0, "a7")
+    trainer = SlotFile.open(memory.slot_path(0), writable=True)
+    trainer.write_record(captured(0, attempt="a6"))
+    assert not memory.is_sealed(0, "a7")
+    trainer.write_record(captured(0))
+    assert memory.is_sealed(0, "a7")
+    assert not memory.is_sealed(1, "a7")
 
 
 # ── attempts ─────────────────────────────────────────────────────────────────────────────────
@@ -248,10 +263,11 @@ def test_layouts_and_incarnations_are_found_by_the_next_keeper(memory: Memory) -
     second = Incarnation(run_id="run", n=2, nonce="y", parent=(1, 30))
     for incarnation in (first, second):
         memory.keep_incarnation(incarnation)
-    memory.keep_layout("abc", b"{}")
+    hash_ = table_hash(b"{}")
+    memory.keep_layout(hash_, b"{}")
     later = Memory(memory.directory, "run")
     assert sorted(later.incarnations(), key=lambda i: i.n) == [first, second]
-    assert later.layout("abc") == b"{}"
+    assert later.layout(hash_) == b"{}"
 
 
 def test_a_half_written_incarnation_is_as_if_never_begun(memory: Memory) -> None:

@@ -17,7 +17,7 @@ from holdfast.geometry.layout import Layout
 from holdfast.geometry.owners import Owned
 from holdfast.load import plan
 from holdfast.load.plan import Batch, Want, plan_batches, plan_fetches
-from holdfast.snapshot.handoff import image_items
+from holdfast.snapshot.layouts import image_items
 from images import split_leaf
 from layouts import layouts
 

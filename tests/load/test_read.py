@@ -27,7 +27,7 @@ from holdfast.load.plan import Want
 from holdfast.load.read import CARRIERS, read_values, read_wants
 from holdfast.load.source import Checkpoint, from_manifest, from_memory
 from holdfast.snapshot.arena import IMAGE_START, SlotFile
-from holdfast.snapshot.handoff import image_items
+from holdfast.snapshot.layouts import image_items
 from holdfast.snapshot.messages import HeldGeneration, SlotInfo
 from holdfast.storage.memory import MemoryStore
 from images import Array, images_of, publish_checkpoint, random_leaf, seals, split_leaf

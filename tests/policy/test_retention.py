@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.policy import Keep
+from holdfast.policy import Every, Keep
 
 
 class Saved(NamedTuple):
@@ -36,6 +36,13 @@ def test_round_steps_are_kept_beside_the_newest() -> None:
 
 def test_round_steps_alone_still_keep_the_newest() -> None:
     assert Keep(every=100).decide(at(50, 100, 150)) == at(50)
+
+
+def test_the_steps_that_the_storage_policy_acts_at_are_the_round_ones() -> None:
+    policy, steps = Every(steps=500), range(4000)
+    saved = at(*(step for step in steps if policy.is_due_by_steps(step, None)))
+    left = set(saved) - set(Keep(last=1, every=1000).decide(saved))
+    assert left == set(at(999, 1999, 2999, 3999))
 
 
 def test_nothing_said_keeps_everything() -> None:
@@ -69,7 +76,7 @@ def test_what_goes_is_older_than_the_last_and_not_round(keep: Keep, saved: list[
         return
     for index, one in enumerate(saved):
         is_last = index >= len(saved) - (keep.last or 1)
-        is_round = keep.every is not None and one.step % keep.every == 0
+        is_round = keep.every is not None and one.step % keep.every in (0, keep.every - 1)
         assert (one in removed) == (not is_last and not is_round)
 
 

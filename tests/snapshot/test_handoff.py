@@ -6,8 +6,9 @@ import pytest
 
 from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 from holdfast.geometry.layout import merge, table_from_json
-from holdfast.snapshot import handoff as h
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.actions import Allocate, GiveSlot, KeepLayout, Note
+from holdfast.snapshot.slots import SLACK_BYTES
 
 # ── asking ───────────────────────────────────────────────────────────────────────────────────
 
@@ -17,18 +18,18 @@ def test_a_step_is_granted_when_every_rank_has_asked_and_every_slot_is_there() -
     keeper.has_memory = False
     assert keeper.ask(0, 5) == []
     actions = keeper.ask(1, 5)
-    first, second = of(actions, h.Allocate)
-    assert not of(actions, h.GiveSlot)
+    first, second = of(actions, Allocate)
+    assert not of(actions, GiveSlot)
     assert keeper.c.allocated(first.slot) == []
-    given = of(keeper.c.allocated(second.slot), h.GiveSlot)
+    given = of(keeper.c.allocated(second.slot), GiveSlot)
     assert [(give.slot, give.rank) for give in given] == [(first.slot, 0), (second.slot, 1)]
 
 
 def test_a_slot_has_room_for_the_image_and_for_values_that_grow() -> None:
     keeper = Keeper(1)
-    (allocate,) = of(keeper.ask_all(0, values=5_000_000), h.Allocate)
+    (allocate,) = of(keeper.ask_all(0, values=5_000_000), Allocate)
     slot = keeper.c.slots[allocate.slot]
-    assert slot.image_bytes + h.SLACK_BYTES <= slot.capacity_bytes == allocate.capacity_bytes
+    assert slot.image_bytes + SLACK_BYTES <= slot.capacity_bytes == allocate.capacity_bytes
     assert slot.capacity_bytes < 2 * slot.image_bytes
 
 
@@ -107,7 +108,7 @@ def test_the_layout_is_told_once_and_again_to_a_rank_that_came_back() -> None:
     actions = keeper.ask_all(0)
     (layout,) = told(actions, m.LayoutAgreed)
     assert layout.data == merge([table_from_json(table(2))] * 2).to_json()
-    assert [keep.hash for keep in of(actions, h.KeepLayout)] == [layout.hash]
+    assert [keep.hash for keep in of(actions, KeepLayout)] == [layout.hash]
     for rank in range(2):
         keeper.seal(rank, granted(actions))
     assert not told(keeper.ask_all(1), m.LayoutAgreed)
@@ -151,13 +152,13 @@ def test_a_generation_is_complete_when_the_last_rank_has_sealed() -> None:
     attempt = granted(keeper.ask_all(5, now_s=10.0))
     assert keeper.seal(2, attempt) == []
     assert keeper.seal(0, attempt) == []
-    assert keeper.c.complete() == []
+    assert keeper.c.attempts.complete() == []
     actions = keeper.seal(1, attempt, now_s=12.5)
     assert told(actions, m.Complete) == [m.Complete(step=5, attempt=attempt, durable=False)]
-    (note,) = of(actions, h.Note)
+    (note,) = of(actions, Note)
     assert (note.what, note.step, note.elapsed_s) == ("complete", 5, 2.5)
-    assert [a.id for a in keeper.c.complete()] == [attempt]
-    assert keeper.c.newest == attempt
+    assert [a.id for a in keeper.c.attempts.complete()] == [attempt]
+    assert keeper.c.attempts.newest == attempt
     assert not keeper.c.is_busy()
 
 
@@ -171,6 +172,17 @@ def test_a_seal_of_another_size_than_agreed_ends_the_attempt() -> None:
     assert keeper.states() == ["free", "quarantined"]
 
 
+def test_what_a_rank_says_again_of_its_sealed_image_changes_nothing() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    keeper.seal(0, attempt)
+    again = m.Captured(attempt=attempt, image_bytes=5, header_xxh3="other", table_xxh3="other")
+    assert keeper.c.captured(0, again, 0.0) == []
+    assert told(keeper.seal(1, attempt), m.Complete)
+    slot = keeper.c.slots[keeper.c.attempts[attempt].slots[0]]
+    assert (slot.header_xxh3, slot.table_xxh3) == ("h", "t")
+
+
 def test_what_one_rank_gives_up_comes_to_nothing_on_all() -> None:
     keeper = Keeper(3)
     attempt = granted(keeper.ask_all(5))
@@ -179,10 +191,10 @@ def test_what_one_rank_gives_up_comes_to_nothing_on_all() -> None:
     actions = keeper.c.abandon(1, message)
     (aborted,) = told(actions, m.Aborted)
     assert (aborted.reason, aborted.overtaken, aborted.leaf) == ("it moved", True, "model.w")
-    (note,) = of(actions, h.Note)
+    (note,) = of(actions, Note)
     assert (note.what, note.overtaken, note.leaf) == ("missed", True, "model.w")
     assert keeper.states() == ["free", "free", "quarantined"]
-    assert keeper.c.complete() == []
+    assert keeper.c.attempts.complete() == []
 
 
 def test_a_slot_whose_writer_may_live_is_free_when_that_one_says_so_or_is_dead() -> None:
@@ -240,7 +252,7 @@ def test_slots_of_a_capture_under_way_are_not_free_although_one_rank_is_done() -
     attempt = granted(keeper.ask_all(5))
     keeper.seal(0, attempt)
     for slot in keeper.slots(attempt):
-        assert keeper.c.is_kept(keeper.c.slots[slot])
+        assert keeper.c.slots.is_kept(keeper.c.slots[slot])
 
 
 # ── questions ────────────────────────────────────────────────────────────────────────────────

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from coordinators import CAPTURE_S, GRANT_S, Actions, Keeper, granted, of, told
-from holdfast.snapshot import handoff as h
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.actions import AbortPersist, Allocate, GiveSlot, StartPersist, Tell
+from holdfast.snapshot.slots import NO_SLOT
 
 
 def started(actions: Actions) -> list[str]:
-    return [action.attempt for action in of(actions, h.StartPersist)]
+    return [action.attempt for action in of(actions, StartPersist)]
 
 
 def durable(actions: Actions) -> list[tuple[int, tuple[int, ...]]]:
@@ -49,7 +50,7 @@ def test_what_comes_to_nothing_leaves_no_trace_in_storage_and_is_owed() -> None:
     keeper = Keeper()
     attempt = granted(keeper.ask_all(5, durable=True))
     actions = keeper.c.lost(1)
-    assert [a.attempt for a in of(actions, h.AbortPersist)] == [attempt]
+    assert [a.attempt for a in of(actions, AbortPersist)] == [attempt]
     assert told(actions, m.Aborted)
     assert keeper.c.persist_failed(attempt, "aborted") == []
     keeper.c.join(1, keeper.writer(1))
@@ -70,7 +71,7 @@ def test_due_saves_wait_while_storage_is_busy_and_the_newest_stands_for_them() -
     assert durable(actions) == [(0, ())]
     assert started(actions) == [newest]
     assert durable(keeper.c.persisted(newest)) == [(25, (10, 20))]
-    assert not keeper.c.owes_durable
+    assert not keeper.c.debts.are_open
 
 
 def test_an_exact_save_does_not_wait_for_storage_and_stands_for_those_before() -> None:
@@ -138,7 +139,7 @@ def test_a_snapshot_is_skipped_when_every_slot_is_being_written() -> None:
     keeper = Keeper(1)
     full(keeper)
     (skip,) = told(keeper.ask_all(3), m.Skip)
-    assert (skip.step, skip.reason, skip.is_passing) == (3, h.NO_SLOT, True)
+    assert (skip.step, skip.reason, skip.is_passing) == (3, NO_SLOT, True)
     (skip,) = told(keeper.ask_all(4, durable=True), m.Skip)
     assert skip.step == 4
 
@@ -148,7 +149,7 @@ def test_an_exact_save_waits_until_one_is_free() -> None:
     busy = full(keeper)
     actions = keeper.ask_all(3, durable=True, exact=True, now_s=10.0)
     assert not told(actions, m.Skip)
-    assert keeper.c.explain(3) == h.NO_SLOT
+    assert keeper.c.explain(3) == NO_SLOT
     assert keeper.c.tick(10.0 + GRANT_S) == []
     actions = keeper.c.persisted(busy[0])
     assert started(actions) == [granted(actions)]
@@ -160,8 +161,8 @@ def test_an_exact_save_does_not_wait_for_ever() -> None:
     busy = full(keeper)
     keeper.ask_all(3, durable=True, exact=True, now_s=10.0)
     (skip,) = told(keeper.c.tick(10.1 + GRANT_S), m.Skip)
-    assert (skip.step, skip.reason) == (3, h.NO_SLOT)
-    assert not of(keeper.c.persisted(busy[0]), h.GiveSlot)
+    assert (skip.step, skip.reason) == (3, NO_SLOT)
+    assert not of(keeper.c.persisted(busy[0]), GiveSlot)
 
 
 def test_an_exact_save_does_not_wait_for_a_rank_that_went_away_or_gave_up() -> None:
@@ -173,7 +174,7 @@ def test_an_exact_save_does_not_wait_for_a_rank_that_went_away_or_gave_up() -> N
         (skip,) = told(actions, m.Skip)
         assert skip.step == 3
         assert "rank 1" in skip.reason
-        assert not of(keeper.c.persisted(busy[0]), h.GiveSlot)
+        assert not of(keeper.c.persisted(busy[0]), GiveSlot)
 
 
 # ── asked for afterwards ─────────────────────────────────────────────────────────────────────
@@ -190,7 +191,7 @@ def test_a_captured_step_is_made_durable_after_all() -> None:
 def test_a_step_being_captured_is_made_durable_with_the_rest_of_it() -> None:
     keeper = Keeper(1)
     keeper.has_memory = False
-    (slot,) = of(keeper.ask_all(5), h.Allocate)
+    (slot,) = of(keeper.ask_all(5), Allocate)
     assert keeper.c.make_durable(5) == []
     assert started(keeper.c.allocated(slot.slot))
     other = Keeper(1)
@@ -218,17 +219,17 @@ def test_what_is_no_longer_in_memory_cannot_be_made_durable_and_the_next_step_is
 
 def test_at_the_end_the_newest_is_made_durable_unless_it_is() -> None:
     keeper = Keeper(1)
-    assert keeper.c.unpersisted() == ""
+    assert keeper.c.debts.unpaid() == ""
     assert keeper.c.persist_newest() == []
     attempt = keeper.capture(5)
-    assert keeper.c.unpersisted() == attempt
+    assert keeper.c.debts.unpaid() == attempt
     assert started(keeper.c.persist_newest()) == [attempt]
     assert keeper.c.persist_newest() == []
     keeper.c.persist_failed(attempt, "disk full")
-    assert keeper.c.unpersisted() == attempt
+    assert keeper.c.debts.unpaid() == attempt
     assert started(keeper.c.persist_newest()) == [attempt]
     keeper.c.persisted(attempt)
-    assert keeper.c.unpersisted() == ""
+    assert keeper.c.debts.unpaid() == ""
 
 
 def test_what_an_earlier_incarnation_made_durable_is_not_told_under_the_same_step() -> None:
@@ -241,7 +242,7 @@ def test_what_an_earlier_incarnation_made_durable_is_not_told_under_the_same_ste
             actions = keeper.c.persisted(attempt)
         else:
             actions = keeper.c.persist_failed(attempt, "disk full")
-        assert not of(actions, h.Tell)
+        assert not of(actions, Tell)
         assert not keeper.c.is_busy()
 
 
@@ -254,6 +255,31 @@ def test_a_new_incarnation_owes_nothing_of_the_old_one() -> None:
     assert started(keeper.c.persisted(first)) == []
     attempt = keeper.capture(10, durable=True)
     assert durable(keeper.c.persisted(attempt)) == [(10, ())]
+
+
+def test_what_an_earlier_incarnation_captured_does_not_stand_for_saves_of_this_one() -> None:
+    keeper = Keeper(1)
+    busy = keeper.capture(20, durable=True)
+    keeper.capture(30)
+    keeper.begin(2, 1)
+    keeper.c.adopt(0.0)
+    attempt = granted(keeper.ask_all(10, durable=True))
+    assert started(keeper.c.persist_failed(busy, "disk full")) == []
+    assert started(keeper.seal(0, attempt)) == [attempt]
+    assert durable(keeper.c.persisted(attempt)) == [(10, (10,))]
+
+
+def test_what_is_made_durable_at_the_end_stands_only_for_saves_of_its_own_incarnation() -> None:
+    keeper = Keeper(1)
+    busy = keeper.capture(20, durable=True, exact=True)
+    newest = keeper.capture(30)
+    keeper.begin(2, 1)
+    keeper.c.adopt(0.0)
+    granted(keeper.ask_all(10, durable=True))
+    assert started(keeper.c.persist_newest()) == [newest]
+    assert keeper.c.attempts[newest].fulfils == ()
+    keeper.c.persisted(busy)
+    assert keeper.c.debts.are_open  # it is owed still
 
 
 def test_a_capture_that_is_late_is_owed_like_any_other() -> None:

@@ -1,6 +1,7 @@
 """Ranks, a keeper and storage played against each other at random; the coordinator's rules hold.
 
-What happens to the processes and slots, and what is checked, is in ``handoff_world``.
+What happens to the processes and slots is in ``handoff_world``, what is checked in
+``handoff_checks``.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from hypothesis.stateful import (
 )
 
 from coordinators import CAPTURE_S, GRANT_S
+from handoff_checks import CheckedWorld
 from handoff_facts import Process, Save, is_idle
-from handoff_world import RealWorld
-from holdfast.snapshot import handoff as h
+from holdfast.snapshot.actions import Action
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.slots import Slot, Slots, Writer
 
 #: Sizes of the values in an image: the second pair lies on both sides of a slot's next size.
 VALUES_BYTES = (10, 1_000_000, 1_040_000, 5_000_000)
@@ -47,7 +51,7 @@ def is_quiet(process: Process) -> bool:
     return process.done > 0 and is_idle(process) and not process.inbox
 
 
-class Handoff(RealWorld, RuleBasedStateMachine):
+class Handoff(CheckedWorld, RuleBasedStateMachine):
     """What can happen."""
 
     @initialize(world=worlds)
@@ -188,13 +192,19 @@ class Handoff(RealWorld, RuleBasedStateMachine):
     def a_zombie_dies(self, data: st.DataObject) -> None:
         self.one(data, self.zombies()).alive = False
 
+    @precondition(lambda self: bool(self.lost_copiers()))
+    @rule(data=st.data(), is_whole=st.booleans())
+    def a_lost_copier_ends(self, data: st.DataObject, is_whole: bool) -> None:
+        process, slot = data.draw(st.sampled_from(self.lost_copiers()))
+        self.end_lost_copy(process, slot, is_whole=is_whole)
+
     @precondition(lambda self: self.moves > 2)
     @rule(world=worlds, data=st.data(), all_die=st.booleans())
     def ranks_start_anew(self, world: int, data: st.DataObject, all_die: bool) -> None:
         for process in self.processes:
             process.alive &= not all_die
         self.begin(world)
-        held = self.keeper.complete()
+        held = self.keeper.attempts.complete()
         restored = data.draw(st.sampled_from([None, *held]))
         if restored is not None:
             self.restore(restored)
@@ -245,53 +255,82 @@ def test_the_rules_hold_whatever_happens_for_long() -> None:
 # ── the machine finds what it is there to find ───────────────────────────────────────────────
 
 
-class ForgetsTheNewest(h.Coordinator):
+class ForgetsTheNewest(Slots):
     """As with two slots: one rank copies n + 2 over n while another still copies n + 1."""
 
-    def is_kept(self, slot: h.Slot) -> bool:
-        is_newest = slot.state == "captured" and slot.attempt == self.newest
+    def is_kept(self, slot: Slot) -> bool:
+        is_newest = slot.state == "captured" and slot.attempt == self.attempts.newest
         return super().is_kept(slot) and not is_newest
 
 
-class ForgetsWhatIsRestored(h.Coordinator):
-    def is_kept(self, slot: h.Slot) -> bool:
-        is_only_pinned = slot.attempt == self.pinned != self.newest
+class ForgetsWhatIsRestored(Slots):
+    def is_kept(self, slot: Slot) -> bool:
+        is_only_pinned = slot.attempt == self.attempts.pinned != self.attempts.newest
         return super().is_kept(slot) and not (slot.state == "captured" and is_only_pinned)
 
 
-class ForgetsWhatIsPersisted(h.Coordinator):
-    def is_kept(self, slot: h.Slot) -> bool:
+class ForgetsWhatIsPersisted(Slots):
+    def is_kept(self, slot: Slot) -> bool:
         attempt = self.attempts.get(slot.attempt)
-        is_busy = attempt is not None and attempt.persisting and attempt.id != self.newest
+        is_newest = slot.attempt == self.attempts.newest
+        is_busy = attempt is not None and attempt.persisting and not is_newest
         return super().is_kept(slot) and not (slot.state == "captured" and is_busy)
 
 
-class ForgetsWhoMayStillWrite(h.Coordinator):
-    def _abort(self, attempt: h.Attempt, reason: str, leaf: str = "") -> list[h.Action]:
+class ForgetsWhoMayStillWrite(Slots):
+    def take_back(self, attempt: Attempt) -> None:
         for slot in attempt.slots.values():
-            if slot in self.slots:
-                self.slots[slot].writer = None
-        return super()._abort(attempt, reason, leaf)
+            if slot in self:
+                self[slot].writer = None
+        super().take_back(attempt)
 
 
-class ForgetsThatASlotWasGivenAway(h.Coordinator):
-    def _forget(self, slot: h.Slot) -> None:
-        self._free(slot)
+class ForgetsThatASlotWasGivenAway(Slots):
+    def forget(self, slot: Slot) -> None:
+        slot.free()
+
+
+class TakesOneRanksWordForAnother(Slots):
+    def stopped_all(self, writer: Writer, rank: int, incarnation: int) -> None:
+        for slot in self.values():
+            if slot.state == "quarantined" and slot.incarnation == incarnation:
+                slot.free()
+
+
+class TakesAProcessForItsSuccessor(Slots):
+    def stopped_all(self, writer: Writer, rank: int, incarnation: int) -> None:
+        for slot in self.values():
+            if slot.state == "quarantined" and slot.rank == rank:
+                slot.free()
 
 
 @pytest.mark.parametrize(
     "broken",
     [
         ForgetsTheNewest, ForgetsWhatIsRestored, ForgetsWhatIsPersisted, ForgetsWhoMayStillWrite,
-        ForgetsThatASlotWasGivenAway,
+        ForgetsThatASlotWasGivenAway, TakesOneRanksWordForAnother, TakesAProcessForItsSuccessor,
     ],
 )  # fmt: skip
-def test_a_coordinator_that_makes_a_known_mistake_is_found_out(
-    broken: type[h.Coordinator],
-) -> None:
+def test_slots_given_away_by_a_known_mistake_are_found_out(broken: type[Slots]) -> None:
     class Broken(Handoff):
-        coordinator = broken
+        slots = broken
 
+    expect_to_be_found_out(Broken)
+
+
+class BelievesEveryCopierStopped(Coordinator):
+    def join(self, rank: int, writer: Writer, *, is_copying: bool = True) -> list[Action]:
+        return super().join(rank, writer, is_copying=False)
+
+
+def test_a_keeper_that_believes_every_copier_stopped_is_found_out() -> None:
+    class Broken(Handoff):
+        coordinator = BelievesEveryCopierStopped
+
+    expect_to_be_found_out(Broken)
+
+
+def expect_to_be_found_out(broken: type[Handoff]) -> None:
     quick = settings(FAST, phases=[Phase.generate], max_examples=1000, print_blob=False)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(Broken, settings=quick)
+        run_state_machine_as_test(broken, settings=quick)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
-from holdfast.snapshot import handoff as h
+from holdfast.geometry.layout import table_hash
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.actions import Allocate, Remove
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.slots import Slot, Writer
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────
 
@@ -18,15 +22,15 @@ def test_the_newest_generation_stays_and_the_oldest_goes_first() -> None:
     assert len(one | two | three) == 3
     newest = granted(keeper.ask_all(3))
     assert keeper.slots(newest) == one
-    assert [a.step for a in keeper.c.complete()] == [1, 2]
+    assert [a.step for a in keeper.c.attempts.complete()] == [1, 2]
 
 
 def test_three_slots_an_image_are_made_and_no_more() -> None:
     keeper = Keeper()
     keeper.capture(0)
-    assert len(of(keeper.with_memory(keeper.c.spares()), h.Allocate)) == 4
+    assert len(of(keeper.with_memory(keeper.c.spares()), Allocate)) == 4
     for step in range(1, 10):
-        assert not of(keeper.ask_all(step), h.Allocate)
+        assert not of(keeper.ask_all(step), Allocate)
         for rank in range(2):
             keeper.seal(rank, list(keeper.c.attempts)[-1])
         assert keeper.c.spares() == []
@@ -38,11 +42,11 @@ def test_values_that_grow_over_the_next_size_of_a_slot_do_not_double_the_memory(
     capacities = set()
     for step in range(20):
         actions = keeper.ask_all(step, values=1_000_000 if step % 2 else 1_040_000)
-        capacities |= {keeper.c._capacity_bytes}
+        capacities |= {keeper.c.slots.capacity_bytes}
         keeper.seal(0, granted(actions))
         keeper.with_memory(keeper.c.spares())
         assert len(keeper.c.slots) == 3
-        assert not of(actions, h.Remove)
+        assert not of(actions, Remove)
     assert len(capacities) == 2
 
 
@@ -51,8 +55,8 @@ def test_slots_that_have_become_too_small_make_room_for_larger_ones() -> None:
     small = keeper.capture(0)
     keeper.with_memory(keeper.c.spares())
     actions = keeper.ask_all(1, values=30_000_000)
-    assert len(of(actions, h.Remove)) == 2
-    assert of(actions, h.Allocate)[0].capacity_bytes > 30_000_000
+    assert len(of(actions, Remove)) == 2
+    assert of(actions, Allocate)[0].capacity_bytes > 30_000_000
     assert keeper.slots(small) <= set(keeper.c.slots)  # the newest stays, whatever its size
 
 
@@ -77,13 +81,13 @@ def test_a_run_on_fewer_ranks_goes_on_although_two_old_generations_must_stay() -
     assert keeper.c.pin(old)
     keeper.c.adopt(0.0)
     granted(keeper.ask_all(1))
-    assert {a.id for a in keeper.c.complete()} == {old, newest}
+    assert {a.id for a in keeper.c.attempts.complete()} == {old, newest}
 
 
 def test_memory_that_cannot_be_had_is_told_with_the_reason() -> None:
     keeper = Keeper()
     keeper.has_memory = False
-    one, two = of(keeper.ask_all(5), h.Allocate)
+    one, two = of(keeper.ask_all(5), Allocate)
     actions = keeper.c.allocation_failed(one.slot, "shared memory too small")
     (aborted,) = told(actions, m.Aborted)
     assert (aborted.step, aborted.reason) == (5, "shared memory too small")
@@ -94,7 +98,7 @@ def test_memory_that_cannot_be_had_is_told_with_the_reason() -> None:
 def test_spares_that_cannot_be_had_are_not_asked_for_again() -> None:
     keeper = Keeper(1)
     keeper.capture(0)
-    for spare in of(keeper.c.spares(), h.Allocate):
+    for spare in of(keeper.c.spares(), Allocate):
         assert keeper.c.allocation_failed(spare.slot, "no") == []
     assert keeper.c.spares() == []
 
@@ -103,10 +107,10 @@ def test_a_save_takes_spares_that_are_still_being_made() -> None:
     keeper = Keeper(1)
     keeper.capture(0)
     keeper.has_memory = False
-    spare, _ = of(keeper.c.spares(), h.Allocate)
+    spare, _ = of(keeper.c.spares(), Allocate)
     actions = keeper.ask_all(1)
     assert not told(actions, m.Skip)
-    assert not of(actions, h.Allocate)
+    assert not of(actions, Allocate)
     assert granted(keeper.c.allocated(spare.slot))
 
 
@@ -120,8 +124,8 @@ def test_a_new_incarnation_ends_what_the_old_one_was_capturing() -> None:
     keeper.ask(0, 6)
     actions = keeper.begin(2, 2)
     assert [a.attempt for a in told(actions, m.Aborted)] == [begun]
-    assert [a.id for a in keeper.c.complete()] == [done]
-    assert keeper.c.pinned == done
+    assert [a.id for a in keeper.c.attempts.complete()] == [done]
+    assert keeper.c.attempts.pinned == done
     keeper.c.adopt(0.0)
     assert keeper.ask(1, 6) == []
 
@@ -152,24 +156,24 @@ def test_only_what_is_complete_can_be_restored_from() -> None:
 # ── what another keeper left ─────────────────────────────────────────────────────────────────
 
 
-def found(*images: tuple[str, int, int], world: int = 2) -> h.Coordinator:
+def found(*images: tuple[str, int, int], world: int = 2) -> Coordinator:
     """A new coordinator over slots with these images: (attempt, step, rank)."""
-    slots: list[h.Slot] = []
-    attempts: dict[str, h.Attempt] = {}
+    slots: list[Slot] = []
+    attempts: dict[str, Attempt] = {}
     for number, (name, step, rank) in enumerate(images):
-        slots.append(h.Slot(number, 2 << 20, "captured", name, rank, 4096))
-        attempt = attempts.setdefault(name, h.Attempt(name, 1, step, world, "layout"))
+        slots.append(Slot(number, 2 << 20, "captured", name, rank, 4096))
+        attempt = attempts.setdefault(name, Attempt(name, 1, step, world, "layout"))
         attempt.slots[rank] = number
-    coordinator = h.Coordinator(keeper="l", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
+    coordinator = Coordinator(keeper="l", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
     coordinator.found(slots, attempts.values())
     return coordinator
 
 
 def test_what_all_ranks_captured_is_found_and_the_newest_of_it_is_kept() -> None:
     c = found(("a", 7, 0), ("a", 7, 1), ("b", 6, 1), ("b", 6, 0), ("c", 8, 0))
-    assert [a.id for a in c.complete()] == ["b", "a"]
-    assert c.newest == "a"
-    assert [c.is_kept(c.slots[n]) for n in range(5)] == [True, True, False, False, False]
+    assert [a.id for a in c.attempts.complete()] == ["b", "a"]
+    assert c.attempts.newest == "a"
+    assert [c.slots.is_kept(c.slots[n]) for n in range(5)] == [True, True, False, False, False]
     assert c.slots[4].state == "free"
     assert not c.is_busy()
 
@@ -177,11 +181,11 @@ def test_what_all_ranks_captured_is_found_and_the_newest_of_it_is_kept() -> None
 def test_slots_made_later_do_not_take_the_place_of_those_found() -> None:
     c = found(("a", 7, 0), ("a", 7, 1))
     c.begin(2, "00000002", 1)
-    c.join(0, h.Writer(1, 1))
+    c.join(0, Writer(1, 1))
     c.adopt(0.0)
-    c.table("t", table(1))
-    ask = m.Ask(step=8, table="t", values_bytes=10, durable=False)
-    assert [a.slot for a in of(c.ask(0, ask, 0.0), h.Allocate)] == [2]
+    c.table(0, table_hash(table(1)), table(1))
+    ask = m.Ask(step=8, table=table_hash(table(1)), values_bytes=10, durable=False)
+    assert [a.slot for a in of(c.ask(0, ask, 0.0), Allocate)] == [2]
 
 
 def test_keepers_of_one_incarnation_do_not_call_two_attempts_by_one_name() -> None:

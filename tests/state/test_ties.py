@@ -59,6 +59,7 @@ def test_a_tied_parameter_is_stored_once_and_found_under_each_of_its_names(tmp_p
             "model.head.weight": "model.embed.weight", "model.same_mask": "model.mask",
             "model.other.weight": "model.one.weight", "model.other.bias": "model.one.bias",
         }  # fmt: skip
+        assert checkpoint.manifest.aliases == checkpoint.aliases
         assert torch.equal(checkpoint.read("model.head.weight"), model.embed.weight)
 
 
@@ -134,6 +135,7 @@ def test_a_tie_made_while_training_is_seen_at_the_next_save(tmp_path: Path) -> N
         assert "model.head.weight" in checkpoint.leaves
     with holdfast.open(tmp_path, step=1) as checkpoint:
         assert "model.head.weight" in checkpoint.aliases
+        assert checkpoint.manifest.aliases == checkpoint.aliases
 
 
 def test_a_tensor_named_like_another_tensors_second_name_is_refused(tmp_path: Path) -> None:

@@ -1,27 +1,46 @@
 """The ``holdfast`` command: one file per command, none of which loads torch until it must.
 
 A HoldfastError becomes one line on stderr and its exit code, never a traceback; with
-``--json`` it is also an object on stdout. Everything else that escapes is a bug and shows
-where.
+``--json`` it is also an object on stdout. Everything else that escapes is a bug: it shows where,
+and has an exit code of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
-from holdfast.cli import demo, ls, report, show, verify
-from holdfast.cli.output import print_json
+from holdfast.cli.command import print_json
 from holdfast.errors import HoldfastError
 
-COMMANDS = (ls, show, verify, report, demo)
+#: In the order of the help. Each is a module here that says ``add_to``; of those, only the one
+#: that is called is loaded.
+COMMANDS = (
+    "ls",
+    "show",
+    "diff",
+    "dump",
+    "verify",
+    "pin",
+    "prune",
+    "doctor",
+    "report",
+    "demo",
+    "completion",
+)
+
+#: What a program exits with that broke down (sysexits.h); a 1 would read as "they differ".
+BUG = 70
 
 EXIT_CODES = """\
 exit codes:
-   0  done, and nothing is wrong
-   1  an error of no other kind
+   0  done, and nothing is wrong; diff: identical
+   1  diff: they differ; demo: a promise was not kept; else an error of no other kind
    2  the call cannot mean anything (UsageError, StateMismatch)
    3  the checkpoint, step or leaf is not there (NotFound)
    4  bytes are not what they must be (FormatError, ChecksumMismatch; verify: faults)
@@ -31,14 +50,16 @@ exit codes:
    8  shared memory is missing or not ours (ArenaError)
    9  the keeper cannot be started or reached (KeeperError)
   10  a wait ended (DeadlineExceeded)
+  11  doctor: something is bad
+  70  a fault in holdfast itself; the trace says where
  130  interrupted
  141  whoever read the output went away
 Take any other code for a failure too.
 """
 
 
-def parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The command line, with the commands ``names``."""
     root = argparse.ArgumentParser(
         prog="holdfast",
         description="Look at, check and try out checkpoints of training runs.",
@@ -47,16 +68,24 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="store_true", help="print the version and stop")
     commands = root.add_subparsers(dest="command", metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    for name in names:
+        importlib.import_module(f"holdfast.cli.{name}").add_to(commands)
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    whole = parser()
+    words = sys.argv[1:] if argv is None else list(argv)
+    _never_fail_to_print()
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is not None and name not in COMMANDS:
+        return _say_unknown(name)
+    whole = parser(COMMANDS if name is None else (name,))
     try:
-        args = whole.parse_args(argv)
+        args, unknown = whole.parse_known_args(words)
+        if unknown:
+            command = getattr(args, "parser", whole)
+            command.error(_unknown_text(command, unknown))
     except SystemExit as stop:  # argparse has said what it has to say
         return int(stop.code or 0)
     if args.version:
@@ -65,6 +94,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole.print_help(sys.stderr)
         return 2
     return _run(args)
+
+
+def _never_fail_to_print() -> None:
+    """A name that the terminal has no letters for is no reason to break off."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)  # a caller may have put another there
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
+def _say_unknown(name: str) -> int:
+    hint = _near(name, COMMANDS) or "`holdfast --help` lists the commands"
+    print(f"usage: holdfast COMMAND ...\nholdfast: no command {name!r}: {hint}", file=sys.stderr)
+    return 2
+
+
+def _unknown_text(command: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """What to say of arguments that ``command`` has no use for."""
+    options = [text for action in command._actions for text in action.option_strings]
+    hints = [_near(word.partition("=")[0], options) for word in words if word.startswith("--")]
+    said = f"{' '.join(words)}: not an option or argument of this command"
+    return "; ".join([said, *filter(None, hints)])
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {found[0]}?" if found else ""
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -81,6 +137,10 @@ def _run(args: argparse.Namespace) -> int:
         # Python would complain again when it flushes stdout at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except Exception:
+        traceback.print_exc()
+        print("holdfast: this is a fault in holdfast; please report it", file=sys.stderr)
+        return BUG
 
 
 def _say(error: HoldfastError, *, as_json: bool) -> int:

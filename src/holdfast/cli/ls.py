@@ -5,16 +5,25 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from rich.markup import escape
+
 from holdfast.cli.checkpoints import Opened, open_root
 from holdfast.cli.output import Commands, add_command, plain_table, print_json, stdout
 from holdfast.observe.units import NOTHING, moment_text, size_text
+from holdfast.persist.pins import read_pins
 
-COLUMNS = ("checkpoint", "when", "world", "images", "size", "state")
+COLUMNS = ("checkpoint", "when", "world", "images", "size", "state", "pin")
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     """Declare the command."""
-    command = add_command(commands, "ls", "list the checkpoints of a run", "holdfast ls runs/gpt")
+    command = add_command(
+        commands,
+        "ls",
+        "list the checkpoints of a run",
+        "holdfast ls runs/gpt",
+        "holdfast ls runs/gpt --json | jq -r '.checkpoints[] | select(.pinned) | .checkpoint'",
+    )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
     command.set_defaults(run=run)
 
@@ -29,12 +38,14 @@ def run(args: argparse.Namespace) -> int:
     table = plain_table(*COLUMNS, right=("world", "images", "size"))
     for row in rows:
         table.add_row(*_cells(row))
-    stdout().print(table if rows else f"no checkpoints in {args.root} yet", soft_wrap=not rows)
+    none = f"no checkpoints in {escape(args.root)} yet"
+    stdout().print(table if rows else none, soft_wrap=not rows)
     return 0
 
 
 def records(opened: Opened) -> list[dict[str, Any]]:
     """Readable checkpoints in the order of their generations, then broken ones."""
+    pins = read_pins(opened.store)
     readable = [
         {
             "checkpoint": str(manifest.generation),
@@ -45,6 +56,8 @@ def records(opened: Opened) -> list[dict[str, Any]]:
             "images": len(manifest.images),
             "size_bytes": manifest.size_bytes,
             "state": opened.state_of(manifest.generation),
+            "pinned": (one := pins.get(manifest.generation)) is not None,
+            "note": "" if one is None else one.note,
         }
         for manifest in opened.catalogue.manifests
     ]
@@ -57,7 +70,7 @@ def records(opened: Opened) -> list[dict[str, Any]]:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["state"] == "broken":
-        return (row["checkpoint"], *[NOTHING] * 4, f"broken: {row['reason']}")
+        return (row["checkpoint"], *[NOTHING] * 4, escape(f"broken: {row['reason']}"), NOTHING)
     return (
         row["checkpoint"],
         moment_text(row["created_s"]),
@@ -65,4 +78,5 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         str(row["images"]),
         size_text(row["size_bytes"]),
         row["state"],
+        escape(row["note"] or "pinned") if row["pinned"] else NOTHING,
     )

@@ -1,39 +1,34 @@
-"""How commands speak: JSON or tables on stdout, progress on stderr when a person watches."""
+"""How commands speak: tables on stdout, progress on stderr when a person watches.
+
+What needs no tables stands in ``command`` and is handed on here.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from holdfast.cli.command import Commands, add_command, in_json, print_json
+
+__all__ = [
+    "Commands",
+    "SlowProgress",
+    "add_command",
+    "in_json",
+    "plain_table",
+    "print_json",
+    "stdout",
+]
+
 #: Work shorter than this shows no progress bar.
 QUIET_S = 1.0
 #: Width of tables that go to a file or a pipe: nobody wants paths folded there.
 PIPE_WIDTH = 200
-
-Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers gives
-
-
-def add_command(
-    commands: Commands[argparse.ArgumentParser], name: str, summary: str, example: str
-) -> argparse.ArgumentParser:
-    """A sub-command with ``--json`` and an example at the end of its help."""
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=f"example:\n  {example}\n\n`holdfast --help` lists the exit codes.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON object instead")
-    return command
 
 
 class _Console(Console):
@@ -46,11 +41,6 @@ def stdout() -> Console:
     """Where tables go. Looked up at every call: tests and callers redirect sys.stdout."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
     return _Console(file=sys.stdout, highlight=False, width=width)
-
-
-def print_json(document: dict[str, Any]) -> None:
-    """One JSON document; what JSON has no form for appears as text."""
-    print(json.dumps(document, indent=2, default=str))
 
 
 def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:

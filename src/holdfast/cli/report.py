@@ -16,6 +16,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "report",
         "show what each save cost, and what was restored, from a run's events",
+        "holdfast report runs/gpt",
         "holdfast report runs/gpt --last 50",
     )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from typing import Any
 
+from rich.console import Console
 from rich.markup import escape
 
-from holdfast.cli.checkpoints import STEP_HELP, Opened, choose, open_root
+from holdfast.cli import tree
+from holdfast.cli.boxes import box_text
+from holdfast.cli.checkpoints import (
+    STEP_HELP,
+    Chosen,
+    Opened,
+    open_checkpoint,
+    open_root,
+    unknown,
+)
+from holdfast.cli.drawing import ASCII, BOX, LEGEND, draw
 from holdfast.cli.output import Commands, add_command, plain_table, print_json, stdout
-from holdfast.errors import NotFound
-from holdfast.format import values as codec
-from holdfast.format.image import volume
-from holdfast.format.manifest import Manifest
+from holdfast.cli.picture import MAX_NAMED, boxes_of, cuts_of, cuts_texts, grid_of, spread_texts
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.layout import Layout, LeafSpec
-from holdfast.load.source import from_manifest
+from holdfast.geometry.layout import Layout
 from holdfast.observe.units import count_text, moment_text, size_text
 
 #: Longer values are cut in the table; ``--json`` has them whole.
 VALUE_WIDTH = 100
+#: Pictures are not drawn wider, however wide a pipe is.
+PICTURE_WIDTH = 100
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -30,29 +37,37 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         commands,
         "show",
         "show a checkpoint's leaves and values, or where each box of one leaf lies",
-        "holdfast show runs/gpt model.layers.0.wq --step 1200",
+        "holdfast show runs/gpt --step 1200",
+        "holdfast show runs/gpt model.layers.0.wq",
+        "holdfast show runs/gpt --json | jq '.leaves[].name'",
     )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
-    command.add_argument("leaf", metavar="LEAF", nargs="?", help="show who holds its boxes")
-    command.add_argument("--step", metavar="N", help=STEP_HELP + "; the newest without it")
+    command.add_argument("leaf", metavar="LEAF", nargs="?", help="draw who holds and stores it")
+    command.add_argument("--step", metavar="STEP", help=STEP_HELP + "; the newest without it")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the summary and the leaves, or one leaf; 3 when there is no such step or leaf."""
     opened = open_root(args.root)
-    manifest = choose(opened, args.step)
-    layout = from_manifest(opened.store, manifest).layout
-    if args.leaf is not None:
-        record = _leaf_record(layout, args.leaf)
-        print_json(record) if args.json else _print_leaf(record)
-    else:
-        record = _record(opened, manifest, layout)
+    chosen = open_checkpoint(opened, args.step)
+    if args.leaf is None:
+        record = _record(opened, chosen)
         print_json(record) if args.json else _print(record)
+        return 0
+    if args.leaf not in chosen.leaves:
+        raise unknown("leaf", args.leaf, list(chosen.leaves), args.root)
+    number = chosen.leaves[args.leaf]
+    record = _leaf_record(chosen, args.leaf, number)
+    if args.json:
+        print_json(record)
+    else:
+        _print_leaf(record, chosen.checkpoint.layout, number)
     return 0
 
 
-def _record(opened: Opened, manifest: Manifest, layout: Layout) -> dict[str, Any]:
+def _record(opened: Opened, chosen: Chosen) -> dict[str, Any]:
+    manifest, layout = chosen.manifest, chosen.checkpoint.layout
     return {
         "checkpoint": str(manifest.generation),
         "incarnation": manifest.incarnation,
@@ -65,36 +80,32 @@ def _record(opened: Opened, manifest: Manifest, layout: Layout) -> dict[str, Any
         "layout": manifest.layout,
         "images": len(manifest.images),
         "size_bytes": manifest.size_bytes,
-        "leaves": [_facts(leaf) for leaf in layout.leaves],
-        "values": {name: codec.decode(value) for name, value in manifest.values.items()},
+        "leaves": [_facts(layout, name, chosen.leaves[name]) for name in sorted(chosen.leaves)],
+        "values": chosen.values,
     }
 
 
-def _facts(leaf: LeafSpec) -> dict[str, Any]:
-    size_bytes = volume(leaf.shape) * ITEMSIZE[leaf.dtype]
-    return {
-        "name": leaf.name,
+def _facts(layout: Layout, name: str, number: int) -> dict[str, Any]:
+    leaf = layout.leaves[number]
+    facts = {
+        "name": name,
         "dtype": leaf.dtype,
         "shape": list(leaf.shape),
-        "size_bytes": size_bytes,
+        "size_bytes": leaf.size_bytes,
     }
+    return facts if name == leaf.name else facts | {"stored_as": leaf.name}
 
 
-def _leaf_record(layout: Layout, name: str) -> dict[str, Any]:
-    names = [leaf.name for leaf in layout.leaves]
-    if name not in names:
-        close = ", ".join(difflib.get_close_matches(name, names, n=3))
-        hint = f"did you mean {close}?" if close else "`holdfast show ROOT` lists them"
-        raise NotFound(f"no leaf {name}: {hint}", leaf=name)
-    index = names.index(name)
+def _leaf_record(chosen: Chosen, name: str, number: int) -> dict[str, Any]:
+    layout = chosen.checkpoint.layout
+    held, stored = boxes_of(layout, number)
+    leaf = layout.leaves[number]
     return {
-        **_facts(layout.leaves[index]),
-        "stored": [{"rank": rank, **_box(box)} for rank, box in layout.owners(index)],
-        "held": [
-            {"rank": rank, **_box(box)}
-            for rank in range(layout.world)
-            for box, _ in layout.held(index, rank)
-        ],
+        **_facts(layout, name, number),
+        "spread": spread_texts(leaf),
+        "cuts": [list(cuts) for cuts in cuts_of(leaf.shape, (box for _, box in held + stored))],
+        "stored": [{"rank": rank, **_box(box)} for rank, box in stored],
+        "held": [{"rank": rank, **_box(box)} for rank, box in held],
     }
 
 
@@ -115,37 +126,59 @@ def _print(record: dict[str, Any]) -> None:
     table = plain_table("leaf", "dtype", "shape", "size", right=("shape", "size"))
     for leaf in record["leaves"]:
         shape = " x ".join(map(str, leaf["shape"])) or "scalar"
-        table.add_row(escape(leaf["name"]), leaf["dtype"], shape, size_text(leaf["size_bytes"]))
+        size = size_text(leaf["size_bytes"])
+        if "stored_as" in leaf:
+            size = f"as {leaf['stored_as']}"
+        table.add_row(escape(leaf["name"]), leaf["dtype"], shape, escape(size))
     console.print(table)
     if record["values"]:
         values = plain_table("value", "is")
         for name, value in record["values"].items():
-            values.add_row(escape(name), escape(_short(value)))
+            values.add_row(escape(name), escape(tree.text(value, VALUE_WIDTH)))
         console.print(values)
 
 
-def _print_leaf(record: dict[str, Any]) -> None:
+def _print_leaf(record: dict[str, Any], layout: Layout, number: int) -> None:
     console = stdout()
     shape = " x ".join(map(str, record["shape"])) or "scalar"
     size = size_text(record["size_bytes"])
     name = escape(record["name"])
     console.print(f"[bold]{name}[/] {record['dtype']} {shape}, {size}", soft_wrap=True)
+    if "stored_as" in record:
+        console.print(f"  tied to {escape(record['stored_as'])}, stored once", soft_wrap=True)
+    for text in record["spread"]:
+        console.print(f"  {text}", soft_wrap=True)
+    console.print()
+    _print_picture(console, layout, number)
+    console.print()
     table = plain_table("rank", "holds", "stores", right=("rank",))
-    for rank in sorted({part["rank"] for part in record["held"] + record["stored"]}):
-        table.add_row(str(rank), _parts(record["held"], rank), _parts(record["stored"], rank))
+    held, stored = _by_rank(record["held"]), _by_rank(record["stored"])
+    for rank in sorted(held.keys() | stored.keys()):
+        table.add_row(str(rank), held.get(rank, "-"), stored.get(rank, "-"))
     console.print(table)
 
 
-def _parts(parts: list[dict[str, Any]], rank: int) -> str:
-    """The boxes of one rank as Python would index them."""
-    return escape(", ".join(_ranges(part) for part in parts if part["rank"] == rank) or "-")
+def _print_picture(console: Console, layout: Layout, number: int) -> None:
+    if not layout.leaves[number].size_bytes:
+        console.print("it has no elements")
+        return
+    grid = grid_of(layout, number)
+    if grid is None:
+        for text in cuts_texts(layout, number):
+            console.print(text, soft_wrap=True)
+        return
+    lines = ASCII if console.options.ascii_only else BOX
+    for line in draw(grid, min(console.width, PICTURE_WIDTH), lines):
+        console.print(line, soft_wrap=True)
+    counted = [cell for cell in grid.cells.values() if len(cell.held) > MAX_NAMED]
+    more = "; +7: seven more hold it" if counted else ""
+    console.print(LEGEND + more, style="dim", soft_wrap=True)
 
 
-def _ranges(part: dict[str, Any]) -> str:
-    pairs = zip(part["start"], part["stop"], strict=True)
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in pairs) + "]"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= VALUE_WIDTH else text[: VALUE_WIDTH - 3] + "..."
+def _by_rank(parts: list[dict[str, Any]]) -> dict[int, str]:
+    """The boxes of each rank as Python would index them."""
+    found: dict[int, list[str]] = {}
+    for part in parts:
+        box = Box(tuple(part["start"]), tuple(part["stop"]))
+        found.setdefault(part["rank"], []).append(box_text(box))
+    return {rank: escape(", ".join(texts)) for rank, texts in found.items()}

@@ -22,9 +22,10 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "verify",
         "check that checkpoints are whole: images, checksums, every element exactly once",
         "holdfast verify runs/gpt --deep",
+        "holdfast verify runs/gpt --step 1200",
     )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
-    command.add_argument("--step", metavar="N", help=STEP_HELP + "; without it, all are checked")
+    command.add_argument("--step", metavar="STEP", help=STEP_HELP + "; without it, all are checked")
     command.add_argument(
         "--deep", action="store_true", help="read every block, not only headers and block tables"
     )

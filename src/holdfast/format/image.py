@@ -19,24 +19,26 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from holdfast.errors import FormatError, NewerFormat, UsageError
 from holdfast.format.checksum import Buffer, block_count
+from holdfast.format.features import unknown_features
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.dtypes import ITEMSIZE, STORED_AS_BYTES
+from holdfast.geometry.leaves import MAX_DIMS
+from holdfast.geometry.unique import unique
 
 PAGE_BYTES = 4096
 FORMAT_VERSION = "1"
 VALUES, PAD, TABLE = "__holdfast_values__", "__holdfast_pad__", "__holdfast_blocks__"
 RESERVED, METADATA = "__holdfast_", "__metadata__"
 MAX_HEADER_BYTES = 100_000_000
+#: Values are read as one; what is larger belongs into tensors.
+MAX_VALUES_BYTES = 1 << 30
 #: Room in every header for the metadata, so that a longer step number never moves the data.
 METADATA_ROOM_BYTES = 1024
-#: dtypes the safetensors format has no name for; their true name stands in the layout.
-STORED_AS_BYTES = frozenset({"C128"})
 
 
 def round_up(value: int, unit: int) -> int:
@@ -75,6 +77,13 @@ class Entry:
         return self.offset + self.size_bytes
 
 
+def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape that an image gives a piece: bytes for what safetensors cannot name."""
+    if dtype in STORED_AS_BYTES:
+        return "U8", (volume(shape) * ITEMSIZE[dtype],)
+    return dtype, shape
+
+
 def _entry_text(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> str:
     key, sizes = msgspec.json.encode(name).decode(), ",".join(map(str, shape))
     return f'{key}:{{"dtype":"{dtype}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
@@ -109,10 +118,7 @@ def plan_image(items: Iterable[tuple[str, str, tuple[int, ...]]]) -> ImagePlan:
     for name, dtype, shape in ordered:
         size = volume(shape) * ITEMSIZE[dtype]
         entries.append(Entry(name, dtype, shape, offset, size))
-        as_bytes = dtype in STORED_AS_BYTES
-        stored_shape = (size,) if as_bytes else shape
-        stored_dtype = "U8" if as_bytes else dtype
-        texts.append(_entry_text(name, stored_dtype, stored_shape, offset, offset + size))
+        texts.append(_entry_text(name, *stored_form(dtype, shape), offset, offset + size))
         offset += size
     header_text = "".join("," + text for text in texts)
     room = 8 + len(header_text.encode()) + METADATA_ROOM_BYTES
@@ -152,6 +158,11 @@ def _table_entries(table_offset: int) -> int:
 
 def fill_in(plan: ImagePlan, metadata: Mapping[str, str], values_bytes: int) -> Image:
     """The image of ``plan`` for one generation and values of this many bytes."""
+    if values_bytes > MAX_VALUES_BYTES:
+        raise UsageError(
+            f"the plain values of the state take {values_bytes} bytes as JSON, more than "
+            f"{MAX_VALUES_BYTES}: keep large arrays as tensors"
+        )
     values_stop = plan.tensor_bytes + values_bytes
     table_offset = round_up(values_stop, PAGE_BYTES)
     entries = _table_entries(table_offset)
@@ -190,6 +201,13 @@ class Header:
         """Number of blocks the table speaks of."""
         return block_count(self.table.offset)
 
+    def piece(self, name: str, dtype: str, shape: tuple[int, ...]) -> Entry | None:
+        """The entry of this piece; None when it is not there, or has another dtype or shape."""
+        entry = self.entries.get(name)
+        if entry is None or (entry.dtype, entry.shape) != stored_form(dtype, shape):
+            return None
+        return entry
+
 
 class _RawEntry(msgspec.Struct):
     dtype: str
@@ -221,17 +239,37 @@ def parse_header(raw: Buffer, where: str, file_bytes: int) -> Header:
     data_start = len(view)
     document = _decode(view[8:], where)
     metadata = _metadata(document, where)
+    if data_start % PAGE_BYTES:
+        raise FormatError(f"{where}: its data begin at byte {data_start}, not on a page")
     entries = _entries(document, where, file_bytes - data_start)
-    for name in (VALUES, TABLE):
-        if name not in entries:
-            raise FormatError(f"{where} has no {name!r}: it is not a Holdfast image")
-    table, values = entries.pop(TABLE), entries.pop(VALUES)
-    entries.pop(PAD, None)
-    if table.dtype != "U64" or table.stop != file_bytes - data_start:
-        raise FormatError(f"{where}: the block table is not the last tensor, or is not U64")
-    if table.size_bytes < 8 * block_count(table.offset):
-        raise FormatError(f"{where}: the block table is shorter than its data needs")
+    values, table = _take_own(entries, where, file_bytes - data_start)
     return Header(metadata, entries, data_start, values, table, file_bytes)
+
+
+def _take_own(entries: dict[str, Entry], where: str, data_bytes: int) -> tuple[Entry, Entry]:
+    """Take values, padding and table out of ``entries``: (values, table), where they must be."""
+    own = {name: entries.pop(name) for name in [*entries] if name.startswith(RESERVED)}
+    for name in (VALUES, PAD, TABLE):
+        if name not in own:
+            raise FormatError(f"{where} has no {name!r}: it is not a Holdfast image")
+    values, pad, table = own.pop(VALUES), own.pop(PAD), own.pop(TABLE)
+    if own:
+        raise FormatError(f"{where} has {min(own)!r}, a name of the format's own that it has not")
+    for entry, dtype in ((values, "U8"), (pad, "U8"), (table, "U64")):
+        if (entry.dtype, len(entry.shape)) != (dtype, 1):
+            raise FormatError(f"{where}: {entry.name!r} is not a row of {dtype}")
+    if values.size_bytes > MAX_VALUES_BYTES:
+        raise FormatError(
+            f"{where}: its values claim {values.size_bytes} bytes, more than any have"
+        )
+    if (values.stop, pad.stop, table.stop) != (pad.offset, table.offset, data_bytes):
+        raise FormatError(f"{where}: values, padding and block table are not its end, in order")
+    if table.offset != round_up(values.stop, PAGE_BYTES):
+        raise FormatError(f"{where}: its block table is not on the page behind its values")
+    if table.shape != (_table_entries(table.offset),):
+        raise FormatError(f"{where}: its block table has {table.shape[0]} entries, which is not "
+                          f"what {table.offset} bytes need")  # fmt: skip
+    return values, table
 
 
 def _decode(raw: memoryview, where: str) -> dict[str, msgspec.Raw]:
@@ -251,30 +289,37 @@ def _refuse_twice(raw: bytes, entries: int) -> None:
     """
     counts = [raw.count(key) for key in (b'"dtype"', b'"shape"', b'"data_offsets"')]
     if counts != [entries] * 3 or raw.count(b'"__metadata__"') != 1 or b"\\u" in raw:
-        json.loads(raw.decode(), object_pairs_hook=_unique)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    for name, count in Counter(name for name, _ in pairs).items():
-        if count > 1:
-            raise ValueError(f"{name!r} is there twice")
-    return dict(pairs)
+        json.loads(raw.decode(), object_pairs_hook=unique)
 
 
 def _metadata(document: dict[str, msgspec.Raw], where: str) -> dict[str, str]:
     try:
         raw = bytes(document.pop(METADATA, b"{}"))
-        metadata = msgspec.convert(json.loads(raw, object_pairs_hook=_unique), dict[str, str])
+        metadata = msgspec.convert(json.loads(raw, object_pairs_hook=unique), dict[str, str])
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the header's metadata are not strings: {error}") from None
     version = metadata.get("holdfast")
     if version is None:
         raise FormatError(f"{where} is a safetensors file, but not a Holdfast image")
-    if version != FORMAT_VERSION:
+    unknown = unknown_features(metadata.get("requires", "").split())
+    if version != FORMAT_VERSION or unknown:
+        features = f" with the features {unknown}" if unknown else ""
         raise NewerFormat(
-            f"{where}: image format {version}, this Holdfast reads {FORMAT_VERSION}; upgrade it"
+            f"{where}: image format {version}{features}, this Holdfast reads {FORMAT_VERSION}; "
+            "upgrade it"
         )
     return metadata
+
+
+def _refuse_form(entry: _RawEntry, where: str) -> None:
+    """FormatError for an element type, shape or place that no tensor of an image has."""
+    if entry.dtype not in ITEMSIZE or entry.dtype in STORED_AS_BYTES:
+        raise FormatError(f"{where}: safetensors knows no dtype {entry.dtype!r:.50}")
+    # The number of dimensions first: multiplying millions of them would take for ever.
+    if len(entry.shape) > MAX_DIMS or any(size < 0 for size in entry.shape):
+        raise FormatError(f"{where}: no tensor has the shape {entry.shape!r:.50}")
+    if entry.data_offsets[0] % ITEMSIZE[entry.dtype]:
+        raise FormatError(f"{where}: {entry.dtype} at byte {entry.data_offsets[0]} is not aligned")
 
 
 def _entries(document: dict[str, msgspec.Raw], where: str, data_bytes: int) -> dict[str, Entry]:
@@ -285,8 +330,7 @@ def _entries(document: dict[str, msgspec.Raw], where: str, data_bytes: int) -> d
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{where}: entry {name!r}: {error}") from None
         start, stop = entry.data_offsets
-        if entry.dtype not in ITEMSIZE or any(size < 0 for size in entry.shape):
-            raise FormatError(f"{where}: entry {name!r}: dtype or shape is not possible")
+        _refuse_form(entry, f"{where}: entry {name!r}")
         size = volume(entry.shape) * ITEMSIZE[entry.dtype]
         if stop - start != size:
             raise FormatError(

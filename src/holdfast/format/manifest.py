@@ -1,22 +1,33 @@
-"""The documents of a checkpoint: manifest, incarnation, root. JSON, each with its own checksum.
+"""The documents of a checkpoint: manifest, incarnation, root, pin; each with its own checksum.
 
-A document is ``{"checksum": "<xxh3-64 of the body's bytes>", "body": {...}}``. Fields this
-version does not know are ignored unless the document requires them as features; then it
-is refused. See docs/format/v1.md.
+A document is JSON, ``{"checksum":"<xxh3-64 of the body's bytes>","body":{...}}`` and a line feed,
+without spaces, so that any tool finds the body's bytes. Fields this version does not know are
+ignored unless the document requires them as features; then it is refused. What is sealed here can
+be read here: both sides check the same rules. See docs/format/v1.md.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat
 from holdfast.format.checksum import Buffer, checksum, text
+from holdfast.format.features import unknown_features
+from holdfast.geometry.placements import MAX_RANKS
+from holdfast.geometry.unique import refuse_twice
 
 FORMAT_VERSION = 1
-KNOWN_FEATURES: frozenset[str] = frozenset()
 MAX_DOCUMENT_BYTES = 64 << 20
+#: Larger numbers are not exact in every reader of JSON.
+MAX_NUMBER = (1 << 53) - 1
+MAX_IMAGE_BYTES = (1 << 63) - 1
+#: What the files below ``steps/`` are called; see ``holdfast.catalogue``.
+_ATTEMPT = r"[0-9A-Za-z_-]{1,128}"
+_FRAME = re.compile(rb'\{"checksum":"([0-9a-f]{16})","body":(\{.*\})\}\n', re.DOTALL)
 
 
 class Generation(NamedTuple):
@@ -44,6 +55,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     format_version: int = FORMAT_VERSION
     requires: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     run_id: str
     incarnation: int
     step: int
@@ -53,6 +65,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     images: tuple[ImageRef, ...]
     values: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
     created_s: float = 0.0
 
     @property
@@ -70,6 +83,8 @@ class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
     """One start of the training processes, and the generation it went on from."""
 
     format_version: int = FORMAT_VERSION
+    requires: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     run_id: str
     n: int
     nonce: str
@@ -83,58 +98,145 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
 
     format_version: int = FORMAT_VERSION
     requires: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     run_id: str
     created_s: float = 0.0
 
 
-class _Sealed(msgspec.Struct):
-    checksum: str
-    body: msgspec.Raw
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """A person's word that a checkpoint stays; see ``holdfast.persist.pins``.
+
+    ``manifest`` is the pinned manifest, byte for byte: whoever was killed while taking it
+    away can be made up for.
+    """
+
+    format_version: int = FORMAT_VERSION
+    requires: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    run_id: str
+    incarnation: int
+    step: int
+    manifest: str
+    note: str = ""
+    created_s: float = 0.0
+
+    @property
+    def generation(self) -> Generation:
+        """(incarnation, step)."""
+        return Generation(self.incarnation, self.step)
 
 
-Document = Manifest | Incarnation | Root
-D = TypeVar("D", Manifest, Incarnation, Root)
+Document = Manifest | Incarnation | Root | Pin
+D = TypeVar("D", Manifest, Incarnation, Root, Pin)
 
 
 def seal(document: Document) -> bytes:
-    """The bytes of ``document``, its checksum in front."""
+    """The bytes of ``document``, its checksum in front; FormatError when nobody could read it."""
     body = msgspec.json.encode(document)
+    _refuse_faults(document, "this document")
     return b'{"checksum":"' + text(checksum(body)).encode() + b'","body":' + body + b"}\n"
 
 
 def unseal(kind: type[D], data: Buffer, where: str) -> D:
     """Read a document back; FormatError, ChecksumMismatch or NewerFormat name ``where``."""
+    body = _checked_body(data, where)
+    _refuse_newer(body, where)
+    try:
+        document = msgspec.json.decode(body, type=kind)
+        refuse_twice(body, document)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where} is not a valid {kind.__name__.lower()}: {error}") from None
+    _refuse_faults(document, where)
+    return document
+
+
+def _checked_body(data: Buffer, where: str) -> memoryview:
+    """The body's bytes, which have the checksum in front of them."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise FormatError(f"{where} has {len(data)} bytes, more than any document of ours")
-    try:
-        sealed = msgspec.json.decode(data, type=_Sealed)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where} is not a Holdfast document: {error}") from None
-    found = text(checksum(bytes(sealed.body)))
-    if found != sealed.checksum:
+    framed = _FRAME.fullmatch(data)
+    if framed is None:
+        raise FormatError(f"{where} is not a Holdfast document: it is cut short, or another file")
+    stored, body = framed[1].decode(), memoryview(data)[framed.start(2) : framed.end(2)]
+    found = text(checksum(body))
+    if found != stored:
         raise ChecksumMismatch(
-            f"{where}: stored checksum {sealed.checksum}, read {found}; "
+            f"{where}: stored checksum {stored}, read {found}; "
             "its bytes changed after they were written",
             path=where,
         )
-    _refuse_newer(sealed.body, where)
-    try:
-        return msgspec.json.decode(sealed.body, type=kind)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where} is not a valid {kind.__name__.lower()}: {error}") from None
+    return body
+
+
+def _refuse_faults(document: Document, where: str) -> None:
+    kind = type(document).__name__.lower()
+    for fault in _faults(document):
+        raise FormatError(f"{where} is not a valid {kind}: {fault}")
+
+
+def _faults(document: Document) -> Iterator[str]:
+    """What no document may say, although each field has its type."""
+    if document.format_version < 1:
+        yield f"its format version is {document.format_version}; there is none before 1"
+    if isinstance(document, Manifest | Pin):
+        yield from _number_faults(incarnation=document.incarnation, step=document.step)
+    if isinstance(document, Incarnation):
+        yield from _number_faults(n=document.n)
+        yield from _parent_faults(document.parent, document.n)
+        if not 1 <= document.world <= MAX_RANKS:
+            yield f"it is of {document.world} ranks"
+    if isinstance(document, Manifest):
+        yield from _parent_faults(document.parent, document.incarnation)
+        if not re.fullmatch(r"[0-9a-f]{32}", document.layout):
+            yield f"its layout {document.layout!r:.50} is not 32 hexadecimal digits"
+        yield from _image_faults(document)
+
+
+def _number_faults(**numbers: int) -> Iterator[str]:
+    for name, value in numbers.items():
+        if not 0 <= value <= MAX_NUMBER:
+            yield f"its {name} {value} is outside of 0 to {MAX_NUMBER}"
+
+
+def _parent_faults(parent: tuple[int, int] | None, incarnation: int) -> Iterator[str]:
+    if parent is not None:
+        yield from _number_faults(**{"parent's incarnation": parent[0], "parent's step": parent[1]})
+        if parent[0] >= incarnation:
+            yield f"its parent's incarnation {parent[0]} is not before its own, {incarnation}"
+
+
+def _image_faults(manifest: Manifest) -> Iterator[str]:
+    """One image of every rank, each in the one directory of this attempt, and nowhere else."""
+    ranks = sorted(image.rank for image in manifest.images)
+    # The number first: a world of a million is claimed in a few bytes.
+    if not 1 <= manifest.world == len(ranks) <= MAX_RANKS or ranks != list(range(len(ranks))):
+        yield f"it names images of ranks {ranks!s:.50}, and is of {manifest.world} ranks"
+    directories = {image.path.rpartition("/")[0] for image in manifest.images}
+    expected = rf"steps/{manifest.incarnation}-{manifest.step}-{_ATTEMPT}"
+    for directory in directories:
+        if len(directories) > 1 or not re.fullmatch(expected, directory):
+            yield f"its images lie in {sorted(directories)!r:.200}, not in one {expected}"
+    for image in manifest.images:
+        if image.path.rpartition("/")[2] != f"live-{image.rank:05d}.safetensors":
+            yield f"the image of rank {image.rank} is said to be {image.path!r:.200}"
+        if not 0 < image.size_bytes <= MAX_IMAGE_BYTES:
+            yield f"image {image.path} is said to have {image.size_bytes} bytes"
+        for value in (image.header_xxh3, image.table_xxh3):
+            if not re.fullmatch(r"[0-9a-f]{16}", value):
+                yield f"{value!r:.50} is no checksum of image {image.path}"
 
 
 class _Claims(msgspec.Struct):
-    format_version: int = 0
+    format_version: int
     requires: tuple[str, ...] = ()
 
 
-def _refuse_newer(body: msgspec.Raw, where: str) -> None:
+def _refuse_newer(body: memoryview, where: str) -> None:
     try:
         claims = msgspec.json.decode(body, type=_Claims)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} has no readable format version: {error}") from None
-    unknown = sorted(set(claims.requires) - KNOWN_FEATURES)
+    unknown = unknown_features(claims.requires)
     if claims.format_version > FORMAT_VERSION or unknown:
         features = f", features {unknown}" if unknown else ""
         raise NewerFormat(

@@ -42,6 +42,7 @@ from holdfast.format.foreign import (
     torch_dtype,
     whole,
 )
+from holdfast.geometry.unique import refuse_twice
 
 #: Containers in containers: what is written must be readable on any stack (and a list that
 #: contains itself has no end).
@@ -259,6 +260,8 @@ def to_bytes(document: Any) -> bytes:
 def from_bytes(data: Buffer, where: str) -> Any:
     """The encoded value in JSON text; FormatError names ``where``."""
     try:
-        return msgspec.json.decode(data)
+        document = msgspec.json.decode(data)
+        refuse_twice(data, document)
+        return document
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the stored values are not JSON: {error}") from None

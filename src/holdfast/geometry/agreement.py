@@ -51,6 +51,7 @@ def _mismatch(faults: list[tuple[str, str]]) -> StateMismatch:
     what = "1 leaf" if len(names) == 1 else f"{len(names)} leaves"
     return StateMismatch(
         f"the states of the ranks do not fit each other in {what}:\n" + "\n".join(lines),
+        problems=[f"{name}: {text}" for name, text in faults],
         leaves=tuple(names),
         differences=tuple(faults),
     )

@@ -14,6 +14,7 @@ and checked, and wrong bytes are FormatErrors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -23,10 +24,14 @@ import xxhash
 from holdfast.errors import FormatError, NewerFormat, UsageError
 from holdfast.geometry.leaves import LeafEntry, LeafSpec
 from holdfast.geometry.placements import Instance, Mesh, Placement
+from holdfast.geometry.unique import refuse_twice
 
 VERSION = 1
 MAX_BYTES = 256 << 20
 MAX_LEAVES = 1 << 20
+#: How the name of a part ends in an image. No leaf's does: or one could be taken for a part of
+#: another by whoever reads the names of an image only.
+LIKE_A_PIECE = re.compile(r"@[0-9]+:[0-9]+(,[0-9]+:[0-9]+)*")
 
 T = TypeVar("T")
 
@@ -156,10 +161,14 @@ def _decode(data: bytes | memoryview, kind: type[D], what: str) -> D:
         if version != VERSION:
             raise NewerFormat(f"{what} has the version {version}; this Holdfast reads {VERSION}")
         document = msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        refuse_twice(data, document)
+    except (ValueError, RecursionError) as error:  # of msgspec's and of text that is not UTF-8
         raise FormatError(f"{what} cannot be read: {error}") from None
     if len(document.leaves) > MAX_LEAVES:
         raise FormatError(f"{what} has {len(document.leaves)} leaves, more than {MAX_LEAVES}")
+    for name, *_ in document.leaves:
+        if "@" in name and LIKE_A_PIECE.fullmatch(name, name.rindex("@")):
+            raise FormatError(f"{what} has a leaf {name!r}, which ends like the name of a part")
     return document
 
 

@@ -4,44 +4,67 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 from pathlib import Path
 
+ROOT_NAME = "root"
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve one arena until the run ends. Exit 0 in order, 3 when another keeper has it."""
+    """Serve one arena until the run ends.
+
+    Exit 0 in order or when told to stop, 3 when another keeper has it, 8 when it is not ours.
+    """
     parser = argparse.ArgumentParser(prog="holdfast.keeper")
     parser.add_argument("--arena", required=True, type=Path)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--root", required=True)
     parser.add_argument("--host-id", required=True)
     parser.add_argument("--idle-s", type=float, default=3600.0)
+    # After SIGTERM: less than the 30 s that most of those who send it wait before they kill.
+    parser.add_argument("--stop-s", type=float, default=20.0)
     options = parser.parse_args(argv)
 
+    from holdfast.errors import ArenaError
     from holdfast.keeper.server import Keeper
-    from holdfast.snapshot.arena import lock_dir
+    from holdfast.snapshot.arena import lock_dir, make_private_dir
     from holdfast.snapshot.client import LOCK_TAKEN
 
     # The terminal's Ctrl-C and a launcher's hang-up are for the trainers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.umask(0o077)
+    try:
+        make_private_dir(options.arena)
+    except ArenaError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     lock = lock_dir(options.arena)
     if lock is None:
         print("another keeper holds this arena", file=sys.stderr)
         return LOCK_TAKEN
-    keeper = Keeper(
-        options.arena,
-        run_id=options.run_id,
-        root=options.root,
-        host_id=options.host_id,
-        idle_s=options.idle_s,
-    )
-    asyncio.run(keeper.run())
-    os.close(lock)
-    return 0
+    # For people, when all are dead: it says whose memory this was (`holdfast doctor`).
+    with contextlib.suppress(OSError):  # full, maybe: no reason not to keep what is there
+        (options.arena / ROOT_NAME).write_text(options.root)
+
+    async def serve() -> None:
+        keeper = Keeper(
+            options.arena,
+            run_id=options.run_id,
+            root=options.root,
+            host_id=options.host_id,
+            idle_s=options.idle_s,
+            stop_s=options.stop_s,
+        )
+        await keeper.run()
+
+    asyncio.run(serve())
+    # Threads that still write when a deadline is over are not waited for; the lock goes with us.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

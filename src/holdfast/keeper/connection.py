@@ -1,4 +1,4 @@
-"""One trainer at the other end of the keeper's socket."""
+"""The trainers at the other ends of the keeper's socket, and which of them are ranks of the run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import socket
 import struct
 
+from holdfast.errors import Fenced, UsageError
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import process_start
-from holdfast.snapshot.handoff import Writer
+from holdfast.snapshot.slots import Writer
 
 
 class Connection:
@@ -26,12 +27,63 @@ class Connection:
         if not self.writer.is_closing():
             self.writer.write(m.pack(message, seq))
 
+    async def drain(self) -> None:
+        """Wait until what was sent has left, or cannot any more."""
+        try:
+            await self.writer.drain()
+        except ConnectionError:
+            return
 
-async def drain(connection: Connection) -> None:
-    try:
-        await connection.writer.drain()
-    except ConnectionError:
-        return
+
+class Ranks:
+    """The connections of the current incarnation's ranks."""
+
+    def __init__(self) -> None:
+        self._by_rank: dict[int, Connection] = {}
+
+    def take_place(self, connection: Connection, rank: int) -> None:
+        """``connection`` speaks for ``rank`` from now on. UsageError when another process does."""
+        old = self._by_rank.get(rank)
+        if old is not None and old.process != connection.process:
+            raise UsageError(
+                f"rank {rank} of this incarnation is process {old.process.pid}; process "
+                f"{connection.process.pid} says that it is, too: give every process its own rank"
+            )
+        connection.rank = rank
+        self._by_rank[rank] = connection
+        if old is not None and old is not connection:
+            old.writer.close()  # its line broke unnoticed
+
+    def leave(self, connection: Connection) -> bool:
+        """The connection broke; whether its rank is lost by that."""
+        rank = connection.rank
+        if rank is None or self._by_rank.get(rank) is not connection or connection.said_goodbye:
+            return False
+        del self._by_rank[rank]
+        return True
+
+    def fence_off(self, incarnation: int) -> None:
+        """A newer incarnation has begun: none of these has a place any more."""
+        for old in self._by_rank.values():
+            old.send(m.FencedOff(incarnation=incarnation))
+        self._by_rank.clear()
+
+    def require(self, connection: Connection) -> int:
+        """The rank this connection speaks for. Fenced when it has none."""
+        if connection.rank is None or self._by_rank.get(connection.rank) is not connection:
+            raise Fenced("this process has no place in the current incarnation of the run")
+        return connection.rank
+
+    def tell(self, message: m.Message, rank: int | None) -> None:
+        """Send to one rank, if it is there, or to all (None)."""
+        for number, connection in self._by_rank.items():
+            if rank in (None, number):
+                connection.send(message)
+
+    def have_all_left(self, world: int) -> bool:
+        """Whether every rank of the run said goodbye."""
+        there = [self._by_rank[rank] for rank in range(world) if rank in self._by_rank]
+        return world > 0 and len(there) == world and all(c.said_goodbye for c in there)
 
 
 def peer_of(writer: asyncio.StreamWriter) -> Writer | None:

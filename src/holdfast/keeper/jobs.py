@@ -5,7 +5,8 @@ from __future__ import annotations
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.persister import ImageJob, Job
-from holdfast.snapshot.handoff import Attempt, Coordinator
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.handoff import Coordinator
 
 
 class Jobs:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import Incarnation, seal, unseal
+from holdfast.geometry.layout import table_hash
 from holdfast.snapshot.arena import SLOT_SUFFIX, SlotFile, SlotRecord, boot_id, is_running
-from holdfast.snapshot.handoff import Attempt, Slot, Writer
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.slots import Slot, Writer
+
+INCARNATIONS_REMEMBERED = 256
 
 
 class Memory:
@@ -68,6 +73,7 @@ class Memory:
         if record.state == "writing":
             if is_running(record.writer_pid, record.writer_start):
                 slot.state, slot.attempt, slot.rank = "quarantined", record.attempt, record.rank
+                slot.incarnation = record.incarnation
                 slot.writer = Writer(record.writer_pid, record.writer_start)
             return slot
         fits = 0 < record.image_bytes <= file.capacity_bytes and 0 <= record.rank < record.world
@@ -87,18 +93,47 @@ class Memory:
         attempt.slots[record.rank] = slot_id
         return slot
 
-    def keep_layout(self, hash_: str, data: bytes) -> None:
-        """Remember a layout for whoever restores from this memory."""
-        self._write(self.directory / "layouts" / f"{hash_}.json", data)
+    def is_sealed(self, slot_id: int, attempt: str) -> bool:
+        """Whether the slot itself says that its image is whole: then nobody writes to it."""
+        file = self.files.get(slot_id)
+        record = None if file is None else file.read_record()
+        return record is not None and (record.state, record.attempt) == ("captured", attempt)
+
+    def keep_layout(self, hash_: str, data: bytes, used: Collection[str] = ()) -> None:
+        """Remember a layout for whoever restores from this memory; forget those not ``used``."""
+        layouts = self.directory / "layouts"
+        if not _holds(layouts / f"{hash_}.json", data):  # a full arena has room for what is there
+            self._write(layouts / f"{hash_}.json", data)
+        for path in layouts.iterdir():
+            if path.stem != hash_ and path.stem not in used:
+                path.unlink(missing_ok=True)
 
     def layout(self, hash_: str) -> bytes:
-        """The bytes of a remembered layout."""
-        return (self.directory / "layouts" / f"{hash_}.json").read_bytes()
+        """The bytes of a remembered layout. ArenaError when it is gone, or no longer itself.
 
-    def keep_incarnation(self, incarnation: Incarnation) -> None:
-        """Remember an incarnation and its parent."""
-        path = self.directory / "incarnations" / f"{incarnation.n}.json"
-        self._write(path, seal(incarnation))
+        Checked here because it goes into storage, where many checkpoints share it.
+        """
+        path = self.directory / "layouts" / f"{hash_}.json"
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
+        if table_hash(data) != hash_:
+            raise ArenaError(f"the bytes of layout {path} changed after they were written")
+        return data
+
+    def keep_incarnation(self, incarnation: Incarnation, held: Collection[int] = ()) -> None:
+        """Remember an incarnation and its parent.
+
+        Of a run that was started again and again the first are forgotten (storage has them),
+        except those whose images are ``held``.
+        """
+        directory = self.directory / "incarnations"
+        self._write(directory / f"{incarnation.n}.json", seal(incarnation))
+        numbers = sorted(int(path.stem) for path in directory.glob("[0-9]*.json"))
+        for n in numbers[:-INCARNATIONS_REMEMBERED]:
+            if n not in held:
+                (directory / f"{n}.json").unlink(missing_ok=True)
 
     def incarnations(self) -> list[Incarnation]:
         """All remembered incarnations that can be read."""
@@ -113,5 +148,16 @@ class Memory:
     @staticmethod
     def _write(path: Path, data: bytes) -> None:
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_bytes(data)
-        temporary.rename(path)
+        try:
+            temporary.write_bytes(data)
+            temporary.rename(path)
+        except OSError:  # a full arena: leave nothing half-written in it
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False

@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
-from holdfast.catalogue import attempt_dir, catalogue, image_path, manifest_path
+from holdfast.catalogue import Catalogue, attempt_dir, catalogue, image_path, manifest_path
 from holdfast.errors import ChecksumMismatch, HoldfastError, PersistFailed
 from holdfast.events import CheckpointPruned, CheckpointPublished, ImageDurable, PersistBroke, emit
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, unseal
 from holdfast.format.values import from_bytes
 from holdfast.persist import commit
+from holdfast.persist.pins import mend, pinned
 from holdfast.persist.writer import Arrival, Written, verify_header, write_image
 from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store
@@ -139,6 +141,7 @@ class Persister:
                 raise
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
+        document = _values_document(job)
         manifest = Manifest(
             run_id=job.incarnation.run_id,
             incarnation=job.generation.incarnation,
@@ -148,7 +151,8 @@ class Persister:
             world=job.world,
             layout=job.layout,
             images=tuple(sorted(images, key=lambda image: image.rank)),
-            values=_shown_values(job),
+            values=_shown(document, "shared"),
+            aliases=_shown(document, "aliases"),
             created_s=time.time(),
         )
         job.is_publishing = True
@@ -210,27 +214,37 @@ class Persister:
         """Apply the retention policy; trouble here harms no checkpoint and is only reported."""
         try:
             found = catalogue(self.store)
-            lineage = found.lineage
-            condemned = list(self.keep.decide(lineage, (job.generation,)))
-            if self.keep.last is not None and len(lineage) >= self.keep.last:
-                condemned += [g for g in found.abandoned if g < min(lineage[-self.keep.last :])]
-            for generation in condemned:
-                commit.unpublish(self.store, generation)
-                emit(CheckpointPruned(
-                    incarnation=job.generation.incarnation, step=job.generation.step,
-                    pruned_step=generation.step, pruned_incarnation=generation.incarnation,
-                ))  # fmt: skip
-            left = [m for m in found.manifests if m.generation not in set(condemned)]
+            if mend(self.store, found):  # a keeper was killed while it pruned
+                found = catalogue(self.store)
+            gone = set()
+            for generation in self._condemned(found, job):
+                if commit.withdraw(self.store, generation):
+                    gone.add(generation)
+                    emit(CheckpointPruned(
+                        incarnation=job.generation.incarnation, step=job.generation.step,
+                        pruned_step=generation.step, pruned_incarnation=generation.incarnation,
+                    ))  # fmt: skip
             if not found.broken:  # an unreadable manifest may name what looks unnamed
-                self._sweeper.sweep(left, ())
+                self._sweeper.sweep(m for m in found.manifests if m.generation not in gone)
         except Exception as error:  # whatever it is: the next attempt must be made durable
             emit(PersistBroke(
                 incarnation=job.generation.incarnation, step=job.generation.step,
                 reason=f"published, but pruning failed: {error}",
             ))  # fmt: skip
 
+    def _condemned(self, found: Catalogue, job: Job) -> list[Generation]:
+        """What the policy lets go: of the lineage, and what was abandoned before its last."""
+        lineage = found.lineage
+        spared = pinned(self.store) | {job.generation}
+        condemned = list(self.keep.decide(lineage, spared))
+        # Which are abandoned cannot be told for sure while a record is unreadable.
+        if self.keep.last is not None and len(lineage) >= self.keep.last and not found.broken:
+            first = min(lineage[-self.keep.last :])
+            condemned += [g for g in found.abandoned if g < first and g not in spared]
+        return condemned
 
-def _shown_values(job: Job) -> dict[str, object]:
+
+def _values_document(job: Job) -> dict[str, Any]:
     """The values all ranks share, for people and tools that only read the manifest."""
     image = job.images.get(0)
     if image is None:
@@ -241,5 +255,9 @@ def _shown_values(job: Job) -> dict[str, object]:
     if header.values.size_bytes > _MAX_VALUES_BYTES:
         return {}
     document = from_bytes(memory[start : start + header.values.size_bytes], "rank 0's image")
-    shared = document.get("shared") if isinstance(document, dict) else None
-    return shared if isinstance(shared, dict) else {}
+    return document if isinstance(document, dict) else {}
+
+
+def _shown(document: dict[str, Any], part: str) -> dict[str, Any]:
+    found = document.get(part)
+    return found if isinstance(found, dict) else {}

@@ -114,6 +114,15 @@ def read_values(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     return found
 
 
+def read_aliases(checkpoint: Checkpoint, document: Mapping[str, Any]) -> dict[str, str]:
+    """Further names of leaves -> the leaf they are, out of the values of an image."""
+    found = document.get("aliases", {})
+    leaves = {leaf.name for leaf in checkpoint.layout.leaves}
+    if not isinstance(found, dict) or not all(target in leaves for target in found.values()):
+        raise FormatError("the aliases of an image do not name leaves of its layout")
+    return found
+
+
 def verify_blocks(checkpoint: Checkpoint, rank: int, first: int, stop: int) -> int:
     """Check blocks without using them; returns how many bytes were read."""
     return len(_verified_blocks(checkpoint, rank, first, stop))

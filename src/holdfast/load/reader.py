@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 from msgspec import Struct
 
-from holdfast.catalogue import catalogue
 from holdfast.errors import NotFound, UsageError
 from holdfast.format import values as codec
 from holdfast.format.manifest import Manifest
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout
-from holdfast.load.choose import Candidate, choose
 from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, Array, read_values, read_wants
+from holdfast.load.read import CARRIERS, Array, read_aliases, read_values, read_wants
 from holdfast.load.source import Checkpoint, from_manifest
+from holdfast.load.stored import choose_stored
 from holdfast.storage.base import Store
 
 _NUMPY = {
@@ -50,13 +50,9 @@ class CheckpointReader:
     """One published checkpoint. Use as a context manager, or call ``close``."""
 
     def __init__(self, store: Store, step: int | str | None) -> None:
-        found = catalogue(store)
-        stored = [Candidate(*x.generation, "storage", x.attempt) for x in found.manifests]
-        fit = choose(stored, found.parents, step)
-        manifest = found.find(fit[0].generation) if fit else None
-        if manifest is None:
-            which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise NotFound(f"{store.url} has {which}")
+        found, fit = choose_stored(store, step)
+        manifest = found.find(fit[0].generation)
+        assert manifest is not None  # it is where the candidate came from
         self.manifest: Manifest = manifest
         self._checkpoint: Checkpoint = from_manifest(store, manifest)
         self.leaves: dict[str, LeafInfo] = {
@@ -80,19 +76,24 @@ class CheckpointReader:
         shared = read_values(self._checkpoint, 0).get("shared", {})
         return {key: codec.decode(value) for key, value in shared.items()}
 
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tied tensors -> the leaf they are stored as."""
+        return read_aliases(self._checkpoint, read_values(self._checkpoint, 0))
+
     def read(self, name: str, box: Box | Sequence[slice] | None = None) -> Any:
         """A leaf, or a box of it, verified: a torch tensor or numpy array of the box's shape.
 
         ``box``: a Box, or slices without steps, one for each dimension. Raises NotFound for a name
         that is not there, UsageError for a box outside the leaf.
         """
-        leaf = self.leaves.get(name)
+        leaf = self.leaves.get(name) or self.leaves.get(self.aliases.get(name, ""))
         if leaf is None:
             raise NotFound(f"step {self.step} has no leaf {name!r}; .leaves lists what it has")
         wanted = _box(box, leaf)
         array: Array = np.empty(wanted.shape, dtype=CARRIERS[ITEMSIZE[leaf.dtype]])
         if not wanted.is_empty:
-            read_wants(self._checkpoint, [Want(name, wanted, 0)], {0: array})
+            read_wants(self._checkpoint, [Want(leaf.name, wanted, 0)], {0: array})
         if "torch" in sys.modules or leaf.dtype not in _NUMPY:
             return _as_tensor(array, leaf.dtype)
         return array.view(_NUMPY[leaf.dtype])

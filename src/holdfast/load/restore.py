@@ -7,6 +7,7 @@ on together. A source that fails or does not verify is dropped on all of them.
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -28,9 +29,9 @@ from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import local_boxes
 from holdfast.load.choose import Candidate
 from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, Array, read_values, read_wants
+from holdfast.load.read import CARRIERS, Array, read_aliases, read_values, read_wants
 from holdfast.load.source import Checkpoint
-from holdfast.state.describe import State
+from holdfast.state.objects import State
 from holdfast.state.restore import Restoring
 from holdfast.state.tensors import leaf_entry, local_of
 from holdfast.world import World, agree
@@ -64,7 +65,7 @@ class _Filling:
         entry = leaf_entry(name, tensor, rank, "split")
         local = local_of(tensor)
         host = local
-        if local.device.type != "cpu":
+        if local.device.type != "cpu" or local.is_conj() or local.is_neg():
             host = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
             self.late.append((local, host))
         carried = _as_carrier(host)
@@ -79,7 +80,7 @@ class _Filling:
         """Move what was read on the host to where it belongs."""
         for local, host in self.late:
             local.copy_(host, non_blocking=True)
-        if self.late:
+        if any(local.is_cuda for local, _ in self.late):
             torch.cuda.synchronize()
 
 
@@ -164,7 +165,7 @@ class _Attempt:
             except (HoldfastError, KeyboardInterrupt):
                 raise
             except Exception as error:  # of the user's load_state_dict, say: all ranks must know
-                raise RestoreError(f"{type(error).__name__}: {error}") from error
+                raise RestoreError(f"{self.phase}: {what}: {_words(error)}") from error
             return b""
 
         agree(self.world, f"{self.phase}: {what}", run, timeout_s=self.timeout_s)
@@ -194,7 +195,8 @@ class _Attempt:
 
     def _check(self) -> None:
         stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
-        self.restoring = Restoring(self.state, stored, self.shared.get("shared", {}))
+        values, aliases = self.shared.get("shared", {}), read_aliases(self.checkpoint, self.shared)
+        self.restoring = Restoring(self.state, stored, values, aliases)
         self.restoring.check()
 
     def _prepare(self) -> None:
@@ -213,3 +215,10 @@ class _Attempt:
         own = self.own.get("own", {})
         was_saved = self.world.rank < self.saved_world
         self.restoring.finish(own, self.world.rank, rank_was_saved=was_saved)
+
+
+def _words(error: Exception) -> str:
+    """What went wrong, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{last}"

@@ -33,7 +33,8 @@ def read_report(root: str | Path, *, progress: Progress | None = None) -> Report
     if not paths:
         raise NotFound(
             f"no events in {Path(root, 'events')}: a run writes them as it trains; "
-            "is this the directory given to Checkpointer?"
+            "is this the directory given to Checkpointer?",
+            root=str(root),
         )
     fold = _Fold()
     for line in _lines(paths, progress):

@@ -10,12 +10,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from holdfast.catalogue import INCARNATIONS, ROOT, STEPS, layout_path, manifest_path
+from holdfast.catalogue import (
+    INCARNATIONS,
+    LAYOUTS,
+    ROOT,
+    STEPS,
+    layout_path,
+    manifest_path,
+    read_document,
+)
 from holdfast.errors import AlreadyPublished
-from holdfast.format.manifest import Generation, Incarnation, Manifest, Root, seal, unseal
+from holdfast.format.manifest import Generation, Incarnation, Manifest, Root, seal
+from holdfast.persist.pins import pinned
 from holdfast.storage.base import Store
 
 
@@ -24,7 +33,7 @@ def open_root(store: Store, run_id: str) -> Root:
     if not store.exists(ROOT):
         with contextlib.suppress(AlreadyPublished):
             store.publish(ROOT, seal(Root(run_id=run_id, created_s=time.time())))
-    return unseal(Root, store.read(ROOT), f"{store.url}/{ROOT}")
+    return read_document(store, Root, ROOT)
 
 
 def record_incarnation(store: Store, incarnation: Incarnation) -> None:
@@ -34,7 +43,7 @@ def record_incarnation(store: Store, incarnation: Incarnation) -> None:
     try:
         store.publish(path, data)
     except AlreadyPublished:
-        there = unseal(Incarnation, store.read(path), path)
+        there = read_document(store, Incarnation, path)
         if (there.nonce, there.parent) != (incarnation.nonce, incarnation.parent):
             raise
 
@@ -53,6 +62,37 @@ def publish(store: Store, manifest: Manifest) -> None:
     store.publish(manifest_path(manifest.generation), seal(manifest))
 
 
+def withdraw(store: Store, generation: Generation) -> bool:
+    """Take a checkpoint away, unless somebody pinned it, if only just now; whether it went.
+
+    Its images follow when they are swept. The order of the steps is what makes ``pin`` safe
+    without a lock: see ``holdfast.persist.pins``.
+    """
+    path = manifest_path(generation)
+    if generation in pinned(store):
+        return False
+    data = store.read(path)
+    store.remove(path)
+    if generation in pinned(store):
+        store.publish(path, data)
+        return False
+    return True
+
+
+def unnamed_directories(store: Store, manifests: Iterable[Manifest]) -> list[str]:
+    """The directories of attempts that none of ``manifests``, which must be all, names."""
+    named = {image.path.rpartition("/")[0] for m in manifests for image in m.images}
+    below = (f"{STEPS}/{name}" for name in store.list(STEPS))
+    return [path for path in below if path not in named]
+
+
+def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:
+    """The layouts that none of ``manifests``, which must be all, is in."""
+    named = {layout_path(manifest.layout) for manifest in manifests}
+    below = (f"{LAYOUTS}/{name}" for name in store.list(LAYOUTS))
+    return [path for path in below if path not in named]
+
+
 @dataclass(slots=True)
 class Sweeper:
     """Removes what no manifest names, at the second publication after it was found so.
@@ -63,22 +103,12 @@ class Sweeper:
     store: Store
     seen: dict[str, int] = field(default_factory=dict)
 
-    def sweep(self, manifests: Iterable[Manifest], in_flight: Collection[str]) -> list[str]:
+    def sweep(self, manifests: Iterable[Manifest]) -> list[str]:
         """Call after each publication; returns the directories removed."""
-        named = {path.rpartition("/")[0] for m in manifests for path in (i.path for i in m.images)}
-        unnamed = {
-            path
-            for name in self.store.list(STEPS)
-            if (path := f"{STEPS}/{name}") not in named and path not in in_flight
-        }
+        unnamed = unnamed_directories(self.store, manifests)
         self.seen = {path: self.seen.get(path, -1) + 1 for path in unnamed}
         removed = [path for path, times in self.seen.items() if times >= 2]
         for path in removed:
             self.store.remove_tree(path)
             del self.seen[path]
         return removed
-
-
-def unpublish(store: Store, generation: Generation) -> None:
-    """Take a checkpoint away; its images follow at the second publication after."""
-    store.remove(manifest_path(generation))

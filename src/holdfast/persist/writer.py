@@ -126,4 +126,5 @@ def _compare_blocks(table: Sequence[int], found: Mapping[int, int], where: str) 
                 f"block {number} of {where}: sealed {stored:016x}, in memory {found[number]:016x}. "
                 "The snapshot changed after it was captured; it is not published.",
                 block=number,
+                image=where,
             )

@@ -26,9 +26,11 @@ T = TypeVar("T", bound=Stepped)
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keep the newest ``last`` checkpoints, and all whose step is a multiple of ``every``.
+    """Keep the newest ``last`` checkpoints, and all at multiples of ``every`` steps.
 
-    ``Keep()`` keeps everything. Raises UsageError when a number is not positive.
+    Steps may be counted from 0, as ``Every`` does (it acts at step 999, after 1000 steps), or
+    from 1: both 999 and 1000 are kept for ``every=1000``. ``Keep()`` keeps everything. Raises
+    UsageError when a number is not positive.
     """
 
     last: int | None = None
@@ -50,4 +52,5 @@ class Keep:
         return tuple(one for one in older if not self._is_round(one) and one not in pinned)
 
     def _is_round(self, generation: Stepped) -> bool:
-        return self.every is not None and generation.step % self.every == 0
+        step = generation.step
+        return self.every is not None and 0 in (step % self.every, (step + 1) % self.every)

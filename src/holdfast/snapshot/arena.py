@@ -156,6 +156,11 @@ class SlotFile:
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
         try:
             self.map = mmap.mmap(descriptor, size, access=access)
+        except (OSError, MemoryError) as error:
+            raise ArenaError(
+                f"cannot map slot {path} of {size >> 20} MiB: {error}. Raise this process's limit "
+                "of address space (ulimit -v), or free memory."
+            ) from error
         finally:
             os.close(descriptor)
         self.image = memoryview(self.map)[IMAGE_START:]
@@ -181,7 +186,11 @@ class SlotFile:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise _too_small(path, size, free) from error
             raise ArenaError(f"cannot allocate {path}: {error.strerror}") from error
-        return cls(path, descriptor, size, writable=True)
+        try:
+            return cls(path, descriptor, size, writable=True)
+        except ArenaError:
+            path.unlink(missing_ok=True)  # nobody else knows of it, and it is wholly allocated
+            raise
 
     @classmethod
     def open(cls, path: Path, *, writable: bool) -> SlotFile:

@@ -104,6 +104,10 @@ class Stopped(Exception):
     """The capture was called off from outside; its copy is worthless."""
 
 
+class StillCopying(Exception):
+    """A GPU no longer answers, and so its copies may still be landing in the slot."""
+
+
 @dataclass(slots=True)
 class Progress:
     """How a copier asks whether to go on, and tells how far it came."""
@@ -197,10 +201,13 @@ def _copy_from_gpu(
             progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
         for event in last:
             event.synchronize()
-    except BaseException:
+    except BaseException as error:
         # Nobody may be given this slot, or these sources, while copies are still landing.
-        for stream in streams.values():
-            stream.synchronize()
+        try:
+            for stream in streams.values():
+                stream.synchronize()
+        except RuntimeError as broken:
+            raise StillCopying(f"{broken}, after {type(error).__name__}: {error}") from error
         raise
     return sums
 

@@ -73,7 +73,7 @@ def start_keeper(arena: Path, *, run_id: str, root: str, host_id: str) -> subpro
     theirs = [os.path.abspath(p) for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     environment["PYTHONPATH"] = os.pathsep.join([ours, *theirs])
     _started[:] = [child for child in _started if child.poll() is None]
-    with (arena / "keeper.log").open("ab") as log:
+    with open(arena / "keeper.log", "ab", opener=_for_us_alone) as log:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -86,6 +86,10 @@ def start_keeper(arena: Path, *, run_id: str, root: str, host_id: str) -> subpro
         )
     _started.append(child)
     return child
+
+
+def _for_us_alone(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def find_or_start(
@@ -179,13 +183,16 @@ class KeeperClient:
             raise KeeperError(f"the keeper answered {type(found).__name__} to {type(message)}")
         return found
 
-    def close(self) -> None:
-        """Hang up."""
+    def hang_up(self) -> None:
+        """End the conversation, and wait for nothing."""
         self._closing = True
         with contextlib.suppress(OSError):  # it hung up first
             self._line.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up, and wait until the listener hears nothing more."""
+        self.hang_up()
         self._reader.join(timeout=5)
-        self._line.close()
 
     def _read(self) -> None:
         try:
@@ -199,6 +206,7 @@ class KeeperClient:
         with self._changed:
             self._broken = reason
             self._changed.notify_all()
+        self._line.close()
         if not self._closing:
             self._on_lost(reason)
 

@@ -8,7 +8,7 @@ import torch
 
 from holdfast.format.image import ImagePlan, plan_image
 from holdfast.geometry.layout import Layout
-from holdfast.snapshot.handoff import image_items
+from holdfast.snapshot.layouts import image_items
 from holdfast.state.describe import Binding
 
 #: Below this, tensors are copied together in one call instead of one by one.

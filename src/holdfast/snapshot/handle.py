@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
+from holdfast.policy.arguments import patience_s
 
 CAPTURED, DURABLE = "captured", "durable"
 
@@ -88,6 +89,7 @@ class SaveHandle:
             self.step = step
 
     def _wait(self, what: str, timeout_s: float | None) -> None:
+        timeout_s = patience_s("timeout_s", timeout_s)
         started_s = time.monotonic()
         with self._changed:
             self._changed.wait_for(

@@ -46,6 +46,8 @@ class Join(Message, frozen=True, kw_only=True):
     keep_last: int | None = None
     keep_every: int | None = None
     persist_at_end: bool = True
+    is_copying: bool = True
+    """Whether it may write to any slot. False only when its copier is known to have stopped."""
 
 
 class ListInventory(Message, frozen=True, kw_only=True):
@@ -107,6 +109,8 @@ class Abandon(Message, frozen=True, kw_only=True):
     attempt: str
     reason: str
     leaf: str = ""
+    has_stopped: bool = True
+    """Whether it is known that nothing more is written to the slot."""
 
 
 class Withdraw(Message, frozen=True, kw_only=True):

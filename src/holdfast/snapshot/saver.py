@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -42,6 +42,7 @@ from holdfast.snapshot.capture import (
     Overtaking,
     Progress,
     Seal,
+    StillCopying,
     Stopped,
     Target,
     computation_so_far,
@@ -49,9 +50,17 @@ from holdfast.snapshot.capture import (
     stage,
 )
 from holdfast.snapshot.client import KeeperClient
+from holdfast.snapshot.collected import (
+    Work,
+    end_worker,
+    unmap,
+    weakly,
+    when_collected,
+    work_off,
+)
 from holdfast.snapshot.copies import CopyPlan, plan_copies
 from holdfast.snapshot.handle import CAPTURED, DURABLE, SaveHandle
-from holdfast.snapshot.pinning import pin_memory, unpin_memory
+from holdfast.snapshot.pinning import pin_memory
 from holdfast.snapshot.underway import Capture, Patience, Place
 from holdfast.state.describe import Describer, Description
 
@@ -78,7 +87,7 @@ class Saver:
         self._connect = connect
         self._client: KeeperClient | None = None
         self._current: Capture | None = None
-        self._known_tables: set[str] = set()
+        self._known_table = ""
         self._layouts: dict[str, Layout] = {}
         self._plan: tuple[str, str, CopyPlan] | None = None
         self._slots: dict[str, SlotFile] = {}
@@ -86,11 +95,16 @@ class Saver:
         self._handles: dict[int, list[SaveHandle]] = {}
         self._turn = 0
         self._was_granted = False
+        self._lost_a_copy = False
         self._boot_id = boot_id()
         self._process_start = process_start(os.getpid())
-        self._work: queue.SimpleQueue[Capture | None] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._run, name="holdfast-capture", daemon=True)
+        self._work: Work[Saver] = Work()
+        self._worker = threading.Thread(
+            target=work_off, args=(self._work,), name="holdfast-capture", daemon=True
+        )
         self._worker.start()
+        when_collected(self, end_worker, self._work, self._slots)
+        self._hang_up_when_collected: weakref.finalize[[], Saver] | None = None
 
     # ── on the training thread ───────────────────────────────────────────────────────────
 
@@ -124,7 +138,7 @@ class Saver:
         self._handles.setdefault(step, []).extend([handle, *carried])
         self._forget_old_handles()
         self._current = capture
-        self._work.put(capture)
+        self._work.put((self, capture))
         emit(SaveReturned(
             incarnation=self.place.incarnation, step=step, rank=self.place.rank, durable=durable,
             held_s=time.monotonic() - started_s, describe_s=described_s - began_s,
@@ -203,6 +217,11 @@ class Saver:
             raise SnapshotSkipped(f"the capture of step {capture.step} has not ended yet")
         return time.monotonic() - started_s
 
+    def end_capture(self, *, timeout_s: float) -> None:
+        """Wait until the capture under way is told to the keeper, or was given up."""
+        if self._current is not None:
+            self._current.resolved.wait(timeout_s)
+
     def previous_was_skipped(self) -> bool:
         """Whether no rank captured the save before: known alike on every rank by now."""
         self._wait_previous()
@@ -239,6 +258,18 @@ class Saver:
             client.close()
         self._ensure_client()
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether any slot may still be written to.
+
+        From the moment a grant is heard until its worker is done with it; for good when a GPU
+        stopped answering. The keeper frees slots on this word: in doubt it is True.
+        """
+        current = self._current
+        if current is None or not isinstance(current.answer, m.Grant):
+            return self._lost_a_copy
+        return self._lost_a_copy or not current.resolved.is_set()
+
     def _hang_up(self) -> None:
         client, self._client = self._client, None
         if client is not None:
@@ -271,18 +302,18 @@ class Saver:
 
     # ── on the worker ────────────────────────────────────────────────────────────────────
 
-    def _run(self) -> None:
-        while (capture := self._work.get()) is not None:
-            try:
-                self._take(capture)
-            except Exception as error:  # the worker must live on: training depends on its fence
-                reason = f"{type(error).__name__}: {error}"
-                self._miss(capture, reason)
-                self._abandon(capture, reason)
-            finally:
-                capture.answered.set()
-                capture.released.set()
-                capture.resolved.set()
+    def work_off(self, capture: Capture) -> None:
+        """Take a snapshot, whatever comes; on the worker."""
+        try:
+            self._take(capture)
+        except Exception as error:  # the worker must live on: training depends on its fence
+            reason = f"{type(error).__name__}: {error}"
+            self._miss(capture, reason)
+            self._abandon(capture, reason)
+        finally:
+            capture.answered.set()
+            capture.released.set()
+            capture.resolved.set()
 
     def _take(self, capture: Capture) -> None:
         try:
@@ -293,6 +324,9 @@ class Saver:
                 attempt=grant.attempt, image_bytes=seal.image_bytes,
                 header_xxh3=seal.header_xxh3, table_xxh3=seal.table_xxh3,
             ))  # fmt: skip
+            # Told before the fence opens: whoever is killed after an update has handed over the
+            # step before it. The keeper throws away what a dead rank sealed but did not tell.
+            capture.released.set()
         except (HoldfastError, Stopped) as error:
             leaf = error.fields["leaf"] if isinstance(error, CaptureOvertaken) else ""
             # Reported before the keeper hears of it, whose answer already fails the handle.
@@ -310,10 +344,12 @@ class Saver:
             )
         client = self._ensure_client()
         described = capture.description
-        if described.table_hash not in self._known_tables:
+        if described.table_hash != self._known_table:
             table = m.Table(hash=described.table_hash, data=described.table)
-            client.request(table, m.Done, timeout_s=self.patience.first_grant_s)
-            self._known_tables.add(described.table_hash)
+            # Not longer than the fence waits, or the next saves would wait for this one to end.
+            wait_s = self.patience.grant_s if self._was_granted else self.patience.first_grant_s
+            client.request(table, m.Done, timeout_s=wait_s)
+            self._known_table = described.table_hash
         client.send(m.Ask(
             step=capture.step, table=described.table_hash, durable=capture.durable,
             values_bytes=len(described.values), exact=capture.exact,
@@ -346,14 +382,16 @@ class Saver:
 
         progress = Progress(check=capture.check, copied=copied, enqueued=enqueued)
         with torch.no_grad():
-            seal = copy_image(
-                target, image, values, capture.overtaking, progress, self._turn, capture.ready
-            )
+            try:
+                seal = copy_image(
+                    target, image, values, capture.overtaking, progress, self._turn, capture.ready
+                )
+            except StillCopying:
+                self._lost_a_copy = True
+                raise
         if not capture.copied:
             capture.is_copied([])
-        # Sealed before the fence opens: whoever sees an update done finds the step before it.
         slot.write_record(self._sealed_record(grant, seal))
-        capture.released.set()
         now_s = time.monotonic()
         emit(ImageCaptured(
             incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
@@ -382,8 +420,9 @@ class Saver:
         """The slot at ``path``, mapped once, and its memory as seen by ``plan``."""
         slot = self._slots.get(path)
         if slot is None or slot.inode != Path(path).stat().st_ino:
-            if slot is not None:
-                self._close_slot(path)
+            # What is mapped is not given back to the machine, although the keeper removed it.
+            for gone in [p for p in self._slots if p == path or not Path(p).exists()]:
+                self._close_slot(gone)
             slot = self._slots[path] = SlotFile.open(Path(path), writable=True)
             slot.populate()
             if pinned:
@@ -396,9 +435,7 @@ class Saver:
         target = self._targets.pop(path, None)
         if target is not None:
             target.let_go()
-        slot = self._slots.pop(path)
-        unpin_memory(slot)
-        slot.close()
+        unmap(self._slots.pop(path))
 
     def _metadata(self, grant: m.Grant) -> dict[str, str]:
         place = self.place
@@ -421,9 +458,10 @@ class Saver:
     def _abandon(self, capture: Capture, reason: str, leaf: str = "") -> None:
         if isinstance(capture.answer, m.Grant) and self._client is not None:
             try:
-                self._client.send(
-                    m.Abandon(attempt=capture.answer.attempt, reason=reason, leaf=leaf)
-                )
+                self._client.send(m.Abandon(
+                    attempt=capture.answer.attempt, reason=reason, leaf=leaf,
+                    has_stopped=not self._lost_a_copy,
+                ))  # fmt: skip
             except KeeperError:
                 return  # the keeper learns it from our death, or from the slot's record
 
@@ -441,8 +479,11 @@ class Saver:
 
     def _ensure_client(self) -> KeeperClient:
         if self._client is None or not self._client.is_open:
-            self._known_tables.clear()
-            self._client = self._connect(self._hear, self._lost)
+            self._known_table = ""
+            if self._hang_up_when_collected is not None:
+                self._hang_up_when_collected.detach()
+            self._client = self._connect(weakly(self._hear), weakly(self._lost))
+            self._hang_up_when_collected = when_collected(self, self._client.hang_up)
         return self._client
 
     def _send(self, message: m.Message) -> None:
@@ -497,6 +538,7 @@ class Saver:
 
     def _lost(self, reason: str) -> None:
         """On the listening thread: the keeper went away; the next save starts another."""
+        self._is_silent = False  # the next one has not been asked yet
         emit(KeeperLost(
             incarnation=self.place.incarnation, rank=self.place.rank, reason=reason
         ))  # fmt: skip

@@ -176,13 +176,23 @@ _ADVICE = {
     errno.EROFS: "Mount it writable, or choose another root.",
     errno.EFBIG: "Raise the file size limit (ulimit -f), or choose another file system.",
     errno.ENAMETOOLONG: "Choose a shorter root.",
+    errno.ENOTDIR: "Part of the path is a file; the root must be a directory.",
+    errno.ENOENT: "A directory above it is missing, or a link leads to nothing.",
+    errno.EIO: "The disk or the network file system fails; look at the system's log (dmesg).",
+    errno.ESTALE: "The network file system was taken away meanwhile; mount it again.",
 }
 
 
-def os_failure(operation: str, path: str, url: str, cause: OSError) -> StorageError:
-    """The StorageError for what the operating system refused; raise it ``from`` the cause."""
+def os_failure(
+    operation: str, path: str, url: str, cause: OSError, *, room: str = ""
+) -> StorageError:
+    """The StorageError for what the operating system refused; raise it ``from`` the cause.
+
+    ``room``: how much was needed and free, where that is the reason.
+    """
     code = cause.errno or 0
     reason = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})" if code else str(cause)
+    reason += f", {room}" if room else ""
     message = f"{operation} of {path} in {url} failed: {reason}. {_ADVICE.get(code, '')}".rstrip()
     error = StorageError(message, operation=operation, path=path, url=url, errno=code)
     error.retryable = code not in _PERMANENT
@@ -202,6 +212,16 @@ def already_published(path: str, url: str) -> AlreadyPublished:
     """The error for a name that is taken."""
     return AlreadyPublished(
         f"{path} in {url} exists already and is never overwritten", path=path, url=url
+    )
+
+
+def another_root(url: str, lock: str) -> StorageError:
+    """The error for a root that is no longer the directory whose lock is held."""
+    return StorageError(
+        f"{url} is not the directory any more whose lock {lock!r} is held: it was removed or "
+        "replaced, or its file system is not mounted now. Nothing was written there. Bring it back "
+        "as it was, or end this run and start with another root.",
+        url=url,
     )
 
 

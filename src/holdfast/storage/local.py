@@ -7,12 +7,14 @@ makes them count. See docs/invariants.md (1, 3).
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
 import stat
+import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 from holdfast.errors import NotFound
@@ -20,11 +22,12 @@ from holdfast.storage.base import (
     ImageSink,
     Lock,
     already_published,
+    another_root,
     check_path,
     check_prefix,
     check_range,
     flat,
-    reporting,
+    os_failure,
     root_busy,
     short_read,
 )
@@ -46,6 +49,7 @@ class LocalStore:
         # Directories whose own name this store has seen to be durable. That a directory exists
         # is not enough: another process may have made it and not yet synced its parent.
         self._settled: set[str] = set()
+        self._held: weakref.WeakSet[_LocalLock] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
@@ -95,7 +99,8 @@ class LocalStore:
         target = self._local(path)
         directory = os.path.dirname(target)
         temporary = os.path.join(directory, f".publish-{secrets.token_hex(8)}")
-        with self._reporting("publish", path):
+        with self._reporting("publish", path, len(data)):
+            self._require_locked_root()
             self._settle(directory)
             try:
                 write_durably(temporary, data)
@@ -111,7 +116,8 @@ class LocalStore:
     def create(self, path: str, size_bytes: int) -> ImageSink:
         check_range(path, 0, size_bytes)
         target = self._local(path)
-        with self._reporting("create", path):
+        with self._reporting("create", path, size_bytes):
+            self._require_locked_root()
             self._settle(os.path.dirname(target))
             try:
                 return DirectSink(target, size_bytes, path=path, url=self.url)
@@ -137,11 +143,10 @@ class LocalStore:
 
     def lock(self, name: str, owner: str) -> Lock:
         directory, last = os.path.split(self._local(name))
+        file = os.path.join(directory, f".{last}.lock")
         with self._reporting("lock", name):
             self._settle(directory)
-            descriptor = os.open(
-                os.path.join(directory, f".{last}.lock"), os.O_RDWR | os.O_CREAT, FILE_MODE
-            )
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT, FILE_MODE)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.ftruncate(descriptor, 0)
@@ -153,7 +158,9 @@ class LocalStore:
             except BaseException:
                 os.close(descriptor)
                 raise
-        return _LocalLock(descriptor)
+        lock = _LocalLock(name, file, descriptor)
+        self._held.add(lock)
+        return lock
 
     def _local(self, path: str) -> str:
         return os.path.join(self._root, check_path(path))
@@ -161,8 +168,29 @@ class LocalStore:
     def _local_directory(self, prefix: str) -> str:
         return os.path.join(self._root, check_prefix(prefix)).rstrip("/") or "/"
 
-    def _reporting(self, operation: str, path: str) -> AbstractContextManager[None]:
-        return reporting(operation, path, self.url)
+    @contextmanager
+    def _reporting(self, operation: str, path: str, needed_bytes: int = 0) -> Iterator[None]:
+        """Every OSError inside as the store's own error; for a full disk with what is missing."""
+        try:
+            yield
+        except OSError as cause:
+            is_full = cause.errno in (errno.ENOSPC, errno.EDQUOT) and needed_bytes
+            room = f"{needed_bytes} bytes needed, {self._free_bytes()} free" if is_full else ""
+            raise os_failure(operation, path, self.url, cause, room=room) from cause
+
+    def _free_bytes(self) -> int:
+        found = os.statvfs(self._root)
+        return found.f_bavail * found.f_frsize
+
+    def _require_locked_root(self) -> None:
+        """While a lock is held, only below the directory it was taken in.
+
+        An unmounted file system leaves an empty directory of the same name, and a directory made
+        anew is free for others to lock: what is written there is lost or mixed with theirs.
+        """
+        for lock in tuple(self._held):
+            if not lock.is_in_place():
+                raise another_root(self.url, lock.name)
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[tuple[int, int]]:
@@ -212,8 +240,20 @@ class LocalStore:
 class _LocalLock:
     """An flock, which the kernel releases when its process dies."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, name: str, file: str, descriptor: int) -> None:
+        self.name, self._file = name, file
         self._descriptor: int | None = descriptor
+
+    def is_in_place(self) -> bool:
+        """Whether the file that is locked still has its name; True when it was released."""
+        descriptor = self._descriptor
+        if descriptor is None:
+            return True
+        try:
+            # Without the device: a file system that was mounted again may have another number.
+            return os.stat(self._file).st_ino == os.fstat(descriptor).st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def release(self) -> None:
         descriptor, self._descriptor = self._descriptor, None

@@ -1,0 +1,205 @@
+"""Find the arenas of this user, their keepers, and what they hold; clear those of dead runs.
+
+An arena of a dead run is what the next start restores from, so it is only cleared on request: when
+nobody holds its lock, nobody listens on its socket, and no process has any of it mapped.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import stat
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+from holdfast.catalogue import catalogue
+from holdfast.cli.doctor.facts import Arena
+from holdfast.cli.held import holders
+from holdfast.errors import ArenaError, HoldfastError
+from holdfast.format.manifest import Generation
+from holdfast.keeper.__main__ import ROOT_NAME
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import (
+    SLOT_SUFFIX,
+    SlotFile,
+    SlotRecord,
+    boot_id,
+    is_running,
+    lock_dir,
+    remove_arena,
+)
+from holdfast.snapshot.client import connect_socket
+from holdfast.storage.open import open_store
+
+ANSWER_TIMEOUT_S = 2.0
+
+
+def probe_arenas(home: Path) -> tuple[Arena, ...]:
+    """Every arena below ``home``, by name."""
+    try:
+        found = sorted(path for path in home.iterdir() if path.is_dir() and not path.is_symlink())
+    except FileNotFoundError:
+        return ()
+    return tuple(_probe(path) for path in found)
+
+
+def _probe(path: Path) -> Arena:
+    try:
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            mode = stat.filemode(status.st_mode)
+            fault = f"not a directory that only this user can read ({mode}, owner {status.st_uid})"
+            return Arena(str(path), fault=fault)
+        return _look_into(path)
+    except OSError as error:  # it may be going away at this moment
+        return Arena(str(path), fault=str(error))
+
+
+def _look_into(path: Path) -> Arena:
+    size_bytes = sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
+    if path.name.startswith("."):  # as remove_arena names what it removes
+        return Arena(str(path), size_bytes=size_bytes, is_grave=True, users=_mapping(path))
+    run_id, _, host_id = path.name.rpartition("@")
+    keeper_pid = next(iter(holders(path / "lock")), 0) or _listener(path)
+    root = _root_of(path, keeper_pid)
+    records = list(_records(path))
+    newest = _newest(records)
+    return Arena(
+        path=str(path), run_id=run_id, host_id=host_id, size_bytes=size_bytes,
+        keeper_pid=keeper_pid, keeper_state=_state(keeper_pid) if keeper_pid else "",
+        answers=_answers(path, run_id, root), root=root,
+        root_exists=Path(root).is_dir() if root else None,
+        newest="" if newest is None else str(newest), newest_is_durable=_is_durable(root, newest),
+        users=tuple(sorted({*_mapping(path), *_writing(records)} - {keeper_pid})),
+    )  # fmt: skip
+
+
+def _root_of(path: Path, keeper_pid: int) -> str:
+    with suppress(OSError):
+        return (path / ROOT_NAME).read_text().strip()
+    with suppress(OSError, ValueError, IndexError):
+        words = Path(f"/proc/{keeper_pid}/cmdline").read_text().split("\0")
+        return words[words.index("--root") + 1]
+    return ""
+
+
+def _records(path: Path) -> Iterator[SlotRecord]:
+    """What the slots say of themselves; half-made ones say nothing."""
+    for slot in sorted(path.glob(f"*{SLOT_SUFFIX}")):
+        with suppress(ArenaError), closing(SlotFile.open(slot, writable=False)) as file:
+            record = file.read_record()
+            if record is not None and record.boot_id == boot_id():
+                yield record
+
+
+def _newest(records: Iterable[SlotRecord]) -> Generation | None:
+    """The newest generation that all ranks captured."""
+    ranks: dict[tuple[int, int, str, int], set[int]] = {}
+    for one in records:
+        if one.state == "captured":
+            key = (one.step, one.incarnation, one.attempt, one.world)
+            ranks.setdefault(key, set()).add(one.rank)
+    whole = [key for key, have in ranks.items() if have == set(range(key[3]))]
+    step, incarnation = max(whole, default=(0, 0, "", 0))[:2]
+    return Generation(incarnation, step) if whole else None
+
+
+def _is_durable(root: str, newest: Generation | None) -> bool | None:
+    """Whether storage has the generation too; None when that cannot be told."""
+    if newest is None or not root or not Path(root).is_dir():
+        return None
+    try:
+        return catalogue(open_store(root)).find(newest) is not None
+    except HoldfastError:
+        return None
+
+
+def _listener(path: Path) -> int:
+    """Who listens on the arena's socket, by the kernel's word; 0: nobody, or unseen from here."""
+    try:
+        line = connect_socket(path)
+    except OSError:
+        return 0
+    with closing(line):
+        raw = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", raw)[0])
+
+
+def _answers(path: Path, run_id: str, root: str) -> bool | None:
+    """Whether the keeper answers a greeting in time; None when nobody listens."""
+    try:
+        line = connect_socket(path)
+    except OSError:
+        return None
+    with closing(line):
+        line.settimeout(ANSWER_TIMEOUT_S)
+        try:  # a refusal is an answer
+            line.sendall(m.pack(m.Hello(run_id=run_id, root=root), 1))
+            return bool(line.recv(1, socket.MSG_WAITALL))
+        except OSError:
+            return False
+
+
+def _state(pid: int) -> str:
+    """The kernel's letter for what a process does: R, S, D, T (stopped), Z."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def _mapping(path: Path) -> tuple[int, ...]:
+    """The processes that have part of the arena mapped."""
+    below = os.fsencode(os.path.realpath(path)) + b"/"
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return tuple(pid for pid in pids if _has_mapped(pid, below))
+
+
+def _has_mapped(pid: int, below: bytes) -> bool:
+    try:
+        return below in Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:  # ended, or another user's, who cannot open what is in a private directory
+        return False
+
+
+def _writing(records: Iterable[SlotRecord]) -> set[int]:
+    """The living processes that a slot was given to."""
+    return {
+        one.writer_pid
+        for one in records
+        if one.state == "writing" and is_running(one.writer_pid, one.writer_start)
+    }
+
+
+def clear(arena: Arena) -> str:
+    """Remove a stale arena; "" when it is gone, else why it was left alone.
+
+    Under its lock, and after looking again: a keeper may have been started since.
+    """
+    path = Path(arena.path)
+    if arena.is_grave:
+        if _mapping(path):
+            return "it is in use"
+        shutil.rmtree(path, ignore_errors=True)
+        return ""
+    try:
+        lock = lock_dir(path)
+    except OSError as error:
+        return f"it cannot be locked: {error.strerror}"
+    if lock is None:
+        return "a keeper has it"
+    try:
+        # Nobody can take it from here on: a keeper needs the lock, a trainer a keeper.
+        if not _is_free(path):
+            return "it is in use"
+        remove_arena(path)
+    finally:
+        os.close(lock)
+    return ""
+
+
+def _is_free(path: Path) -> bool:
+    return not (_mapping(path) or _writing(_records(path)))

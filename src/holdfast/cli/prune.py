@@ -1,0 +1,157 @@
+"""``holdfast prune``: remove checkpoints by hand, and what killed attempts left behind."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.markup import escape
+
+from holdfast.catalogue import LOCK
+from holdfast.cli.ask import confirmed
+from holdfast.cli.checkpoints import Opened, open_root
+from holdfast.cli.held import root_holder
+from holdfast.cli.output import (
+    Commands,
+    SlowProgress,
+    add_command,
+    plain_table,
+    print_json,
+    stdout,
+)
+from holdfast.errors import RootBusy
+from holdfast.observe.units import moment_text, size_text
+from holdfast.persist.pins import pinned
+from holdfast.persist.removal import Removal, plan, remove
+from holdfast.policy.retention import Keep
+from holdfast.storage.base import Lock
+
+_HOW = (
+    "A run prunes by itself: give its Checkpointer another keep= at its next start, such as "
+    "keep=holdfast.Keep(last=3)."
+)
+
+
+def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
+    """Declare the command."""
+    command = add_command(
+        commands,
+        "prune",
+        "remove the checkpoints that the options name, and what no checkpoint needs",
+        "holdfast prune runs/gpt --last 3 --dry-run",
+        "holdfast prune runs/gpt --last 3 --every 1000 --yes",
+        "holdfast prune runs/gpt --abandoned",
+    )
+    command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
+    command.add_argument("--last", metavar="N", type=int, help="keep the newest N")
+    command.add_argument(
+        "--every",
+        metavar="N",
+        type=int,
+        help="keep those at multiples of N steps, counted from 0 or from 1",
+    )
+    command.add_argument(
+        "--abandoned", action="store_true", help="remove those of futures that were given up"
+    )
+    command.add_argument(
+        "--dry-run", action="store_true", help="show what would go, change nothing"
+    )
+    command.add_argument("--yes", action="store_true", help="do not ask")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Remove, or show what would be; 5 while a run is there, 4 when something is unreadable.
+
+    The newest of the lineage and pinned checkpoints stay whatever is asked for. Without --last,
+    --every and --abandoned only leftovers go: they belong to no checkpoint.
+    """
+    keep = Keep(last=args.last, every=args.every)
+    opened = open_root(args.root)
+    shown = plan(opened.store, keep, abandoned=args.abandoned)
+    if args.dry_run:
+        _tell(args, opened, shown, "would go")
+        return 0
+    if not args.yes:
+        _require_free(args.root)
+        if not shown:
+            _tell(args, opened, shown, "removed")
+            return 0
+        if not args.json:
+            _print(args.root, opened, shown, "would go")
+        if not confirmed("Remove this?", yes=False, as_json=args.json):
+            stdout().print("nothing was removed")
+            return 0
+    with _lock(opened), SlowProgress("removing") as progress:
+        removal = plan(opened.store, keep, abandoned=args.abandoned)
+        if not args.yes and removal != shown:
+            raise RootBusy(
+                f"{args.root} changed while you looked at it, so nothing was removed: look again"
+            )
+        gone = remove(opened.store, removal, progress)
+    _tell(args, opened, gone, "removed")
+    return 0
+
+
+def _require_free(root: str) -> None:
+    """Before anybody is asked; the lock itself is only taken after."""
+    holder = root_holder(root)
+    if holder is not None and holder.pid:
+        raise RootBusy(f"{root} is in use by {holder.signed}. {_HOW}", owner=holder.signed)
+
+
+def _lock(opened: Opened) -> Lock:
+    try:
+        return opened.store.lock(LOCK, "holdfast prune")
+    except RootBusy as busy:
+        raise RootBusy(f"{busy} {_HOW}", **busy.fields) from None
+
+
+def _tell(args: argparse.Namespace, opened: Opened, removal: Removal, verb: str) -> None:
+    holder = root_holder(args.root) if args.dry_run else None
+    if args.json:
+        held_by = None if holder is None else {"pid": holder.pid, "signed": holder.signed}
+        print_json(
+            {"root": args.root, "dry_run": args.dry_run, "lock": held_by, **_record(removal)}
+        )
+        return
+    _print(args.root, opened, removal, verb)
+    if holder is not None and holder.pid:
+        stdout().print(
+            f"This root is in use by {escape(holder.signed)} now, so prune would remove nothing, "
+            f"and an unfinished directory may be a save under way. {_HOW}",
+            soft_wrap=True,
+        )
+
+
+def _record(removal: Removal) -> dict[str, Any]:
+    return {
+        "checkpoints": [
+            {"checkpoint": str(m.generation), "size_bytes": m.size_bytes}
+            for m in removal.checkpoints
+        ],
+        "directories": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.directories],
+        "layouts": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.layouts],
+        "size_bytes": removal.size_bytes,
+    }
+
+
+def _print(root: str, opened: Opened, removal: Removal, verb: str) -> None:
+    console = stdout()
+    if not removal:
+        pins = len(pinned(opened.store))
+        stays = f" ({pins} pinned)" if pins else ""
+        console.print(f"nothing to remove from {escape(root)}{stays}", soft_wrap=True)
+        return
+    table = plain_table(verb, "when", "what", "size", right=("size",))
+    for m in removal.checkpoints:
+        state = opened.state_of(m.generation)
+        what = "abandoned checkpoint" if state == "abandoned" else "checkpoint"
+        table.add_row(str(m.generation), moment_text(m.created_s), what, size_text(m.size_bytes))
+    for one in removal.directories:
+        table.add_row(escape(one.path), "-", "unfinished or pruned", size_text(one.size_bytes))
+    for one in removal.layouts:
+        table.add_row(escape(one.path), "-", "layout of none", size_text(one.size_bytes))
+    console.print(table)
+    freed = "would be freed" if verb == "would go" else "freed"
+    console.print(f"{size_text(removal.size_bytes)} {freed}")

@@ -1,0 +1,17 @@
+"""What a reader must know to read a file: features it requires by name, or is refused with.
+
+A feature that changes what bytes mean (compressed, encrypted) is *required*: a reader that does
+not know it must not read on. One that may be read over is *optional*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+#: The features this version can read. Version 1 of the format was frozen with none.
+KNOWN_FEATURES: frozenset[str] = frozenset()
+
+
+def unknown_features(requires: Iterable[str]) -> list[str]:
+    """Those of ``requires`` that this version cannot read."""
+    return sorted(set(requires) - KNOWN_FEATURES)

@@ -1,0 +1,152 @@
+"""Carries out what the coordinator decides: messages, slots, layouts, and jobs for storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.errors import ArenaError, HoldfastError
+from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
+from holdfast.keeper.background import Background
+from holdfast.keeper.connection import Ranks
+from holdfast.keeper.incarnations import Incarnations, RootAccess
+from holdfast.keeper.jobs import Jobs
+from holdfast.keeper.memory import Memory
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.actions import (
+    AbortPersist,
+    Action,
+    Allocate,
+    GiveSlot,
+    KeepLayout,
+    Note,
+    Remove,
+    StartPersist,
+    Tell,
+)
+from holdfast.snapshot.arena import SlotFile, SlotRecord
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.slots import Writer
+
+
+class Executor:
+    """The coordinator's hands; used on the keeper's loop only, but for ``persist_ended``."""
+
+    def __init__(
+        self, coordinator: Coordinator, memory: Memory, ranks: Ranks, background: Background
+    ) -> None:
+        self._coordinator = coordinator
+        self._memory = memory
+        self._ranks = ranks
+        self._background = background
+        self.jobs = Jobs(memory, coordinator)
+        self.refusals: dict[str, str] = {}
+        """Why storage would not take an attempt that is still in memory."""
+
+    def connect(self, root: RootAccess, incarnations: Incarnations) -> None:
+        """Where jobs go, and whose they are. (The root's persister reports back to this.)"""
+        self._root, self._incarnations = root, incarnations
+
+    def carry_out(self, actions: Sequence[Action]) -> None:
+        """All of them, in order."""
+        held = self._coordinator.attempts
+        for action in actions:
+            match action:
+                case Tell(message, rank):
+                    self._ranks.tell(message, rank)
+                case Allocate(slot, capacity):
+                    self._background.spawn(self._make_slot(slot, capacity))
+                case Remove(slot):
+                    self._memory.remove(slot)
+                case KeepLayout(hash_, data):
+                    self._keep_layout(hash_, data)
+                case GiveSlot(_, _, attempt) | StartPersist(attempt) if attempt not in held:
+                    pass  # its layout could not be kept
+                case GiveSlot(slot, rank, attempt):
+                    self._give(slot, rank, attempt)
+                case StartPersist(attempt):
+                    self._start_job(held[attempt])
+                case AbortPersist(attempt):
+                    self.jobs.abort(attempt)
+                case Note():
+                    self._note(action)
+
+    def _keep_layout(self, hash_: str, data: bytes) -> None:
+        used = {one.layout for one in self._coordinator.attempts.values()}
+        try:
+            self._memory.keep_layout(hash_, data, used)
+        except OSError as error:
+            where = self._memory.directory
+            reason = f"no room for the layout: {error.strerror}. Free some in {where}"
+            self.carry_out(self._coordinator.layout_not_kept(hash_, reason))
+
+    # ── slots ────────────────────────────────────────────────────────────────────────────
+
+    def _give(self, slot_id: int, rank: int, attempt_id: str) -> None:
+        attempt = self._coordinator.attempts[attempt_id]
+        writer = self._coordinator.slots[slot_id].writer or Writer(0, 0)
+        self._memory.stamp(slot_id, SlotRecord(
+            state="writing", boot_id=self._memory.boot_id, run_id=self._memory.run_id,
+            incarnation=attempt.incarnation, nonce=self._coordinator.nonce, step=attempt.step,
+            attempt=attempt_id, rank=rank, world=attempt.world, layout=attempt.layout,
+            writer_pid=writer.pid, writer_start=writer.start,
+        ))  # fmt: skip
+        grant = m.Grant(
+            step=attempt.step, attempt=attempt_id, slot=str(self._memory.slot_path(slot_id)),
+            durable=attempt.durable, layout=attempt.layout,
+        )  # fmt: skip
+        self._ranks.tell(grant, rank)
+
+    async def _make_slot(self, slot_id: int, capacity: int) -> None:
+        try:
+            file: SlotFile = await self._background.in_thread(
+                self._memory.create, slot_id, capacity
+            )
+        except (ArenaError, OSError, OverflowError) as error:
+            actions = self._coordinator.allocation_failed(slot_id, str(error))
+            emit(Warned(message=str(error)))
+        else:
+            self._memory.files[slot_id] = file
+            actions = self._coordinator.allocated(slot_id)
+        self.carry_out(actions)
+
+    def _note(self, note: Note) -> None:
+        coordinator = self._coordinator
+        if note.what == "missed":
+            emit(SnapshotMissed(
+                incarnation=coordinator.incarnation, step=note.step, reason=note.reason,
+                overtaken=note.overtaken, leaf=note.leaf,
+            ))  # fmt: skip
+            return
+        emit(SnapshotCaptured(
+            incarnation=coordinator.incarnation, step=note.step, world=coordinator.world,
+            elapsed_s=note.elapsed_s,
+        ))  # fmt: skip
+        self.carry_out(coordinator.spares())
+
+    # ── making durable ───────────────────────────────────────────────────────────────────
+
+    def _start_job(self, attempt: Attempt) -> None:
+        incarnation, persister = self._incarnations.of(attempt), self._root.persister
+        try:
+            if persister is None or incarnation is None:
+                raise ArenaError(f"it is not known how incarnation {attempt.incarnation} began")
+            persister.submit(self.jobs.start(attempt, incarnation))
+        except HoldfastError as error:
+            self.persist_ended(attempt.id, str(error))
+
+    def persist_ended(self, attempt_id: str, reason: str | None) -> None:
+        """Hear how it went (None: well); called on the persister's thread."""
+        self._background.from_thread(lambda: self._settle(attempt_id, reason))
+
+    def _settle(self, attempt_id: str, reason: str | None) -> None:
+        self.jobs.ended(attempt_id)
+        held = self._coordinator.attempts
+        self.refusals = {id_: why for id_, why in self.refusals.items() if id_ in held}
+        if attempt_id not in held:
+            return
+        if reason is None:
+            self.carry_out(self._coordinator.persisted(attempt_id))
+        else:
+            self.refusals[attempt_id] = reason
+            self.carry_out(self._coordinator.persist_failed(attempt_id, reason))

@@ -1,0 +1,140 @@
+"""The starts of the run: which there were, which is served now, and the root they write to.
+
+An incarnation is recorded in the arena and in storage with the generation it went on from. Its
+number is one more than any known: by either of them, or by an image in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
+from holdfast.errors import ArenaError, HoldfastError
+from holdfast.events import Warned, emit
+from holdfast.format.manifest import Incarnation
+from holdfast.keeper.background import Background
+from holdfast.keeper.memory import Memory
+from holdfast.keeper.persister import Outcome, Persister
+from holdfast.persist import commit
+from holdfast.policy.retention import Keep
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.handoff import Coordinator
+from holdfast.storage.base import Lock, Store
+from holdfast.storage.open import open_store
+
+
+class RootAccess:
+    """The way to storage; holds the root's lock from the first need of it."""
+
+    def __init__(self, root: str, owner: str, background: Background, outcome: Outcome) -> None:
+        self.store: Store = open_store(root)
+        self._owner = owner
+        self._background = background
+        self._outcome = outcome
+        self._lock: Lock | None = None
+        self.persister: Persister | None = None
+
+    async def open(self) -> Persister:
+        """The persister, with the root's lock. RootBusy when another run has it."""
+        if self._lock is None:
+            self._lock = await self._background.in_thread(self.store.lock, LOCK, self._owner)
+        if self.persister is None:
+            self.persister = Persister(self.store, Keep(), self._outcome)
+        return self.persister
+
+    def let_go(self) -> None:
+        """Finish what is queued, and give the root back. Blocks."""
+        if self.persister is not None:
+            self.persister.stop()
+        if self._lock is not None:
+            self._lock.release()
+
+
+class Incarnations:
+    """What the arena, storage and the coordinator know of incarnations, taken together."""
+
+    def __init__(
+        self, memory: Memory, coordinator: Coordinator, root: RootAccess, background: Background
+    ) -> None:
+        self._memory = memory
+        self._coordinator = coordinator
+        self._root = root
+        self._background = background
+        self.current: Incarnation | None = None
+        """The one being served, once its parent is recorded."""
+
+    async def next_number(self) -> int:
+        """The number of an incarnation that begins now."""
+        return max(await self._background.in_thread(self._known), default=0) + 1
+
+    async def adopt(self, parent: tuple[int, int] | None) -> None:
+        """Record what the incarnation that has begun goes on from."""
+        coordinator = self._coordinator
+        incarnation = Incarnation(
+            run_id=self._memory.run_id, n=coordinator.incarnation, nonce=coordinator.nonce,
+            parent=parent, world=coordinator.world, created_s=time.time(),
+        )  # fmt: skip
+        held = {attempt.incarnation for attempt in coordinator.attempts.values()}
+        refused = ""
+        try:
+            self._memory.keep_incarnation(incarnation, held)
+        except OSError as error:  # shared memory is full: storage has it too
+            refused = f"cannot write to {self._memory.directory}: {error.strerror}"
+            emit(Warned(message=f"incarnation {incarnation.n}: only storage has it; {refused}"))
+        try:
+            await self._background.in_thread(
+                commit.record_incarnation, self._root.store, incarnation
+            )
+        except HoldfastError as error:  # made up for before the first manifest
+            if refused:
+                raise ArenaError(
+                    f"the start of incarnation {incarnation.n} can be recorded nowhere: {refused}, "
+                    f"and storage refused it too: {error}"
+                ) from error
+            emit(Warned(message=f"incarnation {incarnation.n} is not yet recorded: {error}"))
+        self.current = incarnation
+
+    async def resumable(self, message: m.Join) -> Incarnation | None:
+        """The incarnation of a rank that an earlier keeper served, unless a newer one began."""
+        mine = self.remembered(message.incarnation)
+        if mine is None:  # the arena was cleared under a living run, or its record is damaged
+            mine = await self._background.in_thread(self.repair, message.incarnation)
+        newest = max(await self._background.in_thread(self._known), default=0)
+        is_newest = mine is not None and mine.n == newest and mine.nonce == message.nonce
+        return mine if is_newest and self._coordinator.incarnation < newest else None
+
+    def of(self, attempt: Attempt) -> Incarnation | None:
+        """The incarnation that captured ``attempt``."""
+        if self.current is not None and self.current.n == attempt.incarnation:
+            return self.current
+        return self.remembered(attempt.incarnation)
+
+    def remembered(self, n: int) -> Incarnation | None:
+        """The record of incarnation ``n`` in the arena."""
+        return next((i for i in self._memory.incarnations() if i.n == n), None)
+
+    def repair(self, n: int) -> Incarnation | None:
+        """Have in the arena what storage knows of incarnation ``n``. Blocks."""
+        try:
+            found = read_incarnation(self._root.store, n)
+        except HoldfastError:
+            return None
+        with contextlib.suppress(OSError):  # a full arena: it is read from storage again
+            self._memory.keep_incarnation(found, {found.n})
+        return found
+
+    def repair_held(self) -> None:
+        """Do so for all whose images are in memory and whose record is not. Blocks."""
+        for attempt in self._coordinator.attempts.complete():
+            if self.remembered(attempt.incarnation) is None:
+                self.repair(attempt.incarnation)
+
+    def _known(self) -> set[int]:
+        """Blocks: it asks storage."""
+        stored = self._root.store.list(INCARNATIONS) + self._root.store.list(MANIFESTS)
+        heads = (name.split(".")[0].split("-")[0] for name in stored)
+        remembered = {i.n for i in self._memory.incarnations()} | {self._coordinator.incarnation}
+        held = {a.incarnation for a in self._coordinator.attempts.complete()}
+        return {int(head) for head in heads if head.isdecimal()} | remembered | held

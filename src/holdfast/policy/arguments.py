@@ -1,0 +1,52 @@
+"""Steps and durations as callers write them, checked once at the public door.
+
+A step that is no number, or too large for the format, is refused before anything is written: a
+checkpoint under such a name could not be found again.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import SupportsIndex
+
+from holdfast.errors import UsageError
+
+#: Larger whole numbers are not exact in every reader of JSON.
+MAX_STEP = (1 << 53) - 1
+
+
+def step_number(step: SupportsIndex) -> int:
+    """``step`` as an int: Python's, numpy's and a tensor's whole numbers; UsageError otherwise."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise UsageError(f"a step is a whole number from 0 to 2**53 - 1, not {step!r}")
+    return number
+
+
+def wanted_step(step: SupportsIndex | str | None) -> int | str | None:
+    """What to restore: a step, "incarnation-step" as text, or None for the newest."""
+    return step if step is None or isinstance(step, str) else step_number(step)
+
+
+def duration_s(name: str, value: float, *, least: str = "above 0") -> float:
+    """A finite number of seconds; UsageError otherwise. ``least``: "above 0" or "from 0 on"."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0 or (not value and "above" in least):
+        raise UsageError(f"{name}={value!r}: a number of seconds {least} is needed")
+    return float(value)
+
+
+def patience_s(name: str, value: float | None) -> float | None:
+    """As ``duration_s``, from 0 on; None: without end."""
+    return None if value is None else duration_s(name, value, least="from 0 on")
+
+
+def claim(name: str, value: bool) -> bool:
+    """True or False itself: "no" and 0 mean something else to whoever wrote them."""
+    if not isinstance(value, bool):
+        raise UsageError(f"{name}={value!r}: True or False is needed")
+    return value

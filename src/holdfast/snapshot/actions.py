@@ -1,0 +1,77 @@
+"""What the coordinator wants done: values, which the keeper carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.snapshot import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send ``message`` to ``rank`` (None: to all ranks)."""
+
+    message: m.Message
+    rank: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Make slot ``slot`` with room for an image of this size; report back."""
+
+    slot: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """Delete slot ``slot``: nothing refers to it any more."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class GiveSlot:
+    """Stamp the slot's record as being written for this attempt, then send the grant."""
+
+    slot: int
+    rank: int
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeepLayout:
+    """Remember the bytes of this layout beside the slots."""
+
+    hash: str
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StartPersist:
+    """Make the attempt durable; parts of it that are not captured yet will follow."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class AbortPersist:
+    """The attempt came to nothing; leave no trace of it in storage."""
+
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something for the report: a generation is complete, or came to nothing."""
+
+    attempt: str
+    step: int
+    what: str  # "complete" | "missed"
+    reason: str = ""
+    overtaken: bool = False
+    leaf: str = ""
+    elapsed_s: float = 0.0
+
+
+Action = Tell | Allocate | Remove | GiveSlot | KeepLayout | StartPersist | AbortPersist | Note

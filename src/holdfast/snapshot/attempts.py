@@ -1,0 +1,97 @@
+"""The tries to capture a generation: which are whole, and which must stay in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try to capture a generation on all ranks."""
+
+    id: str
+    incarnation: int
+    step: int
+    world: int
+    layout: str
+    durable: bool = False
+    phase: str = "allocating"  # "allocating" | "capturing" | "complete" | "aborted"
+    persisting: bool = False
+    refused: bool = False  # storage would not take it
+    fulfils: tuple[int, ...] = ()  # earlier steps whose durable save it stands for
+    started_s: float = 0.0
+    slots: dict[int, int] = field(default_factory=dict)  # rank -> slot id
+    sealed: set[int] = field(default_factory=set)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ranks may still seal it."""
+        return self.phase in ("allocating", "capturing")
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether it is being captured or persisted."""
+        return self.persisting or self.phase != "complete"
+
+    @property
+    def generation(self) -> tuple[int, int]:
+        """(incarnation, step)."""
+        return self.incarnation, self.step
+
+
+class Attempts(dict[str, Attempt]):
+    """Attempts by their names, and the two whose slots must stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.newest: str | None = None
+        """The newest generation that all ranks captured."""
+        self.pinned: str | None = None
+        """What a restore reads from."""
+
+    def found(self, attempts: Iterable[Attempt]) -> None:
+        """Take over those of an earlier keeper that are whole."""
+        for attempt in attempts:
+            if len(attempt.slots) == attempt.world:
+                attempt.phase, attempt.sealed = "complete", set(attempt.slots)
+                self[attempt.id] = attempt
+        whole = self.complete()
+        self.newest = whole[-1].id if whole else None
+
+    def complete(self) -> list[Attempt]:
+        """The generations all of whose images are in memory, oldest first."""
+        whole = [attempt for attempt in self.values() if attempt.phase == "complete"]
+        return sorted(whole, key=lambda attempt: attempt.generation)
+
+    def open(self) -> list[Attempt]:
+        """Those that ranks may still seal."""
+        return [attempt for attempt in self.values() if attempt.is_open]
+
+    def newest_complete(self) -> Attempt | None:
+        """The newest generation that all ranks captured."""
+        return self.get(self.newest or "")
+
+    def must_stay(self, attempt: Attempt) -> bool:
+        """Whether its slots may not be given away now."""
+        return attempt.is_under_way or attempt.id in (self.newest, self.pinned)
+
+    def pin(self, id_: str) -> bool:
+        """Keep the slots of this attempt until a new generation is complete."""
+        if id_ not in self or self[id_].phase != "complete":
+            return False
+        self.pinned = id_
+        return True
+
+    def pin_parent(self, incarnation: int, parent: tuple[int, int] | None) -> None:
+        """Pin what ``incarnation`` went on from, unless it has a whole generation of its own.
+
+        For a keeper that was not there when it was restored from; until all ranks have captured
+        something newer it is all that the run has.
+        """
+        whole = self.complete()
+        if any(attempt.incarnation == incarnation for attempt in whole):
+            self.pinned = None
+        for attempt in whole:
+            if attempt.generation == parent and self.pinned is not None:
+                self.pinned = attempt.id

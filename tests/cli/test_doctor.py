@@ -1,0 +1,367 @@
+"""``holdfast doctor``: every finding from made-up facts, and the command as a whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli import EXIT_CODES, doctor, main
+from holdfast.cli.doctor import judge
+from holdfast.cli.doctor.facts import Arena, Facts, Host, Place, Root, Speeds, Torch
+from holdfast.cli.doctor.finding import Finding, worst
+from holdfast.storage.local import LocalStore
+from roots import fill, leave_behind
+
+Out = pytest.CaptureFixture[str]
+GB = 10**9
+
+HOST = Host(
+    system="Linux",
+    kernel="6.8.0",
+    python=(3, 12, 1),
+    cores=8,
+    cores_allowed=8,
+    cores_quota=None,
+    memory_bytes=64 * GB,
+    memory_limit_bytes=None,
+    locked_memory_bytes=None,
+    open_files=65536,
+)
+SHM = Place("/dev/shm", "tmpfs", "/dev/shm", size_bytes=32 * GB, free_bytes=30 * GB)
+DISK = Place(
+    "/data/run",
+    "xfs",
+    "/data",
+    size_bytes=900 * GB,
+    free_bytes=500 * GB,
+    free_files=10**6,
+    is_direct=True,
+    links=True,
+    locks=True,
+)
+TORCH = Torch("2.12.0", cuda=False)
+ROOT = Root(
+    "/data/run", run_id="r", checkpoints=3, newest="2-40", newest_bytes=4 * GB, newest_images=4
+)
+ARENA = Arena(
+    "/dev/shm/holdfast-0/r@here",
+    run_id="r",
+    host_id="here",
+    size_bytes=12 * GB,
+    keeper_pid=77,
+    keeper_state="S",
+    answers=True,
+    root="/data/run",
+    root_exists=True,
+    newest="2-57",
+    users=(80, 81),
+)
+GOOD = Facts(HOST, SHM, DISK, TORCH, Speeds(2 * GB, 4 * GB, 10 * GB, 20 * GB), {}, (ARENA,), ROOT)
+DEAD = replace(ARENA, keeper_pid=0, keeper_state="", answers=None, users=())
+
+
+def host(**change: Any) -> Facts:
+    return replace(GOOD, host=replace(HOST, **change))
+
+
+def memory(**change: Any) -> Facts:
+    return replace(GOOD, memory=replace(SHM, **change), arenas=())
+
+
+def storage(**change: Any) -> Facts:
+    return replace(GOOD, storage=replace(DISK, **change))
+
+
+def torch(*fields: Any, **change: Any) -> Facts:
+    return replace(GOOD, torch=Torch(*fields, **change))
+
+
+def settings(**values: str) -> Facts:
+    return replace(GOOD, settings=values)
+
+
+def root(**change: Any) -> Facts:
+    return replace(GOOD, root=replace(ROOT, **change))
+
+
+def arena(base: Arena = ARENA, **change: Any) -> Facts:
+    return replace(GOOD, arenas=(replace(base, **change),))
+
+
+def found(facts: Facts, about: str) -> list[Finding]:
+    return [one for one in judge(facts) if one.about == about]
+
+
+def test_a_machine_without_fault_gets_no_warning() -> None:
+    assert {one.severity for one in judge(GOOD)} == {"ok"}
+    assert worst(judge(GOOD)) == "ok"
+    assert worst([]) == "ok"
+
+
+TROUBLE = [
+    (host(system="Darwin"), "system", "bad", "Darwin", "Linux"),
+    (host(python=(3, 10, 9)), "Python", "bad", "3.10.9", "3.11"),
+    (host(cores_allowed=1), "cores", "warn", "1 of 8 cores", "taskset"),
+    (host(cores_quota=1.5), "cores", "warn", "1.5 of 8 cores", "--cpus"),
+    (host(memory_limit_bytes=8 * GB), "memory", "bad", "8.00 GB, by the limit", "--memory"),
+    (host(open_files=256), "open files", "warn", "256", "ulimit -n"),
+    (memory(fault="Permission denied"), "shared memory", "bad", "Permission", "HOLDFAST_ARENA_DIR"),
+    (memory(kind="ext4"), "shared memory", "warn", "on ext4", "/dev/shm"),
+    (memory(free_bytes=11 * GB), "shared memory", "bad", "needs 12.0 GB", "--shm-size"),
+    (
+        replace(memory(size_bytes=64 << 20, free_bytes=64 << 20), root=None),
+        "shared memory",
+        "bad",
+        "unless it asks for more",
+        "--shm-size",
+    ),
+    (torch(), "torch", "bad", "not installed", "pip install torch"),
+    (torch("2.10.1", cuda=False), "torch", "bad", "2.10.1", "2.11"),
+    (torch("2.12", fault="no answer"), "CUDA", "warn", "no answer", "torch.cuda"),
+    (torch("2.12", cuda=False, driver="550.1"), "CUDA", "warn", "without CUDA", "nvidia-smi"),
+    (
+        torch("2.12", built_for="12.6", cuda=False, driver="550.1"),
+        "CUDA",
+        "warn",
+        "for CUDA 12.6",
+        "CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        replace(
+            torch("2.12", "12.6", True, ("H200",), "550.1"),
+            host=replace(HOST, locked_memory_bytes=8 << 20),
+        ),
+        "locked memory",
+        "warn",
+        "8.39 MB",
+        "memlock=-1",
+    ),
+    (torch("2.13.0+cpu", cuda=False), "torchrun", "warn", "SHARE_RDZV", "export TORCH_DISABLE"),
+    (
+        settings(HOLDFAST_LOGG="x"),
+        "settings",
+        "warn",
+        "HOLDFAST_LOGG",
+        "Did you mean HOLDFAST_LOG?",
+    ),
+    (settings(HOLDFAST_ZZZZ="x"), "settings", "warn", "no meaning", "HOLDFAST_RUN_ID"),
+    (settings(HOLDFAST_LOG="loud"), "settings", "bad", "info or debug", "unset HOLDFAST_LOG"),
+    (settings(HOLDFAST_ARENA_DIR="shm"), "settings", "bad", "relative", "unset"),
+    (settings(HOLDFAST_KEEPER_IDLE_S="1h"), "settings", "bad", "seconds", "unset"),
+    (settings(HOLDFAST_KEEPER_IDLE_S="inf"), "settings", "bad", "seconds", "unset"),
+    (settings(HOLDFAST_RUN_ID="a/b"), "settings", "bad", "names a directory", "unset"),
+    (settings(HOLDFAST_RUN_ID=".a"), "settings", "bad", "names a directory", "unset"),
+    (storage(fault="Read-only file system"), "storage", "bad", "Read-only", "another root"),
+    (storage(kind="tmpfs"), "storage", "bad", "gone after a reboot", "disk"),
+    (storage(kind="overlay"), "storage", "warn", "goes with its container", "-v"),
+    (storage(kind="nfs4"), "storage", "warn", "lock", "nolock"),
+    (storage(kind="fuse.sshfs"), "storage", "warn", "fuse.sshfs", "fsync"),
+    (storage(links=False), "storage", "bad", "hard links", "ext4"),
+    (storage(locks=False), "storage", "bad", "two runs", "flock"),
+    (storage(is_direct=False), "direct I/O", "warn", "page cache", "O_DIRECT"),
+    (storage(free_bytes=11 * GB), "free space", "warn", "2 more checkpoints", "Keep"),
+    (storage(free_bytes=3 * GB), "free space", "bad", "0 more checkpoints", "prune"),
+    (storage(free_files=5), "free space", "bad", "inodes", "prune"),
+    (
+        replace(storage(free_bytes=15 * GB), root=replace(ROOT, keeps=5)),
+        "free space",
+        "warn",
+        "5 are needed",
+        "prune",
+    ),
+    (root(fault="needs format version 2"), "root", "bad", "format version 2", "reads it"),
+    (
+        root(broken=(("manifests/1-1.json", "bad checksum"),)),
+        "root",
+        "bad",
+        "manifests/1-1.json cannot be read: bad checksum",
+        "/data/run/manifests/1-1.json",
+    ),
+    (
+        root(leftovers=2, leftover_bytes=GB),
+        "root",
+        "warn",
+        "2 attempts left behind",
+        "holdfast prune /data/run",
+    ),
+    (root(pins_gone=("1-9",)), "pins", "warn", "1-9", "holdfast pin /data/run 1-9 --remove"),
+    (root(pins_unreadable=("1-9",)), "pins", "warn", "still pins", "holdfast pin /data/run 1-9"),
+    (
+        arena(answers=False, keeper_state="T"),
+        "arena",
+        "bad",
+        "process 77, is stopped (SIGSTOP)",
+        "kill -CONT 77",
+    ),
+    (arena(answers=False), "arena", "bad", "is running, and does not answer", "kill -KILL 77"),
+    (arena(answers=None), "arena", "warn", "starting or ending", "Look again"),
+    (arena(keeper_pid=0, answers=False), "arena", "bad", "does not answer", "pgrep"),
+    (arena(keeper_pid=0, root_exists=False), "arena", "warn", "is gone", "where it runs"),
+    (arena(root_exists=False), "arena", "warn", "its root /data/run is gone", "kill 77"),
+    (arena(DEAD), "arena", "warn", "holds snapshot 2-57", "rm -r /dev/shm/holdfast-0/r@here"),
+    (arena(DEAD, newest=""), "arena", "warn", "no whole snapshot", "holdfast doctor --clear-stale"),
+    (
+        arena(DEAD, newest_is_durable=False),
+        "arena",
+        "warn",
+        "2-57 of /data/run, which is nowhere else",
+        "Start the run again",
+    ),
+    (arena(DEAD, newest_is_durable=True), "arena", "warn", "in storage too", "Start the run"),
+    (arena(DEAD, root_exists=False), "arena", "warn", "/data/run is gone, and no run", "rm -r"),
+    (arena(DEAD, users=(80, 81)), "arena", "warn", "in use by 80, 81", "kill 80 81"),
+    (arena(DEAD, is_grave=True), "arena", "warn", "half removed", "rm -r"),
+    (arena(fault="not a directory"), "arena", "bad", "not a directory", "ls -la"),
+]
+
+
+@pytest.mark.parametrize(
+    ("facts", "about", "severity", "text", "remedy"),
+    TROUBLE,
+    ids=[f"{about}-{text[:20]}" for _, about, _, text, _ in TROUBLE],
+)
+def test_every_trouble_is_named_with_its_remedy(
+    facts: Facts, about: str, severity: str, text: str, remedy: str
+) -> None:
+    (one,) = (one for one in judge(facts) if one.severity != "ok")
+    assert (one.about, one.severity) == (about, severity)
+    assert text in one.text
+    assert remedy in one.remedy
+
+
+def test_no_remedy_is_for_process_0_which_is_every_process_of_the_group() -> None:
+    said = [one.remedy for facts, *_ in TROUBLE for one in judge(facts)]
+    assert not [remedy for remedy in said if re.search(r"kill[-A-Z ]* 0\b", remedy)]
+
+
+def test_what_is_fine_is_said_too() -> None:
+    (room,) = found(GOOD, "free space")
+    assert "125 more checkpoints of 4.00 GB" in room.text
+    (speed,) = found(GOOD, "disk speed")
+    assert "2-40 (4.00 GB) is durable after 2.00 s, read in 1.00 s" in speed.text
+    (kept,) = found(GOOD, "arena")
+    assert "process 77, answers, newest snapshot 2-57, 2 trainers" in kept.text
+    cuda = torch("2.12", "12.6", True, ("H200", "H200"), "550.1")
+    assert found(cuda, "CUDA")[0].text == "12.6, driver 550.1, 2 devices: H200"
+    shared = settings(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", HOLDFAST_LOG="debug")
+    with_it = replace(torch("2.13", cuda=False), settings=shared.settings)
+    assert worst(judge(with_it)) == "ok"
+
+
+def test_memory_that_this_run_holds_already_counts_as_free_for_it() -> None:
+    tight = replace(GOOD, memory=replace(SHM, free_bytes=GB))
+    assert worst(judge(tight)) == "ok"
+    others = replace(tight, arenas=(replace(ARENA, run_id="another"),))
+    assert worst(judge(others)) == "bad"
+
+
+def test_a_run_in_progress_is_no_leftover() -> None:
+    busy = root(leftovers=1, leftover_bytes=1, holder_pid=77, holder="run r, keeper 77 on here")
+    assert worst(judge(busy)) == "ok"
+    assert "in use by run r, keeper 77 on here, process 77" in found(busy, "root")[1].text
+    killed = root(holder="run r, keeper 77 on here")
+    assert "killed, or on another host" in found(killed, "root")[1].text
+
+
+def test_a_keeper_in_another_container_is_no_dead_one() -> None:
+    elsewhere = arena(keeper_pid=0, keeper_state="")
+    assert not elsewhere.arenas[0].is_stale
+    assert "which cannot be seen from this container, answers" in found(elsewhere, "arena")[0].text
+
+
+def test_without_a_root_nothing_is_said_of_checkpoints() -> None:
+    bare = replace(GOOD, root=None, arenas=(), speeds=Speeds())
+    said = {one.about for one in judge(bare)}
+    assert worst(judge(bare)) == "ok"
+    assert "root" not in said and "disk speed" not in said
+    assert found(bare, "arenas")[0].text == "none"
+    assert found(root(exists=False), "root")[0].text == "/data/run holds no checkpoints yet"
+    assert worst(judge(torch("2.12"))) == "ok", "torch was not asked"
+
+
+# ── the command ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def facts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes ``examine`` find what the test says."""
+
+    def use(made_up: Facts) -> None:
+        monkeypatch.setattr(doctor, "examine", lambda *_, **__: made_up)
+
+    return use
+
+
+def test_nothing_bad_exits_with_0_and_something_bad_with_its_own_code(
+    facts: Any, capsys: Out
+) -> None:
+    facts(GOOD)
+    assert main(["doctor"]) == 0
+    facts(storage(kind="overlay"))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "0 bad, 1 warning"
+    facts(storage(kind="tmpfs"))
+    assert main(["doctor"]) == doctor.BAD == 11
+    assert "  11  doctor" in EXIT_CODES
+    said = capsys.readouterr().out.splitlines()
+    (line,) = (n for n, text in enumerate(said) if text.startswith("bad"))
+    assert "gone after a reboot" in said[line]
+    assert "-> Choose a root on a disk" in said[line + 1]
+    assert said[-1] == "1 bad, 0 warnings"
+
+
+def test_the_whole_answer_is_in_json(facts: Any, capsys: Out) -> None:
+    facts(storage(kind="tmpfs"))
+    assert main(["doctor", "--json"]) == 11
+    document = json.loads(capsys.readouterr().out)
+    assert document["worst"] == "bad"
+    (bad,) = (one for one in document["findings"] if one["severity"] == "bad")
+    assert bad["about"] == "storage" and bad["remedy"]
+    assert document["facts"]["host"]["cores"] == 8
+    assert document["facts"]["storage"]["kind"] == "tmpfs"
+
+
+def test_a_real_root_is_examined_without_being_changed(tmp_path: Path, capsys: Out) -> None:
+    store = LocalStore(tmp_path)
+    fill(store)
+    leave_behind(store)
+    main(["pin", str(tmp_path), "1-20"])
+    (tmp_path / "manifests" / "1-20.json").unlink()
+    capsys.readouterr()
+    before = sorted(tmp_path.rglob("*"))
+    main(["doctor", str(tmp_path), "--quick", "--json"])
+    facts = json.loads(capsys.readouterr().out)["facts"]
+    assert sorted(tmp_path.rglob("*")) == before
+    root = facts["root"]
+    assert (root["checkpoints"], root["newest"], root["run_id"]) == (5, "2-40", "r")
+    assert (root["leftovers"], root["pins_gone"]) == (2, ["1-20"])
+    assert root["newest_bytes"] > 0 and root["newest_images"] == 2
+    assert facts["speeds"] == {"write": None, "read": None, "copy": None, "checksum": None}
+    assert facts["torch"]["version"].startswith("2.") and facts["torch"]["cuda"] is None
+
+
+def test_a_root_that_is_not_there_yet_is_examined_where_it_would_lie(
+    tmp_path: Path, capsys: Out
+) -> None:
+    main(["doctor", str(tmp_path / "runs" / "new"), "--quick", "--json"])
+    facts = json.loads(capsys.readouterr().out)["facts"]
+    assert facts["root"]["exists"] is False
+    assert facts["storage"]["fault"] == "" and facts["storage"]["kind"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_of_a_newer_format_is_bad_and_one_broken_manifest_too(
+    tmp_path: Path, capsys: Out
+) -> None:
+    fill(LocalStore(tmp_path))
+    (tmp_path / "manifests" / "1-20.json").write_text("{}")
+    assert main(["doctor", str(tmp_path), "--quick"]) == 11
+    assert "manifests/1-20.json cannot be read" in capsys.readouterr().out
+    (tmp_path / "holdfast.json").write_text("{}")
+    assert main(["doctor", str(tmp_path), "--quick"]) == 11
+    assert "not a Holdfast document" in capsys.readouterr().out

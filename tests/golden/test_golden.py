@@ -1,0 +1,287 @@
+"""What earlier versions wrote is read as what they saved: golden checkpoints, never made again.
+
+What must come out is written down here, by formula and as literals; nothing of it comes from the
+generator. A test that fails here is mended in the code that reads, never in the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from enum import Enum, Flag
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+import specification as spec
+from conformance import check_root
+from holdfast.catalogue import catalogue
+from holdfast.format.manifest import Generation
+from holdfast.load.verify import verify
+from holdfast.persist.pins import read_pins
+from holdfast.storage.open import open_store
+
+HERE = Path(__file__).parent
+V1 = HERE / "v1"
+
+LEAVES: dict[str, tuple[int, ...]] = {
+    "model.embed.weight": (5, 4), "model.up.weight": (6, 4), "model.up.bias": (6,),
+    "model.down.weight": (4, 6), "model.down.bias": (4,),
+    "model.norm.weight": (4,), "model.norm.bias": (4,),
+    "model.norm.running_mean": (4,), "model.norm.running_var": (4,),
+    "model.norm.num_batches_tracked": (),
+}  # fmt: skip
+PARAMETERS = [
+    name.removeprefix("model.")
+    for name in LEAVES
+    if "running" not in name and "tracked" not in name
+]
+for _name in PARAMETERS:
+    for _kind in ("exp_avg", "exp_avg_sq"):
+        LEAVES[f"optimizer.{_name}.{_kind}"] = LEAVES[f"model.{_name}"]
+    LEAVES[f"optimizer.{_name}.step"] = ()
+ALIASES = {"model.head.weight": "model.embed.weight"}
+
+
+def golden_roots() -> list[Path]:
+    return sorted(path for path in HERE.glob("v*/*") if path.is_dir())
+
+
+def name_of(root: Path) -> str:
+    return f"{root.parent.name}/{root.name}"
+
+
+def expected(name: str) -> np.ndarray[Any, Any]:
+    """The elements of a leaf, by the formula: bytes of the name, and the place."""
+    shape = LEAVES[name]
+    start = sum(ord(letter) for letter in name)
+    eighths = [(start + 3 * place) % 256 for place in range(math.prod(shape))]
+    if name.endswith("tracked"):
+        return np.array([value // 8 for value in eighths], np.int64).reshape(shape)
+    return np.array([value / 8 for value in eighths], np.float32).reshape(shape)
+
+
+# ── the files ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_not_a_byte_of_a_golden_checkpoint_has_changed() -> None:
+    sums = {}
+    for line in (HERE / "SHA256SUMS").read_text().splitlines():
+        digest, name = line.split("  ")
+        sums[name] = digest
+    files = [path for root in golden_roots() for path in root.rglob("*") if path.is_file()]
+    there = {str(path.relative_to(HERE)) for path in files if not path.name.startswith(".")}
+    assert there == set(sums)
+    for name, digest in sums.items():
+        assert hashlib.sha256((HERE / name).read_bytes()).hexdigest() == digest, name
+
+
+def test_git_never_changes_a_byte_of_them() -> None:
+    attributes = (HERE.parents[1] / ".gitattributes").read_text().splitlines()
+    assert "tests/golden/v*/** binary" in attributes
+
+
+def test_the_generator_refuses_to_make_one_again() -> None:
+    assert V1.is_dir()
+    before = (HERE / "SHA256SUMS").read_bytes()
+    command = [sys.executable, str(HERE / "generate.py"), V1.name]
+    place = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    done = subprocess.run(command, env=place, capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0
+    assert "never made again" in done.stderr
+    assert (HERE / "SHA256SUMS").read_bytes() == before
+
+
+# ── what is in them ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy: a golden checkpoint is not even opened for writing."""
+    return Path(shutil.copytree(V1 / request.param, tmp_path / "root"))
+
+
+def with_root(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("root", names, indirect=True)
+
+
+@pytest.mark.parametrize(
+    "golden", golden_roots(), ids=lambda path: f"{path.parent.name}/{path.name}"
+)
+def test_a_golden_checkpoint_is_what_the_document_says_and_is_found_good(golden: Path) -> None:
+    manifests = check_root(golden)
+    store = open_store(golden)
+    found = catalogue(store)
+    assert not found.broken
+    assert {str(m.generation) for m in found.manifests} == set(manifests)
+    for manifest in found.manifests:
+        assert verify(store, manifest, deep=True).faults == ()
+
+
+SAVED = with_root("one-rank", "fsdp-uneven", "fsdp-tensor-parallel")
+
+
+@SAVED
+def test_every_leaf_has_the_elements_that_were_saved(root: Path) -> None:
+    with holdfast.open(root) as opened:
+        assert (opened.step, set(opened.leaves)) == (7, set(LEAVES))
+        assert dict(opened.aliases) == ALIASES
+        assert opened.values["tokens"] == 1234
+        for name in LEAVES:
+            found = np.asarray(opened.read(name))
+            assert found.dtype == expected(name).dtype
+            assert found.shape == LEAVES[name]
+            assert found.tobytes() == expected(name).tobytes(), name
+
+
+class Tied(torch.nn.Module):
+    """The model that was saved, written down once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 4)
+        self.up, self.down = torch.nn.Linear(4, 6), torch.nn.Linear(6, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.head = torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@SAVED
+def test_a_model_and_its_optimizer_are_restored_as_they_were(root: Path) -> None:
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "tokens": 0,
+                             "rng": holdfast.Rng()}  # fmt: skip
+    holdfast.load(root, state)
+    assert state["tokens"] == 1234
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (
+        0.5,
+        0.25,
+    )
+    assert model.head.weight is model.embed.weight
+    found = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for kind, tensor in optimizer.state[parameter].items():
+            found[f"optimizer.{name}.{kind}"] = tensor
+    assert found.keys() - set(LEAVES) == {"model.head.weight"}
+    for name in LEAVES:
+        assert found[name].detach().numpy().tobytes() == expected(name).tobytes(), name
+
+
+@with_root("element-types")
+def test_every_element_type_has_the_bytes_that_were_saved(root: Path) -> None:
+    raw = np.array([(7 * place + 3) % 251 for place in range(96)], np.uint8)
+    with holdfast.open(root) as opened:
+        assert opened.leaves.keys() == {
+            *(f"tensors.{name}" for name in spec.dtypes()), "tensors.empty", "tensors.scalar",
+        }  # fmt: skip
+        for dtype, (size, _) in spec.dtypes().items():
+            leaf = opened.leaves[f"tensors.{dtype}"]
+            assert (leaf.dtype, leaf.shape) == (dtype, (2, 48 // size))
+            found = opened.read(f"tensors.{dtype}").reshape(-1).view(torch.uint8)
+            assert found.numpy().tobytes() == (raw % 2 if dtype == "BOOL" else raw).tobytes()
+        assert opened.read("tensors.empty").shape == (0, 3)
+        assert float(opened.read("tensors.scalar")) == 1.5
+
+
+class Phase(Enum):
+    WARMUP = 1
+    STEADY = "two"
+
+
+class Parts(Flag):
+    HEAD = 1
+    BODY = 2
+
+
+VALUES: dict[str, Any] = {
+    "plain": [None, True, -5, 0.1, 1e300, "text \u00e9 \u540d", [], {}],
+    "floats": [math.inf, -math.inf, math.nan, -0.0, 5e-324],
+    "ints": [9007199254740992, -1180591620717411303424, 2**9000],
+    "bytes": b"\x00\xff", "bytearray": bytearray(b"ab"),
+    "tuple": (1, (2, "x")), "set": {1, 2, 3}, "frozenset": frozenset({"a", "b"}),
+    "dict": {1: "one", (2, 3): None, "$x": 0}, "ordered": OrderedDict([("z", 1), ("a", 2)]),
+    "counter": Counter({"a": 2, "b": 1, "c": 1}), "default": defaultdict(list, {"k": [1]}),
+    "dtype": torch.bfloat16, "device": torch.device("cuda:1"),
+    "array": np.array([[0, 1, 2], [3, 4, 5]], ">i2"), "scalar": np.float32(0.25),
+    "strings": np.array(["a", "bcd"]), "enum": Phase.STEADY, "flag": Parts.HEAD | Parts.BODY,
+    "tensor": torch.tensor([0, 1, 2], dtype=torch.int16),
+}  # fmt: skip
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """The same type and the same value, bit for bit, all the way down."""
+    assert type(found) is type(wanted), (found, wanted)
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    elif isinstance(wanted, (np.ndarray, np.generic)):
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
+        assert found.tobytes() == wanted.tobytes()
+    elif isinstance(wanted, float):
+        assert np.float64(found).tobytes() == np.float64(wanted).tobytes()
+    elif isinstance(wanted, (list, tuple)):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    elif isinstance(wanted, dict):
+        assert_same(list(found), list(wanted))
+        for key in wanted:
+            assert_same(found[key], wanted[key])
+        assert getattr(found, "default_factory", None) is getattr(wanted, "default_factory", None)
+    else:
+        assert found == wanted
+
+
+@pytest.fixture
+def _enums() -> None:
+    holdfast.register_enum(Phase, name="golden.Phase")
+    holdfast.register_enum(Parts, name="golden.Parts")
+
+
+@with_root("value-tags")
+@pytest.mark.usefixtures("_enums")
+def test_every_kind_of_value_comes_back_as_it_was(root: Path) -> None:
+    state: dict[str, Any] = {"values": None}
+    holdfast.load(root, state)
+    assert set(state["values"]) == set(VALUES)
+    for name, wanted in VALUES.items():
+        assert_same(state["values"][name], wanted)
+
+
+def test_the_golden_values_have_every_tag_of_the_document() -> None:
+    (path,) = (V1 / "value-tags").glob("manifests/*.json")
+    text = path.read_text()
+    assert [tag for tag in spec.tags() if f'"{tag}":' not in text] == []
+
+
+@with_root("history")
+def test_abandoned_generations_are_told_from_the_lineage(root: Path) -> None:
+    found = catalogue(open_store(root))
+    assert [str(g) for g in found.lineage] == ["1-10", "4-15", "5-25"]
+    assert [str(g) for g in found.abandoned] == ["2-20", "3-30"]
+    ((generation, pinned),) = read_pins(open_store(root)).items()
+    assert (generation, pinned.note) == (Generation(2, 20), "before the fall")
+    for name, step in ((None, 25), (15, 15), ("2-20", 20), ("3-30", 30)):
+        with holdfast.open(root, name) as opened:
+            assert opened.read("w").tolist() == [float(step)] * 3
+            assert opened.values["step"] == step
+
+
+@with_root("kept")
+def test_what_a_keeper_wrote_in_two_lives_is_read(root: Path) -> None:
+    found = catalogue(open_store(root))
+    assert [str(g) for g in found.lineage] == ["1-0", "2-1"]
+    assert [str(g) for g in found.abandoned] == ["1-1"]
+    for name, number in (("1-0", 100.0), ("1-1", 101.0), ("2-1", 201.0)):
+        with holdfast.open(root, name) as opened:
+            assert opened.read("w").tolist() == [[number] * 3] * 2
+            assert opened.values["life"] == number // 100

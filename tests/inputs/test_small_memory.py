@@ -1,0 +1,50 @@
+"""Shared memory that does not suffice: a clear reason at every save, and never a signal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast import events
+from mishaps import build, content, listening, small_disk, train
+
+
+@pytest.mark.parametrize("memory", [holdfast.Every(steps=1), None], ids=["memory", "only storage"])
+def test_too_little_shared_memory_is_said_with_numbers_and_remedy_and_holds_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: holdfast.Every | None
+) -> None:
+    with small_disk(tmp_path / "shm", "1m") as arena:
+        monkeypatch.setenv("HOLDFAST_ARENA_DIR", str(arena))
+        state, storage = build(wide=7000), holdfast.Every(steps=2)
+        alone = build(wide=7000)
+        with listening() as heard:
+            checkpointer = holdfast.Checkpointer(
+                tmp_path / "run", state, memory=memory, storage=storage
+            )
+            for step in range(4):
+                train(state, step)
+                train(alone, step)
+                handle = checkpointer.step(step)
+                if handle is not None:
+                    with pytest.raises(holdfast.SnapshotSkipped, match="shared memory too small"):
+                        handle.wait_captured(30)
+            with pytest.raises(holdfast.SnapshotSkipped) as caught:
+                checkpointer.close()
+        for said in ("needs 6 MiB", str(arena), "MiB are free", "--shm-size", "HOLDFAST_ARENA_DIR"):
+            assert said in str(caught.value)
+        assert content(state) == content(alone)
+        missed = [event for event in heard if isinstance(event, events.SnapshotMissed)]
+        assert len(missed) == (4 if memory else 2)
+
+
+def test_an_arena_that_cannot_be_made_is_said_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", Path("/proc/self")):
+        monkeypatch.setenv("HOLDFAST_ARENA_DIR", str(place))
+        with pytest.raises(holdfast.ArenaError, match="Set HOLDFAST_ARENA_DIR") as caught:
+            holdfast.Checkpointer(tmp_path / "run", build())
+        assert str(place) in str(caught.value)

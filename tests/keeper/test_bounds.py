@@ -1,0 +1,82 @@
+"""A keeper that lives for weeks: what it holds is bounded, however many generations it saw."""
+
+from __future__ import annotations
+
+import os
+import queue
+from pathlib import Path
+
+import pytest
+
+from holdfast.format.manifest import Incarnation
+from holdfast.geometry.layout import table_hash
+from holdfast.keeper.memory import INCARNATIONS_REMEMBERED, Memory
+from holdfast.snapshot import messages as m
+from keepers import arena_of, begin, capture, connect, end, slots_of
+from leftovers import keeper_pids
+
+
+def holdings(pid: int, arena_home: Path) -> dict[str, int]:
+    """What the keeper has: descriptors, mappings, files."""
+    arena = arena_of(arena_home)
+    return {
+        "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+        "mappings": Path(f"/proc/{pid}/maps").read_text().count(".slot"),
+        "slots": len(slots_of(arena_home)),
+        "layouts": len(list((arena / "layouts").iterdir())),
+        "incarnations": len(list((arena / "incarnations").iterdir())),
+    }
+
+
+def memory_bytes(pid: int) -> int:
+    """Memory of its own: the slots, which are shared, are not counted."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (one for one in status.splitlines() if one.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def test_two_thousand_generations_and_twenty_broken_lines_leave_nothing_in_the_keeper(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    heard: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+    line = connect(tmp_path, listener=heard.put)
+    begin(line)
+    (pid,) = keeper_pids(arena_dir)
+    for step in range(200):
+        capture(line, heard, step)
+    before, before_bytes = holdings(pid, arena_dir), memory_bytes(pid)
+    assert before["slots"] == before["mappings"] == 3
+    for step in range(200, 2000):
+        capture(line, heard, step)
+        if step % 90 == 0:
+            connect(tmp_path).close()
+    # The last of the closed lines may not have been noticed yet: it answers in order.
+    line.request(m.Explain(step=1), m.Explanation, timeout_s=30)
+    assert holdings(pid, arena_dir) == before
+    assert memory_bytes(pid) - before_bytes < 1 << 20
+    end(line)
+
+
+@pytest.fixture
+def memory(arena_dir: Path) -> Memory:
+    return Memory(arena_dir, "run")
+
+
+def test_layouts_are_forgotten_when_no_generation_in_memory_has_them(memory: Memory) -> None:
+    hashes = []
+    for size in range(50):
+        data = b"[" + b" " * size + b"]"
+        hashes.append(table_hash(data))
+        memory.keep_layout(hashes[-1], data, used={hashes[0], hashes[-1]})
+    kept = sorted(path.stem for path in (memory.directory / "layouts").iterdir())
+    assert kept == sorted({hashes[0], hashes[-1]})
+    assert memory.layout(hashes[0]) == b"[]"
+
+
+def test_incarnations_of_a_run_that_starts_for_ever_are_forgotten_but_for_those_held(
+    memory: Memory,
+) -> None:
+    for n in range(1, INCARNATIONS_REMEMBERED + 50):
+        memory.keep_incarnation(Incarnation(run_id="run", n=n, nonce="x"), held={3})
+    found = sorted(incarnation.n for incarnation in memory.incarnations())
+    assert found == [3, *range(50, INCARNATIONS_REMEMBERED + 50)]

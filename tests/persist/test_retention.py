@@ -1,0 +1,104 @@
+"""What a keeper prunes after each publication: what its policy lets go, never what is pinned."""
+
+from __future__ import annotations
+
+from holdfast import events
+from holdfast.catalogue import catalogue, manifest_path
+from holdfast.format.manifest import Generation, Incarnation, seal
+from holdfast.keeper.persister import ImageJob, Job, Persister
+from holdfast.persist import commit
+from holdfast.persist.pins import pin, unpin
+from holdfast.policy.retention import Keep
+from holdfast.storage.base import Store
+from holdfast.storage.memory import MemoryStore
+from holdfast.testing.faults import PassingStore
+from images import images_of, random_leaf, seals
+from roots import LAYOUT, whole
+
+FIRST = Generation(1, 0)
+
+
+def job_at(step: int, incarnation: int = 1, parent: tuple[int, int] | None = None) -> Job:
+    """A captured generation, as the keeper hands it to its persister."""
+    generation, attempt = Generation(incarnation, step), f"a{incarnation}x{step}"
+    leaves = {"w": random_leaf("F32", (6, 2), step)}
+    images = images_of(LAYOUT, leaves, generation=generation, attempt=attempt)
+    jobs = {rank: ImageJob(rank, memoryview(image)) for rank, image in images.items()}
+    for rank, image in images.items():
+        jobs[rank].seal(*seals(image))
+    record = Incarnation(run_id="r", n=incarnation, nonce=f"n{incarnation}", parent=parent)
+    job = Job(attempt, generation, record, 2, LAYOUT.hash, LAYOUT.to_json(), jobs)
+    job.is_complete.set()
+    return job
+
+
+def persist(store: Store, *jobs: Job, keep: Keep = Keep(last=1)) -> None:  # noqa: B008
+    """One keeper makes these durable, one after the other."""
+    outcomes: list[str | None] = []
+    persister = Persister(store, keep, lambda _, reason: outcomes.append(reason))
+    for job in jobs:
+        persister.work_one(job)
+    persister.stop()
+    assert outcomes == [None] * len(jobs)
+
+
+def test_a_pinned_checkpoint_outlives_every_pruning_and_goes_when_it_is_let_go() -> None:
+    store = MemoryStore()
+    persist(store, job_at(0))
+    pin(store, FIRST)
+    persist(store, *(job_at(step) for step in range(1, 6)))
+    assert whole(store) == ["1-0", "1-5"]
+    unpin(store, FIRST)
+    persist(store, *(job_at(step) for step in range(6, 9)))
+    assert whole(store) == ["1-8"]
+    assert not any(name.startswith("1-0-") for name in store.list("steps"))
+
+
+def test_an_abandoned_checkpoint_that_is_pinned_stays() -> None:
+    store = MemoryStore()
+    persist(store, job_at(0), job_at(1), job_at(2), keep=Keep())
+    pin(store, Generation(1, 1))
+    persist(store, *(job_at(step, 2, (1, 0)) for step in range(1, 5)))
+    assert whole(store) == ["1-1", "2-4"]
+
+
+def test_a_checkpoint_pinned_in_the_moment_it_is_pruned_comes_back() -> None:
+    store = MemoryStore()
+    persist(store, job_at(0))
+
+    class Pinning(PassingStore):
+        """Somebody pins just before the manifest goes."""
+
+        def remove(self, path: str) -> None:
+            if path == manifest_path(FIRST):
+                pin(store, FIRST)
+            super().remove(path)
+
+    told: list[events.Event] = []
+    stop = events.subscribe(lambda event, _: told.append(event))
+    persist(Pinning(store), job_at(1))
+    stop()
+    assert whole(store) == ["1-0", "1-1"]
+    assert not [event for event in told if isinstance(event, events.CheckpointPruned)]
+
+
+def test_what_a_keeper_took_that_was_killed_before_it_saw_the_pin_comes_back() -> None:
+    store = MemoryStore()
+    persist(store, job_at(0))
+    pin(store, FIRST)
+    store.remove(manifest_path(FIRST))  # and there it was killed
+    persist(store, *(job_at(step) for step in range(1, 6)))
+    assert whole(store) == ["1-0", "1-5"]
+
+
+def test_while_a_record_is_unreadable_nothing_is_taken_for_abandoned() -> None:
+    store, keep = MemoryStore(), Keep(last=2, every=1)
+    persist(store, job_at(0), job_at(1), keep=keep)
+    # Incarnation 2 went on from 1-1; 3 went on from 2's snapshot of step 5, which was in memory.
+    record = Incarnation(run_id="r", n=2, nonce="n2", parent=(1, 1))
+    commit.record_incarnation(store, record)
+    store.publish("incarnations/2.json", b"damaged", replace=True)
+    persist(store, *(job_at(step, 3, (2, 5)) for step in range(6, 10)), keep=keep)
+    store.publish("incarnations/2.json", seal(record), replace=True)
+    assert catalogue(store).abandoned == ()
+    assert whole(store) == ["1-0", "1-1", "3-6", "3-7", "3-8", "3-9"]

@@ -1,0 +1,181 @@
+"""What a keeper makes of slots that an earlier one left, in the middle of an incarnation."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, table
+from holdfast.errors import FormatError
+from holdfast.geometry.layout import table_hash
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.slots import Slot, Writer
+
+
+def left(*images: tuple[int, int], capacity_bytes: int = 2 << 20) -> Coordinator:
+    """A new coordinator of one rank over these generations, whole in memory."""
+    coordinator = Coordinator(keeper="l", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
+    slots, attempts = [], []
+    for number, (incarnation, step) in enumerate(images):
+        name = f"{incarnation}-{step}"
+        slots.append(Slot(number, capacity_bytes, "captured", name, 0, 4096))
+        attempts.append(Attempt(name, incarnation, step, 1, "layout", slots={0: number}))
+    coordinator.found(slots, attempts)
+    return coordinator
+
+
+def kept(coordinator: Coordinator) -> set[str]:
+    return {s.attempt for s in coordinator.slots.values() if coordinator.slots.is_kept(s)}
+
+
+# ── what the incarnation went on from ────────────────────────────────────────────────────────
+
+
+def test_the_generation_an_incarnation_went_on_from_stays_until_it_has_one_of_its_own() -> None:
+    c = left((1, 10), (1, 20), (1, 30))
+    c.resume(2, "n", 1, (1, 10), 0.0)  # an older step was restored by name
+    assert kept(c) == {"1-10", "1-30"}
+    keeper = Keeper(1)
+    keeper.c = c
+    c.join(0, keeper.writer(0))
+    first = granted(keeper.ask_all(11))
+    assert keeper.slots(first) == {1}  # not the parent's, though that one is the oldest
+    assert kept(c) >= {"1-10"}
+    keeper.seal(0, first)
+    assert kept(c) == {first}
+
+
+def test_a_generation_of_its_own_releases_what_an_incarnation_went_on_from() -> None:
+    c = left((1, 10), (1, 20), (2, 11))
+    c.resume(2, "n", 1, (1, 10), 0.0)
+    assert kept(c) == {"2-11"}
+
+
+@pytest.mark.parametrize("parent", [None, (1, 15)])
+def test_a_parent_that_is_not_in_memory_leaves_the_newest_pinned(
+    parent: tuple[int, int] | None,
+) -> None:
+    c = left((1, 10), (1, 20))
+    c.resume(2, "n", 1, parent, 0.0)
+    assert (kept(c), c.attempts.pinned) == ({"1-20"}, "1-20")
+
+
+# ── copiers that have stopped ────────────────────────────────────────────────────────────────
+
+
+def after_a_keeper_died(keeper: Keeper, deaths: int, *, do_they_say: bool) -> list[int]:
+    """How many slots there are after each death in the middle of a capture."""
+    counts = []
+    for death in range(deaths):
+        attempt = granted(keeper.ask_all(100 + 2 * death))
+        old, keeper.c = (
+            keeper.c,
+            Coordinator(keeper=f"k{death}", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S),
+        )
+        slots = []
+        for slot in old.slots.values():
+            if slot.attempt == attempt:
+                slot.state = "quarantined"
+            slots.append(slot)
+        keeper.c.found(slots, [a for a in old.attempts.values() if a.phase == "complete"])
+        keeper.c.resume(1, "00000001", keeper.world, None, 0.0)
+        for rank in range(keeper.world):
+            keeper.c.join(rank, keeper.writer(rank), is_copying=not do_they_say)
+        keeper.capture(101 + 2 * death)
+        counts.append(len(keeper.c.slots))
+    return counts
+
+
+def test_memory_does_not_grow_when_one_keeper_after_the_other_dies_during_a_capture() -> None:
+    keeper = Keeper(2)
+    keeper.capture(0)
+    keeper.with_memory(keeper.c.spares())
+    assert after_a_keeper_died(keeper, 3, do_they_say=True) == [6, 6, 6]
+    assert "quarantined" not in keeper.states()
+
+
+def test_slots_stay_quarantined_when_nobody_says_that_it_stopped() -> None:
+    keeper = Keeper(2)
+    keeper.capture(0)
+    keeper.with_memory(keeper.c.spares())
+    assert after_a_keeper_died(keeper, 3, do_they_say=False) == [6, 8, 10]
+    assert keeper.states().count("quarantined") == 6
+
+
+@pytest.mark.parametrize("other", ["rank", "process", "incarnation"])
+def test_only_the_rank_that_copied_can_say_that_it_stopped(other: str) -> None:
+    keeper = Keeper(2)
+    attempt = granted(keeper.ask_all(5))
+    keeper.c.lost(1)  # its line broke; nobody knows whether it still copies
+    (slot,) = [s for s in keeper.c.slots.values() if s.rank == 1]
+    assert (slot.state, slot.attempt) == ("quarantined", attempt)
+    writer = keeper.writer(1)
+    if other == "incarnation":  # the same process, but it began the run again
+        keeper.begin(2, 2)
+    if other == "process":
+        writer = Writer(writer.pid, writer.start + 1)
+    keeper.c.join(0 if other == "rank" else 1, writer, is_copying=False)
+    assert slot.state == "quarantined"
+
+
+def test_a_save_that_waits_for_a_slot_gets_the_one_whose_copier_stopped() -> None:
+    keeper = Keeper(1)
+    keeper.capture(0, durable=True, exact=True)
+    keeper.capture(1, durable=True, exact=True)
+    busy = granted(keeper.ask_all(2, durable=True, exact=True))
+    keeper.c.lost(0)
+    keeper.c.join(0, keeper.writer(0), is_copying=True)
+    assert keeper.states().count("quarantined") == 1
+    keeper.c.join(0, keeper.writer(0), is_copying=False)
+    assert granted(keeper.ask_all(3, durable=True, exact=True)) != busy
+    assert len(keeper.c.slots) == 3
+
+
+def test_a_copier_that_is_out_of_control_keeps_its_slot_from_everybody() -> None:
+    keeper = Keeper(1)
+    attempt = granted(keeper.ask_all(5))
+    keeper.c.abandon(0, m.Abandon(attempt=attempt, reason="CUDA error", has_stopped=False))
+    assert keeper.states() == ["quarantined"]
+    keeper.c.abandon(0, m.Abandon(attempt=attempt, reason="CUDA error", has_stopped=False))
+    assert keeper.states() == ["quarantined"]
+
+
+# ── what grows ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_two_thousand_generations_leave_nothing_behind() -> None:
+    keeper = Keeper(2)
+    busy = ""
+    for step in range(2000):
+        attempt = keeper.capture(step, durable=step % 7 == 0)
+        if busy and step % 5 == 0:
+            keeper.c.persisted(busy) if step % 2 else keeper.c.persist_failed(busy, "disk full")
+        busy = next((a.id for a in keeper.c.attempts.values() if a.persisting), "")
+        if step % 11 == 0:
+            keeper.c.withdraw(0, step + 1)
+            keeper.c.decline(1, step + 10_000, "a lambda")
+        keeper.with_memory(keeper.c.spares())
+        assert attempt in keeper.c.attempts
+        assert len(keeper.c.slots) <= 6
+        assert len(keeper.c.attempts) <= 3
+    assert len(keeper.c._declined) <= 8
+    assert len(keeper.c._asks._by_step) == 0
+    assert len(keeper.c._layouts._tables) == 1
+
+
+def test_tables_that_change_at_every_step_are_forgotten_but_those_in_use_are_not() -> None:
+    keeper = Keeper(2)
+    steady = table(2)
+    keeper.c.table(0, table_hash(steady), steady)
+    for size in range(1, 300):
+        changing = table(2, shape=(size,))
+        keeper.c.table(1, table_hash(changing), changing)
+    assert len(keeper.c._layouts._tables) <= 9
+    assert table_hash(steady) in keeper.c._layouts._tables
+
+
+def test_a_table_under_another_name_is_refused() -> None:
+    keeper = Keeper(1)
+    with pytest.raises(FormatError, match="named"):
+        keeper.c.table(0, "0" * 32, table(1))
