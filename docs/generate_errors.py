@@ -28,7 +28,7 @@ what, where and what to do now. Three things are for programs:
 * `error.retryable`: whether the same call may succeed later without a change by you;
 * `error.exit_code`: what the `holdfast` command exits with;
 * `error.fields`: facts, under the names listed below. Read them with `.get`: a field is there where
-  it is known, and an error that another rank told of has its message only.
+  it is known, and an error that another rank or the keeper told of brings it along.
 
 No error of a save reaches the training loop through `Checkpointer.step`. It is an event, and it is
 what `handle.wait_durable()` and `close()` raise. Messages you may meet, with cause and fix, are in

@@ -19,11 +19,15 @@ def _talk(rank: int, world: int) -> list[object]:
 
     def act() -> bytes:
         if rank == 1:
-            raise StorageError("the disk is gone")
+            raise StorageError("the disk is gone", path="a", tried={1, 2}, disk=SoloWorld)
         return b"fine"
 
-    with pytest.raises(StorageError, match="the disk is gone"):
+    with pytest.raises(StorageError, match="the disk is gone") as failed:
         agree(ours, "act", act, timeout_s=20)
+    if rank != 1:  # its facts come along; what is not plain as text
+        assert failed.value.fields["path"] == "a"
+        assert failed.value.fields["tried"] == [1, 2]
+        assert "SoloWorld" in failed.value.fields["disk"]
     if rank != 2:  # it never comes to this phase
         with pytest.raises(DeadlineExceeded, match=r"ranks \[2\] did not reach 'late'") as caught:
             ours.gather("late", b"", timeout_s=0.5)

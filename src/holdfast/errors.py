@@ -37,7 +37,7 @@ class HoldfastError(Exception):
     """The root of the tree: ``except holdfast.HoldfastError`` catches all of them.
 
     ``fields`` holds what is known in this case, under the names that ``keys`` explains and no
-    others; read it with ``.get``. An error that another rank told of has its message only.
+    others; read it with ``.get``.
     """
 
     retryable: bool = False
@@ -51,6 +51,12 @@ class HoldfastError(Exception):
     def __init__(self, message: str, **fields: Any) -> None:
         super().__init__(message)
         self.fields: dict[str, Any] = fields
+
+    @property
+    def told_fields(self) -> dict[str, Any]:
+        """``fields`` as they are told to other processes: what is not plain, as text."""
+        told = {key: _plain(value) for key, value in self.fields.items()}
+        return told | ({"retryable": self.retryable} if "retryable" in vars(self) else {})
 
 
 class UsageError(HoldfastError):
@@ -291,3 +297,28 @@ class DeadlineExceeded(HoldfastError):
     }
     cause = "A rank died, hangs in a collective, or does not make the same calls as the others."
     remedy = "Look at the ranks that the message names; raise timeout_s if they are only slow."
+
+
+def error_of(
+    kind: str,
+    message: str,
+    fields: dict[str, Any],
+    otherwise: type[HoldfastError] = HoldfastError,
+) -> HoldfastError:
+    """The error that another process told of, by its class name."""
+    found = globals().get(kind)
+    is_ours = isinstance(found, type) and issubclass(found, HoldfastError)
+    error: HoldfastError = (found if is_ours else otherwise)(  # type: ignore[misc]
+        message, **{key: value for key, value in fields.items() if key != "retryable"}
+    )
+    if "retryable" in fields:
+        error.retryable = bool(fields["retryable"])
+    return error
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

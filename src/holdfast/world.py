@@ -222,6 +222,7 @@ class _Outcome(msgspec.Struct, array_like=True):
     kind: str  # "" when all is well, else an error's class name
     text: str
     payload: bytes
+    fields: dict[str, Any] = {}
 
 
 def agree(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> list[bytes]:
@@ -236,7 +237,8 @@ def agree(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: floa
         mine.payload = act()
     except Exception as error:  # whatever it is, the others must not wait for this rank
         cause = error
-        mine = _Outcome(type(error).__name__, str(error), b"")
+        fields = error.told_fields if isinstance(error, HoldfastError) else {}
+        mine = _Outcome(type(error).__name__, str(error), b"", fields)
     except BaseException as error:  # Ctrl-C: this rank goes at once, the others hear of it
         mine = _Outcome(type(error).__name__, str(error), b"")
         with contextlib.suppress(HoldfastError):
@@ -253,10 +255,9 @@ def agree(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: floa
 
 
 def _error_of(rank: int, outcome: _Outcome) -> HoldfastError:
-    kind = getattr(errors, outcome.kind, None)
-    if isinstance(kind, type) and issubclass(kind, HoldfastError):
-        return kind(f"rank {rank}: {outcome.text}")
-    return HoldfastError(f"rank {rank}: {outcome.kind}: {outcome.text}")
+    is_ours = hasattr(errors, outcome.kind)
+    text = outcome.text if is_ours else f"{outcome.kind}: {outcome.text}"
+    return errors.error_of(outcome.kind, f"rank {rank}: {text}", outcome.fields)
 
 
 def tell_all(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> bytes:

@@ -41,10 +41,6 @@ def slot(tmp_path: Path) -> SlotFile:
     return SlotFile.create(tmp_path / "00001.slot", 3 * PAGE_BYTES)
 
 
-def pages(slot: SlotFile) -> list[bytes]:
-    return [bytes(slot.map[at : at + PAGE_BYTES]) for at in (0, PAGE_BYTES)]
-
-
 # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
 

@@ -144,6 +144,45 @@ def test_who_stops_waiting_for_a_slot_ends_the_attempt() -> None:
     assert not keeper.c.attempts
 
 
+def test_who_stops_waiting_for_another_step_or_has_sealed_ends_nothing() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    assert keeper.c.withdraw(0, 6) == []
+    keeper.seal(1, attempt)
+    assert keeper.c.withdraw(1, 5) == []
+    assert told(keeper.seal(0, attempt), m.Complete)
+
+
+def test_a_layout_that_the_arena_has_no_room_for_ends_its_attempt_and_is_told_again() -> None:
+    keeper = Keeper()
+    held = keeper.capture(0)
+    keeper.with_memory(keeper.c.spares())
+    keeper.ask(0, 1, dtype="BF16", durable=True)
+    (keep,) = of(keeper.ask(1, 1, dtype="BF16"), KeepLayout)
+    actions = keeper.c.layout_not_kept(keep.hash, "no room for the layout")
+    (aborted,) = told(actions, m.Aborted)
+    assert (aborted.step, aborted.reason) == (1, "no room for the layout")
+    assert of(actions, AbortPersist) == [AbortPersist(aborted.attempt)]
+    # Nobody was told of these slots, so nobody writes to them.
+    assert keeper.states() == ["captured"] * 2 + ["free"] * 4
+    assert list(keeper.c.attempts) == [held]
+    keeper.ask(0, 2, dtype="BF16")
+    again = keeper.ask(1, 2, dtype="BF16")
+    assert of(again, KeepLayout) == [keep]
+    assert of(again, StartPersist)  # the save that came to nothing was to be durable
+
+
+def test_a_capture_under_another_layout_goes_on_when_one_cannot_be_kept() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    keeper.ask(0, 6, dtype="BF16")
+    (keep,) = of(keeper.ask(1, 6, dtype="BF16"), KeepLayout)
+    (aborted,) = told(keeper.c.layout_not_kept(keep.hash, "no room"), m.Aborted)
+    assert aborted.step == 6
+    keeper.seal(0, attempt)
+    assert told(keeper.seal(1, attempt), m.Complete)
+
+
 # ── capturing ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -211,6 +250,18 @@ def test_a_slot_whose_writer_may_live_is_free_when_that_one_says_so_or_is_dead()
     assert (kept[1].state, kept[2].state) == ("quarantined", "free")
     keeper.c.writer_gone(kept[1].id)
     assert keeper.states() == ["free", "free", "free"]
+
+
+def test_the_death_of_a_writer_that_had_stopped_takes_the_slot_from_nobody() -> None:
+    keeper = Keeper(1)
+    attempt = granted(keeper.ask_all(5))
+    (slot_id,) = keeper.slots(attempt)
+    keeper.c.abandon(0, m.Abandon(attempt=attempt, reason="it moved", has_stopped=True))
+    again = granted(keeper.ask_all(6))
+    assert keeper.slots(again) == {slot_id}
+    keeper.c.writer_gone(slot_id)
+    assert keeper.c.slots[slot_id].state == "granted"
+    assert told(keeper.seal(0, again), m.Complete)
 
 
 def test_a_rank_that_went_away_ends_what_it_had_not_sealed() -> None:

@@ -96,7 +96,8 @@ class Conversations:
         except HoldfastError as error:
             if not seq:
                 emit(Warned(message=f"process {connection.process.pid}: {error}"))
-            answer = m.Refused(kind=type(error).__name__, reason=str(error))
+            kind = type(error).__name__
+            answer = m.Refused(kind=kind, reason=str(error), fields=error.told_fields)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             answer = m.Refused(kind="KeeperError", reason=f"{type(error).__name__}: {error}")

@@ -13,7 +13,6 @@ from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Header, piece_name
 from holdfast.geometry.box import Box, cover_fault
-from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout
 
 #: The most that is staged at once by one reader thread, blocks at both ends included.
@@ -36,7 +35,7 @@ class Fetch:
     want: int
     rank: int
     entry: str
-    item_bytes: int
+    dtype: str
     piece: Box
     part: Box
 
@@ -55,9 +54,7 @@ def plan_fetches(wants: Sequence[Want], layout: Layout) -> dict[int, list[Fetch]
                 continue
             parts.append(part)
             name = piece_name(leaf.name, leaf.shape, piece)
-            fetches.setdefault(rank, []).append(
-                Fetch(index, rank, name, ITEMSIZE[leaf.dtype], piece, part)
-            )
+            fetches.setdefault(rank, []).append(Fetch(index, rank, name, leaf.dtype, piece, part))
         fault = cover_fault(want.box, parts)
         if fault is not None:
             raise CoverageError(
@@ -102,14 +99,15 @@ def plan_batches(
         header = headers[rank]
         slabs: list[Slab] = []
         for fetch in some:
-            entry = header.entries.get(fetch.entry)
-            size = fetch.piece.volume * fetch.item_bytes
-            if entry is None or entry.size_bytes != size:
+            entry = header.piece(fetch.entry, fetch.dtype, fetch.piece.shape)
+            if entry is None:
+                how = "another size or dtype of" if fetch.entry in header.entries else "no"
                 raise CoverageError(
-                    f"image {rank} has {'no' if entry is None else 'another size of'} piece "
-                    f"{fetch.entry!r} that its layout names; nothing was read"
+                    f"image {rank} has {how} piece {fetch.entry!r} that its layout names; nothing "
+                    "was read",
+                    leaf=fetch.entry,
                 )
-            slabs += _slabs(fetch, entry.offset, size)
+            slabs += _slabs(fetch, entry.offset, entry.size_bytes)
         slabs.sort(key=lambda slab: slab.start)
         batches += _group(rank, slabs)
     return batches

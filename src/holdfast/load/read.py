@@ -28,21 +28,20 @@ def read_wants(
     wants: Sequence[Want],
     destinations: Mapping[int, Array],
     *,
+    batches: Sequence[Batch] | None = None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Fill ``destinations[want.key]`` (arrays of carriers, shaped as the wanted boxes).
 
-    Returns the number of bytes read. Raises CoverageError before anything is read,
-    ChecksumMismatch, FormatError or StorageError while reading; destinations are then not to be
-    used.
+    ``batches``: what ``plan_reads`` said, if it was asked. Returns the number of bytes read. Raises
+    CoverageError before anything is read, ChecksumMismatch, FormatError or StorageError while
+    reading; destinations are then not to be used.
     """
-    fetches = plan_fetches(wants, checkpoint.layout)
-    headers = {rank: checkpoint.header(rank) for rank in fetches}
-    dtypes = {leaf.name: leaf.dtype for leaf in checkpoint.layout.leaves}
-    batches = plan_batches(fetches, headers)
+    if batches is None:
+        batches = plan_reads(checkpoint, wants)
 
     def run(batch: Batch) -> int:
-        size = _read_batch(checkpoint, batch, wants, destinations, dtypes)
+        size = _read_batch(checkpoint, batch, wants, destinations)
         on_bytes(size)
         return size
 
@@ -52,18 +51,26 @@ def read_wants(
         return sum(pool.map(run, batches))
 
 
+def plan_reads(checkpoint: Checkpoint, wants: Sequence[Want]) -> list[Batch]:
+    """What to read for ``wants``; CoverageError when the images do not hold all of it once.
+
+    To be asked before memory is taken for what a layout says there is.
+    """
+    fetches = plan_fetches(wants, checkpoint.layout)
+    return plan_batches(fetches, {rank: checkpoint.header(rank) for rank in fetches})
+
+
 def _read_batch(
     checkpoint: Checkpoint,
     batch: Batch,
     wants: Sequence[Want],
     destinations: Mapping[int, Array],
-    dtypes: Mapping[str, str],
 ) -> int:
     data = _verified_blocks(checkpoint, batch.rank, batch.first_block, batch.stop_block)
     begin = batch.first_block * BLOCK_BYTES
     for slab in batch.slabs:
         want = wants[slab.fetch.want]
-        carrier = CARRIERS[ITEMSIZE[dtypes[want.leaf]]]
+        carrier = CARRIERS[ITEMSIZE[slab.fetch.dtype]]
         raw: Array = np.frombuffer(data[slab.start - begin : slab.stop - begin], dtype=carrier)
         _scatter(slab, raw, destinations[want.key], want)
     return len(data)

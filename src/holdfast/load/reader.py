@@ -22,7 +22,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout
 from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, Array, read_aliases, read_values, read_wants
+from holdfast.load.read import CARRIERS, Array, plan_reads, read_aliases, read_values, read_wants
 from holdfast.load.source import Checkpoint, from_manifest
 from holdfast.load.stored import choose_stored
 from holdfast.storage.base import Store
@@ -91,9 +91,10 @@ class CheckpointReader:
         if leaf is None:
             raise NotFound(f"step {self.step} has no leaf {name!r}; .leaves lists what it has")
         wanted = _box(box, leaf)
+        wants = [] if wanted.is_empty else [Want(leaf.name, wanted, 0)]
+        batches = plan_reads(self._checkpoint, wants)
         array: Array = np.empty(wanted.shape, dtype=CARRIERS[ITEMSIZE[leaf.dtype]])
-        if not wanted.is_empty:
-            read_wants(self._checkpoint, [Want(leaf.name, wanted, 0)], {0: array})
+        read_wants(self._checkpoint, wants, {0: array}, batches=batches)
         if "torch" in sys.modules or leaf.dtype not in _NUMPY:
             return _as_tensor(array, leaf.dtype)
         return array.view(_NUMPY[leaf.dtype])

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.catalogue import layout_path
+from holdfast.catalogue import layout_path, read_bounded
 from holdfast.errors import ArenaError, ChecksumMismatch, FormatError
 from holdfast.format.checksum import checksum, text, unpack_table
 from holdfast.format.image import Header, header_size, parse_header
 from holdfast.format.manifest import Manifest
+from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.snapshot.arena import SlotFile
 from holdfast.snapshot.messages import HeldGeneration
@@ -26,6 +27,10 @@ class ImageFile(Protocol):
     header_xxh3: str
     table_xxh3: str
 
+    def check_length(self) -> None:
+        """FormatError when it is shorter or longer than what names it says."""
+        ...
+
     def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
         """The bytes from ``start`` to ``stop``; in ``staging`` where it has room for them."""
         ...
@@ -37,6 +42,15 @@ class StoredImage:
     def __init__(self, store: Store, path: str, size: int, header: str, table: str) -> None:
         self.store, self.name, self.size_bytes = store, path, size
         self.header_xxh3, self.table_xxh3 = header, table
+
+    def check_length(self) -> None:
+        """See ``ImageFile``."""
+        found = self.store.size_bytes(self.name)
+        if found != self.size_bytes:
+            raise FormatError(
+                f"{self.name} has {found} bytes, the manifest says {self.size_bytes}",
+                image=self.name,
+            )
 
     def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
         """See ``ImageFile``."""
@@ -62,8 +76,12 @@ class HeldImage:
         self.slot = SlotFile.open(Path(path), writable=False)
         self.name, self.size_bytes = path, size
         self.header_xxh3, self.table_xxh3 = header, table
-        if size > self.slot.capacity_bytes:
-            raise FormatError(f"slot {path} is shorter than the image it is said to hold")
+        self.check_length()
+
+    def check_length(self) -> None:
+        """See ``ImageFile``: a slot may be longer."""
+        if self.size_bytes > self.slot.capacity_bytes:
+            raise FormatError(f"slot {self.name} is shorter than the image it is said to hold")
 
     def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
         """See ``ImageFile``: the shared memory itself."""
@@ -104,6 +122,7 @@ class Checkpoint:
         file = self.files.get(rank)
         if file is None:
             raise FormatError(f"the checkpoint names no image of rank {rank}")
+        file.check_length()
         data_start = header_size(bytes(file.view(0, 8, bytearray())), file.name, file.size_bytes)
         raw = bytes(file.view(0, data_start, bytearray()))
         _expect(text(checksum(raw)), file.header_xxh3, f"header of {file.name}")
@@ -124,7 +143,8 @@ class Checkpoint:
 def _expect(found: str, stored: str, what: str) -> None:
     if found != stored:
         raise ChecksumMismatch(
-            f"{what}: stored {stored}, read {found}. Its bytes changed after they were written."
+            f"{what}: stored {stored}, read {found}. Its bytes changed after they were written.",
+            path=what.rpartition(" ")[2],
         )
 
 
@@ -148,7 +168,7 @@ def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
 def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
     """A published checkpoint."""
     path = layout_path(manifest.layout)
-    layout = _read_layout(store.read(path), manifest.layout, path)
+    layout = _read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
     files: dict[int, ImageFile] = {
         i.rank: StoredImage(store, i.path, i.size_bytes, i.header_xxh3, i.table_xxh3)
         for i in manifest.images

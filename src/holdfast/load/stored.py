@@ -6,10 +6,10 @@ format is never taken for an empty one.
 
 from __future__ import annotations
 
-from holdfast.catalogue import MANIFESTS, ROOT, Catalogue, catalogue, is_root
+from holdfast.catalogue import MANIFESTS, ROOT, Catalogue, catalogue, is_root, read_document
 from holdfast.errors import FormatError, HoldfastError, NewerFormat, NotFound, RestoreError
 from holdfast.events import SourceDropped, emit
-from holdfast.format.manifest import Root, unseal
+from holdfast.format.manifest import Root
 from holdfast.load.choose import Candidate, choose
 from holdfast.storage.base import Store
 from holdfast.storage.place import what_is_at
@@ -40,7 +40,7 @@ def run_id_of(store: Store) -> str:
 
 def _refuse_newer_root(store: Store) -> None:
     try:
-        unseal(Root, store.read(ROOT), f"{store.url}/{ROOT}")
+        read_document(store, Root, ROOT)
     except NewerFormat:
         raise
     except (NotFound, FormatError):

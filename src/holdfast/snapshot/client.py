@@ -174,11 +174,11 @@ class KeeperClient:
             if arrived:
                 raise KeeperError(f"the keeper went away: {self._broken}")
             raise DeadlineExceeded(
-                f"the keeper did not answer {type(message).__name__} within {timeout_s:g} s"
+                f"the keeper did not answer {type(message).__name__} within {timeout_s:g} s",
+                phase=type(message).__name__,
             )
         if isinstance(found, m.Refused):
-            kind = getattr(errors, found.kind, KeeperError)
-            raise kind(found.reason)
+            raise errors.error_of(found.kind, found.reason, found.fields, KeeperError)
         if not isinstance(found, answer):
             raise KeeperError(f"the keeper answered {type(found).__name__} to {type(message)}")
         return found

@@ -7,6 +7,8 @@ is told as it happens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from holdfast.errors import FormatError
@@ -173,6 +175,7 @@ class Refused(Message, frozen=True, kw_only=True):
 
     kind: str
     reason: str
+    fields: dict[str, Any] = {}
 
 
 class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):

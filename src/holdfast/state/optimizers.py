@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from holdfast.errors import StateMismatch, UnsupportedState
+from holdfast.errors import UnsupportedState
 from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import TORCH_DTYPES, empty
 
@@ -62,7 +62,8 @@ def named(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
                 raise UnsupportedState(
                     f"parameter {position} of group {number} of {key!r} belongs to no module in "
                     "the state, so it has no name to be stored under: hand over the module too, "
-                    "and make the optimizer after the module was sharded"
+                    "and make the optimizer after the module was sharded",
+                    where=key,
                 )
             found[name] = parameter
     return found
@@ -92,7 +93,8 @@ def _of_no_parameter(
         raise UnsupportedState(
             f"a {type(optimizer).__qualname__} has state for {len(strange)} tensors that are in "
             f"none of its groups, the first of shape {list(strange[0].shape)}: it was made before "
-            "the parameters were replaced; make it after the module was sharded or moved"
+            "the parameters were replaced; make it after the module was sharded or moved",
+            where=type(optimizer).__qualname__,
         )
     return found
 
@@ -149,13 +151,9 @@ def make_room(
         kept = {*wanted, *(kind.partition(".")[0] for kind in wanted)}
         for kind in [k for k in state if k not in kept]:
             del state[kind]
-        for kind, (dtype, shape) in wanted.items():
-            there = _find(state, kind)
-            fits = there is not None and (
-                tuple(there.shape) == shape and there.dtype == TORCH_DTYPES[dtype]
-            )
-            if not fits:
-                state[kind] = _new(parameter, dtype, shape, options[id(parameter)], name, kind)
+        for kind, spec in wanted.items():
+            if not _fits(state, kind, spec):
+                state[kind] = _new(parameter, *spec, options[id(parameter)])
         if not state:
             del optimizer.state[parameter]
 
@@ -169,41 +167,52 @@ def _find(state: Mapping[str, Any], kind: str) -> torch.Tensor | None:
     return None
 
 
+def room_problems(
+    key: str,
+    optimizer: Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    stored: Mapping[str, StoredKinds],
+) -> list[str]:
+    """What ``make_room`` could not make, in words; changes nothing."""
+    return [
+        f"{key}.{name}.{kind}: stored in the shape {list(spec[1])}, its parameter has "
+        f"{list(parameter.shape)}, and only the optimizer knows how to make it: take one optimizer "
+        "step before the restore"
+        for name, parameter in parameters.items()
+        for kind, spec in stored.get(name, {}).items()
+        if not _fits(optimizer.state.get(parameter, _NOTHING), kind, spec)
+        and not _can_make(parameter, kind, spec[1])
+    ]
+
+
+def _fits(state: Mapping[str, Any], kind: str, spec: tuple[str, tuple[int, ...]]) -> bool:
+    there = _find(state, kind)
+    dtype, shape = TORCH_DTYPES[spec[0]], spec[1]
+    return there is not None and there.dtype == dtype and tuple(there.shape) == shape
+
+
+def _can_make(parameter: torch.Tensor, kind: str, shape: tuple[int, ...]) -> bool:
+    if "." in kind:  # a part of a subclass
+        return False
+    return shape in ((), tuple(parameter.shape)) or not isinstance(parameter, DTensor)
+
+
 def _new(
-    parameter: torch.Tensor, dtype: str, shape: tuple[int, ...], group: Mapping[str, Any],
-    name: str, kind: str,
-) -> torch.Tensor:  # fmt: skip
-    is_part = "." in kind
-    is_like_parameter = shape == tuple(parameter.shape)
-    if is_like_parameter and not is_part:
+    parameter: torch.Tensor, dtype: str, shape: tuple[int, ...], group: Mapping[str, Any]
+) -> torch.Tensor:
+    if shape == tuple(parameter.shape):
         return torch.zeros_like(parameter.detach(), dtype=TORCH_DTYPES[dtype])
-    if is_part or (isinstance(parameter, DTensor) and shape != ()):
-        raise StateMismatch(
-            f"optimizer state {name}.{kind} has the shape {shape}, its parameter "
-            f"{tuple(parameter.shape)}, and only the optimizer knows how to make it: take one "
-            "optimizer step before the restore",
-            leaf=f"{name}.{kind}",
-        )
     on_device = shape != () or group.get("capturable") or group.get("fused")
     return empty(shape, dtype, parameter.device if on_device else torch.device("cpu"))
 
 
 def load_values(
-    key: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
+    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> None:
     """Set hyperparameters and other state by parameter name."""
-    option_of = {
-        name: (number, group["options"])
-        for number, group in enumerate(saved["groups"])
-        for name in group["params"]
-    }
-    name_of = {id(parameter): name for name, parameter in parameters.items()}
-    for number, group in enumerate(optimizer.param_groups):
-        sources = {option_of[name_of[id(p)]][0] for p in group["params"]}
-        for source in sorted(sources)[:1]:
-            _set_options(group, saved["groups"][source]["options"])
-        if len(sources) > 1:
-            _require_equal(key, number, [saved["groups"][s]["options"] for s in sorted(sources)])
+    for group, options in _sources(optimizer, parameters, saved):
+        if options:
+            _set_options(group, options[0])
     for name, kept in saved["state"].items():
         optimizer.state[parameters[name]].update(kept)
     for loose in _of_no_parameter(optimizer, parameters):
@@ -228,6 +237,36 @@ def check_values(
         f"{key}.{name}: saved, but not in this optimizer"
         for name in sorted(known - set(parameters))
     ]
+    return problems or _group_problems(key, optimizer, parameters, saved)
+
+
+def _sources(
+    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
+    """(group, options of the saved groups that its parameters were in)."""
+    source_of = {name: n for n, group in enumerate(saved["groups"]) for name in group["params"]}
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    for group in optimizer.param_groups:
+        numbers = sorted({source_of[name_of[id(p)]] for p in group["params"]})
+        yield group, [saved["groups"][number]["options"] for number in numbers]
+
+
+def _group_problems(
+    key: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Any
+) -> list[str]:
+    problems = []
+    for number, (_, options) in enumerate(_sources(optimizer, parameters, saved)):
+        differing = {
+            name
+            for other in options[1:]
+            for name in {*options[0], *other} - _IMPLEMENTATION
+            if repr(options[0].get(name)) != repr(other.get(name))
+        }
+        if differing:
+            problems.append(
+                f"{key}: group {number} joins parameters saved in groups that differ in "
+                f"{', '.join(sorted(differing))}: make the groups as they were"
+            )
     return problems
 
 
@@ -241,14 +280,3 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
                 there.copy_(value)  # compiled and capturable steps hold on to this very tensor
         else:
             group[name] = value
-
-
-def _require_equal(key: str, number: int, options: list[Mapping[str, Any]]) -> None:
-    first = options[0]
-    for other in options[1:]:
-        differing = [k for k in first if repr(first[k]) != repr(other.get(k))]
-        if differing:
-            raise StateMismatch(
-                f"group {number} of {key!r} joins parameters saved in groups that differ in "
-                f"{differing}: make the groups as they were"
-            )

@@ -59,7 +59,9 @@ class Restoring:
         for key, optimizer in self.objects.optimizers.items():
             parameters = self._parameters(key)
             problems += optimizers.check_values(key, optimizer, parameters, self.shared.get(key))
-            for name, kinds in self._stored_kinds(key, parameters).items():
+            stored = self._stored_kinds(key, parameters)
+            problems += optimizers.room_problems(key, optimizer, parameters, stored)
+            for name, kinds in stored.items():
                 claimed.update(self._leaf(f"{key}.{name}.{kind}") for kind in kinds)
         problems += self._unclaimed(claimed)
         if problems:
@@ -226,7 +228,7 @@ class Restoring:
             for key, value in self.encoded.items()
         }
         for key, optimizer in objects.optimizers.items():
-            optimizers.load_values(key, optimizer, self._parameters(key), filled[key])
+            optimizers.load_values(optimizer, self._parameters(key), filled[key])
         for key, module in objects.modules.items():
             set_extra_state(module, filled.get(key, {}))
         for key, item in objects.stateful.items():

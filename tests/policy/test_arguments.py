@@ -1,0 +1,83 @@
+"""A step or duration is what its caller meant, as one Python type, or is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.errors import UsageError
+from holdfast.policy.arguments import (
+    MAX_STEP,
+    claim,
+    duration_s,
+    patience_s,
+    step_number,
+    wanted_step,
+)
+
+NO_STEPS: list[Any] = [-1, MAX_STEP + 1, True, np.True_, 1.0, np.float32(2), "3", None, [3]]
+
+
+@given(step=st.integers(0, MAX_STEP), kind=st.sampled_from([int, np.int64, np.uint64]))
+def test_a_whole_number_of_any_library_becomes_pythons_own(step: int, kind: Any) -> None:
+    found = step_number(kind(step))
+    assert (type(found), found) == (int, step)
+
+
+@pytest.mark.parametrize("step", [0, MAX_STEP])
+def test_the_first_step_and_the_last_that_every_reader_knows_are_steps(step: int) -> None:
+    assert step_number(step) == step
+
+
+@pytest.mark.parametrize("step", NO_STEPS, ids=repr)
+def test_what_is_no_step_is_refused_with_what_was_given(step: Any) -> None:
+    with pytest.raises(UsageError, match="whole number from 0") as caught:
+        step_number(step)
+    assert repr(step) in str(caught.value)
+
+
+def test_a_restore_takes_a_step_a_generation_or_the_newest() -> None:
+    assert wanted_step(None) is None
+    assert wanted_step("2-40") == "2-40"
+    assert type(wanted_step(np.int64(40))) is int
+    with pytest.raises(UsageError, match="whole number"):
+        wanted_step(-1)
+
+
+@pytest.mark.parametrize("value", [1, 0.001, 1e9])
+def test_a_duration_becomes_a_float(value: float) -> None:
+    found = duration_s("timeout_s", value)
+    assert (type(found), found) == (float, value)
+
+
+@pytest.mark.parametrize("value", [-1, -0.001, math.nan, math.inf, -math.inf, True, "5", None])
+@pytest.mark.parametrize("least", ["above 0", "from 0 on"])
+def test_what_is_no_duration_is_refused_by_its_name(value: Any, least: str) -> None:
+    with pytest.raises(UsageError, match=rf"^timeout_s=.*a number of seconds {least} is needed"):
+        duration_s("timeout_s", value, least=least)
+
+
+def test_no_time_at_all_is_a_patience_and_no_deadline() -> None:
+    assert patience_s("timeout_s", 0) == 0.0
+    with pytest.raises(UsageError, match="above 0"):
+        duration_s("timeout_s", 0)
+
+
+def test_a_patience_may_be_without_end() -> None:
+    assert patience_s("timeout_s", None) is None
+    assert patience_s("timeout_s", 5) == 5.0
+    with pytest.raises(UsageError, match="from 0 on"):
+        patience_s("timeout_s", -1)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "no", np.True_])
+def test_only_true_and_false_answer_a_question(value: Any) -> None:
+    assert claim("durable", True) is True
+    assert claim("durable", False) is False
+    with pytest.raises(UsageError, match=r"^durable=.*True or False is needed"):
+        claim("durable", value)
