@@ -11,9 +11,15 @@ PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# What reaches the pure modules without processes, ranks or disks.
+PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py \
+	%/test_accidents.py,$(wildcard tests/geometry/test_*.py tests/format/test_*.py \
+	tests/malformed/test_*.py tests/policy/test_*.py tests/snapshot/test_handoff*.py) \
+	tests/load/test_plan.py tests/load/test_choose.py tests/cli/test_doctor.py)
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all lint types layers tests tests-all format docs bench clean
+.PHONY: help setup demo test test-all lint types layers tests tests-all coverage format docs bench clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -25,7 +31,7 @@ demo: $(READY) ## a training run is killed, and resumes exactly
 	$(BIN)/holdfast demo
 
 test: lint types layers tests ## what every change must pass
-test-all: lint types layers tests-all ## the same, with the slow tests
+test-all: lint types layers tests-all coverage ## the same, with the slow tests and the coverage
 
 lint: $(READY) ## style and formatting
 	$(BIN)/ruff check .
@@ -43,6 +49,11 @@ tests: $(READY) ## pytest without the slow ones; PYTEST_ARGS="-k fence -x" is ha
 tests-all: $(READY)
 	$(PYTEST)
 
+# One seed: what is reached does not change from run to run.
+coverage: $(READY) ## every line and branch of the pure modules is reached by their tests
+	$(PYTEST) -m "not slow" --hypothesis-seed=0 --cov --cov-report= $(PURE_TESTS)
+	$(BIN)/coverage report --fail-under=100 --include="$$($(BIN)/python tests/pure_modules.py)"
+
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -54,7 +65,7 @@ bench: $(READY) ## the figures of docs/performance.md
 	$(BIN)/python benchmarks/save.py
 
 clean: ## remove what was built and cached; the virtual environment stays
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 # torch goes first and pinned: resolved together with the rest, or bare, pip may take a newer one

@@ -274,6 +274,12 @@ def test_a_keeper_in_another_container_is_no_dead_one() -> None:
     assert "which cannot be seen from this container, answers" in found(elsewhere, "arena")[0].text
 
 
+def test_of_what_could_not_be_probed_nothing_is_said() -> None:
+    unknown = storage(is_direct=None, links=None, locks=None, free_files=None)
+    assert not found(unknown, "direct I/O")
+    assert worst(judge(unknown)) == "ok"
+
+
 def test_without_a_root_nothing_is_said_of_checkpoints() -> None:
     bare = replace(GOOD, root=None, arenas=(), speeds=Speeds())
     said = {one.about for one in judge(bare)}

@@ -23,10 +23,19 @@ def start_script(lives: Lives, steps: int) -> subprocess.Popen[str]:
     life = lives.plan(1, steps, layout="plain")
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), write_life(life)],
-        env=environment(),
+        env=environment() | {"PYTHONFAULTHANDLER": "1"},
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def last_words(process: subprocess.Popen[str]) -> str:
+    """What the script printed until it ended; what its threads were doing if it does not end."""
+    try:
+        return process.communicate(timeout=30)[1]
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        pytest.fail(f"the script goes on after the signal, in:\n{process.communicate()[1]}")
 
 
 def wait_phase(directory: str, phase: str, completed: int) -> None:
@@ -40,7 +49,7 @@ def wait_phase(directory: str, phase: str, completed: int) -> None:
         time.sleep(0.0005)
 
 
-def interrupt_scripts(root: Path, kinds: list[tuple[str, int]]) -> None:
+def interrupt_scripts(root: Path, kinds: list[tuple[str, signal.Signals]]) -> None:
     """A script is started again and again, and gets this signal in this phase."""
     chance, completed = random.Random(4), -1
     lives = Lives(root, seed=4)
@@ -50,7 +59,7 @@ def interrupt_scripts(root: Path, kinds: list[tuple[str, int]]) -> None:
         wait_phase(directory, phase, completed + 3 if phase in PHASES[2:] else -1)
         time.sleep(chance.random() * 0.003)
         process.send_signal(signum)
-        _, said = process.communicate(timeout=30)
+        said = last_words(process)
         if signum == signal.SIGTERM:
             assert process.returncode == -signal.SIGTERM and "Traceback" not in said
         else:

@@ -300,6 +300,23 @@ def test_a_torch_dtype_reads_as_its_name_where_torch_is_not_loaded() -> None:
     assert DtypeName("x") != DtypeName("y")
 
 
+@pytest.mark.parametrize(
+    ("stored", "said"),
+    [
+        ({"$dtype": "float3"}, "no torch dtype is called 'float3'"),
+        ({"$dtype": "nn"}, "no torch dtype is called 'nn'"),
+        ({"$device": "quantum:0"}, "quantum"),
+        ({"$device": "CPU"}, "'CPU' is no device"),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_dtype_or_device_that_this_torch_does_not_know_is_refused_by_name(
+    stored: Any, said: str
+) -> None:
+    with pytest.raises(FormatError, match=said):
+        decode(stored)
+
+
 @given(value=values)
 def test_the_stored_form_is_plain_json(value: Any) -> None:
     def check(form: Any) -> None:

@@ -161,6 +161,14 @@ def test_neighbouring_small_leaves_are_read_together() -> None:
     assert len(batches) == 1
 
 
+def test_an_image_of_which_nothing_is_wanted_is_not_read() -> None:
+    layout = Layout(2, (split_leaf("w", "F32", (8, 3), 2),))
+    headers = {rank: header_of(layout, rank) for rank in range(2)}
+    fetches = plan_fetches([Want("w", Box((0, 0), (2, 3)), 0)], layout)
+    (batch,) = plan_batches({**fetches, 1: []}, headers)
+    assert batch.rank == 0
+
+
 def test_an_image_without_a_piece_of_its_layout_gives_no_plan() -> None:
     layout = Layout(2, (split_leaf("w", "F32", (8, 3), 2),))
     other = Layout(2, (split_leaf("v", "F32", (8, 3), 2),))

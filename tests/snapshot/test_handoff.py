@@ -7,7 +7,14 @@ import pytest
 from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 from holdfast.geometry.layout import merge, table_from_json
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Allocate, GiveSlot, KeepLayout, Note
+from holdfast.snapshot.actions import (
+    AbortPersist,
+    Allocate,
+    GiveSlot,
+    KeepLayout,
+    Note,
+    StartPersist,
+)
 from holdfast.snapshot.slots import SLACK_BYTES
 
 # ── asking ───────────────────────────────────────────────────────────────────────────────────

@@ -15,8 +15,6 @@ from holdfast.errors import UnsupportedState, UsageError
 from holdfast.state.tensors import DTYPE_NAMES, empty
 from models import differences
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
-
 
 def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """Random bits: among them NaNs with payloads, infinities and denormals."""
@@ -40,6 +38,7 @@ def test_no_dtype_of_torch_is_forgotten() -> None:
     assert everything - quantised == set(DTYPE_NAMES)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 def test_every_dtype_in_every_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     shapes: list[tuple[int, ...]] = [(), (0,), (3, 0, 2), (1,), (5, 7), (33_000,)]
     saved = {

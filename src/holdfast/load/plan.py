@@ -120,12 +120,12 @@ def _slabs(fetch: Fetch, offset: int, size_bytes: int) -> Iterator[Slab]:
     whole = Box.whole(fetch.piece.shape)
     for rows in _row_ranges(whole, inner, max(1, BATCH_BYTES // 2 // max(1, item))):
         part = rows.intersect(inner)
-        if part is not None:
-            start = _flat(rows.start, whole.shape) * item
-            yield Slab(
-                fetch, offset + start, offset + start + rows.volume * item, rows,
-                part.shift(fetch.piece.start),
-            )  # fmt: skip
+        assert part is not None  # there are no ranges beside what is wanted
+        start = _flat(rows.start, whole.shape) * item
+        yield Slab(
+            fetch, offset + start, offset + start + rows.volume * item, rows,
+            part.shift(fetch.piece.start),
+        )  # fmt: skip
 
 
 def _flat(at: Sequence[int], shape: Sequence[int]) -> int:

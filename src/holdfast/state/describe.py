@@ -81,9 +81,10 @@ class Describer:
         _check_objects(objects)
         bindings = [self._bind(*leaf) for leaf in walk.leaves]
         entries = sorted((b.entry for b in bindings), key=lambda e: e.name)
+        for entry in entries:
+            if _LIKE_A_PIECE.search(entry.name):
+                raise UsageError(f"{entry.name!r} ends like the name of a part: rename it")
         for one, other in pairwise(entries):
-            if _LIKE_A_PIECE.search(one.name):
-                raise UsageError(f"{one.name!r} ends like the name of a part: rename it")
             if one.name == other.name:
                 raise UsageError(f"two tensors of the state are both called {one.name!r}")
         twice = sorted(walk.aliases.keys() & {entry.name for entry in entries})

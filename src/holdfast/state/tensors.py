@@ -36,8 +36,9 @@ _SHELLS = ("float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16
            *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)))  # fmt: skip
 DTYPE_NAMES.update((getattr(torch, n), n.upper()) for n in _SHELLS if hasattr(torch, n))
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-#: torch cannot even copy these; as bytes it can.
-_SEEN_AS_BYTES = frozenset(d for d, n in DTYPE_NAMES.items() if "INT" in n)
+#: torch cannot copy these, or warns of doing it; as other elements of their size it does.
+_CARRIERS = {d: torch.uint8 for d, n in DTYPE_NAMES.items() if "INT" in n}
+_CARRIERS[torch.complex32] = torch.int32
 _PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -49,7 +50,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         if type(found).__name__ == "AsyncCollectiveTensor":
             found = found.wait()
     local: torch.Tensor = found.detach()
-    return local.view(torch.uint8) if local.dtype in _SEEN_AS_BYTES else local
+    carrier = _CARRIERS.get(local.dtype)
+    return local if carrier is None or local.is_conj() else local.view(carrier)
 
 
 def empty(shape: tuple[int, ...], dtype: str, device: torch.device | None = None) -> torch.Tensor:

@@ -197,7 +197,8 @@ class LocalStore:
         """A descriptor to read the file with, and its length."""
         with self._reporting("read", path):
             try:
-                descriptor = os.open(self._local(path), os.O_RDONLY)
+                # Not blocking: a pipe in the place of a file would wait for its writer.
+                descriptor = os.open(self._local(path), os.O_RDONLY | os.O_NONBLOCK)
             except (FileNotFoundError, NotADirectoryError) as cause:
                 raise NotFound(f"there is no {path} in {self.url}", path=path) from cause
             try:
