@@ -93,7 +93,6 @@ class StateMismatch(UsageError):
         "ranks; the message shows the first 20",
         "leaves": "the names of the leaves in which ranks contradict each other",
         "differences": "pairs of leaf and sentence, for ranks that contradict each other",
-        "leaf": "the one leaf that does not fit",
     }
     cause = (
         "The model or the optimizer was built differently from when it was saved, or the ranks "
