@@ -7,12 +7,12 @@ import inspect
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import holdfast
+from contracts import modules_of
 from holdfast import errors
 
 PROJECT = Path(__file__).parents[1]
@@ -55,13 +55,6 @@ PUBLIC_NAMES = [
     "save",
     "subscribe",
 ]
-
-
-def _torch_free_modules() -> list[str]:
-    """The modules that the import contract keeps free of torch, as pyproject.toml lists them."""
-    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())
-    contracts = {c["id"]: c for c in project["tool"]["importlinter"]["contracts"]}
-    return list(contracts["torch-free"]["source_modules"])
 
 
 IMPORT_ONE = """
@@ -127,6 +120,6 @@ def test_looking_at_the_package_or_starting_a_keeper_loads_no_torch(module: str)
     assert not _loads_torch(IMPORT_ONE, module)
 
 
-@pytest.mark.parametrize("module", _torch_free_modules())
+@pytest.mark.parametrize("module", modules_of("torch-free"))
 def test_what_the_keeper_and_the_command_line_use_loads_no_torch(module: str) -> None:
     assert not _loads_torch(IMPORT_ALL_BELOW, module)

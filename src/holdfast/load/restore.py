@@ -221,4 +221,5 @@ def _words(error: Exception) -> str:
     """What went wrong, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     last = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{last}"
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{last}{notes}"

@@ -7,7 +7,9 @@ and generators when all ranks have verified everything.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from holdfast.state.walk import Known
 
 Spec = tuple[str, tuple[int, ...]]
 _SHOWN = 20
+#: How many missing names are compared with how many stored ones: each takes a moment.
+_HINTS, _SEARCHED = 5, 2000
 
 
 class Restoring:
@@ -47,6 +51,7 @@ class Restoring:
         self.shared = {k: codec.decode(v, strict=True) for k, v in self.encoded.items()}
         self._fresh: dict[str, torch.Tensor] = {}
         self._filled: dict[str, torch.Tensor] = {}
+        self._hints = _HINTS
 
     def check(self) -> None:
         """StateMismatch lists every difference between this state and the stored one.
@@ -136,7 +141,7 @@ class Restoring:
             tied = first_here.setdefault(leaf, first)
             if found is None:
                 if first == name:
-                    yield f"{name}: in the model, but not in the checkpoint"
+                    yield f"{name}: in the model, but not in the checkpoint{self._near(name)}"
             elif found != wanted:
                 yield (
                     f"{name}: the checkpoint has {found[0]} {list(found[1])}, the model "
@@ -146,6 +151,16 @@ class Restoring:
                 yield f"{name}: tied to {first} in the model, but not in the checkpoint"
             elif tied != first:
                 yield f"{name}: tied to {tied} in the checkpoint, but not in the model"
+
+    def _near(self, name: str) -> str:
+        """What it may be called in the checkpoint."""
+        if not self._hints:
+            return ""
+        self._hints -= 1
+        key = name.partition(".")[0]
+        others = [leaf for leaf in self.stored if leaf.startswith(f"{key}.")]
+        near = difflib.get_close_matches(name, others[:_SEARCHED], n=1, cutoff=0.8)
+        return f"; did you mean {near[0]}?" if near else ""
 
     def _missing_values(self) -> list[str]:
         expected = [*self.objects.stateful, *self.objects.plain]
@@ -230,9 +245,11 @@ class Restoring:
         for key, optimizer in objects.optimizers.items():
             optimizers.load_values(optimizer, self._parameters(key), filled[key])
         for key, module in objects.modules.items():
-            set_extra_state(module, filled.get(key, {}))
+            with _naming(key):
+                set_extra_state(module, filled.get(key, {}))
         for key, item in objects.stateful.items():
-            item.load_state_dict(filled[key])
+            with _naming(key):
+                item.load_state_dict(filled[key])
         for key in objects.plain:
             container, name = objects.homes[key]
             if isinstance(container, tuple):
@@ -245,6 +262,16 @@ class Restoring:
                     generator.load_state_dict(state)
                 else:
                     generator.derive(state, rank)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors of the user's own code say which key of the state it was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"while {key!r} was given what is stored of it")
+        raise
 
 
 def _room_for(spec: Spec, there: Any) -> torch.Tensor:
