@@ -12,10 +12,10 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # What reaches the pure modules without processes, ranks or disks.
-PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py \
-	%/test_accidents.py,$(wildcard tests/geometry/test_*.py tests/format/test_*.py \
-	tests/malformed/test_*.py tests/policy/test_*.py tests/snapshot/test_handoff*.py) \
-	tests/load/test_plan.py tests/load/test_choose.py tests/cli/test_doctor.py)
+PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py %/test_accidents.py, \
+	$(wildcard $(addsuffix /test_*.py,tests/geometry tests/format tests/malformed tests/policy) \
+		tests/snapshot/test_handoff*.py tests/snapshot/test_messages.py \
+		tests/load/test_plan.py tests/load/test_choose.py tests/cli/test_doctor.py))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

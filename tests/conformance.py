@@ -343,10 +343,12 @@ def _check_order(tensors: dict[str, Tensor], pieces: list[tuple[str, Box]], layo
 def check_values(document: Json, layout: Json, manifest: Json) -> None:
     assert {"shared", "own"} <= document.keys() <= {"shared", "own", "aliases"}, "R38"
     names = {leaf[0] for leaf in layout["leaves"]}
+    small = set(re.findall(r'"\$tensor": {"name": "([^"]*)"', json.dumps(document)))
+    assert not small & names, "R40: a small tensor is no leaf"
     for part in ("shared", "own"):
         assert type(document[part]) is dict, "R38"
         for value in document[part].values():
-            check_value(value, names, 0)
+            check_value(value, names | small, 0)
     aliases = document.get("aliases", {})
     assert manifest["aliases"] in (aliases, {}), "a copy, or nothing when values are long"
     assert manifest["values"] == {} or manifest["aliases"] == aliases
@@ -395,6 +397,11 @@ def check_tagged(tag: str, content: Any, leaves: set[str], depth: int) -> None:
         assert content.keys() in ({"type", "member"}, {"type", "value"})
     elif tag == "$leaf":
         assert content in leaves
+    elif tag == "$tensor":
+        assert content.keys() == {"name", "dtype", "shape", "data"}
+        item, _ = spec.dtypes()[content["dtype"]]
+        data = base64.b64decode(content["data"], validate=True)
+        assert len(data) == item * math.prod(content["shape"])
     else:
         pattern = {
             "$float": r"nan|-?inf|0x[0-9a-f]{16}", "$int": r"-?([0-9]+|0x[0-9a-f]+)",

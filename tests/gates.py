@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.snapshot import saver as saver_module
+from holdfast.snapshot import copier as copier_module
 
 
 def capture_at_last(checkpointer: holdfast.Checkpointer, step: int) -> None:
@@ -30,8 +30,8 @@ class Gate:
         self.is_open = threading.Event()
         self.is_open.set()
         self.reached = threading.Event()
-        self._real: Callable[..., Any] = vars(saver_module)["copy_image"]
-        patch.setattr(saver_module, "copy_image", self._copy)
+        self._real: Callable[..., Any] = vars(copier_module)["copy_image"]
+        patch.setattr(copier_module, "copy_image", self._copy)
 
     def _copy(self, *arguments: Any) -> Any:
         self.reached.set()

@@ -25,10 +25,12 @@ from holdfast.geometry.layout import (
     table_hash,
     table_to_json,
 )
+from holdfast.persist import commit
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import SlotFile, SlotRecord, arena_dir, make_private_dir
 from holdfast.snapshot.client import KeeperClient, connect_socket, find_or_start
 from holdfast.snapshot.layouts import image_items
+from holdfast.storage.local import LocalStore
 from leftovers import keeper_pids
 
 M = TypeVar("M", bound=m.Message)
@@ -44,6 +46,7 @@ def connect(
     root: Path, run_id: str = RUN, listener: Callable[[m.Message], None] = lambda _: None
 ) -> KeeperClient:
     """A line to the keeper of this run, which is started if need be."""
+    commit.open_root(LocalStore(root), run_id)
     line = find_or_start(
         arena_dir(run_id, HOST), run_id=run_id, root=str(root), host_id=HOST, timeout_s=30
     )
@@ -106,6 +109,7 @@ def end(client: KeeperClient) -> None:
 
 def start(root: Path, *options: str) -> tuple[subprocess.Popen[bytes], KeeperClient]:
     """A keeper that is our child, with options of its own, and a line to it."""
+    commit.open_root(LocalStore(root), RUN)
     arena = arena_dir(RUN, HOST)
     make_private_dir(arena)
     command = [sys.executable, "-m", "holdfast.keeper", "--arena", str(arena), "--run-id", RUN]

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast import checkpointer as checkpointer_module
 from holdfast import events
+from holdfast import meeting as meeting_module
 from holdfast.catalogue import catalogue
-from holdfast.snapshot import saver as saver_module
+from holdfast.snapshot import copier as copier_module
 from holdfast.snapshot.capture import Overtaking
 from holdfast.snapshot.underway import Patience
 from holdfast.storage.local import LocalStore
@@ -70,13 +70,13 @@ def heard() -> Iterator[list[events.Event]]:
 def held_copy(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies wait until this is set: whatever happens before, happens during a capture."""
     gate = threading.Event()
-    real: Callable[..., Any] = vars(saver_module)["copy_image"]
+    real: Callable[..., Any] = vars(copier_module)["copy_image"]
 
     def gated(*arguments: Any) -> Any:
         assert gate.wait(30)
         return real(*arguments)
 
-    monkeypatch.setattr(saver_module, "copy_image", gated)
+    monkeypatch.setattr(copier_module, "copy_image", gated)
     return gate
 
 
@@ -492,7 +492,7 @@ def test_a_stopped_keeper_holds_training_up_once_and_not_at_every_step(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = Patience(grant_s=0.5, durable_grant_s=0.5)
-    monkeypatch.setattr(checkpointer_module, "Patience", lambda **_: quick)
+    monkeypatch.setattr(meeting_module, "Patience", lambda **_: quick)
     state = build()
     with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
         train(state, 0)

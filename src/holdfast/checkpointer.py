@@ -10,51 +10,35 @@ from __future__ import annotations
 import atexit
 import os
 import time
-import uuid
 import weakref
-from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import msgspec
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.catalogue import Catalogue, catalogue
 from holdfast.errors import (
     Fenced,
-    HoldfastError,
-    NotFound,
     SnapshotSkipped,
     StatePoisoned,
     UnsupportedState,
     UsageError,
 )
-from holdfast.events import RunStarted, emit, subscribe
+from holdfast.events import RunStarted, emit
 from holdfast.format.manifest import Generation
-from holdfast.load.choose import Candidate, choose
+from holdfast.load.choose import Candidate
 from holdfast.load.restore import Restored, restore_first
-from holdfast.load.source import Checkpoint, from_manifest, from_memory
-from holdfast.load.stored import broken_manifests, catalogue_of, nothing_fits, run_id_of, stored
-from holdfast.observe.sinks import JsonlSink, log_sink_from_environment
-from holdfast.persist import commit
-from holdfast.policy.arguments import claim, duration_s, step_number, wanted_step
+from holdfast.meeting import Terms, meet
+from holdfast.observe.follow import follow_run
+from holdfast.policy.arguments import check_policies, claim, duration_s, step_number, wanted_step
+from holdfast.policy.due import Due, Pace
 from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import arena_dir
-from holdfast.snapshot.client import KeeperClient, find_or_start
 from holdfast.snapshot.handle import SaveHandle
-from holdfast.snapshot.saver import Saver
-from holdfast.snapshot.underway import Patience, Place
-from holdfast.state.describe import Describer
 from holdfast.state.objects import State
-from holdfast.storage.base import Store
 from holdfast.storage.open import normal_root, open_store
-from holdfast.world import World, agree, current_world, host_id, tell_all
+from holdfast.world import World, current_world, host_id, tell_all
 
-#: How far ahead of every rank a timed save is announced.
-_ANNOUNCE_AHEAD_S = 0.5
 _RETRY_S = 0.05
 _HANG_UP_S = 5.0
 _AT_EXIT_S = 10.0
@@ -91,136 +75,35 @@ class Checkpointer:
         parity: int = 0,
         timeout_s: float = 120.0,
     ) -> None:
-        _check(memory, storage, keep, parity)
+        check_policies(memory, storage, keep, parity)
         self.state = state
         self.root = normal_root(root)
         self.memory, self.storage, self.keep = memory, storage, keep
         self.timeout_s = duration_s("timeout_s", timeout_s)
         self._process = os.getpid()
         self.world: World = current_world(timeout_s=self.timeout_s)
-        self._store: Store = open_store(self.root)
-        self._describer = Describer(state, self.world.rank)
         self._is_poisoned = False
         self._is_closed = False
         self._is_adopted = False
         self._last_step: int | None = None
         self._last_handle: SaveHandle | None = None
         self._carried: list[SaveHandle] = []
-        self._timed_at = dict.fromkeys(("memory", "storage"), time.monotonic())
-        self._step_times: list[float] = []
-        self._announced_until = dict.fromkeys(("memory", "storage"), -1)
         self._updates_at_save = 0
-        self._meet()
-        _open_checkpointers.add(self)
-
-    # ── the run ──────────────────────────────────────────────────────────────────────────
-
-    def _meet(self) -> None:
-        """Agree with the other ranks on run, host and incarnation, and reach the keeper."""
-        world, timeout_s = self.world, self.timeout_s
-        host = host_id()
-        self._require_one_plan(agree(world, "start: state", self._plan, timeout_s=timeout_s))
-        run_id = tell_all(world, "start: root", self._open_root, timeout_s=timeout_s).decode()
-        self._arena = arena_dir(run_id, host)
-        place = Place(run_id, 0, world.nonce, world.rank, world.size)
-        usual = Patience()
-        patience = Patience(
-            first_grant_s=2.5 * timeout_s, grant_s=min(usual.grant_s, timeout_s),
-            durable_grant_s=min(usual.durable_grant_s, timeout_s), keeper_s=timeout_s,
-        )  # fmt: skip
-        self._saver = Saver(self._describer, place, self._connect, patience)
-        try:
-            begun = tell_all(world, "start: incarnation", self._begin, timeout_s=timeout_s)
-            self.incarnation, self._may_restore = msgspec.json.decode(begun, type=tuple[int, bool])
-            self._saver.place = Place(run_id, self.incarnation, world.nonce, world.rank, world.size)
-            agree(world, "start: join", self._join, timeout_s=timeout_s)
-        except BaseException:
-            # A keeper that still hears from us would hold the root against the next try.
-            self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
-            raise
-        self._trace = JsonlSink(Path(self.root) / "events" / f"rank-{world.rank:05d}.jsonl")
-        self._stop_traces = [subscribe(self._trace)]
-        log = log_sink_from_environment()
-        if log is not None:
-            self._stop_traces.append(subscribe(log))
+        now_s = time.monotonic()
+        self._dues = Due("storage", storage, now_s), Due("memory", memory, now_s)
+        self._pace = Pace()
+        terms = Terms(self.root, memory, storage, keep, self.timeout_s)
+        run = meet(self.world, open_store(self.root), state, terms)
+        self.incarnation, self._may_restore = run.incarnation, run.may_restore
+        self._saver, self._offers = run.saver, run.offers
+        self._stop_tracing = follow_run(self.root, self.world.rank)
         # Of a Checkpointer that nobody closes; its Saver ends by itself as well.
-        finalizer = weakref.finalize(self, _stop_tracing, self._stop_traces, self._trace)
-        finalizer.atexit = False
+        weakref.finalize(self, self._stop_tracing).atexit = False
         emit(RunStarted(
-            incarnation=self.incarnation, rank=world.rank, run_id=run_id, world=world.size,
-            host=host, pid=os.getpid(),
+            incarnation=self.incarnation, rank=self.world.rank, run_id=run.run_id,
+            world=self.world.size, host=host_id(), pid=os.getpid(),
         ))  # fmt: skip
-
-    def _plan(self) -> bytes:
-        """What must be alike on all ranks; raises for a state that cannot be saved."""
-        if not isinstance(self.state, dict) or not self.state:
-            raise UsageError("the state is a dict from names to objects, and not empty")
-        self._describer.describe()
-        return msgspec.json.encode({
-            "root": self.root, "memory": str(self.memory), "storage": str(self.storage),
-            "keep": str(self.keep), "timeout_s": str(self.timeout_s), "host": host_id(),
-        })  # fmt: skip
-
-    def _require_one_plan(self, plans: list[bytes]) -> None:
-        ranks = [msgspec.json.decode(plan, type=dict[str, str]) for plan in plans]
-        hosts = sorted({plan["host"] for plan in ranks})
-        if len(hosts) > 1:
-            raise UsageError(
-                f"the ranks run on {len(hosts)} hosts ({', '.join(hosts)}); this version keeps "
-                "runs on one host"
-            )
-        for rank, plan in enumerate(ranks):
-            for name, value in plan.items():
-                if value != ranks[0][name]:
-                    raise UsageError(
-                        f"the ranks disagree: {name} is {ranks[0][name]} on rank 0 and {value} on "
-                        f"rank {rank}. Give every rank's Checkpointer the same arguments."
-                    )
-
-    def _open_root(self) -> bytes:
-        wanted = os.environ.get("HOLDFAST_RUN_ID", "")
-        before = wanted or run_id_of(self._store)  # of a root that lost its holdfast.json
-        found = commit.open_root(self._store, before or uuid.uuid4().hex[:12])
-        if wanted and found.run_id != wanted:
-            raise UsageError(
-                f"{self.root} belongs to run {found.run_id}, HOLDFAST_RUN_ID says {wanted}: unset "
-                "it, or use another root"
-            )
-        return found.run_id.encode()
-
-    def _connect(self, listener: Any, on_lost: Any) -> KeeperClient:
-        """A line to this host's keeper, and this rank's place in the incarnation on it."""
-        place = self._saver.place
-        line = find_or_start(
-            self._arena, run_id=place.run_id, root=self.root, host_id=host_id(),
-            timeout_s=self.timeout_s,
-        )  # fmt: skip
-        client = KeeperClient(line, listener, on_lost)
-        try:
-            hello = m.Hello(run_id=place.run_id, root=self.root)
-            client.request(hello, m.Welcome, timeout_s=self.timeout_s)
-            if place.incarnation:
-                join = m.Join(
-                    incarnation=place.incarnation, nonce=place.nonce, rank=place.rank,
-                    keep_last=self.keep.last, keep_every=self.keep.every,
-                    persist_at_end=self.storage is not None, is_copying=self._saver.is_copying,
-                )  # fmt: skip
-                client.request(join, m.Done, timeout_s=self.timeout_s)
-        except HoldfastError:
-            client.close()
-            raise
-        return client
-
-    def _begin(self) -> bytes:
-        message = m.Begin(nonce=self.world.nonce, world=self.world.size)
-        begun = self._saver.request(message, m.Begun, timeout_s=self.timeout_s)
-        found = catalogue_of(self._store)
-        may_restore = bool(self._candidates(found, None) or broken_manifests(found))
-        return msgspec.json.encode((begun.incarnation, may_restore))
-
-    def _join(self) -> bytes:
-        self._saver.reconnect()
-        return b""
+        _open_checkpointers.add(self)
 
     # ── restoring ────────────────────────────────────────────────────────────────────────
 
@@ -240,46 +123,16 @@ class Checkpointer:
                 "that steps saved again are told apart from the old ones"
             )
         listed = tell_all(
-            self.world, "restore: candidates", lambda: self._list(step), timeout_s=self.timeout_s
-        )
+            self.world, "restore: candidates",
+            lambda: msgspec.json.encode(self._offers.fitting(step)), timeout_s=self.timeout_s,
+        )  # fmt: skip
         candidates = msgspec.json.decode(listed, type=list[Candidate])
         restored = restore_first(
-            self.world, self.state, candidates, self._open, incarnation=self.incarnation,
+            self.world, self.state, candidates, self._offers.open, incarnation=self.incarnation,
             timeout_s=self.timeout_s * _READ_PATIENCE, on_poison=self._poison,
         )  # fmt: skip
         self._adopt(restored.generation if restored else None)
         return restored
-
-    def _list(self, step: int | str | None) -> bytes:
-        found = catalogue_of(self._store)
-        fit = self._candidates(found, step)
-        if not fit and (step is not None or broken_manifests(found)):
-            raise nothing_fits(self._store, found, step)
-        return msgspec.json.encode(fit)
-
-    def _candidates(self, found: Catalogue, step: int | str | None) -> list[Candidate]:
-        inventory = self._inventory()
-        held = [
-            Candidate(g.incarnation, g.step, "memory", g.attempt) for g in inventory.generations
-        ]
-        return choose([*held, *stored(found)], inventory.parents | found.parents, step)
-
-    def _inventory(self) -> m.Inventory:
-        return self._saver.request(m.ListInventory(), m.Inventory, timeout_s=self.timeout_s)
-
-    def _open(self, candidate: Candidate) -> Checkpoint:
-        if candidate.where == "memory":
-            held = next(
-                (g for g in self._inventory().generations if g.attempt == candidate.attempt), None
-            )
-            if held is None:
-                raise NotFound(f"{candidate.generation} is no longer in memory")
-            self._saver.request(m.Pin(attempt=candidate.attempt), m.Done, timeout_s=self.timeout_s)
-            return from_memory(self._arena, held)
-        manifest = catalogue(self._store).find(candidate.generation)
-        if manifest is None:
-            raise NotFound(f"{candidate.generation} is no longer in storage")
-        return from_manifest(self._store, manifest)
 
     def _adopt(self, parent: Generation | None) -> None:
         def tell() -> bytes:
@@ -304,9 +157,8 @@ class Checkpointer:
         """
         self._check_usable()
         step = step_number(step)
-        self._learn_pace()
-        durable = self.storage is not None and self._is_due(self.storage, step, "storage")
-        in_memory = self.memory is not None and self._is_due(self.memory, step, "memory")
+        self._pace.learn(time.monotonic())
+        durable, in_memory = (self._is_due(due, step) for due in self._dues)
         try:
             durable = bool(self._carried_over()) or durable
             if not (durable or in_memory):
@@ -368,36 +220,17 @@ class Checkpointer:
         if self._process == os.getpid():
             self._saver.fence()
 
-    def _is_due(self, policy: Every, step: int, which: str) -> bool:
-        by_steps = policy.is_due_by_steps(step, self._last_step)
-        if policy.minutes is None:
-            return by_steps
-        return self._is_timed_due(policy, step, which) or by_steps
-
-    def _is_timed_due(self, policy: Every, step: int, which: str) -> bool:
-        """Rank 0's clock decides; the step is told to all ranks ahead, so that all act on it."""
-        now = time.monotonic()
-        if (step, which) in self._saver.announced:
-            self._saver.announced.discard((step, which))
-            self._timed_at[which] = now
-            return True
-        may_announce = self.world.rank == 0 and step > self._announced_until[which]
-        if not (may_announce and policy.is_due_by_time(now, self._timed_at[which])):
-            return False
-        if self.world.size == 1:
-            self._timed_at[which] = now
-            return True
-        ahead = max(2, int(_ANNOUNCE_AHEAD_S / max(1e-3, self._pace())) + 1)
-        self._announced_until[which] = step + ahead
-        self._saver.announce(step + ahead, which)
-        return False
-
-    def _learn_pace(self) -> None:
-        self._step_times = [*self._step_times[-8:], time.monotonic()]
-
-    def _pace(self) -> float:
-        times = self._step_times
-        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 1.0
+    def _is_due(self, due: Due, step: int) -> bool:
+        now_s, world = time.monotonic(), self.world
+        is_due = due.is_due(
+            step, self._last_step, now_s, is_alone=world.size == 1,
+            was_announced=due.is_timed and self._saver.take_announced(step, due.which),
+        )  # fmt: skip
+        if due.is_timed and world.rank == 0 and world.size > 1:
+            ahead = due.to_announce(step, now_s, self._pace.step_s)
+            if ahead is not None:
+                self._saver.announce(ahead, due.which)
+        return is_due
 
     def _carried_over(self) -> list[SaveHandle]:
         """A durable save that no rank could take is due again at the next step."""
@@ -488,32 +321,11 @@ class Checkpointer:
             self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
             self._stop_tracing()
 
-    def _stop_tracing(self) -> None:
-        _stop_tracing(self._stop_traces, self._trace)
-
-
-def _stop_tracing(stop_traces: list[Callable[[], None]], trace: JsonlSink) -> None:
-    for stop in stop_traces:
-        stop()
-    trace.close()
-
 
 def _is_mistake(error: Exception) -> bool:
     """A call that means nothing, the same on every rank: the caller must know, nobody waits."""
     is_usage = isinstance(error, UsageError) and not isinstance(error, UnsupportedState)
     return is_usage or isinstance(error, StatePoisoned)
-
-
-def _check(memory: object, storage: object, keep: object, parity: object) -> None:
-    for name, policy in (("memory", memory), ("storage", storage)):
-        if not (policy is None or isinstance(policy, Every)):
-            raise UsageError(
-                f"{name}={policy!r}: say holdfast.Every(steps=...), Every(minutes=...) or None"
-            )
-    if not isinstance(keep, Keep):
-        raise UsageError(f"keep={keep!r}: say holdfast.Keep(last=...), or Keep() for all")
-    if parity != 0 or isinstance(parity, bool):
-        raise UsageError(f"parity={parity!r}: this version protects by storage only; use parity=0")
 
 
 _open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

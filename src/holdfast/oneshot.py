@@ -121,7 +121,7 @@ def _agree_layout(world: World, state: State, timeout_s: float) -> tuple[Descrip
     def describe() -> bytes:
         if not isinstance(state, dict) or not state:
             raise UsageError("the state is a dict from names to objects, and not empty")
-        described.append(Describer(state, world.rank).describe())
+        described.append(Describer(state, world.rank, world.size).describe())
         return described[0].table
 
     tables = agree(world, "save: state", describe, timeout_s=timeout_s)

@@ -150,7 +150,7 @@ TROUBLE = [
         "Did you mean HOLDFAST_LOG?",
     ),
     (settings(HOLDFAST_ZZZZ="x"), "settings", "warn", "no meaning", "HOLDFAST_RUN_ID"),
-    (settings(HOLDFAST_LOG="loud"), "settings", "bad", "info or debug", "unset HOLDFAST_LOG"),
+    (settings(HOLDFAST_LOG="loud"), "settings", "bad", "info, debug or off", "unset HOLDFAST_LOG"),
     (settings(HOLDFAST_ARENA_DIR="shm"), "settings", "bad", "relative", "unset"),
     (settings(HOLDFAST_KEEPER_IDLE_S="1h"), "settings", "bad", "seconds", "unset"),
     (settings(HOLDFAST_KEEPER_IDLE_S="inf"), "settings", "bad", "seconds", "unset"),

@@ -15,14 +15,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import holdfast
 from holdfast.errors import FormatError, UnsupportedState, UsageError
-from holdfast.format.foreign import DtypeName, EnumMember, register_enum
-from holdfast.format.values import _TAGS, MAX_DEPTH, LeafRef, decode, encode, from_bytes, to_bytes
+from holdfast.format.foreign import DeviceName, DtypeName, EnumMember, register_enum
+from holdfast.format.values import (
+    _TAGS,
+    MAX_DEPTH,
+    LeafRef,
+    SmallTensor,
+    decode,
+    encode,
+    from_bytes,
+    to_bytes,
+)
 
 numpy_dtypes = (
     hnp.boolean_dtypes() | hnp.integer_dtypes() | hnp.unsigned_integer_dtypes()
@@ -85,6 +94,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @given(value=values)
+@example(value=[LeafRef("w"), torch.bfloat16, torch.device("cuda", 3), {1, "a"}, math.inf])
 def test_every_value_comes_back_with_its_type_and_its_bits(value: Any) -> None:
     assert same(through_storage(value), value)
 
@@ -155,7 +165,7 @@ class Color(IntEnum):
     RED = 1
 
 
-register_enum(Phase)
+register_enum(Phase, name="tests.Phase")
 register_enum(Ways, name="my.Ways")
 
 
@@ -165,7 +175,7 @@ def test_a_registered_enum_comes_back_as_the_very_member(value: Enum) -> None:
 
 
 def test_an_enum_is_found_by_its_names_and_not_by_its_value() -> None:
-    assert encode(Phase.DECAY) == {"$enum": {"type": "Phase", "member": "DECAY"}}
+    assert encode(Phase.DECAY) == {"$enum": {"type": "tests.Phase", "member": "DECAY"}}
     assert encode(Ways.TENSOR) == {"$enum": {"type": "my.Ways", "member": "TENSOR"}}
 
 
@@ -174,14 +184,14 @@ def test_an_enum_nobody_registered_is_shown_by_name_and_never_restored() -> None
     assert decode(stored) == EnumMember("Unknown", "ONE")
     with pytest.raises(UsageError, match=r"Unknown\.ONE.*register_enum"):
         decode(stored, strict=True)
-    with pytest.raises(UsageError, match=r"Phase\.GONE"):
-        decode({"$enum": {"type": "Phase", "member": "GONE"}})
+    with pytest.raises(UsageError, match=r"tests\.Phase\.GONE"):
+        decode({"$enum": {"type": "tests.Phase", "member": "GONE"}})
 
 
 def test_two_enums_of_one_name_are_told_apart_or_refused() -> None:
     other = Enum("Phase", ["WARMUP"], module="elsewhere")  # type: ignore[misc]
     with pytest.raises(UsageError, match="another name="):
-        register_enum(other)
+        register_enum(other, name="tests.Phase")
     with pytest.raises(UsageError, match="is not an enum"):
         register_enum(int)  # type: ignore[arg-type]
 
@@ -200,6 +210,31 @@ def test_the_scheduler_counter_that_torch_needs_stays_a_counter() -> None:
     assert sorted(found["milestones"].elements()) == [2, 2, 5]
 
 
+def test_a_small_tensor_keeps_name_form_and_bytes_and_a_false_one_is_refused() -> None:
+    small = SmallTensor("x.y", "BF16", (2, 1), b"abcd")
+    stored = encode([torch.zeros(1)], tensor=lambda value, where: small)
+    assert stored == [
+        {"$tensor": {"name": "x.y", "dtype": "BF16", "shape": [2, 1], "data": "YWJjZA=="}}
+    ]
+    assert decode(stored) == [small]
+    assert decode(stored, tensor=lambda one: one.shape) == [(2, 1)]
+    for field, value in (("shape", [3, 1]), ("shape", [-2, -1]), ("dtype", "F9"), ("data", "!")):
+        with pytest.raises(FormatError, match=r"\$tensor is malformed"):
+            decode({"$tensor": stored[0]["$tensor"] | {field: value}})
+
+
+def test_a_tensor_as_a_key_or_in_a_set_is_refused() -> None:
+    for value in ({torch.zeros(1)}, {torch.zeros(1): 1}):
+        with pytest.raises(UnsupportedState, match=r"an item of s|a key of s"):
+            encode(value, "s", tensor=lambda *_: "leaf")
+
+
+@pytest.mark.parametrize("value", [np.str_("a\0"), np.bytes_(b"a\0")])
+def test_text_of_numpy_that_numpy_itself_cuts_short_is_refused(value: Any) -> None:
+    with pytest.raises(UnsupportedState, match="null characters"):
+        encode(value)
+
+
 def test_a_set_is_stored_alike_in_whatever_order_it_is_walked() -> None:
     assert encode({3, 1, 2}) == encode({2, 3, 1}) == {"$set": [1, 2, 3]}
 
@@ -213,7 +248,7 @@ def test_tensors_inside_values_become_leaves_under_their_path() -> None:
         return f"leaf {where}" if isinstance(value, torch.Tensor) else None
 
     value = OrderedDict(a=[1, (tensor,)], b=tensor)
-    stored = encode(value, "s", leaf=leaf)
+    stored = encode(value, "s", tensor=leaf)
     assert asked == ["s.a.1.0", "s.b"]
     found = decode(stored, leaf=lambda name: name.upper())
     assert found == OrderedDict(a=[1, ("LEAF S.A.1.0",)], b="LEAF S.B")
@@ -315,6 +350,16 @@ def test_a_dtype_or_device_that_this_torch_does_not_know_is_refused_by_name(
 ) -> None:
     with pytest.raises(FormatError, match=said):
         decode(stored)
+
+
+def test_torch_s_own_values_are_read_by_name_where_torch_is_not_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch")
+    assert decode({"$dtype": "bfloat16"}) == DtypeName("bfloat16")
+    assert decode({"$device": "cuda:3"}) == DeviceName("cuda:3")
+    with pytest.raises(FormatError, match="is no device"):
+        decode({"$device": "cuda:x"})
 
 
 @given(value=values)

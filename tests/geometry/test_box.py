@@ -80,6 +80,13 @@ def test_a_box_contains_another_when_it_has_all_its_elements(pair: tuple[Shape, 
     assert Box.whole(shape).contains(one)
 
 
+def test_what_is_left_around_a_box_in_the_middle_are_four_boxes() -> None:
+    left = Box((0, 0), (5, 5)).subtract(Box((2, 1), (3, 4)))
+    assert left == (
+        Box((0, 0), (2, 5)), Box((3, 0), (5, 5)), Box((2, 0), (3, 1)), Box((2, 4), (3, 5))
+    )  # fmt: skip
+
+
 @unhurried
 @given(pairs())
 def test_subtraction_leaves_disjoint_boxes_of_the_rest(pair: tuple[Shape, Box, Box]) -> None:

@@ -172,11 +172,23 @@ def fsdp_tensor_parallel(rank: int, world: int, root: str) -> None:
     holdfast.save(root, state_of(model), step=7)
 
 
+def own_tensors(rank: int, world: int, root: str) -> None:
+    """Small tensors in values, other ones on each rank."""
+    own = torch.arange(4, dtype=torch.bfloat16) + 10 * rank
+    counts = torch.tensor([], dtype=torch.int64)
+    holdfast.save(root, {"own": own, "again": [own], "counts": counts, "rank": rank}, step=1)
+
+
 ALONE = {
     "one-rank": one_rank, "element-types": element_types, "value-tags": value_tags,
     "history": history, "kept": kept,
 }  # fmt: skip
-TOGETHER = {"fsdp-uneven": (3, fsdp_uneven), "fsdp-tensor-parallel": (4, fsdp_tensor_parallel)}
+TOGETHER = {
+    "fsdp-uneven": (3, fsdp_uneven), "fsdp-tensor-parallel": (4, fsdp_tensor_parallel),
+    "own-tensors": (2, own_tensors),
+}  # fmt: skip
+#: What each directory was made with; what is new gets a directory of its own.
+MADE = {"v1": [*ALONE, "fsdp-uneven", "fsdp-tensor-parallel"], "v1-small-tensors": ["own-tensors"]}
 
 
 def main(version: str) -> None:
@@ -185,10 +197,12 @@ def main(version: str) -> None:
         raise SystemExit(f"{target} is there, and golden checkpoints are never made again")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as arena:
         os.environ["HOLDFAST_ARENA_DIR"] = arena
-        for name, make in ALONE.items():
-            make(target / name)
-        for name, (world, function) in TOGETHER.items():
-            run_ranks(world, function, str(target / name))
+        for name in MADE[version]:
+            if name in ALONE:
+                ALONE[name](target / name)
+            else:
+                world, function = TOGETHER[name]
+                run_ranks(world, function, str(target / name))
     for path in target.rglob(".*"):
         path.unlink()  # locks, and whose they were
     for root in target.iterdir():

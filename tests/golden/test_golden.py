@@ -29,6 +29,7 @@ from holdfast.format.manifest import Generation
 from holdfast.load.verify import verify
 from holdfast.persist.pins import read_pins
 from holdfast.storage.open import open_store
+from launch import run_ranks
 
 HERE = Path(__file__).parent
 V1 = HERE / "v1"
@@ -258,9 +259,23 @@ def test_every_kind_of_value_comes_back_as_it_was(root: Path) -> None:
 
 
 def test_the_golden_values_have_every_tag_of_the_document() -> None:
-    (path,) = (V1 / "value-tags").glob("manifests/*.json")
-    text = path.read_text()
+    text = "".join(path.read_text() for path in HERE.glob("v*/*/manifests/*.json"))
     assert [tag for tag in spec.tags() if f'"{tag}":' not in text] == []
+
+
+def test_each_rank_gets_the_small_tensors_that_it_had(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(HERE / "v1-small-tensors" / "own-tensors", root)
+    for rank, found in enumerate(run_ranks(2, _load_own, str(root))):
+        assert found == ([10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3], True, 0, rank)
+
+
+def _load_own(rank: int, world: int, root: str) -> tuple[list[float], bool, int, int]:
+    state: dict[str, Any] = {"own": None, "again": None, "counts": None, "rank": None}
+    holdfast.load(root, state)
+    own, counts = state["own"], state["counts"]
+    assert (own.dtype, counts.dtype) == (torch.bfloat16, torch.int64)
+    return own.tolist(), state["again"][0] is own, counts.numel(), state["rank"]
 
 
 @with_root("history")

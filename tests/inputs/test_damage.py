@@ -62,8 +62,8 @@ DAMAGES = {
     "header": (_flip_image(HEADER), "header"),
     "data": (_flip_image(DATA), "block 0"),
     "table": (_flip_image(LAST), "block table"),
-    "truncated image": (_truncate_image, "ends at byte"),
-    "empty image": (_empty_image, "ends at byte 0"),
+    "truncated image": (_truncate_image, "bytes, the manifest says"),
+    "empty image": (_empty_image, "has 0 bytes, the manifest says"),
     "missing image": (_remove_image, "there is no steps/1-1"),
     "manifest": (_flip_manifest, "manifests/1-1.json"),
     "empty manifest": (_empty_manifest, "manifests/1-1.json"),
@@ -167,6 +167,22 @@ def test_a_root_that_lost_its_name_goes_on_with_the_history_it_has(tmp_path: Pat
         restored = checkpointer.restore()
         assert restored is not None and restored.step == 1
     assert unseal(Root, (tmp_path / "holdfast.json").read_bytes(), "root").run_id == before
+
+
+def test_a_root_whose_name_is_damaged_says_to_move_it_away_and_goes_on_without_it(
+    tmp_path: Path,
+) -> None:
+    _two_checkpoints(tmp_path)
+    name = tmp_path / "holdfast.json"
+    before = unseal(Root, name.read_bytes(), "root").run_id
+    flip(name, 20)
+    with pytest.raises(holdfast.FormatError, match=r"Move holdfast\.json away"):
+        holdfast.Checkpointer(tmp_path, build(1), storage=None)
+    name.rename(tmp_path / "damaged.json")
+    with holdfast.Checkpointer(tmp_path, build(1), storage=None) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None and restored.step == 1
+    assert unseal(Root, name.read_bytes(), "root").run_id == before
 
 
 DOCUMENTS: list[tuple[str, Any]] = [

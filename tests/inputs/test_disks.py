@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast import events
 from holdfast.storage.local import LocalStore
-from mishaps import build, content, files, remount, small_disk, train
+from mishaps import build, content, files, listening, remount, small_disk, train
 
 WIDE = 7000  # an image of 3.3 MB
 
@@ -28,13 +29,18 @@ def test_a_full_disk_costs_a_checkpoint_and_the_next_one_succeeds_when_there_is_
         checkpointer.save(0, durable=True).wait_durable(30)
         whole = files(root)
         train(state, 1)
-        handle = checkpointer.save(1, durable=True)
-        with pytest.raises(holdfast.PersistFailed) as caught:
-            handle.wait_durable(30)
+        with listening() as heard:
+            handle = checkpointer.save(1, durable=True)
+            with pytest.raises(holdfast.PersistFailed) as caught:
+                handle.wait_durable(30)
+            handle.wait_captured(30)  # in memory it is
+        # The trainer's own sinks hear of it, once, though the keeper is another process.
+        (broke,) = [event for event in heard if isinstance(event, events.PersistBroke)]
+        assert (broke.step, broke.rank) == (1, 0)
+        assert "ENOSPC" in broke.reason
         text = str(caught.value)
         assert "No space left on device (ENOSPC)" in text and "bytes needed" in text
         assert "Free some space or keep fewer checkpoints" in text
-        handle.wait_captured(30)  # in memory it is
         assert files(root) == whole
         into = build(1, wide=WIDE)
         assert holdfast.load(root, into).step == 0
@@ -99,7 +105,7 @@ def test_a_limit_on_the_size_of_files_is_an_error_and_never_a_signal(tmp_path: P
             holdfast.save(tmp_path / "one", state)
         with holdfast.Checkpointer(tmp_path / "two", state, storage=None) as checkpointer:
             handle = checkpointer.save(0)
-            with pytest.raises(holdfast.SnapshotSkipped):
+            with pytest.raises(holdfast.SnapshotSkipped, match="ulimit -f"):
                 handle.wait_captured(30)
 
 

@@ -13,10 +13,14 @@ from mishaps import build, content, listening, small_disk, train
 
 @pytest.mark.parametrize("memory", [holdfast.Every(steps=1), None], ids=["memory", "only storage"])
 def test_too_little_shared_memory_is_said_with_numbers_and_remedy_and_holds_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: holdfast.Every | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    memory: holdfast.Every | None,
 ) -> None:
     with small_disk(tmp_path / "shm", "1m") as arena:
         monkeypatch.setenv("HOLDFAST_ARENA_DIR", str(arena))
+        monkeypatch.delenv("HOLDFAST_LOG", raising=False)
         state, storage = build(wide=7000), holdfast.Every(steps=2)
         alone = build(wide=7000)
         with listening() as heard:
@@ -37,6 +41,10 @@ def test_too_little_shared_memory_is_said_with_numbers_and_remedy_and_holds_no_s
         assert content(state) == content(alone)
         missed = [event for event in heard if isinstance(event, events.SnapshotMissed)]
         assert len(missed) == (4 if memory else 2)
+        # Nobody asked for a log: it is said on the first occasion, and not again at every step.
+        lines = [line for line in capsys.readouterr().err.splitlines() if "snapshot missed" in line]
+        assert len(lines) == 1, lines
+        assert "shared memory too small" in lines[0]
 
 
 def test_an_arena_that_cannot_be_made_is_said_at_the_start(

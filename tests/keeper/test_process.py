@@ -12,14 +12,17 @@ import pytest
 
 import holdfast
 from holdfast.errors import Fenced, KeeperError, UsageError
+from holdfast.persist import commit
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import arena_dir, lock_dir, make_private_dir
 from holdfast.snapshot.client import KeeperClient, find_or_start
+from holdfast.storage.local import LocalStore
 
 
-def connect(root: Path, run_id: str = "run") -> KeeperClient:
+def connect(root: Path, run_id: str = "run", host: str = "host") -> KeeperClient:
+    commit.open_root(LocalStore(root), run_id)
     line = find_or_start(
-        arena_dir(run_id, "host"), run_id=run_id, root=str(root), host_id="host", timeout_s=30
+        arena_dir(run_id, host), run_id=run_id, root=str(root), host_id=host, timeout_s=30
     )
     client = KeeperClient(line, lambda _: None, lambda _: None)
     client.request(m.Hello(run_id=run_id, root=str(root)), m.Welcome, timeout_s=10)
@@ -37,10 +40,12 @@ def test_the_keeper_answers_soon_after_its_start_and_loads_no_torch(tmp_path: Pa
     took_s = []
     for attempt in range(3):
         started_s = time.monotonic()
-        client = connect(tmp_path, f"run{attempt}")
+        client = connect(tmp_path / str(attempt), f"run{attempt}")
         took_s.append(time.monotonic() - started_s)
         pid = client.request(
-            m.Hello(run_id=f"run{attempt}", root=str(tmp_path)), m.Welcome, timeout_s=10
+            m.Hello(run_id=f"run{attempt}", root=str(tmp_path / str(attempt))),
+            m.Welcome,
+            timeout_s=10,
         ).pid
         maps = Path(f"/proc/{pid}/maps").read_text()
         assert "libtorch" not in maps
@@ -91,15 +96,19 @@ def test_an_older_incarnation_is_fenced_off_and_strangers_have_no_say(tmp_path: 
     end(new, second, "b")
 
 
-def test_two_runs_cannot_write_to_one_root(tmp_path: Path) -> None:
+def test_two_keepers_cannot_write_to_one_root(tmp_path: Path) -> None:
     client = connect(tmp_path, "one")
     begun = client.request(m.Begin(nonce="n", world=1), m.Begun, timeout_s=10)
-    other = connect(tmp_path, "two")
+    other = connect(tmp_path, "one", host="elsewhere")
     with pytest.raises(holdfast.RootBusy, match="run one"):
         other.request(m.Begin(nonce="n", world=1), m.Begun, timeout_s=10)
     end(client, begun.incarnation, "n")
     begun = other.request(m.Begin(nonce="n", world=1), m.Begun, timeout_s=10)
     end(other, begun.incarnation, "n")
+    stranger = connect(tmp_path, "two")
+    with pytest.raises(holdfast.StorageError, match="is the root of run one by now"):
+        stranger.request(m.Begin(nonce="n", world=1), m.Begun, timeout_s=10)
+    stranger.close()
 
 
 def test_a_keeper_that_nobody_needs_makes_the_newest_snapshot_durable_and_ends(

@@ -14,8 +14,8 @@ from torch import nn
 
 import holdfast
 from gates import Gate, capture_at_last
+from holdfast.snapshot import copier as copier_module
 from holdfast.snapshot import messages as m
-from holdfast.snapshot import saver as saver_module
 from holdfast.snapshot.arena import SlotFile
 from holdfast.snapshot.capture import StillCopying
 from keepers import ask, begin, capture, connect, end, hear, join, kill_keeper, slots_of
@@ -125,7 +125,7 @@ def test_a_copy_out_of_control_is_never_said_to_have_stopped(
     with holdfast.Checkpointer(tmp_path, build(), storage=None) as checkpointer:
         checkpointer.save(1).wait_captured(60)
         with monkeypatch.context() as patch:
-            patch.setattr(saver_module, "copy_image", fail)
+            patch.setattr(copier_module, "copy_image", fail)
             with pytest.raises(holdfast.SnapshotSkipped, match="illegal memory access"):
                 checkpointer.save(2).wait_captured(60)
         assert vars(checkpointer)["_saver"].is_copying

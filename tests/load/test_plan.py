@@ -152,6 +152,27 @@ def test_a_few_rows_of_a_large_leaf_cost_only_the_blocks_they_lie_in() -> None:
     assert batch.stop_block - batch.first_block <= 2
 
 
+def test_rows_apart_are_read_without_what_lies_between_although_it_would_fit() -> None:
+    layout = Layout(1, (split_leaf("w", "F32", (1000, 64, 1024), 1),))  # four rows a block
+    apart = [Want("w", Box((n, 0, 0), (n + 1, 64, 1024)), n) for n in (0, 20, 24)]
+    batches = batches_of(layout, apart)
+    assert [(batch.first_block, batch.stop_block) for batch in batches] == [(0, 1), (5, 7)]
+
+
+def test_a_leaf_larger_than_a_batch_is_read_in_several_side_by_side() -> None:
+    layout = Layout(1, (split_leaf("w", "F32", (1000, 64, 1024), 1),))
+    batches = batches_of(layout, whole(layout))
+    assert [batch.first_block for batch in batches] == list(range(0, 250, 16))
+    assert [batch.stop_block for batch in batches] == [*range(16, 250, 16), 250]
+
+
+def test_of_a_row_larger_than_a_batch_only_what_is_wanted_is_read() -> None:
+    layout = Layout(1, (split_leaf("w", "F32", (2, 64, 1024, 1024), 1),))  # 256 blocks a row
+    wanted = Want("w", Box((1, 3, 0, 0), (2, 5, 1024, 1024)), 0)
+    batches = batches_of(layout, [wanted])
+    assert [(batch.first_block, batch.stop_block) for batch in batches] == [(268, 276)]
+
+
 def test_neighbouring_small_leaves_are_read_together() -> None:
     leaves = tuple(split_leaf(f"w{n:03}", "F32", (64, 64), 1) for n in range(300))
     layout = Layout(1, leaves)

@@ -132,6 +132,27 @@ def test_a_body_that_is_no_manifest_is_refused_although_its_checksum_is_true(bod
         unseal(Manifest, with_body(body), "m")
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"size_bytes": 0}, "said to have 0 bytes"),
+        ({"size_bytes": -8192}, "said to have -8192 bytes"),
+        ({"size_bytes": 2**63}, "said to have 9223372036854775808 bytes"),
+        ({"header_xxh3": "0" * 15}, "is no checksum of image steps/2-40-a1/live-00000"),
+        ({"header_xxh3": "F" * 16}, "is no checksum of image"),
+        ({"table_xxh3": ""}, "'' is no checksum of image"),
+        ({"table_xxh3": "0" * 16 + "\n"}, "is no checksum of image"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_an_image_that_cannot_be_as_it_is_said_to_be_is_refused(
+    change: dict[str, Any], said: str
+) -> None:
+    images = [{**BODY["images"][0], **change}]
+    with pytest.raises(FormatError, match=said):
+        unseal(Manifest, with_body(BODY | {"images": images}), "m")
+
+
 def test_one_kind_of_document_is_not_another() -> None:
     with pytest.raises(FormatError, match="not a valid incarnation"):
         unseal(Incarnation, seal(MANIFEST), "m")

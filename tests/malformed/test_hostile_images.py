@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from holdfast.errors import FormatError, NewerFormat
+from holdfast.format import image as formats
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import (
     MAX_HEADER_BYTES,
+    MAX_VALUES_BYTES,
     PAD,
     TABLE,
     VALUES,
     Header,
+    fill_in,
     header_size,
     parse_header,
     plan_image,
@@ -234,6 +237,20 @@ def test_a_hole_where_an_entry_was_is_refused() -> None:
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_values_larger_than_any_are_refused_before_they_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(formats, "MAX_VALUES_BYTES", MAX_VALUES_BYTES + 1)  # in the writer alone
+    found = {n: fill_in(plan_image([]), {}, n) for n in (MAX_VALUES_BYTES, MAX_VALUES_BYTES + 1)}
+    monkeypatch.undo()
+    for size, image in found.items():
+        if size <= MAX_VALUES_BYTES:
+            assert parse_header(image.header, "x", image.size_bytes).values.size_bytes == size
+        else:
+            with pytest.raises(FormatError, match=f"its values claim {size} bytes"):
+                parse_header(image.header, "x", image.size_bytes)
 
 
 @pytest.mark.parametrize("name", [TABLE, VALUES, PAD])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -17,8 +16,7 @@ import pytest
 
 import holdfast
 from holdfast import events
-from holdfast.errors import UsageError
-from holdfast.observe.sinks import JsonlSink, LogSink, log_sink_from_environment
+from holdfast.observe.sinks import JsonlSink
 
 SOURCE = str(Path(holdfast.__file__).parents[1])
 
@@ -170,57 +168,16 @@ def test_a_forked_child_writes_its_own_events_and_none_of_its_parents(tmp_path: 
     assert len(found) == 3000
 
 
-def test_info_says_what_a_person_needs_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    sink = LogSink("info")
-    sink(
-        events.CheckpointPublished(
-            incarnation=2, step=39, rank=0, elapsed_s=0.8, size_bytes=1_600_000_000, images=2
-        ),
-        0.0,
-    )
-    sink(fence(39), 0.0)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err[8:] == " holdfast rank 0 2-39: durable, 1.60 GB after 800 ms (2.00 GB/s)\n"
-
-
-def test_debug_shows_every_event() -> None:
-    stream = io.StringIO()
-    LogSink("debug", stream=stream)(fence(39), 0.0)
-    assert stream.getvalue()[8:] == " holdfast rank 0 0-39: FenceWaited held_s=0.25\n"
-
-
-#: One of each, so that a phrase that asks for a field an event has not got is found here.
-EXAMPLES: tuple[events.Event, ...] = (
-    events.RunStarted(run_id="r", world=2, host="h", pid=1),
-    events.SnapshotMissed(reason="no grant"),
-    events.CheckpointPublished(elapsed_s=0.0, size_bytes=1, images=1),
-    events.PersistBroke(reason="disk full"),
-    events.Restored(
-        source="arena", elapsed_s=1, size_bytes=1, saved_world=2, world=1, parent_incarnation=1
-    ),
-    events.SourceDropped(source="arena", reason="checksum"),
-    events.KeeperStarted(pid=1, found_generations=0, elapsed_s=0.1),
-    events.KeeperLost(reason="killed"),
-    events.KeeperStopped(reason="closed"),
-    events.ValuesDiffer(names=("tokens",)),
-    events.SinkFailed(sink="s", reason="r"),
-    events.Warned(message="look"),
-)
-
-
-@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: type(event).__name__)
-def test_info_has_words_for_whatever_a_person_should_know(event: events.Event) -> None:
-    stream = io.StringIO()
-    LogSink("info", stream=stream)(event, 0.0)
-    assert stream.getvalue().count("\n") == 1
-
-
-def test_the_environment_asks_for_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOLDFAST_LOG", raising=False)
-    assert log_sink_from_environment() is None
-    monkeypatch.setenv("HOLDFAST_LOG", "INFO")
-    assert log_sink_from_environment() is not None
-    monkeypatch.setenv("HOLDFAST_LOG", "loud")
-    with pytest.raises(UsageError, match="HOLDFAST_LOG is 'loud'"):
-        log_sink_from_environment()
+def test_a_run_s_events_make_no_directory_where_its_root_has_vanished(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    sink = JsonlSink(root / "events" / "rank.jsonl", only_beside=root / "holdfast.json")
+    root.mkdir()  # a mount point, say, of which the disk is gone
+    heard: list[events.Event] = []
+    stop = events.subscribe(lambda event, _: heard.append(event))
+    sink(fence(1), 0.0)
+    sink.close()
+    stop()
+    assert list(root.iterdir()) == []
+    (warned,) = heard
+    assert isinstance(warned, events.Warned)
+    assert "holdfast.json" in warned.message

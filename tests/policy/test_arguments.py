@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
+from holdfast.policy import Every, Keep
 from holdfast.policy.arguments import (
     MAX_STEP,
+    check_policies,
     claim,
     duration_s,
     patience_s,
@@ -81,3 +83,26 @@ def test_only_true_and_false_answer_a_question(value: Any) -> None:
     assert claim("durable", False) is False
     with pytest.raises(UsageError, match=r"^durable=.*True or False is needed"):
         claim("durable", value)
+
+
+@pytest.mark.parametrize("policy", [None, Every(steps=1), Every(minutes=1)])
+def test_a_save_is_due_at_intervals_or_never(policy: Every | None) -> None:
+    check_policies(policy, policy, Keep(), 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("memory", 5, r"^memory=5: say holdfast\.Every"),
+        ("memory", True, r"^memory=True: say holdfast\.Every"),
+        ("storage", "500", r"^storage='500': say holdfast\.Every"),
+        ("keep", 3, r"^keep=3: say holdfast\.Keep"),
+        ("keep", None, r"^keep=None: say holdfast\.Keep"),
+        ("parity", 1, r"^parity=1: .*use parity=0"),
+        ("parity", False, r"^parity=False: .*use parity=0"),
+    ],
+)
+def test_what_is_no_policy_is_refused_with_what_to_say(name: str, value: Any, said: str) -> None:
+    options = {"memory": None, "storage": None, "keep": Keep(), "parity": 0} | {name: value}
+    with pytest.raises(UsageError, match=said):
+        check_policies(**options)

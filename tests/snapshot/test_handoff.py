@@ -107,7 +107,7 @@ def test_a_rank_that_cannot_save_a_step_keeps_nobody_waiting() -> None:
     assert skip.step == 6
     for step in range(7, 100):
         keeper.c.decline(1, step, "a lambda")
-    assert len(keeper.c._declined) < 20
+    assert len(keeper.c._asks._declined) < 20
 
 
 def test_the_layout_is_told_once_and_again_to_a_rank_that_came_back() -> None:
@@ -177,6 +177,19 @@ def test_a_layout_that_the_arena_has_no_room_for_ends_its_attempt_and_is_told_ag
     again = keeper.ask(1, 2, dtype="BF16")
     assert of(again, KeepLayout) == [keep]
     assert of(again, StartPersist)  # the save that came to nothing was to be durable
+
+
+def test_who_still_copies_under_a_layout_that_was_lost_keeps_its_slot_from_others() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    keeper.seal(1, attempt)
+    copied = keeper.c.attempts[attempt].slots[0]
+    keeper.c.join(1, keeper.writer(1))  # it lost its line, and has to be told the layout again
+    (keep,) = of(keeper.ask_all(6), KeepLayout)
+    actions = keeper.c.layout_not_kept(keep.hash, "no room for the layout")
+    assert {aborted.step for aborted in told(actions, m.Aborted)} == {5, 6}
+    assert keeper.states() == ["free"] * 3 + ["quarantined"]
+    assert keeper.c.slots[copied].state == "quarantined"
 
 
 def test_a_capture_under_another_layout_goes_on_when_one_cannot_be_kept() -> None:

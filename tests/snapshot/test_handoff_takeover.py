@@ -159,7 +159,7 @@ def test_two_thousand_generations_leave_nothing_behind() -> None:
         assert attempt in keeper.c.attempts
         assert len(keeper.c.slots) <= 6
         assert len(keeper.c.attempts) <= 3
-    assert len(keeper.c._declined) <= 8
+    assert len(keeper.c._asks._declined) <= 8
     assert len(keeper.c._asks._by_step) == 0
     assert len(keeper.c._layouts._tables) == 1
 

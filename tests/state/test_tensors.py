@@ -100,8 +100,9 @@ def test_tensors_that_are_views_come_back_with_their_elements(size: int, tmp_pat
         into = {"view": views(base2, wave2)[only]}
         there = into["view"]
         holdfast.load(tmp_path / only, into)
-        assert into["view"] is there
-        assert differences({only: there.clone()}, {only: expected[only]}) == []
+        # Elements that share memory could not be told apart: they get memory of their own.
+        assert (into["view"] is there) == (only != "expanded")
+        assert differences({only: into["view"].clone()}, {only: expected[only]}) == []
 
 
 def test_a_lazy_conjugate_parameter_is_stored_as_what_it_says(tmp_path: Path) -> None:

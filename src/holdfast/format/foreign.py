@@ -74,6 +74,8 @@ def encode_foreign(value: Any, where: str) -> Any:
     is_proper = np is not None and (kind is np.ndarray or isinstance(value, np.generic))
     if np is not None and is_proper and value.dtype.kind in _NUMPY_KINDS:
         array = np.asarray(value)  # an empty numpy string says it has no bytes, and has some
+        if kind is not np.ndarray and array.dtype.kind in "SU" and array[()] != value:
+            raise UnsupportedState(f"{where} ends in null characters, which numpy drops: use bytes")
         data = base64.b64encode(array.tobytes()).decode()
         shape = list(value.shape) if kind is np.ndarray else None
         return {"$numpy": {"dtype": array.dtype.str, "shape": shape, "data": data}}

@@ -12,7 +12,8 @@ string keys; such a value is written as an object with one key that begins with 
     {"$dtype": "float32"}               {"$device": "cuda:0"}
     {"$numpy": {"dtype", "shape", "data"}}
     {"$enum": {"type", "member"}} or, for flags combined, {"$enum": {"type", "value"}}
-    {"$leaf": "name"}                   a tensor, stored as a leaf of its own
+    {"$tensor": {"name", "dtype", "shape", "data"}}    a small tensor, of this rank alone
+    {"$leaf": "name"}                   a tensor: a leaf of its own, or the $tensor of this name
 
 Anything else is refused by name, and so is what nests deeper than MAX_DEPTH. Nothing here
 executes anything on reading: an enum is looked up among those the program registered.
@@ -42,6 +43,7 @@ from holdfast.format.foreign import (
     torch_dtype,
     whole,
 )
+from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.unique import refuse_twice
 
 #: Containers in containers: what is written must be readable on any stack (and a list that
@@ -55,8 +57,19 @@ _FACTORIES: dict[str, Any] = {
     "None": None, "int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set,
 }  # fmt: skip
 
-#: Given what may be a tensor and its path: the leaf it is stored as, or None when it is none.
-FindLeaf = Callable[[Any, str], str | None]
+
+class SmallTensor(msgspec.Struct, frozen=True):
+    """A tensor that is stored among the values: its elements, row by row, as bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+#: Given what may be a tensor and its path: the leaf it is stored as, the small tensor it is, or
+#: None when it is no tensor.
+FindTensor = Callable[[Any, str], "str | SmallTensor | None"]
 
 
 class LeafRef(msgspec.Struct, frozen=True):
@@ -65,19 +78,19 @@ class LeafRef(msgspec.Struct, frozen=True):
     name: str
 
 
-def encode(value: Any, where: str = "value", *, leaf: FindLeaf | None = None) -> Any:
+def encode(value: Any, where: str = "value", *, tensor: FindTensor | None = None) -> Any:
     """``value`` in JSON's own types; UnsupportedState names the place of what cannot be kept.
 
-    ``leaf`` is asked about whatever is no plain value, and says which leaf a tensor becomes.
+    ``tensor`` is asked about whatever is no plain value, and says what becomes of a tensor.
     """
-    return _Encoder(leaf).encode(value, where, 0)
+    return _Encoder(tensor).encode(value, where, 0)
 
 
 class _Encoder:
     """One walk over a value; every method gives JSON's own types."""
 
-    def __init__(self, leaf: FindLeaf | None) -> None:
-        self._leaf = leaf
+    def __init__(self, tensor: FindTensor | None) -> None:
+        self._tensor = tensor
 
     def encode(self, value: Any, where: str, depth: int) -> Any:
         kind = type(value)
@@ -98,21 +111,29 @@ class _Encoder:
             return container(self, value, where, depth + 1)
         if kind is LeafRef:
             return {"$leaf": value.name}
-        found = None if self._leaf is None else self._leaf(value, where)
+        found = None if self._tensor is None else self._tensor(value, where)
+        if isinstance(found, SmallTensor):
+            data = base64.b64encode(found.data).decode()
+            body = {"name": found.name, "dtype": found.dtype, "shape": list(found.shape)}
+            return {"$tensor": body | {"data": data}}
         return encode_foreign(value, where) if found is None else {"$leaf": found}
+
+    def key(self, value: Any, where: str, depth: int) -> Any:
+        """A key or an item of a set: no tensor, for what it stands for changes."""
+        return _Encoder(None).encode(value, where, depth)
 
     def items(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
         return [self.encode(item, f"{where}.{i}", depth) for i, item in enumerate(value)]
 
     def unordered(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
         """Sorted, for a set's order differs from process to process."""
-        found = [self.encode(item, f"an item of {where}", depth) for item in value]
+        found = [self.key(item, f"an item of {where}", depth) for item in value]
         return sorted(found, key=msgspec.json.encode)
 
     def pairs(self, value: dict[Any, Any], where: str, depth: int) -> list[Any]:
         return [
             [
-                self.encode(key, f"a key of {where}", depth),
+                self.key(key, f"a key of {where}", depth),
                 self.encode(item, f"{where}.{key}", depth),
             ]
             for key, item in value.items()
@@ -146,14 +167,20 @@ _CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {
 }
 
 
-def decode(value: Any, *, leaf: Callable[[str], Any] = LeafRef, strict: bool = False) -> Any:
+def decode(
+    value: Any,
+    *,
+    leaf: Callable[[str], Any] = LeafRef,
+    tensor: Callable[[SmallTensor], Any] = lambda small: small,
+    strict: bool = False,
+) -> Any:
     """The value that ``encode`` was given. FormatError when it is not of that form.
 
-    ``leaf`` gives the tensor of a leaf's name. ``strict``: an enum that is not registered is a
-    UsageError; otherwise it reads as an EnumMember.
+    ``leaf`` gives the tensor of a leaf's name, ``tensor`` a small one. ``strict``: an enum that
+    is not registered is a UsageError; otherwise it reads as an EnumMember.
     """
     try:
-        return _Decoder(leaf, strict).decode(value)
+        return _Decoder(leaf, tensor, strict).decode(value)
     except RecursionError:
         raise FormatError("a stored value is nested too deep to be one of ours") from None
 
@@ -161,8 +188,10 @@ def decode(value: Any, *, leaf: Callable[[str], Any] = LeafRef, strict: bool = F
 class _Decoder:
     """One walk over JSON."""
 
-    def __init__(self, leaf: Callable[[str], Any], strict: bool) -> None:
-        self.leaf, self.strict = leaf, strict
+    def __init__(
+        self, leaf: Callable[[str], Any], tensor: Callable[[SmallTensor], Any], strict: bool
+    ) -> None:
+        self.leaf, self.tensor, self.strict = leaf, tensor, strict
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -219,6 +248,7 @@ _TAGS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$set": _Decoder.unordered,
     "$frozenset": lambda self, body: frozenset(self.unordered(body)),
     "$leaf": lambda self, body: self.leaf(a(str, body)),
+    "$tensor": lambda self, body: self.tensor(_small_tensor(a(dict, body))),
     "$dtype": lambda _, body: torch_dtype(a(str, body)),
     "$device": lambda _, body: torch_device(a(str, body)),
     "$numpy": lambda _, body: numpy_value(a(dict, body)),
@@ -229,6 +259,14 @@ _TAGS: dict[str, Callable[[_Decoder, Any], Any]] = {
 def _pair(body: Any) -> tuple[Any, Any]:
     key, item = a(list, body)
     return key, item
+
+
+def _small_tensor(body: dict[str, Any]) -> SmallTensor:
+    dtype, shape = a(str, body["dtype"]), tuple(a(int, size) for size in a(list, body["shape"]))
+    data = base64.b64decode(a(str, body["data"]), validate=True)
+    if min(shape, default=0) < 0 or len(data) != math.prod(shape) * ITEMSIZE[dtype]:
+        raise ValueError(f"{len(data)} bytes of data do not make {shape} of {dtype}")
+    return SmallTensor(a(str, body["name"]), dtype, shape, data)
 
 
 def _float_text(value: float) -> str:

@@ -22,6 +22,11 @@ class Connection:
         self.rank: int | None = None
         self.said_goodbye = False
 
+    @property
+    def is_visible(self) -> bool:
+        """False for a process of another pid namespace: the kernel gives it the number 0."""
+        return self.process.pid != 0
+
     def send(self, message: m.Message, seq: int = 0) -> None:
         """Queue a message; a trainer that went away is noticed by its reader."""
         if not self.writer.is_closing():

@@ -85,6 +85,13 @@ class Conversations:
     async def _hear(self, connection: Connection, seq: int, message: m.Message) -> None:
         handler = _HANDLERS.get(type(message))
         try:
+            if not connection.is_visible:
+                raise UsageError(
+                    "the keeper cannot see the process that calls it, and so could not tell "
+                    "whether it lives: keeper and trainers must share a pid namespace. Run the "
+                    "containers of one host with one (docker: --pid; Kubernetes: "
+                    "shareProcessNamespace), or give each a HOLDFAST_ARENA_DIR of its own."
+                )
             if handler is None:
                 raise UsageError(f"a trainer does not send {type(message).__name__}")
             if not isinstance(message, _ANYBODY):
@@ -121,10 +128,11 @@ class Conversations:
         async with self._beginning:
             n = await self.incarnations.next_number()
             await self.root.open()
-            self.incarnations.current = None
+            self.incarnations.begin(n)
             self.ranks.fence_off(n)
             self.answer_goodbyes(m.Done())
             self.executor.carry_out(self.coordinator.begin(n, message.nonce, message.world))
+            self.executor.maker.drop_spares()
             return m.Begun(incarnation=n)
 
     async def _join(self, connection: Connection, message: m.Join, _: int) -> m.Message:
@@ -138,8 +146,9 @@ class Conversations:
         self.persist_at_end = message.persist_at_end
         persister.keep = keep
         joined = self.coordinator.join(
-            message.rank, connection.process, is_copying=message.is_copying
-        )
+            message.rank, connection.process, is_copying=message.is_copying,
+            owes_durable=message.owes_durable,
+        )  # fmt: skip
         self.executor.carry_out(joined)
         return m.Done()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.errors import ArenaError, HoldfastError
-from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
+from holdfast.events import SnapshotCaptured, SnapshotMissed, emit
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Ranks
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Jobs
+from holdfast.keeper.making import SlotMaker
 from holdfast.keeper.memory import Memory
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import (
@@ -23,7 +24,7 @@ from holdfast.snapshot.actions import (
     StartPersist,
     Tell,
 )
-from holdfast.snapshot.arena import SlotFile, SlotRecord
+from holdfast.snapshot.arena import SlotRecord
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
 from holdfast.snapshot.slots import Writer
@@ -40,6 +41,7 @@ class Executor:
         self._ranks = ranks
         self._background = background
         self.jobs = Jobs(memory, coordinator)
+        self.maker = SlotMaker(coordinator, memory, background, self.carry_out)
         self.refusals: dict[str, str] = {}
         """Why storage would not take an attempt that is still in memory."""
 
@@ -55,9 +57,9 @@ class Executor:
                 case Tell(message, rank):
                     self._ranks.tell(message, rank)
                 case Allocate(slot, capacity):
-                    self._background.spawn(self._make_slot(slot, capacity))
+                    self.maker.make(slot, capacity)
                 case Remove(slot):
-                    self._memory.remove(slot)
+                    self.maker.remove(slot)
                 case KeepLayout(hash_, data):
                     self._keep_layout(hash_, data)
                 case GiveSlot(_, _, attempt) | StartPersist(attempt) if attempt not in held:
@@ -96,19 +98,6 @@ class Executor:
             durable=attempt.durable, layout=attempt.layout,
         )  # fmt: skip
         self._ranks.tell(grant, rank)
-
-    async def _make_slot(self, slot_id: int, capacity: int) -> None:
-        try:
-            file: SlotFile = await self._background.in_thread(
-                self._memory.create, slot_id, capacity
-            )
-        except (ArenaError, OSError, OverflowError) as error:
-            actions = self._coordinator.allocation_failed(slot_id, str(error))
-            emit(Warned(message=str(error)))
-        else:
-            self._memory.files[slot_id] = file
-            actions = self._coordinator.allocated(slot_id)
-        self.carry_out(actions)
 
     def _note(self, note: Note) -> None:
         coordinator = self._coordinator

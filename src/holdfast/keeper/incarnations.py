@@ -28,8 +28,11 @@ from holdfast.storage.open import open_store
 class RootAccess:
     """The way to storage; holds the root's lock from the first need of it."""
 
-    def __init__(self, root: str, owner: str, background: Background, outcome: Outcome) -> None:
+    def __init__(
+        self, root: str, run_id: str, owner: str, background: Background, outcome: Outcome
+    ) -> None:
         self.store: Store = open_store(root)
+        self._run_id = run_id
         self._owner = owner
         self._background = background
         self._outcome = outcome
@@ -37,12 +40,20 @@ class RootAccess:
         self.persister: Persister | None = None
 
     async def open(self) -> Persister:
-        """The persister, with the root's lock. RootBusy when another run has it."""
+        """The persister, with the root's lock.
+
+        RootBusy when another run has it, StorageError when the run's root is not there.
+        """
         if self._lock is None:
-            self._lock = await self._background.in_thread(self.store.lock, LOCK, self._owner)
+            self._lock = await self._background.in_thread(self._lock_root)
         if self.persister is None:
             self.persister = Persister(self.store, Keep(), self._outcome)
         return self.persister
+
+    def _lock_root(self) -> Lock:
+        # First of all: a lock is a file, and would make a directory where a root has vanished.
+        commit.require_root(self.store, self._run_id)
+        return self.store.lock(LOCK, self._owner)
 
     def let_go(self) -> None:
         """Finish what is queued, and give the root back. Blocks."""
@@ -68,6 +79,15 @@ class Incarnations:
     async def next_number(self) -> int:
         """The number of an incarnation that begins now."""
         return max(await self._background.in_thread(self._known), default=0) + 1
+
+    def begin(self, n: int) -> None:
+        """Remember at once that ``n`` began: its ranks read slots before it is recorded.
+
+        Should this keeper die meanwhile, the next lets no rank of an older start write to them.
+        """
+        self.current = None
+        with contextlib.suppress(OSError):  # a full arena: whoever begins is not to suffer from it
+            self._memory.keep_begun(n)
 
     async def adopt(self, parent: tuple[int, int] | None) -> None:
         """Record what the incarnation that has begun goes on from."""
@@ -135,6 +155,7 @@ class Incarnations:
         """Blocks: it asks storage."""
         stored = self._root.store.list(INCARNATIONS) + self._root.store.list(MANIFESTS)
         heads = (name.split(".")[0].split("-")[0] for name in stored)
-        remembered = {i.n for i in self._memory.incarnations()} | {self._coordinator.incarnation}
+        remembered = {i.n for i in self._memory.incarnations()}
+        remembered |= {self._memory.begun(), self._coordinator.incarnation}
         held = {a.incarnation for a in self._coordinator.attempts.complete()}
         return {int(head) for head in heads if head.isdecimal()} | remembered | held

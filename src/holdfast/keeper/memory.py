@@ -15,6 +15,7 @@ from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.slots import Slot, Writer
 
 INCARNATIONS_REMEMBERED = 256
+BEGUN = "begun"
 
 
 class Memory:
@@ -36,12 +37,15 @@ class Memory:
         """Make a slot; ArenaError when there is no memory for it. Slow: it touches every page."""
         return SlotFile.create(self.slot_path(slot_id), capacity_bytes)
 
-    def remove(self, slot_id: int) -> None:
-        """Give a slot's memory back."""
+    def unlink(self, slot_id: int) -> SlotFile | None:
+        """Forget a slot and remove its name; closing what is returned gives the memory back.
+
+        That is slow, and for another thread: the kernel clears away every page.
+        """
         file = self.files.pop(slot_id, None)
         if file is not None:
             file.path.unlink(missing_ok=True)
-            file.close()
+        return file
 
     def stamp(self, slot_id: int, record: SlotRecord) -> None:
         """Say in the slot itself what it is for."""
@@ -134,6 +138,17 @@ class Memory:
         for n in numbers[:-INCARNATIONS_REMEMBERED]:
             if n not in held:
                 (directory / f"{n}.json").unlink(missing_ok=True)
+
+    def keep_begun(self, n: int) -> None:
+        """Remember that incarnation ``n`` began; what it goes on from is not known yet."""
+        self._write(self.directory / BEGUN, str(n).encode())
+
+    def begun(self) -> int:
+        """The newest incarnation that began, as far as it is remembered; 0 for none."""
+        try:
+            return int((self.directory / BEGUN).read_bytes())
+        except (OSError, ValueError):
+            return 0
 
     def incarnations(self) -> list[Incarnation]:
         """All remembered incarnations that can be read."""

@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from holdfast.snapshot.handoff import Coordinator
 GRANT_DEADLINE_S = 30.0
 CAPTURE_DEADLINE_S = 600.0
 TICK_S = 0.1
+LATE_S = 1.0
+"""How long after its time to stop is over a keeper that hangs is ended."""
 EMPTY_IDLE_S = 2.0
 SOCKET_NAME = "keeper.sock"
 
@@ -55,7 +58,9 @@ class Keeper:
         self.ranks = Ranks()
         self.executor = Executor(self.coordinator, self.memory, self.ranks, self.background)
         owner = f"run {run_id}, keeper {os.getpid()} on {host_id}"
-        self.root_access = RootAccess(root, owner, self.background, self.executor.persist_ended)
+        self.root_access = RootAccess(
+            root, run_id, owner, self.background, self.executor.persist_ended
+        )
         self.incarnations = Incarnations(
             self.memory, self.coordinator, self.root_access, self.background
         )
@@ -68,6 +73,7 @@ class Keeper:
         self._alone_since = time.monotonic()
         self._tried_at_end: set[str] = set()
         self._stop_by_s: float | None = None
+        self._is_opening_root = False
         self._stop_reason = "it was told to stop"
         self._awaited: set[str] = set()
         """What was on its way to storage when the keeper was told to stop."""
@@ -145,13 +151,13 @@ class Keeper:
     async def _end_if_done(self) -> None:
         """End after the last goodbye, or when nobody came for a long time."""
         everyone_left = self.ranks.have_all_left(self.coordinator.world)
-        if not (everyone_left or self._is_forgotten()) or self.coordinator.is_busy():
+        if not (everyone_left or self._is_forgotten()) or self._is_saving():
             return
         unsaved = ""
         if self.conversations.persist_at_end or not everyone_left:
             unsaved = self.coordinator.debts.unpaid()
             if unsaved and unsaved not in self._tried_at_end:
-                await self._persist_last(unsaved)
+                self._persist_last(unsaved)
                 return
         self._server.close()
         await self.background.in_thread(self._let_go, bool(unsaved))
@@ -170,14 +176,23 @@ class Keeper:
         patience_s = self.idle_s if held else min(self.idle_s, EMPTY_IDLE_S)
         return time.monotonic() - self._alone_since > patience_s
 
-    async def _persist_last(self, attempt: str) -> None:
+    def _is_saving(self) -> bool:
+        return self._is_opening_root or self.coordinator.is_busy()
+
+    def _persist_last(self, attempt: str) -> None:
         self._tried_at_end.add(attempt)
+        self._is_opening_root = True
+        # Not waited for here: a root that hangs must not keep us from hearing that we must stop.
+        self.background.spawn(self._open_and_persist(attempt))
+
+    async def _open_and_persist(self, attempt: str) -> None:
         try:
             await self.root_access.open()
+            self.executor.carry_out(self.coordinator.persist_newest())
         except HoldfastError as error:
             self.executor.refusals[attempt] = str(error)
-            return
-        self.executor.carry_out(self.coordinator.persist_newest())
+        finally:
+            self._is_opening_root = False
 
     def _let_go(self, keep_arena: bool) -> None:
         """Give up root and arena, so that whoever is told that we ended finds both free."""
@@ -201,8 +216,16 @@ class Keeper:
 
     def _begin_to_stop(self) -> None:
         self._stop_by_s = time.monotonic() + self.stop_s
+        self._end_at_last(self.stop_s + LATE_S)
         attempts = self.coordinator.attempts.values()
         self._awaited = {attempt.id for attempt in attempts if attempt.persisting}
+
+    @staticmethod
+    def _end_at_last(after_s: float) -> None:
+        """Whatever the loop waits for then, the process ends: slots and records stay as they are."""
+        watchdog = threading.Timer(after_s, os._exit, [0])
+        watchdog.daemon = True
+        watchdog.start()
 
     async def _stop_if_done(self, stop_by_s: float) -> None:
         """End when what can be made durable in time is.
@@ -212,16 +235,16 @@ class Keeper:
         """
         is_late = time.monotonic() > stop_by_s
         persisting = {a.id for a in self.coordinator.attempts.values() if a.persisting}
-        if persisting & self._awaited and not is_late:
+        if (self._is_opening_root or persisting & self._awaited) and not is_late:
             return
         unsaved = self.coordinator.debts.unpaid()
         may_persist = self.conversations.persist_at_end and not is_late
         if unsaved and may_persist and not self._tried_at_end:
-            await self._persist_last(unsaved)
+            self._persist_last(unsaved)
             self._awaited.add(unsaved)
             return
         needed = unsaved or persisting or self.conversations.open
         if not (needed or self._is_homeless()):
-            remove_arena(self.arena)
+            await self.background.in_thread(remove_arena, self.arena)
         emit(KeeperStopped(reason=self._stop_reason + " and ran out of time" * is_late))
         self._ended.set()

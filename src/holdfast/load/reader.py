@@ -72,9 +72,32 @@ class CheckpointReader:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The plain values, as rank 0 had them, by the state's keys."""
-        shared = read_values(self._checkpoint, 0).get("shared", {})
-        return {key: codec.decode(value) for key, value in shared.items()}
+        """The plain values, as rank 0 had them, by the state's keys.
+
+        Small tensors are what ``read`` gives; larger ones are a ``LeafRef`` with the leaf's name.
+        """
+        small = self._small
+
+        def leaf(name: str) -> Any:
+            return small[name] if name in small else codec.LeafRef(name)
+
+        return {
+            key: codec.decode(value, leaf=leaf, tensor=lambda one: small[one.name])
+            for key, value in self._shared.items()
+        }
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        shared: dict[str, Any] = read_values(self._checkpoint, 0).get("shared", {})
+        return shared
+
+    @cached_property
+    def _small(self) -> dict[str, Any]:
+        """The small tensors among the values, by name."""
+        found: dict[str, Any] = {}
+        for value in self._shared.values():
+            codec.decode(value, tensor=lambda one: found.setdefault(one.name, _of_small(one)))
+        return found
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
@@ -88,6 +111,10 @@ class CheckpointReader:
         that is not there, UsageError for a box outside the leaf.
         """
         leaf = self.leaves.get(name) or self.leaves.get(self.aliases.get(name, ""))
+        if leaf is None and name in self._small:
+            small = self._small[name]
+            whole = LeafInfo(name, "U8", tuple(small.shape))  # for its shape
+            return small[_box(box, whole).slices()] if small.shape else small
         if leaf is None:
             raise NotFound(f"step {self.step} has no leaf {name!r}; .leaves lists what it has")
         wanted = _box(box, leaf)
@@ -95,9 +122,7 @@ class CheckpointReader:
         batches = plan_reads(self._checkpoint, wants)
         array: Array = np.empty(wanted.shape, dtype=CARRIERS[ITEMSIZE[leaf.dtype]])
         read_wants(self._checkpoint, wants, {0: array}, batches=batches)
-        if "torch" in sys.modules or leaf.dtype not in _NUMPY:
-            return _as_tensor(array, leaf.dtype)
-        return array.view(_NUMPY[leaf.dtype])
+        return _as_array(array, leaf.dtype)
 
     def close(self) -> None:
         """Nothing is held open; here for symmetry with files."""
@@ -126,6 +151,18 @@ def _box(box: Box | Sequence[slice] | None, leaf: LeafInfo) -> Box:
     if not whole.contains(box):
         raise UsageError(f"{box.start}:{box.stop} is not inside {leaf.name}, which is {leaf.shape}")
     return box
+
+
+def _of_small(small: codec.SmallTensor) -> Any:
+    array: Array = np.frombuffer(bytearray(small.data), dtype=CARRIERS[ITEMSIZE[small.dtype]])
+    return _as_array(array.reshape(small.shape), small.dtype)
+
+
+def _as_array(array: Array, dtype: str) -> Any:
+    """A torch tensor where torch is loaded or numpy lacks the dtype; else a numpy array."""
+    if "torch" in sys.modules or dtype not in _NUMPY:
+        return _as_tensor(array, dtype)
+    return array.view(_NUMPY[dtype])
 
 
 def _as_tensor(array: Any, dtype: str) -> Any:

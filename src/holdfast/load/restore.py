@@ -196,7 +196,8 @@ class _Attempt:
     def _check(self) -> None:
         stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
         values, aliases = self.shared.get("shared", {}), read_aliases(self.checkpoint, self.shared)
-        self.restoring = Restoring(self.state, stored, values, aliases)
+        own = self.own.get("own", {})
+        self.restoring = Restoring(self.state, stored, values, aliases, own)
         self.restoring.check()
 
     def _prepare(self) -> None:
@@ -212,9 +213,8 @@ class _Attempt:
             self.filling.copy_to_devices()
 
     def _finish(self) -> None:
-        own = self.own.get("own", {})
         was_saved = self.world.rank < self.saved_world
-        self.restoring.finish(own, self.world.rank, rank_was_saved=was_saved)
+        self.restoring.finish(self.world.rank, rank_was_saved=was_saved)
 
 
 def _words(error: Exception) -> str:

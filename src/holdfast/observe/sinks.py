@@ -1,4 +1,4 @@
-"""Keep events in a file or show them, without ever holding or harming training.
+"""Keep events in a file, without ever holding or harming training.
 
 ``JsonlSink`` only puts a record into a queue; a daemon thread writes. What cannot be kept
 (a full disk, a stuck file system) is dropped, oldest first, and counted in the file itself.
@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import queue
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
 
 import msgspec
 
 from holdfast import events
-from holdfast.errors import UsageError
 from holdfast.events import Event
-from holdfast.observe.units import rate_text, seconds_text, size_text
 
 #: Records held for a file that does not take them; about 50 MB at worst.
 QUEUE_LIMIT = 100_000
@@ -44,10 +40,20 @@ class JsonlSink:
     A line reaches the operating system as soon as the writer is idle, so a killed process loses
     next to nothing; it is not fsynced. Several incarnations append to one file: a line torn by
     a kill is ended before the next is written, so that it spoils no other.
+
+    ``only_beside``: a file without which nothing is made, such as that of a root: where it has
+    vanished, or is not mounted, no directory must come to be in its place.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, queue_limit: int = QUEUE_LIMIT) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        queue_limit: int = QUEUE_LIMIT,
+        only_beside: Path | None = None,
+    ) -> None:
         self.path = Path(path)
+        self.only_beside = only_beside
         self._queue_limit = queue_limit
         self._dropped = 0
         self._closed = False
@@ -173,7 +179,9 @@ class _Writer:
             return False
 
     def _open(self) -> None:
-        path = self._sink.path
+        path, needed = self._sink.path, self._sink.only_beside
+        if needed is not None and not needed.exists():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(needed))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size_bytes = os.fstat(self._fd).st_size
@@ -208,73 +216,3 @@ def _close_at_exit() -> None:
 
 os.register_at_fork(after_in_child=_begin_afresh_in_child)
 atexit.register(_close_at_exit)
-
-
-class LogSink:
-    """Print short lines to stderr for a person who watches: ``info`` or ``debug`` (everything)."""
-
-    def __init__(self, level: str = "info", *, stream: TextIO | None = None) -> None:
-        if level not in ("info", "debug"):
-            raise UsageError(f"HOLDFAST_LOG is {level!r}: say info or debug, or leave it unset")
-        self._shows_all = level == "debug"
-        self._stream = stream
-
-    def __call__(self, event: Event, time_s: float) -> None:
-        phrase = _INFO.get(type(event))
-        if phrase is None and not self._shows_all:
-            return
-        said = phrase(event) if phrase else _facts(event)
-        clock = time.strftime("%H:%M:%S", time.localtime(time_s))
-        who = f" rank {event.rank}" if event.rank >= 0 else ""
-        what = f" {event.incarnation}-{event.step}" if event.step >= 0 else ""
-        # sys.stderr is looked up late: whoever redirects it later means us too.
-        print(f"{clock} holdfast{who}{what}: {said}", file=self._stream or sys.stderr, flush=True)
-
-
-def log_sink_from_environment() -> LogSink | None:
-    """The sink that ``HOLDFAST_LOG`` asks for, if it does; UsageError for a level unknown."""
-    level = os.environ.get("HOLDFAST_LOG", "").strip().lower()
-    return LogSink(level) if level else None
-
-
-def _facts(event: Event) -> str:
-    """Name and fields of any event, the identity aside: what ``debug`` shows."""
-    hidden = {"incarnation", "step", "rank"}
-    facts = (
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in msgspec.structs.asdict(event).items()
-        if name not in hidden
-    )
-    return " ".join((type(event).__name__, *facts))
-
-
-def _published(event: Any) -> str:
-    rate = event.size_bytes / event.elapsed_s if event.elapsed_s > 0 else None
-    return (
-        f"durable, {size_text(event.size_bytes)} after {seconds_text(event.elapsed_s)}"
-        f" ({rate_text(rate)})"
-    )
-
-
-def _restored(event: Any) -> str:
-    return (
-        f"restored from {event.source}, {size_text(event.size_bytes)}"
-        f" in {seconds_text(event.elapsed_s)}, {event.saved_world} to {event.world} ranks"
-    )
-
-
-#: What ``info`` shows, and in which words.
-_INFO: dict[type[Event], Callable[[Any], str]] = {
-    events.RunStarted: lambda e: f"joined run {e.run_id}, {e.world} ranks, pid {e.pid} on {e.host}",
-    events.SnapshotMissed: lambda e: f"snapshot missed: {e.reason}",
-    events.CheckpointPublished: _published,
-    events.PersistBroke: lambda e: f"not durable: {e.reason}",
-    events.Restored: _restored,
-    events.SourceDropped: lambda e: f"source {e.source} dropped: {e.reason}",
-    events.KeeperStarted: lambda e: f"keeper {e.pid} answers after {seconds_text(e.elapsed_s)}",
-    events.KeeperLost: lambda e: f"keeper lost: {e.reason}",
-    events.KeeperStopped: lambda e: f"keeper stopped: {e.reason}",
-    events.ValuesDiffer: lambda e: f"values differed between ranks: {', '.join(e.names)}",
-    events.SinkFailed: lambda e: f"sink {e.sink} failed and was removed: {e.reason}",
-    events.Warned: lambda e: f"warning: {e.message}",
-}

@@ -22,8 +22,16 @@ from holdfast.catalogue import (
     manifest_path,
     read_document,
 )
-from holdfast.errors import AlreadyPublished
+from holdfast.errors import (
+    AlreadyPublished,
+    ChecksumMismatch,
+    FormatError,
+    NewerFormat,
+    NotFound,
+    StorageError,
+)
 from holdfast.format.manifest import Generation, Incarnation, Manifest, Root, seal
+from holdfast.geometry.layout import table_hash
 from holdfast.persist.pins import pinned
 from holdfast.storage.base import Store
 
@@ -33,7 +41,35 @@ def open_root(store: Store, run_id: str) -> Root:
     if not store.exists(ROOT):
         with contextlib.suppress(AlreadyPublished):
             store.publish(ROOT, seal(Root(run_id=run_id, created_s=time.time())))
-    return read_document(store, Root, ROOT)
+    try:
+        return read_document(store, Root, ROOT)
+    except NewerFormat:
+        raise
+    except FormatError as error:
+        raise FormatError(
+            f"{error}\nMove {ROOT} away: a new one is made, with the run id of the checkpoints "
+            "that lie there. Should there be none yet, set HOLDFAST_RUN_ID to the run's id to find "
+            "what is in memory.",
+            path=ROOT,
+        ) from error
+
+
+def require_root(store: Store, run_id: str) -> None:
+    """Make sure that the root is there and this run's, and make nothing. StorageError otherwise."""
+    try:
+        found = read_document(store, Root, ROOT)
+    except NotFound:
+        raise StorageError(
+            f"{store.url} has no {ROOT}: the root of run {run_id} was removed, moved, or is not "
+            "mounted. Nothing is written there until it is back.",
+            operation="read", path=ROOT, url=store.url,
+        ) from None  # fmt: skip
+    if found.run_id != run_id:
+        raise StorageError(
+            f"{store.url} is the root of run {found.run_id} by now, not of run {run_id}. Nothing "
+            "is written there; put the old root back, or start the run again.",
+            operation="read", path=ROOT, url=store.url,
+        )  # fmt: skip
 
 
 def record_incarnation(store: Store, incarnation: Incarnation) -> None:
@@ -49,7 +85,18 @@ def record_incarnation(store: Store, incarnation: Incarnation) -> None:
 
 
 def write_layout(store: Store, hash_: str, data: bytes) -> None:
-    """Make a layout durable; it is there once, whoever needs it."""
+    """Make a layout durable; it is there once, whoever needs it.
+
+    ChecksumMismatch when these bytes are not what ``hash_`` names: they replace none. What lies
+    there is replaced only when it is wrong itself.
+    """
+    if table_hash(data) != hash_:
+        raise ChecksumMismatch(
+            f"layout {hash_} changed in memory: its bytes are now those of {table_hash(data)}. It "
+            "is not stored, and no checkpoint that needs it is published. Have the machine's "
+            "memory checked.",
+            path=layout_path(hash_),
+        )
     try:
         store.publish(layout_path(hash_), data)
     except AlreadyPublished:

@@ -11,6 +11,8 @@ import operator
 from typing import SupportsIndex
 
 from holdfast.errors import UsageError
+from holdfast.policy.interval import Every
+from holdfast.policy.retention import Keep
 
 #: Larger whole numbers are not exact in every reader of JSON.
 MAX_STEP = (1 << 53) - 1
@@ -50,3 +52,16 @@ def claim(name: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"{name}={value!r}: True or False is needed")
     return value
+
+
+def check_policies(memory: object, storage: object, keep: object, parity: object) -> None:
+    """UsageError for whatever is no policy."""
+    for name, policy in (("memory", memory), ("storage", storage)):
+        if not (policy is None or isinstance(policy, Every)):
+            raise UsageError(
+                f"{name}={policy!r}: say holdfast.Every(steps=...), Every(minutes=...) or None"
+            )
+    if not isinstance(keep, Keep):
+        raise UsageError(f"keep={keep!r}: say holdfast.Keep(last=...), or Keep() for all")
+    if parity != 0 or isinstance(parity, bool):
+        raise UsageError(f"parity={parity!r}: this version protects by storage only; use parity=0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.snapshot import messages as m
@@ -75,3 +76,20 @@ class Note:
 
 
 Action = Tell | Allocate | Remove | GiveSlot | KeepLayout | StartPersist | AbortPersist | Note
+
+
+def skip(step: int, reason: str, *, is_passing: bool = True) -> list[Action]:
+    """No rank captures ``step``; ``is_passing``: a durable save of it is due at the next one."""
+    told = m.Skip(step=step, reason=reason, is_passing=is_passing)
+    return [Tell(told), Note("", step, "missed", reason)]
+
+
+def skip_all(missed: Iterable[tuple[int, str]]) -> list[Action]:
+    """Several steps, each with its reason."""
+    return [action for step, reason in missed for action in skip(step, reason)]
+
+
+def abort(attempt: str, step: int, reason: str, leaf: str) -> list[Action]:
+    """What was captured of an attempt is thrown away on all ranks."""
+    told = m.Aborted(step=step, attempt=attempt, reason=reason, leaf=leaf, overtaken=bool(leaf))
+    return [Tell(told), Note(attempt, step, "missed", reason, bool(leaf), leaf)]

@@ -75,8 +75,11 @@ def is_running(pid: int, start: int) -> bool:
     """Whether any thread of the very process (pid, start) may still run.
 
     By pidfd: /proc shows a zombie as soon as the first thread ended, while others may still
-    be inside a copy; a pidfd is readable only when the last one is gone.
+    be inside a copy; a pidfd is readable only when the last one is gone. Pid 0 is a process of
+    another pid namespace: nobody here can tell, so it may.
     """
+    if pid == 0:
+        return True
     try:
         descriptor = os.pidfd_open(pid)
     except (OSError, AttributeError):
@@ -183,7 +186,13 @@ class SlotFile:
         except OSError as error:
             os.close(descriptor)
             path.unlink(missing_ok=True)
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            if error.errno == errno.EFBIG:
+                raise ArenaError(
+                    f"slot {path.name} of {size >> 20} MiB is larger than this process may make a "
+                    "file. Raise the limit where training is started (ulimit -f), and end the "
+                    "keeper, which inherited it."
+                ) from error
+            if error.errno in (errno.ENOSPC, errno.ENOMEM):
                 raise _too_small(path, size, free) from error
             raise ArenaError(f"cannot allocate {path}: {error.strerror}") from error
         try:

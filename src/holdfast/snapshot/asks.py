@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.snapshot import messages as m
+
+#: How many are remembered for ranks that are behind.
+_DECLINED_STEPS = 8
 
 
 @dataclass(slots=True)
@@ -13,16 +18,54 @@ class _Asked:
     by_rank: dict[int, m.Ask] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class PutOff:
+    """An exact durable save for which no slot is free yet."""
+
+    step: int
+    asks: Mapping[int, m.Ask]
+    since_s: float
+
+
 class Asks:
     """The requests that are not decided yet, by step."""
 
     def __init__(self, world: int) -> None:
         self._world = world
         self._by_step: dict[int, _Asked] = {}
+        self._declined: dict[int, str] = {}
+        self._put_off: PutOff | None = None
 
     def add(self, rank: int, ask: m.Ask, now_s: float) -> None:
         """A rank wants to capture a step."""
         self._by_step.setdefault(ask.step, _Asked(now_s)).by_rank[rank] = ask
+
+    def decline(self, step: int, reason: str) -> bool:
+        """Some rank cannot save this step, and so nobody can; whether anybody had asked."""
+        self._declined[step] = reason
+        for old in sorted(self._declined)[:-_DECLINED_STEPS]:
+            del self._declined[old]
+        return self.drop_step(step)
+
+    def why_declined(self, step: int) -> str | None:
+        """Why nobody can save this step; None when they can."""
+        return self._declined.get(step)
+
+    def put_off(self, step: int, asks: Mapping[int, m.Ask], since_s: float) -> None:
+        """This very step is wanted, and decided again when a slot comes free."""
+        self._put_off = PutOff(step, asks, since_s)
+
+    def is_put_off(self, step: int) -> bool:
+        """Whether it waits for a slot."""
+        return self._put_off is not None and self._put_off.step == step
+
+    def take_put_off(self, *, before_s: float = math.inf) -> PutOff | None:
+        """What waits for a slot, if it has since before ``before_s``: it waits no more."""
+        found = self._put_off
+        if found is None or found.since_s >= before_s:
+            return None
+        self._put_off = None
+        return found
 
     def start_clock(self, now_s: float) -> None:
         """Those who asked early waited for something else than the others."""

@@ -35,6 +35,20 @@ class Attempt:
         return self.persisting or self.phase != "complete"
 
     @property
+    def unsealed(self) -> list[int]:
+        """The ranks whose images are not captured."""
+        return sorted(set(self.slots) - self.sealed)
+
+    @property
+    def waits_for(self) -> str:
+        """In words: what is still missing of it."""
+        if self.phase == "allocating":
+            return "shared memory for its slots is being allocated"
+        if self.phase == "capturing":
+            return f"ranks {self.unsealed} have not sealed their images"
+        return "it is being written to storage" if self.persisting else "it is captured"
+
+    @property
     def generation(self) -> tuple[int, int]:
         """(incarnation, step)."""
         return self.incarnation, self.step

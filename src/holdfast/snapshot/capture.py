@@ -8,8 +8,9 @@ their own that waits for the computation; the blocks are summed as the copies ar
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 
@@ -21,6 +22,7 @@ from holdfast.state.describe import Binding
 
 SEGMENT_BYTES = 4 << 20
 _SAMPLE_BYTES, _SAMPLES = 64, 32
+_captures = count()
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -44,6 +46,7 @@ class Target:
     data: torch.Tensor = field(init=False)
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = field(init=False)
     large: list[Copy] = field(init=False)
+    by_leaf: dict[str, list[Copy]] = field(init=False)
 
     def __post_init__(self) -> None:
         start = self.plan.image.data_start
@@ -54,6 +57,17 @@ class Target:
         small = [c for c in self.plan.copies if c.size_bytes < SMALL_BYTES]
         self.large = [c for c in self.plan.copies if c.size_bytes >= SMALL_BYTES]
         self.small = ([self.view(c) for c in small], [c.source for c in small])
+        self.by_leaf = {}
+        for copy in self.plan.copies:
+            self.by_leaf.setdefault(copy.leaf, []).append(copy)
+
+    def address_of(self, leaf: str, source: int, size_bytes: int) -> int | None:
+        """Where these bytes of a leaf's memory are copied to; None if to another rank's image."""
+        for copy in self.by_leaf.get(leaf, ()):
+            inside = source - copy.source.data_ptr()
+            if copy.source.is_contiguous() and 0 <= inside <= copy.size_bytes - size_bytes:
+                return self.data.data_ptr() + copy.offset + inside
+        return None
 
     def let_go(self) -> None:
         """Forget every view of the memory, so that it can be unmapped."""
@@ -70,17 +84,34 @@ class Overtaking:
     """Notices that lazy leaves changed before their copy was done. A hint, never a proof.
 
     The proof is the fence, which holds every hooked update; this looks for updates that went
-    around it: a moved version counter, or sampled bytes that no longer equal their copy.
+    around it: a moved version counter, sampled bytes that no longer equal their copy, or whose
+    copy is not what they were when the save was asked for.
     """
 
     def __init__(self, bindings: Sequence[Binding]) -> None:
         self._watched = [(b.name, b.local) for b in bindings if b.lazy]
         self._versions = [local._version for _, local in self._watched]
+        self._samples = list(self._sample(next(_captures)))
+
+    def _sample(self, number: int) -> Iterator[tuple[str, int, bytes]]:
+        """(leaf, address, bytes there now) of some leaves on the host, other ones each time."""
+        leaves = len(self._watched)
+        for place in range(min(_SAMPLES, leaves)):
+            name, local = self._watched[(number * _SAMPLES + place) % leaves]
+            size = local.numel() * local.element_size()
+            if size and not local.is_cuda and local.is_contiguous():
+                length = min(_SAMPLE_BYTES, size)
+                at = local.data_ptr() + (number * 7919 * _SAMPLE_BYTES) % (size - length + 1)
+                yield name, at, ctypes.string_at(at, length)
 
     def check(self, target: Target, turn: int) -> None:
         """CaptureOvertaken names the first leaf found changed."""
         for (name, local), version in zip(self._watched, self._versions, strict=True):
             if local._version != version:
+                raise _overtaken(name)
+        for name, at, before in self._samples:
+            there = target.address_of(name, at, len(before))
+            if there is not None and ctypes.string_at(there, len(before)) != before:
                 raise _overtaken(name)
         lazy = [c for c in target.large if c.lazy and not c.source.is_cuda]
         for number in range(min(_SAMPLES, len(lazy))):

@@ -29,6 +29,11 @@ class Debts:
         self._steps.clear()
         self.are_open = False
 
+    def inherit(self) -> list[Action]:
+        """An earlier keeper of this incarnation died owing: the newest snapshot stands for it."""
+        self.are_open = True
+        return self.pay()
+
     # ── asking ───────────────────────────────────────────────────────────────────────────
 
     def is_to_be_durable(self, step: int, asks: Iterable[m.Ask]) -> bool:

@@ -9,27 +9,26 @@ carries them out. One rule is kept here in every state, those of the slots in ``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
 from holdfast.format.image import image_bytes
 from holdfast.geometry.layout import Layout
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action, GiveSlot, KeepLayout, Note, Tell
+from holdfast.snapshot.actions import (
+    Action,
+    GiveSlot,
+    KeepLayout,
+    Note,
+    Tell,
+    abort,
+    skip,
+    skip_all,
+)
 from holdfast.snapshot.asks import Asks
 from holdfast.snapshot.attempts import Attempt, Attempts
 from holdfast.snapshot.debts import Debts
 from holdfast.snapshot.layouts import Layouts
 from holdfast.snapshot.slots import NO_SLOT, Slot, Slots, Writer
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """An exact durable save for which no slot is free yet."""
-
-    step: int
-    asks: dict[int, m.Ask]
-    since_s: float
 
 
 class Coordinator:
@@ -53,9 +52,10 @@ class Coordinator:
         self._layouts = Layouts()
         self._joined: dict[int, Writer] = {}
         self._asks = Asks(0)
+        self._is_taking_over = False
+        """Not all ranks of an incarnation that another keeper served have come yet."""
+        self._owes = False
         self._next_attempt = 0
-        self._waiting: _Waiting | None = None
-        self._declined: dict[int, str] = {}
 
     # ── what a new keeper finds ──────────────────────────────────────────────────────────
 
@@ -76,10 +76,9 @@ class Coordinator:
         self.adopted = False
         self.attempts.pinned = self.attempts.newest
         self.debts.begin(incarnation)
+        self._is_taking_over = self._owes = False
         self._joined.clear()
         self._asks = Asks(world)
-        self._declined.clear()
-        self._waiting = None
         self._layouts = Layouts()
         return actions
 
@@ -89,12 +88,16 @@ class Coordinator:
         """Go on with an incarnation that another keeper served; ``parent``: what it came from."""
         actions = self.begin(incarnation, nonce, world)
         self.attempts.pin_parent(incarnation, parent)
+        self._is_taking_over = True
         return actions + self.adopt(now_s)
 
-    def join(self, rank: int, writer: Writer, *, is_copying: bool = True) -> list[Action]:
+    def join(
+        self, rank: int, writer: Writer, *, is_copying: bool = True, owes_durable: bool = False
+    ) -> list[Action]:
         """A rank takes its place: again, when its keeper died or its line broke unnoticed.
 
         ``is_copying`` False: it copies into no slot, and what is quarantined because of it is free.
+        ``owes_durable``: an earlier keeper died before it made durable what it had promised to.
         """
         actions = self.lost(rank) if rank in self._joined else []
         self._joined[rank] = writer
@@ -102,7 +105,16 @@ class Coordinator:
         if not is_copying:
             self.slots.stopped_all(writer, rank, self.incarnation)
             actions += self._slot_freed()
-        return actions
+        return actions + self._inherit_debt(owes_durable)
+
+    def _inherit_debt(self, owes_durable: bool) -> list[Action]:
+        if not self._is_taking_over:
+            return []  # what this keeper promised itself it knows
+        self._owes |= owes_durable
+        if len(self._joined) < self.world:
+            return []  # all are to hear of it
+        self._is_taking_over = False
+        return self.debts.inherit() if self._owes else []
 
     def adopt(self, now_s: float) -> list[Action]:
         """The incarnation's parent is recorded: captures may begin."""
@@ -119,9 +131,9 @@ class Coordinator:
         actions: list[Action] = []
         self._joined.pop(rank, None)
         self._asks.drop_rank(rank)
-        if self._waiting is not None:
-            step, self._waiting = self._waiting.step, None
-            actions += self._skip(step, f"rank {rank} went away: {NO_SLOT}")
+        waiting = self._asks.take_put_off()
+        if waiting is not None:
+            actions += skip(waiting.step, f"rank {rank} went away: {NO_SLOT}")
         for attempt in self.attempts.open():
             if rank not in attempt.sealed:
                 actions += self._abort(attempt, f"rank {rank} went away while it captured")
@@ -142,18 +154,19 @@ class Coordinator:
         """A rank wants to capture a step; decided when all have asked."""
         if rank not in self._joined:
             return []
-        if ask.step in self._declined:
-            return self._skip(ask.step, self._declined[ask.step], is_passing=False)
+        declined = self._asks.why_declined(ask.step)
+        if declined is not None:
+            return skip(ask.step, declined, is_passing=False)
         self._asks.add(rank, ask, now_s)
         return self._decide_if_all_asked(now_s)
 
     def withdraw(self, rank: int, step: int) -> list[Action]:
         """A rank stopped waiting for its answer."""
-        if self._waiting is not None and self._waiting.step == step:
-            self._waiting = None
-            return self._skip(step, f"rank {rank} stopped waiting: {NO_SLOT}")
+        if self._asks.is_put_off(step):
+            self._asks.take_put_off()
+            return skip(step, f"rank {rank} stopped waiting: {NO_SLOT}")
         if self._asks.withdraw(rank, step):
-            return self._skip(step, f"rank {rank} stopped waiting for the others")
+            return skip(step, f"rank {rank} stopped waiting for the others")
         for attempt in self.attempts.open():
             if attempt.step == step and rank not in attempt.sealed:
                 return self._abort(attempt, f"rank {rank} stopped waiting for its slot")
@@ -165,21 +178,21 @@ class Coordinator:
         complete = self._asks.take_complete()
         if complete is not None:
             return self._decide(*complete, now_s)
-        return self._skip_all(self._asks.take_missed())
+        return skip_all(self._asks.take_missed())
 
     def _decide(self, step: int, asks: Mapping[int, m.Ask], now_s: float) -> list[Action]:
         try:
             layout, plans = self._layouts.agree([asks[r].table for r in range(self.world)])
         except HoldfastError as error:
-            return self._skip(step, str(error), is_passing=False)
+            return skip(step, str(error), is_passing=False)
         sizes = {r: image_bytes(plans[r], asks[r].values_bytes) for r in asks}
         durable = self.debts.is_to_be_durable(step, asks.values())
         chosen, actions = self.slots.choose(sizes)
         if chosen is None:
             if any(ask.durable and ask.exact for ask in asks.values()):
-                self._waiting = _Waiting(step, dict(asks), now_s)  # this very step was asked for
+                self._asks.put_off(step, asks, now_s)
                 return actions
-            return actions + self._skip(step, NO_SLOT)
+            return actions + skip(step, NO_SLOT)
         attempt = self._new_attempt(step, layout, now_s)
         attempt.durable = durable
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
@@ -199,29 +212,25 @@ class Coordinator:
         """The arena had no room for this layout: no image under it could be read again."""
         self._layouts.told = ""
         actions: list[Action] = []
+        decided_now = next(reversed(self.attempts), "")
         for attempt in self.attempts.open():
             if attempt.layout == hash_:
-                for slot_id in attempt.slots.values():
-                    self.slots[slot_id].writer = None  # no grant was told yet
+                if attempt.id == decided_now:  # others under this layout may be copying already
+                    for slot_id in attempt.slots.values():
+                        self.slots[slot_id].writer = None  # no grant was told yet
                 actions += self._abort(attempt, reason)
         return actions
 
     def decline(self, rank: int, step: int, reason: str) -> list[Action]:
         """A rank cannot save this step: whoever waits for it is told so."""
-        self._declined[step] = f"rank {rank} could not save it: {reason}"
-        for old in sorted(self._declined)[:-8]:
-            del self._declined[old]
-        if not self._asks.drop_step(step):
-            return []
-        return self._skip(step, self._declined[step], is_passing=False)
+        reason = f"rank {rank} could not save it: {reason}"
+        had_asked = self._asks.decline(step, reason)
+        return skip(step, reason, is_passing=False) if had_asked else []
 
     def _slot_freed(self) -> list[Action]:
         """Something may have come free: decide again what waits for a slot."""
-        waiting = self._waiting
-        if waiting is None:
-            return []
-        self._waiting = None
-        return self._decide(waiting.step, waiting.asks, waiting.since_s)
+        waiting = self._asks.take_put_off()
+        return self._decide(waiting.step, waiting.asks, waiting.since_s) if waiting else []
 
     def _new_attempt(self, step: int, layout: Layout, now_s: float) -> Attempt:
         self._next_attempt += 1
@@ -235,6 +244,13 @@ class Coordinator:
     def spares(self) -> list[Action]:
         """Slots to make ahead of need, once the first of their size are granted."""
         return self.slots.spares(self.world)
+
+    def drop_spare(self, slot_id: int) -> bool:
+        """A slot that is not begun to be made: forget it if nobody waits for it; whether so."""
+        if not self.slots[slot_id].is_spare:
+            return False
+        del self.slots[slot_id]
+        return True
 
     def allocated(self, slot_id: int) -> list[Action]:
         """A slot file exists; grant what waited for it."""
@@ -308,37 +324,23 @@ class Coordinator:
         attempt.phase = "aborted"
         self.slots.take_back(attempt)
         actions = self.debts.aborted(attempt)
-        told = m.Aborted(
-            step=attempt.step, attempt=attempt.id, reason=reason, leaf=leaf, overtaken=bool(leaf)
-        )
-        actions += [
-            Tell(told),
-            Note(attempt.id, attempt.step, "missed", reason, bool(leaf), leaf),
-        ]
         del self.attempts[attempt.id]
-        return actions
-
-    def _skip(self, step: int, reason: str, *, is_passing: bool = True) -> list[Action]:
-        told = m.Skip(step=step, reason=reason, is_passing=is_passing)
-        return [Tell(told), Note("", step, "missed", reason)]
-
-    def _skip_all(self, missed: Iterable[tuple[int, str]]) -> list[Action]:
-        return [action for step, reason in missed for action in self._skip(step, reason)]
+        return actions + abort(attempt.id, attempt.step, reason, leaf)
 
     def tick(self, now_s: float) -> list[Action]:
         """Time passed: end the waits whose deadline is over."""
         actions: list[Action] = []
-        waiting = self._waiting
-        if waiting is not None and now_s - waiting.since_s > self.grant_deadline_s:
-            self._waiting = None
-            actions += self._skip(waiting.step, NO_SLOT)
+        waiting = self._asks.take_put_off(before_s=now_s - self.grant_deadline_s)
+        if waiting is not None:
+            actions += skip(waiting.step, NO_SLOT)
         actions += self._slot_freed()
         if self.adopted:
-            actions += self._skip_all(self._asks.take_late(now_s, self.grant_deadline_s))
+            actions += skip_all(self._asks.take_late(now_s, self.grant_deadline_s))
         for attempt in self.attempts.open():
             if now_s - attempt.started_s > self.capture_deadline_s:
-                absent = sorted(set(attempt.slots) - attempt.sealed)
-                reason = f"ranks {absent} did not finish within {self.capture_deadline_s:g} s"
+                reason = (
+                    f"ranks {attempt.unsealed} did not finish within {self.capture_deadline_s:g} s"
+                )
                 actions += self._abort(attempt, reason)
         return actions + self.debts.pay() + self._slot_freed()
 
@@ -371,17 +373,12 @@ class Coordinator:
 
     def explain(self, step: int) -> str:
         """In words: what the save of ``step`` waits for."""
-        if self._waiting is not None and self._waiting.step == step:
+        if self._asks.is_put_off(step):
             return NO_SLOT
         absent = self._asks.absent(step)
         if absent:
             return f"ranks {absent} have not asked to capture it"
         for attempt in self.attempts.values():
             if attempt.generation == (self.incarnation, step):
-                if attempt.phase == "allocating":
-                    return "shared memory for its slots is being allocated"
-                if attempt.phase == "capturing":
-                    absent = sorted(set(attempt.slots) - attempt.sealed)
-                    return f"ranks {absent} have not sealed their images"
-                return "it is being written to storage" if attempt.persisting else "it is captured"
+                return attempt.waits_for
         return "the keeper knows nothing of it"

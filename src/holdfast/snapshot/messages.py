@@ -50,6 +50,8 @@ class Join(Message, frozen=True, kw_only=True):
     persist_at_end: bool = True
     is_copying: bool = True
     """Whether it may write to any slot. False only when its copier is known to have stopped."""
+    owes_durable: bool = False
+    """Whether a durable save it was promised by an earlier keeper was never told to be durable."""
 
 
 class ListInventory(Message, frozen=True, kw_only=True):
@@ -309,6 +311,6 @@ def unpack(body: bytes) -> tuple[int, Message]:
     """(seq, message) of a frame's body; FormatError when it is none of ours."""
     try:
         frame = _decoder.decode(body)
-    except msgspec.DecodeError as error:
+    except (ValueError, RecursionError) as error:  # of msgspec's and of text not UTF-8
         raise FormatError(f"a message between trainer and keeper is malformed: {error}") from None
     return frame.seq, frame.message

@@ -54,8 +54,12 @@ class Slot:
 
     def free(self) -> None:
         """Nobody's image is in it, and nobody writes to it."""
-        self.state, self.attempt, self.rank, self.writer = "free", "", -1, None
-        self.incarnation = 0
+        self.state = "free"
+        self.give_up()
+
+    def give_up(self) -> None:
+        """No attempt needs it any more; one that is still being made becomes a spare."""
+        self.attempt, self.rank, self.writer, self.incarnation = "", -1, None, 0
 
 
 class Slots(dict[int, Slot]):
@@ -176,7 +180,9 @@ class Slots(dict[int, Slot]):
                 continue
             if slot.state == "granted" and slot.writer is not None:
                 slot.state = "quarantined"  # until its writer says that it stopped, or is dead
-            elif slot.state != "allocating":
+            elif slot.state == "allocating":
+                slot.give_up()
+            else:
                 slot.free()
 
     def stopped(self, rank: int, attempt: str) -> None:

@@ -16,6 +16,7 @@ from holdfast.errors import UsageError
 from holdfast.format import values as codec
 from holdfast.geometry.layout import LeafEntry, table_hash, table_to_json
 from holdfast.state import optimizers
+from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.subclasses import check_in_place
 from holdfast.state.tensors import leaf_entry, local_of
@@ -63,23 +64,26 @@ class Describer:
     looked at on every call, for ``load_state_dict`` and ``module.double()`` replace them.
     """
 
-    def __init__(self, state: State, rank: int) -> None:
+    def __init__(self, state: State, rank: int, world: int = 1) -> None:
         self.state = state
         self.rank = rank
+        self.world = world
         self._last: Description | None = None
         self._staged: dict[str, torch.Tensor] = {}
 
     def describe(self) -> Description:
         """The state as it is now. UnsupportedState names what cannot be stored."""
         objects = sort_objects(self.state)
-        walk = Walk()
+        walk = Walk(keeps_small=self.world > 1)
         walk.take(objects)
         values = codec.to_bytes(walk.documents)
         last = self._last
         if last is not None and _is_same(last.bindings, walk.leaves):
             return Description(last.bindings, last.table, last.table_hash, values)
         _check_objects(objects)
-        bindings = [self._bind(*leaf) for leaf in walk.leaves]
+        known = {} if last is None else {binding.name: binding for binding in last.bindings}
+        bindings = [self._bind(*leaf, known.get(leaf[0])) for leaf in walk.leaves]
+        self._staged = {b.name: b.staged for b in bindings if b.staged is not None}
         entries = sorted((b.entry for b in bindings), key=lambda e: e.name)
         for entry in entries:
             if _LIKE_A_PIECE.search(entry.name):
@@ -94,7 +98,11 @@ class Describer:
         self._last = Description(bindings, table, table_hash(table), values)
         return self._last
 
-    def _bind(self, name: str, tensor: torch.Tensor, hooked: bool, spread: str) -> Binding:
+    def _bind(
+        self, name: str, tensor: torch.Tensor, hooked: bool, spread: str, before: Binding | None
+    ) -> Binding:
+        if before is not None and _is_bound(before, (name, tensor, hooked, spread)):
+            return before
         entry = leaf_entry(name, tensor, self.rank, spread)
         local = local_of(tensor)
         # A conjugate or negative view is one by a flag: only a copy has what it says.
@@ -109,7 +117,8 @@ class Describer:
             (there.shape, there.dtype, there.device) == (local.shape, local.dtype, local.device)
         )
         if there is None or not alike:
-            there = torch.empty_like(local, memory_format=torch.contiguous_format)
+            with torch.inference_mode(False):  # it is written to later, outside of any
+                there = torch.empty_like(local, memory_format=torch.contiguous_format)
             self._staged[name] = there
         return there
 
@@ -119,21 +128,30 @@ def _check_objects(objects: Objects) -> None:
     for key, optimizer in objects.optimizers.items():
         optimizers.check_storable(key, optimizer)
     for key, tensors in objects.tensors.items():
-        for name, tensor, _ in tensors:
-            check_in_place(f"{key}.{name}", tensor)
+        for held in tensors:
+            check_in_place(f"{key}.{held.name}", held.tensor)
+    for key, module in objects.modules.items():
+        check_storable(key, module)
 
 
 def _is_same(bindings: list[Binding], found: list[Found]) -> bool:
-    return len(bindings) == len(found) and all(
+    return len(bindings) == len(found) and all(map(_is_bound, bindings, found))
+
+
+def _is_bound(binding: Binding, found: Found) -> bool:
+    name, tensor, hooked, spread = found
+    return (
         binding.tensor is tensor
         and binding.is_hooked == hooked
         and binding.name == name
+        and binding.entry.spread == spread
         and _signature(tensor) == binding.signature
-        for binding, (name, tensor, hooked, _) in zip(bindings, found, strict=True)
     )
 
 
 def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
     """What must be as it was for a binding to be used again: memory, shape, strides, dtype."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local.data_ptr(), local.shape, local.stride(), local.dtype
+    dtype = local.dtype
+    conjugate = dtype.is_complex and local.is_conj()
+    return local.data_ptr(), local.shape, local.stride(), dtype, conjugate

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
+from holdfast.format.values import SmallTensor
 from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import TORCH_DTYPES, empty
 
@@ -24,7 +25,7 @@ StoredKinds = Mapping[str, tuple[str, tuple[int, ...]]]
 _NOTHING: Mapping[str, Any] = {}
 #: How the update is computed, not what: the program that restores decides, for it may run on
 #: other devices than the one that saved.
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
@@ -41,7 +42,8 @@ def check_storable(key: str, optimizer: Optimizer) -> None:
             "a layout: use fully_shard (FSDP2) with a plain optimizer",
             where=key,
         )
-    if kind.state_dict is not Optimizer.state_dict or optimizer._optimizer_state_dict_post_hooks:
+    hooks = getattr(optimizer, "_optimizer_state_dict_post_hooks", None)
+    if kind.state_dict is not Optimizer.state_dict or hooks:
         extra = sorted(map(str, optimizer.state_dict().keys() - {"state", "param_groups"}))
         if extra:
             raise UnsupportedState(
@@ -77,6 +79,12 @@ def tensors(
         is_sharded = isinstance(parameter, DTensor)
         for kind, value in optimizer.state.get(parameter, _NOTHING).items():
             if is_tensor(value):
+                if type(kind) is not str:
+                    raise UnsupportedState(
+                        f"the state of {key}.{name} has a tensor under {kind!r:.60}, which is no "
+                        "name: the optimizer should keep it under a text",
+                        where=key,
+                    )
                 if is_sharded:
                     _check_local_state(f"{key}.{name}.{kind}", value)
                 yield f"{key}.{name}.{kind}", value
@@ -210,9 +218,10 @@ def load_values(
     optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> None:
     """Set hyperparameters and other state by parameter name."""
+    seen: dict[int, Any] = {}
     for group, options in _sources(optimizer, parameters, saved):
         if options:
-            _set_options(group, options[0])
+            _set_options(group, options[0], seen)
     for name, kept in saved["state"].items():
         optimizer.state[parameters[name]].update(kept)
     for loose in _of_no_parameter(optimizer, parameters):
@@ -246,8 +255,10 @@ def _sources(
     """(group, options of the saved groups that its parameters were in)."""
     source_of = {name: n for n, group in enumerate(saved["groups"]) for name in group["params"]}
     name_of = {id(parameter): name for name, parameter in parameters.items()}
-    for group in optimizer.param_groups:
+    for at, group in enumerate(optimizer.param_groups):
         numbers = sorted({source_of[name_of[id(p)]] for p in group["params"]})
+        if not numbers and at < len(saved["groups"]) and not saved["groups"][at]["params"]:
+            numbers = [at]  # without parameters it is known by its place
         yield group, [saved["groups"][number]["options"] for number in numbers]
 
 
@@ -260,7 +271,7 @@ def _group_problems(
             name
             for other in options[1:]
             for name in {*options[0], *other} - _IMPLEMENTATION
-            if repr(options[0].get(name)) != repr(other.get(name))
+            if not _is_same_option(options[0].get(name), other.get(name))
         }
         if differing:
             problems.append(
@@ -270,13 +281,35 @@ def _group_problems(
     return problems
 
 
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+def _is_same_option(one: Any, other: Any) -> bool:
+    if isinstance(one, SmallTensor) and isinstance(other, SmallTensor):
+        return (one.dtype, one.shape, one.data) == (other.dtype, other.shape, other.data)
+    return repr(one) == repr(other)
+
+
+def is_grouped_alike(
+    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
+) -> bool:
+    """Whether the groups are the saved ones, in their order."""
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    here = [{name_of[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    return here == [set(group["params"]) for group in saved["groups"]]
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any], seen: dict[int, Any]) -> None:
+    """``seen``: tensors of groups that were set, and what to; another group may hold the same."""
     for name, value in options.items():
         if name in _IMPLEMENTATION and name in group:
             continue
         there = group.get(name)
-        if isinstance(there, torch.Tensor) and isinstance(value, torch.Tensor):
-            with torch.no_grad():
-                there.copy_(value)  # compiled and capturable steps hold on to this very tensor
-        else:
+        if not isinstance(there, torch.Tensor):
+            is_number = is_tensor(value) and type(there) in (int, float) and value.numel() == 1
+            group[name] = value.item() if is_number else value
+        elif not (is_tensor(value) or type(value) in (int, float)):
             group[name] = value
+        elif id(there) in seen and seen[id(there)] is not value:
+            group[name] = torch.as_tensor(value, dtype=there.dtype, device=there.device).clone()
+        else:
+            seen[id(there)] = value
+            with torch.no_grad():
+                there.copy_(torch.as_tensor(value))  # compiled steps hold on to this very tensor

@@ -17,10 +17,11 @@ import torch
 from holdfast.errors import FormatError, StateMismatch
 from holdfast.format import values as codec
 from holdfast.state import optimizers
-from holdfast.state.modules import extra_state, set_extra_state
+from holdfast.state.memory import Spoken, shares_its_own
+from holdfast.state.modules import extra_state, extra_state_names, set_extra_state
 from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.subclasses import plain_parts
-from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty
+from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty, fill_small
 from holdfast.state.walk import Known
 
 Spec = tuple[str, tuple[int, ...]]
@@ -33,7 +34,7 @@ class Restoring:
     """One restore of one state.
 
     ``stored``: leaf name -> (dtype, shape). ``shared``: the encoded values by key. ``aliases``:
-    further names of leaves -> the leaf they are.
+    further names of leaves -> the leaf they are. ``own``: this rank's generators, or rank 0's.
     """
 
     def __init__(
@@ -42,16 +43,26 @@ class Restoring:
         stored: Mapping[str, Spec],
         shared: Mapping[str, Any],
         aliases: Mapping[str, str],
+        own: Mapping[str, Any],
     ) -> None:
         self.state = state
         self.stored = stored
         self.aliases = aliases
+        self.own = own
         self.objects: Objects = sort_objects(state)
+        self.keys = frozenset(shared)
         self.encoded = {k: v for k, v in shared.items() if self.objects.has_values(k)}
         self.shared = {k: codec.decode(v, strict=True) for k, v in self.encoded.items()}
+        self._small: dict[str, codec.SmallTensor] = {}
+        for value in shared.values():  # one that is wanted may refer to one that is not
+            codec.decode(value, tensor=self._note_small)
         self._fresh: dict[str, torch.Tensor] = {}
         self._filled: dict[str, torch.Tensor] = {}
         self._hints = _HINTS
+
+    def _note_small(self, small: codec.SmallTensor) -> codec.SmallTensor:
+        self._small[small.name] = small
+        return small
 
     def check(self) -> None:
         """StateMismatch lists every difference between this state and the stored one.
@@ -66,6 +77,7 @@ class Restoring:
             problems += optimizers.check_values(key, optimizer, parameters, self.shared.get(key))
             stored = self._stored_kinds(key, parameters)
             problems += optimizers.room_problems(key, optimizer, parameters, stored)
+            problems += self._scheduler_problems(key, parameters)
             for name, kinds in stored.items():
                 claimed.update(self._leaf(f"{key}.{name}.{kind}") for kind in kinds)
         problems += self._unclaimed(claimed)
@@ -80,33 +92,45 @@ class Restoring:
             )
 
     def make_room(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors to fill, by leaf name; those an optimizer lacks are made first."""
-        targets = self._module_targets()
-        for key, optimizer in self.objects.optimizers.items():
-            parameters = self._parameters(key)
-            optimizers.make_room(optimizer, parameters, self._stored_kinds(key, parameters))
-            self._tie_optimizer_state(key, parameters)
-            targets += [
-                (self._leaf(part), inner)
-                for name, tensor in optimizers.tensors(key, optimizer, parameters)
-                for part, inner in plain_parts(name, tensor)
-            ]
-        targets += [*self._apart(targets).items()]
-        self._filled = dict(reversed(targets))
-        return [*self._filled.items()]
+        """The tensors to fill, by leaf name; those that are missing are made first.
 
-    def _apart(self, targets: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """The values' own tensors; made anew where their memory is another leaf's.
-
-        A "best so far" may begin as the model's own weights and be a copy when it was saved.
+        No two of them share memory.
         """
-        known = Known()
-        for name, tensor in targets:
-            known.name(tensor, name)
-        return {
-            name: tensor if known.name(tensor, name) == name else torch.empty_like(tensor)
-            for name, tensor in self._value_targets()
-        }
+        with torch.inference_mode(False):  # what is made is trained on later, outside of any
+            spoken = Spoken()
+            filled = dict(self._module_targets())
+            for tensor in filled.values():
+                spoken.take(tensor)
+            for key, optimizer in self.objects.optimizers.items():
+                parameters = self._parameters(key)
+                optimizers.make_room(optimizer, parameters, self._stored_kinds(key, parameters))
+                self._tell_apart(key, parameters, filled, spoken)
+            for key in self.objects.optimizers:
+                self._tie_optimizer_state(key, self._parameters(key), filled)
+            for name, tensor in self._value_targets():
+                if name not in filled:
+                    filled[name] = tensor if spoken.take(tensor) else _made_anew(tensor)
+        self._filled = filled
+        return [(name, tensor) for name, tensor in filled.items() if name not in self._small]
+
+    def _tell_apart(
+        self,
+        key: str,
+        parameters: Mapping[str, torch.Tensor],
+        filled: dict[str, torch.Tensor],
+        spoken: Spoken,
+    ) -> None:
+        """Fill an optimizer's own tensors; those whose memory is another leaf's are made anew."""
+        state = self.objects.optimizers[key].state
+        for name, parameter in parameters.items():
+            for kind, tensor in list(state.get(parameter, {}).items()):
+                if not optimizers.is_tensor(tensor) or f"{key}.{name}.{kind}" in self.aliases:
+                    continue
+                parts = dict(plain_parts(f"{key}.{name}.{kind}", tensor))
+                are_free = [spoken.take(part) for part in parts.values()]
+                if not all(are_free) and list(parts.values()) == [tensor]:
+                    state[parameter][kind] = parts[f"{key}.{name}.{kind}"] = _made_anew(tensor)
+                filled.update(parts)
 
     def _parameters(self, key: str) -> dict[str, torch.Tensor]:
         optimizer = self.objects.optimizers[key]
@@ -120,8 +144,8 @@ class Restoring:
         """(name, tensor, the name it was first met under) of all that modules hold."""
         known = Known()
         for key, tensors in self.objects.tensors.items():
-            for name, tensor, _ in tensors:
-                for part, inner in plain_parts(f"{key}.{name}", tensor):
+            for held in tensors:
+                for part, inner in plain_parts(f"{key}.{held.name}", held.tensor):
                     yield part, inner, known.name(inner, part)
 
     def _module_targets(self) -> list[tuple[str, torch.Tensor]]:
@@ -147,6 +171,8 @@ class Restoring:
                     f"{name}: the checkpoint has {found[0]} {list(found[1])}, the model "
                     f"{wanted[0]} {list(wanted[1])}"
                 )
+            elif shares_its_own(tensor):
+                yield f"{name}: several of its elements are the same memory; make it contiguous"
             elif self._leaf(first) != leaf:
                 yield f"{name}: tied to {first} in the model, but not in the checkpoint"
             elif tied != first:
@@ -162,9 +188,25 @@ class Restoring:
         near = difflib.get_close_matches(name, others[:_SEARCHED], n=1, cutoff=0.8)
         return f"; did you mean {near[0]}?" if near else ""
 
-    def _missing_values(self) -> list[str]:
-        expected = [*self.objects.stateful, *self.objects.plain]
-        return [f"{key}: not in the checkpoint" for key in expected if key not in self.shared]
+    def _missing_values(self) -> Iterator[str]:
+        """What has no value in the checkpoint, and values nothing takes."""
+        objects = self.objects
+        for key in [*objects.stateful, *objects.plain]:
+            if key not in self.keys:
+                yield f"{key}: not in the checkpoint"
+        for key in objects.generators:
+            if key not in self.own:
+                yield f"{key}: not in the checkpoint"
+        for key, module in objects.modules.items():
+            saved, here = self.shared.get(key, {}), extra_state_names(module)
+            for name in sorted(here - set(saved)):
+                yield f"{key}.{name}: has extra state in the model, but none in the checkpoint"
+            for name in sorted(set(saved) - here):
+                yield f"{key}.{name}: has extra state in the checkpoint, but none in the model"
+        inside = tuple(f"{key}." for key in self.state)
+        for key in sorted(self.keys):
+            if key.startswith(inside) and not objects.has_values(key):
+                yield f"{key}: in the checkpoint, but nothing in the state takes it"
 
     def _value_targets(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors inside values: the one that is there if it fits, else a new one."""
@@ -182,8 +224,9 @@ class Restoring:
         return list(self._fresh.items())
 
     def _collect(self, saved: Any, there: Any, of_modules: set[str]) -> None:
-        if isinstance(saved, codec.LeafRef):
-            found = self.stored.get(saved.name)
+        if isinstance(saved, (codec.LeafRef, codec.SmallTensor)):
+            small = self._small.get(saved.name)
+            found = self.stored.get(saved.name) if small is None else (small.dtype, small.shape)
             if found is None:
                 raise FormatError(f"a stored value refers to {saved.name!r}, which is no leaf")
             if saved.name not in of_modules and saved.name not in self._fresh:
@@ -215,16 +258,35 @@ class Restoring:
                 kinds.setdefault(by_prefix[prefix], {})[kind] = self.stored[self._leaf(name)]
         return kinds
 
-    def _tie_optimizer_state(self, key: str, parameters: Mapping[str, torch.Tensor]) -> None:
-        """State tensors that were one tensor are one again."""
+    def _tie_optimizer_state(
+        self,
+        key: str,
+        parameters: Mapping[str, torch.Tensor],
+        filled: dict[str, torch.Tensor],
+    ) -> None:
+        """State tensors that were one with another tensor are one with it again."""
         state = self.objects.optimizers[key].state
         for name, parameter in parameters.items():
-            for kind in list(state.get(parameter, {})):
+            for kind, tensor in list(state.get(parameter, {}).items()):
                 leaf = self.aliases.get(f"{key}.{name}.{kind}")
                 if leaf is not None:
-                    owner, _, other = leaf.removeprefix(f"{key}.").rpartition(".")
-                    if owner in parameters:
-                        state[parameter][kind] = state[parameters[owner]][other]
+                    one = filled.setdefault(leaf, tensor)
+                    state[parameter][kind] = one.detach() if one.requires_grad else one
+
+    def _scheduler_problems(self, key: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+        """Schedulers go by the order of groups, which were made otherwise."""
+        optimizer, saved = self.objects.optimizers[key], self.shared.get(key)
+        if not isinstance(saved, dict) or "groups" not in saved:
+            return []
+        known = {name for group in saved["groups"] for name in group["params"]}
+        if known != set(parameters) or optimizers.is_grouped_alike(optimizer, parameters, saved):
+            return []
+        return [
+            f"{name}: goes by the order of the groups of {key}, which are other groups, or in "
+            "another order, than were saved: make them as they were"
+            for name, item in self.objects.stateful.items()
+            if getattr(item, "optimizer", None) is optimizer and hasattr(item, "base_lrs")
+        ]
 
     def _unclaimed(self, claimed: set[str]) -> list[str]:
         """Stored leaves below our keys that nothing here wants: a smaller model, say."""
@@ -235,11 +297,17 @@ class Restoring:
             if leaf.startswith(keys) and leaf not in claimed
         ]
 
-    def finish(self, own: Mapping[str, Any], rank: int, *, rank_was_saved: bool) -> None:
-        """Set everything that is no tensor. ``own``: this rank's generators, or rank 0's."""
+    def finish(self, rank: int, *, rank_was_saved: bool) -> None:
+        """Set everything that is no tensor, and small tensors."""
+        with torch.inference_mode(False), torch.no_grad():
+            for name in self._small.keys() & self._filled.keys():
+                fill_small(self._filled[name], self._small[name])
+            self._finish(rank, rank_was_saved)
+
+    def _finish(self, rank: int, rank_was_saved: bool) -> None:
         objects = self.objects
         filled = {
-            key: codec.decode(value, leaf=self._filled.__getitem__, strict=True)
+            key: codec.decode(value, leaf=self._filled.get, tensor=self._small_room, strict=True)
             for key, value in self.encoded.items()
         }
         for key, optimizer in objects.optimizers.items():
@@ -256,12 +324,14 @@ class Restoring:
                 continue  # cannot be replaced in place; its tensors were filled
             container[name] = filled[key]
         for key, generator in objects.generators.items():
-            if key in own:
-                state = codec.decode(own[key])
-                if rank_was_saved:
-                    generator.load_state_dict(state)
-                else:
-                    generator.derive(state, rank)
+            state = codec.decode(self.own[key])
+            if rank_was_saved:
+                generator.load_state_dict(state)
+            else:
+                generator.derive(state, rank)
+
+    def _small_room(self, small: codec.SmallTensor) -> torch.Tensor:
+        return self._filled[small.name]
 
 
 @contextmanager
@@ -272,6 +342,11 @@ def _naming(key: str) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"while {key!r} was given what is stored of it")
         raise
+
+
+def _made_anew(tensor: torch.Tensor) -> torch.Tensor:
+    """One like it with memory of its own."""
+    return torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)
 
 
 def _room_for(spec: Spec, there: Any) -> torch.Tensor:

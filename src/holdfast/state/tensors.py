@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.errors import UnsupportedState
+from holdfast.format.values import SmallTensor
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import (
     REPLICATE,
@@ -39,6 +40,8 @@ TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 #: torch cannot copy these, or warns of doing it; as other elements of their size it does.
 _CARRIERS = {d: torch.uint8 for d, n in DTYPE_NAMES.items() if "INT" in n}
 _CARRIERS[torch.complex32] = torch.int32
+#: Tensors in values up to this size are stored as values: each rank has its own.
+SMALL_BYTES = 8 << 10
 _PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -60,6 +63,34 @@ def empty(shape: tuple[int, ...], dtype: str, device: torch.device | None = None
     size = math.prod(shape) * ITEMSIZE[dtype]
     raw = torch.zeros(size, dtype=torch.uint8, device=device)
     return raw.view(TORCH_DTYPES[dtype]).view(shape)
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Whether it is stored among the values: a generator's state, a count, a learning rate."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and tensor.dtype in DTYPE_NAMES
+        and tensor.numel() * tensor.element_size() <= SMALL_BYTES
+    )
+
+
+def small_tensor(name: str, tensor: torch.Tensor) -> SmallTensor:
+    """Its elements as they are now."""
+    flat = local_of(tensor).resolve_conj().resolve_neg().contiguous().view(-1)
+    data = bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+    return SmallTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)
+
+
+def fill_small(room: torch.Tensor, small: SmallTensor) -> None:
+    """Give ``room``, of its dtype and shape, the elements of a small tensor."""
+    if small.data:
+        local = local_of(room)
+        flat = torch.frombuffer(bytearray(small.data), dtype=torch.uint8).view(local.dtype)
+        local.copy_(flat.view(small.shape))
 
 
 def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafEntry:

@@ -18,6 +18,7 @@ from holdfast.state import optimizers
 from holdfast.state.modules import extra_state
 from holdfast.state.objects import Objects
 from holdfast.state.subclasses import plain_parts
+from holdfast.state.tensors import is_small, small_tensor
 
 #: A leaf as found: name, tensor, is lazy, spread.
 Found = tuple[str, torch.Tensor, bool, str]
@@ -56,13 +57,17 @@ class Walk:
 
     ``aliases``: further names of modules' and optimizers' tensors -> the leaf they are. Values
     name the leaf themselves.
+
+    ``keeps_small``: small tensors in values stay values, so that each of several ranks has its own.
     """
 
+    keeps_small: bool = False
     leaves: list[Found] = field(default_factory=list)
     shared: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     _lazy: set[int] = field(default_factory=set)
+    _unhooked: set[int] = field(default_factory=set)
     _known: Known = field(default_factory=Known)
 
     @property
@@ -75,10 +80,12 @@ class Walk:
         """Look at every object. UnsupportedState names what cannot be stored."""
         for key in objects.optimizers:
             self._take_optimizer(key, objects)
+        self._lazy -= self._unhooked
         for key, module in objects.modules.items():
-            for name, tensor, is_parameter in objects.tensors[key]:
+            for name, tensor, is_parameter, changes_in_forward in objects.tensors[key]:
                 spread = "split" if is_parameter else "lowest"
-                self._add(f"{key}.{name}", tensor, id(tensor) in self._lazy, spread)
+                is_lazy = id(tensor) in self._lazy and not changes_in_forward
+                self._add(f"{key}.{name}", tensor, is_lazy, spread)
             extra = extra_state(module)
             if extra:
                 self.shared[key] = self._encode(extra, key)
@@ -93,8 +100,8 @@ class Walk:
         optimizer = objects.optimizers[key]
         parameters = optimizers.named(key, optimizer, objects.parameter_names(optimizer))
         hooked = optimizers.is_hooked(optimizer)
-        if hooked:
-            self._lazy.update(id(p) for p in parameters.values())
+        changed = self._lazy if hooked else self._unhooked
+        changed.update(id(p) for p in parameters.values())
         for name, tensor in optimizers.tensors(key, optimizer, parameters):
             self._add(name, tensor, hooked, "split")
         self.shared[key] = self._encode(optimizers.values(optimizer, parameters), key)
@@ -109,14 +116,18 @@ class Walk:
 
     def _encode(self, value: Any, path: str) -> Any:
         """``value`` in JSON's types, its tensors leaves of their own under their path."""
-        return codec.encode(value, path, leaf=self._value_leaf)
+        return codec.encode(value, path, tensor=self._value_tensor)
 
-    def _value_leaf(self, value: Any, where: str) -> str | None:
+    def _value_tensor(self, value: Any, where: str) -> str | codec.SmallTensor | None:
+        """A leaf of its own, which one rank stores for all, or a value, which each rank stores."""
         if not isinstance(value, torch.Tensor):
             return None
         name = self._known.name(value, where)
-        if name is where:
-            self.leaves.append((where, value, False, "lowest"))
+        if name is not where:
+            return name
+        if self.keeps_small and is_small(value):
+            return small_tensor(where, value)
+        self.leaves.append((where, value, False, "lowest"))
         return name
 
 

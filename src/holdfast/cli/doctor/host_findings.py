@@ -216,8 +216,8 @@ def _setting_fault(name: str, value: str) -> str:
     """What is wrong with the value of a known setting, in words; "" when nothing is."""
     if name == "HOLDFAST_ARENA_DIR" and value and not value.startswith("/"):
         return "relative, so it means another directory to every process: give an absolute path"
-    if name == "HOLDFAST_LOG" and value.strip().lower() not in ("", "info", "debug"):
-        return "say info or debug"
+    if name == "HOLDFAST_LOG" and value.strip().lower() not in ("", "info", "debug", "off"):
+        return "say info, debug or off"
     if name == "HOLDFAST_KEEPER_IDLE_S" and not _is_seconds(value):
         return "give a number of seconds"
     if name == "HOLDFAST_RUN_ID" and not _is_file_name(value):

@@ -1,0 +1,172 @@
+"""How a run begins: its ranks agree on everything that must be alike, and reach their keeper.
+
+Whatever goes wrong here is raised on every rank, and is the user's to mend.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from holdfast.errors import HoldfastError, UsageError
+from holdfast.load.offers import Offers
+from holdfast.load.stored import run_id_of
+from holdfast.persist import commit
+from holdfast.policy.interval import Every
+from holdfast.policy.retention import Keep
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import arena_dir
+from holdfast.snapshot.client import KeeperClient, find_or_start
+from holdfast.snapshot.saver import Saver
+from holdfast.snapshot.underway import Patience, Place
+from holdfast.state.describe import Describer
+from holdfast.state.objects import State
+from holdfast.storage.base import Store
+from holdfast.world import World, agree, host_id, tell_all
+
+#: How long a start that failed waits for its own threads to end.
+_HANG_UP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all ranks say alike when they begin."""
+
+    root: str
+    memory: Every | None
+    storage: Every | None
+    keep: Keep
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run that has begun, on one rank."""
+
+    run_id: str
+    incarnation: int
+    may_restore: bool
+    saver: Saver
+    offers: Offers
+
+
+def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
+    """Agree with the other ranks on run, host and incarnation, and take a place at the keeper."""
+    timeout_s = terms.timeout_s
+    describer = Describer(state, world.rank, world.size)
+    plans = agree(
+        world, "start: state", lambda: _plan(state, describer, terms), timeout_s=timeout_s
+    )
+    _require_one_plan(plans)
+    told = tell_all(world, "start: root", lambda: _open_root(store, terms), timeout_s=timeout_s)
+    run_id = told.decode()
+    arena = arena_dir(run_id, host_id())
+    place = Place(run_id, 0, world.nonce, world.rank, world.size)
+    saver = Saver(describer, place, partial(_connect, terms, arena), _patience(timeout_s))
+    offers = Offers(store, arena, partial(saver.request, timeout_s=timeout_s))
+    try:
+        begin = partial(_begin, world, saver, offers, timeout_s)
+        begun = tell_all(world, "start: incarnation", begin, timeout_s=timeout_s)
+        incarnation, may_restore = msgspec.json.decode(begun, type=tuple[int, bool])
+        saver.place = Place(run_id, incarnation, world.nonce, world.rank, world.size)
+        agree(world, "start: join", lambda: _join(saver), timeout_s=timeout_s)
+    except BaseException:
+        # A keeper that still hears from us would hold the root against the next try.
+        saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
+        raise
+    return Run(run_id, incarnation, may_restore, saver, offers)
+
+
+def _plan(state: State, describer: Describer, terms: Terms) -> bytes:
+    """What must be alike on all ranks; raises for a state that cannot be saved."""
+    if not isinstance(state, dict) or not state:
+        raise UsageError("the state is a dict from names to objects, and not empty")
+    describer.describe()
+    return msgspec.json.encode({
+        "root": terms.root, "memory": str(terms.memory), "storage": str(terms.storage),
+        "keep": str(terms.keep), "timeout_s": str(terms.timeout_s), "host": host_id(),
+    })  # fmt: skip
+
+
+def _require_one_plan(plans: list[bytes]) -> None:
+    ranks = [msgspec.json.decode(plan, type=dict[str, str]) for plan in plans]
+    hosts = sorted({plan["host"] for plan in ranks})
+    if len(hosts) > 1:
+        raise UsageError(
+            f"the ranks run on {len(hosts)} hosts ({', '.join(hosts)}); this version keeps "
+            "runs on one host"
+        )
+    for rank, plan in enumerate(ranks):
+        for name, value in plan.items():
+            if value != ranks[0][name]:
+                raise UsageError(
+                    f"the ranks disagree: {name} is {ranks[0][name]} on rank 0 and {value} on "
+                    f"rank {rank}. Give every rank's Checkpointer the same arguments."
+                )
+
+
+def _open_root(store: Store, terms: Terms) -> bytes:
+    wanted = os.environ.get("HOLDFAST_RUN_ID", "")
+    before = wanted or run_id_of(store)  # of a root that lost its holdfast.json
+    found = commit.open_root(store, before or uuid.uuid4().hex[:12])
+    if wanted and found.run_id != wanted:
+        raise UsageError(
+            f"{terms.root} belongs to run {found.run_id}, HOLDFAST_RUN_ID says {wanted}: unset "
+            "it, or use another root"
+        )
+    return found.run_id.encode()
+
+
+def _patience(timeout_s: float) -> Patience:
+    usual = Patience()
+    return Patience(
+        first_grant_s=2.5 * timeout_s, grant_s=min(usual.grant_s, timeout_s),
+        durable_grant_s=min(usual.durable_grant_s, timeout_s), keeper_s=timeout_s,
+    )  # fmt: skip
+
+
+def _begin(world: World, saver: Saver, offers: Offers, timeout_s: float) -> bytes:
+    """On rank 0: the number of this start, and whether there is something to restore."""
+    message = m.Begin(nonce=world.nonce, world=world.size)
+    begun = saver.request(message, m.Begun, timeout_s=timeout_s)
+    return msgspec.json.encode((begun.incarnation, offers.is_there_any()))
+
+
+def _join(saver: Saver) -> bytes:
+    saver.reconnect()
+    return b""
+
+
+def _connect(
+    terms: Terms,
+    arena: Path,
+    place: Place,
+    is_copying: bool,
+    listener: Callable[[m.Message], None],
+    on_lost: Callable[[str], None],
+) -> KeeperClient:
+    """A line to this host's keeper, and this rank's place in the incarnation on it."""
+    line = find_or_start(
+        arena, run_id=place.run_id, root=terms.root, host_id=host_id(), timeout_s=terms.timeout_s
+    )
+    client = KeeperClient(line, listener, on_lost)
+    try:
+        hello = m.Hello(run_id=place.run_id, root=terms.root)
+        client.request(hello, m.Welcome, timeout_s=terms.timeout_s)
+        if place.incarnation:
+            join = m.Join(
+                incarnation=place.incarnation, nonce=place.nonce, rank=place.rank,
+                keep_last=terms.keep.last, keep_every=terms.keep.every,
+                persist_at_end=terms.storage is not None, is_copying=is_copying,
+            )  # fmt: skip
+            client.request(join, m.Done, timeout_s=terms.timeout_s)
+    except HoldfastError:
+        client.close()
+        raise
+    return client

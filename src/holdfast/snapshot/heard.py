@@ -1,0 +1,97 @@
+"""What the keeper says by itself, and what follows from it on this rank.
+
+Everything here runs on the listening thread; a message that must be answered is returned to
+whoever holds the line.
+"""
+
+from __future__ import annotations
+
+from holdfast.errors import CaptureOvertaken, PersistFailed, SnapshotSkipped
+from holdfast.events import PersistBroke, emit
+from holdfast.geometry.layout import Layout
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.promises import Promises
+from holdfast.snapshot.underway import Capture, Place
+
+
+class Heard:
+    """What is known from the keeper's word alone."""
+
+    def __init__(self, promises: Promises) -> None:
+        self._promises = promises
+        self.announced: set[tuple[int, str]] = set()
+        self.layouts: dict[str, Layout] = {}
+        self.fenced = ""
+        """Why this process is over; "" while it is not."""
+        self.is_silent = False
+        """Whether it let a deadline pass and has said nothing since."""
+
+    def hear(self, message: m.Message, current: Capture | None, place: Place) -> m.Message | None:
+        """Take in ``message``; what is to be said to it, if anything."""
+        self.is_silent = False
+        promises = self._promises
+        match message:
+            case m.LayoutAgreed(hash=hash_, data=data):
+                self.layouts = {hash_: Layout.from_json(data)}
+            case m.Grant() | m.Skip():
+                return _answered(current, message)
+            case m.Aborted():
+                self._aborted(current, message)
+            case m.Complete(step=step):
+                promises.captured(step)
+            case m.Durable(step=step, fulfils=fulfils):
+                promises.durable(step, fulfils)
+            case m.NotDurable():
+                self._not_durable(message, place)
+            case m.Announced(step=step, which=which):
+                self.announced.add((step, which))
+            case m.FencedOff(incarnation=n):
+                self.fenced = f"incarnation {n} of this run has begun; this one is over"
+                if current is not None:
+                    current.call_off(self.fenced)
+        return None
+
+    def lost(self, reason: str, current: Capture | None) -> None:
+        """The keeper went away; the next save starts another."""
+        self.is_silent = False  # the next one has not been asked yet
+        why = f"the keeper went away: {reason}"
+        if current is not None and not current.resolved.is_set():
+            current.keeper_lost = True
+            current.call_off(why)
+        self._promises.fail_all(why)
+
+    def take_announced(self, step: int, which: str) -> bool:
+        """Whether the policy ``which`` was announced for ``step``; asked once."""
+        was_announced = (step, which) in self.announced
+        self.announced.discard((step, which))
+        return was_announced
+
+    def _aborted(self, current: Capture | None, message: m.Aborted) -> None:
+        kind = CaptureOvertaken if message.overtaken else SnapshotSkipped
+        self._promises.fail(message.step, kind(message.reason, leaf=message.leaf), captured=False)
+        if current is None or current.step != message.step:
+            return
+        if current.answer is None:
+            current.answer = message
+            current.answered.set()
+        else:
+            current.call_off(message.reason)
+
+    def _not_durable(self, message: m.NotDurable, place: Place) -> None:
+        if place.rank == 0:  # every rank is told, and one tells the people
+            emit(PersistBroke(
+                incarnation=place.incarnation, step=message.step, rank=0, reason=message.reason
+            ))  # fmt: skip
+        for step in (message.step, *message.fulfils):
+            error = PersistFailed(f"step {message.step}: {message.reason}")
+            self._promises.fail(step, error, captured=True)
+
+
+def _answered(current: Capture | None, message: m.Grant | m.Skip) -> m.Message | None:
+    is_awaited = current is not None and current.step == message.step and current.answer is None
+    if current is not None and is_awaited and not current.called_off:
+        current.answer = message
+        current.answered.set()
+    elif isinstance(message, m.Grant):  # too late: nobody waits for it any more
+        return m.Abandon(attempt=message.attempt, reason="its save was given up")
+    return None

@@ -1,0 +1,55 @@
+"""This rank's line to its keeper, taken up again when it broke: the next keeper is started."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from holdfast.errors import KeeperError
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.client import KeeperClient
+from holdfast.snapshot.collected import when_collected
+
+LINE_IS_DOWN = "the keeper of this host went away"
+
+
+class Line:
+    """At most one client at a time; ``connect`` makes one that has this rank's place."""
+
+    def __init__(self, connect: Callable[[], KeeperClient]) -> None:
+        self._connect = connect
+        self._client: KeeperClient | None = None
+        self._hang_up_when_collected: weakref.finalize[[], Line] | None = None
+        self.known_table = ""
+        """The table of leaves that the keeper at the other end was told."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether there is a client, be its keeper alive or not."""
+        return self._client is not None
+
+    def ensure(self) -> KeeperClient:
+        """The client, connected if need be."""
+        if self._client is None or not self._client.is_open:
+            self.known_table = ""
+            if self._hang_up_when_collected is not None:
+                self._hang_up_when_collected.detach()
+            self._client = self._connect()
+            self._hang_up_when_collected = when_collected(self, self._client.hang_up)
+        return self._client
+
+    def require(self) -> KeeperClient:
+        """The client that is there. KeeperError when none is."""
+        if self._client is None:
+            raise KeeperError(LINE_IS_DOWN)
+        return self._client
+
+    def send(self, message: m.Message) -> None:
+        """Say something to the keeper that is there. KeeperError when none is."""
+        self.require().send(message)
+
+    def hang_up(self) -> None:
+        """End the conversation, if there is one."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()

@@ -1,0 +1,63 @@
+"""What was promised for each step: the handles of its saves, and what the keeper says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.errors import HoldfastError, PersistFailed
+from holdfast.snapshot.handle import CAPTURED, DURABLE, SaveHandle
+
+_KEPT_STEPS = 16
+
+
+class Promises:
+    """The handles somebody may still wait for, by the step that is to fulfil them."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, list[SaveHandle]] = {}
+
+    def add(self, step: int, handles: Iterable[SaveHandle]) -> None:
+        """``step`` is saved for these; those of old steps that are settled are forgotten."""
+        self._handles.setdefault(step, []).extend(handles)
+        for old in [s for s, held in self._handles.items() if all(map(_is_settled, held))]:
+            if len(self._handles) > _KEPT_STEPS and old != max(self._handles):
+                del self._handles[old]
+
+    def join(self, step: int, handle: SaveHandle) -> None:
+        """``step`` was saved already, and is now promised to ``handle`` as well."""
+        self._handles.setdefault(step, []).append(handle)
+
+    def catch_up(self, step: int, handle: SaveHandle) -> None:
+        """``handle`` is as far as any other of its step."""
+        for other in self._handles[step]:
+            if other.state in (CAPTURED, DURABLE):
+                handle.reach(other.state)
+
+    def captured(self, step: int) -> None:
+        """All ranks have this step in memory."""
+        for handle in self._handles.get(step, []):
+            handle.reach(CAPTURED)
+
+    def durable(self, saved: int, fulfils: Iterable[int]) -> None:
+        """A manifest names step ``saved``, which stands for ``fulfils`` as well."""
+        for step in (saved, *fulfils):
+            for handle in self._handles.get(step, []):
+                if handle.durable:
+                    handle.move_to(saved)
+                    handle.reach(DURABLE)
+
+    def fail(self, step: int, error: HoldfastError, *, captured: bool) -> None:
+        """It came to nothing; ``captured``: only its way to storage did."""
+        for handle in self._handles.get(step, []):
+            if not _is_settled(handle):
+                handle.fail(error, captured=captured)
+
+    def fail_all(self, reason: str) -> None:
+        """Whatever is not settled comes to nothing."""
+        for step in list(self._handles):
+            self.fail(step, PersistFailed(f"step {step}: {reason}"), captured=False)
+
+
+def _is_settled(handle: SaveHandle) -> bool:
+    wanted = DURABLE if handle.durable else CAPTURED
+    return handle.state in (wanted, DURABLE, "failed")

@@ -1,0 +1,57 @@
+"""When a save is due on every rank alike, though only rank 0's clock counts."""
+
+from __future__ import annotations
+
+from holdfast.policy.due import Due, Pace
+from holdfast.policy.interval import Every
+
+
+def due_steps(due: Due, steps: range, seconds: float, *, is_alone: bool = True) -> list[int]:
+    """The steps that are due, of steps that take ``seconds`` each."""
+    return [
+        step
+        for step in steps
+        if due.is_due(step, None, step * seconds, was_announced=False, is_alone=is_alone)
+    ]
+
+
+def test_without_a_policy_nothing_is_ever_due() -> None:
+    due = Due("memory", None, 0.0)
+    assert not due.is_timed
+    assert due_steps(due, range(100), 60.0) == []
+
+
+def test_alone_the_clock_is_obeyed_at_once_and_starts_anew() -> None:
+    assert due_steps(Due("storage", Every(minutes=1), 0.0), range(10), 30.0) == [2, 4, 6, 8]
+
+
+def test_steps_and_minutes_count_together() -> None:
+    due = Due("storage", Every(steps=5, minutes=1), 0.0)
+    assert due_steps(due, range(10), 30.0) == [2, 4, 6, 8, 9]
+
+
+def test_among_several_ranks_the_clock_is_obeyed_only_by_announcement() -> None:
+    due = Due("storage", Every(minutes=1), 0.0)
+    assert due_steps(due, range(100), 60.0, is_alone=False) == []
+    assert due.is_due(100, None, 6000.0, was_announced=True, is_alone=False)
+    assert due.to_announce(101, 6059.0, 1.0) is None  # the minute begins anew
+
+
+def test_a_save_is_announced_half_a_second_ahead_and_at_least_two_steps() -> None:
+    for step_s, ahead in ((10.0, 2), (0.1, 6), (0.0, 501)):
+        due = Due("storage", Every(minutes=1), 0.0)
+        assert due.to_announce(7, 59.0, step_s) is None
+        assert due.to_announce(7, 60.0, step_s) == 7 + ahead
+        assert due.to_announce(8, 61.0, step_s) is None  # until that step has passed
+        assert due.to_announce(8 + ahead, 61.0, step_s) == 8 + 2 * ahead
+
+
+def test_the_pace_is_that_of_the_last_steps() -> None:
+    pace = Pace()
+    assert pace.step_s == 1.0
+    for now_s in (0.0, 100.0, 200.0):
+        pace.learn(now_s)
+    assert pace.step_s == 100.0
+    for step in range(20):
+        pace.learn(300.0 + step * 0.5)
+    assert pace.step_s == 0.5
