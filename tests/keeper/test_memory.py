@@ -243,8 +243,10 @@ def test_a_slot_is_made_stamped_and_removed(memory: Memory) -> None:
     memory.stamp(4, captured(0, world=1))
     (slot,), (attempt,) = scan(memory)
     assert (slot.id, attempt.slots) == (4, {0: 4})
-    memory.remove(4)
-    memory.remove(4)  # missing is fine
+    removed = memory.unlink(4)
+    assert removed is not None
+    removed.close()
+    assert memory.unlink(4) is None  # missing is fine
     assert not memory.slot_path(4).exists()
     assert scan(memory) == ([], [])
 

@@ -319,8 +319,10 @@ def test_slots_given_away_by_a_known_mistake_are_found_out(broken: type[Slots]) 
 
 
 class BelievesEveryCopierStopped(Coordinator):
-    def join(self, rank: int, writer: Writer, *, is_copying: bool = True) -> list[Action]:
-        return super().join(rank, writer, is_copying=False)
+    def join(
+        self, rank: int, writer: Writer, *, is_copying: bool = True, owes_durable: bool = False
+    ) -> list[Action]:
+        return super().join(rank, writer, is_copying=False, owes_durable=owes_durable)
 
 
 def test_a_keeper_that_believes_every_copier_stopped_is_found_out() -> None:

@@ -56,8 +56,9 @@ class SlotMaker:
 
     def drop_spares(self) -> None:
         """Another incarnation begins: what is not begun to be made for the old one is not made."""
-        for slot_id in [slot for slot in self._queued if self._coordinator.drop_spare(slot)]:
-            del self._queued[slot_id]
+        for slot_id in list(self._queued):
+            if self._coordinator.drop_spare(slot_id):
+                del self._queued[slot_id]
 
     def _go_on(self) -> None:
         while not self._unmapping and len(self._being_made) < _AT_ONCE:

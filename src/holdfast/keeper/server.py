@@ -222,7 +222,7 @@ class Keeper:
 
     @staticmethod
     def _end_at_last(after_s: float) -> None:
-        """Whatever the loop waits for then, the process ends: slots and records stay as they are."""
+        """End the process then, whatever the loop waits for: what is in the arena stays."""
         watchdog = threading.Timer(after_s, os._exit, [0])
         watchdog.daemon = True
         watchdog.start()
