@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.errors import (
     Fenced,
+    SaveError,
     SnapshotSkipped,
     StatePoisoned,
     UnsupportedState,
@@ -39,9 +40,11 @@ from holdfast.state.objects import State
 from holdfast.storage.open import normal_root, open_store
 from holdfast.world import World, current_world, host_id, tell_all
 
-_RETRY_S = 0.05
+_RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
 _HANG_UP_S = 5.0
 _AT_EXIT_S = 10.0
+#: How long a close waits for the last events to be written.
+_LAST_EVENTS_S = 5.0
 #: How much longer than for a message the ranks wait for each other's reading.
 _READ_PATIENCE = 10
 
@@ -76,7 +79,7 @@ class Checkpointer:
         timeout_s: float = 120.0,
     ) -> None:
         check_policies(memory, storage, keep, parity)
-        self.state = state
+        self._state = state
         self.root = normal_root(root)
         self.memory, self.storage, self.keep = memory, storage, keep
         self.timeout_s = duration_s("timeout_s", timeout_s)
@@ -88,6 +91,7 @@ class Checkpointer:
         self._last_step: int | None = None
         self._last_handle: SaveHandle | None = None
         self._carried: list[SaveHandle] = []
+        self._is_owed = False
         self._updates_at_save = 0
         now_s = time.monotonic()
         self._dues = Due("storage", storage, now_s), Due("memory", memory, now_s)
@@ -98,12 +102,25 @@ class Checkpointer:
         self._saver, self._offers = run.saver, run.offers
         self._stop_tracing = follow_run(self.root, self.world.rank)
         # Of a Checkpointer that nobody closes; its Saver ends by itself as well.
-        weakref.finalize(self, self._stop_tracing).atexit = False
+        # The collector ends it on whatever thread it runs: that one waits for nothing.
+        weakref.finalize(self, self._stop_tracing, 0.0).atexit = False
         emit(RunStarted(
             incarnation=self.incarnation, rank=self.world.rank, run_id=run.run_id,
             world=self.world.size, host=host_id(), pid=os.getpid(),
         ))  # fmt: skip
         _open_checkpointers.add(self)
+
+    @property
+    def state(self) -> State:
+        """The state that is saved and restored: this very dict, to be changed in place."""
+        return self._state
+
+    @state.setter
+    def state(self, _: State) -> None:
+        raise UsageError(
+            "checkpointer.state is the dict that was given at the start; another would not be "
+            "saved. Change it in place: checkpointer.state[name] = ..., on every rank."
+        )
 
     # ── restoring ────────────────────────────────────────────────────────────────────────
 
@@ -167,7 +184,8 @@ class Checkpointer:
         except Exception as error:  # of the user's own state_dict, say: it costs a snapshot
             if _is_mistake(error):
                 raise
-            self._last_step = step
+            self._last_step, self._updates_at_save = step, self._saver.updates
+            self._is_owed |= durable  # the next save that is due is durable for it
             self._last_handle = self._saver.decline(step, durable, error)
             return self._last_handle
 
@@ -204,10 +222,10 @@ class Checkpointer:
             if not missed:
                 return self._saver.make_durable(step) if durable else self._last_handle
         carried = list(self._carried_over())
-        handle = self._saver.save(
-            step, durable=durable or bool(carried), exact=exact, carried=carried
-        )
+        durable = durable or bool(carried) or self._is_owed
+        handle = self._saver.save(step, durable=durable, exact=exact, carried=carried)
         self._carried.clear()
+        self._is_owed = False
         self._last_step, self._last_handle = step, handle
         self._updates_at_save = self._saver.updates
         return handle
@@ -269,7 +287,8 @@ class Checkpointer:
         """Wait for what was promised, and let the keeper end when all ranks have closed.
 
         Durable saves under way are finished, and with a ``storage`` policy the newest snapshot
-        is made durable too. Raises the error of a promised save that failed. Twice is once.
+        is made durable too; one that was missed is taken again, if the state is still that of its
+        step. Raises the error of a promised save that failed. Twice is once.
         """
         timeout_s = duration_s("timeout_s", timeout_s, least="from 0 on")
         if self._is_closed or self._process != os.getpid():
@@ -282,22 +301,43 @@ class Checkpointer:
             try:
                 self._saver.close(timeout_s=timeout_s)
             finally:
-                self._stop_tracing()
+                self._stop_tracing(_LAST_EVENTS_S)
 
     def _keep_promises(self, timeout_s: float) -> None:
         """Take the durable save that was carried along, if the state is still that of its step."""
         deadline = time.monotonic() + timeout_s
+        if self.storage is not None and not self._saver.is_fenced:
+            self._retake_missed(timeout_s)
+        self._saver.end_capture(timeout_s=timeout_s)
+        pause_s = _RETRY_S
         while self._carried_over():
             if self._saver.updates != self._updates_at_save or time.monotonic() > deadline:
                 reason = SnapshotSkipped("no slot came free before the state went on; not saved")
                 for carried in self._carried:
                     carried.fail(reason, captured=False)
                 raise reason
-            time.sleep(_RETRY_S)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
             self.save(self._last_step or 0, durable=True)
+            self._saver.end_capture(timeout_s=max(0.0, deadline - time.monotonic()))
         handle = self._last_handle
         if handle is not None and handle.durable:
             handle.wait_durable(max(0.0, deadline - time.monotonic()))
+
+    def _retake_missed(self, timeout_s: float) -> None:
+        """The newest snapshot is to be durable at the end: it is taken again if it was missed.
+
+        On all ranks alike, each of which knows that it was missed.
+        """
+        handle = self._last_handle
+        if handle is None or handle.durable:
+            return
+        try:
+            handle.wait_captured(timeout_s)
+        except SaveError:
+            if self._saver.updates != self._updates_at_save:
+                raise
+            self.save(handle.step, durable=True)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -318,8 +358,10 @@ class Checkpointer:
         if not self._is_closed and self._process == os.getpid():
             self._is_closed = True
             _open_checkpointers.discard(self)
-            self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
-            self._stop_tracing()
+            try:
+                self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
+            finally:
+                self._stop_tracing(_LAST_EVENTS_S)
 
 
 def _is_mistake(error: Exception) -> bool:

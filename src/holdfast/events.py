@@ -7,7 +7,7 @@ seconds, sizes are bytes; ``time_s`` is the wall clock, stamped by ``emit``.
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -168,21 +168,24 @@ AnyEvent = (
 
 Sink = Callable[[Event, float], None]
 
+#: Changed by single calls only, and under no lock: the collector may end a subscription while its
+#: own thread begins another, and a forked child would never see a lock released.
 _sinks: list[Sink] = []
-_lock = threading.Lock()
 
 
 def subscribe(sink: Sink) -> Callable[[], None]:
     """Call ``sink(event, time_s)`` for every event from now on; returns how to stop it."""
-    with _lock:
-        _sinks.append(sink)
+    _sinks.append(sink)
 
     def unsubscribe() -> None:
-        with _lock:
-            if sink in _sinks:
-                _sinks.remove(sink)
+        _remove(sink)
 
     return unsubscribe
+
+
+def _remove(sink: Sink) -> None:
+    with contextlib.suppress(ValueError):  # it was removed already
+        _sinks.remove(sink)
 
 
 def emit(event: Event) -> None:
@@ -192,9 +195,7 @@ def emit(event: Event) -> None:
         try:
             sink(event, time_s)
         except Exception as error:  # a report must never stop training
-            with _lock:
-                if sink in _sinks:
-                    _sinks.remove(sink)
+            _remove(sink)
             emit(SinkFailed(sink=repr(sink), reason=repr(error)))
 
 

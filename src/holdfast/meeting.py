@@ -69,7 +69,7 @@ def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
     arena = arena_dir(run_id, host_id())
     place = Place(run_id, 0, world.nonce, world.rank, world.size)
     saver = Saver(describer, place, partial(_connect, terms, arena), _patience(timeout_s))
-    offers = Offers(store, arena, partial(saver.request, timeout_s=timeout_s))
+    offers = Offers(store, world.rank, arena, partial(saver.request, timeout_s=timeout_s))
     try:
         begin = partial(_begin, world, saver, offers, timeout_s)
         begun = tell_all(world, "start: incarnation", begin, timeout_s=timeout_s)
@@ -148,6 +148,7 @@ def _connect(
     arena: Path,
     place: Place,
     is_copying: bool,
+    owes_durable: bool,
     listener: Callable[[m.Message], None],
     on_lost: Callable[[str], None],
 ) -> KeeperClient:
@@ -164,6 +165,7 @@ def _connect(
                 incarnation=place.incarnation, nonce=place.nonce, rank=place.rank,
                 keep_last=terms.keep.last, keep_every=terms.keep.every,
                 persist_at_end=terms.storage is not None, is_copying=is_copying,
+                owes_durable=owes_durable,
             )  # fmt: skip
             client.request(join, m.Done, timeout_s=terms.timeout_s)
     except HoldfastError:

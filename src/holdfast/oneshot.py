@@ -15,16 +15,16 @@ from typing import Any
 
 import msgspec
 
-from holdfast.catalogue import LOCK, attempt_dir, catalogue, image_path
-from holdfast.errors import HoldfastError, NotFound, PersistFailed, UsageError
+from holdfast.catalogue import LOCK, attempt_dir, image_path
+from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.load.choose import Candidate
 from holdfast.load.reader import CheckpointReader
 from holdfast.load.restore import Restored, restore_first
-from holdfast.load.source import Checkpoint, from_manifest
-from holdfast.load.stored import catalogue_of, choose_stored, run_id_of
+from holdfast.load.source import Checkpoint
+from holdfast.load.stored import catalogue_of, choose_stored, open_stored, run_id_of
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, Written, write_image
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
@@ -70,11 +70,17 @@ def save(
         generation = Generation(incarnation.n, step)
 
         def write() -> bytes:
+            _require_same_root(world, store, incarnation.run_id)
             return msgspec.json.encode(
                 _write_image(world, store, described, layout, incarnation, generation, attempt)
             )
 
         def publish() -> bytes:
+            try:
+                _require_images(store, images)
+            except HoldfastError:
+                _clear(store, generation, attempt)
+                raise
             commit.record_incarnation(store, incarnation)
             commit.write_layout(store, layout.hash, layout.to_json())
             commit.publish(store, Manifest(
@@ -106,6 +112,38 @@ def _shown(values: bytes) -> dict[str, Any]:
         return {}
     document = msgspec.json.decode(values)
     return {"values": document["shared"], "aliases": document.get("aliases", {})}
+
+
+def _require_same_root(world: World, store: Store, run_id: str) -> None:
+    """Rank 0 named the root's run: UsageError on a rank that finds another root, or none."""
+    try:
+        commit.require_root(store, run_id)
+    except StorageError as error:
+        raise _apart(store, f"rank {world.rank} does not find rank 0's root of run {run_id}") from (
+            error
+        )
+
+
+def _require_images(store: Store, images: tuple[ImageRef, ...]) -> None:
+    """On rank 0: UsageError when what the others wrote is not where the manifest says."""
+    for image in images:
+        try:
+            found: int | None = store.size_bytes(image.path)
+        except NotFound:
+            found = None
+        if found != image.size_bytes:
+            what = "is not there" if found is None else f"has {found} bytes there"
+            raise _apart(
+                store,
+                f"{image.path}, {image.size_bytes} bytes by rank {image.rank}, {what} for rank 0",
+            )
+
+
+def _apart(store: Store, what: str) -> UsageError:
+    return UsageError(
+        f"the ranks see different directories at {store.url}: {what}. No checkpoint was published. "
+        "Give a directory that all ranks reach, and not one of each node's own."
+    )
 
 
 def _clear(store: Store, generation: Generation, attempt: str) -> None:
@@ -221,10 +259,7 @@ def load(
     )  # fmt: skip
 
     def open_checkpoint(candidate: Candidate) -> Checkpoint:
-        manifest = catalogue(store).find(candidate.generation)
-        if manifest is None:
-            raise NotFound(f"{candidate.generation} is no longer in {store.url}")
-        return from_manifest(store, manifest)
+        return open_stored(store, candidate, world.rank)
 
     restored = restore_first(
         world, state, msgspec.json.decode(listed, type=list[Candidate]), open_checkpoint,

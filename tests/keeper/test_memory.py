@@ -97,6 +97,11 @@ def test_a_slot_whose_writer_is_dead_is_free(memory: Memory) -> None:
     assert slot.writer is None
 
 
+def test_a_slot_whose_writer_cannot_be_seen_is_given_to_nobody(memory: Memory) -> None:
+    slot = the_only(memory, captured(1, state="writing", writer_pid=0, writer_start=0))
+    assert (slot.state, slot.writer) == ("quarantined", Writer(0, 0))
+
+
 def test_a_slot_is_quarantined_for_as_long_as_its_writer_lives(memory: Memory) -> None:
     command = [sys.executable, "-SIc", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as writer:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import holdfast
 from holdfast.errors import Fenced, KeeperError, UsageError
 from holdfast.persist import commit
+from holdfast.snapshot import client as client_module
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import arena_dir, lock_dir, make_private_dir
 from holdfast.snapshot.client import KeeperClient, find_or_start
@@ -94,6 +96,37 @@ def test_an_older_incarnation_is_fenced_off_and_strangers_have_no_say(tmp_path: 
         old.request(m.Join(incarnation=first, nonce="a", rank=0), m.Done, timeout_s=10)
     old.close()
     end(new, second, "b")
+
+
+_APART = ["unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child"]
+
+
+def can_be_apart() -> bool:
+    """Whether this machine lets us start a process in a pid namespace of its own."""
+    return subprocess.run([*_APART, "true"], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_be_apart(), reason="no namespaces can be made here")
+def test_a_trainer_the_keeper_cannot_see_is_refused_and_told_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = subprocess.Popen
+
+    def apart(command: list[str], **options: Any) -> Any:
+        return real([*_APART, *command], **options)
+
+    commit.open_root(LocalStore(tmp_path), "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", apart)
+        arena = arena_dir("run", "host")
+        line = find_or_start(arena, run_id="run", root=str(tmp_path), host_id="host", timeout_s=30)
+    client = KeeperClient(line, lambda _: None, lambda _: None)
+    with pytest.raises(UsageError, match="share a pid namespace"):
+        client.request(m.Hello(run_id="run", root=str(tmp_path)), m.Welcome, timeout_s=10)
+    client.close()
+    child = vars(client_module)["_started"].pop()
+    child.kill()
+    child.wait(30)
 
 
 def test_two_keepers_cannot_write_to_one_root(tmp_path: Path) -> None:

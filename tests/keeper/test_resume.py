@@ -65,6 +65,24 @@ def test_a_keeper_lost_before_the_restore_ended_is_told_with_what_to_do(
     holdfast.Checkpointer(tmp_path, build(), storage=None).close()
 
 
+def test_an_older_start_writes_to_no_slot_that_a_newer_one_may_read_whose_keeper_died(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    heard: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+    older, newer = connect(tmp_path, listener=heard.put), connect(tmp_path)
+    n = begin(older)
+    capture(older, heard, 1)
+    newer.request(m.Begin(nonce="newer", world=1), m.Begun, timeout_s=10)
+    kill_keeper(arena_dir)  # before it is known what the newer one goes on from
+    older.close()
+    newer.close()
+    line = connect(tmp_path)
+    with pytest.raises(holdfast.Fenced, match="newer start"):
+        join(line, n)
+    assert begin(line) == n + 2
+    end(line)
+
+
 def test_a_life_has_as_many_slots_after_each_death_of_a_keeper_as_before(
     tmp_path: Path, arena_dir: Path, gate: Gate
 ) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import queue
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -18,8 +21,9 @@ from gates import Gate, capture_at_last
 from holdfast.catalogue import catalogue
 from holdfast.snapshot import client as client_module
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import SlotFile
 from holdfast.storage.local import LocalStore
-from keepers import arena_of, ask, begin, connect, end, start
+from keepers import IMAGE_BYTES, arena_of, ask, begin, connect, end, hear, kill_keeper, start
 from leftovers import keeper_pids
 
 
@@ -128,6 +132,61 @@ def test_what_does_not_end_is_not_waited_for_longer_than_was_said(
     other = connect(tmp_path)
     begin(other)
     end(other)
+
+
+#: A file system that does not answer, as soon as the root is locked or let go.
+_HANG = """
+import fcntl, os, pathlib, time
+real = fcntl.flock
+def flock(descriptor, operation):
+    if operation & {operation} and {root!r} in os.readlink(f"/proc/self/fd/{{descriptor}}"):
+        pathlib.Path({reached!r}).touch()
+        time.sleep(3600)
+    return real(descriptor, operation)
+fcntl.flock = flock
+"""
+
+
+@pytest.mark.parametrize("operation", [fcntl.LOCK_EX, fcntl.LOCK_UN], ids=["opening", "letting go"])
+def test_a_root_that_hangs_does_not_keep_the_keeper_from_stopping_in_time(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch, operation: int
+) -> None:
+    root, reached = tmp_path / "root", tmp_path / "reached"
+    snapshot_of_a_killed_keeper(root, arena_dir)
+    hang = _HANG.format(operation=operation, root=str(root), reached=str(reached))
+    (tmp_path / "sitecustomize.py").write_text(hang)
+    monkeypatch.syspath_prepend(tmp_path)
+    child, line = start(root, "--stop-s", "0.5")
+    if operation == fcntl.LOCK_UN:  # its run ends in order, and it gives up the root
+        begin(line)
+        line.send(m.Goodbye())
+        wait_until_reached(reached)
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(60) == 0
+    assert reached.exists()
+    line.close()
+    assert list(arena_of(arena_dir).glob("*.slot"))  # nothing of it is lost
+
+
+def snapshot_of_a_killed_keeper(root: Path, arena_home: Path) -> None:
+    """An arena with one generation in it, and nobody there."""
+    heard: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+    line = connect(root, listener=heard.put)
+    begin(line)
+    line.send(ask(1))
+    slot = SlotFile.open(Path(hear(heard, m.Grant).slot), writable=True)
+    record = slot.read_record()
+    assert record is not None
+    slot.write_record(msgspec.structs.replace(record, state="captured", image_bytes=IMAGE_BYTES))
+    kill_keeper(arena_home)
+    line.close()
+
+
+def wait_until_reached(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, "the root is not asked"
+        time.sleep(0.01)
 
 
 def test_a_second_order_to_stop_is_obeyed_at_once(tmp_path: Path, arena_dir: Path) -> None:

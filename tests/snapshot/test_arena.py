@@ -233,6 +233,7 @@ def test_a_process_is_known_by_its_pid_and_its_start() -> None:
     assert start > 0
     assert is_running(pid, start)
     assert not is_running(pid, start + 1)  # the pid was used again
+    assert is_running(0, 0)  # of another pid namespace: nobody here can tell
 
 
 def test_a_process_that_ended_is_not_running_even_before_it_is_waited_for() -> None:

@@ -8,7 +8,7 @@ from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Allocate, Remove
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
-from holdfast.snapshot.slots import Slot, Writer
+from holdfast.snapshot.slots import BEING_MADE, Slot, Writer
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────
 
@@ -112,6 +112,71 @@ def test_a_save_takes_spares_that_are_still_being_made() -> None:
     assert not told(actions, m.Skip)
     assert not of(actions, Allocate)
     assert granted(keeper.c.allocated(spare.slot))
+
+
+def slow_memory() -> tuple[Keeper, list[int]]:
+    """A keeper of two ranks that gave up waiting for the first slots, and those slots."""
+    keeper = Keeper()
+    keeper.has_memory = False
+    slots = [allocate.slot for allocate in of(keeper.ask_all(1), Allocate)]
+    assert told(keeper.c.withdraw(0, 1), m.Aborted)
+    return keeper, slots
+
+
+def test_slots_that_were_waited_for_in_vain_are_not_made_a_second_time() -> None:
+    keeper, slots = slow_memory()
+    for slot in slots:
+        assert keeper.c.allocated(slot) == []
+    assert keeper.states() == ["free", "free"]
+    assert keeper.slots(granted(keeper.ask_all(2))) == set(slots)
+    assert len(keeper.c.slots) == 2
+
+
+def test_no_step_is_held_for_memory_that_was_waited_for_in_vain() -> None:
+    keeper, (one, two) = slow_memory()
+    keeper.c.allocated(one)
+    for step in range(2, 5):
+        actions = keeper.ask_all(step)
+        assert [skip.reason for skip in told(actions, m.Skip)] == [BEING_MADE]
+        assert not of(actions, Allocate)
+    assert not keeper.c.is_busy()
+    keeper.c.allocated(two)
+    assert keeper.slots(granted(keeper.ask_all(5))) == {one, two}
+
+
+def test_a_save_that_must_be_durable_waits_for_memory_that_is_late() -> None:
+    keeper, slots = slow_memory()
+    assert not told(keeper.ask_all(2, durable=True, exact=True), m.Skip)
+    for slot in slots:
+        keeper.c.allocated(slot)
+    assert keeper.slots(granted(keeper.c.tick(1.0))) == set(slots)
+
+
+def test_memory_that_was_late_and_cannot_be_had_is_asked_for_again() -> None:
+    keeper, slots = slow_memory()
+    for slot in slots:
+        keeper.c.allocation_failed(slot, "shared memory too small")
+    assert len(of(keeper.ask_all(2), Allocate)) == 2
+
+
+def test_a_new_incarnation_waits_for_slots_an_older_one_waited_for_in_vain() -> None:
+    keeper, slots = slow_memory()
+    keeper.begin(2, 2)
+    keeper.c.adopt(0.0)
+    assert not told(keeper.ask_all(1), m.Skip)
+    assert keeper.c.allocated(slots[0]) == []
+    assert granted(keeper.c.allocated(slots[1]))
+
+
+def test_a_spare_that_is_not_begun_is_dropped_but_not_one_that_is_waited_for() -> None:
+    keeper = Keeper(1)
+    keeper.capture(0)
+    keeper.has_memory = False
+    spares = [allocate.slot for allocate in of(keeper.c.spares(), Allocate)]
+    keeper.ask_all(1)
+    assert [keeper.c.drop_spare(slot) for slot in spares] == [False, True]
+    assert set(keeper.c.slots) == {0, spares[0]}
+    assert len(of(keeper.c.spares(), Allocate)) == 1  # it is made when it is needed
 
 
 # ── incarnations ─────────────────────────────────────────────────────────────────────────────

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, table
+from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 from holdfast.errors import FormatError
 from holdfast.geometry.layout import table_hash
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.actions import Action, StartPersist
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
 from holdfast.snapshot.slots import Slot, Writer
@@ -59,6 +60,56 @@ def test_a_parent_that_is_not_in_memory_leaves_the_newest_pinned(
     c = left((1, 10), (1, 20))
     c.resume(2, "n", 1, parent, 0.0)
     assert (kept(c), c.attempts.pinned) == ({"1-20"}, "1-20")
+
+
+# ── what an earlier keeper owed ──────────────────────────────────────────────────────────────
+
+
+def take_over(c: Coordinator, *owes: bool) -> list[list[Action]]:
+    """A keeper goes on with incarnation 1 of this many ranks; what follows as each joins."""
+    c.resume(1, "n", len(owes), None, 0.0)
+    return [
+        c.join(rank, Writer(100 + rank, 7), owes_durable=owing) for rank, owing in enumerate(owes)
+    ]
+
+
+def test_what_a_keeper_owed_when_it_died_is_made_durable_by_the_next() -> None:
+    c = left((1, 10), (1, 19))
+    (actions,) = take_over(c, True)
+    assert [start.attempt for start in of(actions, StartPersist)] == ["1-19"]
+    assert [d.step for d in told(c.persisted("1-19"), m.Durable)] == [19]
+    assert not of(c.tick(1.0), StartPersist)  # once
+
+
+def test_nothing_is_made_durable_that_nobody_was_promised() -> None:
+    c = left((1, 10), (1, 19))
+    assert take_over(c, False) == [[]]
+    assert c.tick(1.0) == []
+
+
+def test_what_was_owed_is_made_durable_when_all_ranks_can_hear_of_it() -> None:
+    c = Coordinator(keeper="l", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
+    slots = [Slot(rank, 2 << 20, "captured", "a", rank, 4096) for rank in range(2)]
+    c.found(slots, [Attempt("a", 1, 19, 2, "layout", slots={0: 0, 1: 1})])
+    c.resume(1, "n", 2, None, 0.0)
+    assert c.join(0, Writer(100, 7), owes_durable=True) == []
+    assert c.tick(1.0) == []
+    assert of(c.join(1, Writer(101, 7)), StartPersist)
+
+
+def test_what_was_owed_is_owed_by_the_next_snapshot_when_none_is_left() -> None:
+    keeper = Keeper(1)
+    keeper.c = left((1, 10))
+    keeper.c.resume(2, "n", 1, (1, 10), 0.0)
+    assert keeper.c.join(0, keeper.writer(0), owes_durable=True) == []
+    assert of(keeper.ask_all(11), StartPersist)
+
+
+def test_a_rank_whose_line_broke_is_not_believed_to_be_owed_what_this_keeper_knows() -> None:
+    c = left((1, 10), (1, 19))
+    take_over(c, False)
+    assert c.join(0, Writer(100, 7), owes_durable=True) == []
+    assert c.tick(1.0) == []
 
 
 # ── copiers that have stopped ────────────────────────────────────────────────────────────────

@@ -51,3 +51,29 @@ def test_a_load_state_dict_that_raises_is_named_by_its_key(tmp_path: Path) -> No
 def test_a_name_that_ends_like_a_part_of_a_leaf_is_refused(tmp_path: Path) -> None:
     with pytest.raises(holdfast.UsageError, match="ends like the name of a part"):
         holdfast.save(tmp_path, {"w@0:1": torch.zeros(1)})
+
+
+class Later:
+    """Has no state before it was given one."""
+
+    seen: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen["x"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = {"x": state["seen"]}
+
+
+def test_an_object_that_has_no_state_before_its_first_load_is_loaded(tmp_path: Path) -> None:
+    saved, back = Later(), Later()
+    saved.load_state_dict({"seen": torch.arange(3)})
+    holdfast.save(tmp_path, {"later": saved})
+    holdfast.load(tmp_path, {"later": back})
+    assert back.seen["x"].tolist() == [0, 1, 2]
+
+
+def test_a_module_where_a_plain_value_was_saved_is_a_mismatch(tmp_path: Path) -> None:
+    holdfast.save(tmp_path, {"model": 5})
+    with pytest.raises(StateMismatch, match="model: a module in the state, a plain value in"):
+        holdfast.load(tmp_path, {"model": nn.Identity()})

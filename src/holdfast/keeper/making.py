@@ -70,7 +70,7 @@ class SlotMaker:
 
     def _next(self) -> int | None:
         slots = self._coordinator.slots
-        awaited = next((slot for slot in self._queued if not slots[slot].is_spare), None)
+        awaited = next((s for s in self._queued if slots[s].is_late or not slots[s].is_spare), None)
         if awaited is not None or self._spare in self._being_made:
             return awaited
         self._spare = next(iter(self._queued), -1)

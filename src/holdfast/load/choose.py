@@ -16,6 +16,8 @@ class Candidate(NamedTuple):
     step: int
     where: str
     attempt: str
+    seal: str = ""
+    """The checksum of its manifest, for what is in storage: of all that is to be read."""
 
     @property
     def generation(self) -> Generation:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.catalogue import Catalogue, catalogue
+from holdfast.catalogue import Catalogue
 from holdfast.errors import NotFound
 from holdfast.load.choose import Candidate, choose
-from holdfast.load.source import Checkpoint, from_manifest, from_memory
-from holdfast.load.stored import broken_manifests, catalogue_of, nothing_fits, stored
+from holdfast.load.source import Checkpoint, from_memory
+from holdfast.load.stored import broken_manifests, catalogue_of, nothing_fits, open_stored, stored
 from holdfast.snapshot import messages as m
 from holdfast.storage.base import Store
 
@@ -19,10 +19,11 @@ Ask = Callable[[m.Message, type[A]], A]
 
 
 class Offers:
-    """The sources of one run: ``ask`` asks its keeper, whose slots lie in ``arena``."""
+    """The sources of one run, on ``rank``: ``ask`` asks its keeper, whose slots lie in ``arena``."""
 
-    def __init__(self, store: Store, arena: Path, ask: Ask[m.Message]) -> None:
+    def __init__(self, store: Store, rank: int, arena: Path, ask: Ask[m.Message]) -> None:
         self._store = store
+        self._rank = rank
         self._arena = arena
         self._ask = ask
 
@@ -49,10 +50,7 @@ class Offers:
                 raise NotFound(f"{candidate.generation} is no longer in memory")
             self._ask(m.Pin(attempt=candidate.attempt), m.Done)
             return from_memory(self._arena, held)
-        manifest = catalogue(self._store).find(candidate.generation)
-        if manifest is None:
-            raise NotFound(f"{candidate.generation} is no longer in storage")
-        return from_manifest(self._store, manifest)
+        return open_stored(self._store, candidate, self._rank)
 
     def _candidates(self, found: Catalogue, step: int | str | None) -> list[Candidate]:
         inventory = self._held()

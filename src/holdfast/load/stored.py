@@ -7,10 +7,19 @@ format is never taken for an empty one.
 from __future__ import annotations
 
 from holdfast.catalogue import MANIFESTS, ROOT, Catalogue, catalogue, is_root, read_document
-from holdfast.errors import FormatError, HoldfastError, NewerFormat, NotFound, RestoreError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NewerFormat,
+    NotFound,
+    RestoreError,
+    UsageError,
+)
 from holdfast.events import SourceDropped, emit
-from holdfast.format.manifest import Root
+from holdfast.format.checksum import checksum, text
+from holdfast.format.manifest import Manifest, Root, seal
 from holdfast.load.choose import Candidate, choose
+from holdfast.load.source import Checkpoint, from_manifest
 from holdfast.storage.base import Store
 from holdfast.storage.place import what_is_at
 
@@ -49,7 +58,34 @@ def _refuse_newer_root(store: Store) -> None:
 
 def stored(found: Catalogue) -> list[Candidate]:
     """Every checkpoint as something to restore from."""
-    return [Candidate(*each.generation, "storage", each.attempt) for each in found.manifests]
+    return [
+        Candidate(*each.generation, "storage", each.attempt, seal_of(each))
+        for each in found.manifests
+    ]
+
+
+def seal_of(manifest: Manifest) -> str:
+    """What is alike only for manifests that are the same in every word."""
+    return text(checksum(seal(manifest)))
+
+
+def open_stored(store: Store, candidate: Candidate, rank: int) -> Checkpoint:
+    """The checkpoint that rank 0 chose, as this rank sees it.
+
+    NotFound when it is gone, UsageError when another lies here under its name.
+    """
+    manifest = catalogue(store).find(candidate.generation)
+    if manifest is None:
+        raise NotFound(f"{candidate.generation} is no longer in {store.url} (rank {rank})")
+    if (manifest.attempt, seal_of(manifest)) != (candidate.attempt, candidate.seal):
+        raise UsageError(
+            f"the ranks see different directories at {store.url}: generation "
+            f"{candidate.generation} is attempt {candidate.attempt} (manifest {candidate.seal}) "
+            f"on rank 0, attempt {manifest.attempt} (manifest {seal_of(manifest)}) on rank {rank}. "
+            "Nothing was restored. Give a directory that all ranks reach, and not one of each "
+            "node's own."
+        )
+    return from_manifest(store, manifest)
 
 
 def choose_stored(store: Store, step: int | str | None) -> tuple[Catalogue, list[Candidate]]:

@@ -11,16 +11,19 @@ from holdfast.observe.log import log_sink_from_environment
 from holdfast.observe.sinks import JsonlSink
 
 
-def follow_run(root: str, rank: int) -> Callable[[], None]:
-    """Subscribe both; returns how to stop. UsageError for a setting that means nothing."""
+def follow_run(root: str, rank: int) -> Callable[[float], None]:
+    """Subscribe both; returns how to stop, given how many seconds to wait for what is not written.
+
+    UsageError for a setting that means nothing.
+    """
     log = log_sink_from_environment(rank)
     path = Path(root, "events", f"rank-{rank:05d}.jsonl")
     trace = JsonlSink(path, only_beside=Path(root, ROOT))
     stops = [subscribe(sink) for sink in (trace, log) if sink is not None]
 
-    def stop() -> None:
+    def stop(deadline_s: float) -> None:
         for unsubscribe in stops:
             unsubscribe()
-        trace.close()
+        trace.close(deadline_s=deadline_s)
 
     return stop

@@ -73,11 +73,15 @@ class JsonlSink:
             self._start()
 
     def close(self, *, deadline_s: float = 5.0) -> None:
-        """Write what is queued and stop; gives up after ``deadline_s``. Never raises."""
+        """Write what is queued and stop; gives up after ``deadline_s``. Never raises.
+
+        On its own writer's thread, where the collector may end whoever owns it, it waits for
+        nothing.
+        """
         self._closed = True
+        self._queue.put(None)
         thread = self._thread
-        if thread is not None:
-            self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
             thread.join(deadline_s)
 
     def _begin_afresh(self) -> None:

@@ -11,7 +11,9 @@ import atexit
 import contextlib
 import itertools
 import os
+import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -28,6 +30,8 @@ from holdfast.snapshot.arena import make_private_dir
 SOCKET_NAME = "keeper.sock"
 LOCK_TAKEN = 3
 _RETRY_S = 0.02
+#: A keeper that takes nothing for so long is no longer spoken to on this line.
+SEND_S = 5.0
 #: Keepers this process started: held, so that one that ends is reaped.
 _started: list[subprocess.Popen[bytes]] = []
 
@@ -126,6 +130,13 @@ def _last_words(arena: Path) -> str:
     return f"; its log ends with: {lines[-1]}" if lines else ""
 
 
+def _give_up_sending_after(line: socket.socket, patience_s: float) -> None:
+    """Sending alone: listening waits as long as there is nothing to hear."""
+    whole_s = int(patience_s)
+    micro_s = int((patience_s - whole_s) * 1e6)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole_s, micro_s))
+
+
 class KeeperClient:
     """One connection. ``listener(message)`` hears what the keeper says by itself."""
 
@@ -135,6 +146,8 @@ class KeeperClient:
         listener: Callable[[m.Message], None],
         on_lost: Callable[[str], None],
     ) -> None:
+        _give_up_sending_after(line, SEND_S)
+        self._process = os.getpid()
         self._line = line
         self._listener = listener
         self._on_lost = on_lost
@@ -153,13 +166,41 @@ class KeeperClient:
         return not self._broken
 
     def send(self, message: m.Message, seq: int = 0) -> None:
-        """Say something. KeeperError when the keeper is gone."""
-        data = m.pack(message, seq)
+        """Say something. KeeperError when the keeper is gone, or reads nothing for ``SEND_S``.
+
+        Progress is a hint: there are thousands, and none is said to a keeper that is behind in
+        its reading, so that there is room for what matters.
+        """
+        if isinstance(message, m.Progress) and not self._is_writable():
+            return
+        if not self._sending.acquire(timeout=SEND_S):
+            raise KeeperError(f"the keeper went away: it read nothing for {SEND_S:g} s")
         try:
-            with self._sending:
-                self._line.sendall(data)
+            self._line.sendall(m.pack(message, seq))
+        except BlockingIOError as error:
+            # A part of the message may be said: nothing can follow it.
+            self._break(f"it read nothing for {SEND_S:g} s")
+            raise KeeperError(f"the keeper went away: {self._broken}") from error
         except OSError as error:
             raise KeeperError(f"the keeper went away: {error}") from error
+        finally:
+            self._sending.release()
+
+    def _is_writable(self) -> bool:
+        """Whether most of the socket's buffer is free; True for a line that broke."""
+        poll = select.poll()
+        try:
+            poll.register(self._line, select.POLLOUT)
+        except ValueError:  # it was closed, which the sending tells better
+            return True
+        return bool(poll.poll(0))
+
+    def _break(self, reason: str) -> None:
+        """Nothing more is said or heard here; the listener's thread tells who must know."""
+        with self._changed:
+            self._broken = self._broken or reason
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
 
     def request(self, message: m.Message, answer: type[A], *, timeout_s: float) -> A:
         """Say something and wait for its answer; the keeper's refusal is raised as its error."""
@@ -184,7 +225,13 @@ class KeeperClient:
         return found
 
     def hang_up(self) -> None:
-        """End the conversation, and wait for nothing."""
+        """End the conversation, and wait for nothing.
+
+        In a process that was forked off, only its own hold on the line: the line is its parent's.
+        """
+        if self._process != os.getpid():
+            self._line.close()
+            return
         self._closing = True
         with contextlib.suppress(OSError):  # it hung up first
             self._line.shutdown(socket.SHUT_RDWR)
@@ -204,7 +251,7 @@ class KeeperClient:
         except (OSError, EOFError, HoldfastError) as error:
             reason = str(error) or "it closed the connection"
         with self._changed:
-            self._broken = reason
+            reason = self._broken = self._broken or reason
             self._changed.notify_all()
         self._line.close()
         if not self._closing:

@@ -7,6 +7,7 @@ keeps it, and so does a handle: whoever waits for one is answered.
 
 from __future__ import annotations
 
+import os
 import queue
 import weakref
 from collections.abc import Callable, Mapping
@@ -63,8 +64,10 @@ def when_collected(
     return finalizer
 
 
-def end_worker(work: Work[S], slots: Mapping[str, SlotFile]) -> None:
-    """No more will come, and nothing is read or written any more."""
+def end_worker(process: int, work: Work[S], slots: Mapping[str, SlotFile]) -> None:
+    """No more will come, and nothing is read or written any more, in this ``process``."""
+    if process != os.getpid():
+        return  # forked off: it has no worker, and what is mapped and pinned is its parent's
     work.put(None)
     # Not left to the collector: pinned memory has to be unpinned while it is still mapped.
     for slot in slots.values():

@@ -76,6 +76,7 @@ class Coordinator:
         self.adopted = False
         self.attempts.pinned = self.attempts.newest
         self.debts.begin(incarnation)
+        self.slots.begin()
         self._is_taking_over = self._owes = False
         self._joined.clear()
         self._asks = Asks(world)
@@ -169,7 +170,9 @@ class Coordinator:
             return skip(step, f"rank {rank} stopped waiting for the others")
         for attempt in self.attempts.open():
             if attempt.step == step and rank not in attempt.sealed:
-                return self._abort(attempt, f"rank {rank} stopped waiting for its slot")
+                actions = self._abort(attempt, f"rank {rank} stopped waiting for its slot")
+                self.slots.waited_in_vain(attempt)
+                return actions
         return []
 
     def _decide_if_all_asked(self, now_s: float) -> list[Action]:
@@ -188,11 +191,11 @@ class Coordinator:
         sizes = {r: image_bytes(plans[r], asks[r].values_bytes) for r in asks}
         durable = self.debts.is_to_be_durable(step, asks.values())
         chosen, actions = self.slots.choose(sizes)
-        if chosen is None:
+        if isinstance(chosen, str):
             if any(ask.durable and ask.exact for ask in asks.values()):
                 self._asks.put_off(step, asks, now_s)
                 return actions
-            return actions + skip(step, NO_SLOT)
+            return actions + skip(step, chosen)
         attempt = self._new_attempt(step, layout, now_s)
         attempt.durable = durable
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}

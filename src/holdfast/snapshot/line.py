@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 
-from holdfast.errors import KeeperError
+from holdfast.errors import HoldfastError, KeeperError
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.client import KeeperClient
 from holdfast.snapshot.collected import when_collected
 
 LINE_IS_DOWN = "the keeper of this host went away"
+#: How long nothing is tried after a try that failed; doubled up to the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 
 
 class Line:
@@ -20,6 +23,8 @@ class Line:
         self._connect = connect
         self._client: KeeperClient | None = None
         self._hang_up_when_collected: weakref.finalize[[], Line] | None = None
+        self._pause_s = _FIRST_PAUSE_S
+        self._next_try_s = 0.0
         self.known_table = ""
         """The table of leaves that the keeper at the other end was told."""
 
@@ -27,6 +32,11 @@ class Line:
     def is_up(self) -> bool:
         """Whether there is a client, be its keeper alive or not."""
         return self._client is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a client that did not break."""
+        return self._client is not None and self._client.is_open
 
     def ensure(self) -> KeeperClient:
         """The client, connected if need be."""
@@ -37,6 +47,19 @@ class Line:
             self._client = self._connect()
             self._hang_up_when_collected = when_collected(self, self._client.hang_up)
         return self._client
+
+    def ensure_for_save(self) -> KeeperClient:
+        """The same, but shortly after a try that failed KeeperError at once: saves are many."""
+        if not self.is_open and time.monotonic() < self._next_try_s:
+            raise KeeperError(f"{LINE_IS_DOWN}, and the last try to reach one failed just now")
+        try:
+            client = self.ensure()
+        except HoldfastError:
+            self._next_try_s = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            raise
+        self._pause_s = _FIRST_PAUSE_S
+        return client
 
     def require(self) -> KeeperClient:
         """The client that is there. KeeperError when none is."""

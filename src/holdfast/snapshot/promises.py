@@ -15,10 +15,17 @@ class Promises:
 
     def __init__(self) -> None:
         self._handles: dict[int, list[SaveHandle]] = {}
+        self._asked_durable = self._told_durable = -1
+
+    @property
+    def owes_durable(self) -> bool:
+        """Whether a save was to be durable, and no manifest was told of that is as new."""
+        return self._asked_durable > self._told_durable
 
     def add(self, step: int, handles: Iterable[SaveHandle]) -> None:
         """``step`` is saved for these; those of old steps that are settled are forgotten."""
-        self._handles.setdefault(step, []).extend(handles)
+        for handle in handles:
+            self.join(step, handle)
         for old in [s for s, held in self._handles.items() if all(map(_is_settled, held))]:
             if len(self._handles) > _KEPT_STEPS and old != max(self._handles):
                 del self._handles[old]
@@ -26,6 +33,8 @@ class Promises:
     def join(self, step: int, handle: SaveHandle) -> None:
         """``step`` was saved already, and is now promised to ``handle`` as well."""
         self._handles.setdefault(step, []).append(handle)
+        if handle.durable:
+            self._asked_durable = max(self._asked_durable, step)
 
     def catch_up(self, step: int, handle: SaveHandle) -> None:
         """``handle`` is as far as any other of its step."""
@@ -40,6 +49,7 @@ class Promises:
 
     def durable(self, saved: int, fulfils: Iterable[int]) -> None:
         """A manifest names step ``saved``, which stands for ``fulfils`` as well."""
+        self._told_durable = max(self._told_durable, saved)
         for step in (saved, *fulfils):
             for handle in self._handles.get(step, []):
                 if handle.durable:

@@ -8,6 +8,7 @@ Trouble with the keeper or with memory costs a snapshot, never a step.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -38,9 +39,15 @@ from holdfast.state.describe import Describer
 
 A = TypeVar("A", bound=m.Message)
 
-#: A client that has this place at the keeper, given whether slots may still be written to, who
-#: hears what the keeper says by itself, and who hears that it went away.
-Connect = Callable[[Place, bool, Callable[[m.Message], None], Callable[[str], None]], KeeperClient]
+#: A client that has this place at the keeper, given whether slots may still be written to and
+#: whether a durable save is owed, who hears what the keeper says by itself, and who hears that
+#: it went away.
+Connect = Callable[
+    [Place, bool, bool, Callable[[m.Message], None], Callable[[str], None]], KeeperClient
+]
+#: What a save that was given up before anything was granted has to end, and one being copied
+#: that is left behind.
+_GIVEN_UP_S, _STOP_S = 0.1, 1.0
 
 
 class Saver:
@@ -66,7 +73,7 @@ class Saver:
             target=work_off, args=(self._work,), name="holdfast-capture", daemon=True
         )
         self._worker.start()
-        when_collected(self, end_worker, self._work, self._copier.slots.files)
+        when_collected(self, end_worker, os.getpid(), self._work, self._copier.slots.files)
 
     # ── on the training thread ───────────────────────────────────────────────────────────
 
@@ -169,7 +176,11 @@ class Saver:
             return 0.0
         started_s = time.monotonic()
         self._await_release(capture)
-        if not capture.resolved.wait(self.patience.durable_grant_s):
+        # Given up without a slot, it never reads the state: its worker only waits for the keeper.
+        is_mere_wait = bool(capture.called_off) and not isinstance(capture.answer, m.Grant)
+        wait_s = _GIVEN_UP_S if is_mere_wait else self.patience.durable_grant_s
+        if not capture.resolved.wait(wait_s):
+            capture.keeper_lost |= is_mere_wait
             # Its worker may still read what the next save would stage over.
             raise SnapshotSkipped(f"the capture of step {capture.step} has not ended yet")
         return time.monotonic() - started_s
@@ -181,8 +192,12 @@ class Saver:
 
     def previous_was_skipped(self) -> bool:
         """Whether no rank captured the save before: known alike on every rank by now."""
-        self._wait_previous()
         capture = self._current
+        try:
+            self._wait_previous()
+        except SnapshotSkipped:
+            if capture is None or not capture.is_carried:
+                raise
         return capture is not None and capture.is_carried
 
     def explain(self, step: int) -> str:
@@ -234,21 +249,33 @@ class Saver:
     def close(self, *, timeout_s: float, say_goodbye: bool = True) -> None:
         """End the capture under way, say goodbye, and let go of all memory.
 
-        Without a goodbye the keeper takes this rank for lost, and keeps what it has.
+        Without a goodbye the keeper takes this rank for lost, and keeps what it has. So it must
+        be when the copying does not end: the memory it writes to then stays mapped, and its slot
+        is given to nobody.
         """
-        if say_goodbye:
-            self._wait_previous()
-        self._work.put(None)
-        self._worker.join(timeout=timeout_s)
-        if self.is_fenced or not say_goodbye:
-            self._line.hang_up()
-        else:
+        has_ended = False
+        try:
+            if say_goodbye:
+                self._wait_previous()
+        finally:
             try:
-                # A keeper that died meanwhile is replaced: the next one finds what is in memory.
-                self.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
+                has_ended = self._end_worker(timeout_s)
+                if has_ended and say_goodbye and not self.is_fenced:
+                    # A keeper that died meanwhile is replaced: the next finds what is in memory.
+                    self.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
             finally:
                 self._line.hang_up()
-        self._copier.slots.close()
+                if has_ended:
+                    self._copier.slots.close()
+
+    def _end_worker(self, timeout_s: float) -> bool:
+        """Let it finish, or have it give up; whether it has ended."""
+        self._work.put(None)
+        self._worker.join(timeout_s)
+        if self._worker.is_alive() and self._current is not None:
+            self._current.call_off("its process left while it was copied")
+            self._worker.join(_STOP_S)
+        return not self._worker.is_alive()
 
     # ── on the worker ────────────────────────────────────────────────────────────────────
 
@@ -287,12 +314,8 @@ class Saver:
         """Ask for a slot; SnapshotSkipped when no rank gets one."""
         if self.is_fenced:
             raise Fenced(self.is_fenced)
-        if self._heard.is_silent:
-            capture.keeper_lost = True
-            raise SnapshotSkipped(
-                "the keeper has not answered since the last save (is it stopped?)"
-            )
-        client = self._line.ensure()
+        client = self._reach_keeper(capture)
+        capture.check()
         described = capture.description
         if described.table_hash != self._line.known_table:
             table = m.Table(hash=described.table_hash, data=described.table)
@@ -313,6 +336,20 @@ class Saver:
             raise SnapshotSkipped(f"step {capture.step} was skipped on all ranks: {reason}")
         self._was_granted = True
         return capture.answer
+
+    def _reach_keeper(self, capture: Capture) -> KeeperClient:
+        """The client to ask; an error, and the save is due again, when no keeper can be asked."""
+        if self._line.is_open and self._heard.is_silent:
+            capture.keeper_lost = True
+            raise SnapshotSkipped(
+                "the keeper has not answered since the last save (is it stopped?)"
+            )
+        try:
+            return self._line.ensure_for_save()
+        except HoldfastError:
+            capture.keeper_lost = True
+            self._heard.is_silent = False  # that was said of a line there is no more
+            raise
 
     def _abandon(self, capture: Capture, reason: str, leaf: str = "") -> None:
         if not isinstance(capture.answer, m.Grant):
@@ -336,7 +373,16 @@ class Saver:
     # ── the keeper ───────────────────────────────────────────────────────────────────────
 
     def _take_place(self) -> KeeperClient:
-        return self._connect(self.place, self.is_copying, weakly(self._hear), weakly(self._lost))
+        try:
+            client = self._connect(
+                self.place, self.is_copying, self._promises.owes_durable, weakly(self._hear),
+                weakly(self._lost),
+            )  # fmt: skip
+        except Fenced as error:
+            self._heard.fenced = str(error)
+            raise
+        self._heard.is_silent = False  # this one was not asked for a slot yet
+        return client
 
     def _hear(self, message: m.Message) -> None:
         """On the listening thread: what the keeper says by itself."""

@@ -21,6 +21,7 @@ from holdfast.snapshot.attempts import Attempt, Attempts
 SLOTS_PER_IMAGE = 3
 #: Slack in a slot, so that plain values may grow without a new slot.
 SLACK_BYTES = 1 << 20
+BEING_MADE = "the memory for it is still being made: its slots were waited for in vain before"
 NO_SLOT = "no free slot: every image in memory is still being persisted or restored from"
 
 
@@ -46,6 +47,8 @@ class Slot:
     writer: Writer | None = None
     incarnation: int = 0
     """Of the attempt: with writer and rank it names the one thread that copies into it."""
+    is_late: bool = False
+    """It is still being made, and an attempt has waited for it as long as it could."""
 
     @property
     def is_spare(self) -> bool:
@@ -54,7 +57,7 @@ class Slot:
 
     def free(self) -> None:
         """Nobody's image is in it, and nobody writes to it."""
-        self.state = "free"
+        self.state, self.is_late = "free", False
         self.give_up()
 
     def give_up(self) -> None:
@@ -91,14 +94,16 @@ class Slots(dict[int, Slot]):
 
     # ── giving away ──────────────────────────────────────────────────────────────────────
 
-    def choose(self, sizes: Mapping[int, int]) -> tuple[dict[int, Slot] | None, list[Action]]:
-        """A slot for each rank, made where there is none; None when the budget is used up."""
+    def choose(self, sizes: Mapping[int, int]) -> tuple[dict[int, Slot] | str, list[Action]]:
+        """A slot for each rank, made where there is none; or why there is none for now."""
         actions = self._resize(max(sizes.values()))
         free = self._to_give()
+        if any(slot.is_late for slot in free[: len(sizes)]):
+            return BEING_MADE, actions  # waiting again would hold every step until it is made
         usable = sum(self._fits(slot) and slot.state != "quarantined" for slot in self.values())
         missing = max(0, len(sizes) - len(free))
         if missing and self._kept_generations() >= SLOTS_PER_IMAGE:
-            return None, actions
+            return NO_SLOT, actions
         for _ in range(missing):
             slot, allocate = self._make()
             actions.append(allocate)
@@ -169,6 +174,17 @@ class Slots(dict[int, Slot]):
                     self[other].free()
             del self.attempts[attempt.id]
         slot.free()
+
+    def waited_in_vain(self, attempt: Attempt) -> None:
+        """The attempt came to nothing because its slots were not made in time."""
+        for id_ in attempt.slots.values():
+            if id_ in self and self[id_].is_spare:
+                self[id_].is_late = True
+
+    def begin(self) -> None:
+        """Nobody of a new incarnation has waited for anything yet."""
+        for slot in self.values():
+            slot.is_late = False
 
     # ── taking back ──────────────────────────────────────────────────────────────────────
 

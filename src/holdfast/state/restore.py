@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -128,7 +128,8 @@ class Restoring:
                     continue
                 parts = dict(plain_parts(f"{key}.{name}.{kind}", tensor))
                 are_free = [spoken.take(part) for part in parts.values()]
-                if not all(are_free) and list(parts.values()) == [tensor]:
+                is_plain = all(part is tensor for part in parts.values())
+                if is_plain and not all(are_free):
                     state[parameter][kind] = parts[f"{key}.{name}.{kind}"] = _made_anew(tensor)
                 filled.update(parts)
 
@@ -199,6 +200,9 @@ class Restoring:
                 yield f"{key}: not in the checkpoint"
         for key, module in objects.modules.items():
             saved, here = self.shared.get(key, {}), extra_state_names(module)
+            if not isinstance(saved, dict):
+                yield f"{key}: a module in the state, a plain value in the checkpoint"
+                continue
             for name in sorted(here - set(saved)):
                 yield f"{key}.{name}: has extra state in the model, but none in the checkpoint"
             for name in sorted(set(saved) - here):
@@ -217,7 +221,9 @@ class Restoring:
             if key in objects.modules:
                 there = extra_state(objects.modules[key])
             if key in objects.stateful:
-                there = objects.stateful[key].state_dict()
+                there = None
+                with suppress(Exception):  # before its first load it may have none to give
+                    there = objects.stateful[key].state_dict()
             if key in objects.optimizers:
                 there = optimizers.values(objects.optimizers[key], self._parameters(key))
             self._collect(self.shared.get(key), there, of_modules)
