@@ -543,3 +543,61 @@ def test_a_step_that_is_no_number_is_refused_and_harms_nothing(tmp_path: Path, s
             checkpointer.step(step)
         train(state, 0)
         checkpointer.save(0).wait_captured(30)
+
+
+def test_a_checkpoint_that_could_not_be_taken_when_it_was_due_is_due_at_the_next_save(
+    tmp_path: Path,
+) -> None:
+    state = build()
+    with holdfast.Checkpointer(tmp_path, state, storage=holdfast.Every(steps=2)) as checkpointer:
+        train(state, 0)
+        checkpointer.step(0)
+        train(state, 1)
+        state["odd"] = object()
+        due = checkpointer.step(1)
+        assert due is not None and due.durable and due.state == "failed"
+        del state["odd"]
+        train(state, 2)
+        instead = checkpointer.step(2)
+        assert instead is not None and instead.durable
+
+
+def test_a_snapshot_that_was_missed_at_the_very_end_is_taken_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    state = build()
+    with holdfast.Checkpointer(tmp_path, state) as checkpointer:
+        train(state, 0)
+        checkpointer.step(0)
+        train(state, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(copier_module, "copy_image", fail)
+            missed = checkpointer.step(1)
+            assert missed is not None
+            with pytest.raises(holdfast.SnapshotSkipped, match="out of luck"):
+                missed.wait_captured(30)
+    assert holdfast.load(tmp_path, build(seed=1)).step == 1
+
+
+def test_an_error_of_the_training_loop_is_not_replaced_by_that_of_a_save(tmp_path: Path) -> None:
+    state = build()
+
+    def run() -> None:
+        with holdfast.Checkpointer(tmp_path, state) as checkpointer:
+            state["odd"] = object()
+            checkpointer.step(0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+
+
+def test_another_state_is_refused_and_not_saved_in_silence(tmp_path: Path) -> None:
+    state = build()
+    with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
+        with pytest.raises(holdfast.UsageError, match="Change it in place"):
+            checkpointer.state = build(seed=1)
+        assert checkpointer.state is state

@@ -19,10 +19,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast
+from gates import Gate
 from holdfast import events
+from holdfast.catalogue import catalogue
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.client import KeeperClient
 from holdfast.snapshot.underway import Patience
+from holdfast.storage.local import LocalStore
+from keepers import kill_keeper
 from launch import run_ranks
 from leftovers import keeper_pids
 from lives import build, take_step
@@ -179,6 +183,79 @@ def test_leaving_on_an_exception_while_a_large_image_is_copied_does_not_crash(
     for pid in keeper_pids(arena_dir):
         os.kill(pid, signal.SIGTERM)
     assert ended.returncode == 0
+
+
+_NO_FSYNC = """
+import os, sys, time
+if "holdfast.keeper" in sys.orig_argv:
+    def fsync(descriptor, now=os.fsync):
+        while os.path.exists({flag!r}):
+            time.sleep(0.02)
+        now(descriptor)
+    os.fsync = fsync
+"""
+
+
+def test_a_checkpoint_whose_keeper_died_writing_it_is_owed_to_the_next_keeper(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flag = tmp_path / "hang"
+    (tmp_path / "sitecustomize.py").write_text(_NO_FSYNC.format(flag=str(flag)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    root = tmp_path / "root"
+    checkpointer = holdfast.Checkpointer(root, {"w": torch.zeros(1000)}, storage=None)
+    checkpointer.save(0).wait_captured(30)
+    flag.touch()
+    promised = checkpointer.save(1, durable=True)
+    promised.wait_captured(30)
+    kill_keeper(arena_dir)
+    with pytest.raises(holdfast.PersistFailed):
+        promised.wait_durable(30)
+    flag.unlink()
+    assert not catalogue(LocalStore(root)).manifests
+    checkpointer.save(2).wait_captured(30)  # in memory only, as far as the caller is concerned
+    until_s = time.monotonic() + 20
+    while not catalogue(LocalStore(root)).manifests:
+        assert time.monotonic() < until_s, "the checkpoint is forgotten"
+        threading.Event().wait(0.02)
+    checkpointer.close()
+
+
+def test_a_process_whose_run_went_on_without_it_learns_so_from_the_next_keeper(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    first = holdfast.Checkpointer(tmp_path, {"w": torch.zeros(4)}, storage=None)
+    first.save(0).wait_captured(30)
+    kill_keeper(arena_dir)
+    second = holdfast.Checkpointer(tmp_path, {"w": torch.zeros(4)}, storage=None)
+    with pytest.raises(holdfast.SnapshotSkipped):
+        first.save(1).wait_captured(30)
+    with pytest.raises(holdfast.Fenced):
+        first.step(2)
+    second.restore()
+    second.save(1).wait_captured(30)
+    second.close()
+    first.close()
+
+
+def test_a_close_that_raises_leaves_neither_line_nor_worker(
+    tmp_path: Path, arena_dir: Path, gate: Gate
+) -> None:
+    checkpointer = holdfast.Checkpointer(tmp_path, {"w": torch.zeros(4)}, storage=None)
+    saver = checkpointer._saver
+    saver.patience = Patience(copy_s=0.1, durable_grant_s=0.1)
+    checkpointer.save(0).wait_captured(30)
+    gate.shut()
+    checkpointer.save(1)
+    assert gate.reached.wait(30)
+    with pytest.raises(holdfast.SnapshotSkipped, match="has not ended"):
+        checkpointer.close(timeout_s=0.1)
+    assert not saver._line.is_up
+    gate.is_open.set()
+    saver._worker.join(30)
+    assert not saver._worker.is_alive()
+    for pid in keeper_pids(arena_dir):
+        os.kill(pid, signal.SIGTERM)
 
 
 def _save_in_two_places(rank: int, world: int, base: Path) -> str:

@@ -181,3 +181,22 @@ def test_a_run_s_events_make_no_directory_where_its_root_has_vanished(tmp_path: 
     (warned,) = heard
     assert isinstance(warned, events.Warned)
     assert "holdfast.json" in warned.message
+
+
+def test_a_sink_that_is_closed_on_its_own_thread_ends_without_waiting_for_itself(
+    tmp_path: Path, heard: list[events.Event]
+) -> None:
+    sink = JsonlSink(tmp_path)  # no file: the writer's own thread reports it, and here closes it
+    ended = threading.Event()
+
+    def close(event: events.Event, _: float) -> None:
+        if isinstance(event, events.Warned):
+            writer = threading.current_thread()
+            sink.close()
+            threading.Thread(target=lambda: (writer.join(), ended.set())).start()
+
+    stop = events.subscribe(close)
+    sink(fence(1), 1.0)
+    assert ended.wait(30)
+    stop()
+    assert not [event for event in heard if isinstance(event, events.SinkFailed)]
