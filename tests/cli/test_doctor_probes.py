@@ -238,6 +238,7 @@ def put_snapshot(arena: Path, step: int, ranks: tuple[int, ...] = (0, 1), **chan
         fields: dict[str, Any] = {
             "state": "captured", "boot_id": boot_id(), "run_id": "r", "incarnation": 2,
             "step": step, "attempt": f"a{step}", "rank": rank, "world": 2, "image_bytes": 1 << 20,
+            "writer_pid": 4194303, "writer_start": 1,  # long gone
         }  # fmt: skip
         slot.write_record(SlotRecord(**(fields | change)))
         slot.close()
