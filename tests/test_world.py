@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
+import holdfast
 from holdfast.errors import DeadlineExceeded, StorageError, UsageError
 from holdfast.world import SoloWorld, TorchWorld, agree, current_world, tell_all
 from launch import run_ranks
@@ -54,3 +56,17 @@ def test_a_process_alone_is_a_world_of_one() -> None:
 
 def _refuse() -> bytes:
     raise UsageError("no")
+
+
+def test_a_rank_that_has_no_group_is_refused_and_not_taken_for_a_run_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"rank 1 of 2.*init_process_group"):
+        holdfast.save(tmp_path / "run", {"x": 1})
+    with pytest.raises(UsageError, match=r"rank 1 of 2.*init_process_group"):
+        holdfast.Checkpointer(tmp_path / "run", {"x": 1})
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    holdfast.save(tmp_path / "run", {"x": 1})

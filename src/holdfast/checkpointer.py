@@ -7,14 +7,12 @@ is an event, and it is what ``handle.wait_*`` raises.
 
 from __future__ import annotations
 
-import atexit
 import os
 import time
 import weakref
 from types import TracebackType
 
 import msgspec
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.errors import (
     Fenced,
@@ -36,13 +34,13 @@ from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.handle import SaveHandle
+from holdfast.snapshot.opened import opened
 from holdfast.state.objects import State
 from holdfast.storage.open import normal_root, open_store
-from holdfast.world import World, current_world, host_id, tell_all
+from holdfast.world import World, current_world, host_id, refuse_rank_without_group, tell_all
 
 _RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
 _HANG_UP_S = 5.0
-_AT_EXIT_S = 10.0
 #: How long a close waits for the last events to be written.
 _LAST_EVENTS_S = 5.0
 #: How much longer than for a message the ranks wait for each other's reading.
@@ -84,6 +82,7 @@ class Checkpointer:
         self.memory, self.storage, self.keep = memory, storage, keep
         self.timeout_s = duration_s("timeout_s", timeout_s)
         self._process = os.getpid()
+        refuse_rank_without_group()
         self.world: World = current_world(timeout_s=self.timeout_s)
         self._is_poisoned = False
         self._is_closed = False
@@ -108,7 +107,7 @@ class Checkpointer:
             incarnation=self.incarnation, rank=self.world.rank, run_id=run.run_id,
             world=self.world.size, host=host_id(), pid=os.getpid(),
         ))  # fmt: skip
-        _open_checkpointers.add(self)
+        opened.add(self._saver)
 
     @property
     def state(self) -> State:
@@ -297,7 +296,7 @@ class Checkpointer:
             self._keep_promises(timeout_s)
         finally:
             self._is_closed = True
-            _open_checkpointers.discard(self)
+            opened.discard(self._saver)
             try:
                 self._saver.close(timeout_s=timeout_s)
             finally:
@@ -307,7 +306,7 @@ class Checkpointer:
         """Take the durable save that was carried along, if the state is still that of its step."""
         deadline = time.monotonic() + timeout_s
         if self.storage is not None and not self._saver.is_fenced:
-            self._retake_missed(timeout_s)
+            self._retake_missed(deadline)
         self._saver.end_capture(timeout_s=timeout_s)
         pause_s = _RETRY_S
         while self._carried_over():
@@ -324,20 +323,21 @@ class Checkpointer:
         if handle is not None and handle.durable:
             handle.wait_durable(max(0.0, deadline - time.monotonic()))
 
-    def _retake_missed(self, timeout_s: float) -> None:
+    def _retake_missed(self, deadline: float) -> None:
         """The newest snapshot is to be durable at the end: it is taken again if it was missed.
 
-        On all ranks alike, each of which knows that it was missed.
+        On all ranks alike, each of which knows that it was missed; once, as a rank may be gone.
         """
         handle = self._last_handle
         if handle is None or handle.durable:
             return
         try:
-            handle.wait_captured(timeout_s)
+            handle.wait_captured(max(0.0, deadline - time.monotonic()))
         except SaveError:
             if self._saver.updates != self._updates_at_save:
                 raise
-            self.save(handle.step, durable=True)
+            again = self.save(handle.step)
+            again.wait_captured(max(0.0, deadline - time.monotonic()))
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -357,7 +357,7 @@ class Checkpointer:
         """Leave without a goodbye: what is in memory stays there for the next start."""
         if not self._is_closed and self._process == os.getpid():
             self._is_closed = True
-            _open_checkpointers.discard(self)
+            opened.discard(self._saver)
             try:
                 self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
             finally:
@@ -368,28 +368,3 @@ def _is_mistake(error: Exception) -> bool:
     """A call that means nothing, the same on every rank: the caller must know, nobody waits."""
     is_usage = isinstance(error, UsageError) and not isinstance(error, UnsupportedState)
     return is_usage or isinstance(error, StatePoisoned)
-
-
-_open_checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_captures() -> None:
-    """At the interpreter's end: a capture under way is finished, and its keeper goes on with it."""
-    for checkpointer in tuple(_open_checkpointers):
-        checkpointer._saver.end_capture(timeout_s=_AT_EXIT_S)
-
-
-def _fence_all(*_: object) -> None:
-    """Before any torch optimizer of this process steps: nothing is overtaken.
-
-    The hook is the global one: it also sees optimizers that were not handed over but share
-    parameters, and it survives pickling and copying of an optimizer.
-    """
-    for checkpointer in tuple(_open_checkpointers):
-        checkpointer.before_update()
-
-
-register_optimizer_step_pre_hook(_fence_all)
-# A forked child (a data loader's worker) has neither the capture thread nor anything to fence.
-os.register_at_fork(after_in_child=_open_checkpointers.clear)

@@ -41,7 +41,7 @@ from holdfast.state.describe import Describer, Description
 from holdfast.state.objects import State
 from holdfast.storage.base import Lock, Store
 from holdfast.storage.open import open_store
-from holdfast.world import World, agree, current_world, host_id, tell_all
+from holdfast.world import World, agree, current_world, host_id, refuse_rank_without_group, tell_all
 
 #: Reading and writing may take this many times as long as meeting the other ranks.
 _IO_PATIENCE = 10
@@ -58,6 +58,7 @@ def save(
     StorageError when storage refuses; then the checkpoints there are as they were.
     """
     timeout_s, step = duration_s("timeout_s", timeout_s), step_number(step)
+    refuse_rank_without_group()
     store, world = open_store(path), current_world(timeout_s=timeout_s)
     described, layout = _agree_layout(world, state, timeout_s)
     lock: list[Lock] = []

@@ -212,6 +212,21 @@ def current_world(*, timeout_s: float = MEET_S) -> World:
     return SoloWorld()
 
 
+def refuse_rank_without_group() -> None:
+    """UsageError in a process that was started as one of several ranks and has no group.
+
+    It would take itself for a run of its own, and the ranks would fence each other off.
+    """
+    world = os.environ.get("WORLD_SIZE", "1")
+    has_group = dist.is_available() and dist.is_initialized()
+    if not has_group and world.isdecimal() and int(world) > 1 and "RANK" in os.environ:
+        raise UsageError(
+            f"this process was started as rank {os.environ['RANK']} of {world}, but "
+            "torch.distributed is not initialised: call init_process_group() first. For processes "
+            "that do not belong together unset WORLD_SIZE."
+        )
+
+
 def host_id() -> str:
     """This host's name for arenas and messages; HOLDFAST_HOST_ID overrides it."""
     name = os.environ.get("HOLDFAST_HOST_ID") or socket.gethostname()

@@ -59,15 +59,18 @@ def test_a_run_begins_again_while_memory_is_made_for_the_run_before(
     flag.touch()
     first.send(m.Captured(attempt=attempt, image_bytes=IMAGE_BYTES, header_xxh3=X, table_xxh3=X))
     hear(heard, m.Complete)
-    wait_until(lambda: len(slots(arena_dir)) == 2, "no spare is being made")
+    wait_until(lambda: slots(arena_dir) == ["00000.slot", "00001.slot"], "no spare is being made")
+    first.send(ask(2, values_bytes=8 << 20))  # it does not fit the spares
+    wait_until(lambda: len(slots(arena_dir)) == 3, "what a save waits for is not begun")
     again = connect(tmp_path / "root", listener=heard.put)
     begin(again)
-    assert slots(arena_dir) == ["00000.slot", "00001.slot"]  # spares are made one at a time
+    # Spares are made one at a time; the second was not begun.
+    assert slots(arena_dir) == ["00000.slot", "00001.slot", "00003.slot"]
     flag.unlink()
     capture(again, heard, 2)
-    # The spare that was not begun was dropped, and one was made anew when it was known for whom.
-    wait_until(lambda: len(slots(arena_dir)) == 3, "no spare is made any more")
-    assert slots(arena_dir) == ["00000.slot", "00001.slot", "00003.slot"]
+    # It was dropped, and one was made anew when it was known for whom.
+    wait_until(lambda: "00004.slot" in slots(arena_dir), "no spare is made any more")
+    assert "00002.slot" not in slots(arena_dir)
     first.close()
     end(again)
 

@@ -183,6 +183,11 @@ def test_a_run_s_events_make_no_directory_where_its_root_has_vanished(tmp_path: 
     assert "holdfast.json" in warned.message
 
 
+def _then_set(thread: threading.Thread, ended: threading.Event) -> None:
+    thread.join()
+    ended.set()
+
+
 def test_a_sink_that_is_closed_on_its_own_thread_ends_without_waiting_for_itself(
     tmp_path: Path, heard: list[events.Event]
 ) -> None:
@@ -191,9 +196,8 @@ def test_a_sink_that_is_closed_on_its_own_thread_ends_without_waiting_for_itself
 
     def close(event: events.Event, _: float) -> None:
         if isinstance(event, events.Warned):
-            writer = threading.current_thread()
             sink.close()
-            threading.Thread(target=lambda: (writer.join(), ended.set())).start()
+            threading.Thread(target=_then_set, args=(threading.current_thread(), ended)).start()
 
     stop = events.subscribe(close)
     sink(fence(1), 1.0)

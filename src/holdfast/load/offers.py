@@ -19,7 +19,7 @@ Ask = Callable[[m.Message, type[A]], A]
 
 
 class Offers:
-    """The sources of one run, on ``rank``: ``ask`` asks its keeper, whose slots lie in ``arena``."""
+    """The sources of a run, on ``rank``: ``ask`` asks its keeper, whose slots lie in ``arena``."""
 
     def __init__(self, store: Store, rank: int, arena: Path, ask: Ask[m.Message]) -> None:
         self._store = store

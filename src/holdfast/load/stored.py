@@ -76,7 +76,9 @@ def open_stored(store: Store, candidate: Candidate, rank: int) -> Checkpoint:
     """
     manifest = catalogue(store).find(candidate.generation)
     if manifest is None:
-        raise NotFound(f"{candidate.generation} is no longer in {store.url} (rank {rank})")
+        raise NotFound(
+            f"{candidate.generation} is no longer in storage, as rank {rank} sees {store.url}"
+        )
     if (manifest.attempt, seal_of(manifest)) != (candidate.attempt, candidate.seal):
         raise UsageError(
             f"the ranks see different directories at {store.url}: generation "

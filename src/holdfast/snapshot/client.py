@@ -157,6 +157,7 @@ class KeeperClient:
         self._changed = threading.Condition()
         self._broken = ""
         self._closing = False
+        self._goodbye = -1
         self._reader = threading.Thread(target=self._read, name="holdfast-listen", daemon=True)
         self._reader.start()
 
@@ -205,6 +206,8 @@ class KeeperClient:
     def request(self, message: m.Message, answer: type[A], *, timeout_s: float) -> A:
         """Say something and wait for its answer; the keeper's refusal is raised as its error."""
         seq = next(self._numbers)
+        if isinstance(message, m.Goodbye):
+            self._goodbye = seq
         self.send(message, seq)
         with self._changed:
             arrived = self._changed.wait_for(
@@ -261,6 +264,8 @@ class KeeperClient:
         if seq == 0:
             self._listener(message)
             return
+        if seq == self._goodbye:
+            self._closing = True  # here, for the keeper may hang up right behind its answer
         with self._changed:
             self._answers[seq] = message
             self._changed.notify_all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from holdfast.errors import HoldfastError, PersistFailed
+from holdfast.errors import HoldfastError, PersistFailed, SnapshotSkipped
 from holdfast.snapshot.handle import CAPTURED, DURABLE, SaveHandle
 
 _KEPT_STEPS = 16
@@ -64,8 +64,12 @@ class Promises:
 
     def fail_all(self, reason: str) -> None:
         """Whatever is not settled comes to nothing."""
-        for step in list(self._handles):
-            self.fail(step, PersistFailed(f"step {step}: {reason}"), captured=False)
+        for step, handles in list(self._handles.items()):
+            for handle in handles:
+                is_captured = handle.state == CAPTURED
+                kind = PersistFailed if is_captured else SnapshotSkipped
+                if not _is_settled(handle):
+                    handle.fail(kind(f"step {step}: {reason}"), captured=is_captured)
 
 
 def _is_settled(handle: SaveHandle) -> bool:

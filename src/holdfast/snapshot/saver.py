@@ -26,6 +26,7 @@ from holdfast.errors import (
 )
 from holdfast.events import FenceWaited, KeeperLost, SaveReturned, SnapshotMissed, emit
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.asking import Asking
 from holdfast.snapshot.capture import Overtaking, Stopped, computation_so_far, stage
 from holdfast.snapshot.client import KeeperClient
 from holdfast.snapshot.collected import Work, end_worker, weakly, when_collected, work_off
@@ -47,7 +48,7 @@ Connect = Callable[
 ]
 #: What a save that was given up before anything was granted has to end, and one being copied
 #: that is left behind.
-_GIVEN_UP_S, _STOP_S = 0.1, 1.0
+_GIVEN_UP_S, _STOP_S = 1.0, 1.0
 
 
 class Saver:
@@ -67,7 +68,8 @@ class Saver:
         self._heard = Heard(self._promises)
         self._copier = Copier()
         self._current: Capture | None = None
-        self._was_granted = False
+        self._overdue: Capture | None = None
+        self._asking = Asking(self._line, self._heard)
         self._work: Work[Saver] = Work()
         self._worker = threading.Thread(
             target=work_off, args=(self._work,), name="holdfast-capture", daemon=True
@@ -159,7 +161,7 @@ class Saver:
 
     def _await_release(self, capture: Capture) -> None:
         patience = self.patience
-        if not self._was_granted:
+        if not self._asking.was_granted:
             grant_s = patience.first_grant_s
         else:
             grant_s = patience.durable_grant_s if capture.durable else patience.grant_s
@@ -179,8 +181,9 @@ class Saver:
         # Given up without a slot, it never reads the state: its worker only waits for the keeper.
         is_mere_wait = bool(capture.called_off) and not isinstance(capture.answer, m.Grant)
         wait_s = _GIVEN_UP_S if is_mere_wait else self.patience.durable_grant_s
-        if not capture.resolved.wait(wait_s):
-            capture.keeper_lost |= is_mere_wait
+        # Waited for once: a connection that is being made can take as long as its deadline.
+        if not capture.resolved.wait(0.0 if self._overdue is capture else wait_s):
+            self._overdue = capture if is_mere_wait else None
             # Its worker may still read what the next save would stage over.
             raise SnapshotSkipped(f"the capture of step {capture.step} has not ended yet")
         return time.monotonic() - started_s
@@ -192,12 +195,8 @@ class Saver:
 
     def previous_was_skipped(self) -> bool:
         """Whether no rank captured the save before: known alike on every rank by now."""
+        self._wait_previous()
         capture = self._current
-        try:
-            self._wait_previous()
-        except SnapshotSkipped:
-            if capture is None or not capture.is_carried:
-                raise
         return capture is not None and capture.is_carried
 
     def explain(self, step: int) -> str:
@@ -294,7 +293,7 @@ class Saver:
 
     def _take(self, capture: Capture) -> None:
         try:
-            grant = self._ask(capture)
+            grant = self._asking.ask(capture, self.patience)
             layout = self._heard.layouts[grant.layout]
             seal = self._copier.copy(capture, grant, layout, self.place, self._line.send)
             self._line.send(m.Captured(
@@ -309,47 +308,6 @@ class Saver:
             # Reported before the keeper hears of it, whose answer already fails the handle.
             self._miss(capture, str(error), leaf=leaf)
             self._abandon(capture, str(error), leaf)
-
-    def _ask(self, capture: Capture) -> m.Grant:
-        """Ask for a slot; SnapshotSkipped when no rank gets one."""
-        if self.is_fenced:
-            raise Fenced(self.is_fenced)
-        client = self._reach_keeper(capture)
-        capture.check()
-        described = capture.description
-        if described.table_hash != self._line.known_table:
-            table = m.Table(hash=described.table_hash, data=described.table)
-            # Not longer than the fence waits, or the next saves would wait for this one to end.
-            wait_s = self.patience.grant_s if self._was_granted else self.patience.first_grant_s
-            client.request(table, m.Done, timeout_s=wait_s)
-            self._line.known_table = described.table_hash
-        client.send(m.Ask(
-            step=capture.step, table=described.table_hash, durable=capture.durable,
-            values_bytes=len(described.values), exact=capture.exact,
-        ))  # fmt: skip
-        capture.answered.wait()  # the fence, the keeper or its loss ends it
-        if capture.called_off and not isinstance(capture.answer, m.Grant):
-            client.send(m.Withdraw(step=capture.step))
-        capture.check()
-        if not isinstance(capture.answer, m.Grant):
-            reason = capture.answer.reason if capture.answer is not None else "no answer"
-            raise SnapshotSkipped(f"step {capture.step} was skipped on all ranks: {reason}")
-        self._was_granted = True
-        return capture.answer
-
-    def _reach_keeper(self, capture: Capture) -> KeeperClient:
-        """The client to ask; an error, and the save is due again, when no keeper can be asked."""
-        if self._line.is_open and self._heard.is_silent:
-            capture.keeper_lost = True
-            raise SnapshotSkipped(
-                "the keeper has not answered since the last save (is it stopped?)"
-            )
-        try:
-            return self._line.ensure_for_save()
-        except HoldfastError:
-            capture.keeper_lost = True
-            self._heard.is_silent = False  # that was said of a line there is no more
-            raise
 
     def _abandon(self, capture: Capture, reason: str, leaf: str = "") -> None:
         if not isinstance(capture.answer, m.Grant):
