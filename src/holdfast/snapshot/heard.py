@@ -6,6 +6,8 @@ whoever holds the line.
 
 from __future__ import annotations
 
+from collections import deque
+
 from holdfast.errors import CaptureOvertaken, PersistFailed, SnapshotSkipped
 from holdfast.events import PersistBroke, emit
 from holdfast.geometry.layout import Layout
@@ -21,6 +23,7 @@ class Heard:
         self._promises = promises
         self.announced: set[tuple[int, str]] = set()
         self.layouts: dict[str, Layout] = {}
+        self._granted: deque[str] = deque(maxlen=16)
         self.fenced = ""
         """Why this process is over; "" while it is not."""
         self.is_silent = False
@@ -34,7 +37,7 @@ class Heard:
             case m.LayoutAgreed(hash=hash_, data=data):
                 self.layouts = {hash_: Layout.from_json(data)}
             case m.Grant() | m.Skip():
-                return _answered(current, message)
+                return self._answered(current, message)
             case m.Aborted():
                 self._aborted(current, message)
             case m.Complete(step=step):
@@ -67,6 +70,8 @@ class Heard:
         return was_announced
 
     def _aborted(self, current: Capture | None, message: m.Aborted) -> None:
+        if current is not None and self._is_of_an_earlier_try(current, message):
+            return
         kind = CaptureOvertaken if message.overtaken else SnapshotSkipped
         self._promises.fail(message.step, kind(message.reason, leaf=message.leaf), captured=False)
         if current is None or current.step != message.step:
@@ -77,6 +82,23 @@ class Heard:
         else:
             current.call_off(message.reason)
 
+    def _is_of_an_earlier_try(self, current: Capture, message: m.Aborted) -> bool:
+        """A step that was missed is taken again, and the end of the first try comes late."""
+        answer = current.answer
+        is_mine = isinstance(answer, m.Grant) and answer.attempt == message.attempt
+        return current.step == message.step and not is_mine and message.attempt in self._granted
+
+    def _answered(self, current: Capture | None, message: m.Grant | m.Skip) -> m.Message | None:
+        is_awaited = current is not None and current.step == message.step and current.answer is None
+        if current is not None and is_awaited and not current.called_off:
+            if isinstance(message, m.Grant):
+                self._granted.append(message.attempt)
+            current.answer = message
+            current.answered.set()
+        elif isinstance(message, m.Grant):  # too late: nobody waits for it any more
+            return m.Abandon(attempt=message.attempt, reason="its save was given up")
+        return None
+
     def _not_durable(self, message: m.NotDurable, place: Place) -> None:
         if place.rank == 0:  # every rank is told, and one tells the people
             emit(PersistBroke(
@@ -85,13 +107,3 @@ class Heard:
         for step in (message.step, *message.fulfils):
             error = PersistFailed(f"step {message.step}: {message.reason}")
             self._promises.fail(step, error, captured=True)
-
-
-def _answered(current: Capture | None, message: m.Grant | m.Skip) -> m.Message | None:
-    is_awaited = current is not None and current.step == message.step and current.answer is None
-    if current is not None and is_awaited and not current.called_off:
-        current.answer = message
-        current.answered.set()
-    elif isinstance(message, m.Grant):  # too late: nobody waits for it any more
-        return m.Abandon(attempt=message.attempt, reason="its save was given up")
-    return None
