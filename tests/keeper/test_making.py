@@ -110,3 +110,25 @@ def test_the_keeper_listens_while_memory_is_given_back_and_makes_no_slot_before(
         asyncio.run(asyncio.wait_for(play(), 20))
     finally:
         is_open.set()
+
+
+def test_whatever_keeps_a_slot_from_being_made_nobody_waits_for_it_for_ever(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def play() -> None:
+        coordinator = Coordinator(
+            keeper="k", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S
+        )
+        memory, told = Memory(arena_dir, "run"), asyncio.Event()
+        monkeypatch.setattr(memory, "create", fail)
+        maker = SlotMaker(coordinator, memory, Background(), lambda _: told.set())
+        coordinator.slots.capacity_bytes = PAGE_BYTES
+        (spare,) = of(coordinator.slots.spares(1), Allocate)[:1]
+        maker.make(spare.slot, spare.capacity_bytes)
+        await told.wait()
+        assert spare.slot not in coordinator.slots
+
+    asyncio.run(asyncio.wait_for(play(), 20))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import CaptureOvertaken, HoldfastError
+from holdfast.format.values import from_bytes
 from holdfast.state.describe import Describer
 from launch import run_ranks
 
@@ -347,3 +349,38 @@ def test_an_optimizer_called_like_the_state_of_another_is_told_from_it(tmp_path:
     except holdfast.UsageError:
         return
     holdfast.load(tmp_path, back)
+
+
+def test_a_tensor_that_is_gone_lends_its_name_to_no_other() -> None:
+    class Passing:
+        """Gives an empty tensor that nobody holds afterwards."""
+
+        def __init__(self, dtype: torch.dtype) -> None:
+            self.dtype = dtype
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"x": torch.empty(0, dtype=self.dtype)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    dtypes = [torch.int64, torch.float32, torch.bool, torch.float64] * 5
+    state: dict[str, Any] = {f"k{n}": Passing(dtype) for n, dtype in enumerate(dtypes)}
+    shared = from_bytes(Describer(state, 0, 2).describe().values, "here")["shared"]
+    stored = [shared[key]["x"]["$tensor"]["dtype"] for key in state]
+    assert stored == ["I64", "F32", "BOOL", "F64"] * 5
+
+
+def test_a_long_list_of_numbers_is_not_asked_for_objects_one_by_one() -> None:
+    calls = 0
+
+    def count(frame: Any, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_name == "_is_stateful"
+
+    sys.setprofile(count)
+    try:
+        Describer({"history": [0.5] * 1000}, 0).describe()
+    finally:
+        sys.setprofile(None)
+    assert calls < 20

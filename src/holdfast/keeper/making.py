@@ -81,9 +81,10 @@ class SlotMaker:
             file: SlotFile = await self._loop.run_in_executor(
                 self._helpers, self._memory.create, slot_id, capacity_bytes
             )
-        except (ArenaError, OSError, OverflowError) as error:
-            actions = self._coordinator.allocation_failed(slot_id, str(error))
-            emit(Warned(message=str(error)))
+        except Exception as error:  # whatever it is, nobody may go on waiting for this slot
+            reason = str(error) if isinstance(error, ArenaError) else repr(error)
+            actions = self._coordinator.allocation_failed(slot_id, reason)
+            emit(Warned(message=reason))
         else:
             self._memory.files[slot_id] = file
             actions = self._coordinator.allocated(slot_id)

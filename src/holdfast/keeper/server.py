@@ -78,6 +78,7 @@ class Keeper:
         self._awaited: set[str] = set()
         """What was on its way to storage when the keeper was told to stop."""
         self._inode = os.stat(arena).st_ino
+        self._last_trace = ""
 
     async def run(self) -> None:
         """Take over what is in the arena, then serve until the run ends."""
@@ -123,7 +124,14 @@ class Keeper:
             try:
                 await self._look_around()
             except Exception:  # the run's snapshots hang on this loop, whatever one round met
-                traceback.print_exc(file=sys.stderr)
+                self._complain(traceback.format_exc())
+
+    def _complain(self, trace: str) -> None:
+        """Once: ten rounds a second would fill the shared memory that the log lies in."""
+        if trace != self._last_trace:
+            self._last_trace = trace
+            sys.stderr.write(trace)
+            sys.stderr.flush()
 
     async def _look_around(self) -> None:
         self.executor.carry_out(self.coordinator.tick(time.monotonic()))

@@ -99,7 +99,7 @@ class Overtaking:
         for place in range(min(_SAMPLES, leaves)):
             name, local = self._watched[(number * _SAMPLES + place) % leaves]
             size = local.numel() * local.element_size()
-            if size and not local.is_cuda and local.is_contiguous():
+            if size and local.is_cpu and local.is_contiguous():
                 length = min(_SAMPLE_BYTES, size)
                 at = local.data_ptr() + (number * 7919 * _SAMPLE_BYTES) % (size - length + 1)
                 yield name, at, ctypes.string_at(at, length)

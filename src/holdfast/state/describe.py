@@ -70,6 +70,7 @@ class Describer:
         self.world = world
         self._last: Description | None = None
         self._staged: dict[str, torch.Tensor] = {}
+        self._checked: list[int] = []
 
     def describe(self) -> Description:
         """The state as it is now. UnsupportedState names what cannot be stored."""
@@ -80,7 +81,7 @@ class Describer:
         last = self._last
         if last is not None and _is_same(last.bindings, walk.leaves):
             return Description(last.bindings, last.table, last.table_hash, values)
-        _check_objects(objects)
+        self._check_once(objects, len(walk.leaves))
         known = {} if last is None else {binding.name: binding for binding in last.bindings}
         bindings = [self._bind(*leaf, known.get(leaf[0])) for leaf in walk.leaves]
         self._staged = {b.name: b.staged for b in bindings if b.staged is not None}
@@ -97,6 +98,14 @@ class Describer:
         table = table_to_json(entries)
         self._last = Description(bindings, table, table_hash(table), values)
         return self._last
+
+    def _check_once(self, objects: Objects, leaves: int) -> None:
+        """Look closely at modules and optimizers, but not again for a value's tensor made anew."""
+        held = (each.tensor for tensors in objects.tensors.values() for each in tensors)
+        found = [leaves, *map(id, objects.optimizers.values()), *map(id, held)]
+        if found != self._checked:
+            _check_objects(objects)
+            self._checked = found
 
     def _bind(
         self, name: str, tensor: torch.Tensor, hooked: bool, spread: str, before: Binding | None

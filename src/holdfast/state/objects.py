@@ -17,6 +17,7 @@ from holdfast.state.modules import Held, module_tensors
 from holdfast.state.rng import Rng
 
 State = MutableMapping[str, Any]
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 @dataclass
@@ -128,6 +129,8 @@ def _is_stateful(item: Any) -> bool:
 
 def _holds_objects(item: Any, depth: int = 0) -> bool:
     """Whether there are objects in these containers; deeper ones than can be stored count not."""
+    if type(item) in _PLAIN:
+        return False  # of a list of numbers each is looked at, at every save
     if _is_object(item):
         return True
     if not isinstance(item, (dict, list, tuple)) or depth >= MAX_DEPTH:

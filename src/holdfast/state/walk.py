@@ -32,7 +32,7 @@ class Known:
     """
 
     def __init__(self) -> None:
-        self._by_id: dict[int, str] = {}
+        self._by_id: dict[int, tuple[str, torch.Tensor]] = {}
         self._by_address: dict[int, tuple[str, torch.Tensor]] = {}
         self._other_views: list[tuple[str, torch.Tensor]] = []
 
@@ -40,7 +40,8 @@ class Known:
         """The name it was first met under; ``name`` itself when it is new."""
         address = 0 if isinstance(tensor, DTensor) else _address(tensor)
         if not address:
-            return self._by_id.setdefault(id(tensor), name)
+            # Held, or another could come to stand under its number while the walk goes on.
+            return self._by_id.setdefault(id(tensor), (name, tensor))[0]
         first = self._by_address.setdefault(address, (name, tensor))
         if first[1] is tensor or _is_same_view(first[1], tensor):
             return first[0]
