@@ -1,8 +1,9 @@
 """Copy one rank's image into memory, checksummed block by block, and notice if it was overtaken.
 
 Small tensors go together in one call; large ones in segments, each summed while its bytes are
-still in the processor's cache. On a GPU the copies are only enqueued here, on a stream of
-their own that waits for the computation; the blocks are summed as the copies arrive.
+still in the processor's cache, by the worker and by a training thread that has to wait. On a GPU
+the copies are only enqueued here, on a stream of their own that waits for the computation; the
+blocks are summed as the copies arrive.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from holdfast.errors import CaptureOvertaken
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
 from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
+from holdfast.snapshot.segments import SEGMENT_BYTES, Move, Segment, Sharing, plan_segments
 from holdfast.state.describe import Binding
 
-SEGMENT_BYTES = 4 << 20
 _SAMPLE_BYTES, _SAMPLES = 64, 32
 _captures = count()
 _libc = ctypes.CDLL(None)
-_libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -47,6 +47,8 @@ class Target:
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = field(init=False)
     large: list[Copy] = field(init=False)
     by_leaf: dict[str, list[Copy]] = field(init=False)
+    segments: list[Segment] = field(init=False)
+    """What is copied on the CPU as it lies, and the blocks it makes."""
 
     def __post_init__(self) -> None:
         start = self.plan.image.data_start
@@ -60,6 +62,10 @@ class Target:
         self.by_leaf = {}
         for copy in self.plan.copies:
             self.by_leaf.setdefault(copy.leaf, []).append(copy)
+        moves = (
+            Move(c.offset, c.source.data_ptr(), c.size_bytes) for c in self.large if c.is_as_it_lies
+        )
+        self.segments = plan_segments(moves, self.plan.image.tensor_bytes, SEGMENT_BYTES)
 
     def address_of(self, leaf: str, source: int, size_bytes: int) -> int | None:
         """Where these bytes of a leaf's memory are copied to; None if to another rank's image."""
@@ -149,6 +155,8 @@ class Progress:
     """Hears how many bytes from the start of the image are final."""
     enqueued: Callable[[list[torch.cuda.Event]], None]
     """Called once when the last copy from a GPU is enqueued: updates may wait on these events."""
+    shared: Callable[[Sharing], None] = lambda _: None
+    """Hears of the copying that other threads may take part in until it is finished."""
 
 
 def copy_image(
@@ -184,22 +192,22 @@ def copy_image(
 def _copy_on_cpu(
     target: Target, image: Image, overtaking: Overtaking, progress: Progress, turn: int
 ) -> list[int]:
-    sums: list[int] = []
-    base = target.data.data_ptr()
     if target.small[0]:
         torch._foreach_copy_(*target.small)
     for copy in target.large:
-        if not copy.source.is_contiguous():
-            target.view(copy).copy_(copy.source)
-            continue
-        address = copy.source.data_ptr()
-        for at in range(0, copy.size_bytes, SEGMENT_BYTES):
+        if not copy.is_as_it_lies:
             progress.check()
-            size = min(SEGMENT_BYTES, copy.size_bytes - at)
-            _libc.memcpy(base + copy.offset + at, address + at, size)
-            done = copy.offset + at + size
-            _sum_blocks(target.memory, image.data_start, done, sums, image.table_offset)
-            progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
+            target.view(copy).copy_(copy.source)
+    data = target.memory[image.data_start :]
+    sharing = Sharing(target.segments, data, target.data.data_ptr(), progress.check)
+    try:
+        progress.shared(sharing)
+        sharing.work(
+            lambda done: progress.copied(image.data_start + done // BLOCK_BYTES * BLOCK_BYTES)
+        )
+        sums = sharing.finish()
+    finally:
+        sharing.stop()  # whatever happened: nobody writes to this memory any more
     progress.check()
     overtaking.check(target, turn)
     return sums

@@ -86,6 +86,6 @@ def _progress(capture: Capture, grant: m.Grant, tell: Callable[[m.Message], None
 
     def enqueued(events: list[torch.cuda.Event]) -> None:
         capture.is_copied(events)
-        capture.released.set()
+        capture.release()
 
-    return Progress(check=capture.check, copied=copied, enqueued=enqueued)
+    return Progress(check=capture.check, copied=copied, enqueued=enqueued, shared=capture.share)

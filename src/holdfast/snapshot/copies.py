@@ -25,6 +25,11 @@ class Copy:
     size_bytes: int
     lazy: bool
 
+    @property
+    def is_as_it_lies(self) -> bool:
+        """Whether its bytes in host memory are the image's bytes."""
+        return self.source.is_cpu and self.source.is_contiguous()
+
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:

@@ -168,7 +168,7 @@ class Saver:
         if not capture.answered.wait(grant_s):
             self._heard.is_silent = True  # until it says anything: no further step is held for it
             capture.call_off(f"no answer to the request for a slot within {grant_s:g} s")
-        if not capture.released.wait(patience.copy_s):
+        if not capture.help_copying(patience.copy_s):
             capture.call_off(f"the copy did not finish within {patience.copy_s:g} s")
 
     def _wait_previous(self) -> float:
@@ -288,7 +288,7 @@ class Saver:
             self._abandon(capture, reason)
         finally:
             capture.answered.set()
-            capture.released.set()
+            capture.release()
             capture.resolved.set()
 
     def _take(self, capture: Capture) -> None:
@@ -302,7 +302,7 @@ class Saver:
             ))  # fmt: skip
             # Told before the fence opens: whoever is killed after an update has handed over the
             # step before it. The keeper throws away what a dead rank sealed but did not tell.
-            capture.released.set()
+            capture.release()
         except (HoldfastError, Stopped) as error:
             leaf = error.fields["leaf"] if isinstance(error, CaptureOvertaken) else ""
             # Reported before the keeper hears of it, whose answer already fails the handle.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.capture import Overtaking, Stopped
 from holdfast.snapshot.handle import SaveHandle
+from holdfast.snapshot.segments import Sharing
 from holdfast.state.describe import Description
 
 
@@ -57,6 +59,8 @@ class Capture:
     keeper_lost: bool = False
     copied: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
+    _sharing: Sharing | None = None
+    _shared_or_released: threading.Event = field(default_factory=threading.Event)
 
     def call_off(self, reason: str) -> bool:
         """Give it up unless its copy is made already; whether it was given up."""
@@ -65,8 +69,26 @@ class Capture:
                 return False
             self.called_off = self.called_off or reason
         self.answered.set()
-        self.released.set()
+        self.release()
         return True
+
+    def release(self) -> None:
+        """Updates may go on."""
+        self.released.set()
+        self._shared_or_released.set()
+
+    def share(self, sharing: Sharing) -> None:
+        """Let whoever is held by this capture take part in its copying."""
+        self._sharing = sharing
+        self._shared_or_released.set()
+
+    def help_copying(self, timeout_s: float) -> bool:
+        """Wait until updates may go on, copying meanwhile; whether they may."""
+        started_s = time.monotonic()
+        self._shared_or_released.wait(timeout_s)
+        if self._sharing is not None:
+            self._sharing.work()
+        return self.released.wait(max(0.0, timeout_s - (time.monotonic() - started_s)))
 
     @property
     def is_carried(self) -> bool:

@@ -1,0 +1,165 @@
+"""One image's bytes in segments that several threads copy and checksum together.
+
+The worker copies behind the training thread's back. When training comes to the fence and has
+to wait, it does not sit idle: it copies too, and the wait is shorter by what it copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.format.checksum import BLOCK_BYTES, checksum
+
+#: Of an image: a whole number of blocks. Longer ones keep whoever helps for longer at the end;
+#: shorter ones cost more calls.
+SEGMENT_BYTES = 4 << 20
+_libc = ctypes.CDLL(None)
+_libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Missing(Exception):
+    """A segment was not copied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Bytes from an address to an offset from the start of the image's data."""
+
+    offset: int
+    address: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The data from ``start`` to ``stop``, whole blocks, and what goes into them."""
+
+    start: int
+    stop: int
+    moves: tuple[Move, ...]
+
+
+def plan_segments(moves: Iterable[Move], data_bytes: int, segment_bytes: int) -> list[Segment]:
+    """Segments of all whole blocks of ``data_bytes``, with ``moves`` (by rising offset) cut to fit.
+
+    What of the moves lies behind the last whole block is in a last segment, which may end within
+    a block: its blocks are for whoever adds the rest.
+    """
+    cut: dict[int, list[Move]] = {}
+    for move in moves:
+        at, stop = move.offset, move.offset + move.size_bytes
+        while at < stop:
+            number = at // segment_bytes
+            end = min(stop, (number + 1) * segment_bytes)
+            cut.setdefault(number, []).append(
+                Move(at, move.address + at - move.offset, end - at)
+            )  # fmt: skip
+            at = end
+    return [
+        Segment(start, min(start + segment_bytes, data_bytes), tuple(cut.get(number, ())))
+        for number, start in enumerate(range(0, data_bytes, segment_bytes))
+    ]
+
+
+class Sharing:
+    """Hands segments to every thread that calls ``work``, each to one, in order.
+
+    ``data`` is the image's data, at address ``base``. ``check`` is asked before each segment and
+    raises when the capture was called off: then nobody gets another.
+    """
+
+    def __init__(
+        self, segments: Sequence[Segment], data: memoryview, base: int, check: Callable[[], None]
+    ) -> None:
+        self._segments = segments
+        self._data = data
+        self._base = base
+        self._check = check
+        self._changed = threading.Condition()
+        self._next = 0
+        self._in_work: dict[int, int] = {}
+        """The thread that copies it, by segment."""
+        self._sums: dict[int, list[int]] = {}
+        self._error: Exception | None = None
+
+    def work(self, done: Callable[[int], None] = lambda _: None) -> None:
+        """Copy until no segment is left. ``done`` hears up to where all data is final.
+
+        Errors of any thread are raised by ``finish`` alone.
+        """
+        me = threading.get_ident()
+        try:
+            while (number := self._take(me)) is not None:
+                self._check()
+                sums = self._copy(self._segments[number])
+                self._give_back(number, sums)
+                done(self.final_bytes)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._leave(me)
+
+    def finish(self) -> list[int]:
+        """Wait until nobody copies any more; the checksums of all whole blocks, in order.
+
+        Raises what went wrong in any thread.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_work)
+            if self._error is not None:
+                raise self._error
+            assert len(self._sums) == len(self._segments)
+            return [one for number in sorted(self._sums) for one in self._sums[number]]
+
+    def stop(self) -> None:
+        """Give out no more segments, and wait until nobody copies any more."""
+        with self._changed:
+            self._next = len(self._segments)
+            self._changed.wait_for(lambda: not self._in_work)
+            self._data = memoryview(b"")  # or the slot could not be unmapped
+
+    @property
+    def final_bytes(self) -> int:
+        """Up to where all data is copied and summed."""
+        with self._changed:
+            first = min(self._in_work, default=self._next)
+            return self._segments[first - 1].stop if first else 0
+
+    def _take(self, thread: int) -> int | None:
+        with self._changed:
+            if self._next == len(self._segments) or self._error is not None:
+                return None
+            number = self._next
+            self._in_work[number] = thread
+            self._next += 1
+            return number
+
+    def _give_back(self, number: int, sums: list[int]) -> None:
+        with self._changed:
+            self._sums[number] = sums
+            del self._in_work[number]
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = self._error or error
+
+    def _leave(self, thread: int) -> None:
+        """A thread copies no more; what it had begun and not given back is missing.
+
+        An interrupt of the training thread, say, goes on to its caller, and leaves one behind.
+        """
+        with self._changed:
+            for number in [n for n, who in self._in_work.items() if who == thread]:
+                del self._in_work[number]
+                self._error = self._error or Missing("a thread was interrupted while it copied")
+            self._changed.notify_all()
+
+    def _copy(self, segment: Segment) -> list[int]:
+        for move in segment.moves:
+            _libc.memcpy(self._base + move.offset, move.address, move.size_bytes)
+        whole = range(segment.start, segment.stop - BLOCK_BYTES + 1, BLOCK_BYTES)
+        return [checksum(self._data[at : at + BLOCK_BYTES]) for at in whole]
