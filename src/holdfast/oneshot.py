@@ -204,7 +204,7 @@ def _write_image(
     }  # fmt: skip
     image = fill_in(plan.image, metadata, len(described.values))
     memory = memoryview(bytearray(image.size_bytes))
-    stage(described.bindings)
+    stage(described.bindings.volatile)
     path = image_path(generation, attempt, world.rank)
     arrival = Arrival()
     progress = Progress(check=lambda: None, copied=arrival.copied, enqueued=lambda _: None)
@@ -220,7 +220,7 @@ def _write_image(
                     Overtaking(()),
                     progress,
                     0,
-                    computation_so_far(described.bindings),
+                    computation_so_far(described.bindings.gpus),
                 )
                 arrival.copied(image.size_bytes)
             except BaseException as error:

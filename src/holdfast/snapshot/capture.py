@@ -8,9 +8,10 @@ their own that waits for the computation; the blocks are summed as the copies ar
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import compress, count
+from operator import ne
 
 import torch
 
@@ -18,7 +19,8 @@ from holdfast.errors import CaptureOvertaken
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
 from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
-from holdfast.state.describe import Binding
+from holdfast.state.binding import Binding
+from holdfast.state.watch import plain_looks
 
 SEGMENT_BYTES = 4 << 20
 _SAMPLE_BYTES, _SAMPLES = 64, 32
@@ -88,27 +90,33 @@ class Overtaking:
     copy is not what they were when the save was asked for.
     """
 
-    def __init__(self, bindings: Sequence[Binding]) -> None:
-        self._watched = [(b.name, b.local) for b in bindings if b.lazy]
-        self._versions = [local._version for _, local in self._watched]
+    def __init__(self, lazy: Sequence[Binding]) -> None:
+        self._lazy = lazy
+        self._versions = self._versions_now()
         self._samples = list(self._sample(next(_captures)))
+
+    def _versions_now(self) -> list[int]:
+        with plain_looks():
+            return [leaf.local._version for leaf in self._lazy]
 
     def _sample(self, number: int) -> Iterator[tuple[str, int, bytes]]:
         """(leaf, address, bytes there now) of some leaves on the host, other ones each time."""
-        leaves = len(self._watched)
+        leaves = len(self._lazy)
         for place in range(min(_SAMPLES, leaves)):
-            name, local = self._watched[(number * _SAMPLES + place) % leaves]
+            leaf = self._lazy[(number * _SAMPLES + place) % leaves]
+            local = leaf.local
             size = local.numel() * local.element_size()
             if size and local.is_cpu and local.is_contiguous():
                 length = min(_SAMPLE_BYTES, size)
                 at = local.data_ptr() + (number * 7919 * _SAMPLE_BYTES) % (size - length + 1)
-                yield name, at, ctypes.string_at(at, length)
+                yield leaf.name, at, ctypes.string_at(at, length)
 
     def check(self, target: Target, turn: int) -> None:
         """CaptureOvertaken names the first leaf found changed."""
-        for (name, local), version in zip(self._watched, self._versions, strict=True):
-            if local._version != version:
-                raise _overtaken(name)
+        versions = self._versions_now()
+        if versions != self._versions:
+            moved = map(ne, versions, self._versions)
+            raise _overtaken(next(compress(self._lazy, moved)).name)
         for name, at, before in self._samples:
             there = target.address_of(name, at, len(before))
             if there is not None and ctypes.string_at(there, len(before)) != before:
@@ -297,18 +305,17 @@ def _sum_blocks(memory: memoryview, start: int, done: int, sums: list[int], size
         sums.append(checksum(memory[start + begin : start + end]))
 
 
-def computation_so_far(bindings: Sequence[Binding]) -> dict[torch.device, torch.cuda.Event]:
-    """An event behind everything enqueued on the current stream of each GPU the state is on."""
+def computation_so_far(gpus: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Event]:
+    """An event behind everything enqueued on the current stream of each of these GPUs."""
     found: dict[torch.device, torch.cuda.Event] = {}
-    for device in {b.local.device for b in bindings if b.local.is_cuda}:
+    for device in gpus:
         with torch.cuda.device(device):
             found[device] = torch.cuda.current_stream(device).record_event()
     return found
 
 
-def stage(bindings: Sequence[Binding]) -> None:
+def stage(volatile: Sequence[Binding]) -> None:
     """Copy volatile leaves aside, so that the training thread may change them again."""
-    volatile = [b for b in bindings if b.staged is not None]
-    if volatile:
-        into = [b.staged for b in volatile if b.staged is not None]
-        torch._foreach_copy_(into, [b.local for b in volatile])
+    into = [leaf.staged for leaf in volatile if leaf.staged is not None]
+    if into:
+        torch._foreach_copy_(into, [leaf.local for leaf in volatile])
