@@ -37,6 +37,7 @@ from holdfast.snapshot.capture import (
     stage,
 )
 from holdfast.snapshot.copies import plan_copies
+from holdfast.state.binding import Bindings
 from holdfast.state.describe import Describer, Description
 from holdfast.state.objects import State
 from holdfast.storage.base import Lock, Store
@@ -217,7 +218,7 @@ def _write_image(
                     Target(memory, plan),
                     image,
                     described.values,
-                    Overtaking(()),
+                    Overtaking(Bindings()),
                     progress,
                     0,
                     computation_so_far(described.bindings.gpus),

@@ -11,7 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count
-from operator import ne
+from operator import attrgetter, ne
 
 import torch
 
@@ -19,12 +19,13 @@ from holdfast.errors import CaptureOvertaken
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
 from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
-from holdfast.state.binding import Binding
+from holdfast.state.binding import Binding, Bindings
 from holdfast.state.watch import plain_looks
 
 SEGMENT_BYTES = 4 << 20
 _SAMPLE_BYTES, _SAMPLES = 64, 32
 _captures = count()
+_version: Callable[[torch.Tensor], int] = attrgetter("_version")
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -48,6 +49,9 @@ class Target:
     data: torch.Tensor = field(init=False)
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = field(init=False)
     large: list[Copy] = field(init=False)
+    addresses: list[int | None] = field(init=False)
+    """Where the bytes of each large piece are now; None where they lie apart."""
+    sampled: list[Copy] = field(init=False)
     by_leaf: dict[str, list[Copy]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,6 +62,10 @@ class Target:
         self.data = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else empty
         small = [c for c in self.plan.copies if c.size_bytes < SMALL_BYTES]
         self.large = [c for c in self.plan.copies if c.size_bytes >= SMALL_BYTES]
+        # A plan holds as long as its leaves are where they were, which each save makes sure of.
+        sources = [c.source for c in self.large]
+        self.addresses = [s.data_ptr() if s.is_contiguous() else None for s in sources]
+        self.sampled = [c for c in self.large if c.lazy and not c.source.is_cuda]
         self.small = ([self.view(c) for c in small], [c.source for c in small])
         self.by_leaf = {}
         for copy in self.plan.copies:
@@ -90,14 +98,14 @@ class Overtaking:
     copy is not what they were when the save was asked for.
     """
 
-    def __init__(self, lazy: Sequence[Binding]) -> None:
-        self._lazy = lazy
+    def __init__(self, bindings: Bindings) -> None:
+        self._lazy, self._watched = bindings.lazy, bindings.watched
         self._versions = self._versions_now()
         self._samples = list(self._sample(next(_captures)))
 
     def _versions_now(self) -> list[int]:
         with plain_looks():
-            return [leaf.local._version for leaf in self._lazy]
+            return list(map(_version, self._watched))
 
     def _sample(self, number: int) -> Iterator[tuple[str, int, bytes]]:
         """(leaf, address, bytes there now) of some leaves on the host, other ones each time."""
@@ -121,7 +129,7 @@ class Overtaking:
             there = target.address_of(name, at, len(before))
             if there is not None and ctypes.string_at(there, len(before)) != before:
                 raise _overtaken(name)
-        lazy = [c for c in target.large if c.lazy and not c.source.is_cuda]
+        lazy = target.sampled
         for number in range(min(_SAMPLES, len(lazy))):
             copy = lazy[(turn * _SAMPLES + number) % len(lazy)]
             if copy.source.is_contiguous():
@@ -196,18 +204,18 @@ def _copy_on_cpu(
     base = target.data.data_ptr()
     if target.small[0]:
         torch._foreach_copy_(*target.small)
-    for copy in target.large:
-        if not copy.source.is_contiguous():
+    for copy, address in zip(target.large, target.addresses, strict=True):
+        if address is None:
             target.view(copy).copy_(copy.source)
             continue
-        address = copy.source.data_ptr()
         for at in range(0, copy.size_bytes, SEGMENT_BYTES):
             progress.check()
             size = min(SEGMENT_BYTES, copy.size_bytes - at)
             _libc.memcpy(base + copy.offset + at, address + at, size)
             done = copy.offset + at + size
-            _sum_blocks(target.memory, image.data_start, done, sums, image.table_offset)
-            progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
+            if done // BLOCK_BYTES > len(sums):
+                _sum_blocks(target.memory, image.data_start, done, sums, image.table_offset)
+                progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
     progress.check()
     overtaking.check(target, turn)
     return sums

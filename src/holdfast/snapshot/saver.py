@@ -100,7 +100,7 @@ class Saver:
             durable=durable,
             exact=exact,
             description=description,
-            overtaking=Overtaking(bindings.lazy),
+            overtaking=Overtaking(bindings),
             handle=handle,
             started_s=started_s,
             ready=computation_so_far(bindings.gpus),

@@ -39,6 +39,8 @@ class Bindings(list[Binding]):
     def __init__(self, bindings: Iterable[Binding] = ()) -> None:
         super().__init__(bindings)
         self.lazy = [binding for binding in self if binding.lazy]
+        self.watched = [_here(binding.tensor) for binding in self.lazy]
+        """What shows by its version that a lazy leaf was written to."""
         self.volatile = [binding for binding in self if not binding.lazy]
         self.gpus = {binding.local.device for binding in self if binding.local.is_cuda}
         self.size_bytes = sum(binding.local.nbytes for binding in self)
@@ -67,7 +69,12 @@ def is_like(there: torch.Tensor | None, local: torch.Tensor) -> bool:
 
 def signature(tensor: torch.Tensor) -> tuple[object, ...]:
     """What must be as it was for a binding to be used again: memory, shape, strides, dtype."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    local = _here(tensor)
     flags = local.is_conj(), local.is_neg(), local.device
     placed = getattr(tensor, "_spec", None)
     return local.data_ptr(), local.shape, local.stride(), local.dtype, flags, placed
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

@@ -48,6 +48,7 @@ class Walk:
     _lazy: set[int] = field(default_factory=set)
     _unhooked: set[int] = field(default_factory=set)
     _known: Known = field(default_factory=Known)
+    _small: Known = field(default_factory=Known)
 
     def __post_init__(self) -> None:
         self.values = Values(self._value_tensor)
@@ -94,10 +95,13 @@ class Walk:
         """A leaf of its own, which one rank stores for all, or a value, which each rank stores."""
         if not isinstance(value, torch.Tensor):
             return None
-        name = self.in_values[where] = self._known.name(value, where)
+        is_own = self.keeps_small and is_small(value) and self._known.find(value) is None
+        # Found under no other name: what a module holds as well is a leaf, which all ranks share.
+        known = self._small if is_own else self._known
+        name = self.in_values[where] = known.name(value, where)
         if name is not where:
             return name
-        if self.keeps_small and is_small(value):
+        if is_own:
             return small_tensor(where, value)
         self.leaves.append((where, value, False, "lowest"))
         return name

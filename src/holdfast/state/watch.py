@@ -11,6 +11,7 @@ of garbage would cost more than all of it.
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, compress
 from operator import attrgetter, is_, methodcaller
@@ -28,6 +29,7 @@ from holdfast.state.objects import Objects
 from holdfast.state.optimizers import is_hooked, is_tensor
 from holdfast.state.tensors import PLAIN_TYPES
 
+_Look = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _values: Any = methodcaller("values")
 _module_dicts: Any = attrgetter("_parameters", "_buffers", "_modules")
 _not_saved: Any = attrgetter("_non_persistent_buffers_set")
@@ -170,8 +172,12 @@ class _Memory:
         self._can_tell = all(type(tensor) in PLAIN_TYPES for tensor in self._tensors)
         if not self._can_tell:
             return
-        looks: list[Any] = [_data_ptr, _size, _stride, attrgetter("dtype")]
-        self._looks = [list(map(look, self._tensors)) for look in looks]
+        self._alike: dict[_Look, tuple[list[torch.Tensor], array[int]]] = {}
+        for tensor in self._tensors:
+            look = tensor.size(), tensor.stride(), tensor.dtype
+            there, addresses = self._alike.setdefault(look, ([], array("Q")))
+            there.append(tensor)
+            addresses.append(tensor.data_ptr())
         self._flagged = [tensor for tensor in self._tensors if _can_be_flagged(tensor)]
         self._flags = list(map(_flags, self._flagged))
 
@@ -182,16 +188,16 @@ class _Memory:
             return False
         with plain_looks():
             # One tensor after the other: each lies in memory that training has long pushed out of
-            # the caches, and is fetched once.
-            each = zip(self._tensors, *self._looks, strict=True)
-            for tensor, address, shape, strides, dtype in each:
-                if (
-                    _data_ptr(tensor) != address
-                    or _size(tensor) != shape
-                    or _stride(tensor) != strides
-                    or tensor.dtype is not dtype
-                ):
-                    return False
+            # the caches, and is fetched once. What it is compared with is small, and stays there.
+            for (shape, strides, dtype), (tensors, addresses) in self._alike.items():
+                for tensor, address in zip(tensors, addresses, strict=True):
+                    if (
+                        _data_ptr(tensor) != address
+                        or _size(tensor) != shape
+                        or _stride(tensor) != strides
+                        or tensor.dtype is not dtype
+                    ):
+                        return False
             return list(map(_flags, self._flagged)) == self._flags
 
 
