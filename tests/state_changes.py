@@ -241,10 +241,9 @@ def parameter_renamed(state: State) -> None:
 @change
 def parameter_passed_on(state: State) -> None:
     """From the end of one dict to the beginning of the next: the same keys in the same order."""
-    inner: Any = state["average"].inner
-    square, kept = inner.square._parameters, inner.kept._parameters
-    if "bias" in square:
-        inner.kept._parameters = {"bias": square.pop("bias"), **kept}
+    embed, inner = state["average"].embed, state["average"].inner
+    if "weight" in embed._parameters:
+        inner._parameters["weight"] = embed._parameters.pop("weight")
 
 
 @change
@@ -331,6 +330,7 @@ def model_wrapped(state: State) -> None:
 def class_changed(state: State) -> None:
     inner = state["model"].inner
     inner.kept.__class__ = OtherKept if type(inner.kept) is Kept else Kept
+    inner.square.__class__ = Kept if type(inner.square) is nn.Linear else nn.Linear
 
 
 @change
@@ -413,7 +413,36 @@ def state_number(state: State) -> None:
 
 @change
 def state_number_made_a_tensor(state: State) -> None:
-    _moments(state)["note"] = torch.rand(2)
+    _moments(state)["note"] = torch.rand(2) if "note" in _moments(state) else 1
+
+
+@change
+def tensor_beside_a_number_replaced(state: State) -> None:
+    kept = _moments(state)
+    kept["note"] = 1
+    kept["exp_avg_sq"] = torch.rand(4, 4)
+
+
+@change
+def state_passed_on(state: State) -> None:
+    """First added at the end of one, then given to the next: the same tensors in the same order."""
+    held = state["optimizer"].state
+    one, other = list(held)[:2]
+    if "late" in held[one]:
+        held[other] = {"late": held[one].pop("late"), **held[other]}
+    else:
+        held[one]["late"] = torch.rand(2)
+
+
+@change
+def states_exchanged(state: State) -> None:
+    """Between two parameters, each state where it was in the order of all."""
+    held = state["optimizer"].state
+    square, kept = state["model"].inner.square.weight, state["model"].inner.kept.weight
+    to = {square: kept, kept: square}
+    pairs = [(to.get(key, key), kept) for key, kept in held.items()]
+    held.clear()
+    held.update(pairs)
 
 
 @change
@@ -468,8 +497,9 @@ def option_made_a_tensor(state: State) -> None:
 
 @change
 def option_made_a_buffer(state: State) -> None:
-    """A module's tensor that is met in a value before."""
-    state["optimizer"].param_groups[1]["scale"] = state["model"].norm.running_mean
+    """A module's tensor that is met in a value before; then one like it in its place."""
+    group, mean = state["optimizer"].param_groups[1], state["model"].norm.running_mean
+    group["scale"] = mean.clone() + 1 if group.get("scale") is mean else mean
 
 
 @change

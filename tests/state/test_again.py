@@ -164,7 +164,7 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 UNSEEN = [
     "nothing", "optimizer_step", "option_changed", "extra_state_changed", "number_changed",
-    "value_tensor_written", "state_number",
+    "value_tensor_written", "value_tensor_anew", "value_tensor_is_a_parameter", "state_number",
 ]  # fmt: skip
 
 
@@ -298,6 +298,14 @@ def test_a_subclass_registered_otherwise_is_stored_otherwise() -> None:
     for names in (["one", "other"], ["other"]):
         holdfast.register_tensor(Pair, partial(_some, names))
         assert saves.save()[1].keys() == {f"model.pair.{name}" for name in names}
+
+
+@pytest.mark.usefixtures("_registry")
+def test_a_kind_of_tensor_registered_late_is_stored_by_its_parts() -> None:
+    saves = Saves({"model": nn.Linear(2, 2, bias=False)})
+    assert saves.save()[1].keys() == {"model.weight"}
+    holdfast.register_tensor(nn.Parameter, lambda tensor: {"value": tensor.detach()})
+    assert saves.save()[1].keys() == {"model.weight.value"}
 
 
 @pytest.mark.usefixtures("_registry")
