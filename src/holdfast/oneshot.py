@@ -37,6 +37,7 @@ from holdfast.snapshot.capture import (
     stage,
 )
 from holdfast.snapshot.copies import plan_copies
+from holdfast.state.binding import Bindings
 from holdfast.state.describe import Describer, Description
 from holdfast.state.objects import State
 from holdfast.storage.base import Lock, Store
@@ -204,7 +205,7 @@ def _write_image(
     }  # fmt: skip
     image = fill_in(plan.image, metadata, len(described.values))
     memory = memoryview(bytearray(image.size_bytes))
-    stage(described.bindings)
+    stage(described.bindings.volatile)
     path = image_path(generation, attempt, world.rank)
     arrival = Arrival()
     progress = Progress(check=lambda: None, copied=arrival.copied, enqueued=lambda _: None)
@@ -217,10 +218,10 @@ def _write_image(
                     Target(memory, plan),
                     image,
                     described.values,
-                    Overtaking(()),
+                    Overtaking(Bindings()),
                     progress,
                     0,
-                    computation_so_far(described.bindings),
+                    computation_so_far(described.bindings.gpus),
                 )
                 arrival.copied(image.size_bytes)
             except BaseException as error:

@@ -395,3 +395,22 @@ json_values = st.recursive(
 def test_any_json_is_read_or_refused_and_never_anything_else(document: Any) -> None:
     with suppress(FormatError):
         decode(document)
+
+
+simple = st.lists(st.integers()) | st.lists(st.floats()) | st.lists(st.integers() | st.floats())
+words = st.lists(st.text(max_size=3) | st.booleans() | st.none())
+
+
+@given(simple | words | st.lists(st.integers() | st.text(max_size=2) | st.floats()))
+@example([1 << 53, -1.5])
+@example([-(1 << 53)])
+@example([(1 << 53) - 1, 1 - (1 << 53), 0.5])
+@example([math.nan, 1 << 60])
+@example([1, math.nan])
+@example([1.5, math.inf])
+@example([True, 1])
+def test_a_list_is_stored_as_its_items_are_one_by_one(value: list[Any]) -> None:
+    stored = encode(value)
+    assert stored is not value
+    assert to_bytes(stored) == to_bytes([encode(item) for item in value])
+    assert to_bytes(encode(tuple(value))) == to_bytes({"$tuple": stored})

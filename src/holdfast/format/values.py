@@ -26,7 +26,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -50,6 +50,7 @@ from holdfast.geometry.unique import refuse_twice
 #: contains itself has no end).
 MAX_DEPTH = 64
 _PLAIN_INT = 1 << 53
+_NUMBERS, _WORDS = frozenset({int, float}), frozenset({str, bool, type(None)})
 _FLOATS = ("nan", "inf", "-inf")
 _HEX_FLOAT = re.compile(r"0x[0-9a-f]{16}")
 _COMMON_NAN = struct.pack("<d", math.nan)
@@ -78,12 +79,15 @@ class LeafRef(msgspec.Struct, frozen=True):
     name: str
 
 
-def encode(value: Any, where: str = "value", *, tensor: FindTensor | None = None) -> Any:
+def encode(
+    value: Any, where: str = "value", *, tensor: FindTensor | None = None, depth: int = 0
+) -> Any:
     """``value`` in JSON's own types; UnsupportedState names the place of what cannot be kept.
 
     ``tensor`` is asked about whatever is no plain value, and says what becomes of a tensor.
+    ``depth``: in how many containers it will stand.
     """
-    return _Encoder(tensor).encode(value, where, 0)
+    return _Encoder(tensor).encode(value, where, depth)
 
 
 class _Encoder:
@@ -122,7 +126,9 @@ class _Encoder:
         """A key or an item of a set: no tensor, for what it stands for changes."""
         return _Encoder(None).encode(value, where, depth)
 
-    def items(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
+    def items(self, value: Sequence[Any], where: str, depth: int) -> list[Any]:
+        if _are_as_in_json(value):
+            return list(value)
         return [self.encode(item, f"{where}.{i}", depth) for i, item in enumerate(value)]
 
     def unordered(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
@@ -153,6 +159,19 @@ class _Encoder:
             f"{', '.join(_FACTORIES)}: use one of these, or a dict",
             where=where,
         )
+
+
+def _are_as_in_json(value: Sequence[Any]) -> bool:
+    """Whether all of a list is text, or all of it numbers, that need no tag.
+
+    Generators and histories are long, and here no item is looked at by Python code.
+    """
+    kinds = set(map(type, value))
+    if not kinds <= _NUMBERS:
+        return kinds <= _WORDS
+    if int in kinds and not (min(value) > -_PLAIN_INT and max(value) < _PLAIN_INT):
+        return False
+    return float not in kinds or all(map(math.isfinite, value))
 
 
 _CONTAINERS: dict[type, Callable[[_Encoder, Any, str, int], Any]] = {

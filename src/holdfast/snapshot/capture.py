@@ -9,9 +9,10 @@ blocks are summed as the copies arrive.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import compress, count
+from operator import attrgetter, ne
 
 import torch
 
@@ -20,10 +21,12 @@ from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum,
 from holdfast.format.image import Image
 from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
 from holdfast.snapshot.segments import SEGMENT_BYTES, Move, Segment, Sharing, plan_segments
-from holdfast.state.describe import Binding
+from holdfast.state.binding import Binding, Bindings
+from holdfast.state.watch import plain_looks
 
 _SAMPLE_BYTES, _SAMPLES = 64, 32
 _captures = count()
+_version: Callable[[torch.Tensor], int] = attrgetter("_version")
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
@@ -46,6 +49,9 @@ class Target:
     data: torch.Tensor = field(init=False)
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = field(init=False)
     large: list[Copy] = field(init=False)
+    apart: list[Copy] = field(init=False)
+    """Large pieces on the host whose bytes do not lie as they are stored."""
+    sampled: list[Copy] = field(init=False)
     by_leaf: dict[str, list[Copy]] = field(init=False)
     segments: list[Segment] = field(init=False)
     """What is copied on the CPU as it lies, and the blocks it makes."""
@@ -58,10 +64,13 @@ class Target:
         self.data = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else empty
         small = [c for c in self.plan.copies if c.size_bytes < SMALL_BYTES]
         self.large = [c for c in self.plan.copies if c.size_bytes >= SMALL_BYTES]
+        self.apart = [c for c in self.large if not c.is_as_it_lies]
+        self.sampled = [c for c in self.large if c.lazy and not c.source.is_cuda]
         self.small = ([self.view(c) for c in small], [c.source for c in small])
         self.by_leaf = {}
         for copy in self.plan.copies:
             self.by_leaf.setdefault(copy.leaf, []).append(copy)
+        # A plan holds as long as its leaves are where they were, which each save makes sure of.
         moves = (
             Move(c.offset, c.source.data_ptr(), c.size_bytes) for c in self.large if c.is_as_it_lies
         )
@@ -94,32 +103,38 @@ class Overtaking:
     copy is not what they were when the save was asked for.
     """
 
-    def __init__(self, bindings: Sequence[Binding]) -> None:
-        self._watched = [(b.name, b.local) for b in bindings if b.lazy]
-        self._versions = [local._version for _, local in self._watched]
+    def __init__(self, bindings: Bindings) -> None:
+        self._lazy, self._watched = bindings.lazy, bindings.watched
+        self._versions = self._versions_now()
         self._samples = list(self._sample(next(_captures)))
+
+    def _versions_now(self) -> list[int]:
+        with plain_looks():
+            return list(map(_version, self._watched))
 
     def _sample(self, number: int) -> Iterator[tuple[str, int, bytes]]:
         """(leaf, address, bytes there now) of some leaves on the host, other ones each time."""
-        leaves = len(self._watched)
+        leaves = len(self._lazy)
         for place in range(min(_SAMPLES, leaves)):
-            name, local = self._watched[(number * _SAMPLES + place) % leaves]
+            leaf = self._lazy[(number * _SAMPLES + place) % leaves]
+            local = leaf.local
             size = local.numel() * local.element_size()
             if size and local.is_cpu and local.is_contiguous():
                 length = min(_SAMPLE_BYTES, size)
                 at = local.data_ptr() + (number * 7919 * _SAMPLE_BYTES) % (size - length + 1)
-                yield name, at, ctypes.string_at(at, length)
+                yield leaf.name, at, ctypes.string_at(at, length)
 
     def check(self, target: Target, turn: int) -> None:
         """CaptureOvertaken names the first leaf found changed."""
-        for (name, local), version in zip(self._watched, self._versions, strict=True):
-            if local._version != version:
-                raise _overtaken(name)
+        versions = self._versions_now()
+        if versions != self._versions:
+            moved = map(ne, versions, self._versions)
+            raise _overtaken(next(compress(self._lazy, moved)).name)
         for name, at, before in self._samples:
             there = target.address_of(name, at, len(before))
             if there is not None and ctypes.string_at(there, len(before)) != before:
                 raise _overtaken(name)
-        lazy = [c for c in target.large if c.lazy and not c.source.is_cuda]
+        lazy = target.sampled
         for number in range(min(_SAMPLES, len(lazy))):
             copy = lazy[(turn * _SAMPLES + number) % len(lazy)]
             if copy.source.is_contiguous():
@@ -194,10 +209,9 @@ def _copy_on_cpu(
 ) -> list[int]:
     if target.small[0]:
         torch._foreach_copy_(*target.small)
-    for copy in target.large:
-        if not copy.is_as_it_lies:
-            progress.check()
-            target.view(copy).copy_(copy.source)
+    for copy in target.apart:
+        progress.check()
+        target.view(copy).copy_(copy.source)
     data = target.memory[image.data_start :]
     sharing = Sharing(target.segments, data, target.data.data_ptr(), progress.check)
     try:
@@ -305,18 +319,17 @@ def _sum_blocks(memory: memoryview, start: int, done: int, sums: list[int], size
         sums.append(checksum(memory[start + begin : start + end]))
 
 
-def computation_so_far(bindings: Sequence[Binding]) -> dict[torch.device, torch.cuda.Event]:
-    """An event behind everything enqueued on the current stream of each GPU the state is on."""
+def computation_so_far(gpus: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Event]:
+    """An event behind everything enqueued on the current stream of each of these GPUs."""
     found: dict[torch.device, torch.cuda.Event] = {}
-    for device in {b.local.device for b in bindings if b.local.is_cuda}:
+    for device in gpus:
         with torch.cuda.device(device):
             found[device] = torch.cuda.current_stream(device).record_event()
     return found
 
 
-def stage(bindings: Sequence[Binding]) -> None:
+def stage(volatile: Sequence[Binding]) -> None:
     """Copy volatile leaves aside, so that the training thread may change them again."""
-    volatile = [b for b in bindings if b.staged is not None]
-    if volatile:
-        into = [b.staged for b in volatile if b.staged is not None]
-        torch._foreach_copy_(into, [b.local for b in volatile])
+    into = [leaf.staged for leaf in volatile if leaf.staged is not None]
+    if into:
+        torch._foreach_copy_(into, [leaf.local for leaf in volatile])

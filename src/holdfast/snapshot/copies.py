@@ -9,7 +9,7 @@ import torch
 from holdfast.format.image import ImagePlan, plan_image
 from holdfast.geometry.layout import Layout
 from holdfast.snapshot.layouts import image_items
-from holdfast.state.describe import Binding
+from holdfast.state.binding import Binding
 
 #: Below this, tensors are copied together in one call instead of one by one.
 SMALL_BYTES = 64 << 10

@@ -90,8 +90,9 @@ class Saver:
         waited_s = self._wait_previous()
         began_s = time.monotonic()
         description = self.describer.describe()
+        bindings = description.bindings
         described_s = time.monotonic()
-        stage(description.bindings)
+        stage(bindings.volatile)
         staged_s = time.monotonic()
         handle = SaveHandle(step, durable=durable, explain=self.explain)
         capture = Capture(
@@ -99,10 +100,10 @@ class Saver:
             durable=durable,
             exact=exact,
             description=description,
-            overtaking=Overtaking(description.bindings),
+            overtaking=Overtaking(bindings),
             handle=handle,
             started_s=started_s,
-            ready=computation_so_far(description.bindings),
+            ready=computation_so_far(bindings.gpus),
         )
         for other in carried:
             other.move_to(step)
@@ -113,8 +114,7 @@ class Saver:
             incarnation=self.place.incarnation, step=step, rank=self.place.rank, durable=durable,
             held_s=time.monotonic() - started_s, describe_s=described_s - began_s,
             volatile_s=staged_s - described_s, wait_previous_s=waited_s,
-            leaves=len(description.bindings),
-            size_bytes=sum(b.local.nbytes for b in description.bindings),
+            leaves=len(bindings), size_bytes=bindings.size_bytes,
         ))  # fmt: skip
         return handle
 

@@ -13,45 +13,24 @@ from itertools import pairwise
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.format import values as codec
-from holdfast.geometry.layout import LeafEntry, table_hash, table_to_json
+from holdfast.geometry.layout import table_hash, table_to_json
 from holdfast.state import optimizers
+from holdfast.state.again import Again, again_after
+from holdfast.state.binding import Binding, Bindings, is_bound, is_like, is_same, signature
 from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.subclasses import check_in_place
 from holdfast.state.tensors import leaf_entry, local_of
-from holdfast.state.walk import Found, Walk
+from holdfast.state.walk import Walk
 
 _LIKE_A_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*$")
-
-
-@dataclass(slots=True)
-class Binding:
-    """A leaf's name, the tensor it is, and this rank's part of it."""
-
-    name: str
-    tensor: torch.Tensor
-    local: torch.Tensor
-    signature: tuple[object, ...]
-    is_hooked: bool
-    """Whether it changes at a hooked optimizer step only."""
-    lazy: bool
-    """Whether it is captured in place: hooked, and its memory is what it says."""
-    entry: LeafEntry
-    staged: torch.Tensor | None = None
-    """Where a volatile leaf is copied before ``save`` returns."""
-
-    @property
-    def source(self) -> torch.Tensor:
-        """What the capture copies from."""
-        return self.local if self.staged is None else self.staged
 
 
 @dataclass(slots=True)
 class Description:
     """What the state is right now. ``table`` is this rank's leaves, as told to the coordinator."""
 
-    bindings: list[Binding]
+    bindings: Bindings
     table: bytes
     table_hash: str
     values: bytes
@@ -69,21 +48,54 @@ class Describer:
         self.rank = rank
         self.world = world
         self._last: Description | None = None
+        self._again: Again | None = None
         self._staged: dict[str, torch.Tensor] = {}
         self._checked: list[int] = []
 
     def describe(self) -> Description:
         """The state as it is now. UnsupportedState names what cannot be stored."""
         objects = sort_objects(self.state)
+        return self._describe_again(objects) or self._describe_anew(objects)
+
+    def _describe_again(self, objects: Objects) -> Description | None:
+        """Only values read anew, and the tensors met in them; None when anything else changed."""
+        again, last = self._again, self._last
+        if again is None or last is None or not again.watch.is_unchanged(objects):
+            return None
+        found = again.take_values(objects)
+        if found is None or not all(map(self._rebind, again.value_leaves, found.tensors)):
+            return None
+        values = found.values.to_bytes(again.aliases)
+        return Description(last.bindings, last.table, last.table_hash, values)
+
+    def _rebind(self, binding: Binding, tensor: torch.Tensor) -> bool:
+        """Have the leaf be another tensor in a value's place; False when it is not one like it."""
+        if binding.tensor is tensor and signature(tensor) == binding.signature:
+            return True
+        if binding.lazy or leaf_entry(binding.name, tensor, self.rank, "lowest") != binding.entry:
+            return False
+        local = local_of(tensor)
+        if not is_like(binding.staged, local):
+            return False
+        binding.tensor, binding.local, binding.signature = tensor, local, signature(tensor)
+        return True
+
+    def _describe_anew(self, objects: Objects) -> Description:
         walk = Walk(keeps_small=self.world > 1)
+        self._again = None
         walk.take(objects)
-        values = codec.to_bytes(walk.documents)
+        values = walk.to_bytes()
         last = self._last
-        if last is not None and _is_same(last.bindings, walk.leaves):
-            return Description(last.bindings, last.table, last.table_hash, values)
+        if last is None or not is_same(last.bindings, walk.leaves):
+            last = self._last = self._bind_all(objects, walk)
+        self._again = again_after(walk, objects, last.bindings)
+        return Description(last.bindings, last.table, last.table_hash, values)
+
+    def _bind_all(self, objects: Objects, walk: Walk) -> Description:
+        last = self._last
         self._check_once(objects, len(walk.leaves))
         known = {} if last is None else {binding.name: binding for binding in last.bindings}
-        bindings = [self._bind(*leaf, known.get(leaf[0])) for leaf in walk.leaves]
+        bindings = Bindings(self._bind(*leaf, known.get(leaf[0])) for leaf in walk.leaves)
         self._staged = {b.name: b.staged for b in bindings if b.staged is not None}
         entries = sorted((b.entry for b in bindings), key=lambda e: e.name)
         for entry in entries:
@@ -96,8 +108,7 @@ class Describer:
         if twice:
             raise UsageError(f"two tensors of the state are both called {twice[0]!r}")
         table = table_to_json(entries)
-        self._last = Description(bindings, table, table_hash(table), values)
-        return self._last
+        return Description(bindings, table, table_hash(table), b"")
 
     def _check_once(self, objects: Objects, leaves: int) -> None:
         """Look closely at modules and optimizers, but not again for a value's tensor made anew."""
@@ -110,22 +121,19 @@ class Describer:
     def _bind(
         self, name: str, tensor: torch.Tensor, hooked: bool, spread: str, before: Binding | None
     ) -> Binding:
-        if before is not None and _is_bound(before, (name, tensor, hooked, spread)):
+        if before is not None and is_bound(before, (name, tensor, hooked, spread)):
             return before
         entry = leaf_entry(name, tensor, self.rank, spread)
         local = local_of(tensor)
         # A conjugate or negative view is one by a flag: only a copy has what it says.
         lazy = hooked and not (local.is_conj() or local.is_neg())
         staged = None if lazy else self._staging(name, local)
-        return Binding(name, tensor, local, _signature(tensor), hooked, lazy, entry, staged)
+        return Binding(name, tensor, local, signature(tensor), hooked, lazy, entry, staged)
 
     def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Where a volatile leaf is copied: as before, if it fits, for touched pages are fast."""
         there = self._staged.get(name)
-        alike = there is not None and (
-            (there.shape, there.dtype, there.device) == (local.shape, local.dtype, local.device)
-        )
-        if there is None or not alike:
+        if there is None or not is_like(there, local):
             with torch.inference_mode(False):  # it is written to later, outside of any
                 there = torch.empty_like(local, memory_format=torch.contiguous_format)
             self._staged[name] = there
@@ -141,26 +149,3 @@ def _check_objects(objects: Objects) -> None:
             check_in_place(f"{key}.{held.name}", held.tensor)
     for key, module in objects.modules.items():
         check_storable(key, module)
-
-
-def _is_same(bindings: list[Binding], found: list[Found]) -> bool:
-    return len(bindings) == len(found) and all(map(_is_bound, bindings, found))
-
-
-def _is_bound(binding: Binding, found: Found) -> bool:
-    name, tensor, hooked, spread = found
-    return (
-        binding.tensor is tensor
-        and binding.is_hooked == hooked
-        and binding.name == name
-        and binding.entry.spread == spread
-        and _signature(tensor) == binding.signature
-    )
-
-
-def _signature(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What must be as it was for a binding to be used again: memory, shape, strides, dtype."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    dtype = local.dtype
-    conjugate = dtype.is_complex and local.is_conj()
-    return local.data_ptr(), local.shape, local.stride(), dtype, conjugate

@@ -17,7 +17,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from holdfast.errors import UnsupportedState
 
 _INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-_RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
+RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
 _PREFIXING = (DistributedDataParallel, DataParallel)
 
 
@@ -56,7 +56,7 @@ class Held(NamedTuple):
 def module_tensors(module: nn.Module) -> Iterator[Held]:
     """All that a module would save; a tied tensor once for each of its names."""
     for prefix, part in parts(module):
-        changes = isinstance(part, _RENORMALISING) and part.max_norm is not None
+        changes = isinstance(part, RENORMALISING) and part.max_norm is not None
         if isinstance(part, FSDPModule):
             part.reshard()  # no-op unless a forward without backward left it gathered
         dot = f"{prefix}." if prefix else ""
@@ -109,22 +109,23 @@ def _beside(module: nn.Module) -> list[str]:
 
 def extra_state(module: nn.Module) -> dict[str, Any]:
     """What modules keep beside tensors, by their names."""
-    return {prefix: part.get_extra_state() for prefix, part in _with_extra_state(module)}
+    return {prefix: part.get_extra_state() for prefix, part in with_extra_state(module)}
 
 
 def extra_state_names(module: nn.Module) -> set[str]:
     """The names of the modules inside that keep more than tensors."""
-    return {prefix for prefix, _ in _with_extra_state(module)}
+    return {prefix for prefix, _ in with_extra_state(module)}
 
 
 def set_extra_state(module: nn.Module, saved: dict[str, Any]) -> None:
     """Give it back."""
-    for prefix, part in _with_extra_state(module):
+    for prefix, part in with_extra_state(module):
         if prefix in saved:
             part.set_extra_state(saved[prefix])
 
 
-def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(name, module) of all inside that keep more than tensors, each once."""
     seen: set[int] = set()
     for prefix, part in parts(module):
         has_own = type(part).get_extra_state is not nn.Module.get_extra_state

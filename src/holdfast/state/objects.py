@@ -130,10 +130,12 @@ def _is_stateful(item: Any) -> bool:
 def _holds_objects(item: Any, depth: int = 0) -> bool:
     """Whether there are objects in these containers; deeper ones than can be stored count not."""
     if type(item) in _PLAIN:
-        return False  # of a list of numbers each is looked at, at every save
+        return False
     if _is_object(item):
         return True
     if not isinstance(item, (dict, list, tuple)) or depth >= MAX_DEPTH:
         return False
     inner = item.values() if isinstance(item, dict) else item
+    if _PLAIN.issuperset(map(type, inner)):
+        return False  # of a list of numbers each is looked at, at every save
     return any(_holds_objects(one, depth + 1) for one in inner)

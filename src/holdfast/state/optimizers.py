@@ -22,7 +22,7 @@ from holdfast.state.tensors import TORCH_DTYPES, empty
 #: State tensors of one parameter as stored: name -> (dtype, shape).
 StoredKinds = Mapping[str, tuple[str, tuple[int, ...]]]
 
-_NOTHING: Mapping[str, Any] = {}
+NOTHING: Mapping[str, Any] = {}
 #: How the update is computed, not what: the program that restores decides, for it may run on
 #: other devices than the one that saved.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
@@ -77,7 +77,7 @@ def tensors(
     """(leaf name, tensor) of all state tensors."""
     for name, parameter in parameters.items():
         is_sharded = isinstance(parameter, DTensor)
-        for kind, value in optimizer.state.get(parameter, _NOTHING).items():
+        for kind, value in optimizer.state.get(parameter, NOTHING).items():
             if is_tensor(value):
                 if type(kind) is not str:
                     raise UnsupportedState(
@@ -90,9 +90,7 @@ def tensors(
                 yield f"{key}.{name}.{kind}", value
 
 
-def _of_no_parameter(
-    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
-) -> dict[Any, Any]:
+def of_no_parameter(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
     """State that is kept under other keys than parameters. UnsupportedState for other tensors."""
     known = {id(parameter) for parameter in parameters.values()}
     found = {key: kept for key, kept in optimizer.state.items() if id(key) not in known}
@@ -121,28 +119,6 @@ def _check_local_state(leaf: str, value: torch.Tensor) -> None:
             "DTensor.",
             leaf=leaf,
         )
-
-
-def values(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Hyperparameters by group, groups by their parameters' names; state that is no tensor."""
-    name_of = {id(parameter): name for name, parameter in parameters.items()}
-    groups = [
-        {
-            "params": [name_of[id(p)] for p in group["params"]],
-            "options": {k: v for k, v in group.items() if k != "params"},
-        }
-        for group in optimizer.param_groups
-    ]
-    other: dict[str, dict[str, Any]] = {}
-    for name, parameter in parameters.items():
-        kept = {
-            k: v for k, v in optimizer.state.get(parameter, _NOTHING).items() if not is_tensor(v)
-        }
-        if kept:
-            other[name] = kept
-    loose = _of_no_parameter(optimizer, parameters)
-    also = {"loose": loose} if loose else {}
-    return {"class": type(optimizer).__name__, "groups": groups, "state": other, **also}
 
 
 def make_room(
@@ -188,7 +164,7 @@ def room_problems(
         "step before the restore"
         for name, parameter in parameters.items()
         for kind, spec in stored.get(name, {}).items()
-        if not _fits(optimizer.state.get(parameter, _NOTHING), kind, spec)
+        if not _fits(optimizer.state.get(parameter, NOTHING), kind, spec)
         and not _can_make(parameter, kind, spec[1])
     ]
 
@@ -224,7 +200,7 @@ def load_values(
             _set_options(group, options[0], seen)
     for name, kept in saved["state"].items():
         optimizer.state[parameters[name]].update(kept)
-    for loose in _of_no_parameter(optimizer, parameters):
+    for loose in of_no_parameter(optimizer, parameters):
         del optimizer.state[loose]
     optimizer.state.update(saved.get("loose", {}))
 

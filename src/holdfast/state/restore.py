@@ -17,12 +17,13 @@ import torch
 from holdfast.errors import FormatError, StateMismatch
 from holdfast.format import values as codec
 from holdfast.state import optimizers
+from holdfast.state.known import Known
 from holdfast.state.memory import Spoken, shares_its_own
 from holdfast.state.modules import extra_state, extra_state_names, set_extra_state
 from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty, fill_small
-from holdfast.state.walk import Known
+from holdfast.state.values import beside, optimizer_values
 
 Spec = tuple[str, tuple[int, ...]]
 _SHOWN = 20
@@ -225,7 +226,7 @@ class Restoring:
                 with suppress(Exception):  # before its first load it may have none to give
                     there = objects.stateful[key].state_dict()
             if key in objects.optimizers:
-                there = optimizers.values(objects.optimizers[key], self._parameters(key))
+                there = optimizer_values(beside(objects.optimizers[key], self._parameters(key)))
             self._collect(self.shared.get(key), there, of_modules)
         return list(self._fresh.items())
 

@@ -15,6 +15,7 @@ from holdfast.errors import UnsupportedState, UsageError
 
 Parts = Callable[[Any], Mapping[str, torch.Tensor]]
 _registered: dict[type, Parts] = {}
+_registrations: list[type] = []
 
 
 def register_tensor(kind: type[torch.Tensor], parts: Parts | None = None) -> type[torch.Tensor]:
@@ -31,7 +32,18 @@ def register_tensor(kind: type[torch.Tensor], parts: Parts | None = None) -> typ
     if parts is None:
         parts = _flattened if hasattr(kind, "__tensor_flatten__") else _own_elements
     _registered[kind] = parts
+    _registrations.append(kind)
     return kind
+
+
+def registrations() -> int:
+    """How often a subclass was registered: what is stored of a tensor may change by it."""
+    return len(_registrations)
+
+
+def is_registered(tensor: torch.Tensor) -> bool:
+    """Whether its parts are stored in its place."""
+    return type(tensor) in _registered
 
 
 def plain_parts(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:

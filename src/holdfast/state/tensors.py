@@ -42,7 +42,7 @@ _CARRIERS = {d: torch.uint8 for d, n in DTYPE_NAMES.items() if "INT" in n}
 _CARRIERS[torch.complex32] = torch.int32
 #: Tensors in values up to this size are stored as values: each rank has its own.
 SMALL_BYTES = 8 << 10
-_PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _check(name: str, tensor: torch.Tensor) -> None:
         problem = "is on the meta device: it has no elements yet; materialise the module first"
     elif tensor.dtype not in DTYPE_NAMES:
         problem = f"has the dtype {tensor.dtype}, for which the format has no name"
-    elif type(local) not in _PLAIN_TYPES and type(local).__name__ != "AsyncCollectiveTensor":
+    elif type(local) not in PLAIN_TYPES and type(local).__name__ != "AsyncCollectiveTensor":
         problem = (
             f"is a {type(local).__module__}.{type(local).__qualname__}, a tensor subclass whose "
             "inner tensors Holdfast does not know: name them with holdfast.register_tensor"

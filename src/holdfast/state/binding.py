@@ -1,0 +1,80 @@
+"""Leaves bound to their memory: which tensor each is, and what a capture copies from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.geometry.layout import LeafEntry
+from holdfast.state.walk import Found
+
+
+@dataclass(slots=True)
+class Binding:
+    """A leaf's name, the tensor it is, and this rank's part of it."""
+
+    name: str
+    tensor: torch.Tensor
+    local: torch.Tensor
+    signature: tuple[object, ...]
+    is_hooked: bool
+    """Whether it changes at a hooked optimizer step only."""
+    lazy: bool
+    """Whether it is captured in place: hooked, and its memory is what it says."""
+    entry: LeafEntry
+    staged: torch.Tensor | None = None
+    """Where a volatile leaf is copied before ``save`` returns."""
+
+    @property
+    def source(self) -> torch.Tensor:
+        """What the capture copies from."""
+        return self.local if self.staged is None else self.staged
+
+
+class Bindings(list[Binding]):
+    """All leaves of a state in one order, and what a save asks of them, found once."""
+
+    def __init__(self, bindings: Iterable[Binding] = ()) -> None:
+        super().__init__(bindings)
+        self.lazy = [binding for binding in self if binding.lazy]
+        self.watched = [_here(binding.tensor) for binding in self.lazy]
+        """What shows by its version that a lazy leaf was written to."""
+        self.volatile = [binding for binding in self if not binding.lazy]
+        self.gpus = {binding.local.device for binding in self if binding.local.is_cuda}
+        self.size_bytes = sum(binding.local.nbytes for binding in self)
+
+
+def is_same(bindings: list[Binding], found: list[Found]) -> bool:
+    return len(bindings) == len(found) and all(map(is_bound, bindings, found))
+
+
+def is_bound(binding: Binding, found: Found) -> bool:
+    name, tensor, hooked, spread = found
+    return (
+        binding.tensor is tensor
+        and binding.is_hooked == hooked
+        and binding.name == name
+        and binding.entry.spread == spread
+        and signature(tensor) == binding.signature
+    )
+
+
+def is_like(there: torch.Tensor | None, local: torch.Tensor) -> bool:
+    return there is not None and (
+        (there.shape, there.dtype, there.device) == (local.shape, local.dtype, local.device)
+    )
+
+
+def signature(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What must be as it was for a binding to be used again: memory, shape, strides, dtype."""
+    local = _here(tensor)
+    flags = local.is_conj(), local.is_neg(), local.device
+    placed = getattr(tensor, "_spec", None)
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, flags, placed
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

@@ -1,0 +1,108 @@
+"""All that a state holds beside tensors, in JSON's types: read anew at every save.
+
+Only the names in it are kept from one save to the next, as the text they become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.format import values as codec
+from holdfast.state.objects import Objects
+from holdfast.state.optimizers import NOTHING, is_tensor, of_no_parameter
+
+#: How deep in an optimizer's values the options of a group are, and its other state.
+_OPTIONS_DEPTH, _STATE_DEPTH = 3, 1
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Where an optimizer keeps what is no tensor; holds while its tensors are where they were."""
+
+    optimizer: Optimizer
+    groups: tuple[msgspec.Raw, ...]
+    """The names of each group's parameters, as JSON."""
+    state: tuple[tuple[str, torch.Tensor, tuple[Any, ...]], ...]
+    """(name, parameter, keys in its state that are no tensors)."""
+    loose: tuple[Any, ...]
+    """Keys of the state that are no parameters."""
+
+
+def beside(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> Beside:
+    """Look it up. UnsupportedState for state of tensors that are in no group."""
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    groups = [
+        msgspec.Raw(codec.to_bytes([name_of[id(p)] for p in group["params"]]))
+        for group in optimizer.param_groups
+    ]
+    state = [
+        (name, parameter, tuple([k for k, v in kept.items() if not is_tensor(v)]))
+        for name, parameter in parameters.items()
+        if (kept := optimizer.state.get(parameter, NOTHING))
+    ]
+    loose = tuple(of_no_parameter(optimizer, parameters))
+    return Beside(optimizer, tuple(groups), tuple(one for one in state if one[2]), loose)
+
+
+def optimizer_values(there: Beside) -> dict[str, Any]:
+    """Hyperparameters by group, groups by their parameters' names; state that is no tensor."""
+    optimizer = there.optimizer
+    groups = [
+        {"params": names, "options": {k: v for k, v in group.items() if k != "params"}}
+        for names, group in zip(there.groups, optimizer.param_groups, strict=True)
+    ]
+    state = {
+        name: {kind: optimizer.state[parameter][kind] for kind in kinds}
+        for name, parameter, kinds in there.state
+    }
+    loose = {"loose": {key: optimizer.state[key] for key in there.loose}} if there.loose else {}
+    return {"class": type(optimizer).__name__, "groups": groups, "state": state, **loose}
+
+
+class Values:
+    """What an image holds beside tensors; ``tensor`` says what becomes of those met in it."""
+
+    def __init__(self, tensor: codec.FindTensor) -> None:
+        self.shared: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}
+        self._tensor: Callable[[Any, str], Any] = tensor
+
+    def to_bytes(self, aliases: Mapping[str, str]) -> bytes:
+        """The document. UnsupportedState for text that is not Unicode."""
+        more = {"aliases": aliases} if aliases else {}
+        return codec.to_bytes({"shared": self.shared, "own": self.own, **more})
+
+    def take_optimizer(self, key: str, there: Beside) -> None:
+        """All of ``optimizer_values``."""
+        found = self.shared[key] = optimizer_values(there)
+        for number, group in enumerate(found["groups"]):
+            path = f"{key}.groups.{number}.options"
+            group["options"] = self._encode(group["options"], path, _OPTIONS_DEPTH)
+        for part in [name for name in ("state", "loose") if name in found]:
+            found[part] = self._encode(found[part], f"{key}.{part}", _STATE_DEPTH)
+
+    def take_extra(self, key: str, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        """What these parts of a module keep beside tensors, by their names."""
+        extra = {prefix: part.get_extra_state() for prefix, part in parts}
+        if extra:
+            self.shared[key] = self._encode(extra, key)
+
+    def take_rest(self, objects: Objects) -> None:
+        """What is neither module nor optimizer."""
+        for key, item in objects.stateful.items():
+            self.shared[key] = self._encode(item.state_dict(), key)
+        for key, item in objects.plain.items():
+            self.shared[key] = self._encode(item, key)
+        for key, generator in objects.generators.items():
+            self.own[key] = codec.encode(generator.state_dict(), key)
+
+    def _encode(self, value: Any, path: str, depth: int = 0) -> Any:
+        """``value`` in JSON's types, its tensors leaves of their own under their path."""
+        return codec.encode(value, path, tensor=self._tensor, depth=depth)
