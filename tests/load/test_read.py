@@ -169,6 +169,9 @@ class Holed(Layout):
         owned = super().owners(leaf_index)
         return (*owned, owned[-1]) if self.twice else owned[:-1]
 
+    def owners_meeting(self, leaf_index: int, box: Box) -> Owned:
+        return self.owners(leaf_index)  # what is wanted there is all of a leaf
+
 
 class Doubled(Holed):
     twice = True

@@ -44,25 +44,45 @@ def plan_fetches(wants: Sequence[Want], layout: Layout) -> dict[int, list[Fetch]
     """The fetches for ``wants``, by image. CoverageError names the first box not produced once."""
     numbers = {leaf.name: number for number, leaf in enumerate(layout.leaves)}
     fetches: dict[int, list[Fetch]] = {}
+    proved = _Proved()
     for index, want in enumerate(wants):
         number = numbers[want.leaf]
         leaf = layout.leaves[number]
-        parts: list[Box] = []
-        for rank, piece in layout.owners(number):
-            part = piece.intersect(want.box)
-            if part is None:
-                continue
-            parts.append(part)
+        stored = layout.owners_meeting(number, want.box)
+        parts = proved.parts(want, [piece for _, piece in stored])
+        for (rank, piece), part in zip(stored, parts, strict=True):
             name = piece_name(leaf.name, leaf.shape, piece)
-            fetches.setdefault(rank, []).append(Fetch(index, rank, name, leaf.dtype, piece, part))
-        fault = cover_fault(want.box, parts)
-        if fault is not None:
-            raise CoverageError(
-                f"{want.leaf}: the images hold box {fault.box.start}:{fault.box.stop} "
-                f"{'twice' if fault.kind == 'overlap' else 'not at all'}; nothing was read",
-                leaf=want.leaf,
-            )
+            fetch = Fetch(index, rank, name, leaf.dtype, piece, part)
+            fetches.setdefault(rank, []).append(fetch)
     return fetches
+
+
+class _Proved:
+    """What of some pieces is wanted, proved to be all of it; once for leaves that are alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Box, tuple[int, ...]], tuple[list[Box], list[Box]]] = {}
+
+    def parts(self, want: Want, pieces: list[Box]) -> list[Box]:
+        """The part of the want that each piece holds."""
+        # Pieces by identity: they are the same objects for leaves that are alike. They are kept
+        # here, so that no other can take the place of one.
+        key = (want.box, tuple(map(id, pieces)))
+        if key not in self._known:
+            self._known[key] = (pieces, _proved_parts(want, pieces))
+        return self._known[key][1]
+
+
+def _proved_parts(want: Want, pieces: Sequence[Box]) -> list[Box]:
+    parts = [part for piece in pieces if (part := piece.intersect(want.box)) is not None]
+    fault = cover_fault(want.box, parts)
+    if fault is not None:
+        raise CoverageError(
+            f"{want.leaf}: the images hold box {fault.box.start}:{fault.box.stop} "
+            f"{'twice' if fault.kind == 'overlap' else 'not at all'}; nothing was read",
+            leaf=want.leaf,
+        )
+    return parts
 
 
 @dataclass(frozen=True, slots=True)

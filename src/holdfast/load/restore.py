@@ -26,7 +26,6 @@ from holdfast.events import Restored as RestoredEvent
 from holdfast.events import SourceDropped, ValuesDiffer, emit
 from holdfast.format.manifest import Generation
 from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.layout import local_boxes
 from holdfast.load.choose import Candidate
 from holdfast.load.plan import Want
 from holdfast.load.read import CARRIERS, Array, read_aliases, read_values, read_wants
@@ -69,8 +68,7 @@ class _Filling:
             host = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
             self.late.append((local, host))
         carried = _as_carrier(host)
-        instance = entry.instance
-        for whole, inside in local_boxes(entry.shape, instance.mesh, instance.placements, rank):
+        for whole, inside in entry.boxes(rank):
             key = len(self.wants)
             self.wants.append(Want(name, whole, key))
             self.arrays[key] = carried[inside.slices()] if inside.ndim else carried

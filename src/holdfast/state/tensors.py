@@ -6,9 +6,11 @@ A tensor that cannot be stored faithfully is refused by name here, before anythi
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.errors import UnsupportedState
@@ -99,13 +101,17 @@ def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafE
     dtype = DTYPE_NAMES[tensor.dtype]
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
-        where = Mesh(tuple(mesh.mesh.shape), ranks)
+        where = _mesh(tensor.device_mesh)
         placements = tuple(_placement(name, p) for p in tensor.placements)
         _check_local_shape(name, tensor, local_shape(shape, where, placements, rank) or ())
         return LeafEntry(name, dtype, shape, spread, Instance(where, placements))
-    return LeafEntry(name, dtype, shape, spread, Instance(Mesh((1,), (rank,)), (REPLICATE,)))
+    return LeafEntry(name, dtype, shape, spread)
+
+
+@lru_cache(maxsize=64)
+def _mesh(mesh: DeviceMesh) -> Mesh:
+    """The ranks of a mesh; the same object for all its leaves, for there may be thousands."""
+    return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
 
 
 def _check_local_shape(name: str, tensor: DTensor, expected: tuple[int, ...]) -> None:
