@@ -52,9 +52,7 @@ class DimCuts:
         return found
 
     def meeting(self, start: int, stop: int) -> list[int]:
-        """The places that hold something from ``start`` to ``stop``."""
-        if not self.parts:
-            return [0] if start < stop else []
+        """The places that hold something from ``start`` to ``stop``, which is behind it."""
         if any(strides > 1 for _, strides in self._order):
             return [n for n in range(self.places) if _meets(self.ranges(n), start, stop)]
         weights = [math.prod(self.parts[n + 1 :]) for n in range(len(self.parts))]

@@ -28,12 +28,14 @@ class Group:
 
     def __init__(self, members: Numbers) -> None:
         self.members = members
-        self._places: dict[int, tuple[int, int]] | None = None
+        self._places: dict[int, tuple[int, int] | None] = {}
 
     def place(self, rank: int) -> tuple[int, int] | None:
         """(row, column) of a rank; None when it is in no row."""
-        row, column = np.nonzero(self.members == rank)
-        return (int(row[0]), int(column[0])) if len(row) else None
+        if rank not in self._places:
+            row, column = np.nonzero(self.members == rank)
+            self._places[rank] = (int(row[0]), int(column[0])) if len(row) else None
+        return self._places[rank]
 
 
 class Groups:

@@ -69,11 +69,18 @@ class Owners:
     def of_rank(self, rank: int) -> list[tuple[int, Box]]:
         """(leaf, box) of all that a rank stores, in the order of the leaves and of the boxes."""
         found: list[tuple[int, Box]] = []
-        places = {id(form): form.cells_of(rank) for form in self._forms}
+        alone = {
+            id(form): [
+                box
+                for cell, _ in form.cells_of(rank)
+                if form.holder(cell) == rank
+                for box in form.cells.boxes(cell)
+            ]
+            for form in set(self._forms)
+            if not form.is_free
+        }
         for leaf, form in enumerate(self._forms):
-            if not form.is_free:
-                mine = (c for c, _ in places[id(form)] if form.holder(c) == rank)
-                found += [(leaf, box) for cell in mine for box in form.cells.boxes(cell)]
+            found += [(leaf, box) for box in alone.get(id(form), ())]
         if any(form.is_free for form in self._forms):
             for one in self._rounds:
                 place = one.group.place(rank)
@@ -154,7 +161,8 @@ class Owners:
 
     def _loads(self) -> Numbers:
         """The bytes that each rank alone can store."""
-        ranks = 1 + max(max(i.mesh.ranks) for leaf in self._leaves for i in leaf.instances)
+        instances = {id(leaf.instances): leaf.instances for leaf in self._leaves}.values()
+        ranks = 1 + max(max(one.mesh.ranks) for some in instances for one in some)
         total = sum(leaf.size_bytes for leaf in self._leaves)
         loads = np.zeros(ranks, dtype=exact(total))
         for form, leaves in Counter(self._forms).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
@@ -28,8 +29,7 @@ class Want:
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(NamedTuple):
     """The part of one want that one piece of one image holds."""
 
     want: int
@@ -49,10 +49,9 @@ def plan_fetches(wants: Sequence[Want], layout: Layout) -> dict[int, list[Fetch]
         number = numbers[want.leaf]
         leaf = layout.leaves[number]
         stored = layout.owners_meeting(number, want.box)
-        parts = proved.parts(want, [piece for _, piece in stored])
-        for (rank, piece), part in zip(stored, parts, strict=True):
-            name = piece_name(leaf.name, leaf.shape, piece)
-            fetch = Fetch(index, rank, name, leaf.dtype, piece, part)
+        parts = proved.parts(want, leaf.shape, [piece for _, piece in stored])
+        for (rank, piece), (part, suffix) in zip(stored, parts, strict=True):
+            fetch = Fetch(index, rank, leaf.name + suffix, leaf.dtype, piece, part)
             fetches.setdefault(rank, []).append(fetch)
     return fetches
 
@@ -61,15 +60,17 @@ class _Proved:
     """What of some pieces is wanted, proved to be all of it; once for leaves that are alike."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Box, tuple[int, ...]], tuple[list[Box], list[Box]]] = {}
+        self._known: dict[tuple[object, ...], tuple[list[Box], list[tuple[Box, str]]]] = {}
 
-    def parts(self, want: Want, pieces: list[Box]) -> list[Box]:
-        """The part of the want that each piece holds."""
+    def parts(self, want: Want, shape: tuple[int, ...], pieces: list[Box]) -> list[tuple[Box, str]]:
+        """What of the want each piece holds, and what its name has behind that of the leaf."""
         # Pieces by identity: they are the same objects for leaves that are alike. They are kept
         # here, so that no other can take the place of one.
-        key = (want.box, tuple(map(id, pieces)))
+        key = (want.box, shape, *map(id, pieces))
         if key not in self._known:
-            self._known[key] = (pieces, _proved_parts(want, pieces))
+            names = [piece_name("", shape, piece) for piece in pieces]
+            parts = _proved_parts(want, pieces)
+            self._known[key] = (pieces, list(zip(parts, names, strict=True)))
         return self._known[key][1]
 
 
