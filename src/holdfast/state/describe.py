@@ -33,6 +33,8 @@ class Binding:
     tensor: torch.Tensor
     local: torch.Tensor
     signature: tuple[object, ...]
+    spread: str
+    """How it may be divided over replicas, as it was found."""
     is_hooked: bool
     """Whether it changes at a hooked optimizer step only."""
     lazy: bool
@@ -117,7 +119,7 @@ class Describer:
         # A conjugate or negative view is one by a flag: only a copy has what it says.
         lazy = hooked and not (local.is_conj() or local.is_neg())
         staged = None if lazy else self._staging(name, local)
-        return Binding(name, tensor, local, _signature(tensor), hooked, lazy, entry, staged)
+        return Binding(name, tensor, local, _signature(tensor), spread, hooked, lazy, entry, staged)
 
     def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Where a volatile leaf is copied: as before, if it fits, for touched pages are fast."""
@@ -153,7 +155,7 @@ def _is_bound(binding: Binding, found: Found) -> bool:
         binding.tensor is tensor
         and binding.is_hooked == hooked
         and binding.name == name
-        and binding.entry.spread == spread
+        and binding.spread == spread
         and _signature(tensor) == binding.signature
     )
 

@@ -44,6 +44,9 @@ _CARRIERS = {d: torch.uint8 for d, n in DTYPE_NAMES.items() if "INT" in n}
 _CARRIERS[torch.complex32] = torch.int32
 #: Tensors in values up to this size are stored as values: each rank has its own.
 SMALL_BYTES = 8 << 10
+#: Plain tensors up to this size, such as an optimizer's step counts, are stored together by one
+#: rank: dealt out over thousands, whoever restores them has to open as many images.
+TINY_BYTES = 64
 _PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -105,7 +108,8 @@ def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafE
         placements = tuple(_placement(name, p) for p in tensor.placements)
         _check_local_shape(name, tensor, local_shape(shape, where, placements, rank) or ())
         return LeafEntry(name, dtype, shape, spread, Instance(where, placements))
-    return LeafEntry(name, dtype, shape, spread)
+    is_tiny = math.prod(shape) * ITEMSIZE[dtype] <= TINY_BYTES
+    return LeafEntry(name, dtype, shape, "lowest" if is_tiny else spread)
 
 
 @lru_cache(maxsize=64)
