@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +37,8 @@ from holdfast.world import World, agree
 
 #: Errors that speak against a source, not against the user's state: the next one is tried.
 SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound)
+#: Whose values are looked at for differences; each is an image to open.
+VALUES_COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,12 @@ def restore_first(
     return None
 
 
+def sampled_ranks(saved_world: int) -> Iterator[int]:
+    """The saved ranks whose values are compared with those of rank 0: some of many, evenly."""
+    count = min(saved_world, VALUES_COMPARED)
+    return (saved_world * n // count for n in range(1, count))
+
+
 class _Attempt:
     """One candidate, on this rank, in step with the others."""
 
@@ -179,10 +187,13 @@ class _Attempt:
             self._report_differing()
 
     def _report_differing(self) -> None:
-        """On another number of ranks all take rank 0's values; say so where ranks had others."""
+        """On another number of ranks all take rank 0's values; say so where ranks had others.
+
+        Of a world of thousands only some are looked at: each is an image to open.
+        """
         differing = {
             name
-            for rank in range(1, self.saved_world)
+            for rank in sampled_ranks(self.saved_world)
             for name, value in read_values(self.checkpoint, rank).get("shared", {}).items()
             if value != self.shared.get("shared", {}).get(name)
         }
