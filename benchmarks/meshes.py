@@ -59,7 +59,7 @@ class Kind:
             full = f"{layer:04d}.{name}{own}"
             for part in ("model.{}", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq"):
                 yield LeafEntry(part.format(full), "F32", shape, "split", instance)
-            yield LeafEntry(f"optimizer.{full}.step", "F32", (), "split", None)
+            yield LeafEntry(f"optimizer.{full}.step", "F32", (), "lowest")
 
 
 @cache

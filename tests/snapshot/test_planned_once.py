@@ -111,7 +111,6 @@ def test_a_trainer_describes_and_plans_once_and_is_told_the_layout_once(
             checkpointer.save(step).wait_captured(timeout_s=60)
             if step == 1:  # the first saves alone are of a state that has its moments
                 planned = Counter(counts)
-    print(planned)
     assert planned["plan_copies"] == planned["from_json"] == 1
     assert planned["table_to_json"] and planned["leaf_entry"]
     assert counts == planned

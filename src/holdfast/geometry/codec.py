@@ -23,7 +23,7 @@ import xxhash
 
 from holdfast.errors import FormatError, NewerFormat, UsageError
 from holdfast.geometry.leaves import LeafEntry, LeafSpec
-from holdfast.geometry.placements import Instance, Mesh, Placement
+from holdfast.geometry.placements import Instance, Mesh, Placement, known
 from holdfast.geometry.unique import refuse_twice
 
 VERSION = 1
@@ -208,7 +208,7 @@ def _read_layout(document: _LayoutDocument) -> tuple[LeafSpec, ...]:
 
 
 def _read_instances(document: _Document) -> list[Instance]:
-    meshes = [Mesh(shape, ranks) for shape, ranks in document.meshes]
+    meshes = [known(Mesh(shape, ranks)) for shape, ranks in document.meshes]
     return [
         Instance(
             _pick(meshes, number, "mesh"),

@@ -24,6 +24,7 @@ from holdfast.geometry.layout import (
     Placement,
     local_shape,
 )
+from holdfast.geometry.placements import known
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -115,7 +116,7 @@ def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafE
 @lru_cache(maxsize=64)
 def _mesh(mesh: DeviceMesh) -> Mesh:
     """The ranks of a mesh; the same object for all its leaves, for there may be thousands."""
-    return Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    return known(Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())))
 
 
 def _check_local_shape(name: str, tensor: DTensor, expected: tuple[int, ...]) -> None:
