@@ -199,6 +199,23 @@ def test_the_places_that_meet_a_range_are_those_that_hold_some_of_it(
     assert [lengths[k] for k in kind] == [tuple(b - a for a, b in some) for some in held]
 
 
+def test_nothing_of_an_empty_dimension_is_met() -> None:
+    assert DimCuts(0, (2,), (1,)).meeting(0, 1) == []
+
+
+def test_strided_boxes_of_replicas_are_found_one_by_one() -> None:
+    """Each rank of a column holds two boxes apart, and shares them with another rank."""
+    grid = Instance(mesh(2, 2), (REPLICATE, Placement(0, 2)))
+    leaves = (LeafSpec("w", "U8", (8, 1 << 17), "split", (grid,)),)
+    layout, expected = Layout(4, leaves), slow_owners.assign(leaves)
+    assert layout.owners(0) == expected[0]
+    assert len(expected[0]) == 8
+    for row in range(8):
+        (met,) = layout.owners_meeting(0, Box((row, 5), (row + 1, 6)))
+        assert met == expected[0][row]
+    assert layout.pieces(3) is layout.pieces(3)
+
+
 @unhurried
 @given(placed())
 def test_cells_are_what_an_instance_holds(case: tuple[tuple[int, ...], Instance]) -> None:

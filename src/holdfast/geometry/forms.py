@@ -202,12 +202,12 @@ class Form:
         return found
 
     def _share(self, cell: int, index: int) -> Box:
-        for box in self.cells.boxes(cell):
-            dim, count = self._split(box.shape)
-            if index < count:
-                return box.part(dim, count, index)
-            index -= count
-        raise IndexError(index)
+        boxes = iter(self.cells.boxes(cell))
+        box = next(boxes)
+        while index >= self._split(box.shape)[1]:
+            index -= self._split(box.shape)[1]
+            box = next(boxes)
+        return box.part(*self._split(box.shape), index)
 
     def shares_meeting(self, cell: int, box: Box) -> list[int]:
         """The numbers of a cell's shares that hold something of ``box``."""
