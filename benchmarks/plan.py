@@ -166,12 +166,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="1,024 ranks, and 1,000 leaves only")
+    parser.add_argument("--leaves", type=int, nargs="*", help="how many (1000, and 3000)")
     parser.add_argument("--only", default="", help="the ways to cut whose name begins so")
     parser.add_argument("--no-results", action="store_true", help="write no files")
     options = parser.parse_args()
     world = 1024 if options.quick else 16384
     found: dict[str, dict[str, Any]] = {}
-    for leaves in (1000,) if options.quick else (1000, 3000):
+    for leaves in options.leaves or ([1000] if options.quick else [1000, 3000]):
         for kind in kinds(world):
             if kind.name.startswith(options.only):
                 name = f"{kind.name}, {leaves:,} leaves"

@@ -119,6 +119,21 @@ def test_sizes_that_64_bits_cannot_add_are_counted_exactly(extent: int) -> None:
     assert len(pieces) == sum(map(len, expected))
 
 
+@pytest.mark.parametrize("unit", [1, 1 << 59])
+def test_every_leaf_that_one_rank_alone_can_store_counts(unit: int) -> None:
+    """Six of rank 0's and four of rank 1's weigh more together than 64 bits can say."""
+    mine, other = ((Instance(mesh(1, first=rank), (REPLICATE,)),) for rank in (0, 1))
+    both = (Instance(mesh(2), (REPLICATE,)),)
+    shapes = [(mine, 6)] * 3 + [(other, 7)] * 2 + [(both, 1)] * 3
+    leaves = tuple(
+        LeafSpec(f"{n}", "U8", (size * unit if size > 1 else 1,), "split", held)
+        for n, (held, size) in enumerate(shapes)
+    )
+    layout = Layout(2, leaves)
+    assert [layout.owners(n) for n in range(8)] == slow_owners.assign(leaves)
+    assert [layout.owners(n)[0][0] for n in (5, 6, 7)] == [1, 1, 1]
+
+
 def test_instances_cut_otherwise_into_the_same_boxes_share_them() -> None:
     """One has the boxes in another order; a third has larger ones, and stores nothing."""
     columns_first = Instance(mesh(2, 2), (Placement(1), Placement(0)))

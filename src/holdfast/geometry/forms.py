@@ -118,7 +118,7 @@ class Form:
         """Bytes of each cell."""
         kind, shapes = self.cells.kinds
         sizes = [sum(map(math.prod, each)) * self.itemsize for each in shapes]
-        return np.array(sizes, dtype=exact(sum(sizes)))[kind]
+        return np.array(sizes, dtype=np.int64)[kind]
 
     def group(self, cell: int) -> tuple[Group, int]:
         """The group with the holders of a cell, and their row in it."""

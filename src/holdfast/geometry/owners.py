@@ -170,7 +170,8 @@ class Owners:
                 first = 0
                 for group in form.groups:
                     rows = len(group.members)
-                    loads[group.members[:, 0]] += form.weights[first : first + rows] * leaves
+                    weights = form.weights[first : first + rows].astype(loads.dtype)
+                    loads[group.members[:, 0]] += weights * leaves
                     first += rows
         return loads
 
