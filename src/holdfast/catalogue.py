@@ -137,11 +137,9 @@ def catalogue(store: Store) -> Catalogue:
     incarnations: list[Incarnation] = []
     for name in store.list(MANIFESTS):
         if (generation := generation_of(name)) is not None:
-            found = _read(Manifest, store, f"{MANIFESTS}/{name}", broken)
-            if found is not None and found.generation == generation:
+            found = _read_manifest(store, generation, broken)
+            if found is not None:
                 manifests.append(found)
-            elif found is not None:
-                broken.append((f"{MANIFESTS}/{name}", f"it speaks of {found.generation}"))
     for name in store.list(INCARNATIONS):
         if matched := _INCARNATION_NAME.fullmatch(name):
             path = f"{INCARNATIONS}/{name}"
@@ -155,6 +153,22 @@ def catalogue(store: Store) -> Catalogue:
         tuple(sorted(incarnations, key=lambda i: i.n)),
         tuple(broken),
     )
+
+
+def find_manifest(store: Store, generation: Generation) -> Manifest | None:
+    """The manifest of one generation, and no other file read; None if none can be read."""
+    return _read_manifest(store, generation, [])
+
+
+def _read_manifest(
+    store: Store, generation: Generation, broken: list[tuple[str, str]]
+) -> Manifest | None:
+    path = manifest_path(generation)
+    found = _read(Manifest, store, path, broken)
+    if found is not None and found.generation != generation:
+        broken.append((path, f"it speaks of {found.generation}"))
+        return None
+    return found
 
 
 def _read(kind: type[D], store: Store, path: str, broken: list[tuple[str, str]]) -> D | None:

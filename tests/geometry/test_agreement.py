@@ -44,6 +44,33 @@ def test_plain_tensors_of_many_ranks_become_one_instance() -> None:
     assert layout.leaves[0].instances == (Instance(mesh(64), (REPLICATE,)),)
 
 
+def test_ranks_with_the_same_plain_tensors_declare_the_same_table() -> None:
+    """It does not say which rank declares it, and comes to what naming each rank comes to."""
+    entries = [LeafEntry("w", "F32", (4,), "split"), LeafEntry("x", "F32", (0, 3), "lowest")]
+    data = table_to_json(entries)
+    table = table_from_json(data)
+    assert list(table) == entries and table_to_json(table) == data
+    named = [
+        [LeafEntry(e.name, e.dtype, e.shape, e.spread, on(rank)) for e in entries]
+        for rank in range(64)
+    ]
+    assert merge([table] * 64).to_json() == merge(named).to_json()
+    assert merge([*named[:7], *[table] * 57]).to_json() == merge(named).to_json()
+    for one, other in zip(entries, named[5], strict=True):
+        assert one.boxes(5) == other.boxes(5)
+
+
+def test_plain_on_some_ranks_and_on_a_mesh_elsewhere_is_a_contradiction() -> None:
+    both = LeafEntry("w", "F32", (4,), "split", Instance(mesh(2), (REPLICATE,)))
+    error = mismatch([both], [LeafEntry("w", "F32", (4,), "split")])
+    assert "rank 1 in the mesh (2,) of ranks 0-1 declared another mesh or placement" in str(error)
+
+
+def test_a_leaf_declared_twice_by_several_ranks_names_them_all() -> None:
+    table = [LeafEntry("w", "F32", (4,), "split")] * 2
+    assert "w: ranks 0-2 declare it twice" in str(mismatch(table, table, table))
+
+
 def test_ranks_may_have_leaves_of_their_own() -> None:
     tables = [[LeafEntry(f"stage.{rank}", "F32", (4,), "split", on(rank))] for rank in range(2)]
     layout = merge(tables)

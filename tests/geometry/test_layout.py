@@ -203,7 +203,7 @@ def test_damaged_bytes_give_a_layout_or_a_format_error_and_nothing_else() -> Non
     "leaf",
     [
         ["a", "F32", [8], "split", 1],
-        ["a", "F32", [8], "split", -1],
+        ["a", "F32", [8], "split", -2],
         ["a", "F32", [8], 3, 0],
         ["a", "?", [8], "split", 0],
     ],

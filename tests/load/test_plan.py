@@ -74,6 +74,9 @@ class Misowned(Layout):
     def owners(self, leaf_index: int) -> Owned:
         return self.change(super().owners(leaf_index))
 
+    def owners_meeting(self, leaf_index: int, box: Box) -> Owned:
+        return tuple(one for one in self.owners(leaf_index) if one[1].intersect(box) is not None)
+
 
 def misowned(change: Callable[[Owned], Owned]) -> Layout:
     kind = type("Broken", (Misowned,), {"change": staticmethod(change)})

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from holdfast.catalogue import find_manifest
 from holdfast.errors import ChecksumMismatch, CoverageError, FormatError, StorageError
 from holdfast.format import checksum
 from holdfast.format.image import fill_in, plan_image
 from holdfast.format.manifest import Generation, Manifest
-from holdfast.geometry import owners
+from holdfast.geometry import forms
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout
@@ -25,7 +26,9 @@ from holdfast.geometry.owners import Owned
 from holdfast.load import plan, read
 from holdfast.load.plan import Want
 from holdfast.load.read import CARRIERS, read_values, read_wants
+from holdfast.load.restore import sampled_ranks
 from holdfast.load.source import Checkpoint, from_manifest, from_memory
+from holdfast.load.stored import choose_stored, open_stored
 from holdfast.snapshot.arena import IMAGE_START, SlotFile
 from holdfast.snapshot.layouts import image_items
 from holdfast.snapshot.messages import HeldGeneration, SlotInfo
@@ -123,7 +126,7 @@ def test_any_box_of_any_layout_equals_the_slice_of_what_was_saved(
     layout, wants = case
     with pytest.MonkeyPatch.context() as patch:
         set_sizes(patch, *sizes)
-        patch.setattr(owners, "PART_BYTES", part_bytes)
+        patch.setattr(forms, "PART_BYTES", part_bytes)
         leaves = random_leaves(layout, seed)
         store = MemoryStore()
         manifest = publish_checkpoint(store, layout, images_of(layout, leaves))
@@ -168,6 +171,9 @@ class Holed(Layout):
     def owners(self, leaf_index: int) -> Owned:
         owned = super().owners(leaf_index)
         return (*owned, owned[-1]) if self.twice else owned[:-1]
+
+    def owners_meeting(self, leaf_index: int, box: Box) -> Owned:
+        return self.owners(leaf_index)  # what is wanted there is all of a leaf
 
 
 class Doubled(Holed):
@@ -449,3 +455,60 @@ def test_a_slot_shorter_than_its_image_is_refused(held: Held) -> None:
     with pytest.raises(FormatError, match="shorter than the image"):
         from_memory(held.directory, claimed)
     assert held.slots[1].path.stat().st_size == IMAGE_START + room
+
+
+# ── of many images only those that have something of it ──────────────────────────────────────
+
+
+def test_only_the_headers_of_images_that_the_plan_needs_are_read() -> None:
+    layout = Layout(64, tuple(split_leaf(f"w{n}", "F32", (128, 3), 64) for n in range(3)))
+    leaves, store = random_leaves(layout), WatchedStore()
+    manifest = publish_checkpoint(store, layout, images_of(layout, leaves))
+    checkpoint = from_manifest(store, manifest)
+    store.reads.clear()
+    wants = [Want(f"w{n}", Box((39, 1), (44, 2)), n) for n in range(3)]
+    found = room_for(layout, wants)
+    read_wants(checkpoint, wants, found)
+    assert all((found[n] == leaves[f"w{n}"][39:44, 1:2]).all() for n in range(3))
+    assert {path for path, _, _ in store.reads} == {manifest.images[n].path for n in range(19, 22)}
+    assert sorted(checkpoint._headers) == [19, 20, 21]
+
+
+class Listening(MemoryStore):
+    """Remembers which files were opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: list[str] = []
+
+    def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
+        self.opened.append(path)
+        return super().read(path, offset_bytes, size_bytes)
+
+
+def test_a_rank_that_was_told_what_to_restore_reads_that_manifest_and_no_other() -> None:
+    store, images = Listening(), images_of(SMALL, random_leaves(SMALL))
+    for step in range(5):
+        publish_checkpoint(store, SMALL, images, Generation(1, step), attempt=f"a{step}")
+    _, candidates = choose_stored(store, None)
+    store.opened.clear()
+    opened = open_stored(store, candidates[1], 3)
+    assert store.opened == ["manifests/1-3.json", f"layouts/{SMALL.hash}.json"]
+    assert opened.files[1].name.startswith("steps/1-3-a3/")
+
+
+def test_a_manifest_under_anothers_name_is_not_taken_for_it() -> None:
+    store, images = MemoryStore(), images_of(SMALL, random_leaves(SMALL))
+    publish_checkpoint(store, SMALL, images, Generation(1, 3))
+    store.publish("manifests/1-4.json", store.read("manifests/1-3.json"))
+    assert find_manifest(store, Generation(1, 3)) is not None
+    assert find_manifest(store, Generation(1, 4)) is None
+    assert find_manifest(store, Generation(1, 5)) is None
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 0), (2, 1), (64, 63), (65, 63), (16384, 63)])
+def test_few_saved_ranks_are_all_looked_at_and_of_many_some(world: int, count: int) -> None:
+    ranks = list(sampled_ranks(world))
+    assert len(set(ranks)) == len(ranks) == count
+    assert all(0 < rank < world for rank in ranks)
+    assert world > 65 or max(ranks, default=world - 1) >= world - 2

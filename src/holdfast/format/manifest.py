@@ -216,13 +216,14 @@ def _image_faults(manifest: Manifest) -> Iterator[str]:
     for directory in directories:
         if len(directories) > 1 or not re.fullmatch(expected, directory):
             yield f"its images lie in {sorted(directories)!r:.200}, not in one {expected}"
+    is_checksum = re.compile(r"[0-9a-f]{16}").fullmatch
     for image in manifest.images:
         if image.path.rpartition("/")[2] != f"live-{image.rank:05d}.safetensors":
             yield f"the image of rank {image.rank} is said to be {image.path!r:.200}"
         if not 0 < image.size_bytes <= MAX_IMAGE_BYTES:
             yield f"image {image.path} is said to have {image.size_bytes} bytes"
         for value in (image.header_xxh3, image.table_xxh3):
-            if not re.fullmatch(r"[0-9a-f]{16}", value):
+            if not is_checksum(value):
                 yield f"{value!r:.50} is no checksum of image {image.path}"
 
 

@@ -11,29 +11,36 @@ from holdfast.geometry.placements import REPLICATE, Instance, Mesh
 #: Differences written out in the message; all of them are in the error's fields.
 SHOWN = 20
 
-Declared = list[tuple[int, LeafEntry]]  # (rank, its entry), by rising rank
+Ranks = Sequence[int]
+Declared = list[tuple[int, LeafEntry]]  # (which of the distinct tables, its entry)
 
 
 def agree(tables: Sequence[Sequence[LeafEntry]]) -> tuple[LeafSpec, ...]:
     """The leaves of all ranks, sorted by name, from the table of each rank.
 
     A rank need not have every leaf, but all ranks of an instance must declare it alike.
-    StateMismatch lists every leaf where ranks contradict each other.
+    StateMismatch lists every leaf where ranks contradict each other. A table that is there
+    several times, as one object, is gone through once.
     """
+    distinct: dict[int, tuple[Sequence[LeafEntry], list[int]]] = {}
+    for rank, table in enumerate(tables):
+        distinct.setdefault(id(table), (table, []))[1].append(rank)
+    ranks = [some for _, some in distinct.values()]  # by rising lowest rank
     by_name: dict[str, Declared] = {}
     faults: list[tuple[str, str]] = []
-    for rank, table in enumerate(tables):
+    for number, (table, some) in enumerate(distinct.values()):
         for entry in table:
             declared = by_name.setdefault(entry.name, [])
-            if declared and declared[-1][0] == rank:
-                faults.append((entry.name, f"rank {rank} declares it twice"))
+            if declared and declared[-1][0] == number:
+                declare = "declares" if len(some) == 1 else "declare"
+                faults.append((entry.name, f"{ranks_text(some)} {declare} it twice"))
             else:
-                declared.append((rank, entry))
-    groups = _Groups(len(tables))
+                declared.append((number, entry))
+    groups = _Groups(len(tables), ranks)
     leaves = []
     for name, declared in sorted(by_name.items()):
         instances, contradictions = groups.find(declared)
-        contradictions = [*_differences(declared), *contradictions]
+        contradictions = [*_differences(declared, ranks), *contradictions]
         faults += [(name, text) for text in contradictions]
         if not contradictions:
             first = declared[0][1]
@@ -57,7 +64,7 @@ def _mismatch(faults: list[tuple[str, str]]) -> StateMismatch:
     )
 
 
-def _differences(declared: Declared) -> list[str]:
+def _differences(declared: Declared, ranks: Sequence[Ranks]) -> list[str]:
     first = declared[0][1]
     texts = []
     for what in ("dtype", "shape", "spread"):
@@ -65,9 +72,9 @@ def _differences(declared: Declared) -> list[str]:
         if all(getattr(entry, what) == expected for _, entry in declared):
             continue
         ranks_of: dict[object, list[int]] = {}
-        for rank, entry in declared:
-            ranks_of.setdefault(getattr(entry, what), []).append(rank)
-        values = (f"{value} on {ranks_text(ranks)}" for value, ranks in ranks_of.items())
+        for table, entry in declared:
+            ranks_of.setdefault(getattr(entry, what), []).extend(ranks[table])
+        values = (f"{value} on {ranks_text(some)}" for value, some in ranks_of.items())
         texts.append(f"its {what} is " + ", ".join(values))
     return texts
 
@@ -75,22 +82,25 @@ def _differences(declared: Declared) -> list[str]:
 class _Groups:
     """Checks the instances that ranks declare for a leaf; once for all leaves that are alike."""
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, ranks: Sequence[Ranks]) -> None:
         self.world = world
-        self._numbers: dict[Instance, int] = {}
-        self._instances: list[Instance] = []
+        self._ranks = ranks
+        """Those of each distinct table."""
+        self._numbers: dict[Instance | None, int] = {}
+        self._instances: list[Instance | None] = []
         self._numbers_by_id: dict[int, int] = {}
         self._found: dict[tuple[tuple[int, int], ...], tuple[tuple[Instance, ...], list[str]]] = {}
+        self._groups: dict[tuple[Instance, ...], tuple[Instance, ...]] = {}
 
     def find(self, declared: Declared) -> tuple[tuple[Instance, ...], list[str]]:
         """The instances of a leaf, and what contradicts them."""
-        key = tuple([(rank, self._number(entry.instance)) for rank, entry in declared])
+        key = tuple([(table, self._number(entry.instance)) for table, entry in declared])
         if key not in self._found:
             self._found[key] = self._check(key)
         return self._found[key]
 
-    def _number(self, instance: Instance) -> int:
-        # By identity first: hashing a large mesh for every leaf of every rank takes seconds.
+    def _number(self, instance: Instance | None) -> int:
+        # By identity first: comparing a large mesh for every leaf of every rank takes seconds.
         number = self._numbers_by_id.get(id(instance))
         if number is None:
             number = self._numbers.setdefault(instance, len(self._numbers))
@@ -101,13 +111,21 @@ class _Groups:
 
     def _check(self, key: tuple[tuple[int, int], ...]) -> tuple[tuple[Instance, ...], list[str]]:
         declared_by: dict[int, set[int]] = {}
-        for rank, number in key:
-            declared_by.setdefault(number, set()).add(rank)
+        for table, number in key:
+            declared_by.setdefault(number, set()).update(self._ranks[table])
+        everybody = set().union(*declared_by.values())
         texts: list[str] = []
+        alone: list[int] = []
+        instances: list[Instance] = []
         for number, ranks in declared_by.items():
-            texts += self._contradictions(self._instances[number], ranks, {rank for rank, _ in key})
-        instances = _collapse(self._instances[number] for number in declared_by)
-        return instances, texts
+            instance = self._instances[number]
+            if instance is None:
+                alone += ranks
+            else:
+                texts += self._contradictions(instance, ranks, everybody)
+                instances.append(instance)
+        found = _collapse(instances, alone)
+        return self._groups.setdefault(found, found), texts
 
     def _contradictions(
         self, instance: Instance, ranks: set[int], ranks_with_leaf: set[int]
@@ -130,12 +148,13 @@ class _Groups:
         return texts
 
 
-def _collapse(instances: Iterable[Instance]) -> tuple[Instance, ...]:
+def _collapse(instances: Iterable[Instance], alone: Iterable[int]) -> tuple[Instance, ...]:
     """The same instances, by their lowest rank; those that are whole on each rank as one.
 
-    Otherwise a plain tensor would have as many instances as there are ranks.
+    Otherwise a plain tensor would have as many instances as there are ranks: it is ``alone`` on
+    each of these.
     """
-    whole: list[int] = []
+    whole = [*alone]
     found = []
     for instance in instances:
         if instance.is_whole:
@@ -143,7 +162,8 @@ def _collapse(instances: Iterable[Instance]) -> tuple[Instance, ...]:
         else:
             found.append(instance)
     if whole:
-        found.append(Instance(Mesh((len(whole),), tuple(sorted(set(whole)))), (REPLICATE,)))
+        ranks = tuple(sorted(set(whole)))
+        found.append(Instance(Mesh((len(ranks),), ranks), (REPLICATE,)))
     return tuple(sorted(found, key=lambda instance: min(instance.mesh.ranks)))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from operator import itemgetter
 from typing import Literal
 
@@ -109,10 +109,16 @@ class Box:
         dim = next((d for d, extent in enumerate(self.shape) if extent > 1), None)
         if dim is None:
             return (self,)
-        extent = self.stop[dim] - self.start[dim]
-        count = min(parts, extent)
-        cuts = [self.start[dim] + extent * n // count for n in range(count + 1)]
-        return tuple(_between(self, dim, a, b) for a, b in pairwise(cuts))
+        count = min(parts, self.stop[dim] - self.start[dim])
+        return tuple(self.part(dim, count, index) for index in range(count))
+
+    def part(self, dim: int, parts: int, index: int) -> Box:
+        """Number ``index`` of the nearly equal ``parts`` that cutting dimension ``dim`` gives."""
+        if parts == 1:
+            return self
+        start, extent = self.start[dim], self.stop[dim] - self.start[dim]
+        ends = (start + extent * n // parts for n in (index, index + 1))
+        return _between(self, dim, *ends)
 
     def slices(self) -> tuple[slice, ...]:
         """What to index an array of the whole space with."""

@@ -6,7 +6,7 @@ written once and named by its number:
     meshes      [[shape, ranks], ...]
     instances   [[mesh, [[dim, split_factor], ...]], ...]
     groups      [[instance, ...], ...]                        (layouts only)
-    leaves      [[name, dtype, shape, spread, group], ...]    (tables: the instance)
+    leaves      [[name, dtype, shape, spread, group], ...]    (tables: the instance; -1: none)
 
 Numbers are given in the order of first use. What is read may be hostile: everything is bounded
 and checked, and wrong bytes are FormatErrors.
@@ -23,7 +23,7 @@ import xxhash
 
 from holdfast.errors import FormatError, NewerFormat, UsageError
 from holdfast.geometry.leaves import LeafEntry, LeafSpec
-from holdfast.geometry.placements import Instance, Mesh, Placement
+from holdfast.geometry.placements import Instance, Mesh, Placement, known
 from holdfast.geometry.unique import refuse_twice
 
 VERSION = 1
@@ -32,6 +32,9 @@ MAX_LEAVES = 1 << 20
 #: How the name of a part ends in an image. No leaf's does: or one could be taken for a part of
 #: another by whoever reads the names of an image only.
 LIKE_A_PIECE = re.compile(r"@[0-9]+:[0-9]+(,[0-9]+:[0-9]+)*")
+
+#: Stands in a table for the instance of a plain tensor.
+_ALONE = -1
 
 T = TypeVar("T")
 
@@ -67,7 +70,7 @@ def table_to_json(entries: Sequence[LeafEntry]) -> bytes:
     """One rank's table of leaves, in the order given."""
     written = _Written()
     leaves = [
-        (leaf.name, leaf.dtype, leaf.shape, leaf.spread, written.instance(leaf.instance))
+        (leaf.name, leaf.dtype, leaf.shape, leaf.spread, written.own(leaf.instance))
         for leaf in entries
     ]
     document = _TableDocument(meshes=written.meshes, instances=written.instances, leaves=leaves)
@@ -122,6 +125,9 @@ class _Written:
         return self._number(
             instances, self.groups, lambda: tuple(self.instance(one) for one in instances)
         )
+
+    def own(self, instance: Instance | None) -> int:
+        return _ALONE if instance is None else self.instance(instance)
 
     def instance(self, instance: Instance) -> int:
         return self._number(
@@ -182,9 +188,12 @@ def _build(what: str, read: Callable[[], T]) -> T:
 def _read_table(document: _TableDocument) -> tuple[LeafEntry, ...]:
     instances = _read_instances(document)
     return tuple(
-        LeafEntry(name, dtype, shape, spread, _pick(instances, number, "instance"))
+        LeafEntry(
+            name, dtype, shape, spread,
+            None if number == _ALONE else _pick(instances, number, "instance"),
+        )
         for name, dtype, shape, spread, number in document.leaves
-    )
+    )  # fmt: skip
 
 
 def _read_layout(document: _LayoutDocument) -> tuple[LeafSpec, ...]:
@@ -199,7 +208,7 @@ def _read_layout(document: _LayoutDocument) -> tuple[LeafSpec, ...]:
 
 
 def _read_instances(document: _Document) -> list[Instance]:
-    meshes = [Mesh(shape, ranks) for shape, ranks in document.meshes]
+    meshes = [known(Mesh(shape, ranks)) for shape, ranks in document.meshes]
     return [
         Instance(
             _pick(meshes, number, "mesh"),

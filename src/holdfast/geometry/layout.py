@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, starmap
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -24,7 +25,6 @@ from holdfast.geometry.codec import (
     table_to_json,
 )
 from holdfast.geometry.leaves import LeafEntry, LeafSpec
-from holdfast.geometry.owners import Owned, assign
 from holdfast.geometry.placements import (
     MAX_RANKS,
     REPLICATE,
@@ -35,6 +35,9 @@ from holdfast.geometry.placements import (
     local_ranges,
     local_shape,
 )
+
+if TYPE_CHECKING:
+    from holdfast.geometry.owners import Owned, Owners
 
 __all__ = [
     "REPLICATE",
@@ -116,38 +119,57 @@ class Layout:
     def held(self, leaf_index: int, rank: int) -> tuple[tuple[Box, Box], ...]:
         """What ``rank`` holds of a leaf: (box in the leaf, the same box in its local tensor)."""
         leaf = self.leaves[leaf_index]
-        for instance in leaf.instances:
-            if rank in instance.mesh.ranks:
-                return local_boxes(leaf.shape, instance.mesh, instance.placements, rank)
-        return ()
+        instance = self._instance(leaf.instances, rank)
+        if instance is None:
+            return ()
+        return local_boxes(leaf.shape, instance.mesh, instance.placements, rank)
+
+    def _instance(self, instances: tuple[Instance, ...], rank: int) -> Instance | None:
+        """The one a rank is in; looked for once for all leaves that have the same ones."""
+        key = (id(instances), rank)
+        if key not in self._found:
+            there = (one for one in instances if one.mesh.coordinate(rank) is not None)
+            self._found[key] = next(there, None)
+        return self._found[key]
 
     def owners(self, leaf_index: int) -> Owned:
         """Who stores what of a leaf: (rank, box), every element in exactly one box."""
-        return self._owned[leaf_index]
+        return self._owners.of_leaf(leaf_index)
+
+    def owners_meeting(self, leaf_index: int, box: Box) -> Owned:
+        """Who stores what of a leaf that has an element of ``box``; others are not computed."""
+        return self._owners.meeting(leaf_index, box)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What ``rank`` stores, in the order of the leaves and, in a leaf, of the boxes."""
-        return self._pieces.get(rank, ())
+        if rank not in self._pieces:
+            self._pieces[rank] = tuple(starmap(Piece, self._owners.of_rank(rank)))
+        return self._pieces[rank]
 
     @cached_property
     def _json(self) -> bytes:
         return layout_to_json(self.world, self.leaves)
 
     @cached_property
-    def _owned(self) -> list[Owned]:
-        return assign(self.leaves)
+    def _owners(self) -> Owners:
+        # Here and not above: a keeper that starts is waited for, and needs no arithmetic yet.
+        from holdfast.geometry.owners import Owners
+
+        return Owners(self.leaves)
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int], Instance | None]:
+        return {}
 
     @cached_property
     def _pieces(self) -> dict[int, tuple[Piece, ...]]:
-        found: dict[int, list[Piece]] = {}
-        for leaf, stored in enumerate(self._owned):
-            for rank, box in stored:
-                found.setdefault(rank, []).append(Piece(leaf, box))
-        return {rank: tuple(pieces) for rank, pieces in found.items()}
+        return {}
 
 
 def merge(tables: Sequence[Sequence[LeafEntry]]) -> Layout:
     """The layout of all ranks, from the table of each; rank 0's comes first.
+
+    Ranks with the same table should bring the same object: it is gone through once for all.
 
     StateMismatch lists every leaf whose dtype, shape or spread differ between ranks, and every
     rank that should have a leaf and has not.

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import UsageError
+from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.placements import Instance
+from holdfast.geometry.placements import Instance, local_boxes
 
 #: How a box that several ranks hold is stored: divided over them, or whole by the lowest of them.
 SPREADS = ("split", "lowest")
@@ -21,16 +22,28 @@ MAX_NAME_LENGTH = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class LeafEntry:
-    """A leaf as one rank declares it, with the instance that this rank is in."""
+    """A leaf as one rank declares it, with the instance that this rank is in.
+
+    None: a plain tensor, whole on this rank. It does not say which rank that is, so that
+    thousands of ranks with the same tensors declare the same table.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     spread: str
-    instance: Instance
+    instance: Instance | None = None
 
     def __post_init__(self) -> None:
-        _check(self.name, self.dtype, self.shape, self.spread, (self.instance,))
+        instances = () if self.instance is None else (self.instance,)
+        _check(self.name, self.dtype, self.shape, self.spread, instances)
+
+    def boxes(self, rank: int) -> tuple[tuple[Box, Box], ...]:
+        """What the declaring ``rank`` holds: (box in the leaf, the same in its local tensor)."""
+        if self.instance is None:
+            whole = Box.whole(self.shape)
+            return () if whole.is_empty else ((whole, whole),)
+        return local_boxes(self.shape, self.instance.mesh, self.instance.placements, rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +68,12 @@ class LeafSpec:
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole leaf."""
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return ITEMSIZE[self.dtype]
 
 
 def _check(

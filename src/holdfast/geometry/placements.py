@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise, product
 from typing import NamedTuple
@@ -28,8 +28,11 @@ class Mesh:
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Once: meshes of thousands of ranks are looked up for every leaf.
+        object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
         if not self.shape or min(self.shape) < 1 or math.prod(self.shape) != len(self.ranks):
             raise UsageError(f"a mesh of shape {self.shape} cannot have {len(self.ranks)} ranks")
         if len(set(self.ranks)) != len(self.ranks):
@@ -37,17 +40,35 @@ class Mesh:
         if min(self.ranks) < 0 or max(self.ranks) >= MAX_RANKS:
             raise UsageError(f"ranks in a mesh are 0 to {MAX_RANKS - 1}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
         """Where ``rank`` is on the grid; None when it is not on it."""
-        try:
-            index = self.ranks.index(rank)
-        except ValueError:
-            return None
-        backwards = []
-        for extent in reversed(self.shape):
-            index, at = divmod(index, extent)
-            backwards.append(at)
-        return tuple(reversed(backwards))
+        return _coordinate(self, rank)
+
+
+@lru_cache(maxsize=16)
+def known(mesh: Mesh) -> Mesh:
+    """An equal mesh, as the object that was used for it before.
+
+    Comparing two of thousands of ranks for every leaf takes longer than all other planning.
+    """
+    return mesh
+
+
+@lru_cache(maxsize=1 << 8)
+def _coordinate(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
+    """Remembered: looking through thousands of ranks again for every leaf takes seconds."""
+    try:
+        index = mesh.ranks.index(rank)
+    except ValueError:
+        return None
+    backwards = []
+    for extent in reversed(mesh.shape):
+        index, at = divmod(index, extent)
+        backwards.append(at)
+    return tuple(reversed(backwards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +125,17 @@ def local_ranges(size: int, cuts: Sequence[Cut]) -> tuple[Range, ...]:
     """The ranges of a dimension of ``size`` that a rank holds, in the order it stores them.
 
     ``cuts`` are given in the order of their mesh dimensions and applied in that of
-    ``_applied_order``. Each cuts the elements held so far as ``torch.chunk`` does.
+    ``applied_order``. Each cuts the elements held so far as ``torch.chunk`` does.
     """
     ranges = [(0, size)] if size else []
-    for cut, strides in _applied_order(cuts):
+    for cut, strides in applied_order(cuts):
         held = sum(b - a for a, b in ranges)
         parts = (_chunk(a, b, cut.parts, cut.at) for a, b in _chunks(held, strides))
         ranges = [found for a, b in parts for found in _select(ranges, a, b)]
     return tuple(_join(ranges))
 
 
-def _applied_order(cuts: Sequence[Cut]) -> list[tuple[Cut, int]]:
+def applied_order(cuts: Sequence[Cut]) -> list[tuple[Cut, int]]:
     """The order in which cuts were made, each with the number of strides it was made in.
 
     FSDP2 shards what tensor parallelism has sharded already, although its mesh dimension comes

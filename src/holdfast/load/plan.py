@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
@@ -28,8 +29,7 @@ class Want:
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fetch:
+class Fetch(NamedTuple):
     """The part of one want that one piece of one image holds."""
 
     want: int
@@ -44,25 +44,46 @@ def plan_fetches(wants: Sequence[Want], layout: Layout) -> dict[int, list[Fetch]
     """The fetches for ``wants``, by image. CoverageError names the first box not produced once."""
     numbers = {leaf.name: number for number, leaf in enumerate(layout.leaves)}
     fetches: dict[int, list[Fetch]] = {}
+    proved = _Proved()
     for index, want in enumerate(wants):
         number = numbers[want.leaf]
         leaf = layout.leaves[number]
-        parts: list[Box] = []
-        for rank, piece in layout.owners(number):
-            part = piece.intersect(want.box)
-            if part is None:
-                continue
-            parts.append(part)
-            name = piece_name(leaf.name, leaf.shape, piece)
-            fetches.setdefault(rank, []).append(Fetch(index, rank, name, leaf.dtype, piece, part))
-        fault = cover_fault(want.box, parts)
-        if fault is not None:
-            raise CoverageError(
-                f"{want.leaf}: the images hold box {fault.box.start}:{fault.box.stop} "
-                f"{'twice' if fault.kind == 'overlap' else 'not at all'}; nothing was read",
-                leaf=want.leaf,
-            )
+        stored = layout.owners_meeting(number, want.box)
+        parts = proved.parts(want, leaf.shape, [piece for _, piece in stored])
+        for (rank, piece), (part, suffix) in zip(stored, parts, strict=True):
+            fetch = Fetch(index, rank, leaf.name + suffix, leaf.dtype, piece, part)
+            fetches.setdefault(rank, []).append(fetch)
     return fetches
+
+
+class _Proved:
+    """What of some pieces is wanted, proved to be all of it; once for leaves that are alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], tuple[list[Box], list[tuple[Box, str]]]] = {}
+
+    def parts(self, want: Want, shape: tuple[int, ...], pieces: list[Box]) -> list[tuple[Box, str]]:
+        """What of the want each piece holds, and what its name has behind that of the leaf."""
+        # Pieces by identity: they are the same objects for leaves that are alike. They are kept
+        # here, so that no other can take the place of one.
+        key = (want.box, shape, *map(id, pieces))
+        if key not in self._known:
+            names = [piece_name("", shape, piece) for piece in pieces]
+            parts = _proved_parts(want, pieces)
+            self._known[key] = (pieces, list(zip(parts, names, strict=True)))
+        return self._known[key][1]
+
+
+def _proved_parts(want: Want, pieces: Sequence[Box]) -> list[Box]:
+    parts = [part for piece in pieces if (part := piece.intersect(want.box)) is not None]
+    fault = cover_fault(want.box, parts)
+    if fault is not None:
+        raise CoverageError(
+            f"{want.leaf}: the images hold box {fault.box.start}:{fault.box.stop} "
+            f"{'twice' if fault.kind == 'overlap' else 'not at all'}; nothing was read",
+            leaf=want.leaf,
+        )
+    return parts
 
 
 @dataclass(frozen=True, slots=True)

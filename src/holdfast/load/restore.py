@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,7 +26,6 @@ from holdfast.events import Restored as RestoredEvent
 from holdfast.events import SourceDropped, ValuesDiffer, emit
 from holdfast.format.manifest import Generation
 from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.layout import local_boxes
 from holdfast.load.choose import Candidate
 from holdfast.load.plan import Want
 from holdfast.load.read import CARRIERS, Array, read_aliases, read_values, read_wants
@@ -38,6 +37,8 @@ from holdfast.world import World, agree
 
 #: Errors that speak against a source, not against the user's state: the next one is tried.
 SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound)
+#: Whose values are looked at for differences; each is an image to open.
+VALUES_COMPARED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ class _Filling:
             host = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
             self.late.append((local, host))
         carried = _as_carrier(host)
-        instance = entry.instance
-        for whole, inside in local_boxes(entry.shape, instance.mesh, instance.placements, rank):
+        for whole, inside in entry.boxes(rank):
             key = len(self.wants)
             self.wants.append(Want(name, whole, key))
             self.arrays[key] = carried[inside.slices()] if inside.ndim else carried
@@ -136,6 +136,12 @@ def restore_first(
     return None
 
 
+def sampled_ranks(saved_world: int) -> Iterator[int]:
+    """The saved ranks whose values are compared with those of rank 0: some of many, evenly."""
+    count = min(saved_world, VALUES_COMPARED)
+    return (saved_world * n // count for n in range(1, count))
+
+
 class _Attempt:
     """One candidate, on this rank, in step with the others."""
 
@@ -181,10 +187,13 @@ class _Attempt:
             self._report_differing()
 
     def _report_differing(self) -> None:
-        """On another number of ranks all take rank 0's values; say so where ranks had others."""
+        """On another number of ranks all take rank 0's values; say so where ranks had others.
+
+        Of a world of thousands only some are looked at: each is an image to open.
+        """
         differing = {
             name
-            for rank in range(1, self.saved_world)
+            for rank in sampled_ranks(self.saved_world)
             for name, value in read_values(self.checkpoint, rank).get("shared", {}).items()
             if value != self.shared.get("shared", {}).get(name)
         }

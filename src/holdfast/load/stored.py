@@ -6,7 +6,15 @@ format is never taken for an empty one.
 
 from __future__ import annotations
 
-from holdfast.catalogue import MANIFESTS, ROOT, Catalogue, catalogue, is_root, read_document
+from holdfast.catalogue import (
+    MANIFESTS,
+    ROOT,
+    Catalogue,
+    catalogue,
+    find_manifest,
+    is_root,
+    read_document,
+)
 from holdfast.errors import (
     FormatError,
     HoldfastError,
@@ -74,7 +82,7 @@ def open_stored(store: Store, candidate: Candidate, rank: int) -> Checkpoint:
 
     NotFound when it is gone, UsageError when another lies here under its name.
     """
-    manifest = catalogue(store).find(candidate.generation)
+    manifest = find_manifest(store, candidate.generation)
     if manifest is None:
         raise NotFound(
             f"{candidate.generation} is no longer in storage, as rank {rank} sees {store.url}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from holdfast.errors import HoldfastError
-from holdfast.format.image import image_bytes
 from holdfast.geometry.layout import Layout
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import (
@@ -185,10 +184,10 @@ class Coordinator:
 
     def _decide(self, step: int, asks: Mapping[int, m.Ask], now_s: float) -> list[Action]:
         try:
-            layout, plans = self._layouts.agree([asks[r].table for r in range(self.world)])
+            agreed = self._layouts.agree([asks[r].table for r in range(self.world)])
+            sizes = {r: agreed.image_bytes(r, asks[r].values_bytes) for r in asks}
         except HoldfastError as error:
             return skip(step, str(error), is_passing=False)
-        sizes = {r: image_bytes(plans[r], asks[r].values_bytes) for r in asks}
         durable = self.debts.is_to_be_durable(step, asks.values())
         chosen, actions = self.slots.choose(sizes)
         if isinstance(chosen, str):
@@ -196,13 +195,13 @@ class Coordinator:
                 self._asks.put_off(step, asks, now_s)
                 return actions
             return actions + skip(step, chosen)
-        attempt = self._new_attempt(step, layout, now_s)
+        attempt = self._new_attempt(step, agreed.layout, now_s)
         attempt.durable = durable
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
         for rank, slot in chosen.items():
             slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
             slot.image_bytes, slot.incarnation = sizes[rank], self.incarnation
-        return actions + self._tell_layout(layout) + self._grant_if_allocated(attempt)
+        return actions + self._tell_layout(agreed.layout) + self._grant_if_allocated(attempt)
 
     def _tell_layout(self, layout: Layout) -> list[Action]:
         if layout.hash == self._layouts.told:

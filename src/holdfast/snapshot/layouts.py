@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from holdfast.errors import FormatError, UsageError
-from holdfast.format.image import ImagePlan, piece_name, plan_image
+from holdfast.format.image import ImagePlan, image_bytes, piece_name, plan_image
 from holdfast.geometry.layout import Layout, LeafEntry, merge, table_from_json, table_hash
 
 #: Tables remembered for each rank: a state may alternate between a few forms.
 TABLES_PER_RANK = 8
+
+
+class Agreed:
+    """A layout, and how large each rank's image is in it: computed for those that are asked for.
+
+    Of thousands of ranks only some are on this host.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._plans: dict[int, ImagePlan] = {}
+
+    def image_bytes(self, rank: int, values_bytes: int) -> int:
+        """The size of a rank's image, with values of this many bytes."""
+        plan = self._plans.get(rank)
+        if plan is None:
+            # Without its thousand entries: who copies makes its own.
+            whole = plan_image(image_items(self.layout, rank))
+            plan = self._plans[rank] = replace(whole, entries=(), header_text="")
+        return image_bytes(plan, values_bytes)
 
 
 class Layouts:
@@ -18,7 +40,9 @@ class Layouts:
     def __init__(self) -> None:
         self._tables: dict[str, tuple[LeafEntry, ...]] = {}
         self._by_rank: dict[int, list[str]] = {}
-        self._agreed: dict[tuple[str, ...], tuple[Layout, tuple[ImagePlan, ...]]] = {}
+        self._uses: Counter[str] = Counter()
+        """How many ranks a table is remembered for."""
+        self._agreed: dict[tuple[str, ...], Agreed] = {}
         self.told = ""
         """The hash of the layout that all trainers have: they keep the last one told."""
 
@@ -28,22 +52,31 @@ class Layouts:
             if table_hash(data) != hash_:
                 raise FormatError(f"a table of leaves named {hash_} is {table_hash(data)}")
             self._tables[hash_] = table_from_json(data)
-        others = [other for other in self._by_rank.get(rank, []) if other != hash_]
-        self._by_rank[rank] = [*others, hash_][-TABLES_PER_RANK:]
-        known = set().union(*self._by_rank.values())
-        self._tables = {key: table for key, table in self._tables.items() if key in known}
+        remembered = self._by_rank.setdefault(rank, [])
+        if hash_ in remembered:
+            remembered.remove(hash_)
+        else:
+            self._uses[hash_] += 1
+        remembered.append(hash_)
+        if len(remembered) > TABLES_PER_RANK:
+            self._forget(remembered.pop(0))
 
-    def agree(self, hashes: Sequence[str]) -> tuple[Layout, tuple[ImagePlan, ...]]:
-        """The layout of all ranks' tables, by rank, and the plan of each rank's image."""
+    def _forget(self, hash_: str) -> None:
+        self._uses[hash_] -= 1
+        if not self._uses[hash_]:
+            del self._tables[hash_], self._uses[hash_]
+
+    def agree(self, hashes: Sequence[str]) -> Agreed:
+        """The layout of all ranks' tables, by rank; the same object while these are the same."""
         key = tuple(hashes)
-        unknown = [rank for rank, hash_ in enumerate(key) if hash_ not in self._tables]
-        if unknown:
-            raise UsageError(f"ranks {unknown} have not told which leaves they hold")
-        if key not in self._agreed:
-            layout = merge([self._tables[hash_] for hash_ in key])
-            plans = (plan_image(image_items(layout, rank)) for rank in range(len(key)))
-            self._agreed = {key: (layout, tuple(plans))}
-        return self._agreed[key]
+        found = self._agreed.get(key)
+        if found is None:
+            unknown = [rank for rank, hash_ in enumerate(key) if hash_ not in self._tables]
+            if unknown:
+                raise UsageError(f"ranks {unknown} have not told which leaves they hold")
+            found = Agreed(merge([self._tables[hash_] for hash_ in key]))
+            self._agreed = {key: found}
+        return found
 
 
 def image_items(layout: Layout, rank: int) -> list[tuple[str, str, tuple[int, ...]]]:

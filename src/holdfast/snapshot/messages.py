@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import FormatError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 256 << 20
 
 

@@ -19,6 +19,8 @@ class Binding:
     tensor: torch.Tensor
     local: torch.Tensor
     signature: tuple[object, ...]
+    spread: str
+    """How it may be divided over replicas, as it was found."""
     is_hooked: bool
     """Whether it changes at a hooked optimizer step only."""
     lazy: bool
@@ -56,7 +58,7 @@ def is_bound(binding: Binding, found: Found) -> bool:
         binding.tensor is tensor
         and binding.is_hooked == hooked
         and binding.name == name
-        and binding.entry.spread == spread
+        and binding.spread == spread
         and signature(tensor) == binding.signature
     )
 

@@ -128,7 +128,7 @@ class Describer:
         # A conjugate or negative view is one by a flag: only a copy has what it says.
         lazy = hooked and not (local.is_conj() or local.is_neg())
         staged = None if lazy else self._staging(name, local)
-        return Binding(name, tensor, local, signature(tensor), hooked, lazy, entry, staged)
+        return Binding(name, tensor, local, signature(tensor), spread, hooked, lazy, entry, staged)
 
     def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Where a volatile leaf is copied: as before, if it fits, for touched pages are fast."""

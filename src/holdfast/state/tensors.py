@@ -6,9 +6,11 @@ A tensor that cannot be stored faithfully is refused by name here, before anythi
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.errors import UnsupportedState
@@ -22,6 +24,7 @@ from holdfast.geometry.layout import (
     Placement,
     local_shape,
 )
+from holdfast.geometry.placements import known
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -42,6 +45,9 @@ _CARRIERS = {d: torch.uint8 for d, n in DTYPE_NAMES.items() if "INT" in n}
 _CARRIERS[torch.complex32] = torch.int32
 #: Tensors in values up to this size are stored as values: each rank has its own.
 SMALL_BYTES = 8 << 10
+#: Plain tensors up to this size, such as an optimizer's step counts, are stored together by one
+#: rank: dealt out over thousands, whoever restores them has to open as many images.
+TINY_BYTES = 64
 PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -99,13 +105,18 @@ def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafE
     dtype = DTYPE_NAMES[tensor.dtype]
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
-        where = Mesh(tuple(mesh.mesh.shape), ranks)
+        where = _mesh(tensor.device_mesh)
         placements = tuple(_placement(name, p) for p in tensor.placements)
         _check_local_shape(name, tensor, local_shape(shape, where, placements, rank) or ())
         return LeafEntry(name, dtype, shape, spread, Instance(where, placements))
-    return LeafEntry(name, dtype, shape, spread, Instance(Mesh((1,), (rank,)), (REPLICATE,)))
+    is_tiny = math.prod(shape) * ITEMSIZE[dtype] <= TINY_BYTES
+    return LeafEntry(name, dtype, shape, "lowest" if is_tiny else spread)
+
+
+@lru_cache(maxsize=64)
+def _mesh(mesh: DeviceMesh) -> Mesh:
+    """The ranks of a mesh; the same object for all its leaves, for there may be thousands."""
+    return known(Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())))
 
 
 def _check_local_shape(name: str, tensor: DTensor, expected: tuple[int, ...]) -> None:

@@ -1,0 +1,201 @@
+"""What planning costs at thousands of ranks: to agree, to save, to restore. Nothing is read.
+
+``python benchmarks/plan.py``, or ``--quick`` with 1,024 ranks. All ranks are simulated: what a
+rank would have been told is computed here, and what it would compute is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import harness
+from meshes import Kind, kinds
+
+from holdfast.format.image import fill_in, parse_header, plan_image
+from holdfast.format.manifest import ImageRef, Manifest, seal, unseal
+from holdfast.geometry.layout import Layout, Mesh, Placement, local_boxes, table_hash, table_to_json
+from holdfast.load.plan import Want, plan_batches, plan_fetches
+from holdfast.snapshot.layouts import Layouts, image_items
+
+#: Seconds and bytes of issue 4: the first plan of a rank, its restore plan, the layout.
+FIRST_S, RESTORE_S, LAYOUT_BYTES = 0.5, 1.0, 1 << 20
+HOST_RANKS, RESTORED_WORLD = 8, 512
+T = TypeVar("T")
+
+
+def timed(act: Callable[[], T]) -> tuple[float, T]:
+    """Processor seconds of this process, and what came of it."""
+    began = time.process_time()
+    found = act()
+    return time.process_time() - began, found
+
+
+def measure(kind: Kind, leaves: int) -> dict[str, Any]:
+    """All figures of one way to cut."""
+    tables: dict[int, bytes] = {}
+    for rank in range(kind.world):
+        if kind.table_of(rank) not in tables:
+            tables[kind.table_of(rank)] = table_to_json(kind.table(rank, leaves))
+    hashes = {key: table_hash(data) for key, data in tables.items()}
+    of_rank = [kind.table_of(rank) for rank in range(kind.world)]
+    layouts = Layouts()
+
+    def learn() -> None:
+        for rank, key in enumerate(of_rank):
+            layouts.learn(rank, hashes[key], tables[key])
+
+    found: dict[str, Any] = {"tables": len(tables), "table_bytes": max(map(len, tables.values()))}
+    found["learn_s"], _ = timed(learn)
+    asked = [hashes[key] for key in of_rank]
+    found["agree_s"], agreed = timed(lambda: layouts.agree(asked))
+    host = range(kind.world // 2, kind.world // 2 + HOST_RANKS)
+    found["sizes_s"], _ = timed(lambda: [agreed.image_bytes(rank, 1000) for rank in host])
+    found["again_s"], _ = timed(
+        lambda: [layouts.agree(asked).image_bytes(rank, 1000) for rank in host]
+    )
+    data = agreed.layout.to_json()
+    found["leaves"], found["layout_bytes"] = len(agreed.layout.leaves), len(data)
+    rank = kind.world // 2 + 3
+    found |= _first_plan(data, rank)
+    for world in (kind.world, RESTORED_WORLD):
+        found[f"restore_{'same' if world == kind.world else world}"] = _restore(
+            data, rank * world // kind.world, world, kind
+        )
+    return found
+
+
+def _first_plan(data: bytes, rank: int) -> dict[str, Any]:
+    """What a rank does when it is told a layout, and when it saves in it again."""
+    decode_s, layout = timed(lambda: Layout.from_json(data))
+    first_s, plan = timed(lambda: plan_image(image_items(layout, rank)))
+    held_s, _ = timed(lambda: [layout.held(n, rank) for n in range(len(layout.leaves))])
+    return {
+        "decode_s": decode_s, "pieces_s": first_s, "held_s": held_s,
+        "first_s": decode_s + first_s + held_s, "pieces": len(plan.entries),
+    }  # fmt: skip
+
+
+def _restore(data: bytes, rank: int, world: int, kind: Kind) -> dict[str, Any]:
+    """The plan of one of ``world`` ranks that restores: as it was saved, or cut by FSDP alone."""
+    layout = Layout.from_json(data)
+    held = (
+        [layout.held(n, rank) for n in range(len(layout.leaves))]
+        if world == kind.world
+        else [
+            local_boxes(leaf.shape, mesh, (Placement(0 if leaf.shape else -1),), rank)
+            for mesh in [Mesh((world,), tuple(range(world)))]
+            for leaf in layout.leaves
+        ]
+    )
+    wants = [
+        Want(leaf.name, box, 0)
+        for leaf, boxes in zip(layout.leaves, held, strict=True)
+        for box, _ in boxes
+    ]
+    if world == kind.world and kind.name.startswith("DDP"):
+        # Replicas read a share each and exchange them: all of it is every piece of every image.
+        wants = [Want(layout.leaves[p.leaf].name, p.box, 0) for p in layout.pieces(rank)]
+    layout = Layout.from_json(data)
+    fetch_s, fetches = timed(lambda: plan_fetches(wants, layout))
+    shown = [*fetches][:8]  # their headers are made here, not read
+    headers = {r: _header(layout, r) for r in shown}
+    parse_s, _ = timed(lambda: [parse_header(*_raw(layout, r)) for r in shown[:4]])
+    some = {r: fetches[r] for r in shown}
+    batch_s, _ = timed(lambda: plan_batches(some, headers))
+    count = sum(map(len, fetches.values()))
+    share = sum(map(len, some.values())) / max(1, count)
+    return {
+        "fetch_s": fetch_s, "batch_s": batch_s / max(share, 1e-9), "wants": len(wants),
+        "plan_s": fetch_s + batch_s / max(share, 1e-9), "fetches": count, "images": len(fetches),
+        "header_s": parse_s / max(1, len(shown[:4])) * len(fetches),
+    }  # fmt: skip
+
+
+def _raw(layout: Layout, rank: int) -> tuple[bytes, str, int]:
+    image = fill_in(plan_image(image_items(layout, rank)), {}, 2)
+    return image.header, "image", image.size_bytes
+
+
+def _header(layout: Layout, rank: int) -> Any:
+    return parse_header(*_raw(layout, rank))
+
+
+def manifests(world: int) -> dict[str, Any]:
+    """How large a manifest of so many images is, and how long it takes to read."""
+    images = tuple(
+        ImageRef(path=f"steps/1-7-{'a' * 20}/live-{rank:05d}.safetensors", rank=rank,
+                 size_bytes=10**9 + rank, header_xxh3=f"{rank:016x}", table_xxh3=f"{rank:016x}")
+        for rank in range(world)
+    )  # fmt: skip
+    written = Manifest(run_id="r", incarnation=1, step=7, attempt="a" * 20, world=world,
+                       layout="0" * 32, images=images)  # fmt: skip
+    seal_s, data = timed(lambda: seal(written))
+    unseal_s, _ = timed(lambda: unseal(Manifest, data, "m"))
+    return {"bytes": len(data), "seal_s": seal_s, "unseal_s": unseal_s}
+
+
+def shown(found: dict[str, dict[str, Any]], documents: dict[str, Any], world: int) -> str:
+    """The figures, beside their targets."""
+    ms = "{:.0f}".format
+    head = ["", "leaves", "coordinator, ms", "rank, first, ms", "of target", "again, ms",
+            "layout, KB", "restore same, ms", f"restore on {RESTORED_WORLD}, ms", "images read",
+            "fetches"]  # fmt: skip
+    rows = []
+    for name, one in found.items():
+        same, other = one["restore_same"], one[f"restore_{RESTORED_WORLD}"]
+        rows.append([
+            name, str(one["leaves"]), ms(1e3 * (one["learn_s"] + one["agree_s"] + one["sizes_s"])),
+            ms(1e3 * one["first_s"]), f"{one['first_s'] / FIRST_S:.2f}", ms(1e3 * one["again_s"]),
+            ms(one["layout_bytes"] / 1e3), ms(1e3 * same["plan_s"]), ms(1e3 * other["plan_s"]),
+            f"{same['images']}, {other['images']}", f"{same['fetches']}, {other['fetches']}",
+        ])  # fmt: skip
+    return (
+        f"{harness.table(head, rows)}\n\n"
+        f"A manifest of {world} images: {documents['bytes'] / 1e6:.1f} MB, written in "
+        f"{ms(1e3 * documents['seal_s'])} ms, read in {ms(1e3 * documents['unseal_s'])} ms."
+    )
+
+
+def main() -> int:
+    """Exit 1 where a target is missed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="1,024 ranks, and 1,000 leaves only")
+    parser.add_argument("--leaves", type=int, nargs="*", help="how many (1000, and 3000)")
+    parser.add_argument("--only", default="", help="the ways to cut whose name begins so")
+    parser.add_argument("--no-results", action="store_true", help="write no files")
+    options = parser.parse_args()
+    world = 1024 if options.quick else 16384
+    found: dict[str, dict[str, Any]] = {}
+    for leaves in options.leaves or ([1000] if options.quick else [1000, 3000]):
+        for kind in kinds(world):
+            if kind.name.startswith(options.only):
+                name = f"{kind.name}, {leaves:,} leaves"
+                print(f"{time.strftime('%H:%M:%S')}  {name}", flush=True)
+                found[name] = measure(kind, leaves)
+    documents = manifests(world)
+    text = shown(found, documents, world)
+    print(f"\n{text}\n")
+    if not options.no_results:
+        facts = harness.machine_facts(Path(__file__).parent, ["msgspec", "numpy"])
+        result = {"world": world, "manifest": documents, "layouts": found}
+        kind_of = "plan_quick" if options.quick else "plan"
+        print(f"results/{harness.write_results(kind_of, facts, result, text).name}")
+    met = (
+        one["first_s"] <= FIRST_S
+        and one["layout_bytes"] <= LAYOUT_BYTES
+        and one["restore_same"]["plan_s"] <= RESTORE_S
+        and one[f"restore_{RESTORED_WORLD}"]["plan_s"] <= RESTORE_S
+        for name, one in found.items()
+        if "1,000" in name and "names" not in name
+    )
+    return 0 if all(met) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
