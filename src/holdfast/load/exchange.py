@@ -181,7 +181,7 @@ class Exchange:
                 self._land(turn.share_of(self._rank), share.message)
         for rank, runs, message, pending in coming:
             self._wait(pending, rank)
-            if _word(message) != _GOOD:
+            if _word(message) == _BAD:
                 is_bad = True
                 self._broke = self._broke or OtherFailed(f"rank {rank} could not go on")
             elif not self._has_failed and self._is_sound(rank, runs, message):
@@ -209,6 +209,11 @@ class Exchange:
             raise RankLost(f"rank {self._rank} has lost rank {rank} ({error})") from error
 
     def _is_sound(self, rank: int, runs: Sequence[Run], message: Array) -> bool:
+        if _word(message) != _GOOD:  # and not bad either: its sender goes on
+            self._broke = ExchangeBroke(
+                f"a message was changed on its way from rank {rank} to rank {self._rank}"
+            )
+            return False
         at, sent = 0, message.data
         for run in runs:
             table, (begin, end) = self._checkpoint.table(run.image), self._span(run)

@@ -172,7 +172,8 @@ def plan_turns(
 ) -> list[Turn]:
     """The turns that ``rank`` takes part in, for the wanted ``blocks`` by image.
 
-    A rank holds at most ``room_blocks`` (at least 2): all of one turn, and its share of the next.
+    A rank holds at most ``room_blocks`` (at least 4) at a time: a quarter is for its share of one
+    turn, a quarter for that of the next, half for what comes from others.
     Of the turns of any two ranks, both have those they share in the same order, so that no ranks
     wait for each other in a circle.
     """
@@ -183,12 +184,13 @@ def plan_turns(
                 pools.setdefault(ranks, []).append((image, block))
     # Those that nobody waits for come last.
     ordered = sorted(pools.items(), key=lambda pool: (len(pool[0]) == 1, pool[0]))
-    return [turn for ranks, pool in ordered for turn in _turns(ranks, pool, room_blocks)]
+    return [turn for ranks, pool in ordered for turn in _turns(ranks, pool, room_blocks // 4)]
 
 
-def _turns(ranks: Ranks, pool: Sequence[tuple[int, int]], room_blocks: int) -> Iterator[Turn]:
-    each = room_blocks // (len(ranks) + 1)
-    size = each * len(ranks) or room_blocks - 1
+def _turns(ranks: Ranks, pool: Sequence[tuple[int, int]], share: int) -> Iterator[Turn]:
+    others = len(ranks) - 1
+    each = min(share, 2 * share // others) if others else share
+    size = each * len(ranks) or 2 * share
     first = 0  # whose turn it is to begin: with more ranks than blocks, not always the same
     for at in range(0, len(pool), size):
         some = pool[at : at + size]

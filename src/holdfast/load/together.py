@@ -156,7 +156,7 @@ def _plan(
     blocks = {
         image: wanted_blocks(image, checkpoint.header(image), layout, wanted) for image in fetches
     }
-    return landing, plan_turns(blocks, rank, room_blocks=max(2, BUDGET_BYTES // BLOCK_BYTES))
+    return landing, plan_turns(blocks, rank, room_blocks=max(4, BUDGET_BYTES // BLOCK_BYTES))
 
 
 def _run(
