@@ -39,7 +39,7 @@ from holdfast.load.exchange import (
     Traffic,
 )
 from holdfast.load.landing import Landing
-from holdfast.load.plan import Want
+from holdfast.load.plan import Fetch, Want
 from holdfast.load.read import CARRIERS
 from holdfast.load.sharing import Demand, Ranks, Run, Turn, alike, demands, plan_turns, touched
 from holdfast.load.source import Checkpoint, from_manifest
@@ -282,6 +282,7 @@ def test_turns_keep_the_budget_share_alike_and_are_the_same_on_every_rank(
         ]
         assert 2 * max(shares, default=0) + max(coming, default=0) <= room_blocks
         assert all(list(share) == sorted(share) for turn in turns for share in turn.shares)
+    _take_in_order(plans)
     told = Counter(
         (run.image, block)
         for rank, turns in enumerate(plans)
@@ -297,6 +298,20 @@ def test_turns_keep_the_budget_share_alike_and_are_the_same_on_every_rank(
             for rank in ranks
         ]
         assert max(loads) - min(loads) <= 1
+
+
+def _take_in_order(plans: Sequence[Sequence[Turn]]) -> None:
+    """Every rank takes its turns one after the other: none waits for one that waits for it."""
+    left = {rank: [*turns] for rank, turns in enumerate(plans)}
+    while any(left.values()):
+        ready = [
+            turns[0]
+            for turns in left.values()
+            if turns and all(left[rank][:1] == turns[:1] for rank in turns[0].ranks)
+        ]
+        assert ready, "ranks wait for each other in a circle"
+        for rank in ready[0].ranks:
+            left[rank].pop(0)
 
 
 def _count(share: Sequence[Run]) -> int:
@@ -320,6 +335,18 @@ def test_the_blocks_of_a_box_are_those_its_elements_lie_in_and_few_between(
     row_bytes = int(np.prod(shape[-1:])) * item
     if len(shape) == 2 and row_bytes > BLOCK:
         assert exact == set(found)
+
+
+def test_an_element_that_lies_in_two_blocks_is_missed_not_made_up() -> None:
+    array: Array = np.zeros(4, np.int32)
+    box = Box((0,), (4,))
+    landing = Landing([Want("w", box, 0)], {0: array})
+    landing.add(Fetch(0, 0, "w", "F32", box, box), 2, iter([0, 1]))  # its first byte is byte 2
+    data = np.full(8, 7, np.uint8)
+    landing.land(0, range(1), 0, data)  # bytes 0 to 8: one element and half of the next
+    landing.land(0, range(1, 2), 8, data)  # bytes 8 to 16: the rest of it, one, and half of one
+    assert array.view(np.uint8).tolist() == [7] * 4 + [0] * 4 + [7] * 4 + [0] * 4
+    assert landing.missing == 2
 
 
 # ── trouble ──────────────────────────────────────────────────────────────────────────────────
