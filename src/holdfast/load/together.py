@@ -108,7 +108,9 @@ def read_once(
 def _say(table: bytes) -> _Said:
     mode = os.environ.get(SETTING, "").strip().lower() or "auto"
     if mode not in MODES:
-        raise UsageError(f"{SETTING} is {mode!r}: say auto, always or never, or leave it unset")
+        raise UsageError(
+            f"HOLDFAST_EXCHANGE is {mode!r}: say auto, always or never, or leave it unset"
+        )
     return _Said(mode, host_id(), wire.can_connect(), table_hash(table), uuid.uuid4().hex)
 
 
