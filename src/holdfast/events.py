@@ -103,7 +103,10 @@ class CheckpointPruned(Event, frozen=True, kw_only=True):
 
 
 class Restored(Event, frozen=True, kw_only=True):
-    """This rank's objects hold a restored generation, verified."""
+    """This rank's objects hold a restored generation, verified.
+
+    ``read_bytes`` it read from the source, ``received_bytes`` it had from ranks that did.
+    """
 
     source: str
     elapsed_s: float
@@ -111,6 +114,8 @@ class Restored(Event, frozen=True, kw_only=True):
     saved_world: int
     world: int
     parent_incarnation: int
+    read_bytes: int = 0
+    received_bytes: int = 0
 
 
 class SourceDropped(Event, frozen=True, kw_only=True):

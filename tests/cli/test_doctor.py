@@ -151,6 +151,7 @@ TROUBLE = [
     ),
     (settings(HOLDFAST_ZZZZ="x"), "settings", "warn", "no meaning", "HOLDFAST_RUN_ID"),
     (settings(HOLDFAST_LOG="loud"), "settings", "bad", "info, debug or off", "unset HOLDFAST_LOG"),
+    (settings(HOLDFAST_EXCHANGE="yes"), "settings", "bad", "auto, always or never", "unset"),
     (settings(HOLDFAST_ARENA_DIR="shm"), "settings", "bad", "relative", "unset"),
     (settings(HOLDFAST_KEEPER_IDLE_S="1h"), "settings", "bad", "seconds", "unset"),
     (settings(HOLDFAST_KEEPER_IDLE_S="inf"), "settings", "bad", "seconds", "unset"),

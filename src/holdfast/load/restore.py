@@ -26,10 +26,13 @@ from holdfast.events import Restored as RestoredEvent
 from holdfast.events import SourceDropped, ValuesDiffer, emit
 from holdfast.format.manifest import Generation
 from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.layout import LeafEntry
 from holdfast.load.choose import Candidate
+from holdfast.load.exchange import Traffic
 from holdfast.load.plan import Want
 from holdfast.load.read import CARRIERS, Array, read_aliases, read_values, read_wants
 from holdfast.load.source import Checkpoint
+from holdfast.load.together import read_once
 from holdfast.state.objects import State
 from holdfast.state.restore import Restoring
 from holdfast.state.tensors import leaf_entry, local_of
@@ -56,6 +59,7 @@ class Restored:
 class _Filling:
     """Destinations of one restore on this rank."""
 
+    entries: list[LeafEntry] = field(default_factory=list)
     wants: list[Want] = field(default_factory=list)
     arrays: dict[int, Array] = field(default_factory=dict)
     late: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -64,6 +68,7 @@ class _Filling:
     def add(self, name: str, tensor: torch.Tensor, rank: int) -> None:
         """Want all boxes of ``tensor`` that this rank holds."""
         entry = leaf_entry(name, tensor, rank, "split")
+        self.entries.append(entry)
         local = local_of(tensor)
         host = local
         if local.device.type != "cpu" or local.is_conj() or local.is_neg():
@@ -127,6 +132,8 @@ def restore_first(
             incarnation=incarnation, step=candidate.step, rank=world.rank, source=candidate.where,
             elapsed_s=elapsed_s, size_bytes=attempt.size_bytes, saved_world=attempt.saved_world,
             world=world.size, parent_incarnation=candidate.incarnation,
+            read_bytes=attempt.traffic.read_bytes if attempt.traffic else 0,
+            received_bytes=attempt.traffic.received_bytes if attempt.traffic else 0,
         ))  # fmt: skip
         return Restored(
             candidate.step, candidate.where, elapsed_s, candidate.generation, attempt.size_bytes
@@ -151,6 +158,7 @@ class _Attempt:
         self.world, self.state, self.candidate = world, state, candidate
         self.phase, self.timeout_s = phase, timeout_s
         self.size_bytes = self.saved_world = 0
+        self.traffic: Traffic | None = None
 
     def run(
         self, open_checkpoint: Callable[[Candidate], Checkpoint], on_poison: Callable[[bool], None]
@@ -160,6 +168,11 @@ class _Attempt:
         self._together("checked", self._check)
         on_poison(True)
         self._together("prepared", self._prepare)
+        if self.candidate.where == "storage":  # what is in memory is as near to every rank
+            self.traffic = read_once(
+                self.world, self.phase, self.checkpoint, self.filling.entries, self.filling.wants,
+                self.filling.arrays, timeout_s=self.timeout_s,
+            )  # fmt: skip
         self._together("read", self._read)
         self._together("values set", self._finish)
         on_poison(False)
@@ -217,7 +230,9 @@ class _Attempt:
         self.size_bytes = self.filling.size_bytes
 
     def _read(self) -> None:
-        read_wants(self.checkpoint, self.filling.wants, self.filling.arrays)
+        if self.traffic is None:
+            read = read_wants(self.checkpoint, self.filling.wants, self.filling.arrays)
+            self.traffic = Traffic(read, received_bytes=0)
         with torch.no_grad():
             self.filling.copy_to_devices()
 

@@ -254,4 +254,6 @@ def _restore(records: list[tuple[events.Restored, float]]) -> Restore:
         saved_world=first.saved_world,
         world=first.world,
         time_s=max(time_s for _, time_s in records),
+        read_bytes=sum({event.rank: event.read_bytes for event, _ in records}.values()),
+        received_bytes=sum({event.rank: event.received_bytes for event, _ in records}.values()),
     )

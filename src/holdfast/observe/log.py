@@ -126,8 +126,10 @@ def _published(event: Any) -> str:
 
 
 def _restored(event: Any) -> str:
+    passed_on = f" ({size_text(event.received_bytes)} of it read by other ranks)"
     return (
         f"restored from {event.source}, {size_text(event.size_bytes)}"
+        f"{passed_on if event.received_bytes else ''}"
         f" in {seconds_text(event.elapsed_s)}, {event.saved_world} to {event.world} ranks"
     )
 

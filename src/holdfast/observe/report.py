@@ -58,7 +58,10 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """One restore of all ranks: of generation (``parent_incarnation``, ``step``)."""
+    """One restore of all ranks: of generation (``parent_incarnation``, ``step``).
+
+    All together read ``read_bytes`` from the source, and had ``received_bytes`` from each other.
+    """
 
     incarnation: int
     parent_incarnation: int
@@ -69,6 +72,8 @@ class Restore:
     saved_world: int
     world: int
     time_s: float
+    read_bytes: int = 0
+    received_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,9 @@ def _figure_table(figures: dict[str, Figures]) -> Table:
 
 
 def _restore_table(restores: Iterable[Restore]) -> Table:
-    table = _table("Restores", "when", "incarnation", "generation", "source", "took", "size")
+    table = _table(
+        "Restores", "when", "incarnation", "generation", "source", "took", "size", "read"
+    )
     table.add_column("ranks", justify="right")
     for restore in restores:
         table.add_row(
@@ -223,6 +230,7 @@ def _restore_table(restores: Iterable[Restore]) -> Table:
             ", ".join(restore.sources),
             seconds_text(restore.elapsed_s),
             size_text(restore.size_bytes),
+            size_text(restore.read_bytes) if restore.read_bytes else "",
             f"{restore.saved_world} to {restore.world}",
         )
     return table

@@ -22,7 +22,10 @@ SETTINGS = (
     "HOLDFAST_HOST_ID",
     "HOLDFAST_LOG",
     "HOLDFAST_KEEPER_IDLE_S",
+    "HOLDFAST_EXCHANGE",
 )
+#: As in ``holdfast.load.together``, which needs torch.
+EXCHANGE_MODES = ("auto", "always", "never")
 _MAX_NAME = 150
 
 
@@ -218,6 +221,8 @@ def _setting_fault(name: str, value: str) -> str:
         return "relative, so it means another directory to every process: give an absolute path"
     if name == "HOLDFAST_LOG" and value.strip().lower() not in ("", "info", "debug", "off"):
         return "say info, debug or off"
+    if name == "HOLDFAST_EXCHANGE" and value.strip().lower() not in ("", *EXCHANGE_MODES):
+        return "say auto, always or never"
     if name == "HOLDFAST_KEEPER_IDLE_S" and not _is_seconds(value):
         return "give a number of seconds"
     if name == "HOLDFAST_RUN_ID" and not _is_file_name(value):

@@ -1,0 +1,538 @@
+"""Whoever wants what, each block that is wanted is read once, and each rank gets all it wants."""
+
+from __future__ import annotations
+
+import queue
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import ChecksumMismatch, CoverageError, StorageError
+from holdfast.format import checksum
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.layout import (
+    REPLICATE,
+    Instance,
+    Layout,
+    LeafEntry,
+    Mesh,
+    Placement,
+    table_from_json,
+    table_to_json,
+)
+from holdfast.load import exchange, plan, read, sharing, together
+from holdfast.load.exchange import (
+    Exchange,
+    ExchangeBroke,
+    OtherFailed,
+    Pending,
+    RankLost,
+    Traffic,
+)
+from holdfast.load.landing import Landing
+from holdfast.load.plan import Fetch, Want
+from holdfast.load.read import CARRIERS
+from holdfast.load.sharing import Demand, Ranks, Run, Turn, alike, demands, plan_turns, touched
+from holdfast.load.source import Checkpoint, from_manifest
+from holdfast.storage.memory import MemoryStore
+from images import Array, images_of, publish_checkpoint, random_leaf, split_leaf
+from layouts import instances, layouts, mesh, on, unhurried
+
+BLOCK = 256
+WAIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (checksum, plan, read, sharing, exchange, together):
+            patch.setattr(module, "BLOCK_BYTES", BLOCK)
+        yield
+
+
+# ── ranks as threads ─────────────────────────────────────────────────────────────────────────
+
+
+class Lines:
+    """Messages between ranks that are threads, and how they may be spoilt."""
+
+    def __init__(self) -> None:
+        self.queues: dict[tuple[int, int], queue.Queue[bytes]] = {}
+
+    def between(self, sender: int, receiver: int) -> queue.Queue[bytes]:
+        return self.queues.setdefault((sender, receiver), queue.Queue())
+
+
+class Sent:
+    def wait(self, timeout_s: float) -> None:
+        """It was copied."""
+
+
+class Coming:
+    def __init__(self, source: queue.Queue[bytes], message: Array) -> None:
+        self.source, self.message = source, message
+
+    def wait(self, timeout_s: float) -> None:
+        try:
+            data = self.source.get(timeout=timeout_s)
+        except queue.Empty:
+            raise RankLost("nothing came") from None
+        self.message[:] = np.frombuffer(data, np.uint8)
+
+
+class ThreadWire:
+    def __init__(self, lines: Lines, rank: int) -> None:
+        self.lines, self.rank = lines, rank
+
+    def send(self, rank: int, message: Array) -> Pending:
+        self.lines.between(self.rank, rank).put(message.tobytes())
+        return Sent()
+
+    def receive(self, rank: int, message: Array) -> Pending:
+        return Coming(self.lines.between(rank, self.rank), message)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class NotingStore(MemoryStore):
+    """Remembers the files and offsets of its reads, and can refuse those of one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[tuple[str, int, int]] = []
+
+    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+        self.reads.append((path, offset_bytes, len(buffer)))
+        super().read_into(path, offset_bytes, buffer)
+
+
+class Reader:
+    """One rank: what it wants, and where that goes."""
+
+    def __init__(self, rank: int, entries: Sequence[LeafEntry]) -> None:
+        self.rank, self.entries = rank, entries
+        self.wants: list[Want] = []
+        self.arrays: dict[int, Array] = {}
+        for entry in entries:
+            for box, _ in entry.boxes(rank):
+                key = len(self.wants)
+                self.wants.append(Want(entry.name, box, key))
+                carrier = CARRIERS[ITEMSIZE[entry.dtype]]
+                # Not contiguous: every second element of a larger array.
+                wide = (*box.shape[:-1], 2 * box.shape[-1]) if box.ndim else ()
+                room: Array = np.zeros(wide, carrier)
+                self.arrays[key] = room[..., ::2] if box.ndim else room
+
+    def wrong(self, leaves: dict[str, Array]) -> list[Want]:
+        return [
+            want
+            for want in self.wants
+            if self.arrays[want.key].tobytes() != leaves[want.leaf][want.box.slices()].tobytes()
+        ]
+
+
+def planned(checkpoint: Checkpoint, readers: Sequence[Reader]) -> list[tuple[Landing, list[Turn]]]:
+    """What each rank plans, from tables that went over the wire."""
+    tables: dict[bytes, list[int]] = {}
+    for reader in readers:
+        tables.setdefault(table_to_json(alike(reader.entries)), []).append(reader.rank)
+    wanted = demands([(tuple(r), table_from_json(table)) for table, r in tables.items()])
+    return [together._plan(checkpoint, r.wants, r.arrays, wanted, r.rank) for r in readers]
+
+
+def take_turns(
+    checkpoints: Sequence[Checkpoint],
+    readers: Sequence[Reader],
+    plans: Sequence[tuple[Landing, list[Turn]]],
+    lines: Lines | None = None,
+) -> list[Traffic | BaseException]:
+    """What came of the exchange on each rank."""
+    lines = lines or Lines()
+
+    def run(reader: Reader) -> Traffic | BaseException:
+        landing, turns = plans[reader.rank]
+        one = Exchange(
+            checkpoints[reader.rank], turns, landing, reader.rank, timeout_s=WAIT_S
+        )  # fmt: skip
+        try:
+            return one.run(ThreadWire(lines, reader.rank))
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(readers)) as pool:
+        return list(pool.map(run, readers))
+
+
+# ── any layout, read as any other ────────────────────────────────────────────────────────────
+
+
+@st.composite
+def readings(draw: st.DrawFn) -> tuple[Layout, list[list[LeafEntry]]]:
+    """A layout, and what each of some ranks wants of its leaves: a part, replicas, other cuts."""
+    layout = draw(layouts())
+    assume(not any("@" in leaf.name for leaf in layout.leaves))
+    size = sum(leaf.size_bytes for leaf in layout.leaves)
+    assume(size < 100_000)
+    world = draw(st.integers(1, 5))
+    tables: list[list[LeafEntry]] = [[] for _ in range(world)]
+    for leaf in layout.leaves:
+        ranks = draw(st.permutations(range(world)))[: draw(st.integers(0, world))]
+        bounds = sorted(draw(st.sets(st.integers(0, len(ranks)), max_size=2)) | {0, len(ranks)})
+        for group in [ranks[a:b] for a, b in pairwise(bounds)]:
+            if not group:
+                continue
+            is_plain = draw(st.booleans())
+            cut = draw(instances(len(leaf.shape), group))
+            for rank in group:
+                instance = on(rank) if is_plain else cut
+                entry = LeafEntry(leaf.name, leaf.dtype, leaf.shape, "split", instance)
+                tables[rank].append(entry)
+    return layout, tables
+
+
+@settings(max_examples=60, deadline=None)
+@given(readings(), st.sampled_from([4, 5, 40]))
+def test_every_wanted_block_is_read_once_and_every_rank_gets_all_it_wants(
+    case: tuple[Layout, list[list[LeafEntry]]], room_blocks: int
+) -> None:
+    layout, tables = case
+    leaves = {
+        leaf.name: random_leaf(leaf.dtype, leaf.shape, number)
+        for number, leaf in enumerate(layout.leaves)
+    }
+    store = NotingStore()
+    checkpoint = from_manifest(store, publish_checkpoint(store, layout, images_of(layout, leaves)))
+    readers = [Reader(rank, entries) for rank, entries in enumerate(tables)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(together, "BUDGET_BYTES", room_blocks * BLOCK)
+        plans = planned(checkpoint, readers)
+        store.reads.clear()
+        traffics = take_turns([checkpoint] * len(readers), readers, plans)
+    assert [one for one in traffics if not isinstance(one, Traffic)] == []
+    assert [reader.wrong(leaves) for reader in readers] == [[] for _ in readers]
+    starts = Counter(
+        (path, at)
+        for path, offset, size in store.reads
+        for at in range(offset, offset + size, BLOCK)
+    )
+    assert set(starts.values()) <= {1}
+    assert {start for start, _ in _blocks_of_wants(checkpoint, readers)} == set(starts)
+    read = sum(one.read_bytes for one in traffics if isinstance(one, Traffic))
+    assert read == sum(size for _, _, size in store.reads)
+
+
+def _blocks_of_wants(
+    checkpoint: Checkpoint, readers: Sequence[Reader]
+) -> Iterator[tuple[tuple[str, int], int]]:
+    """((file, offset), rank) of the blocks that plain reading would read."""
+    for reader in readers:
+        for batch in read.plan_reads(checkpoint, reader.wants):
+            for slab in batch.slabs:
+                start = checkpoint.header(batch.rank).data_start
+                for block in _blocks_of_slab(slab):
+                    yield (checkpoint.files[batch.rank].name, start + block * BLOCK), reader.rank
+
+
+def _blocks_of_slab(slab: plan.Slab) -> range:
+    """Those between the first and the last wanted byte of a slab."""
+    return range(slab.start // BLOCK, -(-slab.stop // BLOCK))
+
+
+# ── turns ────────────────────────────────────────────────────────────────────────────────────
+
+
+@st.composite
+def wanted_maps(draw: st.DrawFn) -> tuple[int, dict[int, dict[int, Ranks]]]:
+    world = draw(st.integers(1, 9))
+    some = st.sets(st.integers(0, world - 1), min_size=1).map(lambda s: tuple(sorted(s)))
+    choices = draw(st.lists(some, min_size=1, max_size=3))
+    found = {}
+    for image in range(draw(st.integers(1, 3))):
+        found[image] = draw(
+            st.dictionaries(st.integers(0, 80), st.sampled_from(choices), max_size=60)
+        )
+    return world, found
+
+
+@unhurried
+@given(wanted_maps(), st.integers(4, 30))
+def test_turns_keep_the_budget_share_alike_and_are_the_same_on_every_rank(
+    case: tuple[int, dict[int, dict[int, Ranks]]], room_blocks: int
+) -> None:
+    world, blocks = case
+    plans = [plan_turns(blocks, rank, room_blocks=room_blocks) for rank in range(world)]
+    for rank, turns in enumerate(plans):
+        for other, theirs in enumerate(plans):  # the same turns, in the same order
+            mine = [turn for turn in turns if other in turn.ranks]
+            assert mine == [turn for turn in theirs if rank in turn.ranks]
+        shares = [_count(turn.share_of(rank)) for turn in turns]
+        coming = [
+            sum(map(_count, turn.shares)) - own for turn, own in zip(turns, shares, strict=True)
+        ]
+        assert 2 * max(shares, default=0) + max(coming, default=0) <= room_blocks
+        assert all(list(share) == sorted(share) for turn in turns for share in turn.shares)
+    _take_in_order(plans)
+    told = Counter(
+        (run.image, block)
+        for rank, turns in enumerate(plans)
+        for turn in turns
+        for run in turn.share_of(rank)
+        for block in range(run.first, run.stop)
+    )
+    expected = {(image, block) for image, wanted in blocks.items() for block in wanted}
+    assert told == Counter(expected)
+    for ranks in {ranks for wanted in blocks.values() for ranks in wanted.values()}:
+        loads = [
+            sum(_count(turn.share_of(rank)) for turn in plans[rank] if turn.ranks == ranks)
+            for rank in ranks
+        ]
+        assert max(loads) - min(loads) <= 1
+
+
+def _take_in_order(plans: Sequence[Sequence[Turn]]) -> None:
+    """Every rank takes its turns one after the other: none waits for one that waits for it."""
+    left = {rank: [*turns] for rank, turns in enumerate(plans)}
+    while any(left.values()):
+        ready = [
+            turns[0]
+            for turns in left.values()
+            if turns and all(left[rank][:1] == turns[:1] for rank in turns[0].ranks)
+        ]
+        assert ready, "ranks wait for each other in a circle"
+        for rank in ready[0].ranks:
+            left[rank].pop(0)
+
+
+def _count(share: Sequence[Run]) -> int:
+    return sum(run.stop - run.first for run in share)
+
+
+@unhurried
+@given(st.lists(st.integers(1, 9), max_size=3).map(tuple), st.data())
+def test_the_blocks_of_a_box_are_those_its_elements_lie_in_and_few_between(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    shape = (*shape, data.draw(st.integers(1, 300))) if shape else shape
+    ends = [sorted((data.draw(st.integers(0, n - 1)), data.draw(st.integers(1, n)))) for n in shape]
+    box = Box(tuple(a for a, _ in ends), tuple(max(a + 1, b) for a, b in ends))
+    item, offset = data.draw(st.sampled_from([1, 4, 16])), 16 * data.draw(st.integers(0, 40))
+    numbers = np.arange(int(np.prod(shape))).reshape(shape)[box.slices()].ravel()
+    exact = {int(offset + n * item) // BLOCK for n in numbers}
+    found = list(touched(box, shape, item, offset))
+    assert exact <= set(found)
+    # What lies between two rows is passed over where it may hold a whole block.
+    row_bytes = int(np.prod(shape[-1:])) * item
+    if len(shape) == 2 and row_bytes > BLOCK:
+        assert exact == set(found)
+
+
+def test_an_element_that_lies_in_two_blocks_is_missed_not_made_up() -> None:
+    array: Array = np.zeros(4, np.int32)
+    box = Box((0,), (4,))
+    landing = Landing([Want("w", box, 0)], {0: array})
+    landing.add(Fetch(0, 0, "w", "F32", box, box), 2, iter([0, 1]))  # its first byte is byte 2
+    data = np.full(8, 7, np.uint8)
+    landing.land(0, range(1), 0, data)  # bytes 0 to 8: one element and half of the next
+    landing.land(0, range(1, 2), 8, data)  # bytes 8 to 16: the rest of it, one, and half of one
+    assert array.view(np.uint8).tolist() == [7] * 4 + [0] * 4 + [7] * 4 + [0] * 4
+    assert landing.missing == 2
+
+
+# ── trouble ──────────────────────────────────────────────────────────────────────────────────
+
+LEAVES = {"a": random_leaf("F32", (40, 100), 1), "b": random_leaf("U8", (999,), 2)}
+LAYOUT = Layout(2, (split_leaf("a", "F32", (40, 100), 2), split_leaf("b", "U8", (999,), 2)))
+
+
+def _everybody(world: int) -> list[Reader]:
+    """Ranks that want all of it."""
+    return [
+        Reader(
+            rank,
+            [LeafEntry(leaf.name, leaf.dtype, leaf.shape, "split", on(rank))
+             for leaf in LAYOUT.leaves],
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+
+
+def _stored() -> Checkpoint:
+    store = MemoryStore()
+    return from_manifest(store, publish_checkpoint(store, LAYOUT, images_of(LAYOUT, LEAVES)))
+
+
+class Refusing(MemoryStore):
+    """A store whose third and further reads fail, as one rank sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 10**9
+
+    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise StorageError("the disk is gone")
+        super().read_into(path, offset_bytes, buffer)
+
+
+@pytest.mark.parametrize("reads", [0, 1, 3])
+def test_a_rank_that_cannot_read_says_so_and_the_others_wait_for_nothing(
+    reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "BUDGET_BYTES", 5 * BLOCK)
+    monkeypatch.setattr(exchange, "_READ_BLOCKS", 1)
+    store = Refusing()
+    bad = from_manifest(store, publish_checkpoint(store, LAYOUT, images_of(LAYOUT, LEAVES)))
+    good, readers = _stored(), _everybody(3)
+    plans = planned(good, readers)
+    for image in bad.files:
+        bad.header(image)
+    store.left = reads
+    found = take_turns([good, bad, good], readers, plans)
+    assert isinstance(found[1], StorageError)
+    assert [str(found[0]), str(found[2])] == ["rank 1 could not go on"] * 2
+    assert isinstance(found[0], OtherFailed) and isinstance(found[2], OtherFailed)
+
+
+def test_trouble_in_one_group_of_ranks_reaches_those_it_shares_a_rank_with() -> None:
+    """Ranks 0 and 1 want leaf a, ranks 1 and 2 leaf b: rank 2 hears of what rank 0 could not."""
+    store = Refusing()
+    bad = from_manifest(store, publish_checkpoint(store, LAYOUT, images_of(LAYOUT, LEAVES)))
+    good = _stored()
+    a, b = LAYOUT.leaves
+    wanted = [[a], [a, b], [b]]
+    readers = [
+        Reader(r, [LeafEntry(x.name, x.dtype, x.shape, "split", on(r)) for x in some])
+        for r, some in enumerate(wanted)
+    ]
+    plans = planned(good, readers)
+    for image in bad.files:
+        bad.header(image)
+    store.left = 0
+    found = take_turns([bad, good, good], readers, plans)
+    assert isinstance(found[0], StorageError)
+    assert isinstance(found[1], OtherFailed)
+    assert isinstance(found[2], OtherFailed)
+
+
+class Flipping(Lines):
+    """Changes one bit of the ``nth`` message from rank 0 to rank 1."""
+
+    def __init__(self, nth: int, at: int) -> None:
+        super().__init__()
+        self.nth, self.at = nth, at
+
+    def between(self, sender: int, receiver: int) -> queue.Queue[bytes]:
+        found = super().between(sender, receiver)
+        if (sender, receiver) == (0, 1) and not isinstance(found, _FlippingQueue):
+            found = self.queues[sender, receiver] = _FlippingQueue(self.nth, self.at)
+        return found
+
+
+class _FlippingQueue(queue.Queue[bytes]):
+    def __init__(self, nth: int, at: int) -> None:
+        super().__init__()
+        self.left, self.at = nth, at
+
+    def put(self, item: bytes, block: bool = True, timeout: float | None = None) -> None:
+        self.left -= 1
+        if self.left == 0:
+            data = bytearray(item)
+            data[self.at] ^= 1
+            item = bytes(data)
+        super().put(item, block, timeout)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 4])
+@pytest.mark.parametrize("at", [0, 100, BLOCK - 1, -1])
+def test_a_bit_that_changes_between_two_ranks_is_found_and_not_used(
+    nth: int, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(together, "BUDGET_BYTES", 6 * BLOCK)
+    good, readers = _stored(), _everybody(3)
+    found = take_turns([good] * 3, readers, planned(good, readers), Flipping(nth, at))
+    assert isinstance(found[1], ExchangeBroke)
+    assert "was changed on its way from rank 0 to rank 1" in str(found[1])
+    assert not any(isinstance(one, RankLost) for one in found)
+    # Rank 1 took nothing after it, and nothing of it.
+    for want in readers[1].wants:
+        got, whole = readers[1].arrays[want.key], LEAVES[want.leaf]
+        assert not np.any((got != whole) & (got != 0))
+
+
+def test_a_rank_that_lacks_something_at_the_end_does_not_say_that_all_is_well() -> None:
+    good, readers = _stored(), _everybody(2)
+    plans = planned(good, readers)
+    for _, turns in plans:
+        del turns[-1]  # as if the plan had lost a turn
+    for rank, found in enumerate(take_turns([good] * 2, readers, plans)):
+        assert isinstance(found, ExchangeBroke)
+        assert f"rank {rank} lacks" in str(found)
+
+
+def test_damage_is_found_by_the_rank_that_reads_it() -> None:
+    store = MemoryStore()
+    images = images_of(LAYOUT, LEAVES)
+    manifest = publish_checkpoint(store, LAYOUT, images)
+    path = manifest.images[0].path
+    data = bytearray(store.size_bytes(path))
+    store.read_into(path, 0, memoryview(data))
+    data[from_manifest(store, manifest).header(0).data_start + 5] ^= 1
+    store.remove(path)
+    sink = store.create(path, len(data))
+    sink.write(0, memoryview(data))
+    sink.finish()
+    bad, readers = from_manifest(store, manifest), _everybody(2)
+    found = take_turns([bad] * 2, readers, planned(bad, readers))
+    assert isinstance(found[0], ChecksumMismatch) and "block 0" in str(found[0])
+    assert isinstance(found[1], OtherFailed)
+
+
+def test_an_image_without_what_its_layout_names_is_refused_before_anything_is_read() -> None:
+    good, readers = _stored(), _everybody(2)
+    header = good.header(1)
+    without = {name: e for name, e in header.entries.items() if not name.startswith("b")}
+    good._headers[1] = replace(header, entries=without)
+    with pytest.raises(CoverageError, match="image 1 has no piece 'b@"):
+        planned(good, readers)
+
+
+# ── who wants what ───────────────────────────────────────────────────────────────────────────
+
+
+def test_ranks_that_hold_alike_say_the_same_and_are_told_apart_by_their_place() -> None:
+    cut = Instance(mesh(2, 2), (REPLICATE, Placement(0)))
+    entries = [
+        [LeafEntry("w", "F32", (8, 3), "split", cut), LeafEntry("n", "F32", (5,), "split", on(r))]
+        for r in range(4)
+    ]
+    tables = {table_to_json(alike(some)) for some in entries}
+    assert len(tables) == 1
+    found = demands([((0, 1, 2, 3), table_from_json(tables.pop()))])
+    top, bottom = Box((0, 0), (4, 3)), Box((4, 0), (8, 3))
+    assert found["w"] == Demand(4, {top: (0, 2), bottom: (1, 3)})
+    assert found["n"] == Demand(4, {Box((0,), (5,)): (0, 1, 2, 3)})
+    assert sharing.spared_bytes(found) == 8 * 3 * 4 + 3 * 5 * 4
+
+
+def test_a_mesh_that_names_ranks_which_want_nothing_makes_nobody_wait_for_them() -> None:
+    cut = Instance(mesh(2, 2), (REPLICATE, Placement(0)))
+    found = demands([((0, 1), [LeafEntry("w", "F32", (8,), "split", cut)])])
+    assert found["w"].boxes == {Box((0,), (4,)): (0,), Box((4,), (8,)): (1,)}
+    assert sharing.spared_bytes(found) == 0
+
+
+def test_a_rank_alone_on_its_mesh_wants_the_whole_leaf_whichever_it_is() -> None:
+    entry = LeafEntry("w", "F32", (8,), "split", Instance(Mesh((1,), (3,)), (Placement(0),)))
+    [same] = alike([entry])
+    assert same == alike([replace(entry, instance=on(0))])[0]
+    assert demands([((3,), [same])])["w"].boxes == {Box((0,), (8,)): (3,)}
