@@ -6,10 +6,13 @@ on together. A source that fails or does not verify is dropped on all of them.
 
 from __future__ import annotations
 
+import functools
+import gc
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,11 +28,14 @@ from holdfast.errors import (
 from holdfast.events import Restored as RestoredEvent
 from holdfast.events import SourceDropped, ValuesDiffer, emit
 from holdfast.format.manifest import Generation
+from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import local_boxes
 from holdfast.load.choose import Candidate
+from holdfast.load.late import STAGING_BYTES, Copies, LateTensor, Staging, StreamCopies, in_order
+from holdfast.load.move import CARRIERS, Array, Destination
 from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, Array, read_aliases, read_values, read_wants
+from holdfast.load.read import read_aliases, read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.state.objects import State
 from holdfast.state.restore import Restoring
@@ -51,44 +57,71 @@ class Restored:
     size_bytes: int = 0
 
 
-@dataclass(slots=True)
 class _Filling:
     """Destinations of one restore on this rank."""
 
-    wants: list[Want] = field(default_factory=list)
-    arrays: dict[int, Array] = field(default_factory=dict)
-    late: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    size_bytes: int = 0
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], rank: int) -> None:
+        self.wants: list[Want] = []
+        self.destinations: dict[int, Destination] = {}
+        self.size_bytes = 0
+        locals_ = [local_of(tensor) for _, tensor in tensors]
+        self.copies: Copies = StreamCopies({local.device for local in locals_})
+        for (name, tensor), local in zip(tensors, locals_, strict=True):
+            self._add(name, tensor, local, rank)
 
-    def add(self, name: str, tensor: torch.Tensor, rank: int) -> None:
+    def _add(self, name: str, tensor: torch.Tensor, local: torch.Tensor, rank: int) -> None:
         """Want all boxes of ``tensor`` that this rank holds."""
         entry = leaf_entry(name, tensor, rank, "split")
-        local = local_of(tensor)
-        host = local
-        if local.device.type != "cpu" or local.is_conj() or local.is_neg():
-            host = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
-            self.late.append((local, host))
-        carried = _as_carrier(host)
         instance = entry.instance
-        for whole, inside in local_boxes(entry.shape, instance.mesh, instance.placements, rank):
+        is_late = local.device.type != "cpu" or local.is_conj() or local.is_neg()
+        carried = None if is_late else _as_carrier(local)
+        if instance.is_whole:  # nearly always, and then there is nothing to compute
+            whole = Box.whole(entry.shape)
+            boxes: Iterable[tuple[Box, Box]] = () if whole.is_empty else ((whole, whole),)
+        else:
+            boxes = local_boxes(entry.shape, instance.mesh, instance.placements, rank)
+        for whole, inside in boxes:
             key = len(self.wants)
+            at = inside.slices() if inside.shape != tuple(local.shape) else ...
             self.wants.append(Want(name, whole, key))
-            self.arrays[key] = carried[inside.slices()] if inside.ndim else carried
+            if carried is None:
+                self.destinations[key] = LateTensor(local[at], self.copies)
+            else:
+                self.destinations[key] = carried if at is ... else carried[at]
             self.size_bytes += whole.volume * ITEMSIZE[entry.dtype]
 
-    def copy_to_devices(self) -> None:
-        """Move what was read on the host to where it belongs."""
-        for local, host in self.late:
-            local.copy_(host, non_blocking=True)
-        if any(local.is_cuda for local, _ in self.late):
-            torch.cuda.synchronize()
+    def read(self, checkpoint: Checkpoint, staging_bytes: int) -> None:
+        """Fill them all, with no more than ``staging_bytes`` of memory for what goes to devices."""
+        staging = Staging(self.copies, staging_bytes)
+        with torch.no_grad(), in_order(self.copies):
+            read_wants(checkpoint, self.wants, self.destinations, lend=staging.lend)
+
+
+@functools.cache
+def _carrier(itemsize: int) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=CARRIERS[itemsize])).dtype
 
 
 def _as_carrier(host: torch.Tensor) -> Array:
     """A writable array over a CPU tensor's memory, of elements of the same size."""
-    kind = torch.from_numpy(np.empty(0, dtype=CARRIERS[host.element_size()])).dtype
-    found: Array = host.view(kind).numpy()
+    found: Array = host.view(_carrier(host.element_size())).numpy()
     return found
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leave Python's search for cycles until later: none is made here.
+
+    Thousands of leaves make it search all that the process holds, 0.1 to 0.2 s each time
+    (measured beside torch).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def restore_first(
@@ -150,11 +183,12 @@ class _Attempt:
         self, open_checkpoint: Callable[[Candidate], Checkpoint], on_poison: Callable[[bool], None]
     ) -> None:
         """Prepare, read, finish; every rank learns of any rank's trouble after each."""
-        self._together("opened", lambda: self._open(open_checkpoint))
-        self._together("checked", self._check)
-        on_poison(True)
-        self._together("prepared", self._prepare)
-        self._together("read", self._read)
+        with _no_collection():
+            self._together("opened", lambda: self._open(open_checkpoint))
+            self._together("checked", self._check)
+            on_poison(True)
+            self._together("prepared", self._prepare)
+            self._together("read", self._read)
         self._together("values set", self._finish)
         on_poison(False)
 
@@ -201,16 +235,12 @@ class _Attempt:
         self.restoring.check()
 
     def _prepare(self) -> None:
-        self.filling = _Filling()
         with torch.no_grad():
-            for name, tensor in self.restoring.make_room():
-                self.filling.add(name, tensor, self.world.rank)
+            self.filling = _Filling(self.restoring.make_room(), self.world.rank)
         self.size_bytes = self.filling.size_bytes
 
     def _read(self) -> None:
-        read_wants(self.checkpoint, self.filling.wants, self.filling.arrays)
-        with torch.no_grad():
-            self.filling.copy_to_devices()
+        self.filling.read(self.checkpoint, STAGING_BYTES)
 
     def _finish(self) -> None:
         was_saved = self.world.rank < self.saved_world

@@ -5,6 +5,7 @@ A tensor that cannot be stored faithfully is refused by name here, before anythi
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -105,7 +106,13 @@ def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafE
         placements = tuple(_placement(name, p) for p in tensor.placements)
         _check_local_shape(name, tensor, local_shape(shape, where, placements, rank) or ())
         return LeafEntry(name, dtype, shape, spread, Instance(where, placements))
-    return LeafEntry(name, dtype, shape, spread, Instance(Mesh((1,), (rank,)), (REPLICATE,)))
+    return LeafEntry(name, dtype, shape, spread, _alone(rank))
+
+
+@functools.cache
+def _alone(rank: int) -> Instance:
+    """All of a leaf on one rank: one object, however many leaves are so."""
+    return Instance(Mesh((1,), (rank,)), (REPLICATE,))
 
 
 def _check_local_shape(name: str, tensor: DTensor, expected: tuple[int, ...]) -> None:
