@@ -1,8 +1,8 @@
 """What a restore costs, verified, beside what disk and memory can do and beside other ways to load.
 
-``python benchmarks/restore.py``; ``--quick`` is a first look in a few minutes. Two states: few large
-tensors, and thousands of leaves of a GPT with AdamW. From storage with a cold and a warm page
-cache, from the arena, on another number of ranks, one leaf, one box.
+``python benchmarks/restore.py``; ``--quick`` is a first look in a few minutes. Two states: few
+large tensors, and thousands of leaves of a GPT with AdamW. From storage with a cold and a warm
+page cache, from the arena, on another number of ranks, one leaf, one box.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class _Filling:
         instance = entry.instance
         is_late = local.device.type != "cpu" or local.is_conj() or local.is_neg()
         carried = None if is_late else _as_carrier(local)
-        if instance.is_whole:  # nearly always, and then there is nothing to compute
+        if instance.is_whole and rank in instance.mesh.ranks:  # nearly always: nothing to compute
             whole = Box.whole(entry.shape)
             boxes: Iterable[tuple[Box, Box]] = () if whole.is_empty else ((whole, whole),)
         else:
