@@ -6,11 +6,13 @@ import queue
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -38,6 +40,8 @@ from holdfast.load.exchange import (
     Traffic,
 )
 from holdfast.load.landing import Landing
+from holdfast.load.late import LateTensor, Staging, StreamCopies
+from holdfast.load.move import Destination
 from holdfast.load.plan import Fetch, Want
 from holdfast.load.read import CARRIERS
 from holdfast.load.sharing import Demand, Ranks, Run, Turn, alike, demands, plan_turns, touched
@@ -115,6 +119,10 @@ class NotingStore(MemoryStore):
         super().read_into(path, offset_bytes, buffer)
 
 
+def no_memory(size_bytes: int) -> AbstractContextManager[memoryview]:
+    raise AssertionError("nothing goes to a device")
+
+
 class Reader:
     """One rank: what it wants, and where that goes."""
 
@@ -132,6 +140,16 @@ class Reader:
                 room: Array = np.zeros(wide, carrier)
                 self.arrays[key] = room[..., ::2] if box.ndim else room
 
+    @property
+    def landing(self) -> Landing:
+        """Every second destination is one that a device would fill."""
+        copies = StreamCopies(())
+        ways: dict[int, Destination] = {
+            key: LateTensor(torch.from_numpy(array), copies) if key % 2 else array
+            for key, array in self.arrays.items()
+        }
+        return Landing(self.wants, ways, Staging(copies, 1 << 20, 1 << 16).lend)
+
     def wrong(self, leaves: dict[str, Array]) -> list[Want]:
         return [
             want
@@ -146,7 +164,7 @@ def planned(checkpoint: Checkpoint, readers: Sequence[Reader]) -> list[tuple[Lan
     for reader in readers:
         tables.setdefault(table_to_json(alike(reader.entries)), []).append(reader.rank)
     wanted = demands([(tuple(r), table_from_json(table)) for table, r in tables.items()])
-    return [together._plan(checkpoint, r.wants, r.arrays, wanted, r.rank) for r in readers]
+    return [together._plan(checkpoint, r.wants, r.landing, wanted, r.rank) for r in readers]
 
 
 def take_turns(
@@ -338,7 +356,7 @@ def test_the_blocks_of_a_box_are_those_its_elements_lie_in_and_few_between(
 def test_an_element_that_lies_in_two_blocks_is_missed_not_made_up() -> None:
     array: Array = np.zeros(4, np.int32)
     box = Box((0,), (4,))
-    landing = Landing([Want("w", box, 0)], {0: array})
+    landing = Landing([Want("w", box, 0)], {0: array}, no_memory)
     landing.add(Fetch(0, 0, "w", "F32", box, box), 2, iter([0, 1]))  # its first byte is byte 2
     data = np.full(8, 7, np.uint8)
     landing.land(0, range(1), 0, data)  # bytes 0 to 8: one element and half of the next

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Sequence
 
 import pytest
 from hypothesis import assume, given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.format.image import Header, fill_in, parse_header, plan_image
+from holdfast.format.image import Header, fill_in, parse_header, piece_name, plan_image
 from holdfast.geometry.box import Box, cover_fault
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout
@@ -27,9 +28,9 @@ def header_of(layout: Layout, rank: int) -> Header:
     return parse_header(image.header, f"image {rank}", image.size_bytes)
 
 
-def batches_of(layout: Layout, wants: list[Want]) -> list[Batch]:
+def batches_of(layout: Layout, wants: list[Want], flat: Collection[int] = ()) -> list[Batch]:
     headers = {rank: header_of(layout, rank) for rank in range(layout.world)}
-    return plan_batches(plan_fetches(wants, layout), headers)
+    return plan_batches(plan_fetches(wants, layout), headers, wants, flat)
 
 
 def whole(layout: Layout) -> list[Want]:
@@ -149,6 +150,77 @@ def test_batches_are_bounded_in_file_order_and_hold_all_their_slabs(
         assert sum(part.volume for part in parts) == want.box.volume
 
 
+@settings(max_examples=120)
+@given(
+    wanted(), st.sampled_from([64, 200, 4096]), st.integers(4, 40), st.integers(1, 5),
+    st.sampled_from([1, 40, 1 << 20]),
+)  # fmt: skip
+def test_memory_without_gaps_is_filled_by_runs_each_byte_once_and_whole_blocks_by_themselves(
+    case: tuple[Layout, list[Want]], block_bytes: int, blocks_at_most: int, straight: int, run: int
+) -> None:
+    layout, wants = case
+    assume(sum(want.box.volume for want in wants) < 20_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "BLOCK_BYTES", block_bytes)
+        patch.setattr(plan, "BATCH_BYTES", block_bytes * blocks_at_most)
+        patch.setattr(plan, "STRAIGHT_BLOCKS", straight)
+        patch.setattr(plan, "RUN_BYTES", run)
+        batches = batches_of(layout, wants, range(len(wants)))
+    item = {leaf.name: ITEMSIZE[leaf.dtype] for leaf in layout.leaves}
+    headers = {rank: header_of(layout, rank) for rank in range(layout.world)}
+    filled: dict[int, dict[int, tuple[int, int]]] = {n: {} for n in range(len(wants))}
+    for batch in batches:
+        first, stop = batch.first_block * block_bytes, batch.stop_block * block_bytes
+        assert 0 < stop - first <= blocks_at_most * block_bytes
+        for span in batch.spans:
+            assert first <= span.start < span.stop <= stop
+            for byte in range(span.start, span.stop):
+                at = span.at + byte - span.start
+                assert at not in filled[span.want]
+                filled[span.want][at] = (batch.rank, byte)
+        if batch.is_straight:
+            assert (batch.spans[0].start, batch.spans[0].stop) == (first, stop)
+            assert len(batch.spans) == 1 and not batch.slabs
+    by_box = {slab.fetch.want for batch in batches for slab in batch.slabs}
+    for index, want in enumerate(wants):
+        size = item[want.leaf]
+        if index in by_box:
+            continue
+        assert filled[index].keys() == set(range(want.box.volume * size))
+        for rank, piece in layout.owners([leaf.name for leaf in layout.leaves].index(want.leaf)):
+            part = piece.intersect(want.box)
+            if part is not None:
+                corner = [b - 1 for b in part.stop]
+                leaf = next(leaf for leaf in layout.leaves if leaf.name == want.leaf)
+                entry = headers[rank].entries[piece_name(leaf.name, leaf.shape, piece)]
+                for point in (part.start, corner):
+                    here = flat_index(point, want.box) * size
+                    there = entry.offset + flat_index(point, piece) * size
+                    assert filled[index][here] == (rank, there)
+
+
+def flat_index(point: Sequence[int], box: Box) -> int:
+    steps = [math.prod(box.shape[dim + 1 :]) for dim in range(box.ndim)]
+    return sum((p - a) * step for p, a, step in zip(point, box.start, steps, strict=True))
+
+
+def test_a_tensor_of_many_blocks_is_read_in_place_but_for_its_ends() -> None:
+    layout = Layout(1, (split_leaf("v", "F32", (1000,), 1), split_leaf("w", "F32", (5 << 20,), 1)))
+    batches = batches_of(layout, whole(layout), (0, 1))
+    assert [(b.first_block, b.stop_block, b.is_straight) for b in batches] == [
+        (0, 1, False), (1, 9, True), (9, 17, True), (17, 20, True), (20, 21, False),
+    ]  # fmt: skip
+    assert [len(b.spans) for b in batches] == [2, 1, 1, 1, 1]
+
+
+def test_long_runs_of_a_part_are_moved_one_by_one_and_short_ones_as_a_box() -> None:
+    layout = Layout(1, (split_leaf("w", "F32", (100, 16, 1024), 1),))
+    (batch,) = batches_of(layout, [Want("w", Box((0, 0, 0), (100, 4, 1024)), 0)], (0,))
+    assert len(batch.spans) == 100 and not batch.slabs
+    (batch,) = batches_of(layout, [Want("w", Box((0, 0, 0), (100, 3, 1024)), 0)], (0,))
+    assert not batch.spans and batch.slabs
+
+
 def test_a_few_rows_of_a_large_leaf_cost_only_the_blocks_they_lie_in() -> None:
     layout = Layout(1, (split_leaf("w", "F32", (1000, 64, 1024), 1),))  # 250 blocks
     (batch,) = batches_of(layout, [Want("w", Box((400, 3, 5), (402, 60, 1000)), 0)])
@@ -165,8 +237,8 @@ def test_rows_apart_are_read_without_what_lies_between_although_it_would_fit() -
 def test_a_leaf_larger_than_a_batch_is_read_in_several_side_by_side() -> None:
     layout = Layout(1, (split_leaf("w", "F32", (1000, 64, 1024), 1),))
     batches = batches_of(layout, whole(layout))
-    assert [batch.first_block for batch in batches] == list(range(0, 250, 16))
-    assert [batch.stop_block for batch in batches] == [*range(16, 250, 16), 250]
+    assert [batch.first_block for batch in batches] == list(range(0, 250, 8))
+    assert [batch.stop_block for batch in batches] == [*range(8, 250, 8), 250]
 
 
 def test_of_a_row_larger_than_a_batch_only_what_is_wanted_is_read() -> None:

@@ -42,7 +42,9 @@ def choose(
         fit = [c for c in found if c.generation == exact]
     else:
         fit = [c for c in found if c.generation in line and wanted in (None, c.step)]
-    return sorted(fit, key=lambda c: (-c.step, -c.incarnation, c.where != "memory"))
+    return sorted(
+        fit, key=lambda c: (-c.step, -c.incarnation, c.where != "memory", c.attempt, c.seal)
+    )
 
 
 def parse_generation(text: str) -> Generation:

@@ -6,18 +6,23 @@ destination is never left half as it was (promise 2).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.format.image import Header, piece_name
+from holdfast.format.image import Entry, Header, piece_name, volume
 from holdfast.geometry.box import Box, cover_fault
 from holdfast.geometry.layout import Layout
 
 #: The most that is staged at once by one reader thread, blocks at both ends included.
-BATCH_BYTES = 16 << 20
+BATCH_BYTES = 8 << 20
+#: Shorter runs of a part that lies scattered are moved together, as a box.
+RUN_BYTES = 16 << 10
+#: From so many blocks on, what lies whole in one destination is read straight into it.
+STRAIGHT_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,19 @@ def _proved_parts(want: Want, pieces: Sequence[Box]) -> list[Box]:
     return parts
 
 
+class Span(NamedTuple):
+    """A run of bytes, the same in an image and in the destination of a want.
+
+    ``start`` and ``stop`` count from the start of the image's data, ``at`` from that of the
+    destination, which is memory without gaps, its elements in the order of the want's box.
+    """
+
+    want: int
+    start: int
+    stop: int
+    at: int
+
+
 @dataclass(frozen=True, slots=True)
 class Slab:
     """A stretch of an image's data, and the part of a want inside it.
@@ -103,22 +121,34 @@ class Slab:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Neighbouring slabs that are read, verified and scattered together, as whole blocks."""
+    """Neighbouring spans and slabs that are read and verified together, as whole blocks.
+
+    ``is_straight``: one span holds all of these blocks, so they can be read where they belong.
+    """
 
     rank: int
     first_block: int
     stop_block: int
-    slabs: tuple[Slab, ...]
+    slabs: tuple[Slab, ...] = ()
+    spans: tuple[Span, ...] = ()
+    is_straight: bool = False
 
 
 def plan_batches(
-    fetches: Mapping[int, Sequence[Fetch]], headers: Mapping[int, Header]
+    fetches: Mapping[int, Sequence[Fetch]],
+    headers: Mapping[int, Header],
+    wants: Sequence[Want] = (),
+    flat: Collection[int] = (),
 ) -> list[Batch]:
-    """Cut the fetches into bounded reads of whole blocks, in file order."""
+    """Cut the fetches into bounded reads of whole blocks, in file order.
+
+    ``flat``: which of ``wants``, by index, have memory without gaps for a destination. They are
+    filled by runs of bytes, which can be cut at any block; the others by boxes.
+    """
     batches: list[Batch] = []
     for rank, some in sorted(fetches.items()):
         header = headers[rank]
-        slabs: list[Slab] = []
+        found: list[Span | Slab] = []
         for fetch in some:
             entry = header.piece(fetch.entry, fetch.dtype, fetch.piece.shape)
             if entry is None:
@@ -128,10 +158,42 @@ def plan_batches(
                     "was read",
                     leaf=fetch.entry,
                 )
-            slabs += _slabs(fetch, entry.offset, entry.size_bytes)
-        slabs.sort(key=lambda slab: slab.start)
-        batches += _group(rank, slabs)
+            spans = _spans(fetch, wants[fetch.want], entry) if fetch.want in flat else None
+            found += _slabs(fetch, entry.offset, entry.size_bytes) if spans is None else spans
+        found.sort(key=_start)
+        batches += _group(rank, found)
     return batches
+
+
+def _start(one: Span | Slab) -> int:
+    return one.start
+
+
+def _spans(fetch: Fetch, want: Want, entry: Entry) -> list[Span] | None:
+    """The wanted part of a piece as runs of bytes; None when they are many and short."""
+    piece, part, box = fetch.piece, fetch.part, want.box
+    if part == piece == box:
+        return [Span(fetch.want, entry.offset, entry.stop, 0)]
+    item = entry.size_bytes // max(1, piece.volume)
+    shape, stored, wanted = part.shape, piece.shape, box.shape
+    # From the dimension `last` on, a run is one in both: behind it everything is covered.
+    last = max(0, part.ndim - 1)
+    while last > 0 and shape[last] == stored[last] == wanted[last]:
+        last -= 1
+    length = volume(shape[last:]) * item
+    if length < RUN_BYTES and volume(shape[:last]) > 1:
+        return None
+    first = entry.offset + _flat(part.relative_to(piece).start, stored) * item
+    at = _flat(part.relative_to(box).start, wanted) * item
+    # What a step in each of the other dimensions is worth, in bytes: there, and here.
+    there = [volume(stored[dim + 1 :]) * item for dim in range(last)]
+    here = [volume(wanted[dim + 1 :]) * item for dim in range(last)]
+    found = []
+    for steps in product(*map(range, shape[:last])):
+        begin = first + sum(n * size for n, size in zip(steps, there, strict=True))
+        into = at + sum(n * size for n, size in zip(steps, here, strict=True))
+        found.append(Span(fetch.want, begin, begin + length, into))
+    return found
 
 
 def _slabs(fetch: Fetch, offset: int, size_bytes: int) -> Iterator[Slab]:
@@ -178,21 +240,94 @@ def _with(box: Box, dim: int, start: int, stop: int) -> Box:
     )
 
 
-def _group(rank: int, slabs: Sequence[Slab]) -> Iterator[Batch]:
-    """Join slabs whose blocks touch, up to the size of a batch."""
-    together: list[Slab] = []
-    first = stop = 0
-    for slab in slabs:
-        begins, ends = slab.start // BLOCK_BYTES, -(-slab.stop // BLOCK_BYTES)
-        joins = (
-            together and begins <= stop and (max(stop, ends) - first) * BLOCK_BYTES <= BATCH_BYTES
-        )
-        if together and not joins:
-            yield Batch(rank, first, stop, tuple(together))
-            together = []
-        if not together:
-            first, stop = begins, ends
-        together.append(slab)
-        stop = max(stop, ends)
-    if together:
-        yield Batch(rank, first, stop, tuple(together))
+def _group(rank: int, found: Sequence[Span | Slab]) -> Iterator[Batch]:
+    """Join what has touching blocks, up to the size of a batch; cut spans at blocks where needed.
+
+    What is cut begins on a block of its own: no block is read twice for it.
+    """
+    group = _Group(rank)
+    for one in found:
+        if isinstance(one, Slab):
+            if not group.joins(one):
+                yield from group.flush()
+            group.take(one)
+            continue
+        rest: Span | None = one
+        while rest is not None:
+            straight = 0 if rest.start % BLOCK_BYTES else (rest.stop - rest.start) // BLOCK_BYTES
+            if straight >= STRAIGHT_BLOCKS:
+                yield from group.flush()
+                rest = yield from _straight(rank, rest, straight)
+                continue
+            if not group.has_room_at(rest.start // BLOCK_BYTES):
+                yield from group.flush()
+            # What a straight read can begin behind is taken by itself.
+            inside = rest.stop // BLOCK_BYTES - -(-rest.start // BLOCK_BYTES)
+            stop = group.room_stop(rest.start // BLOCK_BYTES)
+            if straight == 0 and inside >= STRAIGHT_BLOCKS:
+                stop = -(-rest.start // BLOCK_BYTES) * BLOCK_BYTES
+            head, rest = _cut(rest, stop)
+            group.take(head)
+    yield from group.flush()
+
+
+def _straight(rank: int, span: Span, blocks: int) -> Generator[Batch, None, Span | None]:
+    """Reads of ``blocks`` whole blocks of a span, by themselves; what is left of it."""
+    rest: Span | None = span
+    while blocks and rest is not None:
+        some = min(blocks, BATCH_BYTES // BLOCK_BYTES)
+        first = rest.start // BLOCK_BYTES
+        head, rest = _cut(rest, (first + some) * BLOCK_BYTES)
+        yield Batch(rank, first, first + some, spans=(head,), is_straight=True)
+        blocks -= some
+    return rest
+
+
+def _cut(span: Span, stop: int) -> tuple[Span, Span | None]:
+    """A span's bytes before ``stop``, and those from there on."""
+    if span.stop <= stop:
+        return span, None
+    want, start, end, at = span
+    return Span(want, start, stop, at), Span(want, stop, end, at + stop - start)
+
+
+class _Group:
+    """The batch being collected."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._first = self._stop = 0
+        self._slabs: list[Slab] = []
+        self._spans: list[Span] = []
+
+    def joins(self, one: Span | Slab) -> bool:
+        """Whether all of it fits in."""
+        ends = max(self._stop, -(-one.stop // BLOCK_BYTES))
+        begins = one.start // BLOCK_BYTES
+        return self.has_room_at(begins) and (ends - self._first) * BLOCK_BYTES <= BATCH_BYTES
+
+    def has_room_at(self, block: int) -> bool:
+        """Whether a block can be one of this batch."""
+        is_inside = self._first <= block <= self._stop
+        return is_inside and (block + 1 - self._first) * BLOCK_BYTES <= BATCH_BYTES
+
+    def room_stop(self, block: int) -> int:
+        """Where this batch ends at the latest, or one that begins with ``block``."""
+        first = self._first if self._spans or self._slabs else block
+        return (first + BATCH_BYTES // BLOCK_BYTES) * BLOCK_BYTES
+
+    def take(self, one: Span | Slab) -> None:
+        """Add it; it fits, or there is nothing yet."""
+        if not (self._spans or self._slabs):
+            self._first = self._stop = one.start // BLOCK_BYTES
+        self._stop = max(self._stop, -(-one.stop // BLOCK_BYTES))
+        if isinstance(one, Slab):
+            self._slabs.append(one)
+        else:
+            self._spans.append(one)
+
+    def flush(self) -> Iterator[Batch]:
+        """What was collected, if anything."""
+        if self._spans or self._slabs:
+            yield Batch(self._rank, self._first, self._stop, tuple(self._slabs), tuple(self._spans))
+        self._slabs, self._spans = [], []

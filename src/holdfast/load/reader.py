@@ -119,7 +119,7 @@ class CheckpointReader:
             raise NotFound(f"step {self.step} has no leaf {name!r}; .leaves lists what it has")
         wanted = _box(box, leaf)
         wants = [] if wanted.is_empty else [Want(leaf.name, wanted, 0)]
-        batches = plan_reads(self._checkpoint, wants)
+        batches = plan_reads(self._checkpoint, wants, flat=range(len(wants)))
         array: Array = np.empty(wanted.shape, dtype=CARRIERS[ITEMSIZE[leaf.dtype]])
         read_wants(self._checkpoint, wants, {0: array}, batches=batches)
         return _as_array(array, leaf.dtype)

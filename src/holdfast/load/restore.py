@@ -6,10 +6,13 @@ on together. A source that fails or does not verify is dropped on all of them.
 
 from __future__ import annotations
 
+import functools
+import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,8 +32,10 @@ from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import LeafEntry
 from holdfast.load.choose import Candidate
 from holdfast.load.exchange import Traffic
+from holdfast.load.late import STAGING_BYTES, Copies, LateTensor, Staging, StreamCopies, in_order
+from holdfast.load.move import CARRIERS, Array, Destination
 from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, Array, read_aliases, read_values, read_wants
+from holdfast.load.read import Lend, read_aliases, read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.load.together import read_once
 from holdfast.state.objects import State
@@ -55,45 +60,67 @@ class Restored:
     size_bytes: int = 0
 
 
-@dataclass(slots=True)
 class _Filling:
     """Destinations of one restore on this rank."""
 
-    entries: list[LeafEntry] = field(default_factory=list)
-    wants: list[Want] = field(default_factory=list)
-    arrays: dict[int, Array] = field(default_factory=dict)
-    late: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    size_bytes: int = 0
+    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], rank: int) -> None:
+        self.entries: list[LeafEntry] = []
+        self.wants: list[Want] = []
+        self.destinations: dict[int, Destination] = {}
+        self.size_bytes = 0
+        locals_ = [local_of(tensor) for _, tensor in tensors]
+        self.copies: Copies = StreamCopies({local.device for local in locals_})
+        for (name, tensor), local in zip(tensors, locals_, strict=True):
+            self._add(name, tensor, local, rank)
 
-    def add(self, name: str, tensor: torch.Tensor, rank: int) -> None:
+    def _add(self, name: str, tensor: torch.Tensor, local: torch.Tensor, rank: int) -> None:
         """Want all boxes of ``tensor`` that this rank holds."""
         entry = leaf_entry(name, tensor, rank, "split")
         self.entries.append(entry)
-        local = local_of(tensor)
-        host = local
-        if local.device.type != "cpu" or local.is_conj() or local.is_neg():
-            host = torch.empty_like(local, device="cpu", memory_format=torch.contiguous_format)
-            self.late.append((local, host))
-        carried = _as_carrier(host)
+        is_late = local.device.type != "cpu" or local.is_conj() or local.is_neg()
+        carried = None if is_late else _as_carrier(local)
         for whole, inside in entry.boxes(rank):
             key = len(self.wants)
+            at = inside.slices() if inside.shape != tuple(local.shape) else ...
             self.wants.append(Want(name, whole, key))
-            self.arrays[key] = carried[inside.slices()] if inside.ndim else carried
+            if carried is None:
+                self.destinations[key] = LateTensor(local[at], self.copies)
+            else:
+                self.destinations[key] = carried if at is ... else carried[at]
             self.size_bytes += whole.volume * ITEMSIZE[entry.dtype]
 
-    def copy_to_devices(self) -> None:
-        """Move what was read on the host to where it belongs."""
-        for local, host in self.late:
-            local.copy_(host, non_blocking=True)
-        if any(local.is_cuda for local, _ in self.late):
-            torch.cuda.synchronize()
+    @contextmanager
+    def moving(self) -> Iterator[Lend]:
+        """Hold this while they are filled; gives the memory for what goes to devices."""
+        with torch.no_grad(), in_order(self.copies):
+            yield Staging(self.copies, STAGING_BYTES).lend
+
+
+@functools.cache
+def _carrier(itemsize: int) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=CARRIERS[itemsize])).dtype
 
 
 def _as_carrier(host: torch.Tensor) -> Array:
     """A writable array over a CPU tensor's memory, of elements of the same size."""
-    kind = torch.from_numpy(np.empty(0, dtype=CARRIERS[host.element_size()])).dtype
-    found: Array = host.view(kind).numpy()
+    found: Array = host.view(_carrier(host.element_size())).numpy()
     return found
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leave Python's search for cycles until later: none is made here.
+
+    Thousands of leaves make it search all that the process holds, 0.1 to 0.2 s each time
+    (measured beside torch).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def restore_first(
@@ -164,16 +191,14 @@ class _Attempt:
         self, open_checkpoint: Callable[[Candidate], Checkpoint], on_poison: Callable[[bool], None]
     ) -> None:
         """Prepare, read, finish; every rank learns of any rank's trouble after each."""
-        self._together("opened", lambda: self._open(open_checkpoint))
-        self._together("checked", self._check)
-        on_poison(True)
-        self._together("prepared", self._prepare)
-        if self.candidate.where == "storage":  # what is in memory is as near to every rank
-            self.traffic = read_once(
-                self.world, self.phase, self.checkpoint, self.filling.entries, self.filling.wants,
-                self.filling.arrays, timeout_s=self.timeout_s,
-            )  # fmt: skip
-        self._together("read", self._read)
+        with _no_collection():
+            self._together("opened", lambda: self._open(open_checkpoint))
+            self._together("checked", self._check)
+            on_poison(True)
+            self._together("prepared", self._prepare)
+            if self.candidate.where == "storage":  # what is in memory is as near to every rank
+                self.traffic = self._read_once()
+            self._together("read", self._read)
         self._together("values set", self._finish)
         on_poison(False)
 
@@ -223,18 +248,25 @@ class _Attempt:
         self.restoring.check()
 
     def _prepare(self) -> None:
-        self.filling = _Filling()
         with torch.no_grad():
-            for name, tensor in self.restoring.make_room():
-                self.filling.add(name, tensor, self.world.rank)
+            self.filling = _Filling(self.restoring.make_room(), self.world.rank)
         self.size_bytes = self.filling.size_bytes
 
     def _read(self) -> None:
         if self.traffic is None:
-            read = read_wants(self.checkpoint, self.filling.wants, self.filling.arrays)
+            with self.filling.moving() as lend:
+                read = read_wants(
+                    self.checkpoint, self.filling.wants, self.filling.destinations, lend=lend
+                )
             self.traffic = Traffic(read, received_bytes=0)
-        with torch.no_grad():
-            self.filling.copy_to_devices()
+
+    def _read_once(self) -> Traffic | None:
+        filling = self.filling
+        with filling.moving() as lend:
+            return read_once(
+                self.world, self.phase, self.checkpoint, filling.entries, filling.wants,
+                filling.destinations, lend, timeout_s=self.timeout_s,
+            )  # fmt: skip
 
     def _finish(self) -> None:
         was_saved = self.world.rank < self.saved_world

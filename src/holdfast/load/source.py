@@ -26,18 +26,22 @@ class ImageFile(Protocol):
     size_bytes: int
     header_xxh3: str
     table_xxh3: str
+    is_mapped: bool
+    """Whether it lies in memory: ``view`` then reads nothing and needs no staging."""
 
     def check_length(self) -> None:
         """FormatError when it is shorter or longer than what names it says."""
         ...
 
-    def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
+    def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
         """The bytes from ``start`` to ``stop``; in ``staging`` where it has room for them."""
         ...
 
 
 class StoredImage:
     """An image in a store."""
+
+    is_mapped = False
 
     def __init__(self, store: Store, path: str, size: int, header: str, table: str) -> None:
         self.store, self.name, self.size_bytes = store, path, size
@@ -52,7 +56,7 @@ class StoredImage:
                 image=self.name,
             )
 
-    def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
+    def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
         """See ``ImageFile``."""
         if len(staging) < stop - start:
             self._require_bytes(start, stop)
@@ -72,6 +76,8 @@ class StoredImage:
 class HeldImage:
     """An image in a slot of this host's arena."""
 
+    is_mapped = True
+
     def __init__(self, path: str, size: int, header: str, table: str) -> None:
         self.slot = SlotFile.open(Path(path), writable=False)
         self.name, self.size_bytes = path, size
@@ -83,7 +89,7 @@ class HeldImage:
         if self.size_bytes > self.slot.capacity_bytes:
             raise FormatError(f"slot {self.name} is shorter than the image it is said to hold")
 
-    def view(self, start: int, stop: int, staging: bytearray) -> memoryview:
+    def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
         """See ``ImageFile``: the shared memory itself."""
         return self.slot.image[start:stop]
 

@@ -20,8 +20,9 @@ from holdfast.geometry.layout import LeafEntry, table_from_json, table_hash, tab
 from holdfast.load import wire
 from holdfast.load.exchange import Exchange, ExchangeBroke, OtherFailed, RankLost, Traffic
 from holdfast.load.landing import Landing
+from holdfast.load.move import Destination
 from holdfast.load.plan import Want, plan_fetches
-from holdfast.load.read import Array
+from holdfast.load.read import Lend
 from holdfast.load.sharing import (
     Demand,
     Ranks,
@@ -71,14 +72,16 @@ def read_once(
     checkpoint: Checkpoint,
     entries: Sequence[LeafEntry],
     wants: Sequence[Want],
-    destinations: Mapping[int, Array],
+    destinations: Mapping[int, Destination],
+    lend: Lend,
     *,
     timeout_s: float,
 ) -> Traffic | None:
     """Fill ``destinations`` with every block read by one rank only; None: read for yourself.
 
     All ranks call it. ``entries`` are the leaves this rank wants, as it holds them; ``wants`` and
-    ``destinations`` as for ``read_wants``. Raises on all ranks what the reading of one raised.
+    ``destinations`` and ``lend`` as for ``read_wants``. Raises on all ranks what the reading of one
+    raised.
     """
     if world.size == 1:
         return None
@@ -96,7 +99,9 @@ def read_once(
     planned: list[tuple[Landing, list[Turn]]] = []
 
     def plan() -> bytes:
-        planned.append(_plan(checkpoint, wants, destinations, wanted, world.rank))
+        planned.append(
+            _plan(checkpoint, wants, Landing(wants, destinations, lend), wanted, world.rank)
+        )
         return b""
 
     meet(f"{phase}: divided", plan)
@@ -138,7 +143,7 @@ def _with_ranks(
 def _plan(
     checkpoint: Checkpoint,
     wants: Sequence[Want],
-    destinations: Mapping[int, Array],
+    landing: Landing,
     wanted: Mapping[str, Demand],
     rank: int,
 ) -> tuple[Landing, list[Turn]]:
@@ -146,7 +151,6 @@ def _plan(
     layout = checkpoint.layout
     shapes = {leaf.name: leaf.shape for leaf in layout.leaves}
     fetches = plan_fetches(wants, layout)
-    landing = Landing(wants, destinations)
     for image, some in fetches.items():
         header = checkpoint.header(image)
         for fetch in some:

@@ -31,10 +31,14 @@ from holdfast.storage.base import (
     root_busy,
     short_read,
 )
+from holdfast.storage.cached import is_cached
 from holdfast.storage.direct import DirectSink
 from holdfast.storage.files import FILE_MODE, link, remove_tree, sync_directory, write_durably
+from holdfast.storage.past_cache import fill_past_cache
 
 _OWNER_BYTES = 4096
+#: Shorter reads are not worth asking where their bytes are.
+_DIRECT_BYTES = 256 << 10
 
 
 class LocalStore:
@@ -74,7 +78,11 @@ class LocalStore:
         with self._opened(path) as (descriptor, length):
             if offset_bytes + buffer.nbytes > length:
                 raise short_read(path, self.url, offset_bytes, buffer.nbytes, length)
-            self._fill(descriptor, path, offset_bytes, flat(buffer))
+            into = flat(buffer)
+            done = 0
+            if len(into) >= _DIRECT_BYTES and not is_cached(descriptor, offset_bytes, len(into)):
+                done = fill_past_cache(descriptor, offset_bytes, into)
+            self._fill(descriptor, path, offset_bytes + done, into[done:])
 
     def size_bytes(self, path: str) -> int:
         with self._opened(path) as (_, length):

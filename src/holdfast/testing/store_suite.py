@@ -10,6 +10,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 
 import pytest
@@ -103,6 +104,23 @@ class StoreSuite(ImageSuite):
         store.read_into("name", 9000, memoryview(buffer))
         assert buffer == content[9000:]
         store.read_into("name", 0, memoryview(b""))
+
+    @pytest.mark.parametrize("shift", [0, 1, 512])
+    @pytest.mark.parametrize("offset_bytes", [0, 1, 4096, 70_000])
+    def test_large_ranges_are_read_exactly_into_memory_however_it_is_aligned(
+        self, store: Store, offset_bytes: int, shift: int
+    ) -> None:
+        content = pattern((1 << 20) + 777)
+        store.publish("name", content)
+        for stop in (1 << 20, len(content)):
+            size_bytes = stop - offset_bytes
+            memory = mmap.mmap(-1, shift + size_bytes + 1)
+            with memoryview(memory) as view, view[shift : shift + size_bytes] as into:
+                self.same_store(store).read_into("name", offset_bytes, into)
+            assert memory[:shift] == bytes(shift)
+            assert memory[shift : shift + size_bytes] == content[offset_bytes:stop]
+            assert memory[-1:] == b"\0"  # nothing behind it was touched
+            memory.close()
 
     def test_memory_of_any_shape_is_filled(self, store: Store) -> None:
         content = pattern(48)
