@@ -101,7 +101,7 @@ class SlowDisk:
 
 
 def chunks(directory: Path, patch: pytest.MonkeyPatch, *, chunk_bytes: int) -> Path:
-    """Keepers started from now on write chunks of this size; a file that the first of them makes."""
+    """Keepers started from now on write such chunks; the file that the first of them makes."""
     return _change(directory, patch, _CHUNKS.format(chunk_bytes=chunk_bytes))
 
 
