@@ -21,6 +21,7 @@ from slow_keepers import HungFsync, SlowDisk, late_fsync
 ROWS = 64  # 8 MiB of parameters and momentum: an image of all ranks together
 IMAGE_BYTES = 4 * ROWS * 8192 * 4
 SLOTS_PER_RANK = 3
+_MISSED = events.SnapshotMissed
 STEPS = 30
 
 
@@ -61,7 +62,7 @@ class Run:
         """Close, and say what was promised and not kept without a word."""
         self.checkpointer.close()
         self._stop()
-        missed = {event.step for event in self.heard if isinstance(event, events.SnapshotMissed)}
+        missed = {event.step for event in self.heard if isinstance(event, _MISSED)}
         published, wrong = self.published(), []
         for handle in self.handles:
             asked = handle.requested_step
@@ -165,6 +166,33 @@ def test_a_disk_far_slower_than_the_training_gets_the_newest_step_it_can_take(
     assert held_bytes < IMAGE_BYTES
     assert run.published()[-1] == STEPS
     check_storage(tmp_path / "root", STEPS)
+
+
+def test_a_save_for_which_no_slot_is_left_is_reported_and_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = HungFsync(tmp_path, monkeypatch)
+    run = Run(str(tmp_path / "root"), 1)
+    run.train(1)
+    run.handles[0].wait_durable(60)
+    fsync.hang()
+    asked = []
+    for step in range(1, 12):  # two images on their way to storage, one slot for all others
+        take_step(run.model, run.state, step)
+        asked.append(run.checkpointer.save(step, durable=step < 3))
+    take_step(run.model, run.state, 12)
+    run.checkpointer._saver.end_capture(timeout_s=60)
+    missed = {event.step: event.reason for event in run.heard if isinstance(event, _MISSED)}
+    assert sorted(missed) == list(range(4, 12))
+    assert all("still being persisted" in reason for reason in missed.values())
+    assert [handle.state for handle in asked] == ["captured"] * 3 + ["failed"] * 8
+    fsync.let_go()
+    for handle in asked[:2]:
+        handle.wait_durable(60)
+    assert run.published() == [0, 1, 2]
+    run.checkpointer.save(12, durable=True).wait_durable(60)
+    assert run.end() == []
+    check_storage(tmp_path / "root", 12)
 
 
 @pytest.mark.slow
