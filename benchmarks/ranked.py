@@ -6,9 +6,12 @@ as its documentation asks for; Holdfast is called as in any run, and decides by 
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +33,24 @@ class HoldfastInTraining:
 
     is_async = True
 
-    def __init__(self, root: Path, training: GptTraining, *, durable: bool) -> None:
-        self._root = root / f"holdfast-{durable}"
+    def __init__(
+        self, root: Path, training: GptTraining, *, durable: bool, nice: tuple[int, int] = (0, 0)
+    ) -> None:
+        self._root = root / f"holdfast-{durable}-{nice[0]}-{nice[1]}"
         every_step = holdfast.Every(steps=1)
         self._checkpointer = holdfast.Checkpointer(
             self._root, {"model": training.model, "optimizer": training.optimizer},
             memory=every_step, storage=every_step if durable else None, keep=holdfast.Keep(last=1),
         )  # fmt: skip
         self._durable = durable
+        self._nice = nice
         self.settings = "Checkpointer.step, defaults"
+        if any(nice):
+            self.settings = f"copying at nice {nice[0]}, writing at nice {nice[1]}"
 
     def save(self, step: int) -> Saving:
+        if any(self._nice):
+            lower_priorities(self._root, *self._nice)
         handle = self._checkpointer.step(step)
         assert handle is not None
         wait = handle.wait_durable if self._durable else handle.wait_captured
@@ -56,6 +66,32 @@ class HoldfastInTraining:
 
     def close(self) -> None:
         self._checkpointer.close()
+
+
+def lower_priorities(root: Path, copying: int, writing: int) -> None:
+    """Of the thread that copies, and of all threads of this root's keeper but its first.
+
+    The first answers the ranks; those that write come from the others, and are as they are.
+    """
+    for thread in threading.enumerate():
+        if thread.name == "holdfast-capture":
+            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, copying)
+    for pid in keepers(root):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            if int(task) != pid:
+                with suppress(OSError):  # it has just ended
+                    os.setpriority(os.PRIO_PROCESS, int(task), writing)
+
+
+def keepers(root: Path) -> list[int]:
+    """The processes that keep what is saved below ``root``."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has just ended
+            command = Path(f"/proc/{name}/cmdline").read_bytes()
+            if b"holdfast.keeper" in command and os.fsencode(root) in command:
+                found.append(int(name))
+    return found
 
 
 class DcpInTraining(DcpAsync):
@@ -119,9 +155,12 @@ class DcpInTraining(DcpAsync):
 Make = Callable[[Path, GptTraining], System]
 
 
-def ways_to_save(threads: int) -> dict[str, Make]:
-    """Every system by its name in the tables; ``threads``: what DCP writes with on each rank."""
-    return {
+def ways_to_save(threads: int, nice: tuple[int, int] | None) -> dict[str, Make]:
+    """Every system by its name in the tables; ``threads``: what DCP writes with on each rank.
+
+    ``nice``: try Holdfast with these priorities as well, of what copies and of what writes.
+    """
+    ways: dict[str, Make] = {
         MEMORY: lambda root, training: HoldfastInTraining(root, training, durable=False),
         DURABLE: lambda root, training: HoldfastInTraining(root, training, durable=True),
         "DCP async_save, THREAD": lambda root, training: DcpInTraining(
@@ -131,6 +170,11 @@ def ways_to_save(threads: int) -> dict[str, Make]:
             root, training, process=True, threads=threads
         ),
     }  # fmt: skip
+    if nice is not None:
+        ways["Holdfast, durable, nice"] = lambda root, training: HoldfastInTraining(
+            root, training, durable=True, nice=nice
+        )
+    return ways
 
 
 MEMORY, DURABLE = "Holdfast, memory only", "Holdfast, durable"

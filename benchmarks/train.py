@@ -14,6 +14,7 @@ import os
 import time
 from collections import defaultdict
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import get_context
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 import train_report
 from gpt import FULL, QUICK, GptTraining
-from ranked import DURABLE, MEMORY, Make, ways_to_save
+from ranked import DURABLE, MEMORY, Make, keepers, ways_to_save
 from systems import System
 from training import fingerprints, verdict
 
@@ -147,18 +148,13 @@ def all_ranks(is_true: bool) -> bool:
 
 
 def helper_cpu_s(root: Path) -> float:
-    """Processor seconds of this process's children and of the keepers that serve this root."""
-    found = 0
+    """Processor seconds of this process's children and, on rank 0, of the keepers below root."""
+    serving, found = keepers(root) if dist.get_rank() == 0 else [], 0
     for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
+        with suppress(OSError):  # it has just ended
             parent, *times = _stat(name)
-            is_keeper = b"holdfast.keeper" in (line := Path(f"/proc/{name}/cmdline").read_bytes())
-            if parent == os.getpid() or (
-                is_keeper and os.fsencode(root) in line and dist.get_rank() == 0
-            ):
+            if parent == os.getpid() or int(name) in serving:
                 found += sum(times)
-        except OSError:
-            continue
     return found / os.sysconf("SC_CLK_TCK")
 
 
@@ -247,7 +243,7 @@ def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any
 
 def chosen(options: argparse.Namespace) -> dict[str, Make]:
     """The systems to compare."""
-    every = ways_to_save(options.threads)
+    every = ways_to_save(options.threads, options.nice and tuple(options.nice))
     return {name: make for name, make in every.items() if options.only.lower() in name.lower()}
 
 
@@ -307,12 +303,11 @@ def verdicts(worlds: dict[str, Any]) -> list[tuple[str, float, float]]:
         for name in (MEMORY, DURABLE):
             if name in inflation and name == MEMORY:
                 found.append((f"{world}: inflation, {name}", inflation[name], INFLATION_TARGET))
-        rivals = [value for name, value in inflation.items() if name not in (MEMORY, DURABLE)]
         exact = [
             inflation[name] for name, said in result["stored"].items()
-            if said == "exact" and name in inflation and name not in (MEMORY, DURABLE)
+            if said == "exact" and name in inflation and not name.startswith("Holdfast")
         ]  # fmt: skip
-        if rivals and exact and DURABLE in inflation:
+        if exact and DURABLE in inflation:
             share = inflation[DURABLE] / max(1e-9, min(exact))
             found.append((f"{world}: {DURABLE}, share of the best rival's", share, SHARE_TARGET))
     return found
@@ -330,6 +325,10 @@ def main() -> int:
     )
     parser.add_argument("--only", default="", help="systems with this in their name")
     parser.add_argument("--threads", type=int, default=2, help="DCP's writing threads a rank (2)")
+    parser.add_argument(
+        "--nice", type=int, nargs=2, metavar=("COPYING", "WRITING"),
+        help="one more system: Holdfast with threads of these priorities",
+    )  # fmt: skip
     parser.add_argument("--dir", help="a directory on the disk to measure (default: /tmp's)")
     parser.add_argument(
         "--quick", action="store_true", help="a small model, two rounds: whether it works at all"
