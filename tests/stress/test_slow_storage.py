@@ -194,6 +194,26 @@ def test_a_save_for_which_no_slot_is_left_is_reported_and_the_training_goes_on(
     check_storage(tmp_path / "root", 12)
 
 
+def test_a_due_save_that_is_skipped_at_step_after_step_is_kept_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = HungFsync(tmp_path, monkeypatch)
+    run = Run(str(tmp_path / "root"), 1)
+    run.train(1)
+    run.handles[0].wait_durable(60)
+    fsync.hang()
+    for step in (1, 2, 3):  # three images on their way to storage: no slot is left
+        take_step(run.model, run.state, step)
+        run.handles.append(run.checkpointer.save(step, durable=True))
+    run.train(4)
+    due = run.handles[-4:]
+    assert [handle.step for handle in due] == [7, 7, 7, 7]
+    fsync.let_go()
+    assert run.end() == []
+    assert [(handle.step, handle.state) for handle in due] == [(7, "durable")] * 4
+    check_storage(tmp_path / "root", 7)
+
+
 @pytest.mark.slow
 def test_an_fsync_of_five_seconds_costs_checkpoints_and_no_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
