@@ -321,7 +321,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7, help="how often each is measured (7)")
     parser.add_argument("--every", type=int, nargs="*", default=INTERVALS, help="1, 10 or both")
     parser.add_argument(
-        "--worlds", nargs="*", default=list(WORLDS), choices=list(WORLDS), help="which, of three"
+        "--worlds",
+        nargs="*",
+        choices=list(WORLDS),
+        help="which, of three (all; quick: without DDP)",
     )
     parser.add_argument("--only", default="", help="systems with this in their name")
     parser.add_argument("--threads", type=int, default=2, help="DCP's writing threads a rank (2)")
@@ -336,7 +339,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.quick:
         options.rounds = min(options.rounds, 2)
-        options.worlds = [world for world in options.worlds if world != "2 ranks, DDP"]
+        options.worlds = options.worlds or ["1 rank", "2 ranks, FSDP2"]
+    options.worlds = options.worlds or list(WORLDS)
     with harness.scratch(options.dir, (1 if options.quick else 16) << 30) as parent:
         facts = harness.machine_facts(parent, ["torch"])
         worlds = {name: run_world(name, options, parent) for name in options.worlds}
