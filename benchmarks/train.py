@@ -256,6 +256,7 @@ def rank_main(
     """A process: join the group, measure, and leave what rank 0 found."""
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
+    os.environ["HOLDFAST_KEEPER_IDLE_S"] = "60"  # of a benchmark that was interrupted
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
     store = dist.FileStore(f"{root}/store", world)
     dist.init_process_group(
