@@ -90,6 +90,8 @@ class Checkpointer:
         self._last_step: int | None = None
         self._last_handle: SaveHandle | None = None
         self._carried: list[SaveHandle] = []
+        self._fulfilled_by_last: list[SaveHandle] = []
+        """What the last save was to fulfil, itself among it."""
         self._is_owed = False
         self._updates_at_save = 0
         now_s = time.monotonic()
@@ -185,8 +187,9 @@ class Checkpointer:
                 raise
             self._last_step, self._updates_at_save = step, self._saver.updates
             self._is_owed |= durable  # the next save that is due is durable for it
-            self._last_handle = self._saver.decline(step, durable, error)
-            return self._last_handle
+            self._last_handle = declined = self._saver.decline(step, durable, error)
+            self._fulfilled_by_last = [declined]
+            return declined
 
     def save(self, step: int, *, durable: bool = False) -> SaveHandle:
         """Snapshot the state as it is now, whatever the policies say; all ranks call it.
@@ -224,6 +227,7 @@ class Checkpointer:
         durable = durable or bool(carried) or self._is_owed
         handle = self._saver.save(step, durable=durable, exact=exact, carried=carried)
         self._carried.clear()
+        self._fulfilled_by_last = [*carried, handle]
         self._is_owed = False
         self._last_step, self._last_handle = step, handle
         self._updates_at_save = self._saver.updates
@@ -255,8 +259,9 @@ class Checkpointer:
         if handle is None or not handle.durable or handle in self._carried:
             return self._carried
         if self._saver.previous_was_skipped():
-            handle.renew()
-            self._carried.append(handle)
+            for missed in self._fulfilled_by_last:
+                missed.renew()
+            self._carried += self._fulfilled_by_last
             self._last_handle = None
         return self._carried
 

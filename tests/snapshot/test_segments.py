@@ -82,14 +82,14 @@ def test_whoever_copies_the_image_and_its_sums_are_the_same(
 
 
 def test_segments_are_whole_blocks_and_hold_each_byte_once() -> None:
-    moves = [Move(10, 1000, 3 * BLOCK_BYTES), Move(4 * BLOCK_BYTES, 9_000_000, 5)]
-    assert plan_segments(moves, 4 * BLOCK_BYTES + 5, 2 * BLOCK_BYTES) == [
-        Segment(0, 2 * BLOCK_BYTES, (Move(10, 1000, 2 * BLOCK_BYTES - 10),)),
+    one = BLOCK_BYTES
+    moves = [Move(10, 1000, 2 * one), Move(3 * one, 9_000_000, 5)]
+    assert plan_segments(moves, 3 * one + 5, 2 * one) == [
+        Segment(0, 2 * one, ((Move(10, 1000, one - 10),), (Move(one, 990 + one, one),))),
         Segment(
-            2 * BLOCK_BYTES, 4 * BLOCK_BYTES,
-            (Move(2 * BLOCK_BYTES, 1000 + 2 * BLOCK_BYTES - 10, BLOCK_BYTES + 10),),
+            2 * one, 3 * one + 5,
+            ((Move(2 * one, 990 + 2 * one, 10),), (Move(3 * one, 9_000_000, 5),)),
         ),
-        Segment(4 * BLOCK_BYTES, 4 * BLOCK_BYTES + 5, (Move(4 * BLOCK_BYTES, 9_000_000, 5),)),
     ]  # fmt: skip
 
 

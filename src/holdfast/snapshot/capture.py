@@ -24,6 +24,7 @@ from holdfast.snapshot.segments import SEGMENT_BYTES, Move, Segment, Sharing, pl
 from holdfast.state.binding import Binding, Bindings
 from holdfast.state.watch import plain_looks
 
+_GPU_SEGMENT_BYTES = 16 << 20
 _SAMPLE_BYTES, _SAMPLES = 64, 32
 _captures = count()
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -304,7 +305,7 @@ def _enqueue(
         device = copy.source.device
         with torch.cuda.device(device), torch.cuda.stream(streams[device]):
             to, flat = target.view(copy).view(-1), copy.source.reshape(-1)
-            step = max(1, SEGMENT_BYTES * 4 // flat.element_size())
+            step = max(1, _GPU_SEGMENT_BYTES // flat.element_size())
             for at in range(0, flat.numel(), step):
                 to[at : at + step].copy_(flat[at : at + step], non_blocking=True)
                 done = min(at + step, flat.numel()) * flat.element_size()

@@ -17,6 +17,10 @@ from holdfast.snapshot.capture import Progress, Seal, StillCopying, copy_image
 from holdfast.snapshot.mapped import MappedSlots
 from holdfast.snapshot.underway import Capture, Place
 
+#: How much is copied between two messages to the keeper, each of which wakes it: as much as it
+#: writes at once, for it waits for whole chunks.
+PROGRESS_BYTES = 8 << 20
+
 
 class Copier:
     """Copies one capture after the other; on the worker."""
@@ -80,8 +84,12 @@ def metadata(place: Place, grant: m.Grant) -> dict[str, str]:
 
 
 def _progress(capture: Capture, grant: m.Grant, tell: Callable[[m.Message], None]) -> Progress:
+    told_bytes = -PROGRESS_BYTES
+
     def copied(size_bytes: int) -> None:
-        if grant.durable:
+        nonlocal told_bytes
+        if grant.durable and size_bytes >= told_bytes + PROGRESS_BYTES:
+            told_bytes = size_bytes
             tell(m.Progress(attempt=grant.attempt, size_bytes=size_bytes))
 
     def enqueued(events: list[torch.cuda.Event]) -> None:
