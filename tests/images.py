@@ -11,13 +11,13 @@ import numpy as np
 
 from holdfast.catalogue import image_path
 from holdfast.format.checksum import blocks, checksum, pack_table, text
-from holdfast.format.image import Image, ImagePlan, fill_in, piece_name, plan_image
+from holdfast.format.image import Image, ImagePlan, fill_in, piece_name
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.load.read import CARRIERS
 from holdfast.persist import commit
-from holdfast.snapshot.layouts import image_items
+from holdfast.snapshot.layouts import plan_rank
 from holdfast.storage.base import Store
 
 Array = np.ndarray[Any, Any]
@@ -91,7 +91,7 @@ def images_of(
             leaf = layout.leaves[piece.leaf]
             part = np.ascontiguousarray(leaves[leaf.name][piece.box.slices()])
             contents[piece_name(leaf.name, leaf.shape, piece.box)] = part.tobytes()
-        plan = plan_image(image_items(layout, rank))
+        plan = plan_rank(layout, rank)
         metadata = {
             "run": "r",
             "incarnation": str(generation.incarnation),

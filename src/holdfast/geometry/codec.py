@@ -112,7 +112,7 @@ def layout_from_json(data: bytes | memoryview) -> tuple[int, tuple[LeafSpec, ...
     return document.world, _build(what, lambda: _read_layout(document))
 
 
-def _frozen(leaves: Sequence[LeafEntry] | Sequence[LeafSpec]) -> list[int]:
+def _frozen(leaves: Sequence[LeafEntry | LeafSpec]) -> list[int]:
     return [number for number, leaf in enumerate(leaves) if leaf.is_frozen]
 
 

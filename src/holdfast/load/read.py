@@ -96,7 +96,7 @@ def _verified_blocks(checkpoint: Checkpoint, rank: int, first: int, stop: int) -
         found = checksum(data[at - begin : after - begin])
         if found != table[number]:
             raise ChecksumMismatch(
-                f"block {number} of {file.name}: stored {table[number]:016x}, read {found:016x}. "
+                f"{file.block_name(number)}: stored {table[number]:016x}, read {found:016x}. "
                 "The bytes changed after they were written. Run `holdfast verify --deep`.",
                 block=number,
                 image=file.name,

@@ -16,6 +16,7 @@ from holdfast.errors import UsageError
 from holdfast.format import values as codec
 from holdfast.geometry.layout import LeafEntry, table_hash, table_to_json
 from holdfast.state import optimizers
+from holdfast.state.frozen import Frozen
 from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.subclasses import check_in_place
@@ -62,12 +63,17 @@ class Describer:
 
     A leaf is unchanged when it is the same tensor object with the same memory; both are
     looked at on every call, for ``load_state_dict`` and ``module.double()`` replace them.
+
+    ``tells_frozen``: leaves that nothing changes are called so, to be stored apart from the others.
     """
 
-    def __init__(self, state: State, rank: int, world: int = 1) -> None:
+    def __init__(
+        self, state: State, rank: int, world: int = 1, *, tells_frozen: bool = False
+    ) -> None:
         self.state = state
         self.rank = rank
         self.world = world
+        self._frozen = Frozen() if tells_frozen else None
         self._last: Description | None = None
         self._staged: dict[str, torch.Tensor] = {}
         self._checked: list[int] = []
@@ -75,8 +81,10 @@ class Describer:
     def describe(self) -> Description:
         """The state as it is now. UnsupportedState names what cannot be stored."""
         objects = sort_objects(self.state)
-        walk = Walk(keeps_small=self.world > 1)
+        walk = Walk(keeps_small=self.world > 1, tells_frozen=self._frozen is not None)
         walk.take(objects)
+        if self._frozen is not None and walk.has_frozen:
+            self._frozen.settle(walk.leaves)
         values = codec.to_bytes(walk.documents)
         last = self._last
         if last is not None and _is_same(last.bindings, walk.leaves):
@@ -108,11 +116,12 @@ class Describer:
             self._checked = found
 
     def _bind(
-        self, name: str, tensor: torch.Tensor, hooked: bool, spread: str, before: Binding | None
-    ) -> Binding:
-        if before is not None and _is_bound(before, (name, tensor, hooked, spread)):
+        self, name: str, tensor: torch.Tensor, hooked: bool, spread: str, frozen: bool,
+        before: Binding | None,
+    ) -> Binding:  # fmt: skip
+        if before is not None and _is_bound(before, (name, tensor, hooked, spread, frozen)):
             return before
-        entry = leaf_entry(name, tensor, self.rank, spread)
+        entry = leaf_entry(name, tensor, self.rank, spread, is_frozen=frozen)
         local = local_of(tensor)
         # A conjugate or negative view is one by a flag: only a copy has what it says.
         lazy = hooked and not (local.is_conj() or local.is_neg())
@@ -148,12 +157,13 @@ def _is_same(bindings: list[Binding], found: list[Found]) -> bool:
 
 
 def _is_bound(binding: Binding, found: Found) -> bool:
-    name, tensor, hooked, spread = found
+    name, tensor, hooked, spread, frozen = found
     return (
         binding.tensor is tensor
         and binding.is_hooked == hooked
         and binding.name == name
         and binding.entry.spread == spread
+        and binding.entry.is_frozen == frozen
         and _signature(tensor) == binding.signature
     )
 

@@ -93,7 +93,9 @@ def fill_small(room: torch.Tensor, small: SmallTensor) -> None:
         local.copy_(flat.view(small.shape))
 
 
-def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafEntry:
+def leaf_entry(
+    name: str, tensor: torch.Tensor, rank: int, spread: str, *, is_frozen: bool = False
+) -> LeafEntry:
     """What ``rank`` declares of the leaf ``name``; UnsupportedState for what cannot be stored."""
     _check(name, tensor)
     dtype = DTYPE_NAMES[tensor.dtype]
@@ -104,8 +106,9 @@ def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafE
         where = Mesh(tuple(mesh.mesh.shape), ranks)
         placements = tuple(_placement(name, p) for p in tensor.placements)
         _check_local_shape(name, tensor, local_shape(shape, where, placements, rank) or ())
-        return LeafEntry(name, dtype, shape, spread, Instance(where, placements))
-    return LeafEntry(name, dtype, shape, spread, Instance(Mesh((1,), (rank,)), (REPLICATE,)))
+        return LeafEntry(name, dtype, shape, spread, Instance(where, placements), is_frozen)
+    alone = Instance(Mesh((1,), (rank,)), (REPLICATE,))
+    return LeafEntry(name, dtype, shape, spread, alone, is_frozen)
 
 
 def _check_local_shape(name: str, tensor: DTensor, expected: tuple[int, ...]) -> None:

@@ -20,8 +20,8 @@ from holdfast.state.objects import Objects
 from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import is_small, small_tensor
 
-#: A leaf as found: name, tensor, is lazy, spread.
-Found = tuple[str, torch.Tensor, bool, str]
+#: A leaf as found: name, tensor, is lazy, spread, is frozen.
+Found = tuple[str, torch.Tensor, bool, str, bool]
 
 
 class Known:
@@ -60,9 +60,12 @@ class Walk:
     name the leaf themselves.
 
     ``keeps_small``: small tensors in values stay values, so that each of several ranks has its own.
+    ``tells_frozen``: parameters that need no gradient and are in no optimizer are found frozen.
     """
 
     keeps_small: bool = False
+    tells_frozen: bool = False
+    has_frozen: bool = False
     leaves: list[Found] = field(default_factory=list)
     shared: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +89,8 @@ class Walk:
             for name, tensor, is_parameter, changes_in_forward in objects.tensors[key]:
                 spread = "split" if is_parameter else "lowest"
                 is_lazy = id(tensor) in self._lazy and not changes_in_forward
-                self._add(f"{key}.{name}", tensor, is_lazy, spread)
+                is_frozen = is_parameter and not changes_in_forward and self._is_frozen(tensor)
+                self._add(f"{key}.{name}", tensor, is_lazy, spread, is_frozen)
             extra = extra_state(module)
             if extra:
                 self.shared[key] = self._encode(extra, key)
@@ -107,11 +111,19 @@ class Walk:
             self._add(name, tensor, hooked, "split")
         self.shared[key] = self._encode(optimizers.values(optimizer, parameters), key)
 
-    def _add(self, name: str, tensor: torch.Tensor, lazy: bool, spread: str) -> None:
+    def _is_frozen(self, parameter: torch.Tensor) -> bool:
+        is_owned = id(parameter) in self._lazy or id(parameter) in self._unhooked
+        is_frozen = self.tells_frozen and not is_owned and not parameter.requires_grad
+        self.has_frozen |= is_frozen
+        return is_frozen
+
+    def _add(
+        self, name: str, tensor: torch.Tensor, lazy: bool, spread: str, frozen: bool = False
+    ) -> None:
         for part, inner in plain_parts(name, tensor):
             there = self._known.name(inner, part)
             if there is part:
-                self.leaves.append((part, inner, lazy, spread))
+                self.leaves.append((part, inner, lazy, spread, frozen))
             elif there != part:
                 self.aliases[part] = there
 
@@ -128,7 +140,7 @@ class Walk:
             return name
         if self.keeps_small and is_small(value):
             return small_tensor(where, value)
-        self.leaves.append((where, value, False, "lowest"))
+        self.leaves.append((where, value, False, "lowest", False))
         return name
 
 
