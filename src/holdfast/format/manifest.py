@@ -81,6 +81,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(one.size_bytes for one in (*self.images, *self.parts))
 
     @property
+    def image_bytes(self) -> int:
+        """Bytes of all images: of what is this checkpoint's alone."""
+        return sum(image.size_bytes for image in self.images)
+
+    @property
     def reused_bytes(self) -> int:
         """Bytes of the frozen parts that earlier checkpoints wrote."""
         own = {one.path.split("/")[-2] for one in self.images}
