@@ -322,3 +322,24 @@ def test_another_world_writes_its_own_parts(tmp_path: Path) -> None:
     into = build(6)
     holdfast.load(root, into)
     assert differing(content(into), content(state)) == []
+
+
+def test_what_a_slot_held_before_is_not_in_the_gap(tmp_path: Path) -> None:
+    """A state that was wholly live, then frozen: the same memory, and other places in it."""
+    state = build(0)
+    state["model"].layers.requires_grad_(True)
+    state["optimizer"] = adamw(state["model"])
+    with holdfast.Checkpointer(tmp_path, state, memory=None, storage=None) as checkpointer:
+        for step in range(8):
+            if step == 4:  # every slot has been written by now
+                state["model"].layers.requires_grad_(False)
+                state["optimizer"] = adamw(state["model"])
+            train(state, step)
+            checkpointer.save(step, durable=True).wait_durable(60)
+        expected = content(state)
+    check_root(tmp_path)
+    assert [len(manifest.parts) for manifest in manifests(tmp_path)] == [0] * 4 + [1] * 4
+    assert len({manifest.parts for manifest in manifests(tmp_path)[4:]}) == 1
+    into = build(1)
+    holdfast.load(tmp_path, into)
+    assert differing(content(into), expected) == []

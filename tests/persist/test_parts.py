@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,15 @@ import pytest
 
 from holdfast import events
 from holdfast.catalogue import catalogue, damage_note
-from holdfast.errors import ChecksumMismatch
+from holdfast.errors import ChecksumMismatch, StorageError
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.format.manifest import Generation, Incarnation, Manifest
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.keeper.persister import ImageJob, Job, Persister
 from holdfast.load.read import verify_blocks
 from holdfast.load.source import from_manifest
 from holdfast.load.verify import verify
+from holdfast.persist import commit
 from holdfast.persist.pins import pin
 from holdfast.persist.removal import plan, remove
 from holdfast.policy.retention import Keep
@@ -25,7 +28,7 @@ from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
-from images import images_of, random_leaf, seals, split_leaf
+from images import halves, images_of, random_leaf, seals, split_leaf
 from roots import whole
 
 SHAPE = (2, 280_000)  # of each rank a little more than a block
@@ -82,7 +85,7 @@ def written(store: FaultyStore) -> list[str]:
     return [path for operation, path in store.changes if operation == "create"]
 
 
-def lora_of(store: Store, step: int, incarnation: int = 1) -> list[bytes]:
+def leaves_of(store: Store, step: int, incarnation: int = 1) -> list[bytes]:
     """The bytes of every leaf of a checkpoint, by rank, read block by block and verified."""
     checkpoint = from_manifest(store, named(store, step, incarnation))
     found = []
@@ -128,7 +131,7 @@ def test_frozen_leaves_are_written_once_and_named_by_every_manifest() -> None:
     durable = [event.image for event in heard if isinstance(event, events.ImageDurable)]
     assert sorted(durable) == sorted(written(counted))
     for step in range(3):
-        assert lora_of(counted, step) == content(0, step)
+        assert leaves_of(counted, step) == content(0, step)
     assert whole(counted) == ["1-0", "1-1", "1-2"]
 
 
@@ -149,7 +152,7 @@ def test_what_changed_is_written_anew_and_what_was_there_before_is_named_again()
     assert parts_of(store, 3) == parts_of(store, 1)
     assert set(parts_of(store, 0)).isdisjoint(parts_of(store, 1))
     for step, base in enumerate((0, 1, 0, 1)):
-        assert lora_of(store, step) == content(base, step)
+        assert leaves_of(store, step) == content(base, step)
     assert len(store.list("parts")) == 2
 
 
@@ -162,7 +165,7 @@ def test_only_the_rank_whose_part_changed_writes_it() -> None:
         assert run(store, [job_at(0, 0), job_at(1, 3)]) == [None] * 2
         one, other = parts_of(store, 0), parts_of(store, 1)
         assert one[0] == other[0] and one[1] != other[1]
-        assert lora_of(store, 1) == content(3, 1)
+        assert leaves_of(store, 1) == content(3, 1)
     finally:
         BASES.pop()
 
@@ -176,7 +179,7 @@ def test_leaves_that_are_frozen_no_more_lie_in_the_image_again() -> None:
     assert named(store, 1).image_bytes > 2 * BLOCK_BYTES
     assert parts_of(store, 2) == parts_of(store, 0)
     for step in range(3):
-        assert lora_of(store, step) == content(0, step)
+        assert leaves_of(store, step) == content(0, step)
 
 
 # ── never trusted ────────────────────────────────────────────────────────────────────────────
@@ -207,7 +210,7 @@ def test_a_stored_part_that_is_not_what_it_was_is_not_named_again(how: str) -> N
     kept, anew = parts_of(store, 1)
     assert kept == parts_of(store, 0)[0] and anew != path
     assert parts_of(store, 2) == [kept, anew]
-    assert lora_of(store, 2) == content(0, 2)
+    assert leaves_of(store, 2) == content(0, 2)
 
 
 @pytest.mark.parametrize("finder", ["verify", "read"])
@@ -223,27 +226,21 @@ def test_a_changed_block_is_found_noted_and_the_part_written_anew(finder: str) -
         (fault,) = verify(store, named(store, 2), deep=True).faults
     else:
         with pytest.raises(ChecksumMismatch) as caught:
-            lora_of(store, 2)
+            leaves_of(store, 2)
         fault = str(caught.value)
     assert f"block 1 of {path} (a frozen part: it is noted as damaged" in fault
     assert run(store, [job_at(3), job_at(4)]) == [None] * 2
     assert parts_of(store, 3)[0] != path
     assert parts_of(store, 3)[1] == parts_of(store, 0)[1]
     assert parts_of(store, 4) == parts_of(store, 3)
-    assert lora_of(store, 4) == content(0, 4)
+    assert leaves_of(store, 4) == content(0, 4)
     # Every bit of the old checkpoints that is good stays readable, and they stay faulty.
     assert verify(store, named(store, 0), deep=True).faults
 
 
 class _ReadOnly(PassingStore):
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
-        raise AssertionError("never") if not path.endswith(".damaged") else _refused(path)
-
-
-def _refused(path: str) -> Exception:
-    from holdfast.errors import StorageError
-
-    return StorageError(f"{path}: read-only")
+        raise StorageError(f"{path}: read-only")
 
 
 def test_who_may_not_write_says_what_to_do() -> None:
@@ -270,7 +267,7 @@ def test_a_bit_of_a_frozen_block_that_is_stored_already_is_not_read_from_memory(
     job = job_at(1)
     job.images[1].memory[8192] ^= 1  # what was captured is what is stored
     assert run(store, [job]) == [None]
-    assert lora_of(store, 1) == content(0, 1)
+    assert leaves_of(store, 1) == content(0, 1)
 
 
 @pytest.mark.parametrize("what", ["header", "table"])
@@ -323,6 +320,21 @@ def test_a_pruner_killed_before_it_saw_the_pin_is_made_up_for() -> None:
     store.remove("manifests/1-0.json")
     assert run(store, [job_at(2, 1)], Keep(last=1)) == [None]
     assert whole(store) == ["1-0", "1-2"]
+
+
+@pytest.mark.parametrize("how", ["gone", "short"])
+def test_a_checkpoint_whose_part_is_not_whole_is_not_published_back(how: str) -> None:
+    store = MemoryStore()
+    assert run(store, [job_at(0), job_at(1, 1)]) == [None] * 2
+    pin(store, FIRST)
+    path = parts_of(store, 0)[1]
+    store.remove("manifests/1-0.json")
+    data = store.read(path)
+    store.remove(path)
+    if how == "short":
+        store.publish(path, data[:-4096])
+    assert run(store, [job_at(2, 1)], Keep(last=1)) == [None]
+    assert whole(store) == ["1-2"]
 
 
 def test_pruning_by_hand_frees_the_parts_that_nothing_left_names() -> None:
@@ -387,7 +399,7 @@ def test_no_fault_at_any_operation_takes_or_spoils_a_part_that_a_manifest_names(
         assert run(inner, again, Keep(last=1)) == [None] * len(BASE_AT)
         check(inner)
         assert [m.generation for m in catalogue(inner).manifests] == [(2, 25)]
-        assert lora_of(inner, 25, 2) == content(1, 25)
+        assert leaves_of(inner, 25, 2) == content(1, 25)
 
 
 def test_in_a_directory_a_part_is_durable_before_the_manifest_that_names_it(tmp_path: Path) -> None:
@@ -397,3 +409,88 @@ def test_in_a_directory_a_part_is_durable_before_the_manifest_that_names_it(tmp_
     for path in (*parts_of(counted, 1), *(i.path for i in named(counted, 1).images)):
         assert counted.changes.index(("finish", path)) < manifest
     assert whole(counted) == ["1-0", "1-1"]
+
+
+# ── other forms ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_image_with_its_frozen_leaves_in_one_file_is_read_beside_those_in_two() -> None:
+    """As it is written where it passes through a window of memory."""
+    store = MemoryStore()
+    assert run(store, [job_at(0)]) == [None]
+    job = job_at(1)
+    refs = []
+    for rank, image in job.images.items():
+        path = f"steps/1-1-whole/live-{rank:05d}.safetensors"
+        store.publish(path, bytes(image.memory))
+        refs.append(ImageRef(
+            path=path, rank=rank, size_bytes=len(image.memory),
+            header_xxh3=image.header_xxh3, table_xxh3=image.table_xxh3,
+        ))  # fmt: skip
+    commit.publish(store, Manifest(
+        run_id="r", incarnation=1, step=1, attempt=job.attempt, world=2, layout=LAYOUT.hash,
+        images=tuple(refs),
+    ))  # fmt: skip
+    assert run(store, [job_at(2)]) == [None]
+    assert parts_of(store, 2) == parts_of(store, 0)
+    for step in range(3):
+        assert leaves_of(store, step) == content(0, step)
+    assert whole(store) == ["1-0", "1-1", "1-2"]
+    # Whoever does not know of gaps refuses the image, with or without its manifest.
+    (header,) = {image.memory[:4096].tobytes().count(b'"requires":"parts"')
+                 for image in job.images.values()}  # fmt: skip
+    assert header == 1
+
+
+def test_a_rank_that_has_too_little_that_is_frozen_has_no_part() -> None:
+    shape = (3, 180_000)  # 720 kB for each of three ranks, 1.4 MB for the first of two
+    three = Layout(3, (split_leaf("base", "F32", shape, 3, is_frozen=True),))
+    base = {"base": random_leaf("F32", shape, 1)}
+    plain, apart = (
+        images_of(three, base),
+        images_of(Layout(2, (split_leaf("base", "F32", shape, 2, is_frozen=True),)), base),
+    )
+    assert [halves(image)[1] is not None for image in plain.values()] == [False] * 3
+    assert [halves(image)[1] is not None for image in apart.values()] == [True, False]
+
+
+def test_a_root_whose_manifests_cannot_be_listed_gets_its_parts_anew() -> None:
+    class Blind(PassingStore):
+        def list(self, prefix: str) -> list[str]:
+            raise StorageError(f"{prefix}: not now")
+
+    store = MemoryStore()
+    assert run(store, [job_at(0)]) == [None]
+    assert run(Blind(store), [job_at(1)]) == [None]
+    assert set(parts_of(store, 1)).isdisjoint(parts_of(store, 0))
+    assert leaves_of(store, 1) == content(0, 1)
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_no_byte_of_an_image_in_two_files_is_written_before_it_arrived(is_stored: bool) -> None:
+    store = MemoryStore()
+    if is_stored:
+        assert run(store, [job_at(0)]) == [None]
+    final = job_at(1)
+    job = Job(
+        final.attempt, final.generation, final.incarnation, 2, LAYOUT.hash, final.layout_data,
+        {rank: ImageJob(rank, memoryview(bytearray(len(one.memory))))
+         for rank, one in final.images.items()},
+    )  # fmt: skip
+
+    def copy() -> None:
+        for start in range(0, len(final.images[0].memory), 300_000):
+            for rank, one in final.images.items():
+                stop = min(start + 300_000, len(one.memory))
+                job.images[rank].memory[start:stop] = one.memory[start:stop]
+                job.images[rank].arrival.copied(stop - 1)
+            time.sleep(0.001)
+        for rank, one in final.images.items():
+            job.images[rank].seal(one.header_xxh3, one.table_xxh3)
+        job.is_complete.set()
+
+    copier = threading.Thread(target=copy)
+    copier.start()
+    assert run(store, [job]) == [None]
+    copier.join()
+    assert leaves_of(store, 1) == content(0, 1)
