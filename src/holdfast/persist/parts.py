@@ -91,10 +91,8 @@ class Parts:
         what was sealed. Raises as ``write_image`` does, and then leaves neither file.
         """
         half, begin = halves.split, halves.header.data_start
-        alike = [
-            one for one in self._published()
-            if (one.rank, one.size_bytes) == (image.rank, half.part.size_bytes)
-        ]  # fmt: skip
+        header = text(checksum(half.part.header))
+        alike = [o for o in self._published() if (o.rank, o.header_xxh3) == (image.rank, header)]
         with ExitStack() as opened:
 
             def fill(one: Image, where: str, at: int) -> _Filled:
@@ -108,7 +106,7 @@ class Parts:
             table = image.memory[begin + halves.header.table.offset :]
             written = Written(halves.header_xxh3, text(checksum(table)))
             live_sums, part_sums = half.tables(unpack_table(table, halves.header.blocks))
-            same = next((one for one in alike if self._is_there(one, half.part, part_sums)), None)
+            same = self._find(alike, image.rank, half.part, part_sums)
             if same is None and part is None:
                 part = fill(half.part, part_path, begin)
             stored = live.finish(image.rank, live_sums)
@@ -126,16 +124,25 @@ class Parts:
             return []
         return self._published()
 
-    def _is_there(self, one: ImageRef, made: Image, sums: Sequence[int]) -> bool:
-        """Whether this part is what would be written, as far as it tells without its blocks."""
-        at, table = made.data_start + made.table_offset, pack_table(sums, made.table_entries)
+    def _find(
+        self, alike: Iterable[ImageRef], rank: int, made: Image, sums: Sequence[int]
+    ) -> ImageRef | None:
+        """The published part that is what would be written."""
+        table = pack_table(sums, made.table_entries)
+        for one in alike:
+            if one == _reference(one.path, rank, made, table) and self._holds(one, made, table):
+                return one
+        return None
+
+    def _holds(self, one: ImageRef, made: Image, table: bytes) -> bool:
+        """Whether the stored file itself is that part, as far as it tells without its blocks."""
+        at = made.data_start + made.table_offset
         try:
             return (
                 self._store.size_bytes(one.path) == made.size_bytes
                 and not self._store.exists(damage_note(one.path))
                 and self._store.read(one.path, 0, made.data_start) == made.header
                 and self._store.read(one.path, at, len(table)) == table
-                and one == _reference(one.path, one.rank, made, table)
             )
         except HoldfastError:  # gone, or unreadable: it is written anew
             return False
