@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 
 from holdfast.errors import StateMismatch
+from holdfast.geometry.codec import has_frozen
 from holdfast.geometry.layout import (
     REPLICATE,
     Instance,
@@ -71,6 +72,9 @@ def test_a_leaf_is_frozen_if_all_ranks_that_have_it_say_so() -> None:
     layout = merge([table_from_json(table_to_json(table)) for table in tables])
     assert [leaf.name for leaf in layout.leaves if leaf.is_frozen] == ["all", "stage"]
     assert Layout.from_json(layout.to_json()) == layout
+    assert has_frozen(layout.to_json())
+    for data in (table_to_json(tables[0][1:2]), b"", b'{"frozen":[]}', b'{"frozen":', b"[" * 99999):
+        assert not has_frozen(data)
 
 
 def test_frozen_leaves_that_are_too_small_together_are_like_all_others() -> None:

@@ -62,6 +62,10 @@ class _Version(msgspec.Struct):
     version: int
 
 
+class _FrozenOnly(msgspec.Struct):
+    frozen: list[int] = []
+
+
 D = TypeVar("D", bound=_Document)
 
 
@@ -110,6 +114,14 @@ def layout_from_json(data: bytes | memoryview) -> tuple[int, tuple[LeafSpec, ...
     what = "this layout"
     document = _decode(data, _LayoutDocument, what)
     return document.world, _build(what, lambda: _read_layout(document))
+
+
+def has_frozen(data: bytes | memoryview) -> bool:
+    """Whether these bytes of a layout say that some leaf is frozen; nothing else is looked at."""
+    try:
+        return bool(msgspec.json.decode(data, type=_FrozenOnly).frozen)
+    except (ValueError, RecursionError):  # no layout: whoever reads it says so
+        return False
 
 
 def _frozen(leaves: Sequence[LeafEntry | LeafSpec]) -> list[int]:

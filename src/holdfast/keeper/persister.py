@@ -31,6 +31,7 @@ from holdfast.events import CheckpointPruned, CheckpointPublished, ImageDurable,
 from holdfast.format.features import PARTS
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, unseal
 from holdfast.format.values import from_bytes
+from holdfast.geometry.codec import has_frozen
 from holdfast.persist import commit
 from holdfast.persist.parts import Halves, Parts, Stored, halves_of
 from holdfast.persist.pins import mend, pinned
@@ -181,7 +182,8 @@ class Persister:
         path = image_path(job.generation, job.directory, image.rank)
         where = f"{path} (step {job.generation.step})"
         started_s = time.monotonic()
-        halves = halves_of(image, where)
+        # Only then: the header comes later than the file that is made for it.
+        halves = halves_of(image, where) if has_frozen(job.layout_data) else None
         if halves is not None:
             return self._persist_halves(job, image, halves, path, where)
         sink = self.store.create(path, len(image.memory))
