@@ -324,14 +324,14 @@ def test_another_world_writes_its_own_parts(tmp_path: Path) -> None:
     assert differing(content(into), content(state)) == []
 
 
-def test_what_a_slot_held_before_is_not_in_the_gap(tmp_path: Path) -> None:
-    """A state that was wholly live, then frozen: the same memory, and other places in it."""
+def test_what_is_frozen_in_the_middle_of_a_run_is_stored_apart_from_then_on(tmp_path: Path) -> None:
+    """Wholly live, then frozen: the same leaves, and other places in memory."""
     state = build(0)
     state["model"].layers.requires_grad_(True)
     state["optimizer"] = adamw(state["model"])
     with holdfast.Checkpointer(tmp_path, state, memory=None, storage=None) as checkpointer:
         for step in range(8):
-            if step == 4:  # every slot has been written by now
+            if step == 4:
                 state["model"].layers.requires_grad_(False)
                 state["optimizer"] = adamw(state["model"])
             train(state, step)
