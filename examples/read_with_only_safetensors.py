@@ -27,10 +27,10 @@ def check(is_true: object, what: str) -> None:
 def unseal(path: Path) -> dict:
     """R4 to R8: a document whose body has its checksum, of a version we know."""
     framed = re.fullmatch(rb'{"checksum":"(.{16})","body":(.*)}\n', path.read_bytes(), re.DOTALL)
-    check(framed, f"{path} is no document")
-    check(xxh3_64_hexdigest(framed[2]) == framed[1].decode(), f"{path} has changed")
+    check(framed and xxh3_64_hexdigest(framed[2]) == framed[1].decode(), f"{path} has changed")
     body = json.loads(framed[2])
-    check(body["format_version"] == 1 and not body.get("requires"), f"{path} is newer")
+    known = ((1,), (1, "parts"))
+    check((body["format_version"], *body.get("requires", ())) in known, f"{path} is newer")
     return body
 
 
@@ -61,8 +61,8 @@ def read_image(path: Path, image: dict) -> dict[str, dict]:
     data = memoryview(path.read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
     check(xxh3_64_hexdigest(data[:start]) == image["header_xxh3"], f"{path}: header has changed")
-    about = json.loads(bytes(data[8:start]))["__metadata__"]
-    check(about["holdfast"] == "1" and not about.get("requires"), f"{path} is newer")
+    about = {"requires": "parts"} | json.loads(bytes(data[8:start]))["__metadata__"]
+    check((about["holdfast"], about["requires"]) == ("1", "parts"), f"{path} is newer")
     tensors = dict(deserialize(bytes(data)))
     table = tensors["__holdfast_blocks__"]["data"]
     check(xxh3_64_hexdigest(table) == image["table_xxh3"], f"{path}: table has changed")
@@ -74,11 +74,11 @@ def read_image(path: Path, image: dict) -> dict[str, dict]:
 
 
 def read_leaf(root: Path, manifest: dict, name: str) -> np.ndarray:
-    """R34 and R35: a leaf from the pieces of all ranks, each element exactly once."""
+    """R34, R35, R51: a leaf from the pieces of all ranks, each element exactly once."""
     name = manifest.get("aliases", {}).get(name, name)
     dtype, shape = read_layout(root, manifest)[name]
     leaf, times = np.empty(shape, NUMPY.get(dtype, "u1")), np.zeros(shape, "u1")
-    for image in manifest["images"]:
+    for image in [*manifest["images"], *manifest.get("parts", ())]:
         for piece, tensor in read_image(root / image["path"], image).items():
             if box := re.fullmatch(re.escape(name) + r"(@[\d:,]+)?", piece):
                 ranges = box[1][1:].split(",") if box[1] else ()

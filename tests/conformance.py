@@ -24,6 +24,10 @@ Json = dict[str, Any]
 Box = tuple[tuple[int, int], ...]
 MIB, PAGE, LINE = 1048576, 4096, 512
 OWN = ("__holdfast_values__", "__holdfast_pad__", "__holdfast_blocks__")
+GAP = "__holdfast_gap__"
+FEATURES = {row["feature"].strip("`") for row in spec.rows("11. Versions and features", "feature")}
+#: Optional fields that came after the first version: checkpoints from before have them not.
+LATER = {"Manifest": {"parts"}, "4. Layout": {"frozen"}}
 NUMBER = "(0|[1-9][0-9]*)"
 IS_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*\Z", re.ASCII)
 
@@ -65,6 +69,7 @@ def _is_known(name: str) -> bool:
         r"events/[^/]+\.jsonl",
         rf"(manifests|pins)/{NUMBER}-{NUMBER}\.json",
         rf"steps/{NUMBER}-{NUMBER}-[0-9A-Za-z_-]{{1,128}}/live-(\d{{5}}|[1-9]\d{{5,}})\.safetensors",
+        rf"parts/{NUMBER}-{NUMBER}-[0-9A-Za-z_-]{{1,128}}/frozen-(\d{{5}}|[1-9]\d{{5,}})\.(safetensors|damaged)",
     )
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
@@ -81,7 +86,7 @@ def check_document(data: bytes, heading: str) -> Json:
     body: Json = strict_json(framed[2])
     check_fields(body, heading)
     assert body["format_version"] == 1, "R7"
-    assert body["requires"] == [], "R8: version 1 has no features"
+    assert set(body["requires"]) <= FEATURES, "R8"
     for name, value in body.items():
         if isinstance(value, int):
             assert 0 <= value <= spec.limits()["largest integer in a document"], f"R11: {name}"
@@ -107,9 +112,13 @@ def strict_json(data: bytes) -> Any:
 def check_fields(body: Json, heading: str) -> None:
     """R10: what a writer writes are exactly the fields of the table, optional ones too."""
     table = spec.fields(heading)
-    assert body.keys() == table.keys(), f"R10: {heading}: {body.keys() ^ table.keys()}"
+    lacks = table.keys() - body.keys()
+    assert body.keys() <= table.keys(), f"R10: {heading}: {body.keys() - table.keys()}"
+    assert lacks <= LATER.get(heading, set()), f"R10: {heading}: {lacks}"
     for name, field in table.items():
-        assert has_type(body[name], field.type), f"R10: {heading}.{name}: {body[name]!r:.80}"
+        assert name in lacks or has_type(body[name], field.type), (
+            f"R10: {heading}.{name}: {body[name]!r:.80}"
+        )
 
 
 def has_type(value: Any, kind: str) -> bool:
@@ -122,7 +131,7 @@ def has_type(value: Any, kind: str) -> bool:
         is_pair = isinstance(value, list) and [type(part) for part in value] == [int, int]
         return value is None or is_pair
     if kind.startswith("list of "):
-        inner = {"strings": str, "image references": dict}.get(kind[8:], list)
+        inner = {"strings": str, "image references": dict, "numbers": int}.get(kind[8:], list)
         return isinstance(value, list) and all(type(one) is inner for one in value)
     return type(value) is {"string": str, "object": dict}[kind]
 
@@ -140,6 +149,9 @@ def check_checkpoint(root: Path, manifest: Json) -> None:
     directories = set()
     held: dict[str, list[Box]] = {leaf[0]: [] for leaf in layout["leaves"]}
     computed = owners(layout)
+    parts = {part["rank"]: part for part in manifest.get("parts", [])}
+    assert len(parts) == len(manifest.get("parts", [])) and parts.keys() <= set(ranks), "R49"
+    assert not parts or "parts" in manifest["requires"], "R49"
     for reference in manifest["images"]:
         check_fields(reference, "Image reference")
         path = Path(reference["path"])
@@ -147,6 +159,8 @@ def check_checkpoint(root: Path, manifest: Json) -> None:
         assert path.name == f"live-{reference['rank']:05d}.safetensors", "R13"
         data = (root / path).read_bytes()
         pieces = check_image(data, reference, manifest, layout)
+        if part := parts.get(reference["rank"]):
+            pieces += check_part(root, part, layout)
         for leaf, box in pieces:
             held[leaf].append(box)
         expected = [
@@ -161,6 +175,18 @@ def check_checkpoint(root: Path, manifest: Json) -> None:
     assert directory.startswith(prefix), "R13"
     for name, _, shape, _, _ in layout["leaves"]:
         check_cover(held[name], shape, name)
+
+
+def check_part(root: Path, reference: Json, layout: Json) -> list[tuple[str, Box]]:
+    """R49 to R51; the pieces it holds, all of frozen leaves."""
+    check_fields(reference, "Image reference")
+    assert _is_known(reference["path"]), "R49"
+    name = reference["path"].split("/")
+    assert (name[0], name[2]) == ("parts", f"frozen-{reference['rank']:05d}.safetensors"), "R49"
+    pieces = check_image((root / reference["path"]).read_bytes(), reference, None, layout)
+    frozen = {layout["leaves"][number][0] for number in layout["frozen"]}
+    assert {leaf for leaf, _ in pieces} <= frozen, "R47"
+    return pieces
 
 
 def check_cover(boxes: list[Box], shape: list[int], name: str) -> None:
@@ -202,6 +228,8 @@ def check_layout(data: bytes, name: str) -> Json:
         ranks = [r for one in group for r in layout["meshes"][layout["instances"][one][0]][1]]
         assert len(set(ranks)) == len(ranks), "R20"
     check_leaves(layout)
+    frozen = layout.get("frozen", [])
+    assert frozen == sorted(set(frozen)) and set(frozen) <= set(range(len(layout["leaves"])))
     return layout
 
 
@@ -236,16 +264,22 @@ class Tensor:
 
 
 def check_image(
-    data: bytes, reference: Json, manifest: Json, layout: Json
+    data: bytes, reference: Json, manifest: Json | None, layout: Json
 ) -> list[tuple[str, Box]]:
-    """Section 5 and 6; the pieces it holds."""
+    """Section 5 and 6; the pieces it holds. ``manifest``: None for a frozen part."""
     assert len(data) == reference["size_bytes"], "R23"
     begin = 8 + int.from_bytes(data[:8], "little")
     assert begin % PAGE == 0 and begin <= spec.limits()["bytes before the data of an image"], "R24"
     assert xxh64(data[:begin]) == reference["header_xxh3"], "R25"
     header: Json = strict_json(data[8:begin])
     assert data[8:begin].decode().rstrip(" ").endswith("}"), "R26: padded with spaces"
-    check_metadata(header.pop("__metadata__"), reference, manifest)
+    metadata = header.pop("__metadata__")
+    assert (metadata.pop("requires", "") == "parts") == (GAP in header), "R48"
+    if manifest is None:
+        expected = {"holdfast": "1", "part": "frozen", "rank": str(reference["rank"])}
+        assert metadata == expected, "R50"
+    else:
+        check_metadata(metadata, reference, manifest)
     tensors = {
         name: Tensor(entry["dtype"], entry["shape"], *entry["data_offsets"])
         for name, entry in header.items()
@@ -256,9 +290,25 @@ def check_image(
     values, pad, table = (tensors.pop(name) for name in OWN)
     assert not any(data[begin + pad.start : begin + pad.stop]), "R32: padding is zero"
     check_blocks(data[begin:], table, reference)
-    check_values(strict_json(data[begin + values.start : begin + values.stop]), layout, manifest)
-    pieces = [_piece(name, tensor, layout) for name, tensor in tensors.items()]
-    _check_order(tensors, pieces, layout)
+    gap = tensors.pop(GAP, None)
+    if gap is not None:
+        assert (gap.dtype, len(gap.shape)) == ("U8", 1), "R48"
+        assert gap.stop % MIB == 0 and gap.stop - gap.start < MIB, "R48"
+        assert not any(data[begin + gap.start : begin + gap.stop]), "R48"
+    if manifest is None:
+        assert gap is not None and gap.stop == values.start == values.stop == table.start, "R50"
+    else:
+        raw = data[begin + values.start : begin + values.stop]
+        check_values(strict_json(raw), layout, manifest)
+    boundary = 0 if gap is None else gap.stop
+    both: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    for name, tensor in tensors.items():
+        both[tensor.start >= boundary][name] = tensor
+    pieces: list[tuple[str, Box]] = []
+    for some in both:
+        found = [_piece(name, tensor, layout) for name, tensor in some.items()]
+        _check_order(some, found, layout)
+        pieces += found
     return pieces
 
 
@@ -285,7 +335,7 @@ def check_places(tensors: dict[str, Tensor], data_bytes: int) -> None:
         expected = tensor.stop
     assert expected == data_bytes, "R30"
     own = [name for name in tensors if name.startswith("__holdfast_")]
-    assert sorted(own) == sorted(OWN), "R32, R33"
+    assert sorted({*own} - {GAP}) == sorted(OWN), "R32, R33"
     values, pad, table = (tensors[name] for name in OWN)
     assert [values.dtype, pad.dtype, table.dtype] == ["U8", "U8", "U64"], "R32"
     assert [len(one.shape) for one in (values, pad, table)] == [1, 1, 1], "R32"

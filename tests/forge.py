@@ -55,6 +55,29 @@ def make_good(root: Path) -> None:
     pin(store, GENERATION, "kept")
 
 
+#: A run of which most is frozen: each rank has a little more than a block of it.
+PARTS_LAYOUT = Layout(
+    2,
+    (
+        split_leaf("base", "F32", (512, 1040), 2, is_frozen=True),
+        split_leaf("lora", "F32", (6, 4), 2),
+        LeafSpec("norm", "F64", (40,), "lowest", (BOTH,), is_frozen=True),
+    ),
+)
+PARTS_LEAVES = {
+    leaf.name: random_leaf(leaf.dtype, leaf.shape, seed)
+    for seed, leaf in enumerate(PARTS_LAYOUT.leaves)
+}
+
+
+def make_good_parts(root: Path) -> None:
+    """The same checkpoint of another state: its frozen leaves lie in parts of their own."""
+    store = LocalStore(root)
+    images = images_of(PARTS_LAYOUT, PARTS_LEAVES, values=VALUES, generation=GENERATION)
+    publish_checkpoint(store, PARTS_LAYOUT, images, GENERATION, parent=(1, 30))
+    commit.open_root(store, "r")
+
+
 def sealed(body: Any) -> bytes:
     """A document whose checksum is true, whatever its body is."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -110,14 +133,19 @@ class Forger:
         for rank in (0, 1):
             self.header(rank, lambda header: header["__metadata__"].update(layout=name))
 
-    def header(self, rank: int, change: Change) -> None:
-        """Change the header of an image; the data stay where they are."""
-        data = self.image_path(rank).read_bytes()
+    def part_path(self, rank: int) -> Path:
+        return self.root / "parts" / "2-40-a0" / f"frozen-{rank:05d}.safetensors"
+
+    def header(self, rank: int, change: Change, of: str = "images") -> None:
+        """Change the header of an image or of a part; the data stay where they are."""
+        path = self.image_path(rank) if of == "images" else self.part_path(rank)
+        data = path.read_bytes()
         begin = 8 + int.from_bytes(data[:8], "little")
         header = _changed(json.loads(data[8:begin]), change)
         raw = header if isinstance(header, bytes) else json.dumps(header).encode()
         size = max(begin, -(-(8 + len(raw)) // 4096) * 4096)
-        self.image(rank, (size - 8).to_bytes(8, "little") + raw.ljust(size - 8) + data[begin:])
+        changed = (size - 8).to_bytes(8, "little") + raw.ljust(size - 8) + data[begin:]
+        self.image(rank, changed, of)
 
     def values(self, rank: int, raw: bytes) -> None:
         """Other values: the data behind them move, the table is computed anew."""
@@ -137,10 +165,11 @@ class Forger:
         self.image(rank, data[:begin] + covered + table)
         self.header(rank, lambda _: header)
 
-    def image(self, rank: int, data: bytes) -> None:
-        """Replace a whole image; the manifest tells the truth about it where there is any."""
-        self.image_path(rank).write_bytes(data)
-        self.manifest(lambda body: body["images"][rank].update(_reference(data)))
+    def image(self, rank: int, data: bytes, of: str = "images") -> None:
+        """Replace a whole file; the manifest tells the truth about it where there is any."""
+        path = self.image_path(rank) if of == "images" else self.part_path(rank)
+        path.write_bytes(data)
+        self.manifest(lambda body: body[of][rank].update(_reference(data)))
 
 
 def _reference(data: bytes) -> Json:

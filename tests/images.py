@@ -9,15 +9,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.catalogue import image_path
+from holdfast.catalogue import image_path, part_path
 from holdfast.format.checksum import blocks, checksum, pack_table, text
-from holdfast.format.image import Image, ImagePlan, fill_in, piece_name, plan_image
+from holdfast.format.features import PARTS
+from holdfast.format.image import Image, ImagePlan, fill_in, header_size, parse_header, piece_name
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
+from holdfast.format.split import split
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.load.read import CARRIERS
 from holdfast.persist import commit
-from holdfast.snapshot.layouts import image_items
+from holdfast.snapshot.layouts import plan_rank
 from holdfast.storage.base import Store
 
 Array = np.ndarray[Any, Any]
@@ -68,11 +70,13 @@ def random_leaf(dtype: str, shape: tuple[int, ...], seed: int) -> Array:
     return raw.view(CARRIERS[ITEMSIZE[dtype]]).reshape(shape)
 
 
-def split_leaf(name: str, dtype: str, shape: tuple[int, ...], world: int) -> LeafSpec:
+def split_leaf(
+    name: str, dtype: str, shape: tuple[int, ...], world: int, *, is_frozen: bool = False
+) -> LeafSpec:
     """A leaf cut along its first dimension, or whole on every rank when it has none."""
     placement = Placement(0) if shape else REPLICATE
     mesh = Mesh((world,), tuple(range(world)))
-    return LeafSpec(name, dtype, shape, "split", (Instance(mesh, (placement,)),))
+    return LeafSpec(name, dtype, shape, "split", (Instance(mesh, (placement,)),), is_frozen)
 
 
 def images_of(
@@ -91,7 +95,7 @@ def images_of(
             leaf = layout.leaves[piece.leaf]
             part = np.ascontiguousarray(leaves[leaf.name][piece.box.slices()])
             contents[piece_name(leaf.name, leaf.shape, piece.box)] = part.tobytes()
-        plan = plan_image(image_items(layout, rank))
+        plan = plan_rank(layout, rank)
         metadata = {
             "run": "r",
             "incarnation": str(generation.incarnation),
@@ -103,6 +107,25 @@ def images_of(
         }
         images[rank] = assemble(plan, contents, values, metadata)
     return images
+
+
+def halves(image: bytes | bytearray) -> tuple[bytes, bytes | None]:
+    """The one or two files that an image is stored in: live, and what is frozen."""
+    start = header_size(image[:8], "image", len(image))
+    header = parse_header(image[:start], "image", len(image))
+    found = split(header)
+    if found is None:
+        return bytes(image), None
+    data = bytes(image[start : start + header.table.offset])
+    files = []
+    for half, raw in (
+        (found.live, data[header.frozen_bytes :]),
+        (found.part, data[: header.frozen_bytes]),
+    ):
+        memory = bytearray(half.header + raw + bytes(8 * half.table_entries))
+        sum_blocks(memory, half)
+        files.append(bytes(memory))
+    return files[0], files[1]
 
 
 def publish_checkpoint(
@@ -118,16 +141,12 @@ def publish_checkpoint(
     record = Incarnation(run_id="r", n=generation.incarnation, nonce="n", parent=parent)
     commit.record_incarnation(store, record)
     commit.write_layout(store, layout.hash, layout.to_json())
-    refs = []
+    refs, parts = [], []
     for rank, image in sorted(images.items()):
-        path = image_path(generation, attempt, rank)
-        store.publish(path, bytes(image))
-        header, table = seals(image)
-        refs.append(
-            ImageRef(
-                path=path, rank=rank, size_bytes=len(image), header_xxh3=header, table_xxh3=table
-            )
-        )
+        live, part = halves(image)
+        refs.append(_publish_image(store, image_path(generation, attempt, rank), rank, live))
+        if part is not None:
+            parts.append(_publish_image(store, part_path(generation, attempt, rank), rank, part))
     manifest = Manifest(
         run_id="r",
         incarnation=generation.incarnation,
@@ -137,6 +156,16 @@ def publish_checkpoint(
         world=layout.world,
         layout=layout.hash,
         images=tuple(refs),
+        parts=tuple(parts),
+        requires=(PARTS,) if parts else (),
     )
     commit.publish(store, manifest)
     return manifest
+
+
+def _publish_image(store: Store, path: str, rank: int, image: bytes) -> ImageRef:
+    store.publish(path, image)
+    header, table = seals(image)
+    return ImageRef(
+        path=path, rank=rank, size_bytes=len(image), header_xxh3=header, table_xxh3=table
+    )

@@ -74,6 +74,7 @@ def layouts(draw: st.DrawFn) -> Layout:
             name, draw(st.sampled_from(sorted(ITEMSIZE))), shape,
             draw(st.sampled_from(["split", "lowest"])),
             tuple(draw(instances(len(shape), group)) for group in groups),
+            draw(st.booleans()),
         )  # fmt: skip
         leaves.append(spec)
     return Layout(world, tuple(leaves))

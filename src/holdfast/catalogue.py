@@ -22,6 +22,7 @@ from holdfast.storage.base import Store
 ROOT, LOCK = "holdfast.json", "writer"
 MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts", "steps"
 PINS, PINS_LOCK = "pins", "pins"
+PARTS = "parts"
 _NUMBER = "(0|[1-9][0-9]{0,15})"
 _MANIFEST_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.json")
 _INCARNATION_NAME = re.compile(rf"{_NUMBER}\.json")
@@ -52,6 +53,21 @@ def attempt_dir(generation: Generation, attempt: str) -> str:
 def image_path(generation: Generation, attempt: str, rank: int) -> str:
     """Where the image of one rank lies."""
     return f"{attempt_dir(generation, attempt)}/live-{rank:05d}.safetensors"
+
+
+def part_dir(generation: Generation, attempt: str) -> str:
+    """Where the frozen parts that one attempt wrote lie; later checkpoints may name them too."""
+    return f"{PARTS}/{generation.incarnation}-{generation.step}-{attempt}"
+
+
+def part_path(generation: Generation, attempt: str, rank: int) -> str:
+    """Where the frozen part of one rank lies."""
+    return f"{part_dir(generation, attempt)}/frozen-{rank:05d}.safetensors"
+
+
+def damage_note(path: str) -> str:
+    """The file beside a part that says that it was found damaged: it is not named again."""
+    return path.removesuffix(".safetensors") + ".damaged"
 
 
 def layout_path(hash_: str) -> str:

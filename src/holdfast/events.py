@@ -87,6 +87,8 @@ class CheckpointPublished(Event, frozen=True, kw_only=True):
     elapsed_s: float
     size_bytes: int
     images: int
+    reused_bytes: int = 0
+    """Of ``size_bytes``, those that an earlier checkpoint wrote: frozen and unchanged."""
 
 
 class PersistBroke(Event, frozen=True, kw_only=True):

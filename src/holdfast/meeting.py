@@ -59,7 +59,7 @@ class Run:
 def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
     """Agree with the other ranks on run, host and incarnation, and take a place at the keeper."""
     timeout_s = terms.timeout_s
-    describer = Describer(state, world.rank, world.size)
+    describer = Describer(state, world.rank, world.size, tells_frozen=True)
     plans = agree(
         world, "start: state", lambda: _plan(state, describer, terms), timeout_s=timeout_s
     )

@@ -49,7 +49,18 @@ def manifests(draw: st.DrawFn) -> Manifest:
         )
         for rank in draw(st.permutations(range(world)))
     ]  # fmt: skip
+    parts = [
+        ImageRef(
+            path=f"parts/{draw(numbers)}-{draw(numbers)}-{draw(attempts)}"
+            f"/frozen-{rank:05d}.safetensors",
+            rank=rank, size_bytes=draw(st.integers(1, 2**63 - 1)), header_xxh3=draw(sums),
+            table_xxh3=draw(sums),
+        )
+        for rank in draw(st.sets(st.integers(0, world - 1)))
+    ]  # fmt: skip
+    says_so = draw(st.booleans())
     return Manifest(
+        parts=tuple(parts), requires=("parts",) if parts or says_so else (),
         optional=draw(st.lists(words, max_size=2).map(tuple)), run_id=draw(words),
         incarnation=incarnation, step=step, attempt=draw(words), parent=draw(parents(incarnation)),
         world=world, layout=draw(layouts), images=tuple(images),
@@ -138,7 +149,20 @@ def test_a_manifest_knows_its_generation_and_its_size() -> None:
     )
     assert manifest.generation == Generation(2, 40)
     assert str(manifest.generation) == "2-40"
-    assert manifest.size_bytes == 6 * 4096
+    assert manifest.size_bytes == manifest.image_bytes == 6 * 4096
+
+
+def test_a_manifest_knows_what_it_shares_with_earlier_ones() -> None:
+    def ref(path: str, size_bytes: int) -> ImageRef:
+        return ImageRef(path=path, rank=0, size_bytes=size_bytes, header_xxh3="", table_xxh3="")
+
+    manifest = Manifest(
+        run_id="r", incarnation=2, step=40, attempt="a", world=1, layout="l",
+        images=(ref("steps/2-40-ab/live", 1),),
+        parts=(ref("parts/2-40-ab/frozen", 20), ref("parts/2-30-ab/frozen", 300)),
+    )  # fmt: skip
+    assert (manifest.size_bytes, manifest.image_bytes, manifest.reused_bytes) == (321, 1, 300)
+    assert manifest.directories == {"steps/2-40-ab", "parts/2-40-ab", "parts/2-30-ab"}
 
 
 # ── lineage ──────────────────────────────────────────────────────────────────────────────────

@@ -99,6 +99,16 @@ def test_a_golden_checkpoint_is_read_without_holdfast(name: str, tmp_path: Path)
     ]
 
 
+def test_a_frozen_leaf_is_read_without_holdfast_from_a_file_that_other_manifests_name(
+    tmp_path: Path,
+) -> None:
+    root = READER.parents[1] / "tests" / "golden" / "v1-frozen-parts" / "frozen"
+    found = leaf_alone(root, "model.base", tmp_path / "leaf.npy")
+    places = np.arange(510 * 515).reshape(510, 515)
+    assert np.array_equal(found, (sum(b"model.base") + 3 * places) % 256 / 8)
+    assert leaf_alone(root, "model.adapter", tmp_path / "leaf.npy").tolist() == [[2.0] * 5] * 3
+
+
 def test_every_element_type_is_read_without_holdfast(tmp_path: Path) -> None:
     world = 3
     layout = Layout(world, tuple(split_leaf(d, d, (7, 2), world) for d in sorted(ITEMSIZE)))

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 
 from holdfast.errors import StateMismatch
+from holdfast.geometry.codec import has_frozen
 from holdfast.geometry.layout import (
     REPLICATE,
     Instance,
@@ -79,9 +80,37 @@ def test_ranks_may_have_leaves_of_their_own() -> None:
 
 
 def entry(
-    name: str, rank: int, *, dtype: str = "F32", size: int = 4, spread: str = "split"
-) -> LeafEntry:
-    return LeafEntry(name, dtype, (size,), spread, on(rank))
+    name: str, rank: int, *, dtype: str = "F32", size: int = 4, spread: str = "split",
+    is_frozen: bool = False,
+) -> LeafEntry:  # fmt: skip
+    return LeafEntry(name, dtype, (size,), spread, on(rank), is_frozen)
+
+
+LARGE = 1 << 18  # of F32, one block
+
+
+def test_a_leaf_is_frozen_if_all_ranks_that_have_it_say_so() -> None:
+    tables = [
+        [entry("all", rank, size=LARGE, is_frozen=True), entry("live", rank),
+         entry("some", rank, size=LARGE, is_frozen=rank == 1)]
+        for rank in range(2)
+    ]  # fmt: skip
+    tables[1].append(entry("stage", 1, size=LARGE, is_frozen=True))
+    layout = merge([table_from_json(table_to_json(table)) for table in tables])
+    assert [leaf.name for leaf in layout.leaves if leaf.is_frozen] == ["all", "stage"]
+    assert Layout.from_json(layout.to_json()) == layout
+    assert has_frozen(layout.to_json())
+    for data in (table_to_json(tables[0][1:2]), b"", b'{"frozen":[]}', b'{"frozen":', b"[" * 99999):
+        assert not has_frozen(data)
+
+
+def test_frozen_leaves_that_are_too_small_together_are_like_all_others() -> None:
+    def layout(*, is_frozen: bool) -> Layout:
+        leaves = [("a", LARGE - 20), ("b", 19)]
+        return merge([[entry(name, 0, size=size, is_frozen=is_frozen) for name, size in leaves]])
+
+    assert layout(is_frozen=True) == layout(is_frozen=False)
+    assert layout(is_frozen=True).to_json() == layout(is_frozen=False).to_json()
 
 
 def mismatch(*tables: Table) -> StateMismatch:

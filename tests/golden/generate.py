@@ -158,6 +158,31 @@ def kept(root: Path) -> None:
     shutil.rmtree(root / "events", ignore_errors=True)
 
 
+def frozen(root: Path) -> None:
+    """A large weight that is frozen and a small one that is not; two saves of a run with a keeper.
+
+    The small weight is (step + 1) everywhere.
+    """
+
+    class Adapted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Parameter(torch.empty(510, 515), requires_grad=False)
+            self.adapter = nn.Parameter(torch.empty(3, 5))
+
+    model = Adapted()
+    fill("model.base", model.base)
+    state: dict[str, Any] = {"model": model, "tokens": 0}
+    with holdfast.Checkpointer(root, state, memory=None, storage=None) as checkpointer:
+        checkpointer.restore()
+        for step in (0, 1):
+            with torch.no_grad():
+                model.adapter.fill_(step + 1)
+            state["tokens"] += 1234
+            checkpointer.save(step, durable=True).wait_durable(timeout_s=60)
+    shutil.rmtree(root / "events", ignore_errors=True)
+
+
 def fsdp_uneven(rank: int, world: int, root: str) -> None:
     model = Tiny()
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
@@ -181,14 +206,21 @@ def own_tensors(rank: int, world: int, root: str) -> None:
 
 ALONE = {
     "one-rank": one_rank, "element-types": element_types, "value-tags": value_tags,
-    "history": history, "kept": kept,
+    "history": history, "kept": kept, "frozen": frozen,
 }  # fmt: skip
 TOGETHER = {
     "fsdp-uneven": (3, fsdp_uneven), "fsdp-tensor-parallel": (4, fsdp_tensor_parallel),
     "own-tensors": (2, own_tensors),
 }  # fmt: skip
 #: What each directory was made with; what is new gets a directory of its own.
-MADE = {"v1": [*ALONE, "fsdp-uneven", "fsdp-tensor-parallel"], "v1-small-tensors": ["own-tensors"]}
+MADE = {
+    "v1": [
+        "one-rank", "element-types", "value-tags", "history", "kept",
+        "fsdp-uneven", "fsdp-tensor-parallel",
+    ],
+    "v1-small-tensors": ["own-tensors"],
+    "v1-frozen-parts": ["frozen"],
+}  # fmt: skip
 
 
 def main(version: str) -> None:

@@ -26,6 +26,7 @@ import specification as spec
 from conformance import check_root
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Generation
+from holdfast.geometry.layout import Layout
 from holdfast.load.verify import verify
 from holdfast.persist.pins import read_pins
 from holdfast.storage.open import open_store
@@ -276,6 +277,48 @@ def _load_own(rank: int, world: int, root: str) -> tuple[list[float], bool, int,
     own, counts = state["own"], state["counts"]
     assert (own.dtype, counts.dtype) == (torch.bfloat16, torch.int64)
     return own.tolist(), state["again"][0] is own, counts.numel(), state["rank"]
+
+
+FROZEN = HERE / "v1-frozen-parts" / "frozen"
+
+
+def frozen_base() -> np.ndarray[Any, Any]:
+    start = sum(b"model.base")
+    places = np.arange(510 * 515, dtype=np.int64)
+    return ((start + 3 * places) % 256 / 8).astype(np.float32).reshape(510, 515)
+
+
+def test_a_frozen_weight_lies_in_one_file_that_both_checkpoints_name() -> None:
+    one, other = catalogue(open_store(FROZEN)).manifests
+    (part,) = one.parts
+    assert other.parts == (part,)
+    assert one.requires == other.requires == ("parts",)
+    assert [path.stat().st_size for path in (FROZEN / "parts").rglob("*.safetensors")] == [
+        part.size_bytes
+    ]
+    for step in (0, 1):
+        with holdfast.open(FROZEN, step) as opened:
+            assert np.asarray(opened.read("model.base")).tobytes() == frozen_base().tobytes()
+            assert opened.read("model.adapter").tolist() == [[step + 1.0] * 5] * 3
+            assert opened.values["tokens"] == 1234 * (step + 1)
+
+
+def test_a_model_with_a_frozen_weight_is_restored_as_it_was() -> None:
+    model = torch.nn.Module()
+    model.base, model.adapter = (
+        torch.nn.Parameter(torch.zeros(shape)) for shape in ((510, 515), (3, 5))
+    )
+    state: dict[str, Any] = {"model": model, "tokens": 0}
+    assert holdfast.load(FROZEN, state).step == 1
+    assert model.base.detach().numpy().tobytes() == frozen_base().tobytes()
+    assert model.adapter.tolist() == [[2.0] * 5] * 3
+
+
+def test_a_layout_of_any_version_is_written_as_it_was_read() -> None:
+    layouts = [path for root in golden_roots() for path in (root / "layouts").iterdir()]
+    assert len(layouts) > 8
+    for path in layouts:
+        assert Layout.from_json(path.read_bytes()).to_json() == path.read_bytes()
 
 
 @with_root("history")

@@ -22,12 +22,16 @@ from conformance import check_root
 from forge import (
     GENERATION,
     LEAVES,
+    PARTS_LAYOUT,
+    PARTS_LEAVES,
     Forger,
     copy_of,
     make_good,
+    make_good_parts,
     read_everything,
     sealed,
 )
+from forge import VALUES as VALUES_OF_GOOD
 from holdfast.catalogue import catalogue
 from holdfast.errors import (
     ChecksumMismatch,
@@ -40,11 +44,14 @@ from holdfast.load.verify import verify
 from holdfast.persist import commit
 from holdfast.persist.pins import pinned, read_pins
 from holdfast.storage.local import LocalStore
+from images import images_of
 
 MANIFEST = "manifests/2-40.json"
 INCARNATION = "incarnations/2.json"
 IMAGE = "steps/2-40-a0/live-00000.safetensors"
 VALUES, PAD, TABLE = (f"__holdfast_{name}__" for name in ("values", "pad", "blocks"))
+PART = "parts/2-40-a0/frozen-00000.safetensors"
+GAP, MIB = "__holdfast_gap__", 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +63,8 @@ class Case:
     forge: Callable[[Forger], Any]
     match: str
     kind: type[HoldfastError] = FormatError
+    good: str = "plain"
+    """Which checkpoint is broken: "plain", or "parts", whose frozen leaves lie apart."""
 
     def __str__(self) -> str:
         return f"R{self.rule} {self.name}"
@@ -139,6 +148,77 @@ def renamed(old: str, new: str) -> Callable[[Forger], None]:
         header[new] = header.pop(old)
 
     return lambda forger: forger.header(0, change)
+
+
+def apart(rule: int, name: str, forge: Callable[[Forger], Any], match: str, **kind: Any) -> Case:
+    """A case of the checkpoint with frozen parts."""
+    return Case(rule, name, forge, match, good="parts", **kind)
+
+
+def part_header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Forger], None]:
+    return lambda forger: forger.header(0, change, "parts")
+
+
+def part_metadata(**fields: Any) -> Callable[[Forger], None]:
+    return part_header(lambda header: header["__metadata__"].update(fields))
+
+
+def part_reference(**fields: Any) -> Callable[[Forger], None]:
+    return lambda forger: forger.manifest(lambda body: body["parts"][1].update(fields))
+
+
+def raw_part(change: Callable[[bytes], bytes]) -> Callable[[Forger], None]:
+    return raw(change, PART)
+
+
+def split_gap(header: dict[str, Any]) -> None:
+    """The gap and something behind it, where the gap was."""
+    start, stop = header[GAP]["data_offsets"]
+    header[GAP] |= {"shape": [stop - start - 8], "data_offsets": [start, stop - 8]}
+    header["more"] = {"dtype": "U8", "shape": [8], "data_offsets": [stop - 8, stop]}
+
+
+def gap_in_values(header: dict[str, Any]) -> None:
+    """A gap that ends with the block before, and the rest of it as values."""
+    stop = header[GAP]["data_offsets"][1]
+    base = header["base@0:256,0:1040"]
+    base |= {"shape": [MIB // 4 - 80], "data_offsets": [320, MIB]}
+    header[GAP] |= {"shape": [0], "data_offsets": [MIB, MIB]}
+    header[VALUES] |= {"shape": [stop - MIB], "data_offsets": [MIB, stop]}
+
+
+def longer_gap(header: dict[str, Any]) -> None:
+    """A gap of more than a block, in which a piece lies that is now gone."""
+    stop = header[GAP]["data_offsets"][1]
+    del header["base@0:256,0:1040"]
+    header[GAP] |= {"shape": [stop - 320], "data_offsets": [320, stop]}
+
+
+def swap_parts(forger: Forger) -> None:
+    one, other = (forger.part_path(rank).read_bytes() for rank in (0, 1))
+    forger.image(0, other, "parts")
+    forger.image(1, one, "parts")
+
+
+def part_as_image(forger: Forger) -> None:
+    forger.image(0, forger.part_path(0).read_bytes())
+
+
+def image_as_part(forger: Forger) -> None:
+    forger.image(0, forger.image_path(0).read_bytes(), "parts")
+
+
+def twice_named(forger: Forger) -> None:
+    """A piece that is in the image and in the part."""
+    forger.header(0, lambda header: header.update({
+        "norm": header.pop("lora@0:3,0:4") | {"dtype": "F64", "shape": [6]}
+    }))  # fmt: skip
+
+
+def image_with_gap(forger: Forger) -> None:
+    """An image that is whole by itself, and a part that is named with it all the same."""
+    images = images_of(PARTS_LAYOUT, PARTS_LEAVES, values=VALUES_OF_GOOD, generation=GENERATION)
+    forger.image(0, bytes(images[0]))
 
 
 def flipped(data: bytes, position: int) -> bytes:
@@ -468,6 +548,62 @@ CASES = [
     Case(34, "a piece of another shape", entry("w@0:3,0:4", shape=[4, 3]), "another size or dtype"),
     Case(34, "a piece that is not stored as U8",
          entry("c@0:2", dtype="F64", shape=[4]), "another size or dtype"),
+    # ── frozen leaves ──
+    *[Case(47, f"frozen {numbers}", layout(frozen=numbers), "rising order")
+      for numbers in ([5], [-1], [1, 0], [1, 1])],
+    Case(47, "frozen leaves by name", layout(frozen=["w"]), "cannot be read"),
+    Case(48, "a gap that nobody announced", renamed("b", GAP), "does not require"),
+    Case(48, "no gap where one is announced", metadata(requires="parts"), "has no"),
+    apart(48, "a gap of another dtype", part_header(lambda h: h[GAP].update(dtype="I8")),
+          "not a row of U8"),
+    apart(48, "a gap of two dimensions", part_header(lambda h: h[GAP]["shape"].append(1)),
+          "not a row of U8"),
+    apart(48, "a gap that ends inside a block", part_header(split_gap), "fill up a block"),
+    apart(48, "a gap of more than a block", part_header(longer_gap), "fill up a block"),
+    apart(49, "parts that nobody announced", manifest(requires=[]), "does not require"),
+    apart(49, "a rank twice", part_reference(rank=0), "frozen parts of ranks"),
+    apart(49, "a rank beyond the world", part_reference(rank=2), "frozen parts of ranks"),
+    *[apart(49, f"path {path!r}", part_reference(path=path), "is said to be")
+      for path in (
+          "", "/etc/passwd", "../other/frozen-00001.safetensors", PART,
+          "parts/2-40-a0/../../x/frozen-00001.safetensors", "parts/2-40-/frozen-00001.safetensors",
+          "steps/2-40-a0/live-00001.safetensors", "parts/2-40-a0/live-00001.safetensors",
+          "parts/02-40-a0/frozen-00001.safetensors", "parts/2-40-a0/frozen-1.safetensors",
+          "parts/2-40-a0/frozen-00001.safetensors\n", "parts/2-40-a0/frozen-00001.damaged",
+      )],
+    *[apart(49, f"{name} of another type",
+            part_reference(**{name: 1 if field.type == "string" else "1"}), "not a valid")
+      for name, field in spec.fields("Image reference").items()],
+    apart(49, "a length of nothing", part_reference(size_bytes=0), "0 bytes"),
+    apart(49, "no checksum", part_reference(table_xxh3="x"), "no checksum"),
+    apart(50, "a part cut short", lambda f: os.truncate(f.part_path(0), 8191), "bytes"),
+    apart(50, "a part that is gone", lambda f: f.part_path(0).unlink(), "no parts/",
+          kind=HoldfastError),
+    apart(50, "a changed header", raw_part(lambda d: flipped(d, 4000)), "header",
+          kind=ChecksumMismatch),
+    apart(50, "a changed table", raw_part(lambda d: flipped(d, len(d) - 1)), "block table",
+          kind=ChecksumMismatch),
+    apart(50, "a changed byte", raw_part(lambda d: flipped(d, MIB + 5000)),
+          r"block 1 of parts/2-40-a0/frozen-00000\.safetensors \(a frozen part: it is noted",
+          kind=ChecksumMismatch),
+    apart(50, "a changed byte of the gap", raw_part(lambda d: flipped(d, 2 * MIB)), "block 1 of",
+          kind=ChecksumMismatch),
+    apart(50, "another rank", part_metadata(rank="1"), "rank '1'"),
+    apart(50, "parts in each other's place", swap_parts, "rank '1'"),
+    apart(50, "another kind of part", part_metadata(part="thawed"), "part 'thawed'"),
+    apart(50, "another version", part_metadata(holdfast="2"), "upgrade", kind=NewerFormat),
+    apart(50, "an unknown feature", part_metadata(requires="parts later"), "'later'",
+          kind=NewerFormat),
+    apart(50, "an image for a part", image_as_part, "part None"),
+    apart(50, "values in it", part_header(gap_in_values), "is not an image and the frozen part"),
+    apart(51, "a part for an image", part_as_image, "incarnation None"),
+    apart(51, "an image that has it all", image_with_gap, "is not an image and the frozen part"),
+    apart(51, "a piece in both", twice_named, "'norm' is in the image and in its frozen part"),
+    apart(51, "a piece less", part_header(
+        lambda h: h.update({"x": h.pop("base@0:256,0:1040")})), "no piece 'base",
+        kind=CoverageError),
+    apart(51, "a frozen leaf's piece in neither", lambda f: f.manifest(
+        lambda b: b.update(parts=b["parts"][:1])), "no piece 'base", kind=CoverageError),
 ]  # fmt: skip
 
 #: Rules without a case above, and why: other tests hold them, or no file can break them.
@@ -481,6 +617,7 @@ ELSEWHERE = {
     44: "no file can: it is about the order of writing (tests/storage/test_durability.py)",
     45: "no file can: it is about the order of removing (tests/crash/test_commit.py)",
     46: "no file can: it is about later versions",
+    52: "no file can: it is about who writes (tests/persist/test_parts.py)",
 }  # fmt: skip
 
 
@@ -489,6 +626,13 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("good") / "root"
     make_good(root)
     return root
+
+
+@pytest.fixture(scope="module")
+def goods(good: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("parts") / "root"
+    make_good_parts(root)
+    return {"plain": good, "parts": root}
 
 
 @pytest.fixture
@@ -504,25 +648,33 @@ def test_every_rule_has_a_hostile_file_or_a_reason() -> None:
         assert reason.startswith("no file can") or reason in globals()
 
 
-def test_the_good_checkpoint_is_good(good: Path) -> None:
-    check_root(good)
-    found = read_everything(good)
+@pytest.mark.parametrize("which", ["plain", "parts"])
+def test_the_good_checkpoint_is_good(which: str, goods: dict[str, Path]) -> None:
+    check_root(goods[which])
+    found = read_everything(goods[which])
+    leaves = LEAVES if which == "plain" else PARTS_LEAVES
     assert found.pop("values") == {"tokens": 7, "name": ("a", 1)}
-    assert set(found) == set(LEAVES)
-    for name, array in LEAVES.items():
+    assert set(found) == set(leaves)
+    for name, array in leaves.items():
         assert np.asarray(found[name]).tobytes() == array.tobytes()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_file_that_breaks_a_rule_is_refused(case: Case, forger: Forger) -> None:
+def test_a_file_that_breaks_a_rule_is_refused(
+    case: Case, goods: dict[str, Path], tmp_path: Path
+) -> None:
+    forger = copy_of(goods[case.good], tmp_path / "root")
     case.forge(forger)
     with pytest.raises(case.kind) as caught:
         read_everything(forger.root)
     assert re.search(case.match, str(caught.value)), str(caught.value)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if 22 < c.rule < 39], ids=str)
-def test_verify_finds_a_fault_in_every_image_that_breaks_a_rule(case: Case, forger: Forger) -> None:
+@pytest.mark.parametrize("case", [c for c in CASES if 22 < c.rule < 39 or c.rule > 47], ids=str)
+def test_verify_finds_a_fault_in_every_image_that_breaks_a_rule(
+    case: Case, goods: dict[str, Path], tmp_path: Path
+) -> None:
+    forger = copy_of(goods[case.good], tmp_path / "root")
     case.forge(forger)
     (found,) = catalogue(forger.store).manifests or (None,)
     if found is not None:

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from holdfast.cli.checkpoints import Opened, open_root
 from holdfast.cli.output import Commands, add_command, plain_table, print_json, stdout
-from holdfast.observe.units import NOTHING, moment_text, size_text
+from holdfast.observe.units import NOTHING, moment_text, shared_text
 from holdfast.persist.pins import read_pins
 
 COLUMNS = ("checkpoint", "when", "world", "images", "size", "state", "pin")
@@ -55,6 +55,7 @@ def records(opened: Opened) -> list[dict[str, Any]]:
             "world": manifest.world,
             "images": len(manifest.images),
             "size_bytes": manifest.size_bytes,
+            "reused_bytes": manifest.reused_bytes,
             "state": opened.state_of(manifest.generation),
             "pinned": (one := pins.get(manifest.generation)) is not None,
             "note": "" if one is None else one.note,
@@ -76,7 +77,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
         moment_text(row["created_s"]),
         str(row["world"]),
         str(row["images"]),
-        size_text(row["size_bytes"]),
+        shared_text(row["size_bytes"], row["reused_bytes"]),
         row["state"],
         escape(row["note"] or "pinned") if row["pinned"] else NOTHING,
     )

@@ -127,11 +127,12 @@ def _tell(args: argparse.Namespace, opened: Opened, removal: Removal, verb: str)
 def _record(removal: Removal) -> dict[str, Any]:
     return {
         "checkpoints": [
-            {"checkpoint": str(m.generation), "size_bytes": m.size_bytes}
+            {"checkpoint": str(m.generation), "size_bytes": m.image_bytes}
             for m in removal.checkpoints
         ],
         "directories": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.directories],
         "layouts": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.layouts],
+        "parts": [{"path": x.path, "size_bytes": x.size_bytes} for x in removal.parts],
         "size_bytes": removal.size_bytes,
     }
 
@@ -147,9 +148,11 @@ def _print(root: str, opened: Opened, removal: Removal, verb: str) -> None:
     for m in removal.checkpoints:
         state = opened.state_of(m.generation)
         what = "abandoned checkpoint" if state == "abandoned" else "checkpoint"
-        table.add_row(str(m.generation), moment_text(m.created_s), what, size_text(m.size_bytes))
+        table.add_row(str(m.generation), moment_text(m.created_s), what, size_text(m.image_bytes))
     for one in removal.directories:
         table.add_row(escape(one.path), "-", "unfinished or pruned", size_text(one.size_bytes))
+    for one in removal.parts:
+        table.add_row(escape(one.path), "-", "frozen parts of none", size_text(one.size_bytes))
     for one in removal.layouts:
         table.add_row(escape(one.path), "-", "layout of none", size_text(one.size_bytes))
     console.print(table)

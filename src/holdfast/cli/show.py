@@ -23,7 +23,7 @@ from holdfast.cli.output import Commands, add_command, plain_table, print_json, 
 from holdfast.cli.picture import MAX_NAMED, boxes_of, cuts_of, cuts_texts, grid_of, spread_texts
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
-from holdfast.observe.units import count_text, moment_text, size_text
+from holdfast.observe.units import count_text, moment_text, shared_text, size_text
 
 #: Longer values are cut in the table; ``--json`` has them whole.
 VALUE_WIDTH = 100
@@ -79,7 +79,9 @@ def _record(opened: Opened, chosen: Chosen) -> dict[str, Any]:
         "world": manifest.world,
         "layout": manifest.layout,
         "images": len(manifest.images),
+        "parts": len(manifest.parts),
         "size_bytes": manifest.size_bytes,
+        "reused_bytes": manifest.reused_bytes,
         "leaves": [_facts(layout, name, chosen.leaves[name]) for name in sorted(chosen.leaves)],
         "values": chosen.values,
     }
@@ -116,10 +118,12 @@ def _box(box: Box) -> dict[str, list[int]]:
 def _print(record: dict[str, Any]) -> None:
     console = stdout()
     when = moment_text(record["created_s"])
+    parts = f" and {count_text(record['parts'], 'frozen part')}" if record["parts"] else ""
     console.print(
         f"[bold]{record['checkpoint']}[/] ({record['state']}), saved {when} by"
         f" {count_text(record['world'], 'rank')} of run {escape(record['run_id'])}:"
-        f" {count_text(record['images'], 'image')}, {size_text(record['size_bytes'])},"
+        f" {count_text(record['images'], 'image')}{parts},"
+        f" {shared_text(record['size_bytes'], record['reused_bytes'])},"
         f" {len(record['leaves'])} leaves",
         soft_wrap=True,
     )

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+#: Frozen leaves lie in an image of their own, which many manifests name; or before a gap in an
+#: image, ready to be cut off.
+PARTS = "parts"
+
 #: The features this version can read. Version 1 of the format was frozen with none.
-KNOWN_FEATURES: frozenset[str] = frozenset()
+KNOWN_FEATURES: frozenset[str] = frozenset({PARTS})
 
 
 def unknown_features(requires: Iterable[str]) -> list[str]:

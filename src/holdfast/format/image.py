@@ -5,6 +5,8 @@ shared memory, and the same bytes are then coded, written, sent and read back. I
 
     8 bytes    header length, little-endian
     header     JSON, padded with spaces so that the data starts on a page
+    frozen     tensors that hardly ever change, and ``__holdfast_gap__``: to the next block; only
+               where there are enough of them to be stored apart (``holdfast.format.split``)
     tensors    by falling item size, so that each is aligned without gaps
     values     ``__holdfast_values__``: the plain values, JSON
     padding    ``__holdfast_pad__``: to the next page
@@ -23,8 +25,8 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.errors import FormatError, NewerFormat, UsageError
-from holdfast.format.checksum import Buffer, block_count
-from holdfast.format.features import unknown_features
+from holdfast.format.checksum import BLOCK_BYTES, Buffer, block_count
+from holdfast.format.features import PARTS, unknown_features
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE, STORED_AS_BYTES
 from holdfast.geometry.leaves import MAX_DIMS
@@ -33,6 +35,7 @@ from holdfast.geometry.unique import unique
 PAGE_BYTES = 4096
 FORMAT_VERSION = "1"
 VALUES, PAD, TABLE = "__holdfast_values__", "__holdfast_pad__", "__holdfast_blocks__"
+GAP = "__holdfast_gap__"
 RESERVED, METADATA = "__holdfast_", "__metadata__"
 MAX_HEADER_BYTES = 100_000_000
 #: Values are read as one; what is larger belongs into tensors.
@@ -97,32 +100,54 @@ class ImagePlan:
     tensor_bytes: int
     header_text: str
     data_start: int
+    gap: tuple[int, int] | None = None
+    """Where the zeros behind frozen tensors begin and end, if there are such tensors."""
 
 
-def plan_image(items: Iterable[tuple[str, str, tuple[int, ...]]]) -> ImagePlan:
-    """Place tensors given as (name, dtype, shape): falling item size, else in the given order.
+#: (name, dtype, shape).
+Item = tuple[str, str, tuple[int, ...]]
+
+
+def plan_image(items: Iterable[Item], frozen: Iterable[Item] = ()) -> ImagePlan:
+    """Place tensors: falling item size, else in the given order; those ``frozen`` before the gap.
 
     UsageError for a reserved name, and when two have one name (a leaf can be called like the
     piece of another).
     """
-    ordered = sorted(items, key=lambda item: -ITEMSIZE[item[1]])
-    counted = Counter(name for name, _, _ in ordered)
+    first = _place(frozen, 0)
+    frozen_stop = first[-1].stop if first else 0
+    gap = (frozen_stop, round_up(frozen_stop, BLOCK_BYTES)) if first else None
+    entries = [*first, *_place(items, gap[1] if gap else 0)]
+    counted = Counter(entry.name for entry in entries)
     if any(name == METADATA or name.startswith(RESERVED) for name in counted):
         raise UsageError(f"{METADATA!r} and names beginning with {RESERVED!r} are the format's own")
     twice = sorted(name for name, count in counted.items() if count > 1)
     if twice:
         raise UsageError(f"two tensors of an image are both called {twice[0]!r}: rename one")
-    entries: list[Entry] = []
-    texts: list[str] = []
-    offset = 0
-    for name, dtype, shape in ordered:
-        size = volume(shape) * ITEMSIZE[dtype]
-        entries.append(Entry(name, dtype, shape, offset, size))
-        texts.append(_entry_text(name, *stored_form(dtype, shape), offset, offset + size))
-        offset += size
+    return plan_entries(entries, gap)
+
+
+def _place(items: Iterable[Item], offset: int) -> list[Entry]:
+    """The tensors one behind the other from ``offset`` on."""
+    entries = []
+    for name, dtype, shape in sorted(items, key=lambda item: -ITEMSIZE[item[1]]):
+        entries.append(Entry(name, dtype, shape, offset, volume(shape) * ITEMSIZE[dtype]))
+        offset = entries[-1].stop
+    return entries
+
+
+def plan_entries(entries: Sequence[Entry], gap: tuple[int, int] | None) -> ImagePlan:
+    """The plan of tensors that have their places."""
+    texts = [
+        _entry_text(entry.name, *stored_form(entry.dtype, entry.shape), entry.offset, entry.stop)
+        for entry in entries
+    ]
+    if gap is not None:
+        texts.append(_entry_text(GAP, "U8", (gap[1] - gap[0],), *gap))
     header_text = "".join("," + text for text in texts)
     room = 8 + len(header_text.encode()) + METADATA_ROOM_BYTES
-    return ImagePlan(tuple(entries), offset, header_text, round_up(room, PAGE_BYTES))
+    stop = max(entries[-1].stop if entries else 0, gap[1] if gap else 0)
+    return ImagePlan(tuple(entries), stop, header_text, round_up(room, PAGE_BYTES), gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +164,7 @@ class Image:
     table_offset: int
     table_entries: int
     size_bytes: int
+    gap: tuple[int, int] | None = None
 
     @property
     def blocks(self) -> int:
@@ -167,7 +193,8 @@ def fill_in(plan: ImagePlan, metadata: Mapping[str, str], values_bytes: int) -> 
     table_offset = round_up(values_stop, PAGE_BYTES)
     entries = _table_entries(table_offset)
     stop = table_offset + 8 * entries
-    described = msgspec.json.encode({"holdfast": FORMAT_VERSION, **metadata}).decode()
+    needs = {} if plan.gap is None else {"requires": PARTS}
+    described = msgspec.json.encode({"holdfast": FORMAT_VERSION, **metadata, **needs}).decode()
     padding = table_offset - values_stop
     body = "".join([
         '{"__metadata__":', described, plan.header_text,
@@ -181,7 +208,7 @@ def fill_in(plan: ImagePlan, metadata: Mapping[str, str], values_bytes: int) -> 
     header = room.to_bytes(8, "little") + body.ljust(room)
     return Image(
         header, plan.data_start, plan.tensor_bytes, values_bytes, table_offset, entries,
-        plan.data_start + stop,
+        plan.data_start + stop, plan.gap,
     )  # fmt: skip
 
 
@@ -195,6 +222,12 @@ class Header:
     values: Entry
     table: Entry
     size_bytes: int
+    gap: Entry | None = None
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of data up to the end of the gap: whole blocks of frozen tensors, or none."""
+        return 0 if self.gap is None else self.gap.stop
 
     @property
     def blocks(self) -> int:
@@ -242,8 +275,28 @@ def parse_header(raw: Buffer, where: str, file_bytes: int) -> Header:
     if data_start % PAGE_BYTES:
         raise FormatError(f"{where}: its data begin at byte {data_start}, not on a page")
     entries = _entries(document, where, file_bytes - data_start)
+    gap = _take_gap(entries, where, PARTS in metadata.get("requires", "").split())
     values, table = _take_own(entries, where, file_bytes - data_start)
-    return Header(metadata, entries, data_start, values, table, file_bytes)
+    return Header(metadata, entries, data_start, values, table, file_bytes, gap)
+
+
+def _take_gap(entries: dict[str, Entry], where: str, is_expected: bool) -> Entry | None:
+    """Take the gap out of ``entries``, which is there in images that require what has it."""
+    gap = entries.pop(GAP, None)
+    if (gap is not None) != is_expected:
+        raise FormatError(
+            f"{where} {'requires' if is_expected else 'does not require'} the feature {PARTS!r}, "
+            f"and has {'no' if is_expected else 'a'} {GAP!r}"
+        )
+    if gap is None:
+        return None
+    if (gap.dtype, len(gap.shape)) != ("U8", 1):
+        raise FormatError(f"{where}: {GAP!r} is not a row of U8")
+    if gap.stop % BLOCK_BYTES or gap.size_bytes >= BLOCK_BYTES:
+        raise FormatError(
+            f"{where}: {GAP!r} from {gap.offset} to {gap.stop} does not fill up a block"
+        )
+    return gap
 
 
 def _take_own(entries: dict[str, Entry], where: str, data_bytes: int) -> tuple[Entry, Entry]:

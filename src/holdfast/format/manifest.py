@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat
 from holdfast.format.checksum import Buffer, checksum, text
-from holdfast.format.features import unknown_features
+from holdfast.format.features import PARTS, unknown_features
 from holdfast.geometry.placements import MAX_RANKS
 from holdfast.geometry.unique import refuse_twice
 
@@ -27,6 +27,7 @@ MAX_NUMBER = (1 << 53) - 1
 MAX_IMAGE_BYTES = (1 << 63) - 1
 #: What the files below ``steps/`` are called; see ``holdfast.catalogue``.
 _ATTEMPT = r"[0-9A-Za-z_-]{1,128}"
+_NUMBER = r"(?:0|[1-9][0-9]{0,15})"
 _FRAME = re.compile(rb'\{"checksum":"([0-9a-f]{16})","body":(\{.*\})\}\n', re.DOTALL)
 
 
@@ -67,6 +68,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     values: dict[str, Any] = {}
     aliases: dict[str, str] = {}
     created_s: float = 0.0
+    parts: tuple[ImageRef, ...] = ()
 
     @property
     def generation(self) -> Generation:
@@ -75,8 +77,24 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all images."""
+        """Bytes of all that it names: of images and of frozen parts, whoever wrote them."""
+        return sum(one.size_bytes for one in (*self.images, *self.parts))
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of all images: of what is this checkpoint's alone."""
         return sum(image.size_bytes for image in self.images)
+
+    @property
+    def reused_bytes(self) -> int:
+        """Bytes of the frozen parts that earlier checkpoints wrote."""
+        own = {one.path.split("/")[-2] for one in self.images}
+        return sum(one.size_bytes for one in self.parts if one.path.split("/")[-2] not in own)
+
+    @property
+    def directories(self) -> set[str]:
+        """Where the files lie that it names."""
+        return {one.path.rpartition("/")[0] for one in (*self.images, *self.parts)}
 
 
 class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
@@ -220,11 +238,26 @@ def _image_faults(manifest: Manifest) -> Iterator[str]:
     for image in manifest.images:
         if image.path.rpartition("/")[2] != f"live-{image.rank:05d}.safetensors":
             yield f"the image of rank {image.rank} is said to be {image.path!r:.200}"
+    yield from _part_faults(manifest)
+    for image in (*manifest.images, *manifest.parts):
         if not 0 < image.size_bytes <= MAX_IMAGE_BYTES:
             yield f"image {image.path} is said to have {image.size_bytes} bytes"
         for value in (image.header_xxh3, image.table_xxh3):
             if not is_checksum(value):
                 yield f"{value!r:.50} is no checksum of image {image.path}"
+
+
+def _part_faults(manifest: Manifest) -> Iterator[str]:
+    """At most one frozen part of a rank, wherever an attempt of this root put it."""
+    if manifest.parts and PARTS not in manifest.requires:
+        yield f"it names frozen parts and does not require the feature {PARTS!r}"
+    ranks = [part.rank for part in manifest.parts]
+    if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(manifest.world)):
+        yield f"it names frozen parts of ranks {ranks!s:.50}, and is of {manifest.world} ranks"
+    for part in manifest.parts:
+        expected = rf"parts/{_NUMBER}-{_NUMBER}-{_ATTEMPT}/frozen-{part.rank:05d}\.safetensors"
+        if not re.fullmatch(expected, part.path):
+            yield f"the frozen part of rank {part.rank} is said to be {part.path!r:.200}"
 
 
 class _Claims(msgspec.Struct):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from holdfast.errors import StateMismatch
-from holdfast.geometry.leaves import LeafEntry, LeafSpec
+from holdfast.geometry.leaves import MIN_FROZEN_BYTES, LeafEntry, LeafSpec
 from holdfast.geometry.placements import REPLICATE, Instance, Mesh
 
 #: Differences written out in the message; all of them are in the error's fields.
@@ -44,10 +45,21 @@ def agree(tables: Sequence[Sequence[LeafEntry]]) -> tuple[LeafSpec, ...]:
         faults += [(name, text) for text in contradictions]
         if not contradictions:
             first = declared[0][1]
-            leaves.append(LeafSpec(name, first.dtype, first.shape, first.spread, instances))
+            # Ranks may differ in this: it decides where a leaf is stored, not what it is.
+            is_frozen = all(entry.is_frozen for _, entry in declared)
+            leaves.append(
+                LeafSpec(name, first.dtype, first.shape, first.spread, instances, is_frozen)
+            )
     if faults:
         raise _mismatch(faults)
-    return tuple(leaves)
+    return _worth_freezing(leaves)
+
+
+def _worth_freezing(leaves: Sequence[LeafSpec]) -> tuple[LeafSpec, ...]:
+    """The same leaves, none of them frozen where all that are make too few bytes to matter."""
+    if sum(leaf.size_bytes for leaf in leaves if leaf.is_frozen) >= MIN_FROZEN_BYTES:
+        return tuple(leaves)
+    return tuple(replace(leaf, is_frozen=False) if leaf.is_frozen else leaf for leaf in leaves)
 
 
 def _mismatch(faults: list[tuple[str, str]]) -> StateMismatch:

@@ -7,6 +7,7 @@ written once and named by its number:
     instances   [[mesh, [[dim, split_factor], ...]], ...]
     groups      [[instance, ...], ...]                        (layouts only)
     leaves      [[name, dtype, shape, spread, group], ...]    (tables: the instance; -1: none)
+    frozen      [leaf, ...]                                   (absent when there are none)
 
 Numbers are given in the order of first use. What is read may be hostile: everything is bounded
 and checked, and wrong bytes are FormatErrors.
@@ -39,13 +40,14 @@ _ALONE = -1
 T = TypeVar("T")
 
 
-class _Document(msgspec.Struct, kw_only=True):
+class _Document(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What both documents hold."""
 
-    version: int = VERSION
+    version: int
     meshes: list[tuple[tuple[int, ...], tuple[int, ...]]]
     instances: list[tuple[int, list[tuple[int, int]]]]
     leaves: list[tuple[str, str, tuple[int, ...], str, int]]
+    frozen: list[int] = []
 
 
 class _TableDocument(_Document, kw_only=True, tag="table", tag_field="holds"):
@@ -63,6 +65,10 @@ class _Version(msgspec.Struct):
     version: int
 
 
+class _FrozenOnly(msgspec.Struct):
+    frozen: list[int] = []
+
+
 D = TypeVar("D", bound=_Document)
 
 
@@ -73,7 +79,10 @@ def table_to_json(entries: Sequence[LeafEntry]) -> bytes:
         (leaf.name, leaf.dtype, leaf.shape, leaf.spread, written.own(leaf.instance))
         for leaf in entries
     ]
-    document = _TableDocument(meshes=written.meshes, instances=written.instances, leaves=leaves)
+    document = _TableDocument(
+        version=VERSION, meshes=written.meshes, instances=written.instances, leaves=leaves,
+        frozen=_frozen(entries),
+    )  # fmt: skip
     return msgspec.json.encode(document)
 
 
@@ -97,8 +106,8 @@ def layout_to_json(world: int, leaves: Sequence[LeafSpec]) -> bytes:
         for leaf in leaves
     ]
     document = _LayoutDocument(
-        world=world, meshes=written.meshes, instances=written.instances, groups=written.groups,
-        leaves=rows,
+        version=VERSION, world=world, meshes=written.meshes, instances=written.instances,
+        groups=written.groups, leaves=rows, frozen=_frozen(leaves),
     )  # fmt: skip
     return msgspec.json.encode(document)
 
@@ -108,6 +117,18 @@ def layout_from_json(data: bytes | memoryview) -> tuple[int, tuple[LeafSpec, ...
     what = "this layout"
     document = _decode(data, _LayoutDocument, what)
     return document.world, _build(what, lambda: _read_layout(document))
+
+
+def has_frozen(data: bytes | memoryview) -> bool:
+    """Whether these bytes of a layout say that some leaf is frozen; nothing else is looked at."""
+    try:
+        return bool(msgspec.json.decode(data, type=_FrozenOnly).frozen)
+    except (ValueError, RecursionError):  # no layout: whoever reads it says so
+        return False
+
+
+def _frozen(leaves: Sequence[LeafEntry | LeafSpec]) -> list[int]:
+    return [number for number, leaf in enumerate(leaves) if leaf.is_frozen]
 
 
 class _Written:
@@ -175,6 +196,12 @@ def _decode(data: bytes | memoryview, kind: type[D], what: str) -> D:
     for name, *_ in document.leaves:
         if "@" in name and LIKE_A_PIECE.fullmatch(name, name.rindex("@")):
             raise FormatError(f"{what} has a leaf {name!r}, which ends like the name of a part")
+    rising = sorted({number for number in document.frozen if 0 <= number < len(document.leaves)})
+    if rising != document.frozen:
+        raise FormatError(
+            f"{what} says that {document.frozen!s:.50} are frozen, which are not numbers of its "
+            f"{len(document.leaves)} leaves in rising order"
+        )
     return document
 
 
@@ -186,24 +213,25 @@ def _build(what: str, read: Callable[[], T]) -> T:
 
 
 def _read_table(document: _TableDocument) -> tuple[LeafEntry, ...]:
-    instances = _read_instances(document)
+    instances, frozen = _read_instances(document), set(document.frozen)
     return tuple(
         LeafEntry(
             name, dtype, shape, spread,
             None if number == _ALONE else _pick(instances, number, "instance"),
+            at in frozen,
         )
-        for name, dtype, shape, spread, number in document.leaves
+        for at, (name, dtype, shape, spread, number) in enumerate(document.leaves)
     )  # fmt: skip
 
 
 def _read_layout(document: _LayoutDocument) -> tuple[LeafSpec, ...]:
-    instances = _read_instances(document)
+    instances, frozen = _read_instances(document), set(document.frozen)
     groups = [
         tuple(_pick(instances, number, "instance") for number in group) for group in document.groups
     ]
     return tuple(
-        LeafSpec(name, dtype, shape, spread, _pick(groups, number, "group"))
-        for name, dtype, shape, spread, number in document.leaves
+        LeafSpec(name, dtype, shape, spread, _pick(groups, number, "group"), at in frozen)
+        for at, (name, dtype, shape, spread, number) in enumerate(document.leaves)
     )
 
 

@@ -19,6 +19,9 @@ MAX_DIMS = 64
 MAX_LEAF_BYTES = (1 << 63) - 1
 MAX_NAME_LENGTH = 1 << 16
 
+#: Fewer frozen bytes than this are stored with everything else: a file of their own is dearer.
+MIN_FROZEN_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class LeafEntry:
@@ -33,6 +36,8 @@ class LeafEntry:
     shape: tuple[int, ...]
     spread: str
     instance: Instance | None = None
+    is_frozen: bool = False
+    """Whether nothing is known to change it. A hint where to store it, and never more."""
 
     def __post_init__(self) -> None:
         instances = () if self.instance is None else (self.instance,)
@@ -52,6 +57,7 @@ class LeafSpec:
 
     ``instances`` are disjoint sets of ranks that each hold the whole leaf: with FSDP2 and tensor
     parallelism on a 2x2 mesh, a norm weight is on ranks 0 and 2, and once more on 1 and 3.
+    ``is_frozen`` if every rank that has the leaf said so.
     """
 
     name: str
@@ -59,6 +65,7 @@ class LeafSpec:
     shape: tuple[int, ...]
     spread: str
     instances: tuple[Instance, ...]
+    is_frozen: bool = False
 
     def __post_init__(self) -> None:
         if not self.instances:

@@ -17,12 +17,23 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.catalogue import Catalogue, attempt_dir, catalogue, image_path, manifest_path
+from holdfast.catalogue import (
+    Catalogue,
+    attempt_dir,
+    catalogue,
+    image_path,
+    manifest_path,
+    part_dir,
+    part_path,
+)
 from holdfast.errors import ChecksumMismatch, HoldfastError, PersistFailed
 from holdfast.events import CheckpointPruned, CheckpointPublished, ImageDurable, PersistBroke, emit
+from holdfast.format.features import PARTS
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, unseal
 from holdfast.format.values import from_bytes
+from holdfast.geometry.codec import has_frozen
 from holdfast.persist import commit
+from holdfast.persist.parts import Halves, Parts, Stored, halves_of
 from holdfast.persist.pins import mend, pinned
 from holdfast.persist.writer import Arrival, Written, verify_header, write_image
 from holdfast.policy.retention import Keep
@@ -89,6 +100,7 @@ class Persister:
         self._stall_s = stall_s
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._sweeper = commit.Sweeper(store)
+        self._parts = Parts(store)
         self._thread = threading.Thread(target=self._work, name="holdfast-persist", daemon=True)
         self._thread.start()
 
@@ -134,7 +146,7 @@ class Persister:
         with ThreadPoolExecutor(min(_IMAGES_AT_ONCE, len(job.images))) as pool:
             futures = [pool.submit(self._persist_image, job, i) for i in job.images.values()]
             try:
-                images = [future.result() for future in futures]
+                stored = [future.result() for future in futures]
             except BaseException as error:
                 for image in job.images.values():
                     image.arrival.abort(f"another image failed: {error}")
@@ -142,6 +154,7 @@ class Persister:
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
         document = _values_document(job)
+        parts = [one.part for one in stored if one.part is not None]
         manifest = Manifest(
             run_id=job.incarnation.run_id,
             incarnation=job.generation.incarnation,
@@ -150,7 +163,9 @@ class Persister:
             parent=job.incarnation.parent,
             world=job.world,
             layout=job.layout,
-            images=tuple(sorted(images, key=lambda image: image.rank)),
+            images=tuple(sorted((one.image for one in stored), key=lambda one: one.rank)),
+            parts=tuple(sorted(parts, key=lambda one: one.rank)),
+            requires=(PARTS,) if parts else (),
             values=_shown(document, "shared"),
             aliases=_shown(document, "aliases"),
             created_s=time.time(),
@@ -159,34 +174,45 @@ class Persister:
         commit.publish(self.store, manifest)
         emit(CheckpointPublished(
             incarnation=manifest.incarnation, step=manifest.step, size_bytes=manifest.size_bytes,
-            images=len(images), elapsed_s=time.monotonic() - started_s,
+            reused_bytes=manifest.reused_bytes, images=len(stored),
+            elapsed_s=time.monotonic() - started_s,
         ))  # fmt: skip
 
-    def _persist_image(self, job: Job, image: ImageJob) -> ImageRef:
+    def _persist_image(self, job: Job, image: ImageJob) -> Stored:
         path = image_path(job.generation, job.directory, image.rank)
         where = f"{path} (step {job.generation.step})"
         started_s = time.monotonic()
+        # Only then: the header comes later than the file that is made for it.
+        halves = halves_of(image, where) if has_frozen(job.layout_data) else None
+        if halves is not None:
+            return self._persist_halves(job, image, halves, path, where)
         sink = self.store.create(path, len(image.memory))
         try:
             written = write_image(sink, image.memory, image.arrival, where)
-            if written != Written(image.header_xxh3, image.table_xxh3):
-                raise ChecksumMismatch(
-                    f"header or block table of {where} changed after the image was sealed: "
-                    f"sealed {image.header_xxh3} and {image.table_xxh3}, written "
-                    f"{written.header_xxh3} and {written.table_xxh3}. It is not published."
-                )
+            _require_sealed(image, written, where)
             sink.finish()
         except BaseException:
             sink.abort()
             raise
-        emit(ImageDurable(
-            incarnation=job.generation.incarnation, step=job.generation.step, rank=image.rank,
-            elapsed_s=time.monotonic() - started_s, size_bytes=len(image.memory), image=path,
-        ))  # fmt: skip
-        return ImageRef(
+        ref = ImageRef(
             path=path, rank=image.rank, size_bytes=len(image.memory),
             header_xxh3=image.header_xxh3, table_xxh3=image.table_xxh3,
         )  # fmt: skip
+        _tell_durable(job, ref, started_s)
+        return Stored(ref)
+
+    def _persist_halves(
+        self, job: Job, image: ImageJob, halves: Halves, path: str, where: str
+    ) -> Stored:
+        """Store an image in two files; its frozen part, if one like it is stored, not again."""
+        started_s = time.monotonic()
+        apart = part_path(job.generation, job.directory, image.rank)
+        stored, written = self._parts.write(image, halves, path, apart)
+        _require_sealed(image, written, where)
+        for ref in (stored.image, None if stored.is_reused else stored.part):
+            if ref is not None:
+                _tell_durable(job, ref, started_s)
+        return stored
 
     def _is_published(self, job: Job) -> bool:
         """Whether an earlier keeper published this attempt. PersistFailed if it was another's."""
@@ -207,11 +233,13 @@ class Persister:
         """Remove what this try wrote, unless a manifest may name it: then the sweeper decides."""
         if job.is_publishing:
             return
-        with contextlib.suppress(HoldfastError):  # the sweeper finds it at a later publication
-            self.store.remove_tree(attempt_dir(job.generation, job.directory))
+        for directory in (attempt_dir, part_dir):
+            with contextlib.suppress(HoldfastError):  # the sweeper finds it at a later publication
+                self.store.remove_tree(directory(job.generation, job.directory))
 
     def _prune(self, job: Job) -> None:
         """Apply the retention policy; trouble here harms no checkpoint and is only reported."""
+        self._parts.forget()
         try:
             found = catalogue(self.store)
             if mend(self.store, found):  # a keeper was killed while it pruned
@@ -224,8 +252,10 @@ class Persister:
                         incarnation=job.generation.incarnation, step=job.generation.step,
                         pruned_step=generation.step, pruned_incarnation=generation.incarnation,
                     ))  # fmt: skip
+            left = [m for m in found.manifests if m.generation not in gone]
             if not found.broken:  # an unreadable manifest may name what looks unnamed
-                self._sweeper.sweep(m for m in found.manifests if m.generation not in gone)
+                self._sweeper.sweep(left)
+            self._parts.learn(left)
         except Exception as error:  # whatever it is: the next attempt must be made durable
             emit(PersistBroke(
                 incarnation=job.generation.incarnation, step=job.generation.step,
@@ -242,6 +272,22 @@ class Persister:
             first = min(lineage[-self.keep.last :])
             condemned += [g for g in found.abandoned if g < first and g not in spared]
         return condemned
+
+
+def _require_sealed(image: ImageJob, written: Written, where: str) -> None:
+    if written != Written(image.header_xxh3, image.table_xxh3):
+        raise ChecksumMismatch(
+            f"header or block table of {where} changed after the image was sealed: "
+            f"sealed {image.header_xxh3} and {image.table_xxh3}, written "
+            f"{written.header_xxh3} and {written.table_xxh3}. It is not published."
+        )
+
+
+def _tell_durable(job: Job, ref: ImageRef, started_s: float) -> None:
+    emit(ImageDurable(
+        incarnation=job.generation.incarnation, step=job.generation.step, rank=ref.rank,
+        elapsed_s=time.monotonic() - started_s, size_bytes=ref.size_bytes, image=ref.path,
+    ))  # fmt: skip
 
 
 def _values_document(job: Job) -> dict[str, Any]:

@@ -211,7 +211,7 @@ class _Blocks:
         found = checksum(self.data[start - self.begin : stop - self.begin])
         if found != self._table[number]:
             raise ChecksumMismatch(
-                f"block {number} of {self._file.name}: stored {self._table[number]:016x}, read "
+                f"{self._file.block_name(number)}: stored {self._table[number]:016x}, read "
                 f"{found:016x}. The bytes changed after they were written. Run `holdfast verify "
                 "--deep`.",
                 block=number,

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from holdfast.catalogue import layout_path, read_bounded
-from holdfast.errors import ArenaError, ChecksumMismatch, FormatError
-from holdfast.format.checksum import checksum, text, unpack_table
+from holdfast.catalogue import damage_note, layout_path, read_bounded
+from holdfast.errors import (
+    AlreadyPublished,
+    ArenaError,
+    ChecksumMismatch,
+    FormatError,
+    HoldfastError,
+)
+from holdfast.format.checksum import BLOCK_BYTES, checksum, text, unpack_table
 from holdfast.format.image import Header, header_size, parse_header
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import ImageRef, Manifest
+from holdfast.format.split import PART_METADATA, join
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.snapshot.arena import SlotFile
@@ -33,8 +41,19 @@ class ImageFile(Protocol):
         """FormatError when it is shorter or longer than what names it says."""
         ...
 
+    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+        """Header and block checksums, verified; FormatError unless the metadata are ``expected``.
+
+        To be called before ``view``.
+        """
+        ...
+
     def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
         """The bytes from ``start`` to ``stop``; in ``staging`` where it has room for them."""
+        ...
+
+    def block_name(self, number: int) -> str:
+        """A block, in words; to be asked for one that was found changed."""
         ...
 
 
@@ -46,6 +65,14 @@ class StoredImage:
     def __init__(self, store: Store, path: str, size: int, header: str, table: str) -> None:
         self.store, self.name, self.size_bytes = store, path, size
         self.header_xxh3, self.table_xxh3 = header, table
+
+    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+        """See ``ImageFile``."""
+        return _read_head(self, expected)
+
+    def block_name(self, number: int) -> str:
+        """See ``ImageFile``."""
+        return f"block {number} of {self.name}"
 
     def check_length(self) -> None:
         """See ``ImageFile``."""
@@ -89,9 +116,95 @@ class HeldImage:
         if self.size_bytes > self.slot.capacity_bytes:
             raise FormatError(f"slot {self.name} is shorter than the image it is said to hold")
 
+    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+        """See ``ImageFile``."""
+        return _read_head(self, expected)
+
+    def block_name(self, number: int) -> str:
+        """See ``ImageFile``."""
+        return f"block {number} of {self.name}"
+
     def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
         """See ``ImageFile``: the shared memory itself."""
         return self.slot.image[start:stop]
+
+
+class JoinedImage:
+    """An image and its frozen part, two files of a store, as the one image they were in memory.
+
+    A part in which something is found changed gets a note beside it, if that can be written: the
+    next durable save of the run then writes it anew instead of naming it once more.
+    """
+
+    is_mapped = False
+
+    def __init__(self, live: StoredImage, part: StoredImage) -> None:
+        self.live, self.part = live, part
+        self.name, self.size_bytes = live.name, live.size_bytes
+        self.header_xxh3, self.table_xxh3 = live.header_xxh3, live.table_xxh3
+        self._shift = 0
+        """How much further on in the part its data lie than in the joined image."""
+        self._frozen_bytes = self._boundary = 0
+
+    def check_length(self) -> None:
+        """See ``ImageFile``."""
+        self.live.check_length()
+        try:
+            self.part.check_length()
+        except FormatError:
+            self._note_damage()
+            raise
+
+    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+        """See ``ImageFile``: header and checksums of the joined image."""
+        live, live_sums = self.live.open(expected)
+        try:
+            part, sums = self.part.open(PART_METADATA | {"rank": expected["rank"]})
+        except FormatError:
+            self._note_damage()
+            raise
+        header = join(live, part, f"{self.name} with {self.part.name}")
+        self._frozen_bytes = header.frozen_bytes
+        self._boundary = header.data_start + header.frozen_bytes
+        self._shift = part.data_start - header.data_start
+        self.size_bytes = header.size_bytes
+        return header, sums + live_sums
+
+    def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
+        """See ``ImageFile``: of the joined image."""
+        first = self._boundary - start
+        if first <= 0:
+            return self.live.view(start - self._frozen_bytes, stop - self._frozen_bytes, staging)
+        if stop <= self._boundary:
+            return self.part.view(start + self._shift, stop + self._shift, staging)
+        if len(staging) < stop - start:
+            staging = bytearray(stop - start)
+        self.part.view(start + self._shift, self._boundary + self._shift, staging)
+        view = memoryview(staging)[: stop - start]
+        at = self._boundary - self._frozen_bytes
+        self.live.store.read_into(self.live.name, at, view[first:])
+        return view
+
+    def block_name(self, number: int) -> str:
+        """See ``ImageFile``: in the file where it lies."""
+        frozen = self._frozen_bytes // BLOCK_BYTES
+        if number >= frozen:
+            return self.live.block_name(number - frozen)
+        is_noted = self._note_damage()
+        remedy = "it is noted as damaged" if is_noted else "move it away"
+        return (
+            f"{self.part.block_name(number)} (a frozen part: {remedy}, so that the next durable "
+            "save writes another)"
+        )
+
+    def _note_damage(self) -> bool:
+        """Whether the note is there now: who may not write can only say it."""
+        try:
+            with suppress(AlreadyPublished):
+                self.part.store.publish(damage_note(self.part.name), b"found damaged\n")
+        except HoldfastError:
+            return False
+        return True
 
 
 class Checkpoint:
@@ -128,22 +241,28 @@ class Checkpoint:
         file = self.files.get(rank)
         if file is None:
             raise FormatError(f"the checkpoint names no image of rank {rank}")
-        file.check_length()
-        data_start = header_size(bytes(file.view(0, 8, bytearray())), file.name, file.size_bytes)
-        raw = bytes(file.view(0, data_start, bytearray()))
-        _expect(text(checksum(raw)), file.header_xxh3, f"header of {file.name}")
-        header = parse_header(raw, file.name, file.size_bytes)
-        for name, expected in (self.identity | {"rank": str(rank)}).items():
-            if header.metadata.get(name) != expected:
-                raise FormatError(
-                    f"{file.name} is of {name} {header.metadata.get(name)!r}, {expected!r} was "
-                    "expected: it is not the image it is said to be"
-                )
-        at = data_start + header.table.offset
-        table = bytes(file.view(at, file.size_bytes, bytearray()))
-        _expect(text(checksum(table)), file.table_xxh3, f"block table of {file.name}")
+        header, table = file.open(self.identity | {"rank": str(rank)})
         self._headers[rank] = header
-        self._tables[rank] = unpack_table(table, header.blocks)
+        self._tables[rank] = table
+
+
+def _read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+    """Header and block checksums of one file, checked against what names it."""
+    file.check_length()
+    data_start = header_size(bytes(file.view(0, 8, bytearray())), file.name, file.size_bytes)
+    raw = bytes(file.view(0, data_start, bytearray()))
+    _expect(text(checksum(raw)), file.header_xxh3, f"header of {file.name}")
+    header = parse_header(raw, file.name, file.size_bytes)
+    for name, expected in identity.items():
+        if header.metadata.get(name) != expected:
+            raise FormatError(
+                f"{file.name} is of {name} {header.metadata.get(name)!r}, {expected!r} was "
+                "expected: it is not the image it is said to be"
+            )
+    at = data_start + header.table.offset
+    table = bytes(file.view(at, file.size_bytes, bytearray()))
+    _expect(text(checksum(table)), file.table_xxh3, f"block table of {file.name}")
+    return header, unpack_table(table, header.blocks)
 
 
 def _expect(found: str, stored: str, what: str) -> None:
@@ -175,11 +294,16 @@ def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
     """A published checkpoint."""
     path = layout_path(manifest.layout)
     layout = _read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
-    files: dict[int, ImageFile] = {
-        i.rank: StoredImage(store, i.path, i.size_bytes, i.header_xxh3, i.table_xxh3)
-        for i in manifest.images
-    }
+    parts = {part.rank: _stored(store, part) for part in manifest.parts}
+    files: dict[int, ImageFile] = {}
+    for named in manifest.images:
+        image, part = _stored(store, named), parts.get(named.rank)
+        files[named.rank] = image if part is None else JoinedImage(image, part)
     return Checkpoint(layout, files, manifest.world, _identity(manifest))
+
+
+def _stored(store: Store, ref: ImageRef) -> StoredImage:
+    return StoredImage(store, ref.path, ref.size_bytes, ref.header_xxh3, ref.table_xxh3)
 
 
 def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:

@@ -87,6 +87,7 @@ class _SaveSoFar:
     captured: _Reached | None = None
     durable: _Reached | None = None
     durable_bytes: int = 0
+    reused_bytes: int = 0
     missed: str | None = None
 
     def done(self, incarnation: int, step: int) -> Save:
@@ -102,6 +103,7 @@ class _SaveSoFar:
             persist_s=self.durable.elapsed_s if self.durable else None,
             size_bytes=self._size_bytes(),
             reason=self.missed or "",
+            reused_bytes=self.reused_bytes or None,
         )
 
     def _fence_s(self) -> float | None:
@@ -196,6 +198,7 @@ class _Fold:
                 save = self._saves[key]
                 save.durable = _first(save.durable, _Reached(time_s, event.elapsed_s))
                 save.durable_bytes = max(save.durable_bytes, event.size_bytes)
+                save.reused_bytes = max(save.reused_bytes, event.reused_bytes)
             case events.SnapshotMissed():
                 what = f"overtaken at {event.leaf}: " if event.overtaken and event.leaf else ""
                 self._saves[key].missed = what + event.reason

@@ -20,7 +20,7 @@ import msgspec
 from holdfast import events
 from holdfast.errors import UsageError
 from holdfast.events import Event, Sink
-from holdfast.observe.units import rate_text, seconds_text, size_text
+from holdfast.observe.units import rate_text, seconds_text, shared_text, size_text
 
 #: How long the same trouble is only counted after it was shown.
 QUIET_S = 60.0
@@ -118,11 +118,10 @@ def _facts(event: Event) -> str:
 
 
 def _published(event: Any) -> str:
-    rate = event.size_bytes / event.elapsed_s if event.elapsed_s > 0 else None
-    return (
-        f"durable, {size_text(event.size_bytes)} after {seconds_text(event.elapsed_s)}"
-        f" ({rate_text(rate)})"
-    )
+    written_bytes = event.size_bytes - event.reused_bytes
+    rate = written_bytes / event.elapsed_s if event.elapsed_s > 0 else None
+    size = shared_text(event.size_bytes, event.reused_bytes)
+    return f"durable, {size} after {seconds_text(event.elapsed_s)} ({rate_text(rate)})"
 
 
 def _restored(event: Any) -> str:

@@ -15,7 +15,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from holdfast.observe.units import count_text, moment_text, rate_text, seconds_text, size_text
+from holdfast.observe.units import (
+    count_text,
+    moment_text,
+    rate_text,
+    seconds_text,
+    shared_text,
+    size_text,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,14 @@ class Save:
     persist_s: float | None
     size_bytes: int
     reason: str = ""
+    reused_bytes: int | None = None
+    """Of ``size_bytes``, those that were stored before, if any: frozen and unchanged."""
 
     @property
     def throughput_bytes_per_s(self) -> float | None:
-        """Bytes made durable per second of writing."""
-        return self.size_bytes / self.persist_s if self.persist_s else None
+        """Bytes written and made durable per second of writing."""
+        written_bytes = self.size_bytes - (self.reused_bytes or 0)
+        return written_bytes / self.persist_s if self.persist_s else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +145,7 @@ QUANTITIES = (
     "durable_s",
     "persist_s",
     "size_bytes",
+    "reused_bytes",
     "throughput_bytes_per_s",
 )
 
@@ -189,7 +200,7 @@ def _save_table(saves: Iterable[Save]) -> Table:
             f"{save.incarnation}-{save.step}",
             save.state,
             *map(seconds_text, (save.held_s, save.fence_s, save.captured_s, save.durable_s)),
-            size_text(save.size_bytes),
+            shared_text(save.size_bytes, save.reused_bytes or 0),
             rate_text(save.throughput_bytes_per_s),
         )
     return table
@@ -203,6 +214,7 @@ _SHOWN = {
     "durable_s": ("time to durable", seconds_text),
     "persist_s": ("of it, writing", seconds_text),
     "size_bytes": ("size", size_text),
+    "reused_bytes": ("of it, not written again", size_text),
     "throughput_bytes_per_s": ("throughput to storage", rate_text),
 }
 

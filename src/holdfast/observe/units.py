@@ -19,6 +19,12 @@ def size_text(size_bytes: float | None) -> str:
     return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
 
 
+def shared_text(size_bytes: int, reused_bytes: int) -> str:
+    """``14.1 GB (50.0 MB own)``: a size, and what of it was not there before."""
+    own = f" ({size_text(size_bytes - reused_bytes)} own)" if reused_bytes else ""
+    return size_text(size_bytes) + own
+
+
 def seconds_text(elapsed_s: float | None) -> str:
     """``41 µs``, ``3.20 ms``, ``1.75 s`` or ``2 h 05 min``."""
     if elapsed_s is None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from holdfast.catalogue import (
     INCARNATIONS,
     LAYOUTS,
+    PARTS,
     ROOT,
     STEPS,
     layout_path,
@@ -127,9 +128,9 @@ def withdraw(store: Store, generation: Generation) -> bool:
 
 
 def unnamed_directories(store: Store, manifests: Iterable[Manifest]) -> list[str]:
-    """The directories of attempts that none of ``manifests``, which must be all, names."""
-    named = {image.path.rpartition("/")[0] for m in manifests for image in m.images}
-    below = (f"{STEPS}/{name}" for name in store.list(STEPS))
+    """The directories of images and parts that none of ``manifests``, which must be all, names."""
+    named = {directory for manifest in manifests for directory in manifest.directories}
+    below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
     return [path for path in below if path not in named]
 
 

@@ -182,10 +182,11 @@ def _copied(one: Pin) -> Manifest | None:
 
 def _is_whole(store: Store, manifest: Manifest) -> bool:
     try:
-        sizes = [store.size_bytes(image.path) for image in manifest.images]
+        files = (*manifest.images, *manifest.parts)
+        sizes = [store.size_bytes(file.path) for file in files]
     except NotFound:
         return False
-    is_complete = sizes == [image.size_bytes for image in manifest.images]
+    is_complete = sizes == [file.size_bytes for file in files]
     return is_complete and store.exists(layout_path(manifest.layout))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from holdfast.catalogue import Catalogue, catalogue
+from holdfast.catalogue import PARTS, Catalogue, catalogue
 from holdfast.errors import FormatError, NotFound
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.persist import commit
@@ -29,17 +29,21 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What goes: checkpoints with their images, directories of dead attempts, layouts."""
+    """What goes: checkpoints with their images, directories of dead attempts, layouts.
+
+    ``parts``: directories of frozen parts that no checkpoint names which stays.
+    """
 
     checkpoints: tuple[Manifest, ...]
     directories: tuple[Leftover, ...]
     layouts: tuple[Leftover, ...]
+    parts: tuple[Leftover, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         """Bytes that become free."""
-        leftovers = (*self.directories, *self.layouts)
-        return sum(m.size_bytes for m in self.checkpoints) + sum(x.size_bytes for x in leftovers)
+        leftovers = (*self.directories, *self.layouts, *self.parts)
+        return sum(m.image_bytes for m in self.checkpoints) + sum(x.size_bytes for x in leftovers)
 
     def __bool__(self) -> bool:
         return bool(self.checkpoints or self.directories or self.layouts)
@@ -66,11 +70,14 @@ def plan(store: Store, keep: Keep, *, abandoned: bool) -> Removal:
     going = condemned(found, pinned(store), keep, abandoned=abandoned)
     staying = [m for m in found.manifests if m not in going]
     staying += [manifest for manifest, _ in mendable(store, found)]
-    named_now = [*going, *staying]
+    left_behind = commit.unnamed_directories(store, [*going, *staying])
+    freed = commit.unnamed_directories(store, staying)
+    parts = [p for p in freed if p.startswith(f"{PARTS}/") and p not in left_behind]
     return Removal(
         going,
-        tuple(leftover(store, path) for path in commit.unnamed_directories(store, named_now)),
+        tuple(leftover(store, path) for path in left_behind),
         tuple(leftover(store, path) for path in commit.unnamed_layouts(store, staying)),
+        tuple(leftover(store, path) for path in parts),
     )
 
 
@@ -98,6 +105,7 @@ def remove(
         gone,
         tuple(one for one in removal.directories if one.path in directories),
         tuple(one for one in removal.layouts if one.path in layouts),
+        tuple(one for one in removal.parts if one.path in directories),
     )
 
 
@@ -115,7 +123,7 @@ def _readable(store: Store) -> Catalogue:
 
 
 def _directories(manifests: Iterable[Manifest]) -> set[str]:
-    return {image.path.rpartition("/")[0] for m in manifests for image in m.images}
+    return {directory for manifest in manifests for directory in manifest.directories}
 
 
 def leftover(store: Store, path: str) -> Leftover:

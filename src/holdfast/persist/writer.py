@@ -95,7 +95,7 @@ def write_image(sink: ImageSink, image: memoryview, arrival: Arrival, where: str
         for future in pending:
             future.result()
     table = image[data_start + header.table.offset :]
-    _compare_blocks(unpack_table(table, header.blocks), found, where)
+    compare_blocks(unpack_table(table, header.blocks), found, where)
     return Written(header_xxh3, text(checksum(table)))
 
 
@@ -119,7 +119,8 @@ def _write_chunk(
     sink.write(start, image[start:stop])
 
 
-def _compare_blocks(table: Sequence[int], found: Mapping[int, int], where: str) -> None:
+def compare_blocks(table: Sequence[int], found: Mapping[int, int], where: str) -> None:
+    """ChecksumMismatch for the first block whose sealed checksum is not the one found."""
     for number, stored in enumerate(table):
         if found[number] != stored:
             raise ChecksumMismatch(

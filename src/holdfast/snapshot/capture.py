@@ -190,6 +190,8 @@ def copy_image(
     """
     memory, start = target.memory, image.data_start
     memory[:start] = image.header
+    if image.gap is not None:  # before its block is summed
+        memory[start + image.gap[0] : start + image.gap[1]] = bytes(image.gap[1] - image.gap[0])
     if ready:
         sums = _copy_from_gpu(target, image, overtaking, progress, turn, ready)
     else:

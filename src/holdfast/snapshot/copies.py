@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.format.image import ImagePlan, plan_image
+from holdfast.format.image import ImagePlan
 from holdfast.geometry.layout import Layout
-from holdfast.snapshot.layouts import image_items
+from holdfast.snapshot.layouts import image_items, plan_rank
 from holdfast.state.binding import Binding
 
 #: Below this, tensors are copied together in one call instead of one by one.
@@ -47,8 +47,8 @@ class CopyPlan:
 def plan_copies(layout: Layout, rank: int, bindings: list[Binding]) -> CopyPlan:
     """Find each piece this rank stores inside the tensors it holds."""
     by_name = {binding.name: binding for binding in bindings}
-    image = plan_image(image_items(layout, rank))
-    # Entries are sorted by item size, stably; pieces are matched back to them by name.
+    image = plan_rank(layout, rank)
+    # Entries are in an order of their own; pieces are matched back to them by name.
     offsets = {entry.name: entry for entry in image.entries}
     names = [name for name, _, _ in image_items(layout, rank)]
     copies: list[Copy] = []

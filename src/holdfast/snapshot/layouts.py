@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.errors import FormatError, UsageError
-from holdfast.format.image import ImagePlan, image_bytes, piece_name, plan_image
+from holdfast.format.image import ImagePlan, Item, image_bytes, piece_name, plan_image
+from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout, LeafEntry, merge, table_from_json, table_hash
+from holdfast.geometry.leaves import MIN_FROZEN_BYTES
 
 #: Tables remembered for each rank: a state may alternate between a few forms.
 TABLES_PER_RANK = 8
@@ -29,7 +31,7 @@ class Agreed:
         plan = self._plans.get(rank)
         if plan is None:
             # Without its thousand entries: who copies makes its own.
-            whole = plan_image(image_items(self.layout, rank))
+            whole = plan_rank(self.layout, rank)
             plan = self._plans[rank] = replace(whole, entries=(), header_text="")
         return image_bytes(plan, values_bytes)
 
@@ -79,7 +81,23 @@ class Layouts:
         return found
 
 
-def image_items(layout: Layout, rank: int) -> list[tuple[str, str, tuple[int, ...]]]:
+def plan_rank(layout: Layout, rank: int) -> ImagePlan:
+    """The plan of the image of ``rank``: frozen leaves first, if there are enough of them."""
+    items = image_items(layout, rank)
+    pieces = layout.pieces(rank)
+    frozen = [layout.leaves[piece.leaf].is_frozen for piece in pieces]
+    sizes = (p.box.volume * ITEMSIZE[layout.leaves[p.leaf].dtype] for p in pieces)
+    if sum(size for size, is_frozen in zip(sizes, frozen, strict=True) if is_frozen) < (
+        MIN_FROZEN_BYTES
+    ):
+        return plan_image(items)
+    return plan_image(
+        [item for item, is_frozen in zip(items, frozen, strict=True) if not is_frozen],
+        [item for item, is_frozen in zip(items, frozen, strict=True) if is_frozen],
+    )
+
+
+def image_items(layout: Layout, rank: int) -> list[Item]:
     """(name, dtype, shape) of what ``rank`` stores, in the order of the layout's pieces."""
     items = []
     for piece in layout.pieces(rank):

@@ -94,7 +94,7 @@ def again_after(walk: Walk, objects: Objects, bindings: Sequence[Binding]) -> Ag
     if not own.isdisjoint(walk.aliases.values()):
         return None  # a tensor of a module is called by where it was met in a value before it
     known = Known()
-    for name, tensor, _, _ in walk.leaves:
+    for name, tensor, *_ in walk.leaves:
         if name not in own:
             known.name(tensor, name)
     return Again(

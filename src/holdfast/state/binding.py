@@ -53,12 +53,13 @@ def is_same(bindings: list[Binding], found: list[Found]) -> bool:
 
 
 def is_bound(binding: Binding, found: Found) -> bool:
-    name, tensor, hooked, spread = found
+    name, tensor, hooked, spread, frozen = found
     return (
         binding.tensor is tensor
         and binding.is_hooked == hooked
         and binding.name == name
         and binding.spread == spread
+        and binding.entry.is_frozen == frozen
         and signature(tensor) == binding.signature
     )
 

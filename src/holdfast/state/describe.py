@@ -17,6 +17,7 @@ from holdfast.geometry.layout import table_hash, table_to_json
 from holdfast.state import optimizers
 from holdfast.state.again import Again, again_after
 from holdfast.state.binding import Binding, Bindings, is_bound, is_like, is_same, signature
+from holdfast.state.frozen import Frozen
 from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.subclasses import check_in_place
@@ -41,12 +42,17 @@ class Describer:
 
     A leaf is unchanged when it is the same tensor object with the same memory; both are
     looked at on every call, for ``load_state_dict`` and ``module.double()`` replace them.
+
+    ``tells_frozen``: leaves that nothing changes are called so, to be stored apart from the others.
     """
 
-    def __init__(self, state: State, rank: int, world: int = 1) -> None:
+    def __init__(
+        self, state: State, rank: int, world: int = 1, *, tells_frozen: bool = False
+    ) -> None:
         self.state = state
         self.rank = rank
         self.world = world
+        self._frozen = Frozen() if tells_frozen else None
         self._last: Description | None = None
         self._again: Again | None = None
         self._staged: dict[str, torch.Tensor] = {}
@@ -61,6 +67,8 @@ class Describer:
         """Only values read anew, and the tensors met in them; None when anything else changed."""
         again, last = self._again, self._last
         if again is None or last is None or not again.watch.is_unchanged(objects):
+            return None
+        if self._frozen is not None and not self._frozen.is_settled():
             return None
         found = again.take_values(objects)
         if found is None or not all(map(self._rebind, again.value_leaves, found.tensors)):
@@ -81,9 +89,11 @@ class Describer:
         return True
 
     def _describe_anew(self, objects: Objects) -> Description:
-        walk = Walk(keeps_small=self.world > 1)
+        walk = Walk(keeps_small=self.world > 1, tells_frozen=self._frozen is not None)
         self._again = None
         walk.take(objects)
+        if self._frozen is not None:
+            self._frozen.settle(walk.leaves)
         values = walk.to_bytes()
         last = self._last
         if last is None or not is_same(last.bindings, walk.leaves):
@@ -119,11 +129,12 @@ class Describer:
             self._checked = found
 
     def _bind(
-        self, name: str, tensor: torch.Tensor, hooked: bool, spread: str, before: Binding | None
-    ) -> Binding:
-        if before is not None and is_bound(before, (name, tensor, hooked, spread)):
+        self, name: str, tensor: torch.Tensor, hooked: bool, spread: str, frozen: bool,
+        before: Binding | None,
+    ) -> Binding:  # fmt: skip
+        if before is not None and is_bound(before, (name, tensor, hooked, spread, frozen)):
             return before
-        entry = leaf_entry(name, tensor, self.rank, spread)
+        entry = leaf_entry(name, tensor, self.rank, spread, is_frozen=frozen)
         local = local_of(tensor)
         # A conjugate or negative view is one by a flag: only a copy has what it says.
         lazy = hooked and not (local.is_conj() or local.is_neg())

@@ -99,7 +99,9 @@ def fill_small(room: torch.Tensor, small: SmallTensor) -> None:
         local.copy_(flat.view(small.shape))
 
 
-def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafEntry:
+def leaf_entry(
+    name: str, tensor: torch.Tensor, rank: int, spread: str, *, is_frozen: bool = False
+) -> LeafEntry:
     """What ``rank`` declares of the leaf ``name``; UnsupportedState for what cannot be stored."""
     _check(name, tensor)
     dtype = DTYPE_NAMES[tensor.dtype]
@@ -108,9 +110,9 @@ def leaf_entry(name: str, tensor: torch.Tensor, rank: int, spread: str) -> LeafE
         where = _mesh(tensor.device_mesh)
         placements = tuple(_placement(name, p) for p in tensor.placements)
         _check_local_shape(name, tensor, local_shape(shape, where, placements, rank) or ())
-        return LeafEntry(name, dtype, shape, spread, Instance(where, placements))
+        return LeafEntry(name, dtype, shape, spread, Instance(where, placements), is_frozen)
     is_tiny = math.prod(shape) * ITEMSIZE[dtype] <= TINY_BYTES
-    return LeafEntry(name, dtype, shape, "lowest" if is_tiny else spread)
+    return LeafEntry(name, dtype, shape, "lowest" if is_tiny else spread, None, is_frozen)
 
 
 @lru_cache(maxsize=64)

@@ -21,8 +21,8 @@ from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import is_small, small_tensor
 from holdfast.state.values import Beside, Values, beside
 
-#: A leaf as found: name, tensor, is lazy, spread.
-Found = tuple[str, torch.Tensor, bool, str]
+#: A leaf as found: name, tensor, is lazy, spread, is frozen.
+Found = tuple[str, torch.Tensor, bool, str, bool]
 
 
 @dataclass(slots=True)
@@ -33,9 +33,11 @@ class Walk:
     name the leaf themselves.
 
     ``keeps_small``: small tensors in values stay values, so that each of several ranks has its own.
+    ``tells_frozen``: parameters that need no gradient and are in no optimizer are found frozen.
     """
 
     keeps_small: bool = False
+    tells_frozen: bool = False
     leaves: list[Found] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     met: list[tuple[str, torch.Tensor]] = field(default_factory=list)
@@ -66,7 +68,8 @@ class Walk:
             for name, tensor, is_parameter, changes_in_forward in objects.tensors[key]:
                 spread = "split" if is_parameter else "lowest"
                 is_lazy = id(tensor) in self._lazy and not changes_in_forward
-                self._add(f"{key}.{name}", tensor, is_lazy, spread)
+                is_frozen = is_parameter and not changes_in_forward and self._is_frozen(tensor)
+                self._add(f"{key}.{name}", tensor, is_lazy, spread, is_frozen)
             self.extras[key] = list(with_extra_state(module))
             self.values.take_extra(key, self.extras[key])
         self.values.take_rest(objects)
@@ -82,12 +85,18 @@ class Walk:
         self.optimizers[key] = beside(optimizer, parameters)
         self.values.take_optimizer(key, self.optimizers[key])
 
-    def _add(self, name: str, tensor: torch.Tensor, lazy: bool, spread: str) -> None:
+    def _is_frozen(self, parameter: torch.Tensor) -> bool:
+        is_owned = id(parameter) in self._lazy or id(parameter) in self._unhooked
+        return self.tells_frozen and not is_owned and not parameter.requires_grad
+
+    def _add(
+        self, name: str, tensor: torch.Tensor, lazy: bool, spread: str, frozen: bool = False
+    ) -> None:
         self.met.append((name, tensor))
         for part, inner in plain_parts(name, tensor):
             there = self._known.name(inner, part)
             if there is part:
-                self.leaves.append((part, inner, lazy, spread))
+                self.leaves.append((part, inner, lazy, spread, frozen))
             elif there != part:
                 self.aliases[part] = there
 
@@ -103,5 +112,5 @@ class Walk:
             return name
         if is_own:
             return small_tensor(where, value)
-        self.leaves.append((where, value, False, "lowest"))
+        self.leaves.append((where, value, False, "lowest", False))
         return name

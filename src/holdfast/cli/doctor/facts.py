@@ -111,6 +111,8 @@ class Root:
     checkpoints: int = 0
     newest: str = ""
     newest_bytes: int = 0
+    newest_written_bytes: int = 0
+    """Without what it shares with earlier checkpoints."""
     newest_images: int = 0
     broken: tuple[tuple[str, str], ...] = ()
     leftovers: int = 0

@@ -41,6 +41,7 @@ def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> Root:
         checkpoints=len(found.manifests),
         newest=str(newest.generation) if newest else "",
         newest_bytes=newest.size_bytes if newest else 0,
+        newest_written_bytes=newest.image_bytes if newest else 0,
         newest_images=len(newest.images) if newest else 0,
         broken=found.broken,
         leftovers=len(unnamed),

@@ -83,7 +83,7 @@ def _abilities(place: Place) -> Iterator[Finding]:
 
 def _room(place: Place, root: Root | None) -> Finding:
     about, text = "free space", f"{size_text(place.free_bytes)} on {place.mount or place.path}"
-    size = 0 if root is None else root.newest_bytes
+    size = 0 if root is None else root.newest_written_bytes or root.newest_bytes
     remedy = "Free some, or keep fewer: keep=holdfast.Keep(last=N), `holdfast prune`."
     if place.free_files is not None and place.free_files < _FILES:
         left = count_text(place.free_files, "more file")

@@ -1,0 +1,207 @@
+"""Write an image as two files, the frozen one only if no published checkpoint has the same.
+
+The same is what has the same header and the same checksum of every block, read from the stored
+file itself: no flag, name or step is trusted. Of frozen blocks that are stored already nothing is
+read from memory: what was captured has these checksums, and so has the file. Blocks that are
+written are summed from the bytes handed to the store, as those of every image.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from holdfast.catalogue import catalogue, damage_note
+from holdfast.errors import HoldfastError
+from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum, pack_table, text, unpack_table
+from holdfast.format.image import Header, Image, header_size, parse_header
+from holdfast.format.manifest import ImageRef, Manifest
+from holdfast.format.split import Split, split
+from holdfast.persist.writer import CHUNK_BYTES, WRITERS, Arrival, Written, compare_blocks
+from holdfast.storage.base import ImageSink, Store
+
+
+class Arriving(Protocol):
+    """An image on its way: its memory, and what is known of it."""
+
+    rank: int
+    memory: memoryview
+    arrival: Arrival
+
+
+class Stored(NamedTuple):
+    """What a manifest names of one rank. ``is_reused``: the part was there before."""
+
+    image: ImageRef
+    part: ImageRef | None = None
+    is_reused: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """An image that is stored in two files, as soon as its header is there."""
+
+    header: Header
+    header_xxh3: str
+    split: Split
+
+
+def halves_of(image: Arriving, where: str) -> Halves | None:
+    """Wait for the header; None for an image that is stored as it is."""
+    memory, arrival = image.memory, image.arrival
+    arrival.wait(8)
+    data_start = header_size(memory[:8], where, len(memory))
+    arrival.wait(data_start)
+    header = parse_header(memory[:data_start], where, len(memory))
+    found = split(header)
+    if found is None:
+        return None
+    return Halves(header, text(checksum(memory[:data_start])), found)
+
+
+class Parts:
+    """The frozen parts of a root, as its only writer knows them; asked by several threads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._named: list[ImageRef] | None = None
+
+    def learn(self, manifests: Iterable[Manifest]) -> None:
+        """These are the published manifests, all of them."""
+        named = {part.path: part for manifest in manifests for part in manifest.parts}
+        with self._lock:
+            self._named = list(named.values())
+
+    def forget(self) -> None:
+        """What is published is no longer known: it is looked up when it is needed."""
+        with self._lock:
+            self._named = None
+
+    def write(
+        self, image: Arriving, halves: Halves, path: str, part_path: str
+    ) -> tuple[Stored, Written]:
+        """Store ``image`` at ``path`` and ``part_path``, which belong to this attempt alone.
+
+        Returns what to name, and what the image in memory says of itself: to be compared with
+        what was sealed. Raises as ``write_image`` does, and then leaves neither file.
+        """
+        half, begin = halves.split, halves.header.data_start
+        header = text(checksum(half.part.header))
+        alike = [o for o in self._published() if (o.rank, o.header_xxh3) == (image.rank, header)]
+        with ExitStack() as opened:
+
+            def fill(one: Image, where: str, at: int) -> _Filled:
+                sink = opened.enter_context(_new_file(self._store, where, one.size_bytes))
+                return _Filled(sink, one, where, _write_data(sink, one, image, at))
+
+            # Frozen blocks come first in memory: what must be written is written as it arrives.
+            part = None if alike else fill(half.part, part_path, begin)
+            live = fill(half.live, path, begin + halves.header.frozen_bytes)
+            image.arrival.wait(len(image.memory))
+            table = image.memory[begin + halves.header.table.offset :]
+            written = Written(halves.header_xxh3, text(checksum(table)))
+            live_sums, part_sums = half.tables(unpack_table(table, halves.header.blocks))
+            same = self._find(alike, image.rank, half.part, part_sums)
+            if same is None and part is None:
+                part = fill(half.part, part_path, begin)
+            stored = live.finish(image.rank, live_sums)
+            if part is not None:
+                return Stored(stored, part.finish(image.rank, part_sums)), written
+            return Stored(stored, same, is_reused=True), written
+
+    def _published(self) -> list[ImageRef]:
+        with self._lock:
+            if self._named is not None:
+                return self._named
+        try:
+            self.learn(catalogue(self._store).manifests)
+        except HoldfastError:  # then everything is written anew
+            return []
+        return self._published()
+
+    def _find(
+        self, alike: Iterable[ImageRef], rank: int, made: Image, sums: Sequence[int]
+    ) -> ImageRef | None:
+        """The published part that is what would be written."""
+        table = pack_table(sums, made.table_entries)
+        for one in alike:
+            if one == _reference(one.path, rank, made, table) and self._holds(one, made, table):
+                return one
+        return None
+
+    def _holds(self, one: ImageRef, made: Image, table: bytes) -> bool:
+        """Whether the stored file itself is that part, as far as it tells without its blocks."""
+        at = made.data_start + made.table_offset
+        try:
+            return (
+                self._store.size_bytes(one.path) == made.size_bytes
+                and not self._store.exists(damage_note(one.path))
+                and self._store.read(one.path, 0, made.data_start) == made.header
+                and self._store.read(one.path, at, len(table)) == table
+            )
+        except HoldfastError:  # gone, or unreadable: it is written anew
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A file that has its header and its data, and not yet its table."""
+
+    sink: ImageSink
+    half: Image
+    path: str
+    sums: list[int]
+
+    def finish(self, rank: int, sealed: Sequence[int]) -> ImageRef:
+        """Make it durable, if what was written is what was sealed; ChecksumMismatch if not."""
+        compare_blocks(sealed, dict(enumerate(self.sums)), self.path)
+        table = pack_table(sealed, self.half.table_entries)
+        self.sink.write(self.half.data_start + self.half.table_offset, memoryview(table))
+        self.sink.finish()
+        return _reference(self.path, rank, self.half, table)
+
+
+def _reference(path: str, rank: int, made: Image, table: bytes) -> ImageRef:
+    return ImageRef(
+        path=path, rank=rank, size_bytes=made.size_bytes,
+        header_xxh3=text(checksum(made.header)), table_xxh3=text(checksum(table)),
+    )  # fmt: skip
+
+
+@contextmanager
+def _new_file(store: Store, path: str, size_bytes: int) -> Iterator[ImageSink]:
+    """A new file, gone again unless it was finished."""
+    sink = store.create(path, size_bytes)
+    try:
+        yield sink
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def _write_data(sink: ImageSink, half: Image, image: Arriving, begin: int) -> list[int]:
+    """Write header and data, which begin at ``begin`` of the image; the sums of their blocks."""
+    sums: dict[int, int] = {}
+
+    def write(start: int, stop: int) -> None:
+        data = image.memory[begin + start : begin + stop]
+        for number, at, after in blocks(0, -(-len(data) // BLOCK_BYTES), len(data)):
+            sums[start // BLOCK_BYTES + number] = checksum(data[at:after])
+        sink.write(half.data_start + start, data)
+
+    with ThreadPoolExecutor(WRITERS, thread_name_prefix="holdfast-write") as pool:
+        pending = [pool.submit(sink.write, 0, memoryview(half.header))]
+        for start in range(0, half.table_offset, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, half.table_offset)
+            image.arrival.wait(begin + stop)
+            pending.append(pool.submit(write, start, stop))
+            if len(pending) > 2 * WRITERS:
+                pending.pop(0).result()
+        for future in pending:
+            future.result()
+    return [sums[number] for number in range(half.blocks)]
