@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,14 +37,16 @@ class DLRover:
 
     def __init__(self, root: Path, leaves: dict[str, Tensor]) -> None:
         # Names in shared memory and of sockets that no other run on this machine has.
-        os.environ["ELASTIC_JOB_NAME"] = os.environ["DLROVER_JOB_NAME"] = f"bench{os.getpid()}"
+        job = os.environ["TORCHELASTIC_RUN_ID"] = f"bench{os.getpid()}"
         from dlrover.python.common.constants import CheckpointConstant
+        from dlrover.python.common.multi_process import SOCKET_TMP_DIR
         from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
         from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer
 
         self._root, self._leaves, self._disk = root / "dlrover", leaves, StorageType.DISK
         self._root.mkdir()
         self._tracker = self._root / CheckpointConstant.TRACER_FILE_NAME
+        self._sockets = Path(SOCKET_TMP_DIR) / job
         self._saver = DdpCheckpointer(str(self._root))
 
     def save(self, step: int) -> Saving:
@@ -69,9 +72,9 @@ class DLRover:
         remove(self._root / str(step))
 
     def close(self) -> None:
-        with suppress(Exception):
-            memory = self._saver._engine._shm_handler
-            memory.unlink() if hasattr(memory, "unlink") else memory.shared_memory.unlink()
+        with suppress(OSError):
+            self._saver._engine._shm_handler.unlink()
+        shutil.rmtree(self._sockets, ignore_errors=True)
         remove(self._root)
 
 
@@ -81,10 +84,12 @@ class DeepSpeed:
     is_async = False
     early = ""
 
-    def __init__(self, root: Path, leaves: dict[str, Tensor], engine: Any, settings: str) -> None:
+    def __init__(
+        self, root: Path, leaves: dict[str, Tensor], engine: Any, settings: str, *, zipped: bool
+    ) -> None:
         self._root, self._leaves, self._engine = root / "deepspeed", leaves, engine
         self._root.mkdir()
-        self.settings = settings
+        self.settings, self._zipped = settings, zipped
 
     def save(self, step: int) -> Saving:
         path = self._root / str(step)
@@ -94,7 +99,8 @@ class DeepSpeed:
         return Saving()
 
     def read(self, step: int) -> Iterator[tuple[str, Tensor]]:
-        yield from torch.load(self._root / str(step) / "state.pt").items()
+        path = self._root / str(step) / "state.pt"
+        yield from torch.load(path, mmap=self._zipped).items()
 
     def discard(self, step: int) -> None:
         remove(self._root / str(step))
@@ -150,7 +156,9 @@ def make_deepspeed(root: Path, training: Any) -> Any:
 
     engine = TorchCheckpointEngine()
     engine.zipfile_serialization = True  # the format torch reads fastest, and its default
-    return DeepSpeed(root, training.leaves, engine, "TorchCheckpointEngine (torch.save)")
+    return DeepSpeed(
+        root, training.leaves, engine, "TorchCheckpointEngine (torch.save)", zipped=True
+    )
 
 
 def make_fast_persist(root: Path, training: Any) -> Any:
@@ -174,7 +182,9 @@ def make_fast_persist(root: Path, training: Any) -> Any:
         world_size=1, rank=0, global_rank=0, local_rank=0, pure_dp=True
     )
     engine = FastCheckpointEngine(Config, alone, False)
-    return DeepSpeed(root, training.leaves, engine, "FastCheckpointEngine (FastPersist)")
+    return DeepSpeed(
+        root, training.leaves, engine, "FastCheckpointEngine (FastPersist)", zipped=False
+    )
 
 
 def make_orbax(root: Path, training: Any, **settings: Any) -> Any:

@@ -83,6 +83,7 @@ class Series:
         """Everything; what was found."""
         began = time.monotonic()
         self._calibrate()
+        show(f"about {self._guess_s() / 60:.0f} minutes for {self.options.rounds} rounds")
         for name in self.names:
             self._choose(name)
         for turn in range(self.options.rounds):
@@ -98,6 +99,15 @@ class Series:
             self.rounds = turn + 1
         return self._collect()
 
+    def _guess_s(self) -> float:
+        """How long all visits take on a machine that does nothing else, roughly."""
+        heats = 0 if self.options.quick else sum(
+            len(contenders.CONTENDERS[name].tried) for name in self.names
+        )  # fmt: skip
+        gigabytes = self.state.size_bytes / 1e9
+        visits = self.options.rounds * len(self.names)
+        return visits * (12 + 8 * gigabytes) + heats * (8 + 4 * gigabytes)
+
     def _round(self, turn: int) -> None:
         first = turn % len(self.names)
         for name in (*self.names[first:], *self.names[:first]):
@@ -109,7 +119,7 @@ class Series:
                 self.took_s.pop(name)
                 if name == contenders.LIMITS:
                     raise SystemExit(f"the limits could not be measured: {outcome.failed}")
-                self.failed[name] = outcome.failed
+                self.failed[name] = outcome.failed + (f" (round {turn + 1})" if turn else "")
                 show(f"round {turn + 1}: {name}: failed: {outcome.failed}")
                 continue
             self.visits[name].append(outcome.result)
