@@ -36,6 +36,11 @@ def _threads(*counts: int, **more: Any) -> tuple[dict[str, Any], ...]:
     return tuple({"threads": count, **more} for count in counts)
 
 
+def _batching(**more: Any) -> tuple[dict[str, Any], ...]:
+    return tuple({"batching": batching, **more} for batching in (False, True))
+
+
+_PARTS = tuple({"parts": count} for count in (1, 2, 4))
 CONTENDERS = {
     LIMITS: Contender("systems:nothing"),
     OURS: Contender("systems:make_holdfast"),
@@ -50,13 +55,19 @@ CONTENDERS = {
         "systems:make_dcp_async", (),
         (*_threads(2, 4, process=True, shared=True), *_threads(2, 4, process=True, shared=False)),
     ),
-    "torchsnapshot take": Contender("rivals_meta:make_take", ("torchsnapshot",)),
-    "torchsnapshot async_take": Contender("rivals_meta:make_async_take", ("torchsnapshot",)),
+    "torchsnapshot take": Contender("rivals_meta:make_take", ("torchsnapshot",), _batching()),
+    "torchsnapshot async_take": Contender(
+        # Without batching it takes no copy at all.
+        "rivals_meta:make_async_take", ("torchsnapshot",), ({"batching": True, "hold": False},)
+    ),
+    "torchsnapshot async_take, and wait()": Contender(
+        "rivals_meta:make_async_take", ("torchsnapshot",), _batching(hold=True)
+    ),
     "torch_checkpointing, sync": Contender(
-        "rivals_meta:make_sync_manager", ("torch_checkpointing",)
+        "rivals_meta:make_sync_manager", ("torch_checkpointing",), _PARTS
     ),
     "torch_checkpointing, async": Contender(
-        "rivals_meta:make_async_manager", ("torch_checkpointing",)
+        "rivals_meta:make_async_manager", ("torch_checkpointing",), _PARTS
     ),
     "Megatron dist_checkpointing": Contender(
         "rivals_nvidia:make_megatron", ("megatron.core",), _threads(1, 2, 4)

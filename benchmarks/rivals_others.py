@@ -110,10 +110,13 @@ class DeepSpeed:
 
 
 class Orbax:
-    """``AsyncCheckpointer`` of a tree of numpy arrays: views of the training's tensors."""
+    """``AsyncCheckpointer`` of a tree of numpy arrays: views of the training's tensors.
+
+    It copies before ``save`` returns.
+    """
 
     is_async = True
-    early = "no wait after save"
+    early = ""
 
     def __init__(self, root: Path, leaves: dict[str, Tensor], *, ocdbt: bool) -> None:
         import orbax.checkpoint as ocp
@@ -132,7 +135,7 @@ class Orbax:
             self._saver.wait_until_finished()
             sync_tree(path)
 
-        return Saving(self._saver.wait_until_finished, wait_durable)
+        return Saving(_no_wait, wait_durable)
 
     def read(self, step: int) -> Iterator[tuple[str, Tensor]]:
         with self._ocp.PyTreeCheckpointer() as reader:
