@@ -175,6 +175,11 @@ def sync_directories(directory: Path) -> None:
         _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
+def sync_file(path: Path) -> None:
+    """Make a file's bytes durable."""
+    _fsync(path, os.O_RDONLY)
+
+
 def sync_tree(directory: Path) -> None:
     """Make everything below ``directory`` durable, and its own name."""
     for path, _, names in os.walk(directory, topdown=False):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import remove, sync_tree
+from harness import remove, sync_file, sync_tree
 from systems import Saving
 from torch import Tensor
 
@@ -60,7 +60,8 @@ class DLRover:
                 if time.monotonic() - began > self.patience_s:
                     raise TimeoutError(f"step {step} was not written in {self.patience_s:.0f} s")
                 time.sleep(0.002)
-            sync_tree(self._root)
+            sync_tree(self._root / str(step))  # beside it a directory of theirs is being emptied
+            sync_file(self._tracker)
 
         return Saving(_no_wait, wait_durable)
 

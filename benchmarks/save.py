@@ -201,6 +201,8 @@ class Series:
     def _entry(self, name: str) -> dict[str, Any]:
         if name in self.failed:
             return {"failed": self.failed[name]}
+        if name == contenders.OURS and (why := self._too_large()):
+            return {"failed": why}
         visits = self.visits[name]
         verdicts = {
             key: [verdict for one in visits for verdict in one["verdicts"].get(key, [])]
@@ -219,6 +221,16 @@ class Series:
                 for kind in ("private", "shared", "files", "highest")
             },
         }
+
+    def _too_large(self) -> str:
+        """Whether the arena was not bounded as asked: the figures would be of another mode."""
+        bound = int(self.state.environment.get("HOLDFAST_ARENA_BYTES", 0))
+        took = max(_extra(peaks, "shared") * 1e6 for peaks in self.peaks[contenders.OURS])
+        if bound and took > 1.05 * bound + (8 << 20):
+            return (
+                f"{took / 1e6:.0f} MB of arena, where HOLDFAST_ARENA_BYTES is {bound / 1e6:.0f} MB"
+            )
+        return ""
 
     def _summaries(self, name: str) -> dict[str, Any]:
         """By figure, over all rounds."""
