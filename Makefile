@@ -4,6 +4,7 @@
 VENV  := .venv
 BIN   := $(VENV)/bin
 READY := $(VENV)/.ready
+RIVALS := .venv-rivals
 
 # The first of these that runs and is new enough; `make PYTHON=...` decides otherwise.
 PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,\
@@ -19,7 +20,7 @@ PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/tes
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-all lint types layers tests tests-all coverage format docs bench clean
+.PHONY: help setup demo test test-all lint types layers tests tests-all coverage format docs bench bench-rivals bench-quick clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | column -t -s '|' 2>/dev/null \
@@ -61,8 +62,13 @@ format: $(READY) ## bring the sources into shape
 docs: $(READY) ## docs/operations/errors.md, from the classes of errors.py
 	$(BIN)/python docs/generate_errors.py
 
-bench: $(READY) ## the figures of docs/performance.md
+bench: $(READY) ## the figures of docs/performance.md, with the rivals that are installed
 	$(BIN)/python benchmarks/save.py
+
+bench-quick: $(READY) ## the same in a minute, with a small state: whether it works, no figures
+	$(BIN)/python benchmarks/save.py --quick
+
+bench-rivals: $(RIVALS)/.ready ## an environment with the rivals, for `make bench`
 
 clean: ## remove what was built and cached; the virtual environment stays
 	rm -rf build dist .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -73,6 +79,16 @@ clean: ## remove what was built and cached; the virtual environment stays
 $(READY): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# The same torch, first, and Holdfast without what it needs, which is there already by then.
+$(RIVALS)/.ready: benchmarks/rivals.txt constraints.txt | $(READY)
+	$(BIN)/python -m venv --without-pip $(RIVALS)
+	$(PIP) --python $(RIVALS)/bin/python install --quiet --constraint constraints.txt \
+		"$$(grep '^torch==' constraints.txt)" numpy msgspec xxhash rich safetensors setuptools
+	$(PIP) --python $(RIVALS)/bin/python install --quiet --constraint constraints.txt \
+		--requirement benchmarks/rivals.txt
+	$(PIP) --python $(RIVALS)/bin/python install --quiet --no-deps --editable .
 	@touch $@
 
 # Debian's python3 makes no pip of its own without the package python3-venv; the pip outside can.

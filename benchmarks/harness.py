@@ -13,15 +13,26 @@ import platform
 import re
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+_VERSIONS = """
+import importlib.metadata, json, platform, sys
+found = {"python": platform.python_version()}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
 IN_MEMORY = ("tmpfs", "ramfs", "ramdisk")
 
 
@@ -42,10 +53,10 @@ def alternate(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 def summary(values: Sequence[float]) -> dict[str, Any]:
     """Median, extremes and the values themselves."""
     return {
-        "median": round(statistics.median(values), 4),
-        "min": round(min(values), 4),
-        "max": round(max(values), 4),
-        "values": [round(value, 4) for value in values],
+        "median": round(statistics.median(values), 6),
+        "min": round(min(values), 6),
+        "max": round(max(values), 6),
+        "values": [round(value, 6) for value in values],
     }
 
 
@@ -68,8 +79,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # ── the machine ──────────────────────────────────────────────────────────────────────────────
 
 
-def machine_facts(directory: Path, packages: Sequence[str]) -> dict[str, str]:
-    """What must stand beside a figure; no names of people, hosts or directories."""
+def machine_facts(
+    directory: Path, packages: Sequence[str], interpreter: str = sys.executable
+) -> dict[str, str]:
+    """What must stand beside a figure; no names of people, hosts or directories.
+
+    Of the packages those that ``interpreter`` has.
+    """
     memory = re.search(r"MemTotal:\s+(\d+)", _read("/proc/meminfo"))
     return {
         "processor": processor(),
@@ -77,9 +93,17 @@ def machine_facts(directory: Path, packages: Sequence[str]) -> dict[str, str]:
         "memory": f"{int(memory[1]) / 1e6:.0f} GB" if memory else "unknown",
         "disk": file_system(directory),
         "kernel": platform.release(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
+        **versions(packages, interpreter),
     }
+
+
+def versions(packages: Sequence[str], interpreter: str) -> dict[str, str]:
+    """The versions of an interpreter and of those packages it has."""
+    asked = subprocess.run(
+        [interpreter, "-c", _VERSIONS, *packages], capture_output=True, text=True, check=True
+    )
+    found: dict[str, str] = json.loads(asked.stdout)
+    return found
 
 
 def processor() -> str:
@@ -148,11 +172,29 @@ def scratch(parent: str | None, needed_bytes: int) -> Iterator[Path]:
 def sync_directories(directory: Path) -> None:
     """Make the names in ``directory`` durable, and its own: files alone are not found again."""
     for path in (directory, directory.parent):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """Make a file's bytes durable."""
+    _fsync(path, os.O_RDONLY)
+
+
+def sync_tree(directory: Path) -> None:
+    """Make everything below ``directory`` durable, and its own name."""
+    for path, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _fsync(Path(path) / name, os.O_RDONLY)
+        _fsync(Path(path), os.O_RDONLY | os.O_DIRECTORY)
+    _fsync(directory.parent, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def prime_page_cache(directory: Path, size_bytes: int) -> None:
@@ -178,10 +220,12 @@ def remove(directory: Path) -> None:
 # ── results ──────────────────────────────────────────────────────────────────────────────────
 
 
-def write_results(kind: str, facts: dict[str, str], found: dict[str, Any], shown: str) -> Path:
+def write_results(
+    kind: str, facts: dict[str, str], found: dict[str, Any], shown: str, directory: Path = RESULTS
+) -> Path:
     """``results/<kind>_<processor>_<month>``: the raw values as JSON, what is shown as markdown."""
     slug = re.sub(r"[^a-z0-9]+", "-", f"{facts['processor']} {facts['cores']}c".lower()).strip("-")
-    path = RESULTS / f"{kind}_{slug}_{time.strftime('%Y%m')}.json"
+    path = directory / f"{kind}_{slug}_{time.strftime('%Y%m')}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"date": today(), "machine": facts, **found}, indent=1) + "\n")
     path.with_suffix(".md").write_text(shown + "\n")

@@ -6,62 +6,156 @@ import ctypes
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import xxhash
 from torch import Tensor
 
 from holdfast.storage import LocalStore
 
-CHUNKS = [(mebibytes << 20, threads) for mebibytes in (4, 8, 16) for threads in (1, 2, 4)]
+MIB = 1 << 20
+CHUNKS = [(mebibytes, threads) for mebibytes in (1, 4, 8, 16) for threads in (1, 2, 4)]
+SWEEP_BYTES = 1 << 29
+DEFAULTS = {"write": (4, 4), "read": (4, 4)}
+COPIES = (1, 2)
+COPY = "copy by {} into touched memory"
+SUM = "copy and xxh3 by {}"
+WRITE, READ = "direct write", "direct read"
 libc = ctypes.CDLL(None)
 libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
+def threads(count: int) -> str:
+    return "one thread" if count == 1 else f"{count} threads"
+
+
 class Limits:
-    """One thread's copy into touched memory, and a direct write of the best chunk size.
+    """Copies into touched memory, with checksums or without; direct writes and reads.
 
     The memory is shared memory, as an arena is: measured, the disk takes it faster than private
-    memory (0.41 against 0.54 s for 1.6 GB).
+    memory (0.41 against 0.54 s for 1.6 GB). ``sweep`` looks for the best chunk size and number of
+    threads; otherwise ``best`` says them.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], root: Path) -> None:
-        self._leaves = [leaf for leaf in leaves if leaf.ndim]
+    def __init__(
+        self, leaves: Sequence[Tensor], root: Path, best: dict[str, Any] | None = None, *,
+        sweep: bool = True,
+    ) -> None:  # fmt: skip
         # Whole pages, as an image has them: direct I/O takes no others.
         self._size = -(-sum(leaf.nbytes for leaf in leaves) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._parts = _parts(leaves)
         file = os.memfd_create("limits")
         os.ftruncate(file, self._size)
         self._memory = mmap.mmap(file, self._size)
         os.close(file)
         self._view = memoryview(self._memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self._store = LocalStore(root / "limits")
+        self._root = root / "limits"
+        self._store = LocalStore(self._root)
         self.copy()  # touches every page
-        found = {chunk: min(self._write(*chunk) for _ in range(2)) for chunk in CHUNKS}
-        self.tried = {f"{size >> 20} MiB x {n}": round(s, 4) for (size, n), s in found.items()}
-        self._best = min(found, key=found.__getitem__)
-        self.settings = f"{self._best[0] >> 20} MiB x {self._best[1]} threads"
+        self.best = {what: tuple(one) for what, one in {**DEFAULTS, **(best or {})}.items()}
+        self.tried: dict[str, dict[str, float]] = {}
+        if sweep:
+            whole, self._size = self._size, min(self._size, SWEEP_BYTES)
+            self._sweep("write", self._write)
+            self._create()
+            self._sweep("read", self._read)
+            self._store.remove("image")
+            self._size = whole
+        self.settings = ", ".join(
+            f"{what} {size} MiB x {threads(count)}" for what, (size, count) in self.best.items()
+        )
 
-    def copy(self) -> float:
-        """Seconds for one thread to copy the state into touched memory."""
-        began, at = time.perf_counter(), self._address
-        for leaf in self._leaves:
-            libc.memcpy(at, leaf.data_ptr(), leaf.nbytes)
-            at += leaf.nbytes
+    def _sweep(self, what: str, measure: Callable[[int, int], float]) -> None:
+        found = {chunk: min(measure(*chunk) for _ in range(2)) for chunk in CHUNKS}
+        self.tried[what] = {f"{size} MiB x {n}": round(s, 4) for (size, n), s in found.items()}
+        self.best[what] = min(found, key=found.__getitem__)
+
+    def measures(self) -> Iterator[tuple[str, Callable[[], float]]]:
+        """(name, measurement) of every limit."""
+        for count in COPIES:
+            yield COPY.format(threads(count)), lambda count=count: self.copy(count)
+        for count in COPIES:
+            yield SUM.format(threads(count)), lambda count=count: self.copy(count, summed=True)
+        yield WRITE, self.write
+        yield READ, self.read
+
+    def copy(self, count: int = 1, *, summed: bool = False) -> float:
+        """Seconds for ``count`` threads to copy the state into touched memory.
+
+        ``summed``: with a checksum of each MiB, of the copy, while it is in the cache.
+        """
+
+        def work(parts: list[tuple[int, int, int]]) -> None:
+            for source, at, size in parts:
+                libc.memcpy(self._address + at, source, size)
+                if summed:
+                    xxhash.xxh3_64_intdigest(self._view[at : at + size])
+
+        # Threads take turns: leaves, and with them the work, are of very different sizes.
+        shares = [self._parts[number::count] for number in range(count)]
+        began = time.perf_counter()
+        if count == 1:
+            work(shares[0])
+        else:
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(work, shares))
         return time.perf_counter() - began
 
     def write(self) -> float:
         """Seconds to write as many bytes with direct I/O, file and directory synced."""
-        return self._write(*self._best)
+        return self._write(*self.best["write"])
 
-    def _write(self, chunk: int, threads: int) -> float:
+    def read(self) -> float:
+        """Seconds to read as many bytes with direct I/O into touched memory."""
+        self._create()
+        elapsed = self._read(*self.best["read"])
+        self._store.remove("image")
+        return elapsed
+
+    def _create(self) -> None:
+        self._fill(4, 4)
+
+    def _write(self, mebibytes: int, count: int) -> float:
         began = time.perf_counter()
-        sink = self._store.create("image", self._size)
-        with ThreadPoolExecutor(threads) as pool:
-            parts = range(0, self._size, chunk)
-            list(pool.map(lambda at: sink.write(at, self._view[at : at + chunk]), parts))
-        sink.finish()
+        self._fill(mebibytes, count)
         elapsed = time.perf_counter() - began
         self._store.remove("image")
         return elapsed
+
+    def _fill(self, mebibytes: int, count: int) -> None:
+        sink = self._store.create("image", self._size)
+        chunk = mebibytes * MIB
+        with ThreadPoolExecutor(count) as pool:
+            parts = range(0, self._size, chunk)
+            list(pool.map(lambda at: sink.write(at, self._view[at : at + chunk]), parts))
+        sink.finish()
+
+    def _read(self, mebibytes: int, count: int) -> float:
+        chunk = mebibytes * MIB
+        began = time.perf_counter()
+        file = os.open(self._root / "image", os.O_RDONLY | os.O_DIRECT)
+
+        def read(at: int) -> None:
+            end = min(at + chunk, self._size)
+            while at < end:
+                at += os.preadv(file, [self._view[at:end]], at)
+
+        with ThreadPoolExecutor(count) as pool:
+            list(pool.map(read, range(0, self._size, chunk)))
+        os.close(file)
+        return time.perf_counter() - began
+
+
+def _parts(leaves: Sequence[Tensor]) -> list[tuple[int, int, int]]:
+    """(address, offset in the copy, bytes) of pieces of at most one MiB."""
+    found, offset = [], 0
+    for leaf in leaves:
+        for at in range(0, leaf.nbytes, MIB):
+            size = min(MIB, leaf.nbytes - at)
+            found.append((leaf.data_ptr() + at, offset, size))
+            offset += size
+    return found

@@ -7,29 +7,57 @@ in docs/performance.md.
 from __future__ import annotations
 
 import argparse
-import os
+import signal
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import charts
+import contenders
 import harness
+import processes
 import tables
-import torch.distributed as dist
-from limits import Limits
-from systems import DcpAsync, DcpSave, Holdfast, Safetensors, Saving, System, TorchSave
-from training import WIDTH, Training, fingerprints, verdict
+from watch import Outcome, visit
 
-clock = time.perf_counter
-DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
-FORWARD_BACKWARD_S = 0.4
-STEPS = 3
-WARM_UP_SAVES = 3
-ALONE, COPY, WRITE = "training alone", "memory copy", "direct write"
+PROJECT = Path(__file__).parents[1]
+DOCUMENT = PROJECT / "docs" / "performance.md"
+IMAGES = PROJECT / "docs" / "images"
+RIVALS = PROJECT / ".venv-rivals" / "bin" / "python"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is saved. ``copies``: how many of it must fit into the memory, staging included."""
+
+    title: str
+    kind: str
+    width: int
+    size_bytes: int
+    environment: dict[str, str] = field(default_factory=dict)
+    copies: float = 5.0
+
+
+STATES = {
+    "tensors": State("1.6 GB in 48 tensors", "layers", 2887, 1_600_000_000),
+    "leaves": State("1.6 GB in 3,000 leaves", "gpt", 416, 1_600_000_000),
+    "ring": State(
+        "6 GB, 4 GiB of arena", "layers", 5590, 6_000_000_000,
+        {"HOLDFAST_ARENA_BYTES": str(4 << 30)}, copies=3.0,
+    ),
+}  # fmt: skip
+SMALL = {
+    "tensors": State("39 MB in 48 tensors", "layers", 451, 39_000_000),
+    "leaves": State("0.1 GB in 3,000 leaves", "gpt", 104, 107_000_000),
+    "ring": State(
+        "39 MB, 32 MiB of arena", "layers", 451, 39_000_000,
+        {"HOLDFAST_ARENA_BYTES": str(32 << 20)},
+    ),
+}  # fmt: skip
+QUICK_STATES = ["tensors"]
+QUICK_SYSTEMS = [contenders.LIMITS, contenders.OURS, "torch.save", "DCP async_save, THREAD"]
 
 
 def show(line: str) -> None:
@@ -37,296 +65,300 @@ def show(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
-# ── one save ─────────────────────────────────────────────────────────────────────────────────
+class Series:
+    """All visits to one state: the settings of each system, then round after round."""
 
+    def __init__(self, state: State, names: list[str], root: Path, options: Any) -> None:
+        self.state, self.names, self.root, self.options = state, names, root, options
+        self.settings: dict[str, dict[str, Any]] = {}
+        self.tried: dict[str, Any] = {}
+        self.failed: dict[str, str] = {}
+        self.visits: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        self.peaks: dict[str, list[dict[str, dict[str, int]]]] = defaultdict(list)
+        self.took_s: dict[str, float] = {}
+        self.rows = 0
+        self.rounds = 0
 
-@dataclass(slots=True)
-class Bench:
-    """The training, the disk, and what was measured: ``found[system][figure]`` in seconds."""
+    def run(self) -> dict[str, Any]:
+        """Everything; what was found."""
+        began = time.monotonic()
+        self._calibrate()
+        show(f"about {self._guess_s() / 60:.0f} minutes for {self.options.rounds} rounds")
+        for name in self.names:
+            self._choose(name)
+        for turn in range(self.options.rounds):
+            left_s = self.options.minutes * 60 - (time.monotonic() - began)
+            if turn and left_s < sum(self.took_s.values()):
+                show(f"{self.options.minutes:.0f} minutes are over: {turn} rounds")
+                break
+            self._round(turn)
+            rounds_left = self.options.rounds - turn - 1
+            per_round = sum(self.took_s.values())
+            show(f"a round takes {per_round / 60:.1f} minutes; {rounds_left} to go: "
+                 f"{rounds_left * per_round / 60:.0f} minutes")  # fmt: skip
+            self.rounds = turn + 1
+        return self._collect()
 
-    training: Training
-    root: Path
-    patience_s: float
-    found: dict[str, dict[str, list[float]]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(list))
-    )
-    verdicts: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    idle: list[float] = field(default_factory=list)
-    steps_saved: int = 0
-    watcher: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    def _guess_s(self) -> float:
+        """How long all visits take on a machine that does nothing else, roughly."""
+        heats = 0 if self.options.quick else sum(
+            len(contenders.CONTENDERS[name].tried) for name in self.names
+        )  # fmt: skip
+        gigabytes = self.state.size_bytes / 1e9
+        visits = self.options.rounds * len(self.names)
+        return visits * (12 + 8 * gigabytes) + heats * (8 + 4 * gigabytes)
 
-    def at_once(self, system: System, *, check: bool = True) -> tuple[dict[str, float], str]:
-        """Save, and update as soon as the system allows: nothing overlaps with its copying."""
-        before, step = self.training.fingerprints() if check else {}, self._next()
-        self.settle()
-        self._prime()
-        began = clock()
-        saving = system.save(step)
-        saving.wait_safe()
-        free = clock()
-        durable = self._watch(saving)
-        self.training.update()
-        times = {"blocked": free - began, "durable": durable.result() - began}
-        stored = self._check(system, step, before) if check else ""
-        system.discard(step)
-        return times, stored
+    def _round(self, turn: int) -> None:
+        first = turn % len(self.names)
+        for name in (*self.names[first:], *self.names[:first]):
+            if name in self.failed:
+                continue
+            outcome = self._visit(name, self.settings[name])
+            self.took_s[name] = outcome.elapsed_s
+            if outcome.failed:
+                self.took_s.pop(name)
+                if name == contenders.LIMITS:
+                    raise SystemExit(f"the limits could not be measured: {outcome.failed}")
+                self.failed[name] = outcome.failed + (f" (round {turn + 1})" if turn else "")
+                show(f"round {turn + 1}: {name}: failed: {outcome.failed}")
+                continue
+            self.visits[name].append(outcome.result)
+            self.peaks[name].append(outcome.peaks)
+            figures = outcome.result["figures"]
+            last = {key: round(figures[key][-1], 3) for key in _SHOWN if key in figures}
+            show(f"round {turn + 1}: {name}: {last} {outcome.result['verdicts'] or ''}")
 
-    def in_training(self, system: System, *, check: bool = True) -> tuple[dict[str, float], str]:
-        """Save between two steps; the next update comes after a forward and a backward.
+    def _calibrate(self) -> None:
+        """The limits' best settings, and a batch that computes longer than a copy takes."""
+        outcome = self._visit(contenders.LIMITS, {}, trial=True)
+        if outcome.failed:
+            raise SystemExit(f"the limits could not be measured: {outcome.failed}")
+        self.rows = outcome.result["rows"]
+        self.settings[contenders.LIMITS] = outcome.result["best"]
+        self.tried[contenders.LIMITS] = outcome.result["tried"]
+        show(f"{self.state.title}: {outcome.result['settings']}; batch of {self.rows}")
 
-        What is lost is what the steps took longer than the same steps just before, alone.
-        """
-        self.settle()
-        training, step, alone = self.training, self._next(), self._alone()
-        before = training.fingerprints() if check else {}
-        self._prime()
-        began = clock()
-        saving = system.save(step)
-        returned = clock()
-        durable = self._watch(saving)
-        training.forward_backward()
-        worked = clock()
-        saving.wait_safe()
-        free = clock()
-        training.update()
-        steps = 1
-        while steps < STEPS or not durable.done():
-            training.step()
-            steps += 1
-        times = {
-            "blocked in training": (returned - began) + (free - worked),
-            "lost": (clock() - began) - steps * alone,
-            "steps": steps,
-            "forward and backward": worked - returned,
-            "durable in training": durable.result() - began,
-        }
-        stored = self._check(system, step, before) if check else ""
-        system.discard(step)
-        return times, stored
-
-    def _alone(self) -> float:
-        """Seconds a step takes without a save."""
-        computing, began = 0.0, clock()
-        for _ in range(STEPS):
-            step_began = clock()
-            self.training.forward_backward()
-            computing += clock() - step_began
-            self.training.update()
-        step = (clock() - began) / STEPS
-        self.note(ALONE, ({"step": step, "forward and backward": computing / STEPS}, ""))
-        return step
-
-    def settle(self) -> None:
-        """Let others finish: their work would be in the next figure."""
-        self.idle.append(harness.wait_until_idle(self.patience_s))
-
-    def _prime(self) -> None:
-        harness.prime_page_cache(self.root, self.training.size_bytes)
-
-    def _next(self) -> int:
-        self.steps_saved += 1
-        return self.steps_saved
-
-    def _watch(self, saving: Saving) -> Future[float]:
-        def wait() -> float:
-            saving.wait_durable()
-            return clock()
-
-        return self.watcher.submit(wait)
-
-    def _check(self, system: System, step: int, saved: dict[str, str]) -> str:
-        updated = self.training.fingerprints()
-        assert all(updated[name] != saved[name] for name in saved), "the update changed too little"
-        return verdict(fingerprints(system.read(step)), saved, updated)
-
-    def note(self, name: str, measured: tuple[dict[str, float], str]) -> None:
-        """Keep one measurement."""
-        times, stored = measured
-        for figure, value in times.items():
-            self.found[name][figure].append(value)
-        if stored:
-            self.verdicts[name].append(stored)
-
-
-# ── the best settings ────────────────────────────────────────────────────────────────────────
-
-
-def candidates(bench: Bench) -> dict[str, list[Callable[[], System]]]:
-    """The settings tried for each rival that has some."""
-    root, leaves = bench.root, bench.training.leaves
-    shared = (False, True)
-    return {
-        "DCP save": [partial(DcpSave, root, leaves, threads=n) for n in (1, 2, 4)],
-        "DCP async_save, THREAD": [
-            partial(DcpAsync, root, leaves, process=False, shared=False, threads=n)
-            for n in (1, 2, 4)
-        ],
-        "DCP async_save, PROCESS": [
-            partial(DcpAsync, root, leaves, process=True, shared=s, threads=n)
-            for s in shared
-            for n in (2, 4)  # one thread was never the best, and each try takes its time
-        ],
-    }  # fmt: skip
-
-
-def choose_settings(bench: Bench) -> tuple[dict[str, Callable[[], System]], dict[str, Any]]:
-    """The fastest settings of each rival: best of two saves after one that is not counted."""
-    chosen: dict[str, Callable[[], System]] = {}
-    tried: dict[str, Any] = {}
-    for name, makers in candidates(bench).items():
-        heats: list[tuple[float, str, Callable[[], System]]] = []
-        for make in makers:
-            system = make()
-            runs = [bench.at_once(system, check=False)[0]["durable"] for _ in range(3)]
-            heats.append((min(runs[1:]), system.settings, make))
-            system.close()
-        chosen[name] = min(heats, key=lambda heat: heat[0])[2]
-        tried[name] = {settings: round(best, 4) for best, settings, _ in heats}
-        show(f"{name}: {tried[name]}")
-    return chosen, tried
-
-
-# ── the series ───────────────────────────────────────────────────────────────────────────────
-
-
-def warm_up(bench: Bench, name: str, system: System) -> None:
-    """First saves, which allocate, start processes and touch memory: told apart from the rest."""
-    for _ in range(WARM_UP_SAVES):
-        times, _ = bench.in_training(system, check=False)
-        bench.found[name]["blocked, first saves"].append(times["blocked in training"])
-
-
-def run_series(bench: Bench, systems: dict[str, System], limits: Limits, rounds: int) -> None:
-    """Every system and limit once a round, never two rounds in the same order."""
-    for turn, name in harness.alternate([COPY, WRITE, *systems], rounds):
-        if name in (COPY, WRITE):
-            bench.settle()
-        if name == COPY:
-            bench.note(name, ({"elapsed": limits.copy()}, ""))
-        elif name == WRITE:
-            bench.note(name, ({"elapsed": limits.write()}, ""))
+    def _choose(self, name: str) -> None:
+        """The settings that make a system durable soonest."""
+        candidates = contenders.CONTENDERS[name].tried
+        if name in self.settings or len(candidates) == 1 or self.options.quick:
+            self.settings.setdefault(name, candidates[-1])
+            return
+        heats: list[tuple[float, int]] = []
+        self.tried[name] = {}
+        why = ""
+        for number, settings in enumerate(candidates):
+            outcome = self._visit(name, settings, trial=True)
+            label = ", ".join(f"{key}={value}" for key, value in settings.items())
+            if outcome.failed:
+                why = self.tried[name][label] = outcome.failed
+                continue
+            heats.append((outcome.result["figures"]["durable"][0], number))
+            self.tried[name][outcome.result["settings"]] = round(heats[-1][0], 4)
+        if heats:
+            self.settings[name] = candidates[min(heats)[1]]
         else:
-            bench.note(name, bench.at_once(systems[name]))
-            if systems[name].is_async:
-                bench.note(name, bench.in_training(systems[name]))
-        last = {figure: round(values[-1], 3) for figure, values in bench.found[name].items()}
-        show(f"round {turn + 1}: {name}: {last} {''.join(bench.verdicts[name][-1:])}")
+            self.failed[name] = why
+        show(f"{name}: {self.tried[name]}")
+
+    def _visit(self, name: str, settings: dict[str, Any], *, trial: bool = False) -> Outcome:
+        spec = {
+            "system": name,
+            "settings": settings,
+            "trial": trial,
+            "kind": self.state.kind,
+            "width": self.state.width,
+            "rows": self.rows,
+            "patience_s": self.options.patience,
+            "environment": self.state.environment,
+        }
+        deadline_s = self.options.deadline or 90 + 60 * self.state.size_bytes / 1e9
+        return visit(self.options.python, spec, self.root, deadline_s=deadline_s)
+
+    def _collect(self) -> dict[str, Any]:
+        one = self.visits[contenders.LIMITS][0]
+        return {
+            "title": self.state.title,
+            "size_bytes": one["size_bytes"],
+            "leaves": one["leaves"],
+            "rounds": self.rounds,
+            "environment": self.state.environment,
+            "settings_tried": self.tried,
+            "idle_before": harness.summary(
+                [
+                    value
+                    for visits in self.visits.values()
+                    for one in visits
+                    for value in one["idle"]
+                ]
+            ),
+            "limits": {"settings": one["settings"], "figures": self._summaries(contenders.LIMITS)},
+            "systems": {
+                name: self._entry(name) for name in self.names if name != contenders.LIMITS
+            },
+        }
+
+    def _entry(self, name: str) -> dict[str, Any]:
+        if name in self.failed:
+            return {"failed": self.failed[name]}
+        if name == contenders.OURS and (why := self._too_large()):
+            return {"failed": why}
+        visits = self.visits[name]
+        verdicts = {
+            key: [verdict for one in visits for verdict in one["verdicts"].get(key, [])]
+            for key in ("stored", "stored early")
+        }
+        return {
+            "settings": visits[0]["settings"],
+            "is_async": visits[0]["is_async"],
+            "early": visits[0]["early"],
+            "stored": harness.counted(verdicts["stored"]),
+            "exact": set(verdicts["stored"]) == {"exact"},
+            "stored early": harness.counted(verdicts["stored early"]),
+            "figures": self._summaries(name),
+            "memory": {
+                kind: harness.summary([_extra(peaks, kind) for peaks in self.peaks[name]])
+                for kind in ("private", "shared", "files", "highest")
+            },
+        }
+
+    def _too_large(self) -> str:
+        """Whether the arena was not bounded as asked: the figures would be of another mode."""
+        bound = int(self.state.environment.get("HOLDFAST_ARENA_BYTES", 0))
+        took = max(_extra(peaks, "shared") * 1e6 for peaks in self.peaks[contenders.OURS])
+        if bound and took > 1.05 * bound + (8 << 20):
+            return (
+                f"{took / 1e6:.0f} MB of arena, where HOLDFAST_ARENA_BYTES is {bound / 1e6:.0f} MB"
+            )
+        return ""
+
+    def _summaries(self, name: str) -> dict[str, Any]:
+        """By figure, over all rounds."""
+        figures: dict[str, list[float]] = defaultdict(list)
+        for one in self.visits[name]:
+            for figure, values in one["figures"].items():
+                figures[figure] += values
+        return {figure: harness.summary(values) for figure, values in figures.items()}
 
 
-def control(bench: Bench) -> str:
-    """What the check says of an asynchronous save whose update does not wait."""
-    system = DcpAsync(
-        bench.root, bench.training.leaves, process=False, shared=False, threads=2,
-        hold_update=False,
-    )  # fmt: skip
-    try:
-        bench.at_once(system)
-        return bench.at_once(system)[1]
-    finally:
-        system.close()
+_SHOWN = (
+    "host", "blocked", "blocked in training", "durable", "processor, trainer", "direct write",
+    "direct read",
+)  # fmt: skip
 
 
-def collect(
-    bench: Bench, systems: dict[str, System], limits: Limits, **more: Any
-) -> dict[str, Any]:
-    """Everything measured, as it is kept."""
-    summaries = {
-        name: {figure: harness.summary(values) for figure, values in figures.items()}
-        for name, figures in bench.found.items()
-    }
-    return {
-        "size_bytes": bench.training.size_bytes,
-        "leaves": len(bench.training.leaves),
-        "systems": {
-            name: {
-                "settings": system.settings,
-                "stored": harness.counted(bench.verdicts[name]),
-                "exact": set(bench.verdicts[name]) == {"exact"},
-                "figures": summaries[name],
-            }
-            for name, system in systems.items()
-        },
-        "limits": {
-            "copy by one thread into touched memory": summaries[COPY]["elapsed"],
-            f"direct write ({limits.settings})": summaries[WRITE]["elapsed"],
-        },
-        "idle_before": harness.summary(bench.idle),
-        "direct_writes_tried": limits.tried,
-        "alone": summaries[ALONE],
-        **more,
-    }
+def _extra(peaks: dict[str, dict[str, int]], kind: str) -> float:
+    """Highest memory with saves beyond the highest without, in MB."""
+    return (peaks["with saves"][kind] - peaks["without saves"][kind]) / 1e6
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────
 
 
-def measure(root: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, str]]:
-    """Run everything; the result and the facts of the machine."""
-    training = Training(options.width)
-    if harness.available_bytes() < 9 * training.size_bytes:
-        raise SystemExit("too little free memory: nine copies of the state must fit; see --width")
-    training.enlarge_batch(FORWARD_BACKWARD_S)
-    facts = harness.machine_facts(root, ["torch", "safetensors"])
-    bench, limits = (
-        Bench(training, root, options.patience),
-        Limits(list(training.leaves.values()), root),
-    )
-    show(f"direct write: {limits.tried}")
-    chosen, tried = choose_settings(bench)
-    makers: dict[str, Callable[[], System]] = {
-        "Holdfast": partial(Holdfast, root, training.model, training.optimizer),
-        "torch.save": partial(TorchSave, root, training.leaves),
-        "safetensors": partial(Safetensors, root, training.leaves),
-        **chosen,
-    }
-    found = control(bench)
-    systems: dict[str, System] = {}
-    try:
-        for name, make in makers.items():
-            systems[name] = make()
-            if systems[name].is_async:
-                warm_up(bench, name, systems[name])
-        bench.idle.clear()
-        run_series(bench, systems, limits, options.rounds)
-    finally:
-        for system in systems.values():
-            system.close()
-    result = collect(
-        bench, systems, limits, rounds=options.rounds, settings_tried=tried, control=found
-    )
-    return result, facts
+def chosen(options: argparse.Namespace) -> tuple[dict[str, State], list[str]]:
+    """The states and the systems asked for."""
+    states = SMALL if options.quick else STATES
+    names = options.systems or (QUICK_SYSTEMS if options.quick else list(contenders.CONTENDERS))
+    wanted = options.states or (QUICK_STATES if options.quick else list(states))
+    unknown = [
+        *(set(names) - contenders.CONTENDERS.keys()), *(set(wanted) - states.keys())
+    ]  # fmt: skip
+    if unknown:
+        raise SystemExit(f"unknown: {', '.join(unknown)}; see --help")
+    names = [contenders.LIMITS, *(name for name in names if name != contenders.LIMITS)]
+    return {name: states[name] for name in wanted}, names
 
 
-def main() -> int:
-    """Exit 1 when anything was stored that was not saved."""
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=7, help="how often each is measured (7)")
+    parser.add_argument("--rounds", type=int, help="how often each is measured (7; 1 if --quick)")
+    parser.add_argument("--quick", action="store_true", help="small states, few systems, one round")
+    parser.add_argument(
+        "--states", nargs="+", metavar="STATE", help=f"of {', '.join(STATES)} (all)"
+    )
+    parser.add_argument(
+        "--systems", nargs="+", metavar="NAME",
+        help="of " + "; ".join(contenders.CONTENDERS) + " (all)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--minutes", type=float, default=120, metavar="M",
+        help="begin no round of a state that would end later than this (120)",
+    )  # fmt: skip
     parser.add_argument(
         "--patience", type=float, default=2, metavar="S",
         help="how long to wait for an idle machine before each measurement, in seconds (2)",
     )  # fmt: skip
     parser.add_argument(
-        "--dir", help="a directory on the disk to measure (default: the temporary one)"
-    )
+        "--deadline", type=float, metavar="S",
+        help="what a system may take for one visit (90, and 60 for each GB)",
+    )  # fmt: skip
+    parser.add_argument("--out", help="where results go (benchmarks/results; nowhere if --quick)")
+    parser.add_argument("--dir", help="a directory on the disk to measure (the temporary one)")
     parser.add_argument(
-        "--width", type=int, default=WIDTH, help=f"width of the 16 layers ({WIDTH})"
-    )
+        "--python", default=str(RIVALS if RIVALS.exists() else sys.executable),
+        help="the interpreter that has the rivals (`make bench-rivals`)",
+    )  # fmt: skip
     parser.add_argument(
-        "--document", action="store_true", help="put the tables into docs/performance.md"
+        "--document", action="store_true", help="put tables and plots into docs/performance.md"
     )
     options = parser.parse_args()
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # DCP's saving process asks for it
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with harness.scratch(options.dir, 8 * 48 * options.width**2 * 4) as root:
-        result, facts = measure(root, options)
+    options.rounds = options.rounds or (1 if options.quick else 7)
+    options.patience = 0 if options.quick else options.patience
+    return options
+
+
+def write(
+    result: dict[str, Any], facts: dict[str, str], shown: str, options: argparse.Namespace
+) -> None:
+    """Raw values, tables and plots; into the document, if asked."""
+    directory = Path(options.out) if options.out else harness.RESULTS
+    written = harness.write_results("save", facts, result, shown, directory)
+    print(f"{written.parent.name}/{written.name}")
+    drawn = charts.save(result)
+    for title, image in drawn.items():
+        (IMAGES if options.document else directory).joinpath(title).write_text(image)
+    if options.document:
+        images = [f"![{_alternative(title)}](images/{title})" for title in drawn]
+        harness.replace_block(DOCUMENT, "save", "\n\n".join([shown, *images]))
+
+
+def _alternative(title: str) -> str:
+    _, state, what = title.removesuffix(".svg").split("-")
+    return f"{what}: {STATES[state].title}"
+
+
+def fits(state: State) -> str:
+    """Why a state cannot be measured here, or nothing."""
+    needed = state.copies * state.size_bytes
+    if harness.available_bytes() < needed:
+        return f"needs {needed / 1e9:.0f} GB of free memory"
+    return ""
+
+
+def main() -> int:
+    """Exit 1 when Holdfast failed, or stored anything but what was saved."""
+    options = parsed()
+    states, names = chosen(options)
+    processes.adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and clean up
+    found: dict[str, Any] = {}
+    with harness.scratch(
+        options.dir, 4 * max(state.size_bytes for state in states.values())
+    ) as root:
+        facts = harness.machine_facts(root, contenders.PACKAGES, options.python)
+        for name, state in states.items():
+            if why := fits(state):
+                show(f"{state.title}: left out: {why}")
+                continue
+            found[name] = Series(state, names, root, options).run()
+    result = {"quick": options.quick, "states": found}
     shown = tables.save(result, facts)
     print(f"\n{shown}\n")
-    print(f"results/{harness.write_results('save', facts, result, shown).name}")
-    if options.document:
-        harness.replace_block(DOCUMENT, "save", shown)
-    return 0 if all(entry["exact"] for entry in result["systems"].values()) else 1
+    if options.out or not options.quick:
+        write(result, facts, shown, options)
+    return 0 if all(tables.is_sound(entry) for entry in found.values()) else 1
 
 
 if __name__ == "__main__":

@@ -42,17 +42,27 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """One save that was begun. After ``wait_safe`` the tensors may be overwritten."""
+    """One save that was begun. After ``wait_safe`` the tensors may be overwritten.
+
+    ``wait_captured`` is there where more than that makes the copy complete.
+    """
 
     wait_safe: Callable[[], None] = nothing
     wait_durable: Callable[[], None] = nothing
+    wait_captured: Callable[[], None] | None = None
 
 
 class System(Protocol):
-    """One way to save. ``save`` returns when the training thread gets its way back."""
+    """One way to save. ``save`` returns when the training thread gets its way back.
+
+    ``early`` says what is wrong with an update that does not wait for ``wait_safe``: such a save is
+    tried too, and what it stored is shown. Empty where there is nothing to wait for, or no way
+    around the wait.
+    """
 
     settings: str
     is_async: bool
+    early: str
 
     def save(self, step: int) -> Saving: ...
 
@@ -72,6 +82,7 @@ class TorchSave:
 
     settings = "one file, then fsync"
     is_async = False
+    early = ""
 
     def __init__(self, root: Path, leaves: dict[str, Tensor]) -> None:
         self._root, self._leaves = root / "torch", leaves
@@ -102,6 +113,7 @@ class Safetensors:
 
     settings = "save_file, then fsync"
     is_async = False
+    early = ""
 
     def __init__(self, root: Path, leaves: dict[str, Tensor]) -> None:
         self._root, self._leaves = root / "safetensors", leaves
@@ -132,6 +144,7 @@ class DcpSave:
     """``torch.distributed.checkpoint.save``, with its files synced and its plan cached."""
 
     is_async = False
+    early = ""
 
     def __init__(self, root: Path, leaves: dict[str, Tensor], *, threads: int) -> None:
         self._root, self._leaves = Path(tempfile.mkdtemp(prefix="dcp-", dir=root)), leaves
@@ -177,15 +190,15 @@ class DcpAsync(DcpSave):
     """``async_save`` into staging memory that is kept, staged behind the training thread.
 
     Pinned memory and copies that do not block need a GPU. An update has to wait for
-    ``staging_completion``; ``hold_update=False`` leaves that out, to show what comes of it.
+    ``staging_completion``.
     """
 
     is_async = True
+    early = "staging_completion not awaited"
 
     def __init__(
-        self, root: Path, leaves: dict[str, Tensor], *, process: bool, shared: bool, threads: int,
-        hold_update: bool = True,
-    ) -> None:  # fmt: skip
+        self, root: Path, leaves: dict[str, Tensor], *, process: bool, shared: bool, threads: int
+    ) -> None:
         super().__init__(root, leaves, threads=threads)
         kind = AsyncCheckpointerType
         self._kind = kind.PROCESS if process else kind.THREAD
@@ -193,7 +206,6 @@ class DcpAsync(DcpSave):
             use_pinned_memory=False, use_shared_memory=shared, use_async_staging=True,
             use_non_blocking_copy=False,
         ))  # fmt: skip
-        self._hold_update = hold_update
         self.settings = f"kept {'shared' if shared else 'private'} staging, thread_count={threads}"
 
     def save(self, step: int) -> Saving:
@@ -213,7 +225,7 @@ class DcpAsync(DcpSave):
         def wait_safe() -> None:
             staged.result()
 
-        return Saving(wait_safe if self._hold_update else nothing, wait_durable)
+        return Saving(wait_safe, wait_durable)
 
     def close(self) -> None:
         self._stager.close()
@@ -225,6 +237,7 @@ class Holdfast:
 
     settings = "defaults"
     is_async = True
+    early = ""  # the fence is in the optimizer's step: there is no way around it
 
     def __init__(
         self, root: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -237,7 +250,7 @@ class Holdfast:
 
     def save(self, step: int) -> Saving:
         handle = self._checkpointer.save(step, durable=True)
-        return Saving(self._checkpointer.before_update, handle.wait_durable)
+        return Saving(self._checkpointer.before_update, handle.wait_durable, handle.wait_captured)
 
     def read(self, step: int) -> Iterator[tuple[str, Tensor]]:
         with holdfast.open(self._root, step) as checkpoint:
@@ -250,3 +263,26 @@ class Holdfast:
     def close(self) -> None:
         self._checkpointer.close()
         shutil.rmtree(self._root)
+
+
+# ── by name, for contenders.py ───────────────────────────────────────────────────────────────
+
+
+def make_holdfast(root: Path, training: Any) -> System:
+    return Holdfast(root, training.model, training.optimizer)
+
+
+def make_torch_save(root: Path, training: Any) -> System:
+    return TorchSave(root, training.leaves)
+
+
+def make_safetensors(root: Path, training: Any) -> System:
+    return Safetensors(root, training.leaves)
+
+
+def make_dcp_save(root: Path, training: Any, **settings: Any) -> System:
+    return DcpSave(root, training.leaves, **settings)
+
+
+def make_dcp_async(root: Path, training: Any, **settings: Any) -> System:
+    return DcpAsync(root, training.leaves, **settings)
