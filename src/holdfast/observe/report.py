@@ -49,6 +49,8 @@ class Save:
     persist_s: float | None
     size_bytes: int
     reason: str = ""
+    ring_bytes: int = 0
+    """Memory kept none of its images: they went to storage through rings of so many bytes."""
 
     @property
     def throughput_bytes_per_s(self) -> float | None:
@@ -182,7 +184,7 @@ def _save_table(saves: Iterable[Save]) -> Table:
     for save in saves:
         table.add_row(
             f"{save.incarnation}-{save.step}",
-            save.state,
+            save.state + (f", ring of {size_text(save.ring_bytes)}" if save.ring_bytes else ""),
             *map(seconds_text, (save.held_s, save.fence_s, save.captured_s, save.durable_s)),
             size_text(save.size_bytes),
             rate_text(save.throughput_bytes_per_s),

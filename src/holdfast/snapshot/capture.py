@@ -106,9 +106,7 @@ class Overtaking:
 
     def check(self, target: Target, turn: int) -> None:
         """CaptureOvertaken names the first leaf found changed."""
-        for (name, local), version in zip(self._watched, self._versions, strict=True):
-            if local._version != version:
-                raise _overtaken(name)
+        self._check_versions()
         for name, at, before in self._samples:
             there = target.address_of(name, at, len(before))
             if there is not None and ctypes.string_at(there, len(before)) != before:
@@ -121,6 +119,18 @@ class Overtaking:
                 there = target.data.data_ptr() + copy.offset + at
                 if _libc.memcmp(there, copy.source.data_ptr() + at, _SAMPLE_BYTES):
                     raise _overtaken(copy.leaf)
+
+    def check_sources(self) -> None:
+        """The same where the copy is gone already: nothing may change before the fence opens."""
+        self._check_versions()
+        for name, at, before in self._samples:
+            if ctypes.string_at(at, len(before)) != before:
+                raise _overtaken(name)
+
+    def _check_versions(self) -> None:
+        for (name, local), version in zip(self._watched, self._versions, strict=True):
+            if local._version != version:
+                raise _overtaken(name)
 
 
 def _overtaken(name: str) -> CaptureOvertaken:
@@ -149,6 +159,10 @@ class Progress:
     """Hears how many bytes from the start of the image are final."""
     enqueued: Callable[[list[torch.cuda.Event]], None]
     """Called once when the last copy from a GPU is enqueued: updates may wait on these events."""
+    has_room: Callable[[int], bool] = lambda _: True
+    """Whether so many bytes from the start of the image are stored (in a ring)."""
+    wait_room: Callable[[int], None] = lambda _: None
+    """Waits until they are. Raises Stopped when the capture was called off, or nothing moves."""
 
 
 def copy_image(
@@ -214,7 +228,7 @@ def _copy_from_gpu(
     ready: Mapping[torch.device, torch.cuda.Event],
 ) -> list[int]:
     """Enqueue every copy, let updates wait on the last, and sum the blocks as they arrive."""
-    streams = {device: _side_stream(device) for device in ready}
+    streams = {device: side_stream(device) for device in ready}
     try:
         arrivals = _enqueue(target, progress, ready, streams)
         last = []
@@ -246,7 +260,7 @@ def _copy_from_gpu(
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The one stream captures copy on, of this device: a thread's current device is another."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
