@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from holdfast.format.image import Image, fill_in
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.persist.source import RingImage
 from holdfast.persist.writer import Arrival, Written, write_image
+from holdfast.snapshot import through_ring
 from holdfast.snapshot.capture import Overtaking, Progress, Seal, Stopped, Target, copy_image, stage
 from holdfast.snapshot.copies import CopyPlan, plan_copies
 from holdfast.snapshot.rings import chunk_bytes, largest_useful
 from holdfast.snapshot.room import Room
-from holdfast.snapshot.through_ring import RingTarget, copy_through_ring
+from holdfast.snapshot.through_ring import Move, RingTarget, copy_through_ring
 from holdfast.state.describe import Describer
 from holdfast.storage.base import ImageSink, Store
 from holdfast.storage.memory import MemoryStore
@@ -30,6 +33,45 @@ from holdfast.testing.faults import FaultyStore, PassingSink
 MIB = 1 << 20
 #: A header area of any size at all: the ring begins behind it.
 HEAD_BYTES = 64 << 10
+
+
+class FakeGpu:
+    """Copies that land only when their event is waited for, as late as a GPU's may."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.queue: list[Move] = []
+        self.landed = 0
+        self.enqueued_at = -1
+        self.most_in_flight = 0
+
+    def wrap(self, move: Move) -> Any:
+        return SimpleNamespace(
+            stop=move.stop, device=self.device, run=lambda: self.queue.append(move)
+        )
+
+    def enqueued(self, _: object) -> None:
+        assert self.enqueued_at < 0, "the fence was opened twice"
+        self.enqueued_at = len(self.queue)
+
+    # ── what is asked of a stream ────────────────────────────────────────────────────────
+
+    def wait_event(self, _: object) -> None:
+        assert not self.queue, "copies were enqueued before the computation was waited for"
+
+    def record_event(self) -> Any:
+        upto = len(self.queue)
+        self.most_in_flight = max(self.most_in_flight, upto - self.landed)
+        return SimpleNamespace(synchronize=lambda: self.land(upto))
+
+    def synchronize(self) -> None:
+        self.land(len(self.queue))
+
+    def land(self, upto: int) -> None:
+        for move in self.queue[self.landed : upto]:
+            move.run()
+        self.landed = max(self.landed, upto)
 
 
 class Through:
@@ -54,6 +96,7 @@ class Through:
 
     def run(
         self, ring_bytes: int, store: Store, *, room_s: float = 20.0,
+        ready: dict[torch.device, Any] | None = None, gpu: FakeGpu | None = None,
         most_ahead: Callable[[int, int], None] = lambda *_: None,
     ) -> tuple[Seal, Written]:  # fmt: skip
         """Copy and write at once, as trainer and keeper do; raises what either raises."""
@@ -75,8 +118,9 @@ class Through:
             arrival.copied(size_bytes)
 
         progress = Progress(
-            check=lambda: None, copied=copied, enqueued=lambda _: None, wait_room=wait_room
-        )
+            check=lambda: None, copied=copied, enqueued=gpu.enqueued if gpu else lambda _: None,
+            wait_room=wait_room, has_room=lambda needed: room.wait(needed, 0.0),
+        )  # fmt: skip
         size = self.image.size_bytes
         source = RingImage(memory[:head], memory[head:], size, freed)
         outcome: list[Any] = []
@@ -95,7 +139,11 @@ class Through:
         writing.start()
         try:
             target = RingTarget(memory, ring_bytes, self.plan)
-            seal = copy_through_ring(target, self.image, self.values, self.overtaking, progress, {})
+            if gpu:
+                target.moves = [gpu.wrap(move) for move in target.moves]
+            seal = copy_through_ring(
+                target, self.image, self.values, self.overtaking, progress, ready or {}
+            )
             arrival.copied(size)
         except Stopped:
             arrival.abort("the copy was given up")  # unless storage failed first
@@ -203,6 +251,28 @@ def test_a_source_that_lies_apart_costs_no_copy_of_itself(monkeypatch: pytest.Mo
     seal, written = through.run(8 * MIB, MemoryStore())
     assert written.table_xxh3 == seal.table_xxh3
     assert 0 < largest[0] <= 5 * MIB
+
+
+@pytest.mark.parametrize("ring_mib", [2, 5, 32])
+def test_copies_of_a_gpu_are_summed_when_they_landed_and_wait_for_room_before_they_are_enqueued(
+    ring_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setattr(through_ring, "side_stream", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    tensors = {
+        "large": bits(2_000_000, torch.float32, 1),
+        "apart": bits(1_500_000, torch.float32, 2).view(3, -1).t(),
+        **{f"small{n}": bits(700 + n, torch.float32, n) for n in range(300)},
+    }
+    through, store = Through(tensors), MemoryStore()
+    whole, sealed = through.whole()
+    seal, _ = through.run(ring_mib * MIB, store, ready={gpu.device: object()}, gpu=gpu)
+    assert store.read("image") == whole
+    assert seal == sealed
+    assert gpu.enqueued_at == len(gpu.queue) == gpu.landed, "the fence opened too early"
+    assert gpu.most_in_flight > 1, "each copy was waited for before the next was enqueued"
 
 
 class _Holding(PassingSink):
