@@ -30,7 +30,6 @@ IMAGE_START = 2 * PAGE_BYTES
 SLOT_SUFFIX = ".slot"
 _FRAME = struct.Struct("<8sQIQ")  # magic, sequence, length, xxh3 of sequence and payload
 _MAGIC = b"HFSLOT1\0"
-LIMIT_VARIABLE = "HOLDFAST_ARENA_BYTES"
 _NO_LIMIT_BYTES = 1 << 62
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = 64 << 20
@@ -136,12 +135,12 @@ def arena_limit() -> int | None:
 
     UsageError when it is no number of bytes.
     """
-    said = os.environ.get(LIMIT_VARIABLE, "").strip()
+    said = os.environ.get("HOLDFAST_ARENA_BYTES", "").strip()
     if not said:
         return None
     if not (said.isascii() and said.isdigit() and int(said) > 0):
         raise UsageError(
-            f"{LIMIT_VARIABLE} is {said!r}: give how many bytes of shared memory the slots of a "
+            f"HOLDFAST_ARENA_BYTES is {said!r}: give how many bytes of shared memory the slots of a "
             "run may take on a host, such as 8589934592 for 8 GiB, or leave it unset"
         )
     return int(said)
@@ -310,7 +309,7 @@ def _too_small(path: Path, size: int, free: int) -> ArenaError:
         f"shared memory too small: slot {path.name} needs {size >> 20} MiB in {path.parent}, "
         f"{free >> 20} MiB are free. Three images per rank must fit: enlarge it (docker: "
         "--shm-size, Kubernetes: an emptyDir with medium Memory), set HOLDFAST_ARENA_DIR, or raise "
-        f"{LIMIT_VARIABLE} where it is set.",
+        "HOLDFAST_ARENA_BYTES where it is set.",
         needed_bytes=size,
         free_bytes=free,
     )
