@@ -140,8 +140,8 @@ def arena_limit() -> int | None:
         return None
     if not (said.isascii() and said.isdigit() and int(said) > 0):
         raise UsageError(
-            f"HOLDFAST_ARENA_BYTES is {said!r}: give how many bytes of shared memory the slots of a "
-            "run may take on a host, such as 8589934592 for 8 GiB, or leave it unset"
+            f"HOLDFAST_ARENA_BYTES is {said!r}: give how many bytes of shared memory the slots of "
+            "a run may take on a host, such as 8589934592 for 8 GiB, or leave it unset"
         )
     return int(said)
 
