@@ -28,10 +28,24 @@ class CheckedWorld(RealWorld):
         assert not self.pinned or self.pinned in held
 
     def check_slots(self) -> None:
-        assert set(self.keeper.slots) == set(self.capacities) | set(self.allocating)
+        being_made = {need.slot for needs in self.making_rings for need in needs}
+        assert set(self.keeper.slots) == set(self.capacities) | set(self.allocating) | being_made
         for slot in self.keeper.slots.values():
             if slot.state in ("free", "captured"):
                 assert not self.possible_writers(slot.id), f"slot {slot.id} is {slot.state}"
+
+    def check_rings(self) -> None:
+        attempts = self.keeper.attempts
+        for slot in self.rings:
+            assert self.keeper.slots[slot].is_ring
+            assert slot not in self.newest + self.pinned, "a ring is called a snapshot"
+            assert len(self.possible_writers(slot)) <= 1
+            assert self.records[slot].state == "writing" if slot in self.records else True
+        for attempt in attempts.values():
+            if attempt.is_ring:
+                assert attempt.phase != "complete"
+                assert attempt.id not in (attempts.newest, attempts.pinned)
+                assert attempt.durable, "memory keeps nothing of it, and storage is not to have it"
 
     # ── a good end ──────────────────────────────────────────────────────────────────────────
 
@@ -40,6 +54,10 @@ class CheckedWorld(RealWorld):
             self.pass_time(0.1)
             for slot in list(self.allocating):
                 self.end_allocation(slot, is_there=True)
+            for needs in list(self.making_rings):
+                self.end_rings(needs, are_there=True)
+            for attempt in list(self.ending):
+                self.end_cleaning(attempt)
             for process in self.trainers():
                 self.take_messages(process)
                 if process.writes is not None:

@@ -76,3 +76,4 @@ class Record:
     world: int
     writer: Writer
     image_bytes: int
+    is_ring: bool = False

@@ -17,6 +17,7 @@ from holdfast.snapshot.actions import (
     AbortPersist,
     Action,
     Allocate,
+    AllocateRings,
     GiveSlot,
     Note,
     Remove,
@@ -25,6 +26,7 @@ from holdfast.snapshot.actions import (
 )
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.rings import LEAST_RING_BYTES, RingNeed
 from holdfast.snapshot.slots import Slot, Slots
 
 
@@ -50,6 +52,13 @@ class RealWorld:
         self.capacities: dict[int, int] = {}
         self.may_write: dict[int, set[int]] = {}
         self.allocating: dict[int, int] = {}
+        self.making_rings: list[tuple[RingNeed, ...]] = []
+        self.rings: set[int] = set()
+        """Slots that are rings: whatever is in them is never a whole image."""
+        self.passed: set[tuple[str, int]] = set()
+        """(attempt, rank): all of this image went through its ring."""
+        self.ending: set[str] = set()
+        """Attempts that came to nothing, and that storage still has to hear of."""
         self.persisting: dict[str, tuple[int, ...]] = {}
         self.published: dict[str, Generation] = {}
         self.newest: tuple[int, ...] = ()
@@ -118,8 +127,12 @@ class RealWorld:
                 case Allocate(slot, capacity):
                     assert slot not in self.capacities, "the slot is there already"
                     self.allocating[slot] = capacity
+                case AllocateRings(needs):
+                    assert not {need.slot for need in needs} & set(self.capacities)
+                    self.making_rings.append(needs)
                 case Remove(slot):
                     self.check_free_to_lose(slot)
+                    self.rings.discard(slot)
                     del self.capacities[slot]
                     self.contents.pop(slot, None)
                     self.records.pop(slot, None)
@@ -130,6 +143,7 @@ class RealWorld:
                     self.persisting[attempt] = tuple(self.keeper.attempts[attempt].slots.values())
                 case AbortPersist(attempt):
                     del self.persisting[attempt]
+                    self.ending.add(attempt)
                 case Note(attempt=attempt, what="complete"):
                     self.newest = tuple(self.keeper.attempts[attempt].slots.values())
                     self.pinned = ()
@@ -142,9 +156,11 @@ class RealWorld:
         (process,) = self.listeners(rank)
         generation = (attempt.incarnation, attempt.step)
         size = self.keeper.slots[slot].image_bytes
-        assert size <= self.capacities[slot], "the image does not fit into its slot"
+        is_ring = slot in self.rings
+        assert is_ring or size <= self.capacities[slot], "the image does not fit into its slot"
+        assert is_ring == attempt.is_ring, "some images are kept and others not"
         self.records[slot] = Record(
-            "writing", name, rank, generation, attempt.world, process.writer, size
+            "writing", name, rank, generation, attempt.world, process.writer, size, is_ring
         )
         self.may_write[slot] = {process.pid}
         process.inbox.append(Grant(attempt.step, name, slot))
@@ -182,16 +198,40 @@ class RealWorld:
         else:
             self.carry_out(self.keeper.allocation_failed(slot, "no memory"))
 
+    def end_rings(self, needs: tuple[RingNeed, ...], *, are_there: bool) -> None:
+        self.making_rings.remove(needs)
+        made = {n.slot: (n.head_bytes + LEAST_RING_BYTES, LEAST_RING_BYTES) for n in needs}
+        if are_there:
+            self.rings |= set(made)
+            self.capacities |= {slot: capacity for slot, (capacity, _) in made.items()}
+            self.carry_out(self.keeper.rings_made(made))
+        else:
+            self.carry_out(self.keeper.rings_not_made(list(made), "no memory at all"))
+
     def is_complete(self, name: str) -> bool:
+        """Whether storage can have all of it: it is in memory, or went through rings."""
+        attempt = self.keeper.attempts[name]
+        if attempt.is_ring:
+            return all((name, rank) in self.passed for rank in range(attempt.world))
         return any(attempt.id == name for attempt in self.keeper.attempts.complete())
+
+    def end_cleaning(self, name: str) -> None:
+        """Storage is done with an attempt that came to nothing."""
+        self.ending.discard(name)
+        self.carry_out(self.keeper.persist_ended(name))
+
+    def break_writing(self, name: str) -> None:
+        """Storage fails in the middle, and says so before it has cleared away what there is."""
+        self.carry_out(self.keeper.write_broke(name, "disk full"))
 
     def end_persist(self, name: str, *, is_stored: bool) -> None:
         slots, attempt = self.persisting.pop(name), self.keeper.attempts[name]
         if is_stored:
             generation = (attempt.incarnation, attempt.step)
-            for slot in slots:
+            for slot in [] if attempt.is_ring else slots:
                 content = self.contents[slot]
                 assert (content.attempt, content.whole) == (name, True), "a mixture is published"
+            assert attempt.world == len(slots)
             self.published[name] = generation
             self.carry_out(self.keeper.persisted(name))
         else:
@@ -216,6 +256,8 @@ class RealWorld:
         for process in self.trainers():
             self.hang_up(process)
         self.allocating.clear()
+        self.making_rings.clear()
+        self.ending.clear()
         self.persisting.clear()
         self.keeper = self.new_keeper()
         slots, attempts = self.scan()
@@ -241,6 +283,8 @@ class RealWorld:
             slot = Slot(id_, capacity, "free")
             slots.append(slot)
             record = self.records.get(id_)
+            if record is not None and record.is_ring:
+                slot.is_ring, slot.ring_bytes = True, LEAST_RING_BYTES
             if record is None or (record.state == "writing" and record.writer not in living):
                 continue
             slot.attempt, slot.rank = record.attempt, record.rank
@@ -315,8 +359,12 @@ class RealWorld:
         attempt, slot = process.writes, process.slot
         assert attempt is not None
         record = self.records[slot]
-        self.contents[slot] = Content(attempt, process.rank, record.generation, whole=True)
-        record.state = "captured"
+        is_whole = not record.is_ring
+        self.contents[slot] = Content(attempt, process.rank, record.generation, whole=is_whole)
+        if is_whole:
+            record.state = "captured"
+        else:
+            self.passed.add((attempt, process.rank))
         self.stop_writing(process, slot)
         process.writes = None
         told = m.Captured(
@@ -340,7 +388,11 @@ class RealWorld:
         """It finds out that its capture was called off: too late, or in the middle."""
         record = self.records[slot]
         self.scribble(slot)
-        if is_whole and (record.writer, record.state) == (process.writer, "writing"):
+        if (
+            is_whole
+            and not record.is_ring
+            and (record.writer, record.state) == (process.writer, "writing")
+        ):
             self.contents[slot].whole = True
             record.state = "captured"
         self.stop_writing(process, slot)

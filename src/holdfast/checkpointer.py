@@ -341,8 +341,8 @@ class Checkpointer:
         except SaveError:
             if self._saver.updates != self._updates_at_save:
                 raise
-            again = self.save(handle.step)
-            again.wait_captured(max(0.0, deadline - time.monotonic()))
+            # Durable at once: there may be no memory to keep it in.
+            self.save(handle.step, durable=True)
 
     def __enter__(self) -> Checkpointer:
         return self

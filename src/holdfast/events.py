@@ -58,6 +58,18 @@ class ImageCaptured(Event, frozen=True, kw_only=True):
     size_bytes: int
 
 
+class ImagePassed(Event, frozen=True, kw_only=True):
+    """This rank's image was handed to storage through a ring: no memory keeps it.
+
+    Memory had no room for whole images; the save is durable or nothing.
+    """
+
+    elapsed_s: float
+    copy_s: float
+    size_bytes: int
+    ring_bytes: int
+
+
 class SnapshotCaptured(Event, frozen=True, kw_only=True):
     """All ranks captured this generation."""
 
@@ -167,10 +179,10 @@ class Warned(Event, frozen=True, kw_only=True):
 
 
 AnyEvent = (
-    RunStarted | SaveReturned | FenceWaited | ImageCaptured | SnapshotCaptured | SnapshotMissed
-    | ImageDurable | CheckpointPublished | PersistBroke | CheckpointPruned | Restored
-    | SourceDropped | KeeperStarted | KeeperLost | KeeperStopped | ValuesDiffer | SinkFailed
-    | Warned
+    RunStarted | SaveReturned | FenceWaited | ImageCaptured | ImagePassed | SnapshotCaptured
+    | SnapshotMissed | ImageDurable | CheckpointPublished | PersistBroke | CheckpointPruned
+    | Restored | SourceDropped | KeeperStarted | KeeperLost | KeeperStopped | ValuesDiffer
+    | SinkFailed | Warned
 )  # fmt: skip
 
 Sink = Callable[[Event, float], None]

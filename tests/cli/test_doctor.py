@@ -155,6 +155,7 @@ TROUBLE = [
     (settings(HOLDFAST_ARENA_DIR="shm"), "settings", "bad", "relative", "unset"),
     (settings(HOLDFAST_KEEPER_IDLE_S="1h"), "settings", "bad", "seconds", "unset"),
     (settings(HOLDFAST_KEEPER_IDLE_S="inf"), "settings", "bad", "seconds", "unset"),
+    (settings(HOLDFAST_ARENA_BYTES="64MiB"), "settings", "bad", "number of bytes", "unset"),
     (settings(HOLDFAST_RUN_ID="a/b"), "settings", "bad", "names a directory", "unset"),
     (settings(HOLDFAST_RUN_ID=".a"), "settings", "bad", "names a directory", "unset"),
     (storage(fault="Read-only file system"), "storage", "bad", "Read-only", "another root"),

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 from coordinators import CAPTURE_S, GRANT_S
 from handoff_checks import CheckedWorld
 from handoff_facts import Process, Save, is_idle
+from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Action
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
@@ -135,6 +136,8 @@ class Handoff(CheckedWorld, RuleBasedStateMachine):
         self.all_come_back()
         self.all_ask(save)
         self.all_allocations_end()
+        for needs in list(self.making_rings):
+            self.end_rings(needs, are_there=True)
         self.all_hear()
         self.all_seal()
         for attempt in list(self.persisting):
@@ -154,6 +157,32 @@ class Handoff(CheckedWorld, RuleBasedStateMachine):
     def allocation_ends(self, data: st.DataObject, is_there: bool) -> None:
         slot = data.draw(st.sampled_from(list(self.allocating)))
         self.end_allocation(slot, is_there=is_there)
+
+    @precondition(lambda self: bool(self.allocating))
+    @rule()
+    def there_is_no_room(self) -> None:
+        """What durable saves then do is to take a ring."""
+        for slot in list(self.allocating):
+            if slot in self.allocating:
+                self.end_allocation(slot, is_there=False)
+        for needs in list(self.making_rings):
+            self.end_rings(needs, are_there=True)
+
+    @precondition(lambda self: bool(self.making_rings))
+    @rule(data=st.data(), are_there=st.booleans())
+    def rings_are_made(self, data: st.DataObject, are_there: bool) -> None:
+        self.end_rings(data.draw(st.sampled_from(self.making_rings)), are_there=are_there)
+
+    @precondition(lambda self: bool(self.ending))
+    @rule()
+    def storage_is_done_with_what_came_to_nothing(self) -> None:
+        for attempt in list(self.ending):
+            self.end_cleaning(attempt)
+
+    @precondition(lambda self: bool(self.persisting))
+    @rule(data=st.data())
+    def storage_breaks(self, data: st.DataObject) -> None:
+        self.break_writing(data.draw(st.sampled_from(list(self.persisting))))
 
     @precondition(lambda self: bool(self.persisting))
     @rule(data=st.data(), is_stored=st.booleans())
@@ -230,6 +259,10 @@ class Handoff(CheckedWorld, RuleBasedStateMachine):
     def no_slot_that_may_be_written_is_free(self) -> None:
         self.check_slots()
 
+    @invariant()
+    def a_ring_is_never_a_snapshot(self) -> None:
+        self.check_rings()
+
     def teardown(self) -> None:
         if not self.is_broken:
             self.check_end()
@@ -304,11 +337,33 @@ class TakesAProcessForItsSuccessor(Slots):
                 slot.free()
 
 
+class GivesAwayARingThatIsStillWritten(Slots):
+    def is_kept(self, slot: Slot) -> bool:
+        return super().is_kept(slot) and not (slot.is_ring and slot.state == "captured")
+
+
+class TakesAQuarantinedRing(Slots):
+    def take_back(self, attempt: Attempt) -> None:
+        super().take_back(attempt)
+        for slot in self.quarantined():
+            if slot.is_ring:
+                slot.free()
+
+
+class TakesARingForAWholeSlot(Slots):
+    def take_back(self, attempt: Attempt) -> None:
+        super().take_back(attempt)
+        for slot in self.values():
+            if slot.state == "free":
+                slot.is_ring, slot.capacity_bytes = False, self.capacity_bytes
+
+
 @pytest.mark.parametrize(
     "broken",
     [
         ForgetsTheNewest, ForgetsWhatIsRestored, ForgetsWhatIsPersisted, ForgetsWhoMayStillWrite,
         ForgetsThatASlotWasGivenAway, TakesOneRanksWordForAnother, TakesAProcessForItsSuccessor,
+        GivesAwayARingThatIsStillWritten, TakesAQuarantinedRing, TakesARingForAWholeSlot,
     ],
 )  # fmt: skip
 def test_slots_given_away_by_a_known_mistake_are_found_out(broken: type[Slots]) -> None:
@@ -328,6 +383,41 @@ class BelievesEveryCopierStopped(Coordinator):
 def test_a_keeper_that_believes_every_copier_stopped_is_found_out() -> None:
     class Broken(Handoff):
         coordinator = BelievesEveryCopierStopped
+
+    expect_to_be_found_out(Broken)
+
+
+class CallsARingASnapshot(Coordinator):
+    def captured(self, rank: int, seal: m.Captured, now_s: float) -> list[Action]:
+        actions = super().captured(rank, seal, now_s)
+        attempt = self.attempts.get(seal.attempt)
+        if attempt is not None and attempt.phase == "draining":
+            attempt.phase, self.attempts.newest = "complete", attempt.id
+        return actions
+
+
+class PromisesWhatStorageCouldNotTake(Coordinator):
+    def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
+        attempt = self.attempts.get(attempt_id)
+        if attempt is not None and attempt.phase == "draining":
+            return self.persisted(attempt_id)
+        return super().persist_failed(attempt_id, reason)
+
+
+class ForgetsAllThatRingsMadeDurable(Coordinator):
+    def write_broke(self, attempt_id: str, reason: str) -> list[Action]:
+        if attempt_id in self.attempts and self.attempts[attempt_id].is_ring:
+            del self.attempts[attempt_id]
+        return []
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [CallsARingASnapshot, PromisesWhatStorageCouldNotTake, ForgetsAllThatRingsMadeDurable],
+)
+def test_a_keeper_that_is_mistaken_about_rings_is_found_out(broken: type[Coordinator]) -> None:
+    class Broken(Handoff):
+        coordinator = broken
 
     expect_to_be_found_out(Broken)
 

@@ -7,7 +7,7 @@ from holdfast.geometry.layout import table_hash
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Allocate, Remove
 from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.handoff import ONLY_DURABLE, Coordinator
 from holdfast.snapshot.slots import BEING_MADE, Slot, Writer
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────
@@ -90,7 +90,7 @@ def test_memory_that_cannot_be_had_is_told_with_the_reason() -> None:
     one, two = of(keeper.ask_all(5), Allocate)
     actions = keeper.c.allocation_failed(one.slot, "shared memory too small")
     (aborted,) = told(actions, m.Aborted)
-    assert (aborted.step, aborted.reason) == (5, "shared memory too small")
+    assert (aborted.step, aborted.reason) == (5, f"shared memory too small {ONLY_DURABLE}")
     assert keeper.c.allocated(two.slot) == []
     assert keeper.states() == ["free"]
 

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,10 @@ def test_the_model_is_freed_the_threads_end_and_the_keeper_sees_that_the_rank_is
     started = threads() - before
     assert len(started) >= 2
     del checkpointer, model, state
-    gc.collect()
-    assert [reference() for reference in freed] == [None, None, None]
+    deadline = time.monotonic() + 10  # its worker may still be at the end of the last save
+    while any(reference() is not None for reference in freed):
+        assert time.monotonic() < deadline, [reference() for reference in freed]
+        gc.collect()
     for thread in started:
         thread.join(30)
         assert not thread.is_alive(), thread.name

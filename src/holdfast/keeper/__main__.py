@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--root", required=True)
     parser.add_argument("--host-id", required=True)
+    parser.add_argument("--arena-bytes", type=int, help="the most that slots take together")
     parser.add_argument("--idle-s", type=float, default=3600.0)
     # After SIGTERM: less than the 30 s that most of those who send it wait before they kill.
     parser.add_argument("--stop-s", type=float, default=20.0)
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             host_id=options.host_id,
             idle_s=options.idle_s,
             stop_s=options.stop_s,
+            arena_bytes=options.arena_bytes,
         )
         await keeper.run()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from holdfast.errors import ArenaError, HoldfastError
@@ -17,6 +18,7 @@ from holdfast.snapshot.actions import (
     AbortPersist,
     Action,
     Allocate,
+    AllocateRings,
     GiveSlot,
     KeepLayout,
     Note,
@@ -40,7 +42,7 @@ class Executor:
         self._memory = memory
         self._ranks = ranks
         self._background = background
-        self.jobs = Jobs(memory, coordinator)
+        self.jobs = Jobs(memory, coordinator, self._ring_freed, self._write_broke)
         self.maker = SlotMaker(coordinator, memory, background, self.carry_out)
         self.refusals: dict[str, str] = {}
         """Why storage would not take an attempt that is still in memory."""
@@ -56,10 +58,8 @@ class Executor:
             match action:
                 case Tell(message, rank):
                     self._ranks.tell(message, rank)
-                case Allocate(slot, capacity):
-                    self.maker.make(slot, capacity)
-                case Remove(slot):
-                    self.maker.remove(slot)
+                case Allocate() | AllocateRings() | Remove():
+                    self._change_memory(action)
                 case KeepLayout(hash_, data):
                     self._keep_layout(hash_, data)
                 case GiveSlot(_, _, attempt) | StartPersist(attempt) if attempt not in held:
@@ -69,9 +69,22 @@ class Executor:
                 case StartPersist(attempt):
                     self._start_job(held[attempt])
                 case AbortPersist(attempt):
-                    self.jobs.abort(attempt)
+                    self._abort_job(attempt)
                 case Note():
                     self._note(action)
+
+    def _change_memory(self, action: Allocate | AllocateRings | Remove) -> None:
+        match action:
+            case Allocate(slot, capacity, leave):
+                self.maker.make(slot, capacity, leave)
+            case AllocateRings(needs):
+                self.maker.make_rings(needs)
+            case Remove(slot):
+                self.maker.remove(slot)
+
+    def _abort_job(self, attempt_id: str) -> None:
+        if not self.jobs.abort(attempt_id):  # storage never began with it
+            self.carry_out(self._coordinator.persist_ended(attempt_id))
 
     def _keep_layout(self, hash_: str, data: bytes) -> None:
         used = {one.layout for one in self._coordinator.attempts.values()}
@@ -86,16 +99,17 @@ class Executor:
 
     def _give(self, slot_id: int, rank: int, attempt_id: str) -> None:
         attempt = self._coordinator.attempts[attempt_id]
-        writer = self._coordinator.slots[slot_id].writer or Writer(0, 0)
+        slot = self._coordinator.slots[slot_id]
+        writer = slot.writer or Writer(0, 0)
         self._memory.stamp(slot_id, SlotRecord(
             state="writing", boot_id=self._memory.boot_id, run_id=self._memory.run_id,
             incarnation=attempt.incarnation, nonce=self._coordinator.nonce, step=attempt.step,
             attempt=attempt_id, rank=rank, world=attempt.world, layout=attempt.layout,
-            writer_pid=writer.pid, writer_start=writer.start,
+            writer_pid=writer.pid, writer_start=writer.start, ring_bytes=slot.ring_bytes,
         ))  # fmt: skip
         grant = m.Grant(
             step=attempt.step, attempt=attempt_id, slot=str(self._memory.slot_path(slot_id)),
-            durable=attempt.durable, layout=attempt.layout,
+            durable=attempt.durable, layout=attempt.layout, ring_bytes=slot.ring_bytes,
         )  # fmt: skip
         self._ranks.tell(grant, rank)
 
@@ -133,9 +147,26 @@ class Executor:
         held = self._coordinator.attempts
         self.refusals = {id_: why for id_, why in self.refusals.items() if id_ in held}
         if attempt_id not in held:
-            return
-        if reason is None:
+            self.carry_out(self._coordinator.persist_ended(attempt_id))
+        elif reason is None:
             self.carry_out(self._coordinator.persisted(attempt_id))
         else:
             self.refusals[attempt_id] = reason
             self.carry_out(self._coordinator.persist_failed(attempt_id, reason))
+
+    # ── rings ────────────────────────────────────────────────────────────────────────────
+
+    def _ring_freed(self, attempt_id: str, rank: int, size_bytes: int) -> None:
+        """On a writer's thread: the beginning of an image is stored."""
+
+        def tell() -> None:
+            self._coordinator.ring_moved(attempt_id, time.monotonic())
+            self._ranks.tell(m.Freed(attempt=attempt_id, size_bytes=size_bytes), rank)
+
+        self._background.from_thread(tell)
+
+    def _write_broke(self, attempt_id: str, reason: str) -> None:
+        """On the persister's thread: an image cannot be written."""
+        self._background.from_thread(
+            lambda: self.carry_out(self._coordinator.write_broke(attempt_id, reason))
+        )

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.geometry.layout import table_hash
-from holdfast.snapshot.arena import SLOT_SUFFIX, SlotFile, SlotRecord, boot_id, is_running
+from holdfast.snapshot.arena import (
+    IMAGE_START,
+    SLOT_SUFFIX,
+    SlotFile,
+    SlotRecord,
+    boot_id,
+    is_running,
+    room_left,
+)
 from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.rings import LEAST_RING_BYTES, RingNeed, share
 from holdfast.snapshot.slots import Slot, Writer
 
 INCARNATIONS_REMEMBERED = 256
@@ -21,7 +31,11 @@ BEGUN = "begun"
 class Memory:
     """Files of one arena directory. Everything in it can be found again by a later keeper."""
 
-    def __init__(self, directory: Path, run_id: str) -> None:
+    def __init__(self, directory: Path, run_id: str, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._being_made: dict[int, int] = {}
+        """Sizes of slots from when they are begun, for those not among the files yet."""
+        self._mutex = threading.Lock()
         self.directory = directory
         self.run_id = run_id
         self.boot_id = boot_id()
@@ -33,9 +47,56 @@ class Memory:
         """Where a slot lies."""
         return self.directory / f"{slot_id:05d}{SLOT_SUFFIX}"
 
-    def create(self, slot_id: int, capacity_bytes: int) -> SlotFile:
-        """Make a slot; ArenaError when there is no memory for it. Slow: it touches every page."""
-        return SlotFile.create(self.slot_path(slot_id), capacity_bytes)
+    def create(self, slot_id: int, capacity_bytes: int, leave_bytes: int = 0) -> SlotFile:
+        """Make a slot; ArenaError when there is no memory for it. Slow: it touches every page.
+
+        ``leave_bytes``: how much room must be left besides.
+        """
+        with self._mutex:
+            free = self.room_bytes()
+            self._being_made[slot_id] = IMAGE_START + capacity_bytes
+        try:
+            path = self.slot_path(slot_id)
+            return SlotFile.create(path, capacity_bytes, free_bytes=free, leave_bytes=leave_bytes)
+        except BaseException:
+            del self._being_made[slot_id]
+            raise
+
+    def create_rings(self, needs: Sequence[RingNeed]) -> dict[int, tuple[SlotFile, int]]:
+        """Make a ring for each need out of what room there is: (file, of it the ring) by slot.
+
+        ArenaError when there is not enough for the smallest. Nothing else may be made meanwhile.
+        """
+        room = self.room_bytes()
+        while True:
+            sizes = share(room, needs, IMAGE_START)
+            if not sizes:
+                raise ArenaError(
+                    f"for saves to pass through memory there must be room for "
+                    f"{LEAST_RING_BYTES >> 20} MiB per rank and some to spare, "
+                    f"{room >> 20} MiB are free in {self.directory}"
+                )
+            made: dict[int, tuple[SlotFile, int]] = {}
+            try:
+                for need, size in zip(needs, sizes, strict=True):
+                    file = SlotFile.create(self.slot_path(need.slot), need.head_bytes + size)
+                    made[need.slot] = file, size
+            except ArenaError:  # somebody else took it meanwhile, or there is another limit
+                for file, _ in made.values():
+                    file.path.unlink(missing_ok=True)
+                    file.close()
+                room //= 2
+            else:
+                return made
+
+    def room_bytes(self) -> int:
+        """How much memory slots could take: what is free, and what the limit allows."""
+        free = room_left(self.directory)
+        if self._limit_bytes is None:
+            return free
+        files = {n: IMAGE_START + file.capacity_bytes for n, file in [*self.files.items()]}
+        there = sum({**self._being_made, **files}.values())
+        return max(0, min(free, self._limit_bytes - there))
 
     def unlink(self, slot_id: int) -> SlotFile | None:
         """Forget a slot and remove its name; closing what is returned gives the memory back.
@@ -43,6 +104,7 @@ class Memory:
         That is slow, and for another thread: the kernel clears away every page.
         """
         file = self.files.pop(slot_id, None)
+        self._being_made.pop(slot_id, None)
         if file is not None:
             file.path.unlink(missing_ok=True)
         return file
@@ -74,6 +136,8 @@ class Memory:
         record = file.read_record()
         if record is None or (record.boot_id, record.run_id) != (self.boot_id, self.run_id):
             return slot
+        if 0 < record.ring_bytes < file.capacity_bytes:
+            slot.is_ring, slot.ring_bytes = True, record.ring_bytes
         if record.state == "writing":
             if is_running(record.writer_pid, record.writer_start):
                 slot.state, slot.attempt, slot.rank = "quarantined", record.attempt, record.rank
@@ -81,7 +145,7 @@ class Memory:
                 slot.writer = Writer(record.writer_pid, record.writer_start)
             return slot
         fits = 0 < record.image_bytes <= file.capacity_bytes and 0 <= record.rank < record.world
-        if record.state != "captured" or not fits:
+        if record.state != "captured" or not fits or slot.is_ring:
             return slot
         slot.state, slot.attempt, slot.rank = "captured", record.attempt, record.rank
         slot.image_bytes = record.image_bytes

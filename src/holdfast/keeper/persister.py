@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,12 +35,12 @@ from holdfast.geometry.codec import has_frozen
 from holdfast.persist import commit
 from holdfast.persist.parts import Halves, Parts, Stored, halves_of
 from holdfast.persist.pins import mend, pinned
-from holdfast.persist.writer import Arrival, Written, verify_header, write_image
+from holdfast.persist.source import MAX_VALUES_BYTES, ImageSource, WholeImage
+from holdfast.persist.writer import Arrival, Written, write_image
 from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store
 
 _IMAGES_AT_ONCE = 4
-_MAX_VALUES_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -49,14 +49,27 @@ class ImageJob:
 
     rank: int
     memory: memoryview
+    """The whole image; empty when it passes through ``ring``."""
     arrival: Arrival = field(default_factory=Arrival)
     header_xxh3: str = ""
     table_xxh3: str = ""
+    ring: ImageSource | None = None
+    chunk_bytes: int = 0
+    """What it is written in; 0: what was measured best."""
+    source: ImageSource = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source = WholeImage(self.memory) if self.ring is None else self.ring
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole image."""
+        return self.source.size_bytes
 
     def seal(self, header_xxh3: str, table_xxh3: str) -> None:
         """The image is captured; these are its sealed checksums."""
         self.header_xxh3, self.table_xxh3 = header_xxh3, table_xxh3
-        self.arrival.copied(len(self.memory))
+        self.arrival.copied(self.size_bytes)
 
 
 @dataclass(slots=True)
@@ -73,6 +86,8 @@ class Job:
     is_complete: threading.Event = field(default_factory=threading.Event)
     aborted: str = ""
     is_publishing: bool = False
+    broke: Callable[[str], None] = lambda _: None
+    """Hears at once that an image cannot be written: who copies into a ring waits for that."""
     #: A try of its own: an earlier one, cut off by a kill, may have left files behind.
     directory: str = field(init=False)
 
@@ -143,14 +158,16 @@ class Persister:
         started_s = time.monotonic()
         commit.record_incarnation(self.store, job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
-        with ThreadPoolExecutor(min(_IMAGES_AT_ONCE, len(job.images))) as pool:
+        with ThreadPoolExecutor(_images_at_once(job)) as pool:
             futures = [pool.submit(self._persist_image, job, i) for i in job.images.values()]
-            try:
-                stored = [future.result() for future in futures]
-            except BaseException as error:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failures = [error for future in done if (error := future.exception()) is not None]
+            if failures:
                 for image in job.images.values():
-                    image.arrival.abort(f"another image failed: {error}")
-                raise
+                    image.arrival.abort(f"another image failed: {failures[0]}")
+                job.broke(str(failures[0]))
+                raise failures[0]
+            stored = [future.result() for future in futures]
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
         document = _values_document(job)
@@ -183,19 +200,22 @@ class Persister:
         where = f"{path} (step {job.generation.step})"
         started_s = time.monotonic()
         # Only then: the header comes later than the file that is made for it.
-        halves = halves_of(image, where) if has_frozen(job.layout_data) else None
+        apart = image.ring is None and has_frozen(job.layout_data)
+        halves = halves_of(image, where) if apart else None
         if halves is not None:
             return self._persist_halves(job, image, halves, path, where)
-        sink = self.store.create(path, len(image.memory))
+        sink = self.store.create(path, image.size_bytes)
         try:
-            written = write_image(sink, image.memory, image.arrival, where)
+            written = write_image(
+                sink, image.source, image.arrival, where, chunk_bytes=image.chunk_bytes
+            )
             _require_sealed(image, written, where)
             sink.finish()
         except BaseException:
             sink.abort()
             raise
         ref = ImageRef(
-            path=path, rank=image.rank, size_bytes=len(image.memory),
+            path=path, rank=image.rank, size_bytes=image.size_bytes,
             header_xxh3=image.header_xxh3, table_xxh3=image.table_xxh3,
         )  # fmt: skip
         _tell_durable(job, ref, started_s)
@@ -206,6 +226,7 @@ class Persister:
     ) -> Stored:
         """Store an image in two files; its frozen part, if one like it is stored, not again."""
         started_s = time.monotonic()
+        image.source.begin(halves.header)
         apart = part_path(job.generation, job.directory, image.rank)
         stored, written = self._parts.write(image, halves, path, apart)
         _require_sealed(image, written, where)
@@ -290,17 +311,24 @@ def _tell_durable(job: Job, ref: ImageRef, started_s: float) -> None:
     ))  # fmt: skip
 
 
+def _images_at_once(job: Job) -> int:
+    """Rings all at once: each rank is held until its own is written."""
+    has_rings = any(image.ring is not None for image in job.images.values())
+    return len(job.images) if has_rings else min(_IMAGES_AT_ONCE, len(job.images))
+
+
 def _values_document(job: Job) -> dict[str, Any]:
     """The values all ranks share, for people and tools that only read the manifest."""
     image = job.images.get(0)
     if image is None:
         return {}
-    memory = image.memory
-    header = verify_header(memory, "rank 0's image")
+    header = image.source.header
+    assert header is not None  # it was written
     start = header.data_start + header.values.offset
-    if header.values.size_bytes > _MAX_VALUES_BYTES:
+    if header.values.size_bytes > MAX_VALUES_BYTES:
         return {}
-    document = from_bytes(memory[start : start + header.values.size_bytes], "rank 0's image")
+    kept = image.source.kept(start, start + header.values.size_bytes)
+    document = from_bytes(kept, "rank 0's image")
     return document if isinstance(document, dict) else {}
 
 

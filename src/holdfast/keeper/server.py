@@ -44,8 +44,9 @@ class Keeper:
     """Serves one arena until its run ends. Made on the event loop that runs it."""
 
     def __init__(
-        self, arena: Path, *, run_id: str, root: str, host_id: str, idle_s: float, stop_s: float
-    ) -> None:
+        self, arena: Path, *, run_id: str, root: str, host_id: str, idle_s: float, stop_s: float,
+        arena_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         self.arena, self.root, self.host_id = arena, root, host_id
         self.idle_s, self.stop_s = idle_s, stop_s
         self.coordinator = Coordinator(
@@ -53,7 +54,7 @@ class Keeper:
             grant_deadline_s=GRANT_DEADLINE_S,
             capture_deadline_s=CAPTURE_DEADLINE_S,
         )
-        self.memory = Memory(arena, run_id)
+        self.memory = Memory(arena, run_id, arena_bytes)
         self.background = Background()
         self.ranks = Ranks()
         self.executor = Executor(self.coordinator, self.memory, self.ranks, self.background)

@@ -89,6 +89,7 @@ class _SaveSoFar:
     durable_bytes: int = 0
     reused_bytes: int = 0
     missed: str | None = None
+    ring_bytes: int = 0
 
     def done(self, incarnation: int, step: int) -> Save:
         return Save(
@@ -104,13 +105,14 @@ class _SaveSoFar:
             size_bytes=self._size_bytes(),
             reason=self.missed or "",
             reused_bytes=self.reused_bytes or None,
+            ring_bytes=self.ring_bytes,
         )
 
     def _fence_s(self) -> float | None:
         """An update that found its copies made waited for nothing, and nothing was recorded."""
         if self.fence_s:
             return max(self.fence_s.values())
-        return 0.0 if self.captured and self.held_s else None
+        return 0.0 if (self.captured or self.durable) and self.held_s else None
 
     def _since_call(self, reached: _Reached | None) -> float | None:
         if reached is None:
@@ -191,6 +193,10 @@ class _Fold:
                 self._saves[key].fence_s[event.rank] += event.held_s
             case events.ImageCaptured():
                 self._saves[key].image_bytes[event.rank] = event.size_bytes
+            case events.ImagePassed():
+                save = self._saves[key]
+                save.image_bytes[event.rank] = event.size_bytes
+                save.ring_bytes = max(save.ring_bytes, event.ring_bytes)
             case events.SnapshotCaptured():
                 save = self._saves[key]
                 save.captured = _first(save.captured, _Reached(time_s, event.elapsed_s))

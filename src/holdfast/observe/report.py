@@ -58,6 +58,8 @@ class Save:
     reason: str = ""
     reused_bytes: int | None = None
     """Of ``size_bytes``, those that were stored before, if any: frozen and unchanged."""
+    ring_bytes: int = 0
+    """Memory kept none of its images: they went to storage through rings of so many bytes."""
 
     @property
     def throughput_bytes_per_s(self) -> float | None:
@@ -198,7 +200,7 @@ def _save_table(saves: Iterable[Save]) -> Table:
     for save in saves:
         table.add_row(
             f"{save.incarnation}-{save.step}",
-            save.state,
+            save.state + (f", ring of {size_text(save.ring_bytes)}" if save.ring_bytes else ""),
             *map(seconds_text, (save.held_s, save.fence_s, save.captured_s, save.durable_s)),
             shared_text(save.size_bytes, save.reused_bytes or 0),
             rate_text(save.throughput_bytes_per_s),

@@ -22,6 +22,7 @@ from holdfast.format.checksum import (
     unpack_table,
 )
 from holdfast.format.image import Header, header_size, parse_header
+from holdfast.persist.source import ImageSource, WholeImage
 from holdfast.storage.base import ImageSink
 
 #: Measured best with direct I/O out of shared memory; see docs/log.md.
@@ -71,52 +72,71 @@ class Written:
     table_xxh3: str
 
 
-def write_image(sink: ImageSink, image: memoryview, arrival: Arrival, where: str) -> Written:
-    """Write ``image`` to ``sink`` while it arrives.
+def write_image(
+    sink: ImageSink, image: memoryview | ImageSource, arrival: Arrival, where: str,
+    *, chunk_bytes: int = 0,
+) -> Written:  # fmt: skip
+    """Write ``image`` to ``sink`` while it arrives, in chunks (0: of the size measured best).
 
     Raises ChecksumMismatch when what was written is not what its block table says, StorageError
     when the store fails, PersistFailed when the capture came to nothing. The sink is left
     unfinished.
     """
+    source = WholeImage(image) if isinstance(image, memoryview) else image
+    size, step = source.size_bytes, chunk_bytes or CHUNK_BYTES
     found: dict[int, int] = {}
     arrival.wait(8)
-    data_start = header_size(image[:8], where, len(image))
+    data_start = header_size(source.head(8), where, size)
     arrival.wait(data_start)
-    header = parse_header(image[:data_start], where, len(image))
-    header_xxh3 = text(checksum(image[:data_start]))
+    head = source.head(data_start)
+    header = parse_header(head, where, size)
+    source.begin(header)
+    header_xxh3 = text(checksum(head))
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="holdfast-write") as pool:
-        pending = [pool.submit(sink.write, 0, image[:data_start])]
-        for start in range(data_start, len(image), CHUNK_BYTES):
-            stop = min(start + CHUNK_BYTES, len(image))
-            arrival.wait(stop)
-            pending.append(pool.submit(_write_chunk, sink, image, header, start, stop, found))
-            if len(pending) > 2 * WRITERS:
-                pending.pop(0).result()
+        pending = [pool.submit(sink.write, 0, head)]
+        try:
+            for start in range(data_start, size, step):
+                stop = min(start + step, size)
+                arrival.wait(stop)
+                pending.append(pool.submit(
+                    _write_chunk, sink, source, header, start, stop, found, arrival
+                ))  # fmt: skip
+                if len(pending) > 2 * WRITERS:
+                    pending.pop(0).result()
+        except PersistFailed:
+            for future in pending:  # that a chunk could not be written is the better reason
+                future.result()
+            raise
         for future in pending:
             future.result()
-    table = image[data_start + header.table.offset :]
+    table = source.kept(data_start + header.table.offset, size)
     compare_blocks(unpack_table(table, header.blocks), found, where)
     return Written(header_xxh3, text(checksum(table)))
 
 
 def _write_chunk(
     sink: ImageSink,
-    image: memoryview,
+    source: ImageSource,
     header: Header,
     start: int,
     stop: int,
     found: dict[int, int],
+    arrival: Arrival,
 ) -> None:
     """Checksum the blocks of one chunk and write it; chunks begin on block boundaries.
 
     The last chunk may run on into the table, which is no part of any block.
     """
-    data = image[header.data_start :]
-    first = (start - header.data_start) // BLOCK_BYTES
+    data, offset = source.chunk(start, stop), start - header.data_start
     limit = min(stop - header.data_start, header.table.offset)
-    for number, begin, end in blocks(first, block_count(limit), limit):
-        found[number] = checksum(data[begin:end])
-    sink.write(start, image[start:stop])
+    for number, begin, end in blocks(offset // BLOCK_BYTES, block_count(limit), limit):
+        found[number] = checksum(data[begin - offset : end - offset])
+    try:
+        sink.write(start, data)
+        source.stored(start, stop)
+    except BaseException as error:
+        arrival.abort(str(error))  # whoever waits for more of this image waits in vain
+        raise
 
 
 def compare_blocks(table: Sequence[int], found: Mapping[int, int], where: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.rings import RingNeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,15 @@ class Allocate:
 
     slot: int
     capacity_bytes: int
+    leave_bytes: int = 0
+    """How much room must be left when it is made, or it is not made."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllocateRings:
+    """Make these rings out of what room there is, all or none; report back."""
+
+    needs: tuple[RingNeed, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,10 @@ class Note:
     elapsed_s: float = 0.0
 
 
-Action = Tell | Allocate | Remove | GiveSlot | KeepLayout | StartPersist | AbortPersist | Note
+Action = (
+    Tell | Allocate | AllocateRings | Remove | GiveSlot | KeepLayout | StartPersist
+    | AbortPersist | Note
+)  # fmt: skip
 
 
 def skip(step: int, reason: str, *, is_passing: bool = True) -> list[Action]:

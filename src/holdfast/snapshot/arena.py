@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.errors import ArenaError
+from holdfast.errors import ArenaError, UsageError
 from holdfast.format.checksum import checksum
 
 PAGE_BYTES = 4096
@@ -30,6 +30,7 @@ IMAGE_START = 2 * PAGE_BYTES
 SLOT_SUFFIX = ".slot"
 _FRAME = struct.Struct("<8sQIQ")  # magic, sequence, length, xxh3 of sequence and payload
 _MAGIC = b"HFSLOT1\0"
+_NO_LIMIT_BYTES = 1 << 62
 _MADV_POPULATE_WRITE = 23
 _POPULATE_STEP_BYTES = 64 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,6 +54,8 @@ class SlotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     table_xxh3: str = ""
     writer_pid: int = 0
     writer_start: int = 0
+    ring_bytes: int = 0
+    """Images only pass through the last so many bytes: none is ever whole in this slot."""
 
 
 def boot_id() -> str:
@@ -121,6 +124,28 @@ def make_private_dir(path: Path) -> None:
         )
 
 
+def room_left(directory: Path) -> int:
+    """How many bytes its file system has left; more than any image takes where it has no limit."""
+    room = os.statvfs(directory)
+    return room.f_bavail * room.f_frsize if room.f_blocks else _NO_LIMIT_BYTES
+
+
+def arena_limit() -> int | None:
+    """How much the slots of an arena may take, by ``HOLDFAST_ARENA_BYTES``; None: no limit.
+
+    UsageError when it is no number of bytes.
+    """
+    said = os.environ.get("HOLDFAST_ARENA_BYTES", "").strip()
+    if not said:
+        return None
+    if not (said.isascii() and said.isdigit() and int(said) > 0):
+        raise UsageError(
+            f"HOLDFAST_ARENA_BYTES is {said!r}: give how many bytes of shared memory the slots of "
+            "a run may take on a host, such as 8589934592 for 8 GiB, or leave it unset"
+        )
+    return int(said)
+
+
 def lock_dir(path: Path) -> int | None:
     """Take the arena's lock; its descriptor, or None when a living keeper holds it."""
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -169,12 +194,17 @@ class SlotFile:
         self.image = memoryview(self.map)[IMAGE_START:]
 
     @classmethod
-    def create(cls, path: Path, capacity_bytes: int) -> SlotFile:
-        """Make and wholly allocate a slot file. ArenaError when memory does not suffice."""
+    def create(
+        cls, path: Path, capacity_bytes: int, *, free_bytes: int | None = None, leave_bytes: int = 0
+    ) -> SlotFile:
+        """Make and wholly allocate a slot file. ArenaError when memory does not suffice.
+
+        ``free_bytes``: how much there is (None: what the file system has), of which
+        ``leave_bytes`` are to be left.
+        """
         size = IMAGE_START + capacity_bytes
-        room = os.statvfs(path.parent)
-        free = room.f_bavail * room.f_frsize
-        if room.f_blocks and free < size:
+        free = room_left(path.parent) if free_bytes is None else free_bytes
+        if free < size + leave_bytes:
             raise _too_small(path, size, free)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -278,7 +308,8 @@ def _too_small(path: Path, size: int, free: int) -> ArenaError:
     return ArenaError(
         f"shared memory too small: slot {path.name} needs {size >> 20} MiB in {path.parent}, "
         f"{free >> 20} MiB are free. Three images per rank must fit: enlarge it (docker: "
-        "--shm-size, Kubernetes: an emptyDir with medium Memory), or set HOLDFAST_ARENA_DIR.",
+        "--shm-size, Kubernetes: an emptyDir with medium Memory), set HOLDFAST_ARENA_DIR, or raise "
+        "HOLDFAST_ARENA_BYTES where it is set.",
         needed_bytes=size,
         free_bytes=free,
     )

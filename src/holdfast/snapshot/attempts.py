@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from holdfast.snapshot import messages as m
 
 
 @dataclass(slots=True)
@@ -16,13 +18,18 @@ class Attempt:
     world: int
     layout: str
     durable: bool = False
-    phase: str = "allocating"  # "allocating" | "capturing" | "complete" | "aborted"
+    phase: str = "allocating"  # "allocating" | "capturing" | "complete" | "draining" | "aborted"
     persisting: bool = False
     refused: bool = False  # storage would not take it
     fulfils: tuple[int, ...] = ()  # earlier steps whose durable save it stands for
     started_s: float = 0.0
     slots: dict[int, int] = field(default_factory=dict)  # rank -> slot id
     sealed: set[int] = field(default_factory=set)
+    asks: Mapping[int, m.Ask] = field(default_factory=dict)
+    lacks_room: bool = False  # one of its slots could not be made
+    is_ring: bool = False
+    """Its images pass through rings to storage: it is never a snapshot, and never complete."""
+    moved_s: float = 0.0  # when storage last took something out of a ring
 
     @property
     def is_open(self) -> bool:
@@ -46,6 +53,8 @@ class Attempt:
             return "shared memory for its slots is being allocated"
         if self.phase == "capturing":
             return f"ranks {self.unsealed} have not sealed their images"
+        if self.phase == "draining":
+            return "the last of it is being written to storage; no memory keeps it"
         return "it is being written to storage" if self.persisting else "it is captured"
 
     @property
@@ -85,6 +94,11 @@ class Attempts(dict[str, Attempt]):
     def newest_complete(self) -> Attempt | None:
         """The newest generation that all ranks captured."""
         return self.get(self.newest or "")
+
+    def will_free_slots(self) -> bool:
+        """Whether slots are kept only until storage has taken what is in them."""
+        whole = (attempt for attempt in self.complete() if attempt.persisting)
+        return any(attempt.id not in (self.newest, self.pinned) for attempt in whole)
 
     def must_stay(self, attempt: Attempt) -> bool:
         """Whether its slots may not be given away now."""

@@ -125,12 +125,15 @@ class Overtaking:
                 at = local.data_ptr() + (number * 7919 * _SAMPLE_BYTES) % (size - length + 1)
                 yield leaf.name, at, ctypes.string_at(at, length)
 
-    def check(self, target: Target, turn: int) -> None:
-        """CaptureOvertaken names the first leaf found changed."""
+    def _check_versions(self) -> None:
         versions = self._versions_now()
         if versions != self._versions:
             moved = map(ne, versions, self._versions)
             raise _overtaken(next(compress(self._lazy, moved)).name)
+
+    def check(self, target: Target, turn: int) -> None:
+        """CaptureOvertaken names the first leaf found changed."""
+        self._check_versions()
         for name, at, before in self._samples:
             there = target.address_of(name, at, len(before))
             if there is not None and ctypes.string_at(there, len(before)) != before:
@@ -143,6 +146,13 @@ class Overtaking:
                 there = target.data.data_ptr() + copy.offset + at
                 if _libc.memcmp(there, copy.source.data_ptr() + at, _SAMPLE_BYTES):
                     raise _overtaken(copy.leaf)
+
+    def check_sources(self) -> None:
+        """The same where the copy is gone already: nothing may change before the fence opens."""
+        self._check_versions()
+        for name, at, before in self._samples:
+            if ctypes.string_at(at, len(before)) != before:
+                raise _overtaken(name)
 
 
 def _overtaken(name: str) -> CaptureOvertaken:
@@ -173,6 +183,10 @@ class Progress:
     """Called once when the last copy from a GPU is enqueued: updates may wait on these events."""
     shared: Callable[[Sharing], None] = lambda _: None
     """Hears of the copying that other threads may take part in until it is finished."""
+    has_room: Callable[[int], bool] = lambda _: True
+    """Whether so many bytes from the start of the image are stored (in a ring)."""
+    wait_room: Callable[[int], None] = lambda _: None
+    """Waits until they are. Raises Stopped when the capture was called off, or nothing moves."""
 
 
 def copy_image(
@@ -239,7 +253,7 @@ def _copy_from_gpu(
     ready: Mapping[torch.device, torch.cuda.Event],
 ) -> list[int]:
     """Enqueue every copy, let updates wait on the last, and sum the blocks as they arrive."""
-    streams = {device: _side_stream(device) for device in ready}
+    streams = {device: side_stream(device) for device in ready}
     try:
         arrivals = _enqueue(target, progress, ready, streams)
         last = []
@@ -271,7 +285,7 @@ def _copy_from_gpu(
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def side_stream(device: torch.device) -> torch.cuda.Stream:
     """The one stream captures copy on, of this device: a thread's current device is another."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)

@@ -25,7 +25,7 @@ from typing import TypeVar
 from holdfast import errors
 from holdfast.errors import DeadlineExceeded, FormatError, HoldfastError, KeeperError
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import make_private_dir
+from holdfast.snapshot.arena import arena_limit, make_private_dir
 
 SOCKET_NAME = "keeper.sock"
 LOCK_TAKEN = 3
@@ -71,6 +71,9 @@ def start_keeper(arena: Path, *, run_id: str, root: str, host_id: str) -> subpro
     command += ["--arena", str(arena), "--run-id", run_id, "--root", root, "--host-id", host_id]
     if "HOLDFAST_KEEPER_IDLE_S" in os.environ:
         command += ["--idle-s", os.environ["HOLDFAST_KEEPER_IDLE_S"]]
+    limit = arena_limit()
+    if limit is not None:
+        command += ["--arena-bytes", str(limit)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
     # It runs in "/", so that it pins no directory; relative paths would mean others there.
     ours = str(Path(__file__).resolve().parents[2])

@@ -21,6 +21,10 @@ class Debts:
         self._attempts = attempts
         self._incarnation = 0
         self._steps: set[int] = set()
+        self._ending: set[str] = set()
+        """Attempts that came to nothing, and that storage may still be busy with."""
+        self._passed: Attempt | None = None
+        """The newest that was made durable through rings: no snapshot tells of it."""
         self.are_open = False
 
     def begin(self, incarnation: int) -> None:
@@ -59,6 +63,8 @@ class Debts:
                     attempt.durable = True
                     return []
                 return self.start(attempt)
+        if self._passed is not None and self._passed.generation == (self._incarnation, step):
+            return self._told_durable(self._passed)
         self.are_open = True
         reason = "the step is no longer in memory; the next one is made durable"
         return [Tell(m.NotDurable(step=step, attempt="", reason=reason))]
@@ -91,7 +97,18 @@ class Debts:
     def unpaid(self) -> str:
         """The newest complete attempt if no manifest names it, else ""."""
         newest = self._attempts.newest_complete()
-        return "" if newest is None or newest.durable else newest.id
+        if newest is None or newest.durable or self._is_behind(newest):
+            return ""
+        return newest.id
+
+    def _is_behind(self, attempt: Attempt) -> bool:
+        """Whether something newer is durable already, which was never in memory as a whole."""
+        return self._passed is not None and attempt.generation < self._passed.generation
+
+    @property
+    def is_storage_busy(self) -> bool:
+        """Whether storage would not begin at once with something new."""
+        return self._is_busy() or bool(self._ending)
 
     def _is_busy(self) -> bool:
         return any(attempt.persisting for attempt in self._attempts.values())
@@ -101,6 +118,8 @@ class Debts:
     def persisted(self, attempt: Attempt) -> list[Action]:
         """A manifest names the attempt; what was owed meanwhile comes next."""
         attempt.persisting = False
+        if attempt.is_ring and (self._passed is None or not self._is_behind(attempt)):
+            self._passed = attempt
         return self._told_durable(attempt) + self.pay()
 
     def failed(self, attempt: Attempt, reason: str) -> list[Action]:
@@ -111,8 +130,9 @@ class Debts:
         actions: list[Action] = []
         if attempt.incarnation == self._incarnation:
             told = m.NotDurable(
-                step=attempt.step, attempt=attempt.id, reason=reason, fulfils=fulfils
-            )
+                step=attempt.step, attempt=attempt.id, reason=reason, fulfils=fulfils,
+                in_memory=not attempt.is_ring,
+            )  # fmt: skip
             actions.append(Tell(told))
         return actions + self.pay()
 
@@ -123,7 +143,12 @@ class Debts:
         if not attempt.persisting:
             return []
         attempt.persisting = False
+        self._ending.add(attempt.id)
         return [AbortPersist(attempt.id)]
+
+    def ended(self, attempt_id: str) -> None:
+        """Storage is done with an attempt that came to nothing."""
+        self._ending.discard(attempt_id)
 
     def _told_durable(self, attempt: Attempt) -> list[Action]:
         if attempt.incarnation != self._incarnation:

@@ -37,6 +37,9 @@ class SaveHandle:
     def wait_captured(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have this snapshot in memory.
 
+        Where memory has no room for it, a durable save only passes through: it is then captured
+        when it is durable, not before, and comes to nothing when storage does not take it.
+
         Raises SnapshotSkipped or CaptureOvertaken when they never will, DeadlineExceeded, which
         says what is missing, after ``timeout_s`` seconds.
         """

@@ -27,7 +27,13 @@ from holdfast.snapshot.asks import Asks
 from holdfast.snapshot.attempts import Attempt, Attempts
 from holdfast.snapshot.debts import Debts
 from holdfast.snapshot.layouts import Layouts
-from holdfast.snapshot.slots import NO_SLOT, Slot, Slots, Writer
+from holdfast.snapshot.rings import RingNeed
+from holdfast.snapshot.slots import NO_ROOM, NO_SLOT, Slot, Slots, Writer
+
+ONLY_DURABLE = "Until there is room, no snapshot is kept in memory; only durable saves are made."
+STORAGE_IS_BUSY = (
+    "storage still writes an earlier save, and no memory could keep this one until then"
+)
 
 
 class Coordinator:
@@ -55,6 +61,7 @@ class Coordinator:
         """Not all ranks of an incarnation that another keeper served have come yet."""
         self._owes = False
         self._next_attempt = 0
+        self._now_s = 0.0
 
     # ── what a new keeper finds ──────────────────────────────────────────────────────────
 
@@ -152,6 +159,7 @@ class Coordinator:
 
     def ask(self, rank: int, ask: m.Ask, now_s: float) -> list[Action]:
         """A rank wants to capture a step; decided when all have asked."""
+        self._now_s = now_s
         if rank not in self._joined:
             return []
         declined = self._asks.why_declined(ask.step)
@@ -182,26 +190,48 @@ class Coordinator:
             return self._decide(*complete, now_s)
         return skip_all(self._asks.take_missed())
 
-    def _decide(self, step: int, asks: Mapping[int, m.Ask], now_s: float) -> list[Action]:
+    def _decide(
+        self, step: int, asks: Mapping[int, m.Ask], now_s: float, *, durable: bool = False
+    ) -> list[Action]:
         try:
             agreed = self._layouts.agree([asks[r].table for r in range(self.world)])
             sizes = {r: agreed.image_bytes(r, asks[r].values_bytes) for r in asks}
         except HoldfastError as error:
             return skip(step, str(error), is_passing=False)
-        durable = self.debts.is_to_be_durable(step, asks.values())
-        chosen, actions = self.slots.choose(sizes)
+        durable = durable or self.debts.is_to_be_durable(step, asks.values())
+        heads = sum(agreed.data_start(rank) for rank in asks)
+        chosen, actions = self.slots.choose(sizes, self._now_s, heads)
+        is_ring = chosen == NO_ROOM and durable
+        if is_ring and not self.debts.is_storage_busy:
+            needs = {r: _ring_need(agreed.data_start(r), sizes[r]) for r in asks}
+            chosen, more = self.slots.choose_rings(needs)
+            actions += more
         if isinstance(chosen, str):
-            if any(ask.durable and ask.exact for ask in asks.values()):
-                self._asks.put_off(step, asks, now_s)
-                return actions
-            return actions + skip(step, chosen)
+            return actions + self._not_now(step, asks, now_s, chosen, is_ring=is_ring)
         attempt = self._new_attempt(step, agreed.layout, now_s)
-        attempt.durable = durable
+        attempt.durable, attempt.is_ring, attempt.asks = durable, is_ring, asks
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
         for rank, slot in chosen.items():
             slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
             slot.image_bytes, slot.incarnation = sizes[rank], self.incarnation
         return actions + self._tell_layout(agreed.layout) + self._grant_if_allocated(attempt)
+
+    def _not_now(
+        self, step: int, asks: Mapping[int, m.Ask], since_s: float, why: str, *, is_ring: bool
+    ) -> list[Action]:
+        """No slots for this step: it waits if it is wanted for sure and waiting can help."""
+        can_help = why != NO_ROOM or self.debts.is_storage_busy
+        if can_help and any(ask.durable and ask.exact for ask in asks.values()):
+            self._asks.put_off(step, asks, since_s)
+            return []
+        if why != NO_ROOM:
+            return skip(step, why)
+        if is_ring:
+            return skip(step, STORAGE_IS_BUSY)
+        return skip(step, NO_SLOT if self.attempts.will_free_slots() else self._too_small())
+
+    def _too_small(self) -> str:
+        return f"{self.slots.no_room.removesuffix(ONLY_DURABLE).rstrip()} {ONLY_DURABLE}"
 
     def _tell_layout(self, layout: Layout) -> list[Action]:
         if layout.hash == self._layouts.told:
@@ -265,24 +295,60 @@ class Coordinator:
         return self._grant_if_allocated(attempt)
 
     def allocation_failed(self, slot_id: int, reason: str) -> list[Action]:
-        """There is no memory for a slot; what waited for it is skipped."""
+        """There is no memory for a slot; what waited for it is skipped, or takes a ring."""
         slot = self.slots.pop(slot_id)
         attempt = self.attempts.get(slot.attempt)
         if attempt is None:  # a spare: try again only for slots of another size
             self.slots.capacity_bytes = 0
             return []
-        return self._abort(attempt, reason)
+        self.slots.lacked_room(reason, self._now_s)
+        if not attempt.durable:
+            return self._abort(attempt, self._too_small())
+        del attempt.slots[slot.rank]
+        attempt.lacks_room = True
+        return self._grant_if_allocated(attempt)
+
+    def rings_made(self, made: Mapping[int, tuple[int, int]]) -> list[Action]:
+        """These rings exist: (capacity, of it the ring) by slot; grant what waited for them."""
+        actions: list[Action] = []
+        for slot_id, (capacity_bytes, ring_bytes) in made.items():
+            slot = self.slots[slot_id]
+            slot.capacity_bytes, slot.ring_bytes = capacity_bytes, ring_bytes
+            actions += self.allocated(slot_id)
+        return actions
+
+    def rings_not_made(self, slot_ids: Iterable[int], reason: str) -> list[Action]:
+        """There is not even memory for rings; what waited for them comes to nothing."""
+        attempts = {self.slots.pop(slot_id).attempt for slot_id in slot_ids}
+        found = [self.attempts[id_] for id_ in attempts if id_ in self.attempts]
+        why = f"{self.slots.no_room} {reason}".strip()
+        return [action for attempt in found for action in self._abort(attempt, why)]
 
     def _grant_if_allocated(self, attempt: Attempt) -> list[Action]:
         if any(self.slots[s].state == "allocating" for s in attempt.slots.values()):
             return []
+        if attempt.lacks_room:
+            return self._take_otherwise(attempt)
         attempt.phase = "capturing"
-        actions: list[Action] = [
+        actions: list[Action] = [] if attempt.is_ring else self.slots.drop_rings()
+        actions += [
             GiveSlot(slot, rank, attempt.id) for rank, slot in sorted(attempt.slots.items())
         ]
         if attempt.durable:
             actions += self.debts.start(attempt)
         return actions
+
+    def _take_otherwise(self, attempt: Attempt) -> list[Action]:
+        """Not all slots of a durable attempt could be made: nobody was told of it yet."""
+        self._let_go(attempt)
+        return self._decide(attempt.step, attempt.asks, attempt.started_s, durable=True)
+
+    def _let_go(self, attempt: Attempt) -> None:
+        """Nobody writes to its slots, and nobody needs them."""
+        for slot_id in attempt.slots.values():
+            self.slots[slot_id].writer = None
+        self.slots.take_back(attempt)
+        del self.attempts[attempt.id]
 
     # ── capturing ────────────────────────────────────────────────────────────────────────
 
@@ -294,6 +360,7 @@ class Coordinator:
             return []
         if rank in attempt.sealed:
             return []
+        self._now_s = now_s
         slot = self.slots[attempt.slots[rank]]
         if seal.image_bytes != slot.image_bytes:
             reason = f"rank {rank} sealed {seal.image_bytes} bytes, {slot.image_bytes} agreed"
@@ -303,6 +370,9 @@ class Coordinator:
         slot.header_xxh3, slot.table_xxh3 = seal.header_xxh3, seal.table_xxh3
         attempt.sealed.add(rank)
         if len(attempt.sealed) < attempt.world:
+            return []
+        if attempt.is_ring:
+            attempt.phase = "draining"  # nothing of it is in memory but what is not written yet
             return []
         attempt.phase = "complete"
         self.attempts.newest, self.attempts.pinned = attempt.id, None
@@ -331,6 +401,7 @@ class Coordinator:
 
     def tick(self, now_s: float) -> list[Action]:
         """Time passed: end the waits whose deadline is over."""
+        self._now_s = now_s
         actions: list[Action] = []
         waiting = self._asks.take_put_off(before_s=now_s - self.grant_deadline_s)
         if waiting is not None:
@@ -339,7 +410,7 @@ class Coordinator:
         if self.adopted:
             actions += skip_all(self._asks.take_late(now_s, self.grant_deadline_s))
         for attempt in self.attempts.open():
-            if now_s - attempt.started_s > self.capture_deadline_s:
+            if now_s - max(attempt.started_s, attempt.moved_s) > self.capture_deadline_s:
                 reason = (
                     f"ranks {attempt.unsealed} did not finish within {self.capture_deadline_s:g} s"
                 )
@@ -358,14 +429,43 @@ class Coordinator:
 
     def persisted(self, attempt_id: str) -> list[Action]:
         """A manifest names the attempt."""
-        return self.debts.persisted(self.attempts[attempt_id]) + self._slot_freed()
+        attempt = self.attempts[attempt_id]
+        if attempt.is_ring:
+            self._let_go(attempt)
+        return self.debts.persisted(attempt) + self._slot_freed()
 
     def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
         """The attempt is captured, but storage would not take it."""
         attempt = self.attempts.get(attempt_id)
         if attempt is None:
+            return self.persist_ended(attempt_id)
+        if not attempt.is_ring:
+            actions = self.debts.failed(attempt, reason)
+        elif attempt.is_open:  # whoever copies waits for room that does not come
+            attempt.persisting = False
+            actions = self._abort(attempt, f"it could not be written: {reason}")
+        else:
+            self._let_go(attempt)
+            actions = self.debts.failed(attempt, reason)
+        return actions + self._slot_freed()
+
+    def write_broke(self, attempt_id: str, reason: str) -> list[Action]:
+        """Storage failed in the middle; what is written is still to be cleared away there."""
+        attempt = self.attempts.get(attempt_id)
+        if attempt is None or not (attempt.is_ring and attempt.is_open):
             return []
-        return self.debts.failed(attempt, reason) + self._slot_freed()
+        return self._abort(attempt, f"it could not be written: {reason}")
+
+    def persist_ended(self, attempt_id: str) -> list[Action]:
+        """Storage is done with an attempt that came to nothing before."""
+        self.debts.ended(attempt_id)
+        return self._slot_freed()
+
+    def ring_moved(self, attempt_id: str, now_s: float) -> None:
+        """Storage took something out of a ring of this attempt."""
+        attempt = self.attempts.get(attempt_id)
+        if attempt is not None:
+            attempt.moved_s = now_s
 
     # ── questions ────────────────────────────────────────────────────────────────────────
 
@@ -384,3 +484,7 @@ class Coordinator:
             if attempt.generation == (self.incarnation, step):
                 return attempt.waits_for
         return "the keeper knows nothing of it"
+
+
+def _ring_need(data_start: int, size_bytes: int) -> RingNeed:
+    return RingNeed(-1, data_start, size_bytes - data_start)

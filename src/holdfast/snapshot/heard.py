@@ -46,6 +46,9 @@ class Heard:
                 promises.durable(step, fulfils)
             case m.NotDurable():
                 self._not_durable(message, place)
+            case m.Freed(attempt=attempt, size_bytes=size_bytes):
+                if current is not None and _is_of(current, attempt):
+                    current.room.freed(size_bytes)
             case m.Announced(step=step, which=which):
                 self.announced.add((step, which))
             case m.FencedOff(incarnation=n):
@@ -58,7 +61,7 @@ class Heard:
         """The keeper went away; the next save starts another."""
         self.is_silent = False  # the next one has not been asked yet
         why = f"the keeper went away: {reason}"
-        if current is not None and not current.resolved.is_set():
+        if current is not None and (not current.resolved.is_set() or current.is_kept_nowhere):
             current.keeper_lost = True
             current.call_off(why)
         self._promises.fail_all(why)
@@ -84,8 +87,7 @@ class Heard:
 
     def _is_of_an_earlier_try(self, current: Capture, message: m.Aborted) -> bool:
         """A step that was missed is taken again, and the end of the first try comes late."""
-        answer = current.answer
-        is_mine = isinstance(answer, m.Grant) and answer.attempt == message.attempt
+        is_mine = _is_of(current, message.attempt)
         return current.step == message.step and not is_mine and message.attempt in self._granted
 
     def _answered(self, current: Capture | None, message: m.Grant | m.Skip) -> m.Message | None:
@@ -106,4 +108,8 @@ class Heard:
             ))  # fmt: skip
         for step in (message.step, *message.fulfils):
             error = PersistFailed(f"step {message.step}: {message.reason}")
-            self._promises.fail(step, error, captured=True)
+            self._promises.fail(step, error, captured=message.in_memory)
+
+
+def _is_of(current: Capture, attempt: str) -> bool:
+    return isinstance(current.answer, m.Grant) and current.answer.attempt == attempt

@@ -28,12 +28,19 @@ class Agreed:
 
     def image_bytes(self, rank: int, values_bytes: int) -> int:
         """The size of a rank's image, with values of this many bytes."""
+        return image_bytes(self._plan(rank), values_bytes)
+
+    def data_start(self, rank: int) -> int:
+        """How many bytes come before the data in a rank's image."""
+        return self._plan(rank).data_start
+
+    def _plan(self, rank: int) -> ImagePlan:
         plan = self._plans.get(rank)
         if plan is None:
             # Without its thousand entries: who copies makes its own.
             whole = plan_rank(self.layout, rank)
             plan = self._plans[rank] = replace(whole, entries=(), header_text="")
-        return image_bytes(plan, values_bytes)
+        return plan
 
 
 class Layouts:

@@ -10,6 +10,7 @@ from holdfast.snapshot.capture import Target
 from holdfast.snapshot.collected import unmap
 from holdfast.snapshot.copies import CopyPlan, plan_copies
 from holdfast.snapshot.pinning import pin_memory
+from holdfast.snapshot.through_ring import RingTarget
 from holdfast.state.describe import Description
 
 
@@ -18,7 +19,7 @@ class MappedSlots:
 
     def __init__(self) -> None:
         self.files: dict[str, SlotFile] = {}
-        self._targets: dict[str, Target] = {}
+        self._targets: dict[str, Target | RingTarget] = {}
         self._plan: tuple[str, str, CopyPlan] | None = None
         self._planned_for: object = None
 
@@ -38,6 +39,28 @@ class MappedSlots:
 
     def target(self, path: str, plan: CopyPlan, *, pinned: bool) -> tuple[SlotFile, Target]:
         """The slot at ``path``, mapped once, and its memory as seen by ``plan``."""
+        slot = self._map(path, pinned)
+        target = self._targets.get(path)
+        if not isinstance(target, Target):
+            target = self._targets[path] = Target(slot.image, plan)
+        return slot, target
+
+    def ring_target(
+        self, path: str, ring_bytes: int, plan: CopyPlan, *, pinned: bool
+    ) -> RingTarget:
+        """The same for a slot whose last ``ring_bytes`` are a ring."""
+        slot = self._map(path, pinned)
+        target = self._targets.get(path)
+        if not isinstance(target, RingTarget):
+            target = self._targets[path] = RingTarget(slot.image, ring_bytes, plan)
+        return target
+
+    def drop_removed(self) -> None:
+        """What the keeper removed is not given back to the machine while it is mapped here."""
+        for gone in [path for path in self.files if not Path(path).exists()]:
+            self._close(gone)
+
+    def _map(self, path: str, pinned: bool) -> SlotFile:
         slot = self.files.get(path)
         if slot is None or slot.inode != Path(path).stat().st_ino:
             # What is mapped is not given back to the machine, although the keeper removed it.
@@ -47,9 +70,7 @@ class MappedSlots:
             slot.populate()
             if pinned:
                 pin_memory(slot)
-        if path not in self._targets:
-            self._targets[path] = Target(slot.image, plan)
-        return slot, self._targets[path]
+        return slot
 
     def close(self) -> None:
         """Let go of all memory."""

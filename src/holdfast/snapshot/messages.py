@@ -216,6 +216,15 @@ class Grant(Message, frozen=True, kw_only=True):
     slot: str
     durable: bool
     layout: str
+    ring_bytes: int = 0
+    """The image passes through the last so many bytes of the slot; 0: it is kept there whole."""
+
+
+class Freed(Message, frozen=True, kw_only=True):
+    """The first ``size_bytes`` of the image are written: their room in the ring is free again."""
+
+    attempt: str
+    size_bytes: int
 
 
 class LayoutAgreed(Message, frozen=True, kw_only=True):
@@ -266,6 +275,8 @@ class NotDurable(Message, frozen=True, kw_only=True):
     attempt: str
     reason: str
     fulfils: tuple[int, ...] = ()
+    in_memory: bool = True
+    """Whether it is at least a snapshot; what passed through a ring is nothing then."""
 
 
 class Announced(Message, frozen=True, kw_only=True):
@@ -293,7 +304,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
         Hello | Begin | Join | ListInventory | Pin | Adopt | Table | Ask | Progress | Captured
         | Abandon | Withdraw | Decline | MakeDurable | Announce | Explain | Goodbye
         | Welcome | Begun | Done | Refused | Inventory | Grant | LayoutAgreed | Skip | Complete
-        | Aborted | Durable | NotDurable | Announced | Explanation | FencedOff
+        | Aborted | Freed | Durable | NotDurable | Announced | Explanation | FencedOff
     )  # fmt: skip
 
 

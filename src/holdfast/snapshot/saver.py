@@ -168,8 +168,10 @@ class Saver:
         if not capture.answered.wait(grant_s):
             self._heard.is_silent = True  # until it says anything: no further step is held for it
             capture.call_off(f"no answer to the request for a slot within {grant_s:g} s")
-        if not capture.help_copying(patience.copy_s):
-            capture.call_off(f"the copy did not finish within {patience.copy_s:g} s")
+        while not capture.help_copying(patience.copy_s):
+            if time.monotonic() - capture.room.moved_at_s > patience.copy_s:  # no ring, or stuck
+                capture.call_off(f"the copy did not finish within {patience.copy_s:g} s")
+                return
 
     def _wait_previous(self) -> float:
         """One capture at a time: the one before must be sealed or given up."""
@@ -293,9 +295,12 @@ class Saver:
 
     def _take(self, capture: Capture) -> None:
         try:
+            self._copier.slots.drop_removed()
             grant = self._asking.ask(capture, self.patience)
             layout = self._heard.layouts[grant.layout]
-            seal = self._copier.copy(capture, grant, layout, self.place, self._line.send)
+            seal = self._copier.copy(
+                capture, grant, layout, self.place, self._line.send, self.patience.room_s
+            )
             self._line.send(m.Captured(
                 attempt=grant.attempt, image_bytes=seal.image_bytes,
                 header_xxh3=seal.header_xxh3, table_xxh3=seal.table_xxh3,

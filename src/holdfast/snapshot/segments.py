@@ -126,7 +126,8 @@ class Sharing:
         with self._changed:
             self._next = len(self._segments)
             self._changed.wait_for(lambda: not self._in_work)
-            self._data = memoryview(b"")  # or the slot could not be unmapped
+            # Or the slot could not be unmapped, and the capture that this is kept in not be freed.
+            self._data, self._check = memoryview(b""), _nothing
 
     @property
     def final_bytes(self) -> int:
@@ -175,3 +176,7 @@ class Sharing:
                 sums.append(checksum(self._data[at : at + BLOCK_BYTES]))
             at += BLOCK_BYTES
         return sums
+
+
+def _nothing() -> None:
+    """There is nothing to ask."""

@@ -11,6 +11,7 @@ import torch
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.capture import Overtaking, Stopped
 from holdfast.snapshot.handle import SaveHandle
+from holdfast.snapshot.room import Room
 from holdfast.snapshot.segments import Sharing
 from holdfast.state.describe import Description
 
@@ -24,6 +25,8 @@ class Patience:
     durable_grant_s: float = 60.0
     copy_s: float = 600.0
     keeper_s: float = 30.0
+    room_s: float = 60.0
+    """How long storage may take nothing out of a ring that a copy waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Capture:
     events: list[torch.cuda.Event] = field(default_factory=list)
     _sharing: Sharing | None = None
     _shared_or_released: threading.Event = field(default_factory=threading.Event)
+    room: Room = field(default_factory=Room)
 
     def call_off(self, reason: str) -> bool:
         """Give it up unless its copy is made already; whether it was given up."""
@@ -70,6 +74,7 @@ class Capture:
             self.called_off = self.called_off or reason
         self.answered.set()
         self.release()
+        self.room.give_up()
         return True
 
     def release(self) -> None:
@@ -96,6 +101,12 @@ class Capture:
         answer = self.answer
         passing = self.keeper_lost or (isinstance(answer, m.Skip) and answer.is_passing)
         return self.durable and passing
+
+    @property
+    def is_kept_nowhere(self) -> bool:
+        """Whether it went through a ring, and storage is not known to have all of it."""
+        went_through = isinstance(self.answer, m.Grant) and self.answer.ring_bytes > 0
+        return went_through and self.handle.state == "pending"
 
     def is_copied(self, events: list[torch.cuda.Event]) -> None:
         """Its bytes are final (behind ``events``): from now on it is not given up. Or Stopped."""

@@ -18,6 +18,7 @@ IN_MEMORY = ("tmpfs", "ramfs")
 SHARE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 SETTINGS = (
     "HOLDFAST_ARENA_DIR",
+    "HOLDFAST_ARENA_BYTES",
     "HOLDFAST_RUN_ID",
     "HOLDFAST_HOST_ID",
     "HOLDFAST_LOG",
@@ -225,6 +226,8 @@ def _setting_fault(name: str, value: str) -> str:
         return "say auto, always or never"
     if name == "HOLDFAST_KEEPER_IDLE_S" and not _is_seconds(value):
         return "give a number of seconds"
+    if name == "HOLDFAST_ARENA_BYTES" and not _is_bytes(value):
+        return "give a number of bytes, such as 8589934592 for 8 GiB"
     if name == "HOLDFAST_RUN_ID" and not _is_file_name(value):
         return "it names a directory: give letters, digits, - and _, not beginning with a dot"
     return ""
@@ -235,6 +238,11 @@ def _is_seconds(text: str) -> bool:
         return 0 <= float(text) < float("inf")
     except ValueError:
         return False
+
+
+def _is_bytes(text: str) -> bool:
+    said = text.strip()
+    return not said or (said.isascii() and said.isdigit() and int(said) > 0)
 
 
 def _is_file_name(text: str) -> bool:

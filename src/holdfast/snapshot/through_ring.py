@@ -1,0 +1,339 @@
+"""Copy one rank's image through a ring: in the order of its bytes, as storage makes room.
+
+Nothing is copied over what is not stored yet. Every copy lies within one chunk of the ring, so
+that whatever comes before it can be stored, and freed, whatever their sizes are. A source whose
+elements do not lie in a row is gathered piece by piece, never as a whole.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
+from holdfast.format.image import Image
+from holdfast.snapshot.capture import Overtaking, Progress, Seal, StillCopying, side_stream
+from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
+from holdfast.snapshot.rings import chunk_bytes
+from holdfast.snapshot.segments import SEGMENT_BYTES
+
+_libc = ctypes.CDLL(None)
+_libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Move(Protocol):
+    """One copy within one chunk; ``stop`` is the offset of the data behind it."""
+
+    @property
+    def stop(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def run(self) -> None:
+        """Copy, or enqueue it on the current stream of a GPU."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Small:
+    """Several small tensors, copied in one call."""
+
+    stop: int
+    into: list[torch.Tensor]
+    sources: list[torch.Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        return self.sources[0].device
+
+    def run(self) -> None:
+        torch._foreach_copy_(self.into, self.sources, non_blocking=self.device.type != "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Bytes in a row, in the memory of this host."""
+
+    stop: int
+    source: torch.Tensor
+    begin: int
+    size_bytes: int
+    address: int
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    def run(self) -> None:
+        _libc.memcpy(self.address, self.source.data_ptr() + self.begin, self.size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """Elements of any tensor, in order; a temporary holds no more than what is copied."""
+
+    stop: int
+    source: torch.Tensor
+    begin: int
+    into: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.source.device
+
+    def run(self) -> None:
+        flat = self.source.resolve_conj().resolve_neg().reshape(-1)
+        part = flat[self.begin : self.begin + self.into.numel()]
+        self.into.copy_(part, non_blocking=self.device.type != "cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeros:
+    """Nothing, where the ring may hold what passed before."""
+
+    stop: int
+    into: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.into.device
+
+    def run(self) -> None:
+        self.into.zero_()
+
+
+class RingTarget:
+    """The memory of one ring, and how the copies of one plan go through it; made once, reused."""
+
+    def __init__(self, memory: memoryview, ring_bytes: int, plan: CopyPlan) -> None:
+        self.ring_bytes = ring_bytes
+        self.chunk_bytes = chunk_bytes(ring_bytes)
+        self.head = memory[: plan.image.data_start]
+        self.ring = memory[len(memory) - ring_bytes :]
+        self.data = torch.frombuffer(self.ring, dtype=torch.uint8)
+        self.moves: list[Move] = list(self._moves(plan.copies, plan.image.gap))
+
+    def let_go(self) -> None:
+        """Forget every view of the memory, so that it can be unmapped."""
+        self.data = torch.empty(0, dtype=torch.uint8)
+        self.moves = []
+        self.head = self.ring = memoryview(b"")
+
+    def cut(self, offset: int, size_bytes: int, unit: int) -> Iterator[tuple[int, int]]:
+        """(offset, size) of the parts of a range that lie in one chunk, of ``unit`` at most."""
+        stop = offset + size_bytes
+        while offset < stop:
+            chunk_stop = (offset // self.chunk_bytes + 1) * self.chunk_bytes
+            size = min(unit, stop - offset, chunk_stop - offset)
+            yield offset, size
+            offset += size
+
+    def at(self, offset: int, size_bytes: int) -> torch.Tensor:
+        """The place of a part, as bytes."""
+        start = offset % self.ring_bytes
+        return self.data[start : start + size_bytes]
+
+    def _moves(self, copies: Sequence[Copy], gap: tuple[int, int] | None) -> Iterator[Move]:
+        before = len(copies) if gap is None else sum(copy.offset < gap[0] for copy in copies)
+        yield from self._copies(copies[:before])
+        if gap is not None:
+            for start, size in self.cut(gap[0], gap[1] - gap[0], SEGMENT_BYTES):
+                yield _Zeros(start + size, self.at(start, size))
+        yield from self._copies(copies[before:])
+
+    def _copies(self, copies: Sequence[Copy]) -> Iterator[Move]:
+        batch: list[Copy] = []
+        for copy in copies:
+            if not copy.size_bytes:
+                continue
+            if batch and not (self._is_small(copy) and self._goes_with(batch[0], copy)):
+                yield self._together(batch)
+                batch = []
+            if self._is_small(copy):
+                batch.append(copy)
+            else:
+                yield from self._one(copy)
+        if batch:
+            yield self._together(batch)
+
+    def _is_small(self, copy: Copy) -> bool:
+        last = copy.offset + copy.size_bytes - 1
+        is_in_one_chunk = copy.offset // self.chunk_bytes == last // self.chunk_bytes
+        return copy.size_bytes < SMALL_BYTES and is_in_one_chunk
+
+    def _goes_with(self, first: Copy, copy: Copy) -> bool:
+        same_chunk = first.offset // self.chunk_bytes == copy.offset // self.chunk_bytes
+        is_near = copy.offset + copy.size_bytes - first.offset <= SEGMENT_BYTES
+        return same_chunk and is_near and first.source.device == copy.source.device
+
+    def _together(self, batch: list[Copy]) -> Move:
+        into = [
+            self.at(c.offset, c.size_bytes).view(c.source.dtype).view(c.source.shape) for c in batch
+        ]
+        last = batch[-1]
+        return _Small(last.offset + last.size_bytes, into, [c.source for c in batch])
+
+    def _one(self, copy: Copy) -> Iterator[Move]:
+        source = copy.source
+        if source.is_cpu and is_in_a_row(source):
+            base = self.data.data_ptr()
+            for offset, size in self.cut(copy.offset, copy.size_bytes, SEGMENT_BYTES):
+                to = base + offset % self.ring_bytes
+                yield _Run(offset + size, source, offset - copy.offset, size, to)
+            return
+        offset = copy.offset
+        parts = [source] if is_in_a_row(source) else _parts(source, SEGMENT_BYTES)
+        for part in parts:
+            item, size = part.element_size(), part.numel() * part.element_size()
+            for start, length in self.cut(offset, size, SEGMENT_BYTES):
+                into = self.at(start, length).view(part.dtype)
+                yield _Elements(start + length, part, (start - offset) // item, into)
+            offset += size
+
+
+def is_in_a_row(source: torch.Tensor) -> bool:
+    """Whether its bytes, as they lie, are its elements in order."""
+    return source.is_contiguous() and not source.is_conj() and not source.is_neg()
+
+
+def _parts(source: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
+    """Views of ``source`` that are together all of its elements in order, none of them large."""
+    size = source.numel() * source.element_size()
+    if size <= most_bytes or not source.ndim:
+        yield source
+        return
+    row = size // source.shape[0]
+    if row > most_bytes:
+        for inner in source:
+            yield from _parts(inner, most_bytes)
+        return
+    yield from source.split(max(1, most_bytes // row))
+
+
+class _Filling:
+    """How far one image has come through its ring; offsets count from the start of the data."""
+
+    def __init__(self, target: RingTarget, image: Image, progress: Progress) -> None:
+        self._target, self._image, self._progress = target, image, progress
+        self.sums: list[int] = []
+
+    def needs(self, stop: int) -> int:
+        """How much of the image must be stored before data up to ``stop`` may be copied."""
+        return self._image.data_start + stop - self._target.ring_bytes
+
+    def wait_room(self, stop: int) -> None:
+        """Wait until data up to ``stop`` may be copied."""
+        self._progress.check()
+        if stop > self._target.ring_bytes:
+            self._progress.wait_room(self.needs(stop))
+
+    def copied(self, stop: int) -> None:
+        """Data up to ``stop`` are there: sum their blocks, and tell."""
+        size, ring = self._image.table_offset, self._target.ring
+        last = block_count(size) if stop >= size else stop // BLOCK_BYTES
+        for _, begin, end in blocks(len(self.sums), last, size):
+            at = begin % self._target.ring_bytes
+            self.sums.append(checksum(ring[at : at + end - begin]))
+        done = max(stop, size) if stop >= size else last * BLOCK_BYTES
+        # The last byte is told by the seal alone: the writer is done when it has that.
+        self._progress.copied(min(self._image.data_start + done, self._image.size_bytes - 1))
+
+    def put(self, offset: int, data: bytes) -> None:
+        """Copy bytes that are here already."""
+        view = memoryview(data)
+        for start, size in self._target.cut(offset, len(data), SEGMENT_BYTES):
+            self.wait_room(start + size)
+            at = start % self._target.ring_bytes
+            self._target.ring[at : at + size] = view[start - offset : start - offset + size]
+            self.copied(start + size)
+
+
+def copy_through_ring(
+    target: RingTarget,
+    image: Image,
+    values: bytes,
+    overtaking: Overtaking,
+    progress: Progress,
+    ready: Mapping[torch.device, torch.cuda.Event],
+) -> Seal:
+    """Pass one image through ``target``; as ``copy_image``, which keeps it instead."""
+    target.head[:] = image.header
+    progress.copied(image.data_start)
+    filling = _Filling(target, image, progress)
+    if ready:
+        _move_from_gpu(target, filling, overtaking, progress, ready)
+    else:
+        for move in target.moves:
+            filling.wait_room(move.stop)
+            move.run()
+            filling.copied(move.stop)
+        progress.check()
+        overtaking.check_sources()
+    filling.put(image.values_offset, values)
+    stop = image.values_offset + image.values_bytes
+    filling.put(stop, bytes(image.table_offset - stop))
+    filling.copied(image.table_offset)
+    table = pack_table(filling.sums, image.table_entries)
+    filling.put(image.table_offset, table)
+    progress.check()
+    return Seal(image.size_bytes, text(checksum(image.header)), text(checksum(table)))
+
+
+def _move_from_gpu(
+    target: RingTarget,
+    filling: _Filling,
+    overtaking: Overtaking,
+    progress: Progress,
+    ready: Mapping[torch.device, torch.cuda.Event],
+) -> None:
+    """Enqueue copies as there is room for them; what arrived is summed while more is awaited."""
+    streams = {device: side_stream(device) for device in ready}
+    arriving: deque[tuple[int, Callable[[], object]]] = deque()
+
+    def take_arrival() -> None:
+        stop, wait = arriving.popleft()
+        wait()
+        filling.copied(stop)
+
+    try:
+        for device, stream in streams.items():
+            stream.wait_event(ready[device])
+        for move in target.moves:
+            progress.check()
+            while arriving and not progress.has_room(filling.needs(move.stop)):
+                take_arrival()
+            filling.wait_room(move.stop)
+            if move.device.type == "cpu":
+                move.run()
+                arriving.append((move.stop, lambda: None))
+                continue
+            stream = streams[move.device]
+            with torch.cuda.device(move.device), torch.cuda.stream(stream):
+                move.run()
+                arriving.append((move.stop, stream.record_event().synchronize))
+        last = []
+        for device, stream in streams.items():
+            with torch.cuda.device(device):
+                last.append(stream.record_event())
+        progress.check()
+        overtaking.check_sources()
+        progress.enqueued(last)
+        while arriving:
+            progress.check()
+            take_arrival()
+        for event in last:
+            event.synchronize()
+    except BaseException as error:
+        # Nobody may be given this slot, or these sources, while copies are still landing.
+        try:
+            for stream in streams.values():
+                stream.synchronize()
+        except RuntimeError as broken:
+            raise StillCopying(f"{broken}, after {type(error).__name__}: {error}") from error
+        raise

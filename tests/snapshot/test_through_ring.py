@@ -1,0 +1,360 @@
+"""What went through a ring is bit for bit what a whole copy would have been."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import CaptureOvertaken, PersistFailed, StorageError
+from holdfast.format.checksum import BLOCK_BYTES
+from holdfast.format.image import Image, fill_in
+from holdfast.geometry.layout import Layout, merge, table_from_json
+from holdfast.persist.source import RingImage
+from holdfast.persist.writer import Arrival, Written, write_image
+from holdfast.snapshot import through_ring
+from holdfast.snapshot.capture import Overtaking, Progress, Seal, Stopped, Target, copy_image, stage
+from holdfast.snapshot.copies import CopyPlan, plan_copies
+from holdfast.snapshot.rings import chunk_bytes, largest_useful
+from holdfast.snapshot.room import Room
+from holdfast.snapshot.through_ring import Move, RingTarget, copy_through_ring
+from holdfast.state.binding import Bindings
+from holdfast.state.describe import Describer
+from holdfast.storage.base import ImageSink, Store
+from holdfast.storage.memory import MemoryStore
+from holdfast.testing.faults import FaultyStore, PassingSink
+
+MIB = 1 << 20
+#: A header area of any size at all: the ring begins behind it.
+HEAD_BYTES = 64 << 10
+
+
+class FakeGpu:
+    """Copies that land only when their event is waited for, as late as a GPU's may."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self) -> None:
+        self.queue: list[Move] = []
+        self.landed = 0
+        self.enqueued_at = -1
+        self.most_in_flight = 0
+
+    def wrap(self, move: Move) -> Any:
+        return SimpleNamespace(
+            stop=move.stop, device=self.device, run=lambda: self.queue.append(move)
+        )
+
+    def enqueued(self, _: object) -> None:
+        assert self.enqueued_at < 0, "the fence was opened twice"
+        self.enqueued_at = len(self.queue)
+
+    # ── what is asked of a stream ────────────────────────────────────────────────────────
+
+    def wait_event(self, _: object) -> None:
+        assert not self.queue, "copies were enqueued before the computation was waited for"
+
+    def record_event(self) -> Any:
+        upto = len(self.queue)
+        self.most_in_flight = max(self.most_in_flight, upto - self.landed)
+        return SimpleNamespace(synchronize=lambda: self.land(upto))
+
+    def synchronize(self) -> None:
+        self.land(len(self.queue))
+
+    def land(self, upto: int) -> None:
+        for move in self.queue[self.landed : upto]:
+            move.run()
+        self.landed = max(self.landed, upto)
+
+
+class Through:
+    """One state on its way through a ring, with the writer's part played by the real writer."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], values: bytes = b"{}") -> None:
+        described = Describer(dict(tensors), 0).describe()
+        stage(described.bindings)
+        self.bindings = described.bindings
+        layout: Layout = merge([table_from_json(described.table)])
+        self.plan: CopyPlan = plan_copies(layout, 0, described.bindings)
+        self.values = values
+        self.image: Image = fill_in(self.plan.image, {"step": "3"}, len(values))
+        self.overtaking = Overtaking(described.bindings)
+
+    def whole(self) -> tuple[bytes, Seal]:
+        memory = memoryview(bytearray(self.image.size_bytes))
+        progress = Progress(check=lambda: None, copied=lambda _: None, enqueued=lambda _: None)
+        target = Target(memory, self.plan)
+        seal = copy_image(target, self.image, self.values, Overtaking(Bindings()), progress, 0, {})
+        return bytes(memory), seal
+
+    def run(
+        self, ring_bytes: int, store: Store, *, room_s: float = 20.0,
+        ready: dict[torch.device, Any] | None = None, gpu: FakeGpu | None = None,
+        most_ahead: Callable[[int, int], None] = lambda *_: None,
+    ) -> tuple[Seal, Written]:  # fmt: skip
+        """Copy and write at once, as trainer and keeper do; raises what either raises."""
+        head = max(HEAD_BYTES, self.image.data_start)
+        memory = memoryview(bytearray(head + ring_bytes))
+        room, arrival = Room(), Arrival()
+        freed_bytes = [0]
+
+        def freed(size_bytes: int) -> None:
+            freed_bytes[0] = max(freed_bytes[0], size_bytes)
+            room.freed(size_bytes)
+
+        def wait_room(needed_bytes: int) -> None:
+            if not room.wait(needed_bytes, room_s):
+                raise Stopped("no room")
+
+        def copied(size_bytes: int) -> None:
+            most_ahead(size_bytes, freed_bytes[0])
+            arrival.copied(size_bytes)
+
+        progress = Progress(
+            check=lambda: None, copied=copied, enqueued=gpu.enqueued if gpu else lambda _: None,
+            wait_room=wait_room, has_room=lambda needed: room.wait(needed, 0.0),
+        )  # fmt: skip
+        size = self.image.size_bytes
+        source = RingImage(memory[:head], memory[head:], size, freed)
+        outcome: list[Any] = []
+
+        def write() -> None:
+            sink = store.create("image", size)
+            try:
+                chunk = chunk_bytes(ring_bytes)
+                outcome.append(write_image(sink, source, arrival, "image", chunk_bytes=chunk))
+                sink.finish()
+            except Exception as error:
+                outcome.append(error)
+                room.give_up()
+
+        writing = threading.Thread(target=write)
+        writing.start()
+        try:
+            target = RingTarget(memory, ring_bytes, self.plan)
+            if gpu:
+                target.moves = [gpu.wrap(move) for move in target.moves]
+            seal = copy_through_ring(
+                target, self.image, self.values, self.overtaking, progress, ready or {}
+            )
+            arrival.copied(size)
+        except Stopped:
+            arrival.abort("the copy was given up")  # unless storage failed first
+            writing.join(20)
+            raise outcome[0] from None
+        except BaseException as error:
+            arrival.abort(f"given up: {error}")
+            raise
+        finally:
+            writing.join(20)
+            assert not writing.is_alive()
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return seal, outcome[0]
+
+
+def check(tensors: dict[str, torch.Tensor], ring_bytes: int, values: bytes = b"{}") -> None:
+    through, store = Through(tensors, values), MemoryStore()
+    whole, sealed = through.whole()
+
+    def never_over_what_is_not_stored(told: int, freed: int) -> None:
+        ahead = min(told, through.image.size_bytes) - max(freed, through.image.data_start)
+        assert ahead <= ring_bytes
+
+    seal, written = through.run(ring_bytes, store, most_ahead=never_over_what_is_not_stored)
+    assert store.read("image") == whole
+    assert seal == sealed
+    assert written == Written(seal.header_xxh3, seal.table_xxh3)
+
+
+def bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    item = torch.empty(0, dtype=dtype).element_size()
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, (count,), generator=generator).bool()
+    raw = torch.randint(0, 256, (count * item,), dtype=torch.uint8, generator=generator)
+    return raw.view(dtype)
+
+
+def form(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    """The same elements, lying in another way."""
+    if how == "strided":
+        return torch.stack([tensor, tensor], -1)[:, 0]
+    if how == "transposed" and tensor.numel() % 6 == 0 and tensor.numel():
+        return tensor.view(6, -1).t()
+    if how == "conjugate" and tensor.dtype.is_complex:
+        return tensor.conj()
+    if how == "negative" and tensor.dtype.is_complex:
+        return tensor.conj().imag
+    if how == "cube" and tensor.numel() % 24 == 0 and tensor.numel():
+        return tensor.view(4, 6, -1).permute(1, 2, 0)
+    return tensor
+
+
+dtypes = st.sampled_from([
+    torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64, torch.bool,
+    torch.complex128,
+])  # fmt: skip
+shapes = st.sampled_from(["plain", "strided", "transposed", "conjugate", "negative", "cube"])
+counts = st.one_of(
+    st.integers(0, 40), st.integers(0, 20_000), st.integers(100_000, 700_000),
+    st.sampled_from([MIB, MIB // 4, MIB + 1, 6 * 40_000, 24 * 30_000]),
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    leaves=st.lists(st.tuples(counts, dtypes, shapes), min_size=1, max_size=8),
+    ring_mib=st.integers(2, 40),
+    values=st.one_of(st.integers(0, 300), st.just(3 * MIB + 5)),
+)
+def test_any_state_passes_through_any_ring_bit_for_bit(
+    leaves: list[tuple[int, torch.dtype, str]], ring_mib: int, values: int
+) -> None:
+    tensors = {
+        f"leaf{n}": form(bits(count, dtype, n), how) for n, (count, dtype, how) in enumerate(leaves)
+    }
+    check(tensors, ring_mib * MIB, b'{"a":"' + b"x" * values + b'"}')
+
+
+@pytest.mark.parametrize("ring_mib", [2, 3, 5, 8, 16, 31, 32])
+def test_rings_from_two_blocks_to_the_image_give_the_same_file(ring_mib: int) -> None:
+    tensors = {
+        "large": bits(4_000_000, torch.float32, 1),
+        "apart": bits(3_000_000, torch.float32, 2).view(3, -1).t(),
+        **{f"small{n}": bits(700 + n, torch.float32, n) for n in range(900)},
+    }
+    check(tensors, ring_mib * MIB)
+
+
+def test_a_source_that_lies_apart_costs_no_copy_of_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = bits(12_000_000, torch.float32, 1).view(4, -1).t()
+    through = Through({"apart": apart})
+    reshape, largest = torch.Tensor.reshape, [0]
+
+    def watched(tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+        if not tensor.is_contiguous():
+            largest[0] = max(largest[0], tensor.nbytes)
+        return reshape(tensor, *shape)
+
+    # What the hooks would copy lazily is copied from where it lies, not from a staged copy.
+    for copy in through.plan.copies:
+        copy.source = apart
+    monkeypatch.setattr(torch.Tensor, "reshape", watched)
+    seal, written = through.run(8 * MIB, MemoryStore())
+    assert written.table_xxh3 == seal.table_xxh3
+    assert 0 < largest[0] <= 5 * MIB
+
+
+@pytest.mark.parametrize("ring_mib", [2, 5, 32])
+def test_copies_of_a_gpu_are_summed_when_they_landed_and_wait_for_room_before_they_are_enqueued(
+    ring_mib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu()
+    monkeypatch.setattr(through_ring, "side_stream", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    tensors = {
+        "large": bits(2_000_000, torch.float32, 1),
+        "apart": bits(1_500_000, torch.float32, 2).view(3, -1).t(),
+        **{f"small{n}": bits(700 + n, torch.float32, n) for n in range(300)},
+    }
+    through, store = Through(tensors), MemoryStore()
+    whole, sealed = through.whole()
+    seal, _ = through.run(ring_mib * MIB, store, ready={gpu.device: object()}, gpu=gpu)
+    assert store.read("image") == whole
+    assert seal == sealed
+    assert gpu.enqueued_at == len(gpu.queue) == gpu.landed, "the fence opened too early"
+    assert gpu.most_in_flight > 1, "each copy was waited for before the next was enqueued"
+
+
+class _Holding(PassingSink):
+    """Takes what was copied before ``go`` and no more until then."""
+
+    def __init__(self, inner: ImageSink, go: threading.Event) -> None:
+        super().__init__(inner)
+        self._go = go
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        assert self._go.wait(20)
+        super().write(offset_bytes, data)
+
+
+class _HoldingStore(MemoryStore):
+    def __init__(self, go: threading.Event) -> None:
+        super().__init__()
+        self._go = go
+
+    def create(self, path: str, size_bytes: int) -> ImageSink:
+        return _Holding(super().create(path, size_bytes), self._go)
+
+
+def test_nothing_is_copied_over_what_storage_has_not_taken() -> None:
+    go = threading.Event()
+    through = Through({"w": bits(3_000_000, torch.float32, 4)})
+    told: list[int] = []
+
+    def see(size_bytes: int, _: int) -> None:
+        told.append(size_bytes)
+        if size_bytes >= through.image.data_start + 4 * MIB:
+            go.set()  # the ring is full: storage may begin
+
+    whole, _ = through.whole()
+    store = _HoldingStore(go)
+    through.run(4 * MIB, store, most_ahead=see)
+    assert store.read("image") == whole
+    first_after = next(size for size in told if size > through.image.data_start + 4 * MIB)
+    assert told.index(first_after) > 0
+
+
+def test_storage_that_fails_in_the_middle_ends_the_copy_with_its_reason() -> None:
+    through = Through({"w": bits(6_000_000, torch.float32, 4)})
+    with pytest.raises(StorageError, match="No space left"):
+        through.run(4 * MIB, FaultyStore(MemoryStore(), fail_at=7, mode="error"))
+
+
+def test_storage_that_takes_nothing_ends_the_copy() -> None:
+    go = threading.Event()
+    through = Through({"w": bits(6_000_000, torch.float32, 4)})
+    threading.Timer(1.0, go.set).start()  # long after the copy gave up
+    with pytest.raises(PersistFailed, match="given up"):
+        through.run(4 * MIB, _HoldingStore(go), room_s=0.2)
+
+
+def test_an_update_before_the_fence_opens_is_found_out() -> None:
+    weight = torch.nn.Parameter(bits(3_000_000, torch.float32, 5).nan_to_num())
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    model = torch.nn.Module()
+    model.w = weight
+    described = Describer({"model": model, "optimizer": optimizer}, 0).describe()
+    through = Through({"x": torch.zeros(3)})
+    layout = merge([table_from_json(described.table)])
+    through.plan = plan_copies(layout, 0, described.bindings)
+    through.image = fill_in(through.plan.image, {"step": "3"}, 2)
+    through.overtaking = Overtaking(described.bindings)
+    is_late = [False]
+
+    def overtake(told: int, _: int) -> None:
+        if told > 6 * MIB and not is_late[0]:
+            is_late[0] = True
+            with torch.no_grad():
+                weight.data[:] = 7.0  # what was copied is gone from the ring by now
+
+    with pytest.raises(CaptureOvertaken, match=r"model\.w"):
+        through.run(2 * MIB, MemoryStore(), most_ahead=overtake)
+
+
+@pytest.mark.parametrize("data_bytes", [0, 1, BLOCK_BYTES, 7 * BLOCK_BYTES + 3, 100 * BLOCK_BYTES])
+def test_a_ring_is_a_multiple_of_its_chunk_and_its_chunk_of_blocks(data_bytes: int) -> None:
+    for ring_bytes in range(2 * BLOCK_BYTES, largest_useful(data_bytes) + 1, BLOCK_BYTES):
+        chunk = chunk_bytes(ring_bytes)
+        assert ring_bytes % chunk == 0 and chunk % BLOCK_BYTES == 0
+        assert ring_bytes >= 2 * chunk
