@@ -98,9 +98,8 @@ class Owners:
         for number, at in zip(numbers.tolist(), at_leaves, strict=True):
             leaf, form, first = one.leaves[at]
             index = number - (int(ends[at - 1]) if at else 0)
-            found.append(
-                (leaf, form.share(first + row, _of_size(form, first + row, one.size)[index]))
-            )
+            share = int(_of_size(form, first + row, one.size)[index])
+            found.append((leaf, form.share(first + row, share)))
         return found
 
     def _stored(self, leaf: int, cells: Sequence[int], box: Box | None) -> Owned:

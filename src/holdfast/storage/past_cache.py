@@ -9,14 +9,13 @@ saved.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
 import threading
 from contextlib import suppress
-
-import numpy as np
 
 ALIGNMENT_BYTES = 4096
 BOUNCE_BYTES = 4 << 20
@@ -67,13 +66,13 @@ def _read_some(descriptor: int, offset_bytes: int, buffer: memoryview) -> int:
     pages = -(-(ahead + wanted) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     count = os.preadv(descriptor, [bounce[:pages]], offset_bytes - ahead)
     got = max(0, min(count - ahead, wanted))
-    # By numpy, which copies without Python's lock.
-    np.copyto(np.frombuffer(buffer[:got], np.uint8), np.frombuffer(bounce, np.uint8, got, ahead))
+    # Not by slices, which hold Python's lock while they copy.
+    ctypes.memmove(_address(buffer), _address(bounce) + ahead, got)
     return got
 
 
 def _address(buffer: memoryview) -> int:
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _bounce() -> memoryview:
