@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from contextlib import suppress
 from types import TracebackType
 
 import msgspec
@@ -220,6 +221,9 @@ class Checkpointer:
         if last is not None and step < last:
             raise UsageError(f"step {step} was saved after step {last}: steps only grow in a run")
         if step == last and self._last_handle is not None:
+            if durable:
+                with suppress(SnapshotSkipped):  # of the one before that has not ended yet
+                    self._saver.previous_was_skipped()  # only then is it known to be missed
             missed = self._last_handle.state == "failed"
             if not missed:
                 return self._saver.make_durable(step) if durable else self._last_handle

@@ -134,7 +134,7 @@ class Through:
                 sink.finish()
             except Exception as error:
                 outcome.append(error)
-                room.give_up()
+                room.give_up("it broke")
 
         writing = threading.Thread(target=write)
         writing.start()

@@ -94,6 +94,11 @@ class Job:
     def __post_init__(self) -> None:
         self.directory = f"{self.attempt}{secrets.token_hex(3)}"
 
+    @property
+    def has_rings(self) -> bool:
+        """Whether some image passes through a ring: its rank is held until it is written."""
+        return any(image.ring is not None for image in self.images.values())
+
     def abort(self, reason: str) -> None:
         """The attempt came to nothing."""
         self.aborted = reason
@@ -147,8 +152,12 @@ class Persister:
                 ))  # fmt: skip
             self._done(job.attempt, reason)
         else:
-            self._done(job.attempt, None)
-            self._prune(job)  # nobody need wait for it: deleting takes as long as writing
+            if job.has_rings:  # the next one would be granted, and wait with its ring full
+                self._prune(job)
+                self._done(job.attempt, None)
+            else:
+                self._done(job.attempt, None)
+                self._prune(job)  # nobody need wait for it: deleting takes as long as writing
 
     def _persist(self, job: Job) -> None:
         if job.aborted:
@@ -313,8 +322,7 @@ def _tell_durable(job: Job, ref: ImageRef, started_s: float) -> None:
 
 def _images_at_once(job: Job) -> int:
     """Rings all at once: each rank is held until its own is written."""
-    has_rings = any(image.ring is not None for image in job.images.values())
-    return len(job.images) if has_rings else min(_IMAGES_AT_ONCE, len(job.images))
+    return len(job.images) if job.has_rings else min(_IMAGES_AT_ONCE, len(job.images))
 
 
 def _values_document(job: Job) -> dict[str, Any]:

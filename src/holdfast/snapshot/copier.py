@@ -145,6 +145,8 @@ def _progress(
             say()  # nothing is freed of what the keeper does not know of
         while not capture.room.wait(needed_bytes, _TELL_AGAIN_S):
             capture.check()
+            if capture.room.over:
+                raise Stopped(capture.room.over)
             if time.monotonic() - max(began_s, capture.room.moved_at_s) > room_s:
                 raise Stopped(
                     f"storage took nothing for {room_s:g} s, and shared memory is too small to "

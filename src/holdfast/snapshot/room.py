@@ -12,7 +12,8 @@ class Room:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._freed_bytes = 0
-        self._is_over = False
+        self.over = ""
+        """Why there will be no more room; "" while there may be."""
         self._moved_at_s = 0.0
 
     def freed(self, size_bytes: int) -> None:
@@ -22,17 +23,17 @@ class Room:
                 self._freed_bytes, self._moved_at_s = size_bytes, time.monotonic()
                 self._changed.notify_all()
 
-    def give_up(self) -> None:
-        """The capture was called off: nobody waits any more."""
+    def give_up(self, reason: str) -> None:
+        """Storage takes no more of the image, or nobody wants it: nobody waits any more."""
         with self._changed:
-            self._is_over = True
+            self.over = self.over or reason
             self._changed.notify_all()
 
     def wait(self, needed_bytes: int, timeout_s: float) -> bool:
         """Whether the first ``needed_bytes`` are written, waiting at most ``timeout_s`` for it."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._is_over or self._freed_bytes >= needed_bytes, timeout=timeout_s
+                lambda: self.over or self._freed_bytes >= needed_bytes, timeout=timeout_s
             )
             return self._freed_bytes >= needed_bytes
 

@@ -146,18 +146,19 @@ class Saver:
     def fence(self) -> None:
         """Hold the caller until what an update overwrites is copied, or the capture given up."""
         self.updates += 1
-        capture = self._current
-        if capture is None:
-            return
-        if not capture.released.is_set():
-            started_s = time.monotonic()
-            self._await_release(capture)
-            emit(FenceWaited(
-                incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
-                held_s=time.monotonic() - started_s,
-            ))  # fmt: skip
-        for event in capture.events:
-            torch.cuda.current_stream(event.device).wait_event(event)
+        passed = None
+        # Again, if a signal's handler saved once more while this waited.
+        while (capture := self._current) is not None and capture is not passed:
+            if not capture.released.is_set():
+                started_s = time.monotonic()
+                self._await_release(capture)
+                emit(FenceWaited(
+                    incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
+                    held_s=time.monotonic() - started_s,
+                ))  # fmt: skip
+            for event in capture.events:
+                torch.cuda.current_stream(event.device).wait_event(event)
+            passed = capture
 
     def _await_release(self, capture: Capture) -> None:
         patience = self.patience
@@ -168,7 +169,7 @@ class Saver:
         if not capture.answered.wait(grant_s):
             self._heard.is_silent = True  # until it says anything: no further step is held for it
             capture.call_off(f"no answer to the request for a slot within {grant_s:g} s")
-        while not capture.help_copying(patience.copy_s):
+        while not capture.wait_released(patience.copy_s):
             if time.monotonic() - capture.room.moved_at_s > patience.copy_s:  # no ring, or stuck
                 capture.call_off(f"the copy did not finish within {patience.copy_s:g} s")
                 return

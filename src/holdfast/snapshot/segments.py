@@ -1,7 +1,8 @@
 """One image's bytes in segments that several threads copy and checksum together.
 
-The worker copies behind the training thread's back. When training comes to the fence and has
-to wait, it does not sit idle: it copies too, and the wait is shorter by what it copied.
+The worker copies behind the training thread's back. While training waits at the fence, its core
+is idle, and a second thread copies on it. Not the training thread itself: an interrupt, or
+whatever a signal handler does, would strike in the midst of it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,6 @@ from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum
 SEGMENT_BYTES = 4 << 20
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-class Missing(Exception):
-    """A segment was not copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +84,22 @@ class Sharing:
         self._check = check
         self._changed = threading.Condition()
         self._next = 0
-        self._in_work: dict[int, int] = {}
-        """The thread that copies it, by segment."""
+        self._in_work: set[int] = set()
         self._sums: dict[int, list[int]] = {}
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def work(self, done: Callable[[int], None] = lambda _: None) -> None:
         """Copy until no segment is left. ``done`` hears up to where all data is final.
 
         Errors of any thread are raised by ``finish`` alone.
         """
-        me = threading.get_ident()
-        try:
-            while (number := self._take(me)) is not None:
+        while (number := self._take()) is not None:
+            try:
                 self._check()
-                sums = self._copy(self._segments[number])
-                self._give_back(number, sums)
+                self._give_back(number, self._copy(self._segments[number]), None)
                 done(self.final_bytes)
-        except Exception as error:
-            self._fail(error)
-        finally:
-            self._leave(me)
+            except BaseException as error:  # the image is worth nothing without this segment
+                self._give_back(number, [], error)
 
     def finish(self) -> list[int]:
         """Wait until nobody copies any more; the checksums of all whole blocks, in order.
@@ -136,34 +128,20 @@ class Sharing:
             first = min(self._in_work, default=self._next)
             return self._segments[first - 1].stop if first else 0
 
-    def _take(self, thread: int) -> int | None:
+    def _take(self) -> int | None:
         with self._changed:
             if self._next == len(self._segments) or self._error is not None:
                 return None
             number = self._next
-            self._in_work[number] = thread
+            self._in_work.add(number)
             self._next += 1
             return number
 
-    def _give_back(self, number: int, sums: list[int]) -> None:
+    def _give_back(self, number: int, sums: list[int], error: BaseException | None) -> None:
         with self._changed:
             self._sums[number] = sums
-            del self._in_work[number]
-            self._changed.notify_all()
-
-    def _fail(self, error: Exception) -> None:
-        with self._changed:
+            self._in_work.discard(number)
             self._error = self._error or error
-
-    def _leave(self, thread: int) -> None:
-        """A thread copies no more; what it had begun and not given back is missing.
-
-        An interrupt of the training thread, say, goes on to its caller, and leaves one behind.
-        """
-        with self._changed:
-            for number in [n for n, who in self._in_work.items() if who == thread]:
-                del self._in_work[number]
-                self._error = self._error or Missing("a thread was interrupted while it copied")
             self._changed.notify_all()
 
     def _copy(self, segment: Segment) -> list[int]:

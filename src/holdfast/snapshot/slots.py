@@ -150,18 +150,19 @@ class Slots(dict[int, Slot]):
 
         What else can be given away is of no use to these ranks, and makes room for them.
         """
+        ranks = sorted(needs)
         idle = [s for s in self.values() if s.is_ring and s.state == "free"]
         serves = len(idle) == len(needs) and all(
-            need.head_bytes <= slot.capacity_bytes - slot.ring_bytes
-            for slot, need in zip(idle, needs.values(), strict=True)
+            needs[rank].head_bytes <= slot.capacity_bytes - slot.ring_bytes
+            for rank, slot in zip(ranks, idle, strict=True)
         )
         if serves:
             for slot in idle:
                 slot.state = "granted"
-            return dict(zip(sorted(needs), idle, strict=True)), []
+            return dict(zip(ranks, idle, strict=True)), []
         actions: list[Action] = [self._remove(s) for s in [*self.values()] if not self.is_kept(s)]
         chosen = {}
-        for rank in sorted(needs):
+        for rank in ranks:
             chosen[rank] = slot = Slot(self._next, 0, "allocating", is_ring=True)
             self[slot.id] = slot
             self._next += 1

@@ -63,18 +63,19 @@ class Capture:
     copied: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
     _sharing: Sharing | None = None
+    _is_helped: bool = False
     _shared_or_released: threading.Event = field(default_factory=threading.Event)
     room: Room = field(default_factory=Room)
 
     def call_off(self, reason: str) -> bool:
         """Give it up unless its copy is made already; whether it was given up."""
+        self.room.give_up(reason)  # what was copied may still wait for it
         with self.lock:
             if self.copied:
                 return False
             self.called_off = self.called_off or reason
         self.answered.set()
         self.release()
-        self.room.give_up()
         return True
 
     def release(self) -> None:
@@ -83,16 +84,17 @@ class Capture:
         self._shared_or_released.set()
 
     def share(self, sharing: Sharing) -> None:
-        """Let whoever is held by this capture take part in its copying."""
+        """Let its copying be taken part in while somebody is held by it."""
         self._sharing = sharing
         self._shared_or_released.set()
 
-    def help_copying(self, timeout_s: float) -> bool:
-        """Wait until updates may go on, copying meanwhile; whether they may."""
+    def wait_released(self, timeout_s: float) -> bool:
+        """Wait until updates may go on, a second thread copying meanwhile; whether they may."""
         started_s = time.monotonic()
         self._shared_or_released.wait(timeout_s)
-        if self._sharing is not None:
-            self._sharing.work()
+        if self._sharing is not None and not self._is_helped:
+            self._is_helped = True
+            threading.Thread(target=self._sharing.work, name="holdfast-help", daemon=True).start()
         return self.released.wait(max(0.0, timeout_s - (time.monotonic() - started_s)))
 
     @property
