@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import holdfast
 from holdfast.errors import RestoreError
 from holdfast.load import late
-from holdfast.load.late import StreamCopies, in_order
+from holdfast.load.late import StreamCopies
 from holdfast.load.restore import restore_first
 from holdfast.load.stored import choose_stored, open_stored
 from holdfast.storage import LocalStore, local
@@ -118,10 +119,13 @@ def test_a_side_stream_begins_behind_the_current_one_which_goes_on_behind_it(
     to: Any = Tensor(log)
 
     def restore_that_fails() -> None:
-        with in_order(copies):
+        copies.begin()
+        try:
             copies.copy(to, torch.zeros(1))
             copies.mark()()
             raise KeyError
+        finally:
+            copies.end()
 
     with pytest.raises(KeyError):
         restore_that_fails()
@@ -147,3 +151,24 @@ def test_a_failed_copy_leaves_no_memory_that_is_lent_again_and_nobody_waiting() 
     assert len({id(memory.obj) for memory in lent}) == 5
     with staging.lend(64) as memory, staging.lend(32) as other:
         assert len(memory) == 64 and len(other) == 32
+
+
+def test_a_restore_that_fails_has_waited_for_its_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holdfast.save(tmp_path, build(1))
+    told: list[str] = []
+    monkeypatch.setattr(StreamCopies, "begin", lambda _: told.append("begin"))
+    monkeypatch.setattr(StreamCopies, "end", lambda _: told.append("end"))
+
+    def fail(*_: object, **__: object) -> int:
+        told.append("read")
+        raise RestoreError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["holdfast.load.restore"], "read_wants", fail)
+        with pytest.raises(RestoreError, match="no more"):
+            holdfast.load(tmp_path, build(2))
+    assert told == ["begin", "read", "end"]
+    holdfast.load(tmp_path, build(2))
+    assert told[3:] == ["begin", "end"]

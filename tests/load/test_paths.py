@@ -24,7 +24,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import Layout
 from holdfast.load import move, plan, read
-from holdfast.load.late import LateTensor, Staging, in_order
+from holdfast.load.late import LateTensor, Staging
 from holdfast.load.plan import Want
 from holdfast.load.read import CARRIERS, read_wants
 from holdfast.load.source import Checkpoint, from_manifest, from_memory
@@ -212,9 +212,12 @@ def fill(checkpoint: Checkpoint, case: Case, *, parts: int = 2) -> dict[int, Arr
     copies = Deferred()
     rooms = {want.key: room(kind, want.box, item[want.leaf], copies) for want, kind in wants}
     staging = Staging(copies, parts * plan.BATCH_BYTES, plan.BATCH_BYTES)
-    with in_order(copies):
-        destinations = {key: found for key, (found, _) in rooms.items()}
+    copies.begin()
+    destinations = {key: found for key, (found, _) in rooms.items()}
+    try:
         read_wants(checkpoint, [want for want, _ in wants], destinations, lend=staging.lend)
+    finally:
+        copies.end()
     assert copies.taken_bytes <= parts * plan.BATCH_BYTES
     return {key: found() for key, (_, found) in rooms.items()}
 

@@ -38,6 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.umask(0o077)
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only counts here
     try:
         make_private_dir(options.arena)
     except ArenaError as error:

@@ -40,6 +40,11 @@ EMPTY_IDLE_S = 2.0
 SOCKET_NAME = "keeper.sock"
 
 
+def _load_planning() -> None:
+    """What divides a layout is loaded before the first one comes, and before memory is short."""
+    import holdfast.geometry.owners  # noqa: F401
+
+
 class Keeper:
     """Serves one arena until its run ends. Made on the event loop that runs it."""
 
@@ -94,6 +99,7 @@ class Keeper:
             pid=os.getpid(), found_generations=len(self.coordinator.attempts.complete()),
             elapsed_s=time.monotonic() - started_s,
         ))  # fmt: skip
+        self.background.spawn(self.background.in_thread(_load_planning))
         ticker = asyncio.create_task(self._tick())
         await self._ended.wait()
         ticker.cancel()

@@ -29,12 +29,23 @@ def in_parallel(act: Callable[[T], int], work: Iterable[T], *, threads: int, nam
     finally:
         # Nothing is written to a destination any more when its reading has ended.
         crew.is_stopped = True
-        for thread in threads_:
-            if thread.ident is not None:
-                thread.join()
+        _end_all(thread for thread in threads_ if thread.ident is not None)
     if crew.errors:
         raise crew.errors[0]
     return crew.total
+
+
+def _end_all(threads: Iterable[threading.Thread]) -> None:
+    """Wait until they have ended, however often the caller is interrupted meanwhile."""
+    interruption: KeyboardInterrupt | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except KeyboardInterrupt as again:
+                interruption = again
+    if interruption is not None:
+        raise interruption
 
 
 class _Crew:

@@ -142,13 +142,3 @@ class Staging:
 
 def _nothing() -> None:
     """There is nothing to wait for."""
-
-
-@contextmanager
-def in_order(copies: Copies) -> Iterator[None]:
-    """Hold this around all copies, on the thread whose work the tensors are part of."""
-    copies.begin()
-    try:
-        yield
-    finally:
-        copies.end()

@@ -11,7 +11,7 @@ import gc
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,10 +32,10 @@ from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import LeafEntry
 from holdfast.load.choose import Candidate
 from holdfast.load.exchange import Traffic
-from holdfast.load.late import STAGING_BYTES, Copies, LateTensor, Staging, StreamCopies, in_order
+from holdfast.load.late import STAGING_BYTES, Copies, LateTensor, Staging, StreamCopies
 from holdfast.load.move import CARRIERS, Array, Destination
 from holdfast.load.plan import Want
-from holdfast.load.read import Lend, read_aliases, read_values, read_wants
+from holdfast.load.read import read_aliases, read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.load.together import read_once
 from holdfast.state.objects import State
@@ -88,12 +88,6 @@ class _Filling:
             else:
                 self.destinations[key] = carried if at is ... else carried[at]
             self.size_bytes += whole.volume * ITEMSIZE[entry.dtype]
-
-    @contextmanager
-    def moving(self) -> Iterator[Lend]:
-        """Hold this while they are filled; gives the memory for what goes to devices."""
-        with torch.no_grad(), in_order(self.copies):
-            yield Staging(self.copies, STAGING_BYTES).lend
 
 
 @functools.cache
@@ -186,6 +180,7 @@ class _Attempt:
         self.phase, self.timeout_s = phase, timeout_s
         self.size_bytes = self.saved_world = 0
         self.traffic: Traffic | None = None
+        self.has_ended = False
 
     def run(
         self, open_checkpoint: Callable[[Candidate], Checkpoint], on_poison: Callable[[bool], None]
@@ -196,9 +191,12 @@ class _Attempt:
             self._together("checked", self._check)
             on_poison(True)
             self._together("prepared", self._prepare)
-            if self.candidate.where == "storage":  # what is in memory is as near to every rank
-                self.traffic = self._read_once()
-            self._together("read", self._read)
+            try:
+                if self.candidate.where == "storage":  # what is in memory is as near to every rank
+                    self.traffic = self._read_once()
+                self._together("read", self._read)
+            finally:
+                self._end_copies()
         self._together("values set", self._finish)
         on_poison(False)
 
@@ -251,22 +249,33 @@ class _Attempt:
         with torch.no_grad():
             self.filling = _Filling(self.restoring.make_room(), self.world.rank)
         self.size_bytes = self.filling.size_bytes
+        self.filling.copies.begin()
+        self.lend = Staging(self.filling.copies, STAGING_BYTES).lend
 
     def _read(self) -> None:
+        filling = self.filling
         if self.traffic is None:
-            with self.filling.moving() as lend:
+            with torch.no_grad():
                 read = read_wants(
-                    self.checkpoint, self.filling.wants, self.filling.destinations, lend=lend
+                    self.checkpoint, filling.wants, filling.destinations, lend=self.lend
                 )
             self.traffic = Traffic(read, received_bytes=0)
+        filling.copies.end()
+        self.has_ended = True
 
     def _read_once(self) -> Traffic | None:
         filling = self.filling
-        with filling.moving() as lend:
+        with torch.no_grad():
             return read_once(
                 self.world, self.phase, self.checkpoint, filling.entries, filling.wants,
-                filling.destinations, lend, timeout_s=self.timeout_s,
+                filling.destinations, self.lend, timeout_s=self.timeout_s,
             )  # fmt: skip
+
+    def _end_copies(self) -> None:
+        """Whatever went wrong: nothing is copied to a device any more when it is heard of."""
+        if not self.has_ended:
+            with suppress(Exception):  # the error that is under way says more
+                self.filling.copies.end()
 
     def _finish(self) -> None:
         was_saved = self.world.rank < self.saved_world

@@ -172,10 +172,10 @@ def _run(
     lines: list[wire.GlooWire] = []
     try:
         found = _attempt(world, exchange, lines, name, timeout_s)
-        patience_s = timeout_s
+        patience_s, was_connected = timeout_s, bool(lines)
         if not isinstance(found, Traffic):
             _hang_up(lines)  # should anybody still wait for this rank: it has given up
-        if isinstance(found, RankLost):
+        if isinstance(found, RankLost) and was_connected:  # else others still try to connect
             patience_s *= _PATIENCE_LEFT
         told = agree(world, phase, partial(_tell, found), timeout_s=patience_s)
     finally:

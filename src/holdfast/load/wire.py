@@ -17,6 +17,9 @@ import torch.distributed as dist
 from holdfast.load.exchange import Pending, RankLost
 from holdfast.load.read import Array
 
+#: Longer nobody waits for connections to be made: without them each rank reads for itself.
+CONNECT_S = 30.0
+
 
 def can_connect() -> bool:
     """Whether this torch has what it takes."""
@@ -35,7 +38,7 @@ class GlooWire:
             # Not dist.new_group: it counts groups, and ranks whose counts differ because one of
             # them failed before could never make another.
             self._group: Any = dist.ProcessGroupGloo(
-                store, rank, size, timeout=timedelta(seconds=timeout_s)
+                store, rank, size, timeout=timedelta(seconds=min(timeout_s, CONNECT_S))
             )
         except RuntimeError as error:
             raise RankLost(f"rank {rank} cannot reach all ranks: {error}") from error

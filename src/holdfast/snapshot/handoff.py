@@ -198,6 +198,8 @@ class Coordinator:
             sizes = {r: agreed.image_bytes(r, asks[r].values_bytes) for r in asks}
         except HoldfastError as error:
             return skip(step, str(error), is_passing=False)
+        except (MemoryError, ImportError) as error:  # of numpy, say, where memory is short
+            return skip(step, f"its layout could not be divided: {error!r}")
         durable = durable or self.debts.is_to_be_durable(step, asks.values())
         heads = sum(agreed.data_start(rank) for rank in asks)
         chosen, actions = self.slots.choose(sizes, self._now_s, heads)

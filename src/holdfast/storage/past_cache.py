@@ -19,6 +19,7 @@ from contextlib import suppress
 
 ALIGNMENT_BYTES = 4096
 BOUNCE_BYTES = 4 << 20
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
 _thread = threading.local()
 
 
@@ -46,7 +47,7 @@ def _fill(descriptor: int, offset_bytes: int, buffer: memoryview) -> int:
         try:
             count = _read_some(descriptor, offset_bytes + done, buffer[done:])
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in _REFUSED:
                 raise
             return done
         if not count:
