@@ -423,6 +423,7 @@ def test_a_keeper_that_is_mistaken_about_rings_is_found_out(broken: type[Coordin
 
 
 def expect_to_be_found_out(broken: type[Handoff]) -> None:
-    quick = settings(FAST, phases=[Phase.generate], max_examples=1000, print_blob=False)
-    with pytest.raises(AssertionError):
+    # Sets of text come in another order in each process, so what is drawn is never quite the same.
+    quick = settings(FAST, phases=[Phase.generate], max_examples=5000, print_blob=False)
+    with pytest.raises((AssertionError, KeyError)):
         run_state_machine_as_test(broken, settings=quick)
