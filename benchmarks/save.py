@@ -106,7 +106,7 @@ class Series:
         )  # fmt: skip
         gigabytes = self.state.size_bytes / 1e9
         visits = self.options.rounds * len(self.names)
-        return visits * (12 + 8 * gigabytes) + heats * (8 + 4 * gigabytes)
+        return visits * (12 + (4 + 4 * self.options.repeat) * gigabytes) + heats * (8 + 4 * gigabytes)
 
     def _round(self, turn: int) -> None:
         first = turn % len(self.names)
@@ -169,6 +169,7 @@ class Series:
             "kind": self.state.kind,
             "width": self.state.width,
             "rows": self.rows,
+            "repeat": 1 if trial else self.options.repeat,
             "patience_s": self.options.patience,
             "environment": self.state.environment,
         }
@@ -182,6 +183,7 @@ class Series:
             "size_bytes": one["size_bytes"],
             "leaves": one["leaves"],
             "rounds": self.rounds,
+            "repeat": self.options.repeat,
             "environment": self.state.environment,
             "settings_tried": self.tried,
             "idle_before": harness.summary(
@@ -273,7 +275,10 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, help="how often each is measured (7; 1 if --quick)")
+    parser.add_argument("--rounds", type=int, help="how often each is visited (2; 1 if --quick)")
+    parser.add_argument(
+        "--repeat", type=int, help="how often each is measured in a visit (4; 1 if --quick)"
+    )
     parser.add_argument("--quick", action="store_true", help="small states, few systems, one round")
     parser.add_argument(
         "--states", nargs="+", metavar="STATE", help=f"of {', '.join(STATES)} (all)"
@@ -304,7 +309,8 @@ def parsed() -> argparse.Namespace:
         "--document", action="store_true", help="put tables and plots into docs/performance.md"
     )
     options = parser.parse_args()
-    options.rounds = options.rounds or (1 if options.quick else 7)
+    options.rounds = options.rounds or (1 if options.quick else 2)
+    options.repeat = options.repeat or (1 if options.quick else 4)
     options.patience = 0 if options.quick else options.patience
     return options
 

@@ -79,9 +79,10 @@ class Visit:
             list(self.training.leaves.values()), self.root, self.spec["settings"],
             sweep=self.spec["trial"],
         )  # fmt: skip
-        for name, measured in limits.measures():
-            self.settle()
-            self.figures[name].append(measured())
+        for _ in range(self.spec["repeat"]):
+            for name, measured in limits.measures():
+                self.settle()
+                self.figures[name].append(measured())
         return limits.settings, {"best": limits.best, "tried": limits.tried}
 
     # ── a system ─────────────────────────────────────────────────────────────────────────
@@ -120,12 +121,13 @@ class Visit:
             self._discard()
         self._note(self.quietly())
         self._discard()
-        self._note(self.at_once("at once"), checked="stored")
-        if system.is_async:
-            self._note(self.in_training(), checked="stored")
-            if system.early:
-                times = self.at_once("early", hold=False)
-                self._note({"blocked, not waiting": times["blocked"]}, checked="stored early")
+        for _ in range(self.spec["repeat"]):
+            self._note(self.at_once("at once"), checked="stored")
+            if system.is_async:
+                self._note(self.in_training(), checked="stored")
+        if system.is_async and system.early:
+            times = self.at_once("early", hold=False)
+            self._note({"blocked, not waiting": times["blocked"]}, checked="stored early")
 
     def quietly(self) -> dict[str, float]:
         """Save, and do nothing until it is durable: what it costs the processors."""

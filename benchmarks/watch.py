@@ -126,6 +126,11 @@ class Watched:
 
 def visit(python: str, spec: dict[str, Any], parent: Path, *, deadline_s: float) -> Outcome:
     """Run one visit in a fresh directory and a fresh arena; nothing is left of it."""
+    with harness.machine_alone():
+        return _visit(python, spec, parent, deadline_s)
+
+
+def _visit(python: str, spec: dict[str, Any], parent: Path, deadline_s: float) -> Outcome:
     scratch = Path(tempfile.mkdtemp(prefix="visit-", dir=parent)).resolve()
     arena = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=MEMORY))
     try:

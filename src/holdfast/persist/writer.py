@@ -27,7 +27,7 @@ from holdfast.storage.base import ImageSink
 
 #: Measured best with direct I/O out of shared memory; see docs/log.md.
 CHUNK_BYTES = 8 << 20
-WRITERS = 2
+WRITERS = 4
 
 
 class Arrival:
