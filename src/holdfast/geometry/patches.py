@@ -271,9 +271,7 @@ def local_patches(seen: Seen, held: Held) -> list[LocalPatch]:
             cut = patch.cut(box)
             if cut is not None:
                 moved = _carried(cut.here, box, local, range(box.ndim))
-                found.append(
-                    LocalPatch(cut.leaf, cut.leaf_shape, cut.box, moved, cut.dims, part)
-                )
+                found.append(LocalPatch(cut.leaf, cut.leaf_shape, cut.box, moved, cut.dims, part))
     return found
 
 

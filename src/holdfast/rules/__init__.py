@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from holdfast.geometry.patches import LocalPatch, Patch, Seen, Table, turned
-from holdfast.rules.kinds import (
-    averaged,
-    cast,
-    fused,
-    padded,
-    rename,
-    replicated,
-    transpose,
-    unique,
+from holdfast.geometry.patches import (
+    LocalPatch,
+    Patch,
+    Seen,
+    Table,
+    local_padding,
+    local_patches,
+    turned,
 )
 from holdfast.rules.mapping import Local, Rules
+from holdfast.rules.words import (
+    averaged,
+    cast,
+    flat,
+    fused,
+    optional,
+    padded,
+    part_of,
+    rename,
+    replicated,
+    shard,
+    stack,
+    tied,
+    transpose,
+    unique,
+    unstack,
+)
 
 __all__ = [
     "Local",
@@ -24,11 +39,20 @@ __all__ = [
     "Table",
     "averaged",
     "cast",
+    "flat",
     "fused",
+    "local_padding",
+    "local_patches",
+    "optional",
     "padded",
+    "part_of",
     "rename",
     "replicated",
+    "shard",
+    "stack",
+    "tied",
     "transpose",
     "turned",
     "unique",
+    "unstack",
 ]
