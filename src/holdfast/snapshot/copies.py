@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.format.image import ImagePlan
-from holdfast.geometry.layout import Layout
+from holdfast.geometry.box import Box
+from holdfast.geometry.layout import Layout, Piece
 from holdfast.snapshot.layouts import image_items, plan_rank
-from holdfast.state.binding import Binding
+from holdfast.state.binding import Bindings, Source
 
 #: Below this, tensors are copied together in one call instead of one by one.
 SMALL_BYTES = 64 << 10
@@ -20,6 +21,7 @@ class Copy:
     """One piece: where its bytes are now, and where they go (from the start of the data)."""
 
     leaf: str
+    """The leaf of the training that it is of."""
     source: torch.Tensor
     offset: int
     size_bytes: int
@@ -44,23 +46,39 @@ class CopyPlan:
         return sum(copy.size_bytes for copy in self.copies if not copy.lazy)
 
 
-def plan_copies(layout: Layout, rank: int, bindings: list[Binding]) -> CopyPlan:
+def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
     """Find each piece this rank stores inside the tensors it holds."""
-    by_name = {binding.name: binding for binding in bindings}
     image = plan_rank(layout, rank)
     # Entries are in an order of their own; pieces are matched back to them by name.
     offsets = {entry.name: entry for entry in image.entries}
     names = [name for name, _, _ in image_items(layout, rank)]
     copies: list[Copy] = []
     for name, piece in zip(names, layout.pieces(rank), strict=True):
-        binding = by_name[layout.leaves[piece.leaf].name]
-        source = binding.source
-        for whole, local in layout.held(piece.leaf, rank):
-            if whole.contains(piece.box):
-                inside = piece.box.relative_to(whole).shift(local.start)
-                source = binding.source[inside.slices()] if inside.ndim else binding.source
-                break
+        found, source = _find(layout, rank, piece, bindings)
         entry = offsets[name]
-        copies.append(Copy(binding.name, source, entry.offset, entry.size_bytes, binding.lazy))
+        copies.append(Copy(
+            found.binding.name, source, entry.offset, entry.size_bytes, found.binding.lazy
+        ))  # fmt: skip
     copies.sort(key=lambda copy: copy.offset)
     return CopyPlan(image, tuple(copies))
+
+
+def _find(
+    layout: Layout, rank: int, piece: Piece, bindings: Bindings
+) -> tuple[Source, torch.Tensor]:
+    """Where a piece comes from, and the memory that is all of it."""
+    leaf = layout.leaves[piece.leaf]
+    sources = bindings.sources[leaf.name]
+    for source in sources:
+        if source.box is not None and source.box.contains(piece.box):
+            return source, _cut(source.memory, piece.box.relative_to(source.box))
+    (source,) = (one for one in sources if one.box is None)
+    for whole, local in layout.held(piece.leaf, rank):
+        if whole.contains(piece.box):
+            inside = piece.box.relative_to(whole).shift(local.start)
+            return source, _cut(source.memory, inside)
+    return source, source.memory  # a piece of no elements
+
+
+def _cut(memory: torch.Tensor, inside: Box) -> torch.Tensor:
+    return memory[inside.slices()] if inside.ndim else memory

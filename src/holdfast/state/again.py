@@ -14,6 +14,7 @@ from torch import nn
 
 from holdfast.format import values as codec
 from holdfast.state.binding import Binding
+from holdfast.state.declared import declared
 from holdfast.state.known import Known
 from holdfast.state.objects import Objects
 from holdfast.state.tensors import is_small, small_tensor
@@ -39,11 +40,12 @@ class Again:
     _known: Known
     """The tensors of modules and optimizers."""
     _in_values: Mapping[str, str]
+    _references: Mapping[str, str]
     _keeps_small: bool
 
     def take_values(self, objects: Objects) -> Taken | None:
         """All values as they are now, and the tensors of ``value_leaves``; None for others."""
-        taken = Taken(self._known, self._in_values, self._keeps_small)
+        taken = Taken(self._known, self._in_values, self._references, self._keeps_small)
         try:
             for key, beside in self._optimizers.items():
                 taken.values.take_optimizer(key, beside)
@@ -61,6 +63,7 @@ class Taken:
 
     _others: Known
     _before: Mapping[str, str]
+    _references: Mapping[str, str]
     _keeps_small: bool
     names: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -77,11 +80,11 @@ class Taken:
         if elsewhere is not None:
             if self._before.get(where) != elsewhere:
                 raise _OtherTensors
-            return elsewhere
+            return self._references[elsewhere]
         name = self._known.name(value, where)
         if name is not where:
             return name
-        if self._keeps_small and is_small(value):
+        if self._keeps_small and is_small(value) and declared(value) is None:
             return small_tensor(where, value)
         self.names.append(where)
         self.tensors.append(value)
@@ -98,6 +101,6 @@ def again_after(walk: Walk, objects: Objects, bindings: Sequence[Binding]) -> Ag
         if name not in own:
             known.name(tensor, name)
     return Again(
-        Watch(objects, walk.met), walk.aliases, [b for b in bindings if b.name in own],
-        walk.optimizers, walk.extras, known, walk.in_values, walk.keeps_small,
+        Watch(objects, walk.met), walk.stored_aliases(), [b for b in bindings if b.name in own],
+        walk.optimizers, walk.extras, known, walk.in_values, walk.references, walk.keeps_small,
     )  # fmt: skip

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from holdfast.geometry.box import Box
 from holdfast.geometry.layout import LeafEntry
+from holdfast.state.through import Sight
+from holdfast.state.views import View
 from holdfast.state.walk import Found
 
 
@@ -28,6 +32,8 @@ class Binding:
     entry: LeafEntry
     staged: torch.Tensor | None = None
     """Where a volatile leaf is copied before ``save`` returns."""
+    sight: Sight | None = None
+    """The stored leaves that it is, or has parts of; None where it is one by itself."""
 
     @property
     def source(self) -> torch.Tensor:
@@ -35,11 +41,30 @@ class Binding:
         return self.local if self.staged is None else self.staged
 
 
+class Source(NamedTuple):
+    """Where a stored leaf, or the ``box`` of it that stands here, is found: in a view of a tensor.
+
+    Without a box it is all that this rank has by the leaf's mesh.
+    """
+
+    binding: Binding
+    view: View | None = None
+    box: Box | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """What the capture copies from."""
+        whole = self.binding.source
+        return whole if self.view is None else self.view.of(whole)
+
+
 class Bindings(list[Binding]):
     """All leaves of a state in one order, and what a save asks of them, found once."""
 
     def __init__(self, bindings: Iterable[Binding] = ()) -> None:
         super().__init__(bindings)
+        self.sources: dict[str, tuple[Source, ...]] = {}
+        """For each stored leaf."""
         self.lazy = [binding for binding in self if binding.lazy]
         self.watched = [_here(binding.tensor) for binding in self.lazy]
         """What shows by its version that a lazy leaf was written to."""

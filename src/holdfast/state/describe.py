@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
 from holdfast.errors import UsageError
 from holdfast.geometry.layout import table_hash, table_to_json
+from holdfast.rules import Rules
 from holdfast.state import optimizers
 from holdfast.state.again import Again, again_after
 from holdfast.state.binding import Binding, Bindings, is_bound, is_like, is_same, signature
+from holdfast.state.declared import declarations, declared
+from holdfast.state.entries import declare_all
 from holdfast.state.frozen import Frozen
 from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
+from holdfast.state.origin import Origin
 from holdfast.state.subclasses import check_in_place
 from holdfast.state.tensors import leaf_entry, local_of
+from holdfast.state.through import Sight, Through
 from holdfast.state.walk import Walk
 
 _LIKE_A_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*$")
@@ -44,19 +48,28 @@ class Describer:
     looked at on every call, for ``load_state_dict`` and ``module.double()`` replace them.
 
     ``tells_frozen``: leaves that nothing changes are called so, to be stored apart from the others.
+    ``rules``: what the leaves of the training are in the checkpoint, where they are not the same.
     """
 
     def __init__(
-        self, state: State, rank: int, world: int = 1, *, tells_frozen: bool = False
+        self,
+        state: State,
+        rank: int,
+        world: int = 1,
+        *,
+        tells_frozen: bool = False,
+        rules: Rules | None = None,
     ) -> None:
         self.state = state
         self.rank = rank
         self.world = world
+        self.through = Through(rules, rank, world)
         self._frozen = Frozen() if tells_frozen else None
         self._last: Description | None = None
         self._again: Again | None = None
         self._staged: dict[str, torch.Tensor] = {}
         self._checked: list[int] = []
+        self._declarations = 0
 
     def describe(self) -> Description:
         """The state as it is now. UnsupportedState names what cannot be stored."""
@@ -80,7 +93,9 @@ class Describer:
         """Have the leaf be another tensor in a value's place; False when it is not one like it."""
         if binding.tensor is tensor and signature(tensor) == binding.signature:
             return True
-        if binding.lazy or leaf_entry(binding.name, tensor, self.rank, "lowest") != binding.entry:
+        if binding.lazy or binding.sight is not None or declared(tensor) is not None:
+            return False
+        if leaf_entry(binding.name, tensor, self.rank, "lowest") != binding.entry:
             return False
         local = local_of(tensor)
         if not is_like(binding.staged, local):
@@ -89,12 +104,16 @@ class Describer:
         return True
 
     def _describe_anew(self, objects: Objects) -> Description:
-        walk = Walk(keeps_small=self.world > 1, tells_frozen=self._frozen is not None)
+        walk = Walk(
+            self.through, keeps_small=self.world > 1, tells_frozen=self._frozen is not None
+        )
         self._again = None
         walk.take(objects)
         if self._frozen is not None:
             self._frozen.settle(walk.leaves)
         values = walk.to_bytes()
+        if self._declarations != declarations():
+            self._last = None
         last = self._last
         if last is None or not is_same(last.bindings, walk.leaves):
             last = self._last = self._bind_all(objects, walk)
@@ -105,16 +124,14 @@ class Describer:
         last = self._last
         self._check_once(objects, len(walk.leaves))
         known = {} if last is None else {binding.name: binding for binding in last.bindings}
-        bindings = Bindings(self._bind(*leaf, known.get(leaf[0])) for leaf in walk.leaves)
+        bindings = Bindings(self._bind(walk, *leaf, known.get(leaf[0])) for leaf in walk.leaves)
+        self._declarations = declarations()
         self._staged = {b.name: b.staged for b in bindings if b.staged is not None}
-        entries = sorted((b.entry for b in bindings), key=lambda e: e.name)
+        entries = declare_all(bindings)
         for entry in entries:
             if _LIKE_A_PIECE.search(entry.name):
                 raise UsageError(f"{entry.name!r} ends like the name of a part: rename it")
-        for one, other in pairwise(entries):
-            if one.name == other.name:
-                raise UsageError(f"two tensors of the state are both called {one.name!r}")
-        twice = sorted(walk.aliases.keys() & {entry.name for entry in entries})
+        twice = sorted(walk.stored_aliases().keys() & {entry.name for entry in entries})
         if twice:
             raise UsageError(f"two tensors of the state are both called {twice[0]!r}")
         table = table_to_json(entries)
@@ -129,7 +146,7 @@ class Describer:
             self._checked = found
 
     def _bind(
-        self, name: str, tensor: torch.Tensor, hooked: bool, spread: str, frozen: bool,
+        self, walk: Walk, name: str, tensor: torch.Tensor, hooked: bool, spread: str, frozen: bool,
         before: Binding | None,
     ) -> Binding:  # fmt: skip
         if before is not None and is_bound(before, (name, tensor, hooked, spread, frozen)):
@@ -139,7 +156,16 @@ class Describer:
         # A conjugate or negative view is one by a flag: only a copy has what it says.
         lazy = hooked and not (local.is_conj() or local.is_neg())
         staged = None if lazy else self._staging(name, local)
-        return Binding(name, tensor, local, signature(tensor), spread, hooked, lazy, entry, staged)
+        sight = self._sight(walk, name, tensor)
+        return Binding(
+            name, tensor, local, signature(tensor), spread, hooked, lazy, entry, staged, sight
+        )
+
+    def _sight(self, walk: Walk, name: str, tensor: torch.Tensor) -> Sight | None:
+        if name in walk.origins:
+            return self.through.sight(*walk.origins[name])
+        # Rules are for what modules and optimizers hold: a tensor in a value says itself what it is.
+        return shard_sight(name, tensor, self.rank)
 
     def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Where a volatile leaf is copied: as before, if it fits, for touched pages are fast."""

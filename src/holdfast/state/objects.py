@@ -7,13 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
 from holdfast.format.image import RESERVED
 from holdfast.format.values import MAX_DEPTH
+from holdfast.state.declared import declared, names_of
 from holdfast.state.modules import Held, module_tensors
+from holdfast.state.origin import MASTER, Origin
 from holdfast.state.rng import Rng
 
 State = MutableMapping[str, Any]
@@ -51,13 +54,92 @@ class Objects:
         that adding an averaged copy, say, renames nothing; else the module's key comes first.
         """
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return {p: f"{key}{name}" for p, (key, name) in self._homes(optimizer, owned).items()}
+
+    def origins(self, key: str) -> dict[str, Origin]:
+        """Whose the state of the optimizer called ``key`` is, by parameter name."""
+        optimizer = self.optimizers[key]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        homes = self._homes(optimizer, {id(p) for p in parameters})
+        found = ((homes[id(p)], p) for p in parameters)
+        return {
+            f"{inner}{name}": Origin(f"{key}.{inner}", name, "", p) for (inner, name), p in found
+        }
+
+    def _homes(self, optimizer: Optimizer, owned: set[int]) -> dict[int, tuple[str, str]]:
+        """id(parameter) -> (what comes before its name, the name)."""
         found: dict[int, tuple[str, str]] = {}
         for key, tensors in self.tensors.items():
             for name, parameter, is_parameter, _ in tensors:
                 if is_parameter and id(parameter) in owned:
-                    found.setdefault(id(parameter), (key, name))
-        is_alone = len({key for key, _ in found.values()}) == 1
-        return {p: name if is_alone else f"{key}.{name}" for p, (key, name) in found.items()}
+                    found.setdefault(id(parameter), (f"{key}.", name))
+        if len({key for key, _ in found.values()}) == 1:
+            found = {p: ("", name) for p, (_, name) in found.items()}
+        for group in optimizer.param_groups if len(found) < len(owned) else ():
+            for parameter in group["params"]:
+                if id(parameter) not in found and (name := _own_name(parameter)):
+                    found[id(parameter)] = "", name
+        return found
+
+    @cached_property
+    def _masters(self) -> dict[str, list[tuple[Origin, torch.Tensor]]]:
+        found: dict[str, list[tuple[Origin, torch.Tensor]]] = {}
+        held = {id(each.tensor) for tensors in self.tensors.values() for each in tensors}
+        for key, optimizer in self.optimizers.items():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name = "" if id(parameter) in held else _own_name(parameter)
+                    if name:
+                        found.setdefault(key, []).append((self._home(key, parameter), parameter))
+        return found
+
+    def _home(self, key: str, parameter: torch.Tensor) -> Origin:
+        """Whose elements they are that an optimizer has and no module: a module's, or its own."""
+        names = _declared_names(parameter)
+        for module, tensors in self.tensors.items():
+            dtypes = {each.name: each.tensor.dtype for each in tensors}
+            if names and all(dtypes.get(name) == parameter.dtype for name in names):
+                return Origin(f"{module}.", _own_name(parameter))
+        return Origin(f"{key}.", _own_name(parameter), MASTER, parameter)
+
+    def masters(self, key: str) -> list[tuple[Origin, torch.Tensor]]:
+        """The tensors that an optimizer updates and no module holds.
+
+        Where a module has a tensor of the name and dtype that was declared, they are its elements,
+        and what the module has is a copy of them. Else they are leaves of the optimizer's own.
+        """
+        return self._masters.get(key, [])
+
+    @cached_property
+    def parted(self) -> set[tuple[str, str]]:
+        """(module's key, name) of the tensors that are copies of what optimizers have in parts."""
+        return {
+            (origin.prefix[:-1], name)
+            for some in self._masters.values()
+            for origin, parameter in some
+            if origin.parameter is None
+            for name in _declared_names(parameter)
+        }
+
+    @cached_property
+    def shards(self) -> set[str]:
+        """The entries of the state that are tensors, and parts of leaves."""
+        return {
+            path
+            for path, item in self.plain.items()
+            if isinstance(item, torch.Tensor) and declared(item) is not None
+        }
+
+
+def _own_name(tensor: torch.Tensor) -> str:
+    """What a tensor that no module holds is called by its declaration; "" without one."""
+    names = _declared_names(tensor)
+    return names[0] if len(names) == 1 else f"({names[0]} to {names[-1]})" if names else ""
+
+
+def _declared_names(tensor: torch.Tensor) -> list[str]:
+    what = declared(tensor)
+    return [] if what is None else names_of(what)
 
 
 def sort_objects(state: Mapping[str, Any]) -> Objects:

@@ -64,17 +64,23 @@ def named(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
                 raise UnsupportedState(
                     f"parameter {position} of group {number} of {key!r} belongs to no module in "
                     "the state, so it has no name to be stored under: hand over the module too, "
-                    "and make the optimizer after the module was sharded",
+                    "and make the optimizer after the module was sharded. A tensor of its own, "
+                    "which is a part of the module's, says so by holdfast.declare with a name",
                     where=key,
                 )
-            found[name] = parameter
+            if found.setdefault(name, parameter) is not parameter:
+                raise UnsupportedState(
+                    f"{key!r} has two tensors that are both declared to be parts of {name!r}: make "
+                    "them one tensor, or declare them as ranges of one holdfast.FlatBuffer",
+                    where=key,
+                )
     return found
 
 
 def tensors(
     key: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """(leaf name, tensor) of all state tensors."""
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(parameter's name, kind, tensor) of all state tensors."""
     for name, parameter in parameters.items():
         is_sharded = isinstance(parameter, DTensor)
         for kind, value in optimizer.state.get(parameter, NOTHING).items():
@@ -87,7 +93,7 @@ def tensors(
                     )
                 if is_sharded:
                     _check_local_state(f"{key}.{name}.{kind}", value)
-                yield f"{key}.{name}.{kind}", value
+                yield name, kind, value
 
 
 def of_no_parameter(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[Any, Any]:

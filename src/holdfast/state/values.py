@@ -5,7 +5,7 @@ Only the names in it are kept from one save to the next, as the text they become
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,26 +29,39 @@ class Beside:
     optimizer: Optimizer
     groups: tuple[msgspec.Raw, ...]
     """The names of each group's parameters, as JSON."""
-    state: tuple[tuple[str, torch.Tensor, tuple[Any, ...]], ...]
-    """(name, parameter, keys in its state that are no tensors)."""
+    state: tuple[tuple[tuple[str, ...], torch.Tensor, tuple[Any, ...]], ...]
+    """(names, parameter, keys in its state that are no tensors)."""
     loose: tuple[Any, ...]
     """Keys of the state that are no parameters."""
 
 
-def beside(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> Beside:
-    """Look it up. UnsupportedState for state of tensors that are in no group."""
-    name_of = {id(parameter): name for name, parameter in parameters.items()}
+def beside(
+    optimizer: Optimizer,
+    parameters: Mapping[str, torch.Tensor],
+    stored: Mapping[str, Sequence[str]] | None = None,
+) -> Beside:
+    """Look it up. ``stored``: what each parameter is called there, a fused one by all its parts.
+
+    UnsupportedState for state of tensors that are in no group.
+    """
+    stored = {name: (name,) for name in parameters} if stored is None else stored
+    names_of = {id(parameter): stored[name] for name, parameter in parameters.items()}
     groups = [
-        msgspec.Raw(codec.to_bytes([name_of[id(p)] for p in group["params"]]))
+        msgspec.Raw(codec.to_bytes(_once(names_of[id(p)] for p in group["params"])))
         for group in optimizer.param_groups
     ]
     state = [
-        (name, parameter, tuple([k for k, v in kept.items() if not is_tensor(v)]))
+        (tuple(stored[name]), parameter, tuple([k for k, v in kept.items() if not is_tensor(v)]))
         for name, parameter in parameters.items()
         if (kept := optimizer.state.get(parameter, NOTHING))
     ]
     loose = tuple(of_no_parameter(optimizer, parameters))
     return Beside(optimizer, tuple(groups), tuple(one for one in state if one[2]), loose)
+
+
+def _once(names: Iterable[Sequence[str]]) -> list[str]:
+    """All of them, one after the other: several parameters may be parts of one stored leaf."""
+    return list(dict.fromkeys(name for some in names for name in some))
 
 
 def optimizer_values(there: Beside) -> dict[str, Any]:
@@ -60,7 +73,8 @@ def optimizer_values(there: Beside) -> dict[str, Any]:
     ]
     state = {
         name: {kind: optimizer.state[parameter][kind] for kind in kinds}
-        for name, parameter, kinds in there.state
+        for names, parameter, kinds in there.state
+        for name in names
     }
     loose = {"loose": {key: optimizer.state[key] for key in there.loose}} if there.loose else {}
     return {"class": type(optimizer).__name__, "groups": groups, "state": state, **loose}

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.state import subclasses
+from holdfast.state.declared import declarations
 from holdfast.state.modules import RENORMALISING, parts
 from holdfast.state.objects import Objects
 from holdfast.state.optimizers import is_hooked, is_tensor
@@ -47,7 +48,7 @@ class Watch:
     def __init__(self, objects: Objects, met: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._modules = objects.modules
         self._optimizers = objects.optimizers
-        self._registrations = subclasses.registrations()
+        self._registrations = _registrations()
         tensors = {id(tensor): tensor for _, tensor in met}.values()
         parted = {id(tensor) for tensor in tensors if subclasses.is_registered(tensor)}
         self._dicts = _ModuleDicts(objects.modules.values())
@@ -64,7 +65,7 @@ class Watch:
             return (
                 _are_same(self._modules, objects.modules)
                 and _are_same(self._optimizers, objects.optimizers)
-                and self._registrations == subclasses.registrations()
+                and self._registrations == _registrations()
                 and self._dicts.are_unchanged()
                 and all(state.is_unchanged() for state in self._states)
                 and self._memory.is_unchanged()
@@ -199,6 +200,10 @@ class _Memory:
                     ):
                         return False
             return list(map(_flags, self._flagged)) == self._flags
+
+
+def _registrations() -> tuple[int, int]:
+    return subclasses.registrations(), declarations()
 
 
 def _can_be_flagged(tensor: torch.Tensor) -> bool:
