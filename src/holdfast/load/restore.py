@@ -31,15 +31,18 @@ from holdfast.format.manifest import Generation
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import LeafEntry
 from holdfast.load.choose import Candidate
+from holdfast.load.claims import unclaimed
+from holdfast.load.documents import gather_values
 from holdfast.load.exchange import Traffic
 from holdfast.load.late import STAGING_BYTES, Copies, LateTensor, Staging, StreamCopies
 from holdfast.load.move import CARRIERS, Array, Destination
 from holdfast.load.plan import Want
-from holdfast.load.read import read_aliases, read_values, read_wants
+from holdfast.load.read import read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.load.together import read_once
-from holdfast.state.objects import State
-from holdfast.state.restore import Restoring
+from holdfast.state.following import following_keys
+from holdfast.state.objects import State, sort_objects
+from holdfast.state.restore import Restoring, refuse
 from holdfast.state.tensors import leaf_entry, local_of
 from holdfast.world import World, agree
 
@@ -188,7 +191,8 @@ class _Attempt:
         """Prepare, read, finish; every rank learns of any rank's trouble after each."""
         with _no_collection():
             self._together("opened", lambda: self._open(open_checkpoint))
-            self._together("checked", self._check)
+            self._together("compared", self._compare)
+            self._check()
             on_poison(True)
             self._together("prepared", self._prepare)
             try:
@@ -215,23 +219,34 @@ class _Attempt:
     def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> None:
         self.checkpoint = open_checkpoint(self.candidate)
         self.saved_world = self.checkpoint.world
-        same_world = self.saved_world == self.world.size
         mine = self.world.rank if self.world.rank < self.saved_world else 0
         self.own = read_values(self.checkpoint, mine)
-        self.shared = self.own if same_world else read_values(self.checkpoint, 0)
-        if not same_world and self.world.rank == 0:
-            self._report_differing()
+        is_same_world = self.saved_world == self.world.size
+        self.base = mine if is_same_world else 0
+        self.values = self.own if self.base == mine else read_values(self.checkpoint, self.base)
 
-    def _report_differing(self) -> None:
+    def _compare(self) -> None:
+        """Find the values of all that is in this state, and what stands against them."""
+        stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
+        objects = sort_objects(self.state)
+        found = gather_values(self.checkpoint, objects, self.base, self.values, stored)
+        self.restoring = Restoring(self.state, objects, stored, found, self.own.get("own", {}))
+        self.problems = self.restoring.problems()
+        if self.saved_world != self.world.size and self.world.rank == 0:
+            self._report_differing(following_keys(objects))
+
+    def _report_differing(self, following: frozenset[str]) -> None:
         """On another number of ranks all take rank 0's values; say so where ranks had others.
 
-        Of a world of thousands only some are looked at: each is an image to open.
+        Those that follow names are taken from who had them. Of a world of thousands only some are
+        looked at: each is an image to open.
         """
+        shared = self.values.get("shared", {})
         differing = {
             name
             for rank in sampled_ranks(self.saved_world)
             for name, value in read_values(self.checkpoint, rank).get("shared", {}).items()
-            if value != self.shared.get("shared", {}).get(name)
+            if name not in following and value != shared.get(name)
         }
         if differing:
             emit(ValuesDiffer(
@@ -239,11 +254,13 @@ class _Attempt:
             ))  # fmt: skip
 
     def _check(self) -> None:
-        stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
-        values, aliases = self.shared.get("shared", {}), read_aliases(self.checkpoint, self.shared)
-        own = self.own.get("own", {})
-        self.restoring = Restoring(self.state, stored, values, aliases, own)
-        self.restoring.check()
+        """StateMismatch, on all ranks, unless all that is stored fits all that there is."""
+        leaves = [leaf.name for leaf in self.checkpoint.layout.leaves]
+        left = unclaimed(
+            self.world, self.phase, leaves, self.restoring, self.problems, timeout_s=self.timeout_s
+        )
+        if left is not None:
+            self._together("checked", lambda: refuse([*self.problems, *left]))
 
     def _prepare(self) -> None:
         with torch.no_grad():

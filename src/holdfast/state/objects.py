@@ -35,6 +35,8 @@ class Objects:
     homes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # plain path -> container, key
     paths: list[str] = field(default_factory=list)
     """Where each was found: keys joined by dots."""
+    keys: tuple[str, ...] = ()
+    """Those of the state itself."""
 
     def has_values(self, key: str) -> bool:
         """Whether something of this key may have values beside its tensors."""
@@ -151,6 +153,7 @@ def sort_objects(state: Mapping[str, Any]) -> Objects:
                 f"the state's keys are non-empty strings without {RESERVED!r}: {key!r}"
             )
         _sort(key, item, (state, key), found)
+    found.keys = tuple(state)
     _refuse_one_path_for_two(found.paths)
     return found
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
-from holdfast.format.values import SmallTensor
+from holdfast.state.regroup import IMPLEMENTATION
 from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import TORCH_DTYPES, empty
 
@@ -23,9 +23,6 @@ from holdfast.state.tensors import TORCH_DTYPES, empty
 StoredKinds = Mapping[str, tuple[str, tuple[int, ...]]]
 
 NOTHING: Mapping[str, Any] = {}
-#: How the update is computed, not what: the program that restores decides, for it may run on
-#: other devices than the one that saved.
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
@@ -199,11 +196,10 @@ def _new(
 def load_values(
     optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> None:
-    """Set hyperparameters and other state by parameter name."""
+    """Set hyperparameters, given for the groups as they are here, and state by parameter name."""
     seen: dict[int, Any] = {}
-    for group, options in _sources(optimizer, parameters, saved):
-        if options:
-            _set_options(group, options[0], seen)
+    for group, given in zip(optimizer.param_groups, saved["groups"], strict=True):
+        _set_options(group, given["options"], seen)
     for name, kept in saved["state"].items():
         optimizer.state[parameters[name]].update(kept)
     for loose in of_no_parameter(optimizer, parameters):
@@ -211,77 +207,10 @@ def load_values(
     optimizer.state.update(saved.get("loose", {}))
 
 
-def check_values(
-    key: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Any
-) -> list[str]:
-    """What stands between these groups and the saved ones, in words; empty when nothing does."""
-    if not isinstance(saved, dict) or "groups" not in saved:
-        return [f"{key}: the checkpoint has no optimizer of this name"]
-    problems: list[str] = []
-    if saved.get("class") != type(optimizer).__name__:
-        problems.append(f"{key} is a {type(optimizer).__name__}, saved was {saved.get('class')}")
-    known = {name for group in saved["groups"] for name in group["params"]}
-    problems += [
-        f"{key}.{name}: not in the saved optimizer" for name in sorted(set(parameters) - known)
-    ]
-    problems += [
-        f"{key}.{name}: saved, but not in this optimizer"
-        for name in sorted(known - set(parameters))
-    ]
-    return problems or _group_problems(key, optimizer, parameters, saved)
-
-
-def _sources(
-    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
-) -> Iterator[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
-    """(group, options of the saved groups that its parameters were in)."""
-    source_of = {name: n for n, group in enumerate(saved["groups"]) for name in group["params"]}
-    name_of = {id(parameter): name for name, parameter in parameters.items()}
-    for at, group in enumerate(optimizer.param_groups):
-        numbers = sorted({source_of[name_of[id(p)]] for p in group["params"]})
-        if not numbers and at < len(saved["groups"]) and not saved["groups"][at]["params"]:
-            numbers = [at]  # without parameters it is known by its place
-        yield group, [saved["groups"][number]["options"] for number in numbers]
-
-
-def _group_problems(
-    key: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Any
-) -> list[str]:
-    problems = []
-    for number, (_, options) in enumerate(_sources(optimizer, parameters, saved)):
-        differing = {
-            name
-            for other in options[1:]
-            for name in {*options[0], *other} - _IMPLEMENTATION
-            if not _is_same_option(options[0].get(name), other.get(name))
-        }
-        if differing:
-            problems.append(
-                f"{key}: group {number} joins parameters saved in groups that differ in "
-                f"{', '.join(sorted(differing))}: make the groups as they were"
-            )
-    return problems
-
-
-def _is_same_option(one: Any, other: Any) -> bool:
-    if isinstance(one, SmallTensor) and isinstance(other, SmallTensor):
-        return (one.dtype, one.shape, one.data) == (other.dtype, other.shape, other.data)
-    return repr(one) == repr(other)
-
-
-def is_grouped_alike(
-    optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
-) -> bool:
-    """Whether the groups are the saved ones, in their order."""
-    name_of = {id(parameter): name for name, parameter in parameters.items()}
-    here = [{name_of[id(p)] for p in group["params"]} for group in optimizer.param_groups]
-    return here == [set(group["params"]) for group in saved["groups"]]
-
-
 def _set_options(group: dict[str, Any], options: Mapping[str, Any], seen: dict[int, Any]) -> None:
     """``seen``: tensors of groups that were set, and what to; another group may hold the same."""
     for name, value in options.items():
-        if name in _IMPLEMENTATION and name in group:
+        if name in IMPLEMENTATION and name in group:
             continue
         there = group.get(name)
         if not isinstance(there, torch.Tensor):

@@ -1,8 +1,9 @@
 """Bring the user's objects to a stored state: say what does not fit, make room, set values.
 
-``check`` changes nothing and lists every difference at once; ``make_room`` makes the tensors an
-optimizer lacks. Tensors are filled by the caller; ``finish`` sets hyperparameters, plain values
-and generators when all ranks have verified everything.
+``problems`` changes nothing and lists every difference at once; what of a checkpoint no rank takes
+is for all of them to find, and ``refuse`` raises both. ``make_room`` makes the tensors an optimizer
+lacks. Tensors are filled by the caller; ``finish`` sets hyperparameters, plain values and
+generators when all ranks have verified everything.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 from holdfast.errors import FormatError, StateMismatch
 from holdfast.format import values as codec
 from holdfast.state import optimizers
+from holdfast.state.following import Gathered
 from holdfast.state.known import Known
 from holdfast.state.memory import Spoken, shares_its_own
 from holdfast.state.modules import extra_state, extra_state_names, set_extra_state
-from holdfast.state.objects import Objects, State, sort_objects
+from holdfast.state.objects import Objects, State
 from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty, fill_small
 from holdfast.state.values import beside, optimizer_values
@@ -34,23 +36,25 @@ _HINTS, _SEARCHED = 5, 2000
 class Restoring:
     """One restore of one state.
 
-    ``stored``: leaf name -> (dtype, shape). ``shared``: the encoded values by key. ``aliases``:
-    further names of leaves -> the leaf they are. ``own``: this rank's generators, or rank 0's.
+    ``objects``: those of the state. ``stored``: leaf name -> (dtype, shape). ``found``: the encoded
+    values by key, and further names of leaves. ``own``: this rank's generators, or rank 0's.
     """
 
     def __init__(
         self,
         state: State,
+        objects: Objects,
         stored: Mapping[str, Spec],
-        shared: Mapping[str, Any],
-        aliases: Mapping[str, str],
+        found: Gathered,
         own: Mapping[str, Any],
     ) -> None:
         self.state = state
         self.stored = stored
-        self.aliases = aliases
+        self.aliases = found.aliases
         self.own = own
-        self.objects: Objects = sort_objects(state)
+        self.objects = objects
+        self.found = found
+        shared = found.shared
         self.keys = frozenset(shared)
         self.encoded = {k: v for k, v in shared.items() if self.objects.has_values(k)}
         self.shared = {k: codec.decode(v, strict=True) for k, v in self.encoded.items()}
@@ -65,32 +69,28 @@ class Restoring:
         self._small[small.name] = small
         return small
 
-    def check(self) -> None:
-        """StateMismatch lists every difference between this state and the stored one.
-
-        Changes nothing.
-        """
-        problems = [*self._module_problems(), *self._missing_values()]
-        claimed = {name for name, _ in self._module_targets()}
-        claimed.update(name for name, _ in self._value_targets())
+    def problems(self) -> list[str]:
+        """What stands between this state and the stored one, as far as one rank can tell."""
+        self._value_targets()  # what is found there is no state of a parameter
+        problems = [*self._module_problems(), *self._missing_values(), *self.found.problems]
         for key, optimizer in self.objects.optimizers.items():
             parameters = self._parameters(key)
-            problems += optimizers.check_values(key, optimizer, parameters, self.shared.get(key))
             stored = self._stored_kinds(key, parameters)
             problems += optimizers.room_problems(key, optimizer, parameters, stored)
-            problems += self._scheduler_problems(key, parameters)
-            for name, kinds in stored.items():
+        return problems
+
+    def claimed(self) -> set[str]:
+        """The stored leaves that something in this state takes."""
+        claimed = {name for name, _ in self._module_targets()}
+        claimed.update(name for name, _ in self._value_targets())
+        for key in self.objects.optimizers:
+            for name, kinds in self._stored_kinds(key, self._parameters(key)).items():
                 claimed.update(self._leaf(f"{key}.{name}.{kind}") for kind in kinds)
-        problems += self._unclaimed(claimed)
-        if problems:
-            shown = "\n  ".join(problems[:_SHOWN])
-            more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-            raise StateMismatch(
-                f"the state offered does not fit the checkpoint:\n  {shown}{more}\n"
-                "Build the model and the optimizer as they were when it was saved; leave a key "
-                "out of the state to load only a part.",
-                problems=problems,
-            )
+        return claimed
+
+    def in_scope(self, leaf: str) -> bool:
+        """Whether a stored leaf is below a key of this state: something should take it."""
+        return leaf.startswith(tuple(f"{key}." for key in self.state))
 
     def make_room(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors to fill, by leaf name; those that are missing are made first.
@@ -191,7 +191,7 @@ class Restoring:
         return f"; did you mean {near[0]}?" if near else ""
 
     def _missing_values(self) -> Iterator[str]:
-        """What has no value in the checkpoint, and values nothing takes."""
+        """What has no value in the checkpoint."""
         objects = self.objects
         for key in [*objects.stateful, *objects.plain]:
             if key not in self.keys:
@@ -206,12 +206,6 @@ class Restoring:
                 continue
             for name in sorted(here - set(saved)):
                 yield f"{key}.{name}: has extra state in the model, but none in the checkpoint"
-            for name in sorted(set(saved) - here):
-                yield f"{key}.{name}: has extra state in the checkpoint, but none in the model"
-        inside = tuple(f"{key}." for key in self.state)
-        for key in sorted(self.keys):
-            if key.startswith(inside) and not objects.has_values(key):
-                yield f"{key}: in the checkpoint, but nothing in the state takes it"
 
     def _value_targets(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors inside values: the one that is there if it fits, else a new one."""
@@ -280,30 +274,6 @@ class Restoring:
                     one = filled.setdefault(leaf, tensor)
                     state[parameter][kind] = one.detach() if one.requires_grad else one
 
-    def _scheduler_problems(self, key: str, parameters: Mapping[str, torch.Tensor]) -> list[str]:
-        """Schedulers go by the order of groups, which were made otherwise."""
-        optimizer, saved = self.objects.optimizers[key], self.shared.get(key)
-        if not isinstance(saved, dict) or "groups" not in saved:
-            return []
-        known = {name for group in saved["groups"] for name in group["params"]}
-        if known != set(parameters) or optimizers.is_grouped_alike(optimizer, parameters, saved):
-            return []
-        return [
-            f"{name}: goes by the order of the groups of {key}, which are other groups, or in "
-            "another order, than were saved: make them as they were"
-            for name, item in self.objects.stateful.items()
-            if getattr(item, "optimizer", None) is optimizer and hasattr(item, "base_lrs")
-        ]
-
-    def _unclaimed(self, claimed: set[str]) -> list[str]:
-        """Stored leaves below our keys that nothing here wants: a smaller model, say."""
-        keys = tuple(f"{key}." for key in self.state)
-        return [
-            f"{leaf}: in the checkpoint, but nothing in the state takes it"
-            for leaf in self.stored
-            if leaf.startswith(keys) and leaf not in claimed
-        ]
-
     def finish(self, rank: int, *, rank_was_saved: bool) -> None:
         """Set everything that is no tensor, and small tensors."""
         with torch.inference_mode(False), torch.no_grad():
@@ -339,6 +309,19 @@ class Restoring:
 
     def _small_room(self, small: codec.SmallTensor) -> torch.Tensor:
         return self._filled[small.name]
+
+
+def refuse(problems: list[str]) -> None:
+    """StateMismatch lists every difference between states and the stored one, if there are any."""
+    if problems:
+        shown = "\n  ".join(problems[:_SHOWN])
+        more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise StateMismatch(
+            f"the state offered does not fit the checkpoint:\n  {shown}{more}\n"
+            "Build the model and the optimizer as they were when it was saved; leave a key "
+            "out of the state to load only a part.",
+            problems=problems,
+        )
 
 
 @contextmanager

@@ -29,6 +29,8 @@ class Beside:
     optimizer: Optimizer
     groups: tuple[msgspec.Raw, ...]
     """The names of each group's parameters, as JSON."""
+    titles: tuple[str, ...]
+    """What each group is called in names: by its first parameter, for ranks number their own."""
     state: tuple[tuple[tuple[str, ...], torch.Tensor, tuple[Any, ...]], ...]
     """(names, parameter, keys in its state that are no tensors)."""
     loose: tuple[Any, ...]
@@ -46,17 +48,16 @@ def beside(
     """
     stored = {name: (name,) for name in parameters} if stored is None else stored
     names_of = {id(parameter): stored[name] for name, parameter in parameters.items()}
-    groups = [
-        msgspec.Raw(codec.to_bytes(_once(names_of[id(p)] for p in group["params"])))
-        for group in optimizer.param_groups
-    ]
+    members = [_once(names_of[id(p)] for p in group["params"]) for group in optimizer.param_groups]
+    groups = tuple(msgspec.Raw(codec.to_bytes(names)) for names in members)
+    titles = tuple(names[0] if names else str(number) for number, names in enumerate(members))
     state = [
         (tuple(stored[name]), parameter, tuple([k for k, v in kept.items() if not is_tensor(v)]))
         for name, parameter in parameters.items()
         if (kept := optimizer.state.get(parameter, NOTHING))
     ]
     loose = tuple(of_no_parameter(optimizer, parameters))
-    return Beside(optimizer, tuple(groups), tuple(one for one in state if one[2]), loose)
+    return Beside(optimizer, groups, titles, tuple(one for one in state if one[2]), loose)
 
 
 def _once(names: Iterable[Sequence[str]]) -> list[str]:
@@ -96,8 +97,8 @@ class Values:
     def take_optimizer(self, key: str, there: Beside) -> None:
         """All of ``optimizer_values``."""
         found = self.shared[key] = optimizer_values(there)
-        for number, group in enumerate(found["groups"]):
-            path = f"{key}.groups.{number}.options"
+        for title, group in zip(there.titles, found["groups"], strict=True):
+            path = f"{key}.groups.{title}.options"
             group["options"] = self._encode(group["options"], path, _OPTIONS_DEPTH)
         for part in [name for name in ("state", "loose") if name in found]:
             found[part] = self._encode(found[part], f"{key}.{part}", _STATE_DEPTH)

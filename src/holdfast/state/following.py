@@ -1,0 +1,287 @@
+"""Which saved values a rank needs, and one document of them, whichever ranks had them.
+
+Values stand by the names of what they belong to: hyperparameters and what is no tensor in an
+optimizer's state by the parameter, extra state by the part of the module, further names of tied
+tensors by themselves. What has no such name is taken from one document, the base. What no rank
+takes of what was saved is for all ranks together to find: ``left`` and ``taken`` are each one's
+part of the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from holdfast.state.modules import extra_state_names
+from holdfast.state.objects import Objects
+from holdfast.state.optimizers import named
+from holdfast.state.regroup import (
+    Names,
+    Regrouped,
+    Saved,
+    mapping,
+    members,
+    regroup,
+    regroup_scheduler,
+    same_name,
+)
+from holdfast.state.subclasses import plain_parts
+
+Document = Mapping[str, Any]
+
+
+class Thing(NamedTuple):
+    """What has values of its own: a "parameter" of an optimizer, a "part" of a module, an "alias".
+
+    ``path`` begins with the key in the state.
+    """
+
+    kind: str
+    path: str
+
+
+class Need(NamedTuple):
+    """A thing that this rank has, and the leaves by which to tell which ranks had it.
+
+    Of ``leaves`` the first that is stored counts; one that ends in a dot is the beginning of a
+    name, and any leaf that begins so will do. An alias can be with any rank that had such a leaf.
+    """
+
+    thing: Thing
+    leaves: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """One rank's values, as encoded, out of the documents of one or more saved ranks.
+
+    ``left``: what was found in them and is not of this state, in words; ``taken``: what would be
+    said of that which is. A thing that is left by one rank and taken by none fits no state.
+    """
+
+    shared: Mapping[str, Any]
+    aliases: Mapping[str, str]
+    problems: tuple[str, ...] = ()
+    left: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
+
+
+# ── what is needed, and what a document has ──────────────────────────────────────────────────
+
+
+def needs(
+    objects: Objects,
+    stored: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    names: Names = same_name,
+) -> Iterator[Need]:
+    """All things of this state that have values; of aliases those that are nowhere yet."""
+    for key, groups in _groups(objects).items():
+        homes = _homes(objects, key)
+        for here in [name for group in groups for name in group]:
+            for name in names(here):
+                path = f"{key}.{name}"
+                yield Need(Thing("parameter", path), (f"{path}.", *homes(here, name)))
+    for key, module in objects.modules.items():
+        for prefix in extra_state_names(module):
+            path = f"{key}.{prefix}" if prefix else key
+            yield Need(Thing("part", path), tuple(_outwards(key, prefix)))
+        for held in objects.tensors[key]:
+            for part, _ in plain_parts(f"{key}.{held.name}", held.tensor):
+                if part not in stored and part not in aliases:
+                    yield Need(Thing("alias", part), (f"{key}.",))
+
+
+def _groups(objects: Objects) -> dict[str, list[list[str]]]:
+    """The names of the parameters in each group of each optimizer."""
+    found = {}
+    for key, optimizer in objects.optimizers.items():
+        name_of = {id(p): n for n, p in _parameters(objects, key).items()}
+        found[key] = [[name_of[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    return found
+
+
+def _parameters(objects: Objects, key: str) -> dict[str, Any]:
+    optimizer = objects.optimizers[key]
+    return dict(named(key, optimizer, objects.parameter_names(optimizer)))
+
+
+def _homes(objects: Objects, key: str) -> Any:
+    """(name here, stored name) -> the leaf that a parameter of an optimizer itself may be."""
+    parameters = {id(p): name for name, p in _parameters(objects, key).items()}
+    leaf_of: dict[str, tuple[str, str]] = {}
+    for module, tensors in objects.tensors.items():
+        for held in tensors:
+            if id(held.tensor) in parameters:
+                leaf_of.setdefault(parameters[id(held.tensor)], (module, held.name))
+
+    def find(here: str, name: str) -> tuple[str, ...]:
+        if here not in leaf_of:
+            return ()
+        module, inner = leaf_of[here]
+        return (f"{module}.{name if here == inner else name.removeprefix(f'{module}.')}",)
+
+    return find
+
+
+def _outwards(key: str, prefix: str) -> Iterator[str]:
+    """Where leaves of a part begin, then those of the parts around it."""
+    while prefix:
+        yield f"{key}.{prefix}."
+        prefix = prefix.rpartition(".")[0]
+    yield f"{key}."
+
+
+def things(objects: Objects, document: Document) -> Iterator[Thing]:
+    """All that a document has values of."""
+    for key, value in document.get("shared", {}).items():
+        if key in objects.optimizers:
+            for group in Saved({0: {key: value}}).groups(0, key):
+                yield from (Thing("parameter", f"{key}.{name}") for name in group["params"])
+        elif key in objects.modules:
+            yield from (Thing("part", f"{key}.{p}" if p else key) for p in members(value))
+    yield from (Thing("alias", name) for name in document.get("aliases", {}))
+
+
+def trim(objects: Objects, document: Document, base: Document) -> Document:
+    """What can be needed of a document beside the base: others may be long, and are many."""
+    schedulers = {name for name, _ in _schedulers(objects)}
+    shared = {
+        key: value
+        for key, value in document.get("shared", {}).items()
+        if key in objects.optimizers
+        or key in objects.modules
+        or key in schedulers
+        or key not in base.get("shared", {})
+    }
+    return {"shared": shared, "aliases": document.get("aliases", {})}
+
+
+def _schedulers(objects: Objects) -> Iterator[tuple[str, str]]:
+    """(its key, that of its optimizer) of each object that is for one of the optimizers."""
+    keys = {id(optimizer): key for key, optimizer in objects.optimizers.items()}
+    for name, item in objects.stateful.items():
+        key = keys.get(id(getattr(item, "optimizer", None)))
+        if key is not None:
+            yield name, key
+
+
+def following_keys(objects: Objects) -> frozenset[str]:
+    """The keys whose values are told apart by names, wherever they were saved."""
+    return frozenset({*objects.optimizers, *objects.modules, *dict(_schedulers(objects))})
+
+
+# ── one document out of several ──────────────────────────────────────────────────────────────
+
+
+def gather(
+    objects: Objects,
+    documents: Mapping[int, Document],
+    stored: Mapping[str, Any],
+    names: Names = same_name,
+) -> Gathered:
+    """What this state takes from ``documents``, by saved rank, the base first."""
+    saved = Saved({rank: document.get("shared", {}) for rank, document in documents.items()})
+    shared, problems, is_other = _all_keys(saved), list[str](), False
+    groups = _groups(objects)
+    regrouped: dict[str, Regrouped] = {}
+    for key, optimizer in objects.optimizers.items():
+        found = regroup(key, type(optimizer).__name__, groups[key], saved, names)
+        problems += found.problems
+        is_other |= found.places is not None or found.home != saved.base
+        regrouped[key] = found
+    if is_other:  # a small tensor may stand in what is no longer taken
+        shared = {
+            key: saved.whole(saved.base, value) if key in saved.shared[saved.base] else value
+            for key, value in shared.items()
+        }
+    shared.update({key: one.value for key, one in regrouped.items() if one.value is not None})
+    for name, key in _schedulers(objects):
+        if regrouped[key].places is not None and not regrouped[key].problems and name in shared:
+            shared[name], texts = regroup_scheduler(name, key, saved, regrouped[key])
+            problems += texts
+    for key, module in objects.modules.items():
+        _take_parts(key, extra_state_names(module), saved, shared)
+    left, taken = _claims(objects, saved, groups, names)
+    return Gathered(shared, _aliases(documents, stored), tuple(problems), left, taken)
+
+
+def _all_keys(saved: Saved) -> dict[str, Any]:
+    """Every key's value: the base's, or of the first rank that has one."""
+    found = dict(saved.shared[saved.base])
+    for rank, shared in saved.shared.items():
+        for key, value in shared.items():
+            if key not in found:
+                found[key] = saved.whole(rank, value)
+    return found
+
+
+def _take_parts(key: str, parts: set[str], saved: Saved, shared: dict[str, Any]) -> None:
+    """The extra state of the parts that are here."""
+    there = members(saved.shared[saved.base].get(key))
+    if not parts or parts == set(there):
+        if there and not parts:
+            del shared[key]
+        return
+    found: dict[str, Any] = {}
+    for rank, every in saved.shared.items():
+        for name, value in members(every.get(key)).items():
+            if name in parts and name not in found:
+                found[name] = saved.whole(rank, value)
+    if found:
+        shared[key] = mapping(found)
+
+
+def _aliases(documents: Mapping[int, Document], stored: Mapping[str, Any]) -> dict[str, str]:
+    """Further names of leaves; what is a leaf of its own on one rank is no alias of another's."""
+    first, *others = documents.values()
+    found = dict(first.get("aliases", {}))
+    for document in others:
+        for name, leaf in document.get("aliases", {}).items():
+            if name not in stored:
+                found.setdefault(name, leaf)
+    return found
+
+
+def _claims(
+    objects: Objects, saved: Saved, groups: Mapping[str, list[list[str]]], names: Names
+) -> tuple[frozenset[str], frozenset[str]]:
+    """What of these documents is not of this state, and what is; as what would be said of it."""
+    taken = {
+        _not_in_optimizer(key, name)
+        for key, some in groups.items()
+        for group in some
+        for here in group
+        for name in names(here)
+    }
+    taken |= {
+        _not_in_model(key, part)
+        for key, module in objects.modules.items()
+        for part in extra_state_names(module)
+    }
+    taken |= {_nothing_takes(path) for path in objects.paths}
+    inside = tuple(f"{key}." for key in objects.keys)
+    there: set[str] = set()
+    for rank, shared in saved.shared.items():
+        for key, value in shared.items():
+            if key in objects.optimizers:
+                for group in saved.groups(rank, key):
+                    there.update(_not_in_optimizer(key, name) for name in group["params"])
+            elif key in objects.modules:
+                there.update(_not_in_model(key, part) for part in members(value))
+            elif key.startswith(inside):
+                there.add(_nothing_takes(key))
+    return frozenset(there - taken), frozenset(taken)
+
+
+def _not_in_optimizer(key: str, name: str) -> str:
+    return f"{key}.{name}: saved, but not in this optimizer"
+
+
+def _not_in_model(key: str, part: str) -> str:
+    return f"{key}.{part}: has extra state in the checkpoint, but none in the model"
+
+
+def _nothing_takes(key: str) -> str:
+    return f"{key}: in the checkpoint, but nothing in the state takes it"
