@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.layout import Layout, LeafSpec
+from holdfast.geometry.layout import Instance, Layout, LeafSpec
 
 #: More cells than this are described, not drawn.
 MAX_CELLS = 256
@@ -104,12 +104,17 @@ def _ranks_at(
 
 def spread_texts(leaf: LeafSpec) -> list[str]:
     """In words how a leaf is spread: one line for each way its ranks have it."""
-    whole = [instance for instance in leaf.instances if instance.is_whole]
+    there = [one for one in leaf.instances if isinstance(one, Instance)]
+    whole = [instance for instance in there if instance.is_whole]
     texts = []
     if whole:
         ranks = sorted(rank for instance in whole for rank in instance.mesh.ranks)
         texts.append(f"whole on {ranks_text(ranks)}")
-    for instance in leaf.instances:
+    if leaf.listing is not None and leaf.listing.parts:
+        count = len(leaf.listing.parts)
+        boxes = "1 box" if count == 1 else f"{count} boxes"
+        texts.append(f"{ranks_text(leaf.listing.ranks)}: {boxes}, listed one by one")
+    for instance in there:
         if instance.is_whole:
             continue
         parts = []

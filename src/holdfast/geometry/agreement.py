@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holdfast.errors import StateMismatch
+from holdfast.geometry.box import Box
+from holdfast.geometry.cutting import cut
 from holdfast.geometry.leaves import MIN_FROZEN_BYTES, LeafEntry, LeafSpec
+from holdfast.geometry.listing import Held, Listing, list_parts
 from holdfast.geometry.placements import REPLICATE, Instance, Mesh
 
 #: Differences written out in the message; all of them are in the error's fields.
@@ -14,14 +17,19 @@ SHOWN = 20
 
 Ranks = Sequence[int]
 Declared = list[tuple[int, LeafEntry]]  # (which of the distinct tables, its entry)
+Instances = tuple[Instance | Listing, ...]
 
 
-def agree(tables: Sequence[Sequence[LeafEntry]]) -> tuple[LeafSpec, ...]:
+def agree(
+    tables: Sequence[Sequence[LeafEntry]], *, is_partial: bool = False
+) -> tuple[LeafSpec, ...]:
     """The leaves of all ranks, sorted by name, from the table of each rank.
 
-    A rank need not have every leaf, but all ranks of an instance must declare it alike.
-    StateMismatch lists every leaf where ranks contradict each other. A table that is there
-    several times, as one object, is gone through once.
+    A rank need not have every leaf, but all ranks of an instance must declare it alike, and the
+    boxes that ranks hold without a mesh must make up the leaf, unless ``is_partial``: then these
+    are not all ranks, or not all of them speak of all they have.
+    StateMismatch lists every leaf where ranks contradict each other, or of which nobody holds
+    some elements. A table that is there several times, as one object, is gone through once.
     """
     distinct: dict[int, tuple[Sequence[LeafEntry], list[int]]] = {}
     for rank, table in enumerate(tables):
@@ -42,6 +50,8 @@ def agree(tables: Sequence[Sequence[LeafEntry]]) -> tuple[LeafSpec, ...]:
     for name, declared in sorted(by_name.items()):
         instances, contradictions = groups.find(declared)
         contradictions = [*_differences(declared, ranks), *contradictions]
+        if not contradictions and not is_partial:
+            contradictions = groups.missing(declared[0][1].shape, instances)
         faults += [(name, text) for text in contradictions]
         if not contradictions:
             first = declared[0][1]
@@ -98,20 +108,36 @@ class _Groups:
         self.world = world
         self._ranks = ranks
         """Those of each distinct table."""
-        self._numbers: dict[Instance | None, int] = {}
-        self._instances: list[Instance | None] = []
+        self._numbers: dict[Instance | Held | None, int] = {}
+        self._instances: list[Instance | Held | None] = []
         self._numbers_by_id: dict[int, int] = {}
-        self._found: dict[tuple[tuple[int, int], ...], tuple[tuple[Instance, ...], list[str]]] = {}
-        self._groups: dict[tuple[Instance, ...], tuple[Instance, ...]] = {}
+        self._found: dict[tuple[tuple[int, int], ...], tuple[Instances, list[str]]] = {}
+        self._groups: dict[Instances, Instances] = {}
+        self._missing: dict[tuple[int, tuple[int, ...]], list[str]] = {}
 
-    def find(self, declared: Declared) -> tuple[tuple[Instance, ...], list[str]]:
+    def find(self, declared: Declared) -> tuple[Instances, list[str]]:
         """The instances of a leaf, and what contradicts them."""
         key = tuple([(table, self._number(entry.instance)) for table, entry in declared])
         if key not in self._found:
             self._found[key] = self._check(key)
         return self._found[key]
 
-    def _number(self, instance: Instance | None) -> int:
+    def missing(self, shape: tuple[int, ...], instances: Instances) -> list[str]:
+        """What nobody holds of a leaf of ``shape``: nothing, or the first such box in words."""
+        listing = next((one for one in instances if isinstance(one, Listing)), None)
+        if listing is None or len(instances) > 1:  # an instance has the whole leaf
+            return []
+        key = (id(listing), shape)
+        if key not in self._missing:
+            box = cut(Box.whole(shape), listing.parts).missing
+            self._missing[key] = [] if box is None else [
+                f"{ranks_text(listing.ranks)} hold boxes of it, but none of them holds "
+                f"{box.start} to {box.stop} of its shape {shape}; every element must be held "
+                "by some rank"
+            ]  # fmt: skip
+        return self._missing[key]
+
+    def _number(self, instance: Instance | Held | None) -> int:
         # By identity first: comparing a large mesh for every leaf of every rank takes seconds.
         number = self._numbers_by_id.get(id(instance))
         if number is None:
@@ -121,22 +147,26 @@ class _Groups:
             self._numbers_by_id[id(instance)] = number
         return number
 
-    def _check(self, key: tuple[tuple[int, int], ...]) -> tuple[tuple[Instance, ...], list[str]]:
+    def _check(self, key: tuple[tuple[int, int], ...]) -> tuple[Instances, list[str]]:
         declared_by: dict[int, set[int]] = {}
         for table, number in key:
             declared_by.setdefault(number, set()).update(self._ranks[table])
         everybody = set().union(*declared_by.values())
         texts: list[str] = []
         alone: list[int] = []
+        held: list[tuple[tuple[int, ...], Held]] = []
         instances: list[Instance] = []
         for number, ranks in declared_by.items():
             instance = self._instances[number]
             if instance is None:
                 alone += ranks
+            elif isinstance(instance, Held):
+                held.append((tuple(ranks), instance))
             else:
                 texts += self._contradictions(instance, ranks, everybody)
                 instances.append(instance)
-        found = _collapse(instances, alone)
+        listings = [list_parts(held)] if held else []
+        found = _sorted([*_collapse(instances, alone), *listings])
         return self._groups.setdefault(found, found), texts
 
     def _contradictions(
@@ -160,8 +190,13 @@ class _Groups:
         return texts
 
 
-def _collapse(instances: Iterable[Instance], alone: Iterable[int]) -> tuple[Instance, ...]:
-    """The same instances, by their lowest rank; those that are whole on each rank as one.
+def _sorted(instances: Iterable[Instance | Listing]) -> Instances:
+    """The same, by their lowest rank; a listing of nothing comes first."""
+    return tuple(sorted(instances, key=lambda one: min(one.ranks, default=-1)))
+
+
+def _collapse(instances: Iterable[Instance], alone: Iterable[int]) -> list[Instance]:
+    """The same instances; those that are whole on each rank as one.
 
     Otherwise a plain tensor would have as many instances as there are ranks: it is ``alone`` on
     each of these.
@@ -176,7 +211,7 @@ def _collapse(instances: Iterable[Instance], alone: Iterable[int]) -> tuple[Inst
     if whole:
         ranks = tuple(sorted(set(whole)))
         found.append(Instance(Mesh((len(ranks),), ranks), (REPLICATE,)))
-    return tuple(sorted(found, key=lambda instance: min(instance.mesh.ranks)))
+    return found
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

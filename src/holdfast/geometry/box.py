@@ -118,7 +118,14 @@ class Box:
             return self
         start, extent = self.start[dim], self.stop[dim] - self.start[dim]
         ends = (start + extent * n // parts for n in (index, index + 1))
-        return _between(self, dim, *ends)
+        return self.between(dim, *ends)
+
+    def between(self, dim: int, start: int, stop: int) -> Box:
+        """The box with another extent in one dimension."""
+        return Box(
+            (*self.start[:dim], start, *self.start[dim + 1 :]),
+            (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
+        )
 
     def slices(self) -> tuple[slice, ...]:
         """What to index an array of the whole space with."""
@@ -131,15 +138,7 @@ class Box:
 
 def _cut(box: Box, dim: int, at: int) -> tuple[Box, Box]:
     """The parts of ``box`` below and from ``at`` on."""
-    return _between(box, dim, box.start[dim], at), _between(box, dim, at, box.stop[dim])
-
-
-def _between(box: Box, dim: int, start: int, stop: int) -> Box:
-    """``box`` with another extent in one dimension."""
-    return Box(
-        (*box.start[:dim], start, *box.start[dim + 1 :]),
-        (*box.stop[:dim], stop, *box.stop[dim + 1 :]),
-    )
+    return box.between(dim, box.start[dim], at), box.between(dim, at, box.stop[dim])
 
 
 def _plus(point: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
@@ -220,15 +219,15 @@ def _slabs(region: Box, dim: int, pieces: list[Box]) -> Iterator[_Region]:
     for start, stop, piece in sorted(spans, key=itemgetter(0, 1)):
         if start >= end:
             if slab:
-                yield _between(region, dim, begin, end), slab
+                yield region.between(dim, begin, end), slab
             if start > end:
-                yield _between(region, dim, end, start), []
+                yield region.between(dim, end, start), []
             begin, slab = start, []
         slab.append(piece)
         end = max(end, stop)
-    yield _between(region, dim, begin, end), slab
+    yield region.between(dim, begin, end), slab
     if end < region.stop[dim]:
-        yield _between(region, dim, end, region.stop[dim]), []
+        yield region.between(dim, end, region.stop[dim]), []
 
 
 def _halve(region: Box, pieces: list[Box]) -> list[_Region] | None:

@@ -15,8 +15,10 @@ import numpy as np
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.cells import Cells, Numbers, exact
+from holdfast.geometry.cutting import cut
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.leaves import LeafSpec
+from holdfast.geometry.listing import Listing, Part, Ranks
 from holdfast.geometry.placements import Instance, holders
 
 #: Boxes are not cut into parts smaller than this: a write costs more than the bytes in it.
@@ -51,6 +53,15 @@ class Groups:
                 for one in instances]  # fmt: skip
         return self.of_rows(np.sort(np.concatenate(rows, axis=1), axis=1))
 
+    def of_parts(self, parts: Sequence[Part]) -> list[Group]:
+        """For each box, the group with one row: the ranks that hold it."""
+        # By identity first: a long set of ranks can be that of thousands of boxes.
+        found: dict[int, Group] = {}
+        for _, ranks in parts:
+            if id(ranks) not in found:
+                found[id(ranks)] = self.of_rows(np.array([ranks]))
+        return [found[id(ranks)] for _, ranks in parts]
+
     def of_rows(self, members: Numbers) -> Group:
         """Whose rows these are."""
         key = (members.shape, members.tobytes())
@@ -69,14 +80,18 @@ def _rows(shape: tuple[int, ...], ranks: tuple[int, ...], cuts: Sequence[bool]) 
 
 
 class Listed:
-    """Cells for instances that are cut otherwise into the same boxes: each box is one."""
+    """Cells that are no arithmetic, each of them one box; with the ranks that hold it."""
 
-    def __init__(self, boxes: Sequence[Box]) -> None:
-        self.count = len(boxes)
-        self._all = boxes
-        numbers: dict[tuple[int, ...], int] = {}
-        kinds = [numbers.setdefault(box.shape, len(numbers)) for box in boxes]
-        self.kinds = np.array(kinds), [(shape,) for shape in numbers]
+    def __init__(self, held: Sequence[Part]) -> None:
+        self.count = len(held)
+        self._all = [box for box, _ in held]
+        numbers: dict[tuple[tuple[int, ...], int], int] = {}
+        kinds = [numbers.setdefault((box.shape, len(ranks)), len(numbers)) for box, ranks in held]
+        self.kinds = np.array(kinds, dtype=np.int64), [(shape,) for shape, _ in numbers]
+        self.holders = [count for _, count in numbers]
+        """How many ranks hold a cell of each kind."""
+        self._starts = np.array([box.start for box in self._all], dtype=np.int64)
+        self._stops = np.array([box.stop for box in self._all], dtype=np.int64)
 
     def boxes(self, cell: int) -> tuple[Box, ...]:
         """The one box of a cell."""
@@ -84,7 +99,11 @@ class Listed:
 
     def meeting(self, box: Box) -> list[int]:
         """The cells that hold something of ``box``, in order."""
-        return [n for n, each in enumerate(self._all) if each.intersect(box) is not None]
+        if box.is_empty or not self._all:
+            return []
+        apart = (self._starts >= box.stop) | (self._stops <= box.start)
+        found: list[int] = np.flatnonzero(~apart.any(axis=1)).tolist()
+        return found
 
 
 class Form:
@@ -92,26 +111,19 @@ class Form:
 
     def __init__(self, leaf: LeafSpec, groups: Groups) -> None:
         self.itemsize, self.spread = ITEMSIZE[leaf.dtype], leaf.spread
-        first, *others = sorted(leaf.instances, key=lambda one: min(one.mesh.ranks))
-        cells = Cells(leaf.shape, _cuts(first))
-        alike = [one for one in others if _cuts(one) == _cuts(first)]
-        if leaf.size_bytes and len(alike) < len(others):
-            listed = _listed(leaf.shape, first, others)
+        self.cells: Cells | Listed
+        if leaf.listing is not None:
+            held = cut(Box.whole(leaf.shape), _all_parts(leaf)).cells
+            self.cells, self.groups = Listed(held), groups.of_parts(held)
         else:
-            listed = None
-        self.cells: Cells | Listed = cells
-        if listed is None:
-            self.groups = [groups.of_cells([first, *alike])]
-        else:
-            self.cells = Listed(list(listed))
-            self.groups = [groups.of_rows(np.array([ranks])) for ranks in listed.values()]
+            self.cells, self.groups = _of_instances(leaf, groups)
+        widths = {group.members.shape[1] for group in self.groups}
+        self.is_free = leaf.spread == "split" and max(widths, default=1) > 1
+        """Whether several ranks could store a share."""
+        self.has_single = self.is_free and min(widths) == 1
+        """Whether nevertheless some cells are held by one rank alone."""
         self._parts: dict[tuple[int, int], Box] = {}
         self._of_size: dict[tuple[int, int], Numbers] = {}
-
-    @property
-    def is_free(self) -> bool:
-        """Whether several ranks could store a share."""
-        return self.spread == "split" and self.groups[0].members.shape[1] > 1
 
     @cached_property
     def weights(self) -> Numbers:
@@ -123,6 +135,14 @@ class Form:
     def group(self, cell: int) -> tuple[Group, int]:
         """The group with the holders of a cell, and their row in it."""
         return (self.groups[0], cell) if len(self.groups) == 1 else (self.groups[cell], 0)
+
+    def is_given(self, cell: int) -> bool:
+        """Whether several ranks could store shares of this cell."""
+        return self.is_free and not (self.has_single and self._width(cell) == 1)
+
+    def _width(self, cell: int) -> int:
+        width: int = self.group(cell)[0].members.shape[1]
+        return width
 
     def holder(self, cell: int) -> int:
         """Who stores a cell that is not free."""
@@ -142,26 +162,31 @@ class Form:
     @cached_property
     def shares(self) -> list[Numbers]:
         """For each kind of cell, the bytes of its shares in order."""
-        kinds = self.cells.kinds[1]
+        shapes = self.cells.kinds[1]
+        if isinstance(self.cells, Listed):
+            widths = self.cells.holders
+        else:
+            widths = [self._width(0)] * len(shapes)
         return [
-            np.concatenate([np.zeros(0, dtype=np.int64), *map(self._sizes, shapes)])
-            for shapes in kinds
+            np.concatenate(
+                [np.zeros(0, dtype=np.int64), *(self._sizes(shape, width) for shape in each)]
+            )
+            for each, width in zip(shapes, widths, strict=True)
         ]
 
-    def _sizes(self, shape: tuple[int, ...]) -> Numbers:
+    def _sizes(self, shape: tuple[int, ...], width: int) -> Numbers:
         volume = math.prod(shape)
-        dim, count = self._split(shape)
+        dim, count = self._split(shape, width)
         if count == 1:
             return np.array([volume * self.itemsize], dtype=exact(volume * self.itemsize))
         return np.diff(_ends(shape[dim], count)) * (volume // shape[dim] * self.itemsize)
 
-    def _split(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The dimension in which a box is divided, and into how many shares."""
+    def _split(self, shape: tuple[int, ...], width: int) -> tuple[int, int]:
+        """The dimension in which a box of ``width`` ranks is divided, and into how many shares."""
         dim = next((d for d, extent in enumerate(shape) if extent > 1), None)
         if dim is None or not self.is_free:
             return 0, 1
-        most = self.groups[0].members.shape[1]
-        parts = min(most, math.prod(shape) * self.itemsize // PART_BYTES)
+        parts = min(width, math.prod(shape) * self.itemsize // PART_BYTES)
         return dim, min(shape[dim], max(1, parts))
 
     @cached_property
@@ -177,6 +202,7 @@ class Form:
         return [
             (size, cell, group)
             for cell, group in enumerate(self.groups)
+            if group.members.shape[1] > 1
             for size in sorted(set(self.shares[kind[cell]].tolist()))
         ]
 
@@ -202,18 +228,18 @@ class Form:
         return found
 
     def _share(self, cell: int, index: int) -> Box:
-        boxes = iter(self.cells.boxes(cell))
+        boxes, width = iter(self.cells.boxes(cell)), self._width(cell)
         box = next(boxes)
-        while index >= self._split(box.shape)[1]:
-            index -= self._split(box.shape)[1]
+        while index >= self._split(box.shape, width)[1]:
+            index -= self._split(box.shape, width)[1]
             box = next(boxes)
-        return box.part(*self._split(box.shape), index)
+        return box.part(*self._split(box.shape, width), index)
 
     def shares_meeting(self, cell: int, box: Box) -> list[int]:
         """The numbers of a cell's shares that hold something of ``box``."""
-        found, before = [], 0
+        found, before, width = [], 0, self._width(cell)
         for each in self.cells.boxes(cell):
-            dim, count = self._split(each.shape)
+            dim, count = self._split(each.shape, width)
             common = each.intersect(box)
             if common is not None and count == 1:
                 found.append(before)
@@ -237,6 +263,30 @@ def _cuts(instance: Instance) -> tuple[tuple[int, int, int], ...]:
         for extent, placement in zip(instance.mesh.shape, instance.placements, strict=True)
         if placement.dim != -1
     )
+
+
+def _of_instances(leaf: LeafSpec, groups: Groups) -> tuple[Cells | Listed, list[Group]]:
+    """The cells of a leaf that is on meshes, and a group of each cell, or one for all."""
+    there = [one for one in leaf.instances if isinstance(one, Instance)]
+    first, *others = sorted(there, key=lambda one: min(one.mesh.ranks))
+    alike = [one for one in others if _cuts(one) == _cuts(first)]
+    if leaf.size_bytes and len(alike) < len(others):
+        listed = _listed(leaf.shape, first, others)
+        if listed is not None:
+            held = list(listed.items())
+            return Listed(held), groups.of_parts(held)
+    return Cells(leaf.shape, _cuts(first)), [groups.of_cells([first, *alike])]
+
+
+def _all_parts(leaf: LeafSpec) -> list[Part]:
+    """The distinct boxes that ranks hold of a leaf, listed or on a mesh, with the ranks of each."""
+    found: dict[Box, Ranks] = {}
+    for one in leaf.instances:
+        parts = one.parts if isinstance(one, Listing) else holders(leaf.shape, one).items()
+        for box, ranks in parts:
+            if not box.is_empty:
+                found[box] = tuple(sorted(found[box] + ranks)) if box in found else ranks
+    return list(found.items())
 
 
 def _listed(

@@ -1,12 +1,12 @@
 """A layout: which rank holds which box of which leaf, and which rank stores it.
 
 It is agreed on once and is then arithmetic: every rank, and every later reader, computes from its
-bytes what any rank held and stored. Boxes are never written down.
+bytes what any rank held and stored. Boxes are written down only where no mesh tells them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, starmap
@@ -25,6 +25,7 @@ from holdfast.geometry.codec import (
     table_to_json,
 )
 from holdfast.geometry.leaves import LeafEntry, LeafSpec
+from holdfast.geometry.listing import Held, Listing
 from holdfast.geometry.placements import (
     MAX_RANKS,
     REPLICATE,
@@ -41,10 +42,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "REPLICATE",
+    "Held",
     "Instance",
     "Layout",
     "LeafEntry",
     "LeafSpec",
+    "Listing",
     "Mesh",
     "Piece",
     "Placement",
@@ -92,10 +95,10 @@ class Layout:
     def _check_ranks(self, leaf: LeafSpec) -> None:
         ranks: set[int] = set()
         for instance in leaf.instances:
-            if not ranks.isdisjoint(instance.mesh.ranks):
+            if not ranks.isdisjoint(instance.ranks):
                 raise UsageError(f"a rank holds {leaf.name} in two instances")
-            ranks.update(instance.mesh.ranks)
-        if max(ranks) >= self.world:
+            ranks.update(instance.ranks)
+        if max(ranks, default=0) >= self.world:
             raise UsageError(f"{leaf.name} is on rank {max(ranks)} in a world of {self.world}")
 
     @cached_property
@@ -117,19 +120,25 @@ class Layout:
             raise FormatError(f"this layout is impossible: {error}") from None
 
     def held(self, leaf_index: int, rank: int) -> tuple[tuple[Box, Box], ...]:
-        """What ``rank`` holds of a leaf: (box in the leaf, the same box in its local tensor)."""
+        """What ``rank`` holds of a leaf: (box in the leaf, the same box in its local tensor).
+
+        Where it is listed, each box has memory of its own, as in ``LeafEntry.boxes``.
+        """
         leaf = self.leaves[leaf_index]
         instance = self._instance(leaf.instances, rank)
         if instance is None:
             return ()
+        if isinstance(instance, Held):
+            return instance.parts
         return local_boxes(leaf.shape, instance.mesh, instance.placements, rank)
 
-    def _instance(self, instances: tuple[Instance, ...], rank: int) -> Instance | None:
-        """The one a rank is in; looked for once for all leaves that have the same ones."""
+    def _instance(
+        self, instances: tuple[Instance | Listing, ...], rank: int
+    ) -> Instance | Held | None:
+        """What a rank is in; looked for once for all leaves that have the same instances."""
         key = (id(instances), rank)
         if key not in self._found:
-            there = (one for one in instances if one.mesh.coordinate(rank) is not None)
-            self._found[key] = next(there, None)
+            self._found[key] = next(_of_rank(instances, rank), None)
         return self._found[key]
 
     def owners(self, leaf_index: int) -> Owned:
@@ -158,7 +167,7 @@ class Layout:
         return Owners(self.leaves)
 
     @cached_property
-    def _found(self) -> dict[tuple[int, int], Instance | None]:
+    def _found(self) -> dict[tuple[int, int], Instance | Held | None]:
         return {}
 
     @cached_property
@@ -166,12 +175,23 @@ class Layout:
         return {}
 
 
-def merge(tables: Sequence[Sequence[LeafEntry]]) -> Layout:
+def _of_rank(instances: Sequence[Instance | Listing], rank: int) -> Iterator[Instance | Held]:
+    for one in instances:
+        if isinstance(one, Listing):
+            held = one.of_rank(rank)
+            if held.boxes:
+                yield held
+        elif one.mesh.coordinate(rank) is not None:
+            yield one
+
+
+def merge(tables: Sequence[Sequence[LeafEntry]], *, is_partial: bool = False) -> Layout:
     """The layout of all ranks, from the table of each; rank 0's comes first.
 
     Ranks with the same table should bring the same object: it is gone through once for all.
 
-    StateMismatch lists every leaf whose dtype, shape or spread differ between ranks, and every
-    rank that should have a leaf and has not.
+    StateMismatch lists every leaf whose dtype, shape or spread differ between ranks, every rank
+    that should have a leaf and has not, and every leaf whose listed boxes leave something out,
+    unless ``is_partial``: then that is nobody's fault.
     """
-    return Layout(len(tables), agree(tables))
+    return Layout(len(tables), agree(tables, is_partial=is_partial))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import gt
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.listing import Held, Listing, Reach
 from holdfast.geometry.placements import Instance, local_boxes
 
 #: How a box that several ranks hold is stored: divided over them, or whole by the lowest of them.
@@ -28,23 +29,32 @@ class LeafEntry:
     """A leaf as one rank declares it, with the instance that this rank is in.
 
     None: a plain tensor, whole on this rank. It does not say which rank that is, so that
-    thousands of ranks with the same tensors declare the same table.
+    thousands of ranks with the same tensors declare the same table. Held: the boxes that this
+    rank has, where no mesh tells which these are.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     spread: str
-    instance: Instance | None = None
+    instance: Instance | Held | None = None
     is_frozen: bool = False
     """Whether nothing is known to change it. A hint where to store it, and never more."""
 
     def __post_init__(self) -> None:
-        instances = () if self.instance is None else (self.instance,)
-        _check(self.name, self.dtype, self.shape, self.spread, instances)
+        _check(self.name, self.dtype, self.shape, self.spread)
+        if isinstance(self.instance, Instance):
+            _check_placements(self.name, self.shape, self.instance)
+        elif self.instance is not None:
+            _check_inside(self.name, self.shape, self.instance.reach)
 
     def boxes(self, rank: int) -> tuple[tuple[Box, Box], ...]:
-        """What the declaring ``rank`` holds: (box in the leaf, the same in its local tensor)."""
+        """What the declaring ``rank`` holds: (box in the leaf, the same in its local tensor).
+
+        Of what is Held, each box has memory of its own: the n-th is all of the n-th part.
+        """
+        if isinstance(self.instance, Held):
+            return self.instance.parts
         if self.instance is None:
             whole = Box.whole(self.shape)
             return () if whole.is_empty else ((whole, whole),)
@@ -57,6 +67,7 @@ class LeafSpec:
 
     ``instances`` are disjoint sets of ranks that each hold the whole leaf: with FSDP2 and tensor
     parallelism on a 2x2 mesh, a norm weight is on ranks 0 and 2, and once more on 1 and 3.
+    At most one of them is a listing, of the boxes that ranks hold without a mesh.
     ``is_frozen`` if every rank that has the leaf said so.
     """
 
@@ -64,13 +75,27 @@ class LeafSpec:
     dtype: str
     shape: tuple[int, ...]
     spread: str
-    instances: tuple[Instance, ...]
+    instances: tuple[Instance | Listing, ...]
     is_frozen: bool = False
 
     def __post_init__(self) -> None:
         if not self.instances:
             raise UsageError(f"no rank holds {self.name}")
-        _check(self.name, self.dtype, self.shape, self.spread, self.instances)
+        _check(self.name, self.dtype, self.shape, self.spread)
+        listings = 0
+        for one in self.instances:
+            if isinstance(one, Instance):
+                _check_placements(self.name, self.shape, one)
+            else:
+                _check_inside(self.name, self.shape, one.reach)
+                listings += 1
+        if listings > 1:
+            raise UsageError(f"{self.name} has {listings} listings; all boxes stand in one")
+
+    @property
+    def listing(self) -> Listing | None:
+        """The boxes that ranks hold without a mesh; None when no rank does."""
+        return next((one for one in self.instances if isinstance(one, Listing)), None)
 
     @property
     def size_bytes(self) -> int:
@@ -83,9 +108,7 @@ class LeafSpec:
         return ITEMSIZE[self.dtype]
 
 
-def _check(
-    name: str, dtype: str, shape: tuple[int, ...], spread: str, instances: Sequence[Instance]
-) -> None:
+def _check(name: str, dtype: str, shape: tuple[int, ...], spread: str) -> None:
     if not 0 < len(name) <= MAX_NAME_LENGTH:
         raise UsageError(f"a leaf's name has {len(name)} characters")
     try:
@@ -100,7 +123,17 @@ def _check(
         raise UsageError(f"{name} has the shape {shape}, which no tensor can have")
     if math.prod(shape) * ITEMSIZE[dtype] > MAX_LEAF_BYTES:
         raise UsageError(f"{name} has the shape {shape}: more bytes than can be addressed")
-    for instance in instances:
-        for placement in instance.placements:
-            if placement.dim >= len(shape):
-                raise UsageError(f"{name} has no dimension {placement.dim} to cut: {shape}")
+
+
+def _check_placements(name: str, shape: tuple[int, ...], instance: Instance) -> None:
+    for placement in instance.placements:
+        if placement.dim >= len(shape):
+            raise UsageError(f"{name} has no dimension {placement.dim} to cut: {shape}")
+
+
+def _check_inside(name: str, shape: tuple[int, ...], reach: Reach) -> None:
+    """``reach``: how far boxes of the leaf go; None: there are none."""
+    if reach is None:
+        return
+    if len(reach) != len(shape) or any(map(gt, reach, shape)):
+        raise UsageError(f"boxes of {name} reach to {reach}, but its shape is {shape}")

@@ -73,11 +73,11 @@ class Owners:
             id(form): [
                 box
                 for cell, _ in form.cells_of(rank)
-                if form.holder(cell) == rank
+                if form.holder(cell) == rank and not form.is_given(cell)
                 for box in form.cells.boxes(cell)
             ]
             for form in set(self._forms)
-            if not form.is_free
+            if not form.is_free or form.has_single
         }
         for leaf, form in enumerate(self._forms):
             found += [(leaf, box) for box in alone.get(id(form), ())]
@@ -106,7 +106,7 @@ class Owners:
         form = self._forms[leaf]
         found: list[tuple[int, Box]] = []
         for cell in cells:
-            if form.is_free:
+            if form.is_given(cell):
                 count = len(form.shares[form.cells.kinds[0][cell]])
                 some = range(count) if box is None else form.shares_meeting(cell, box)
                 ranks = self._ranks(leaf, cell)
@@ -161,16 +161,17 @@ class Owners:
     def _loads(self) -> Numbers:
         """The bytes that each rank alone can store."""
         instances = {id(leaf.instances): leaf.instances for leaf in self._leaves}.values()
-        ranks = 1 + max(max(one.mesh.ranks) for some in instances for one in some)
+        ranks = 1 + max(max(one.ranks, default=0) for some in instances for one in some)
         total = sum(leaf.size_bytes for leaf in self._leaves)
         loads = np.zeros(ranks, dtype=exact(total))
         for form, leaves in Counter(self._forms).items():
-            if not form.is_free:
+            if form.has_single or not form.is_free:
                 first = 0
                 for group in form.groups:
                     rows = len(group.members)
-                    weights = form.weights[first : first + rows].astype(loads.dtype)
-                    loads[group.members[:, 0]] += weights * leaves
+                    if not form.is_given(first):
+                        weights = form.weights[first : first + rows].astype(loads.dtype)
+                        loads[group.members[:, 0]] += weights * leaves
                     first += rows
         return loads
 

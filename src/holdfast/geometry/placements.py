@@ -105,6 +105,11 @@ class Instance:
             raise UsageError(f"placements cut a leaf into more than {MAX_STRIDES} strides")
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of its mesh, in the mesh's order."""
+        return self.mesh.ranks
+
+    @property
     def is_whole(self) -> bool:
         """Whether each of its ranks has the whole leaf."""
         return all(placement.dim == -1 for placement in self.placements)

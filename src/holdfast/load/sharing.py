@@ -20,7 +20,7 @@ from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Entry, Header, piece_name
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.layout import Instance, Layout, LeafEntry
+from holdfast.geometry.layout import Held, Instance, Layout, LeafEntry
 from holdfast.geometry.placements import holders
 from holdfast.geometry.rows import flat
 
@@ -45,8 +45,8 @@ def alike(entries: Sequence[LeafEntry]) -> list[LeafEntry]:
     return [replace(e, instance=None) if _is_alone(e.instance) else e for e in entries]
 
 
-def _is_alone(instance: Instance | None) -> bool:
-    return instance is not None and len(instance.mesh.ranks) == 1
+def _is_alone(instance: Instance | Held | None) -> bool:
+    return isinstance(instance, Instance) and len(instance.mesh.ranks) == 1
 
 
 def demands(tables: Sequence[tuple[Ranks, Sequence[LeafEntry]]]) -> dict[str, Demand]:
@@ -68,15 +68,22 @@ def demands(tables: Sequence[tuple[Ranks, Sequence[LeafEntry]]]) -> dict[str, De
 
 
 def _wanted_boxes(
-    shape: tuple[int, ...], declared: Sequence[tuple[Ranks, Instance | None]]
+    shape: tuple[int, ...], declared: Sequence[tuple[Ranks, Instance | Held | None]]
 ) -> dict[Box, Ranks]:
     found: dict[Box, set[int]] = {}
     for ranks, instance in declared:
-        held = {Box.whole(shape): ranks} if instance is None else holders(shape, instance)
-        for box, by in held.items():
+        for box, by in _held_boxes(shape, ranks, instance).items():
             if not box.is_empty:
                 found.setdefault(box, set()).update(set(by) & set(ranks))
     return {box: tuple(sorted(ranks)) for box, ranks in found.items() if ranks}
+
+
+def _held_boxes(
+    shape: tuple[int, ...], ranks: Ranks, instance: Instance | Held | None
+) -> dict[Box, Ranks]:
+    if isinstance(instance, Held):
+        return dict.fromkeys(instance.boxes, ranks)
+    return {Box.whole(shape): ranks} if instance is None else holders(shape, instance)
 
 
 def spared_bytes(wanted: Mapping[str, Demand]) -> int:
