@@ -27,6 +27,7 @@ from holdfast.load.source import Checkpoint
 from holdfast.load.stored import catalogue_of, choose_stored, open_stored, run_id_of
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, Written, write_image
+from holdfast.rules import Rules
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
 from holdfast.snapshot.capture import (
     Overtaking,
@@ -50,10 +51,16 @@ _MAX_SHOWN_BYTES = 1 << 20
 
 
 def save(
-    path: str | os.PathLike[str], state: State, step: int = 0, *, timeout_s: float = 600.0
+    path: str | os.PathLike[str],
+    state: State,
+    step: int = 0,
+    *,
+    rules: Rules | None = None,
+    timeout_s: float = 600.0,
 ) -> None:
     """Store ``state`` below ``path``, durable on return; all ranks call it.
 
+    ``rules``: what its tensors are in the checkpoint, where that is something else than here.
     ``timeout_s`` bounds every wait for other ranks; ten times as long for their writing. Raises
     UnsupportedState before anything is written, RootBusy while a run saves there, and
     StorageError when storage refuses; then the checkpoints there are as they were.
@@ -61,7 +68,7 @@ def save(
     timeout_s, step = duration_s("timeout_s", timeout_s), step_number(step)
     refuse_rank_without_group()
     store, world = open_store(path), current_world(timeout_s=timeout_s)
-    described, layout = _agree_layout(world, state, timeout_s)
+    described, layout = _agree_layout(world, state, rules, timeout_s)
     lock: list[Lock] = []
     try:
         told = tell_all(
@@ -154,14 +161,16 @@ def _clear(store: Store, generation: Generation, attempt: str) -> None:
         store.remove_tree(attempt_dir(generation, attempt))
 
 
-def _agree_layout(world: World, state: State, timeout_s: float) -> tuple[Description, Layout]:
+def _agree_layout(
+    world: World, state: State, rules: Rules | None, timeout_s: float
+) -> tuple[Description, Layout]:
     """This rank's leaves, and all ranks' together. One rank's error is everybody's."""
     described: list[Description] = []
 
     def describe() -> bytes:
         if not isinstance(state, dict) or not state:
             raise UsageError("the state is a dict from names to objects, and not empty")
-        described.append(Describer(state, world.rank, world.size).describe())
+        described.append(Describer(state, world.rank, world.size, rules=rules).describe())
         return described[0].table
 
     tables = agree(world, "save: state", describe, timeout_s=timeout_s)

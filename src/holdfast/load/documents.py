@@ -113,6 +113,6 @@ class _Where:
     def _of(self, leaf: LeafSpec) -> Ranks:
         key = id(leaf.instances)
         if key not in self._ranks:
-            ranks = {rank for one in leaf.instances for rank in one.mesh.ranks}
+            ranks = {rank for one in leaf.instances for rank in one.ranks}
             self._ranks[key] = tuple(sorted(ranks))
         return self._ranks[key]

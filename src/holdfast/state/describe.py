@@ -22,10 +22,9 @@ from holdfast.state.entries import declare_all
 from holdfast.state.frozen import Frozen
 from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
-from holdfast.state.origin import Origin
 from holdfast.state.subclasses import check_in_place
 from holdfast.state.tensors import leaf_entry, local_of
-from holdfast.state.through import Sight, Through
+from holdfast.state.through import Sight, Through, shard_sight
 from holdfast.state.walk import Walk
 
 _LIKE_A_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*$")
@@ -155,8 +154,9 @@ class Describer:
         local = local_of(tensor)
         # A conjugate or negative view is one by a flag: only a copy has what it says.
         lazy = hooked and not (local.is_conj() or local.is_neg())
-        staged = None if lazy else self._staging(name, local)
         sight = self._sight(walk, name, tensor)
+        is_stored = sight is None or not sight.is_copy
+        staged = self._staging(name, local) if is_stored and not lazy else None
         return Binding(
             name, tensor, local, signature(tensor), spread, hooked, lazy, entry, staged, sight
         )

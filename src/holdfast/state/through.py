@@ -17,7 +17,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Instance
 from holdfast.geometry.patches import Seen, local_padding, local_patches, renamed
 from holdfast.rules import Rules
-from holdfast.state.declared import Named, Piece, Shard, declared
+from holdfast.state.declared import FlatBuffer, Named, Piece, Shard, declared
 from holdfast.state.origin import Origin
 from holdfast.state.tensors import leaf_entry, local_of
 from holdfast.state.views import View, box_view, patch_view, whole_view
@@ -263,11 +263,14 @@ def shard_sight(name: str, tensor: torch.Tensor, rank: int) -> Sight | None:
     what = declared(tensor)
     if what is None:
         return None
+    through, origin = Through(None, rank, 1), Origin("", name)
     is_buffer = isinstance(what, FlatBuffer)
-    origin = Origin(f"{name}.", "") if is_buffer else Origin("", name)
-    if not is_buffer and what.name is not None:
-        what = replace(what, name=None)
-    return Through(None, rank, 1).sight(origin, tensor)
+    is_flat = not isinstance(what, Shard)
+    looks: list[_Look] = [
+        (one, renamed(f"{name}.{one.name}" if is_buffer else name, one.shape), is_flat)
+        for one in what.of(tuple(tensor.shape))
+    ]
+    return _joined([through._held(origin, tensor, look) for look in looks], tensor, looks)
 
 
 def _all_of(shape: Shape) -> Named:
