@@ -10,6 +10,7 @@ import contextlib
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +23,7 @@ from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.load.choose import Candidate
 from holdfast.load.reader import CheckpointReader
-from holdfast.load.restore import Restored, restore_first
+from holdfast.load.restore import Request, Restored, restore_first
 from holdfast.load.source import Checkpoint
 from holdfast.load.stored import catalogue_of, choose_stored, open_stored, run_id_of
 from holdfast.persist import commit
@@ -39,6 +40,7 @@ from holdfast.snapshot.capture import (
 )
 from holdfast.snapshot.copies import plan_copies
 from holdfast.state.binding import Bindings
+from holdfast.state.choice import choose
 from holdfast.state.describe import Describer, Description
 from holdfast.state.objects import State
 from holdfast.storage.base import Lock, Store
@@ -254,15 +256,23 @@ def load(
     state: State,
     step: int | str | None = None,
     *,
+    rules: Rules | None = None,
+    stored_rules: Rules | None = None,
+    only: Sequence[str] | None = None,
+    allow_missing: Sequence[str] = (),
     timeout_s: float = 600.0,
 ) -> Restored:
     """Fill ``state`` from the newest checkpoint below ``path``, whatever layout it was saved in.
 
+    ``rules``: what its tensors are in the checkpoint; ``stored_rules``: for a checkpoint that was
+    saved without the rules that it should have been saved with, these. ``only``: patterns of the
+    names to restore, all else stays as it is; ``allow_missing``: of names that need not be stored.
     All ranks call it. ``step`` as in ``Checkpointer.restore``, ``timeout_s`` as in ``save``. Raises
     NotFound when there is no checkpoint, StateMismatch listing every difference, RestoreError when
     none could be read; after RestoreError the state may hold a part of it and must not be used.
     """
     timeout_s, step = duration_s("timeout_s", timeout_s), wanted_step(step)
+    request = Request(rules, stored_rules, choose(only, allow_missing))
     store, world = open_store(path), current_world(timeout_s=timeout_s)
     listed = tell_all(
         world, "load: candidates", lambda: msgspec.json.encode(choose_stored(store, step)[1]),
@@ -275,6 +285,7 @@ def load(
     restored = restore_first(
         world, state, msgspec.json.decode(listed, type=list[Candidate]), open_checkpoint,
         incarnation=0, timeout_s=timeout_s * _IO_PATIENCE, on_poison=lambda _: None,
+        request=request,
     )  # fmt: skip
     assert restored is not None  # there was a candidate, and no error
     return restored

@@ -7,7 +7,7 @@ once: thousands of them differ in a few ways.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import xxhash
 from msgspec import Struct, msgpack
@@ -30,19 +30,19 @@ class _Claims(Struct, array_like=True, frozen=True):
 
 
 def unclaimed(
-    world: World, phase: str, leaves: Sequence[str], restoring: Restoring, problems: Sequence[str],
-    *, timeout_s: float,
+    world: World, phase: str, leaves: Sequence[str], claimed: Collection[str],
+    restoring: Restoring, problems: Sequence[str], *, timeout_s: float,
 ) -> list[str] | None:  # fmt: skip
     """What no rank takes, in words, the same on all ranks; None when all fits everywhere.
 
-    All ranks call it. ``leaves`` are the names in the layout, ``problems`` what this rank has found
-    amiss itself: then the list may be empty.
+    All ranks call it. ``leaves`` are the names in the layout, ``claimed`` those that this rank
+    takes, ``problems`` what it has found amiss itself: then the list may be empty.
     """
     message = b""
 
     def ask() -> bytes:
         nonlocal message
-        mine = _claims(leaves, restoring)
+        mine = _claims(leaves, claimed, restoring)
         message = msgpack.encode(mine)
         flag = b"\1" if problems or mine.leaves_something else b"\0"
         return flag + xxhash.xxh3_128_digest(message)
@@ -56,8 +56,8 @@ def unclaimed(
     return _left_by_all(leaves, [msgpack.decode(one, type=_Claims) for one in said if one])
 
 
-def _claims(leaves: Sequence[str], restoring: Restoring) -> _Claims:
-    claimed, found = restoring.claimed(), restoring.found
+def _claims(leaves: Sequence[str], claimed: Collection[str], restoring: Restoring) -> _Claims:
+    found = restoring.found
     return _Claims(
         _bits([leaf in claimed for leaf in leaves]),
         _bits([leaf not in claimed and restoring.in_scope(leaf) for leaf in leaves]),

@@ -15,8 +15,9 @@ from typing import Any
 from holdfast.geometry.layout import Layout, LeafSpec
 from holdfast.load.read import read_aliases, read_values
 from holdfast.load.source import Checkpoint
-from holdfast.state.following import Document, Gathered, Need, gather, needs, things, trim
+from holdfast.state.following import Document, Gathered, Leaves, Need, gather, needs, things, trim
 from holdfast.state.objects import Objects
+from holdfast.state.regroup import Names, same_name
 
 Ranks = tuple[int, ...]
 
@@ -30,21 +31,24 @@ def gather_values(
     base: int,
     document: Document,
     stored: Mapping[str, Any],
+    names: Names = same_name,
+    leaves: Leaves | None = None,
 ) -> Gathered:
     """This rank's values, from the ``document`` of the saved rank ``base`` and those it lacks.
 
-    The same for ranks that have the same objects and the same base.
+    The same for ranks that have the same objects and the same base. ``names`` and ``leaves``: what
+    parameters and the tensors of modules are called in the documents and in the layout.
     """
     aliases = read_aliases(checkpoint, document)
     there = set(things(objects, document))
-    missing = [n for n in needs(objects, stored, aliases) if n.thing not in there]
+    missing = [n for n in needs(objects, stored, aliases, names, leaves) if n.thing not in there]
     documents: dict[int, Document] = {
         base: {"shared": document.get("shared", {}), "aliases": aliases}
     }
     if missing:
         groups = _by_holders(checkpoint.layout, missing)
         documents |= _read(checkpoint, objects, base, document, groups)
-    return gather(objects, documents, stored)
+    return gather(objects, documents, stored, names)
 
 
 def _by_holders(layout: Layout, missing: Iterable[Need]) -> dict[Ranks, set[Any]]:

@@ -39,7 +39,10 @@ class Copies(Protocol):
         ...
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Fill ``to``, of the same shape and dtype; ``source`` is read until a later mark."""
+        """Fill ``to``, of the same shape; ``source`` is read until a later mark.
+
+        Where their dtypes differ it is converted.
+        """
         ...
 
     def mark(self) -> Callable[[], None]:
@@ -72,6 +75,8 @@ class StreamCopies:
             to.copy_(source)
             return
         with torch.cuda.stream(self._streams[to.device]):
+            if to.dtype != source.dtype:  # converted there, out of memory of this stream's own
+                source = source.to(to.device, non_blocking=True)
             to.copy_(source, non_blocking=True)
 
     def mark(self) -> Callable[[], None]:
@@ -90,11 +95,18 @@ class StreamCopies:
 
 
 class LateTensor:
-    """A tensor as a destination (``holdfast.load.move.Late``)."""
+    """A tensor as a destination (``holdfast.load.move.Late``).
 
-    def __init__(self, tensor: torch.Tensor, copies: Copies) -> None:
+    ``stored``: what it is converted from, where that is another dtype.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, copies: Copies, stored: torch.dtype | None = None
+    ) -> None:
         self._tensor, self._copies = tensor, copies
-        self.is_flat = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        self._dtype = stored or tensor.dtype
+        is_as_it_lies = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        self.is_flat = is_as_it_lies and stored in (None, tensor.dtype)
 
     def take(self, at: int, data: memoryview) -> None:
         """See ``Late``."""
@@ -104,7 +116,7 @@ class LateTensor:
     def take_box(self, box: Box, data: Array) -> None:
         """See ``Late``."""
         to = self._tensor[box.slices()] if box.ndim else self._tensor
-        self._copies.copy(to, torch.from_numpy(data).view(self._tensor.dtype))
+        self._copies.copy(to, torch.from_numpy(data).view(self._dtype))
 
 
 class _Lent(NamedTuple):

@@ -88,7 +88,7 @@ def move_slab(slab: Slab, raw: memoryview, destination: Destination, want: Want)
     inside = slab.part.relative_to(slab.fetch.piece).relative_to(slab.rows)
     target = slab.part.relative_to(want.box)
     if not isinstance(destination, np.ndarray):
-        destination.take_box(target, rows[inside.slices()])
+        destination.take_box(target, rows[inside.slices()] if inside.ndim else rows)
     elif target.ndim:
         np.copyto(destination[target.slices()], rows[inside.slices()])
     else:

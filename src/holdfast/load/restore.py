@@ -6,15 +6,14 @@ on together. A source that fails or does not verify is dropped on all of them.
 
 from __future__ import annotations
 
-import functools
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 
 from holdfast.errors import (
@@ -28,22 +27,23 @@ from holdfast.errors import (
 from holdfast.events import Restored as RestoredEvent
 from holdfast.events import SourceDropped, ValuesDiffer, emit
 from holdfast.format.manifest import Generation
-from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.layout import LeafEntry
 from holdfast.load.choose import Candidate
 from holdfast.load.claims import unclaimed
 from holdfast.load.documents import gather_values
 from holdfast.load.exchange import Traffic
-from holdfast.load.late import STAGING_BYTES, Copies, LateTensor, Staging, StreamCopies
-from holdfast.load.move import CARRIERS, Array, Destination
-from holdfast.load.plan import Want
+from holdfast.load.filling import Filling, unequal_numbers
+from holdfast.load.late import STAGING_BYTES, Staging
 from holdfast.load.read import read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.load.together import read_once
+from holdfast.rules import Rules
+from holdfast.state.choice import Choice
+from holdfast.state.declared import declarations
 from holdfast.state.following import following_keys
-from holdfast.state.objects import State, sort_objects
-from holdfast.state.restore import Restoring, refuse
-from holdfast.state.tensors import leaf_entry, local_of
+from holdfast.state.objects import Objects, State, sort_objects
+from holdfast.state.offer import Lens, Offer
+from holdfast.state.restore import Restoring, Spec, refuse
+from holdfast.state.through import Through
 from holdfast.world import World, agree
 
 #: Errors that speak against a source, not against the user's state: the next one is tried.
@@ -61,47 +61,6 @@ class Restored:
     elapsed_s: float
     generation: Generation
     size_bytes: int = 0
-
-
-class _Filling:
-    """Destinations of one restore on this rank."""
-
-    def __init__(self, tensors: Sequence[tuple[str, torch.Tensor]], rank: int) -> None:
-        self.entries: list[LeafEntry] = []
-        self.wants: list[Want] = []
-        self.destinations: dict[int, Destination] = {}
-        self.size_bytes = 0
-        locals_ = [local_of(tensor) for _, tensor in tensors]
-        self.copies: Copies = StreamCopies({local.device for local in locals_})
-        for (name, tensor), local in zip(tensors, locals_, strict=True):
-            self._add(name, tensor, local, rank)
-
-    def _add(self, name: str, tensor: torch.Tensor, local: torch.Tensor, rank: int) -> None:
-        """Want all boxes of ``tensor`` that this rank holds."""
-        entry = leaf_entry(name, tensor, rank, "split")
-        self.entries.append(entry)
-        is_late = local.device.type != "cpu" or local.is_conj() or local.is_neg()
-        carried = None if is_late else _as_carrier(local)
-        for whole, inside in entry.boxes(rank):
-            key = len(self.wants)
-            at = inside.slices() if inside.shape != tuple(local.shape) else ...
-            self.wants.append(Want(name, whole, key))
-            if carried is None:
-                self.destinations[key] = LateTensor(local[at], self.copies)
-            else:
-                self.destinations[key] = carried if at is ... else carried[at]
-            self.size_bytes += whole.volume * ITEMSIZE[entry.dtype]
-
-
-@functools.cache
-def _carrier(itemsize: int) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype=CARRIERS[itemsize])).dtype
-
-
-def _as_carrier(host: torch.Tensor) -> Array:
-    """A writable array over a CPU tensor's memory, of elements of the same size."""
-    found: Array = host.view(_carrier(host.element_size())).numpy()
-    return found
 
 
 @contextmanager
@@ -129,9 +88,11 @@ def restore_first(
     incarnation: int,
     timeout_s: float,
     on_poison: Callable[[bool], None],
+    request: Request | None = None,
 ) -> Restored | None:
     """Try ``candidates`` in order, on all ranks alike; None when there are none.
 
+    ``request``: how the state sees what is stored, and which of it is wanted.
     ``on_poison(True)`` is called before the state is first changed and ``on_poison(False)`` when
     all ranks hold one generation. Raises StateMismatch when the state does not fit, RestoreError
     when no source was good.
@@ -141,7 +102,7 @@ def restore_first(
         started_s = time.monotonic()
         phase = f"restore {candidate.incarnation}-{candidate.step} from {candidate.where}"
         try:
-            attempt = _Attempt(world, state, candidate, phase, timeout_s)
+            attempt = _Attempt(world, state, candidate, phase, timeout_s, request or Request())
             attempt.run(open_checkpoint, on_poison)
         except SOURCE_ERRORS as error:
             name = f"{candidate.where} {candidate.generation}"
@@ -173,12 +134,30 @@ def sampled_ranks(saved_world: int) -> Iterator[int]:
     return (saved_world * n // count for n in range(1, count))
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a restore is to do beside filling the state with all that is stored."""
+
+    rules: Rules | None = None
+    stored_rules: Rules | None = None
+    choice: Choice = Choice()  # noqa: RUF009  (a frozen value)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the leaves are all wanted, and by the names that they have."""
+        has_rules = self.rules is not None or self.stored_rules is not None
+        return not has_rules and self.choice.is_all and not declarations()
+
+
 class _Attempt:
     """One candidate, on this rank, in step with the others."""
 
     def __init__(
-        self, world: World, state: State, candidate: Candidate, phase: str, timeout_s: float
-    ) -> None:
+        self, world: World, state: State, candidate: Candidate, phase: str, timeout_s: float,
+        request: Request,
+    ) -> None:  # fmt: skip
+        self.request = request
+        self.offer: Offer | None = None
         self.world, self.state, self.candidate = world, state, candidate
         self.phase, self.timeout_s = phase, timeout_s
         self.size_bytes = self.saved_world = 0
@@ -229,11 +208,34 @@ class _Attempt:
         """Find the values of all that is in this state, and what stands against them."""
         stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
         objects = sort_objects(self.state)
-        found = gather_values(self.checkpoint, objects, self.base, self.values, stored)
-        self.restoring = Restoring(self.state, objects, stored, found, self.own.get("own", {}))
-        self.problems = self.restoring.problems()
+        own = self.own.get("own", {})
+        if self.request.is_plain:
+            found = gather_values(self.checkpoint, objects, self.base, self.values, stored)
+            self.restoring = Restoring(self.state, objects, stored, found, own)
+            self.problems = self.restoring.problems()
+        else:
+            self._look_through(objects, stored, own)
         if self.saved_world != self.world.size and self.world.rank == 0:
             self._report_differing(following_keys(objects))
+
+    def _look_through(
+        self, objects: Objects, stored: Mapping[str, Spec], own: Mapping[str, Any]
+    ) -> None:
+        """The same where what is stored is seen through rules, or in part."""
+        request = self.request
+        objects.restrict(request.choice, stored)
+        through = Through(request.rules, self.world.rank, self.world.size)
+        lens = Lens(objects, through, stored, request.choice)
+        found = gather_values(
+            self.checkpoint, objects, self.base, self.values, stored, lens.names, lens.leaves
+        )
+        self.offer = lens.offer(found.aliases)
+        found = replace(found, aliases=self.offer.aliases)
+        self.restoring = Restoring(
+            self.state, objects, self.offer.specs, found, own, left=self.offer.left
+        )
+        unequal = unequal_numbers(self.checkpoint, self.offer)
+        self.problems = [*self.offer.problems, *self.restoring.problems(), *unequal]
 
     def _report_differing(self, following: frozenset[str]) -> None:
         """On another number of ranks all take rank 0's values; say so where ranks had others.
@@ -257,14 +259,19 @@ class _Attempt:
         """StateMismatch, on all ranks, unless all that is stored fits all that there is."""
         leaves = [leaf.name for leaf in self.checkpoint.layout.leaves]
         left = unclaimed(
-            self.world, self.phase, leaves, self.restoring, self.problems, timeout_s=self.timeout_s
-        )
+            self.world, self.phase, leaves, self._claimed(), self.restoring, self.problems,
+            timeout_s=self.timeout_s,
+        )  # fmt: skip
         if left is not None:
             self._together("checked", lambda: refuse([*self.problems, *left]))
 
+    def _claimed(self) -> set[str]:
+        claimed = self.restoring.claimed()
+        return claimed if self.offer is None else (claimed & self.offer.rest) | self.offer.claimed
+
     def _prepare(self) -> None:
         with torch.no_grad():
-            self.filling = _Filling(self.restoring.make_room(), self.world.rank)
+            self.filling = Filling(self.restoring.make_room(), self.world.rank, self.offer)
         self.size_bytes = self.filling.size_bytes
         self.filling.copies.begin()
         self.lend = Staging(self.filling.copies, STAGING_BYTES).lend
@@ -277,6 +284,9 @@ class _Attempt:
                     self.checkpoint, filling.wants, filling.destinations, lend=self.lend
                 )
             self.traffic = Traffic(read, received_bytes=0)
+        with torch.no_grad():
+            averaged = filling.average(self.checkpoint)
+        self.traffic = replace(self.traffic, read_bytes=self.traffic.read_bytes + averaged)
         filling.copies.end()
         self.has_ended = True
 
@@ -295,6 +305,8 @@ class _Attempt:
                 self.filling.copies.end()
 
     def _finish(self) -> None:
+        with torch.no_grad():
+            self.filling.pad()
         was_saved = self.world.rank < self.saved_world
         self.restoring.finish(self.world.rank, rank_was_saved=was_saved)
 

@@ -9,7 +9,7 @@ part of the answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ from holdfast.state.regroup import (
 from holdfast.state.subclasses import plain_parts
 
 Document = Mapping[str, Any]
+#: The key of a module -> the leaves that its tensors are in a checkpoint.
+Leaves = Callable[[str], Iterable[str]]
 
 
 class Thing(NamedTuple):
@@ -75,6 +77,7 @@ def needs(
     stored: Mapping[str, Any],
     aliases: Mapping[str, str],
     names: Names = same_name,
+    leaves: Leaves | None = None,
 ) -> Iterator[Need]:
     """All things of this state that have values; of aliases those that are nowhere yet."""
     for key, groups in _groups(objects).items():
@@ -83,14 +86,19 @@ def needs(
             for name in names(here):
                 path = f"{key}.{name}"
                 yield Need(Thing("parameter", path), (f"{path}.", *homes(here, name)))
-    for key, module in objects.modules.items():
-        for prefix in extra_state_names(module):
+    for key in objects.modules:
+        for prefix in objects.extra_names(key):
             path = f"{key}.{prefix}" if prefix else key
             yield Need(Thing("part", path), tuple(_outwards(key, prefix)))
-        for held in objects.tensors[key]:
-            for part, _ in plain_parts(f"{key}.{held.name}", held.tensor):
-                if part not in stored and part not in aliases:
-                    yield Need(Thing("alias", part), (f"{key}.",))
+        for part in _leaves(objects, key) if leaves is None else leaves(key):
+            if part not in stored and part not in aliases:
+                yield Need(Thing("alias", part), (f"{key}.",))
+
+
+def _leaves(objects: Objects, key: str) -> Iterator[str]:
+    """What the tensors of a module are called."""
+    for held in objects.tensors[key]:
+        yield from (part for part, _ in plain_parts(f"{key}.{held.name}", held.tensor))
 
 
 def _groups(objects: Objects) -> dict[str, list[list[str]]]:
@@ -187,7 +195,15 @@ def gather(
     groups = _groups(objects)
     regrouped: dict[str, Regrouped] = {}
     for key, optimizer in objects.optimizers.items():
-        found = regroup(key, type(optimizer).__name__, groups[key], saved, names)
+        may_miss = {
+            here
+            for group in groups[key]
+            for here in group
+            if objects.choice.allows(*(f"{key}.{name}" for name in (here, *names(here))))
+        }
+        found = regroup(key, type(optimizer).__name__, groups[key], saved, names, may_miss)
+        if found.value is None and objects.choice.allows(key):
+            found.problems.clear()
         problems += found.problems
         is_other |= found.places is not None or found.home != saved.base
         regrouped[key] = found
@@ -201,8 +217,8 @@ def gather(
         if regrouped[key].places is not None and not regrouped[key].problems and name in shared:
             shared[name], texts = regroup_scheduler(name, key, saved, regrouped[key])
             problems += texts
-    for key, module in objects.modules.items():
-        _take_parts(key, extra_state_names(module), saved, shared)
+    for key in objects.modules:
+        _take_parts(key, objects.extra_names(key), saved, shared)
     left, taken = _claims(objects, saved, groups, names)
     return Gathered(shared, _aliases(documents, stored), tuple(problems), left, taken)
 

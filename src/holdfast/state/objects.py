@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from holdfast.errors import UsageError
 from holdfast.format.image import RESERVED
 from holdfast.format.values import MAX_DEPTH
+from holdfast.state.choice import Choice
 from holdfast.state.declared import declared, names_of
-from holdfast.state.modules import Held, module_tensors
+from holdfast.state.modules import Held, extra_state_names, module_tensors
 from holdfast.state.origin import MASTER, Origin
 from holdfast.state.rng import Rng
 
@@ -37,6 +38,32 @@ class Objects:
     """Where each was found: keys joined by dots."""
     keys: tuple[str, ...] = ()
     """Those of the state itself."""
+    choice: Choice = field(default_factory=Choice)
+    """What of the state is to be restored, and what may be missing for it."""
+
+    def restrict(self, choice: Choice, stored: Iterable[str]) -> None:
+        """Leave out what is not to be restored. ``stored``: all leaves of the checkpoint.
+
+        UsageError for an optimizer that is wanted in part: its values are of all its parameters.
+        """
+        self.choice = choice
+        for key in list(self.optimizers):
+            if not choice.takes_key(key):
+                wanted = next((n for n in stored if n.startswith(f"{key}.") and choice.takes(n)), "")
+                if wanted:
+                    raise UsageError(
+                        f"only= takes {wanted} of {key!r}, and not all of it: an optimizer is "
+                        f"restored whole or not at all. Say '{key}.**', or leave it out"
+                    )
+                del self.optimizers[key]
+        for kind in (self.generators, self.stateful, self.plain):
+            for key in [key for key in kind if not choice.takes_key(key)]:
+                del kind[key]
+
+    def extra_names(self, key: str) -> set[str]:
+        """The parts of a module that keep more than tensors, and are to be restored."""
+        names = extra_state_names(self.modules[key])
+        return {n for n in names if self.choice.takes_key(f"{key}.{n}" if n else key)}
 
     def has_values(self, key: str) -> bool:
         """Whether something of this key may have values beside its tensors."""

@@ -8,7 +8,7 @@ order of the groups, follow. All values here are as ``format.values`` encodes th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,16 +152,23 @@ class Regrouped:
 
 
 def regroup(
-    key: str, kind: str, groups: Sequence[Sequence[str]], saved: Saved, names: Names = same_name
-) -> Regrouped:
-    """The values of the optimizer ``key``, a ``kind``, whose groups have these parameters here."""
-    stored = [[name for here in group for name in names(here)] for group in groups]
+    key: str, kind: str, groups: Sequence[Sequence[str]], saved: Saved, names: Names = same_name,
+    may_miss: Collection[str] = (),
+) -> Regrouped:  # fmt: skip
+    """The values of the optimizer ``key``, a ``kind``, whose groups have these parameters here.
+
+    ``may_miss``: parameters that need not have been saved.
+    """
     place_of = _place_of(key, saved)
+    stored = [
+        [name for here in group for name in names(here) if name in place_of or here not in may_miss]
+        for group in groups
+    ]
     missing = [
         f"{key}.{here}: not in the saved optimizer"
         for group in groups
         for here in group
-        if not all(name in place_of for name in names(here))
+        if here not in may_miss and not all(name in place_of for name in names(here))
     ]
     if not any(is_optimizer(shared.get(key)) for shared in saved.shared.values()):
         return Regrouped(None, problems=[f"{key}: the checkpoint has no optimizer of this name"])
@@ -258,7 +265,7 @@ def _state(
         kept = [
             saved.whole(place_of[name].rank, of_rank[place_of[name].rank][name])
             for name in names(here)
-            if name in of_rank[place_of[name].rank]
+            if name in place_of and name in of_rank[place_of[name].rank]
         ]
         if kept:
             found[here] = kept[0]

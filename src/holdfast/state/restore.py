@@ -9,7 +9,7 @@ generators when all ranks have verified everything.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -37,7 +37,8 @@ class Restoring:
     """One restore of one state.
 
     ``objects``: those of the state. ``stored``: leaf name -> (dtype, shape). ``found``: the encoded
-    values by key, and further names of leaves. ``own``: this rank's generators, or rank 0's.
+    values by key, and further names of leaves. ``own``: this rank's generators, or rank 0's. ``left``: the
+    tensors of modules that stay as they are.
     """
 
     def __init__(
@@ -47,6 +48,8 @@ class Restoring:
         stored: Mapping[str, Spec],
         found: Gathered,
         own: Mapping[str, Any],
+        *,
+        left: Collection[str] = (),
     ) -> None:
         self.state = state
         self.stored = stored
@@ -64,6 +67,7 @@ class Restoring:
         self._fresh: dict[str, torch.Tensor] = {}
         self._filled: dict[str, torch.Tensor] = {}
         self._hints = _HINTS
+        self._left = left
 
     def _note_small(self, small: codec.SmallTensor) -> codec.SmallTensor:
         self._small[small.name] = small
@@ -90,7 +94,8 @@ class Restoring:
 
     def in_scope(self, leaf: str) -> bool:
         """Whether a stored leaf is below a key of this state: something should take it."""
-        return leaf.startswith(tuple(f"{key}." for key in self.state))
+        is_below = leaf.startswith(tuple(f"{key}." for key in self.state))
+        return is_below and self.objects.choice.takes(leaf)
 
     def make_room(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors to fill, by leaf name; those that are missing are made first.
@@ -102,9 +107,16 @@ class Restoring:
             filled = dict(self._module_targets())
             for tensor in filled.values():
                 spoken.take(tensor)
+            filled.update(self._masters())
             for key, optimizer in self.objects.optimizers.items():
                 parameters = self._parameters(key)
-                optimizers.make_room(optimizer, parameters, self._stored_kinds(key, parameters))
+                kinds = self._stored_kinds(key, parameters)
+                parameters = {
+                    name: parameter
+                    for name, parameter in parameters.items()
+                    if name in kinds or not self.objects.choice.allows(f"{key}.{name}")
+                }
+                optimizers.make_room(optimizer, parameters, kinds)
                 self._tell_apart(key, parameters, filled, spoken)
             for key in self.objects.optimizers:
                 self._tie_optimizer_state(key, self._parameters(key), filled)
@@ -113,6 +125,13 @@ class Restoring:
                     filled[name] = tensor if spoken.take(tensor) else _made_anew(tensor)
         self._filled = filled
         return [(name, tensor) for name, tensor in filled.items() if name not in self._small]
+
+    def _masters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that optimizers update and no module holds."""
+        for key in self.objects.optimizers:
+            for origin, tensor in self.objects.masters(key):
+                if origin.leaf not in self._left:
+                    yield origin.leaf, tensor
 
     def _tell_apart(
         self,
@@ -148,7 +167,9 @@ class Restoring:
         for key, tensors in self.objects.tensors.items():
             for held in tensors:
                 for part, inner in plain_parts(f"{key}.{held.name}", held.tensor):
-                    yield part, inner, known.name(inner, part)
+                    first = known.name(inner, part)
+                    if part not in self._left:
+                        yield part, inner, first
 
     def _module_targets(self) -> list[tuple[str, torch.Tensor]]:
         """(leaf, tensor), tied tensors once."""
@@ -194,17 +215,19 @@ class Restoring:
         """What has no value in the checkpoint."""
         objects = self.objects
         for key in [*objects.stateful, *objects.plain]:
-            if key not in self.keys:
+            if key not in self.keys and not objects.choice.allows(key):
                 yield f"{key}: not in the checkpoint"
         for key in objects.generators:
-            if key not in self.own:
+            if key not in self.own and not objects.choice.allows(key):
                 yield f"{key}: not in the checkpoint"
-        for key, module in objects.modules.items():
-            saved, here = self.shared.get(key, {}), extra_state_names(module)
+        for key in objects.modules:
+            saved, here = self.shared.get(key, {}), objects.extra_names(key)
             if not isinstance(saved, dict):
                 yield f"{key}: a module in the state, a plain value in the checkpoint"
                 continue
             for name in sorted(here - set(saved)):
+                if objects.choice.allows(f"{key}.{name}" if name else key):
+                    continue
                 yield f"{key}.{name}: has extra state in the model, but none in the checkpoint"
 
     def _value_targets(self) -> list[tuple[str, torch.Tensor]]:
@@ -288,19 +311,24 @@ class Restoring:
             for key, value in self.encoded.items()
         }
         for key, optimizer in objects.optimizers.items():
-            optimizers.load_values(optimizer, self._parameters(key), filled[key])
+            if key in filled:
+                optimizers.load_values(optimizer, self._parameters(key), filled[key])
         for key, module in objects.modules.items():
             with _naming(key):
                 set_extra_state(module, filled.get(key, {}))
         for key, item in objects.stateful.items():
+            if key not in filled:
+                continue  # it was allowed to be missing
             with _naming(key):
                 item.load_state_dict(filled[key])
         for key in objects.plain:
             container, name = objects.homes[key]
-            if isinstance(container, tuple):
-                continue  # cannot be replaced in place; its tensors were filled
+            if isinstance(container, tuple) or key not in filled:
+                continue  # cannot be replaced in place; its tensors were filled. Or it was missing
             container[name] = filled[key]
         for key, generator in objects.generators.items():
+            if key not in self.own:
+                continue
             state = codec.decode(self.own[key])
             if rank_was_saved:
                 generator.load_state_dict(state)

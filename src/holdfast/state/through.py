@@ -112,6 +112,18 @@ class Through:
         seen = [one for _, one, _ in self._looks(origin, origin.parameter)]
         return list(dict.fromkeys(leaf for one in seen for leaf in one.leaves))
 
+    def made_of(self, origin: Origin) -> dict[str, Part]:
+        """The same, with their shapes: nothing is said of what this rank has of them."""
+        assert origin.parameter is not None
+        tensor = origin.parameter
+        if self.rules is None and declared(tensor) is None:
+            return {origin.name: Part(origin.name, tuple(tensor.shape), (), ())}
+        return {
+            leaf: Part(leaf, shape, (), (), None, *self._copies(origin, tensor, seen))
+            for _, seen, _ in self._looks(origin, tensor)
+            for leaf, shape in seen.leaves.items()
+        }
+
     def shapes(self, origin: Origin, tensor: torch.Tensor) -> dict[str, Shape]:
         """The leaves of the training that a parameter is, or has parts of, with their shapes."""
         looks = self._looks(origin, tensor)

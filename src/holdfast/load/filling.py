@@ -1,0 +1,236 @@
+"""Where all that is read belongs: boxes of stored leaves, each with the memory it goes into.
+
+Tensors that are made of several leaves, or are parts of one, are filled part by part through
+views of their memory: nothing is put together elsewhere first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.layout import Held, LeafEntry
+from holdfast.load.late import Copies, LateTensor, StreamCopies
+from holdfast.load.move import CARRIERS, Array, Destination
+from holdfast.load.plan import Want
+from holdfast.load.read import read_wants
+from holdfast.load.source import Checkpoint
+from holdfast.state.entries import entry_of
+from holdfast.state.offer import Offer
+from holdfast.state.tensors import TORCH_DTYPES, leaf_entry, local_of
+from holdfast.state.through import Part
+
+#: So many elements of copies that differ are averaged at a time.
+_MEAN_ELEMENTS = 4 << 20
+
+
+class _Mean(NamedTuple):
+    """A box of a leaf of which each saved rank had its own copy, and where their mean goes."""
+
+    leaf: str
+    dtype: str
+    rows: int
+    box: Box
+    into: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Asked:
+    """What this rank wants of one stored leaf."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: list[Box]
+    entry: LeafEntry | None = None
+
+
+class Filling:
+    """Destinations of one restore on this rank. ``offer``: None where nothing is seen by rules."""
+
+    def __init__(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], rank: int, offer: Offer | None = None
+    ) -> None:
+        self.wants: list[Want] = []
+        self.destinations: dict[int, Destination] = {}
+        self.zeros: list[torch.Tensor] = []
+        """What of the tensors is padding."""
+        self.size_bytes = 0
+        self._rank, self._offer = rank, offer
+        self._asked: dict[str, _Asked] = {}
+        self._means: list[_Mean] = []
+        locals_ = [local_of(tensor) for _, tensor in tensors]
+        self.copies: Copies = StreamCopies({local.device for local in locals_})
+        for (name, tensor), local in zip(tensors, locals_, strict=True):
+            self._add(name, tensor, local)
+        self.entries = [_entry(leaf, asked) for leaf, asked in self._asked.items()]
+
+    def _add(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """Want all boxes of ``tensor`` that this rank holds."""
+        sight = None if self._offer is None else self._offer.sight(name, tensor)
+        if sight is None:
+            entry = leaf_entry(name, tensor, self._rank, "split")
+            found = None if self._offer is None else self._offer.find(name)
+            self._add_entry(replace(entry, name=found[0]) if found else entry, local)
+            return
+        assert self._offer is not None
+        for part in sight.parts:
+            found = self._offer.find(part.leaf)
+            if found is not None:
+                self._add_part(replace(part, leaf=found[0]), *found[1], local)
+        self.zeros += [view.of(local) for view in sight.padding]
+
+    def _add_part(
+        self, part: Part, dtype: str, shape: tuple[int, ...], local: torch.Tensor
+    ) -> None:
+        if part.instance is not None:
+            self._add_entry(entry_of(part, dtype, "split"), part.views[0].of(local))
+            return
+        is_each = part.rows and shape != part.shape
+        if is_each and shape[0] == part.rows:
+            part = part.as_stored()
+        asked = self._asked.setdefault(part.leaf, _Asked(dtype, shape, []))
+        for box, view in zip(part.boxes, part.views, strict=True):
+            if is_each and shape[0] != part.rows:
+                self._means.append(_Mean(part.leaf, dtype, shape[0], box, view.of(local)))
+            else:
+                asked.boxes.append(box)
+                self._want(part.leaf, box, view.of(local), dtype)
+
+    def _add_entry(self, entry: LeafEntry, local: torch.Tensor) -> None:
+        """Want what a plain tensor, or one on a mesh, is of a leaf."""
+        boxes = entry.boxes(self._rank)
+        asked = self._asked.get(entry.name)
+        if asked is None:
+            asked = self._asked[entry.name] = _Asked(entry.dtype, entry.shape, [], entry)
+        else:
+            asked.entry = None
+        asked.boxes += [box for box, _ in boxes]
+        for whole, inside in boxes:
+            is_all = inside.shape == tuple(local.shape)
+            self._want(entry.name, whole, local if is_all else local[inside.slices()], entry.dtype)
+
+    def _want(self, leaf: str, box: Box, into: torch.Tensor, dtype: str) -> None:
+        key = len(self.wants)
+        self.wants.append(Want(leaf, box, key))
+        self.size_bytes += box.volume * ITEMSIZE[dtype]
+        stored = TORCH_DTYPES[dtype]
+        is_late = into.device.type != "cpu" or into.is_conj() or into.is_neg()
+        if _is_cast(into, dtype):
+            self.destinations[key] = LateTensor(into, self.copies, stored)
+        elif is_late:
+            self.destinations[key] = LateTensor(into, self.copies)
+        else:
+            self.destinations[key] = as_carrier(into)
+
+    def average(self, checkpoint: Checkpoint) -> int:
+        """Fill what is the mean of several copies, each of which is read; how many bytes that was.
+
+        Added up in double precision, in the order of the ranks, and rounded once.
+        """
+        return sum(_average(checkpoint, some) for some in _bounded(self._means))
+
+    def pad(self) -> None:
+        """Make the padding zero."""
+        for zeros in self.zeros:
+            zeros.zero_()
+
+
+def _is_cast(into: torch.Tensor, dtype: str) -> bool:
+    """Whether the elements are converted. Carriers are of the stored dtype, whatever they are."""
+    return into.dtype not in (TORCH_DTYPES[dtype], _seen_as(dtype))
+
+
+@functools.cache
+def _seen_as(dtype: str) -> torch.dtype:
+    """What torch copies elements of a dtype as, where it cannot copy them as they are."""
+    return local_of(torch.empty(0, dtype=TORCH_DTYPES[dtype])).dtype
+
+
+def _entry(leaf: str, asked: _Asked) -> LeafEntry:
+    """What this rank wants of a leaf, as it would declare what it holds."""
+    if asked.entry is not None and len(asked.boxes) == len(set(asked.boxes)):
+        return asked.entry
+    boxes: list[Box] = []
+    for box in sorted(set(asked.boxes), key=lambda box: -box.volume):
+        left = [box]
+        for taken in boxes:
+            left = [part for one in left for part in one.subtract(taken)]
+        boxes += [part for part in left if not part.is_empty]
+    boxes.sort(key=lambda box: box.start)
+    held = None if boxes == [Box.whole(asked.shape)] else Held(tuple(boxes))
+    return LeafEntry(leaf, asked.dtype, asked.shape, "split", held)
+
+
+def _bounded(means: Sequence[_Mean]) -> Iterator[list[_Mean]]:
+    """Some at a time, for each is held once more and in double precision."""
+    some: list[_Mean] = []
+    for mean in means:
+        if some and sum(one.box.volume for one in some) + mean.box.volume > _MEAN_ELEMENTS:
+            yield some
+            some = []
+        some.append(mean)
+    if some:
+        yield some
+
+
+def _average(checkpoint: Checkpoint, means: Sequence[_Mean]) -> int:
+    sums = [torch.zeros(one.box.shape, dtype=_wide(one.dtype)) for one in means]
+    read = 0
+    for row in range(max(one.rows for one in means)):
+        there = [(one, total) for one, total in zip(means, sums, strict=True) if row < one.rows]
+        copies = [torch.empty(one.box.shape, dtype=TORCH_DTYPES[one.dtype]) for one, _ in there]
+        wants = [
+            Want(one.leaf, Box((row, *one.box.start), (row + 1, *one.box.stop)), key)
+            for key, (one, _) in enumerate(there)
+        ]
+        into = {key: as_carrier(copy.unsqueeze(0)) for key, copy in enumerate(copies)}
+        read += read_wants(checkpoint, wants, into)
+        for (_, total), copy in zip(there, copies, strict=True):
+            total += copy
+    for one, total in zip(means, sums, strict=True):
+        one.into.copy_(total / one.rows)
+    return read
+
+
+def _wide(dtype: str) -> torch.dtype:
+    return torch.complex128 if TORCH_DTYPES[dtype].is_complex else torch.float64
+
+
+@functools.cache
+def _carrier(itemsize: int) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype=CARRIERS[itemsize])).dtype
+
+
+def as_carrier(host: torch.Tensor) -> Array:
+    """A writable array over a CPU tensor's memory, of elements of the same size."""
+    found: Array = host.view(_carrier(host.element_size())).numpy()
+    return found
+
+
+def unequal_numbers(checkpoint: Checkpoint, offer: Offer) -> list[str]:
+    """Numbers that are one here, and several that are not equal in what is stored; in words.
+
+    They are read before anything is changed.
+    """
+    wants: list[Want] = []
+    found: list[torch.Tensor] = []
+    for name, leaves in offer.numbers.items():
+        dtype, shape = offer.specs[name]
+        for leaf in leaves:
+            wants.append(Want(leaf, Box.whole(shape), len(wants)))
+            found.append(torch.empty(shape, dtype=TORCH_DTYPES[dtype]))
+    read_wants(checkpoint, wants, dict(enumerate(map(as_carrier, found))))
+    values = {want.leaf: number.item() for want, number in zip(wants, found, strict=True)}
+    return [
+        f"{name}: one number here, and by the rules made of several that differ: "
+        + ", ".join(f"{leaf} is {values[leaf]}" for leaf in leaves)
+        for name, leaves in offer.numbers.items()
+        if len({values[leaf] for leaf in leaves}) > 1
+    ]

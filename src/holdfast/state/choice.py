@@ -1,0 +1,86 @@
+"""Which part of a checkpoint is wanted, and what may be missing in it: by patterns of names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import UsageError
+from holdfast.rules.names import Pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Names are those of the state, key first, or those of the checkpoint; either will do.
+
+    ``only``: None for all. What is beside the tensors of a key (a scheduler, an optimizer's
+    groups, a plain value) is wanted with the key itself; "key.**" means that too.
+    """
+
+    only: tuple[Pattern, ...] | None = None
+    allow_missing: tuple[Pattern, ...] = ()
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it says nothing."""
+        return self.only is None and not self.allow_missing
+
+    def takes(self, *names: str) -> bool:
+        """Whether a leaf that has these names is wanted."""
+        return self.only is None or _match(self.only, names)
+
+    def takes_key(self, path: str) -> bool:
+        """Whether all that has no name of its own at this place of the state is wanted."""
+        return self.only is None or _match_key(self.only, path)
+
+    def allows(self, *names: str) -> bool:
+        """Whether what has these names may be missing."""
+        return _match(self.allow_missing, names) or any(
+            _match_key(self.allow_missing, name) for name in names
+        )
+
+    def used(self, names: Iterable[str]) -> bytes:
+        """For each pattern of ``only``, whether it means one of these names: a byte each."""
+        known = list(names)
+        return bytes(
+            any(_match((pattern,), (name,)) or _match_key((pattern,), name) for name in known)
+            for pattern in self.only or ()
+        )
+
+    def refuse_unused(self, used: Sequence[bytes]) -> None:
+        """UsageError for a pattern that means nothing on any rank."""
+        for number, pattern in enumerate(self.only or ()):
+            if not any(one[number] for one in used):
+                raise UsageError(
+                    f"only={pattern.text!r} means no leaf and no key, here or in the checkpoint: "
+                    "give names as `holdfast show` has them, or as the state has, key first",
+                    pattern=pattern.text,
+                )
+
+
+def choose(only: Sequence[str] | None, allow_missing: Sequence[str]) -> Choice:
+    """What the user asked for; UsageError for what is no list of patterns."""
+    return Choice(
+        None if only is None else _patterns("only", only),
+        _patterns("allow_missing", allow_missing),
+    )
+
+
+def _patterns(what: str, given: Sequence[str]) -> tuple[Pattern, ...]:
+    if isinstance(given, str) or not all(isinstance(each, str) for each in given):
+        raise UsageError(f"{what} is a list of patterns, such as ['model.**'], not {given!r:.60}")
+    return tuple(map(Pattern, given))
+
+
+def _match(patterns: Iterable[Pattern], names: Iterable[str]) -> bool:
+    known = list(names)
+    return any(pattern.match(name) is not None for pattern in patterns for name in known)
+
+
+def _match_key(patterns: Iterable[Pattern], path: str) -> bool:
+    for pattern in patterns:
+        head = pattern.text.removesuffix("**").removesuffix(".")
+        is_all = pattern.text.endswith("**") and (not head or Pattern(head).match(path) is not None)
+        if is_all or pattern.match(path) is not None:
+            return True
+    return False
