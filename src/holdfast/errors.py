@@ -63,7 +63,11 @@ class UsageError(HoldfastError):
     """The call cannot mean anything as it was made; nothing was changed."""
 
     exit_code = 2
-    keys: ClassVar[dict[str, str]] = {"path": "the name below a root that cannot be one"}
+    keys: ClassVar[dict[str, str]] = {
+        "path": "the name below a root that cannot be one",
+        "leaf": "the leaf that a rule does not fit",
+        "pattern": "the pattern of the rule, or the part of it, that does not fit",
+    }
     cause = "An argument, an environment variable or the order of calls has no meaning."
     remedy = "Change the call as the message says. Trying again gives the same error."
 

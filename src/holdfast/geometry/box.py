@@ -182,6 +182,20 @@ def cover_fault(wanted: Box, pieces: Iterable[Box]) -> CoverFault | None:
     Pieces may reach beyond ``wanted``. They are sorted once for every level they are nested at:
     O(n log n) for n pieces of any layout of ours. Pieces that no straight line parts are cut.
     """
+    return next(_faults(wanted, pieces), None)
+
+
+def overlap(pieces: Sequence[Box]) -> Box | None:
+    """Elements that several of the pieces have, found in O(n log n); None when there are none."""
+    if not pieces:
+        return None
+    starts = zip(*(piece.start for piece in pieces), strict=True)
+    stops = zip(*(piece.stop for piece in pieces), strict=True)
+    space = Box(tuple(map(min, starts)), tuple(map(max, stops)))
+    return next((fault.box for fault in _faults(space, pieces) if fault.kind == "overlap"), None)
+
+
+def _faults(wanted: Box, pieces: Iterable[Box]) -> Iterator[CoverFault]:
     clipped = [part for piece in pieces if (part := piece.intersect(wanted)) is not None]
     todo = [] if wanted.is_empty else [(wanted, clipped)]
     while todo:
@@ -189,12 +203,13 @@ def cover_fault(wanted: Box, pieces: Iterable[Box]) -> CoverFault | None:
         if len(inside) == 1 and inside[0] == region:
             continue
         if not inside:
-            return CoverFault("missing", region)
+            yield CoverFault("missing", region)
+            continue
         parts = _separate(region, inside) or _halve(region, inside)
         if parts is None:
-            return CoverFault("overlap", region)
-        todo += parts
-    return None
+            yield CoverFault("overlap", region)
+        else:
+            todo += parts
 
 
 _Region = tuple[Box, list[Box]]

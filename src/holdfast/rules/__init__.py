@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from holdfast.geometry.patches import (
-    LocalPatch,
-    Patch,
-    Seen,
-    Table,
-    local_padding,
-    local_patches,
-    turned,
-)
-from holdfast.rules.mapping import Local, Rules
+from holdfast.geometry.patches import LocalPatch, Patch, Seen, local_padding, local_patches
+from holdfast.geometry.tables import Table, turned
+from holdfast.rules.hugging_face import gpt2, llama, mixtral
+from holdfast.rules.local import Local
+from holdfast.rules.mapping import Rules
+from holdfast.rules.roles import MEGATRON, META, NANOGPT
 from holdfast.rules.words import (
     averaged,
     cast,
@@ -19,6 +15,7 @@ from holdfast.rules.words import (
     fused,
     optional,
     padded,
+    paired,
     part_of,
     rename,
     replicated,
@@ -31,6 +28,9 @@ from holdfast.rules.words import (
 )
 
 __all__ = [
+    "MEGATRON",
+    "META",
+    "NANOGPT",
     "Local",
     "LocalPatch",
     "Patch",
@@ -41,10 +41,14 @@ __all__ = [
     "cast",
     "flat",
     "fused",
+    "gpt2",
+    "llama",
     "local_padding",
     "local_patches",
+    "mixtral",
     "optional",
     "padded",
+    "paired",
     "part_of",
     "rename",
     "replicated",

@@ -1,55 +1,33 @@
-"""A list of rules, and every leaf as they see it."""
+"""A list of rules, checked, and every leaf as they see it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import Box
-from holdfast.geometry.patches import (
-    LocalPatch,
-    Seen,
-    Shape,
-    Table,
-    local_padding,
-    local_patches,
-    renamed,
-)
-from holdfast.geometry.rows import between
-from holdfast.rules.kinds import Cut, Kind, Place, Said, Step
+from holdfast.geometry.patches import Seen, Shape, renamed
+from holdfast.geometry.tables import Table, clash, turned
+from holdfast.rules.kinds import Cut, Kind, Place, Said, Step, apply
+from holdfast.rules.local import Local, coordinate, local
 from holdfast.rules.names import Pattern
 from holdfast.rules.shares import Flat
 
-
-@dataclass(frozen=True, slots=True)
-class Local:
-    """What the plain tensor of one rank is.
-
-    ``shape``: that of the whole training leaf. ``held``: (box in that leaf, box in the tensor).
-    ``offsets``: only for a flat tensor, where in it each part begins; the second box of ``held``
-    is then counted in a view of the part that has the shape of the box. ``patches``: the parts as
-    the rules see them. ``padding``: (part, box), zeros that are stored nowhere; part -1 is the
-    flat tensor itself.
-    """
-
-    shape: Shape
-    held: tuple[tuple[Box, Box], ...]
-    offsets: tuple[int, ...] | None
-    patches: tuple[LocalPatch, ...]
-    padding: tuple[tuple[int, Box], ...]
-    seen: Seen
+_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class Rule:
+    """A pattern, and what the leaves are that it finds."""
+
     pattern: Pattern
     kinds: tuple[Kind, ...]
 
     @property
     def is_optional(self) -> bool:
+        """Whether there may be no leaf for it."""
         return any(isinstance(kind, Said) and kind.is_optional for kind in self.kinds)
 
 
@@ -57,18 +35,31 @@ class Rules:
     """What the tensors of a training are in the checkpoint, by patterns of their names.
 
     ``rules``: (pattern, kind, kind, ...), the kinds listed from the tensor here towards the leaf
-    in the checkpoint. ``mesh``: the names and sizes of the dimensions that ranks are numbered
-    over, the last one fastest; plain tensors are cut over them by name.
+    in the checkpoint. Kinds that cut a plain tensor come first, the one that cut last before the
+    others. ``mesh``: names and sizes of the dimensions that ranks are numbered over, the last one
+    fastest. ``values``: numbers that names may reckon with, as the first layer of this stage.
 
     UsageError for a rule that means nothing, whatever the leaves are.
     """
 
     def __init__(
-        self, rules: Sequence[tuple[Any, ...]], mesh: Mapping[str, int] | None = None
+        self,
+        rules: Sequence[tuple[Any, ...]],
+        mesh: Mapping[str, int] | None = None,
+        *,
+        values: Mapping[str, int] | None = None,
     ) -> None:
         self.mesh = dict(mesh or {})
-        self._rules = [_Rule(Pattern(pattern), tuple(kinds)) for pattern, *kinds in rules]
+        self.values = {name: str(value) for name, value in (values or {}).items()}
+        _check_mesh(self.mesh)
+        self._rules = tuple(self._checked(one) for one in rules)
+        self._given = tuple(rules)
         self._seen: dict[tuple[str, Shape], Seen] = {}
+
+    def on(self, mesh: Mapping[str, int]) -> Rules:
+        """The same rules for ranks on another mesh."""
+        values = {name: int(value) for name, value in self.values.items()}
+        return Rules(self._given, mesh, values=values)
 
     def see(self, name: str, shape: Shape) -> Seen:
         """The leaf ``name`` (without the state's key) of this global ``shape``.
@@ -77,48 +68,25 @@ class Rules:
         """
         key = name, tuple(shape)
         if key not in self._seen:
-            self._seen[key] = self._see(*key)
+            rule, place = self._rule_for(*key)
+            kinds = rule.kinds if rule else ()
+            self._seen[key] = apply(kinds, renamed(*key), place)
         return self._seen[key]
 
     def local(self, name: str, shape: Shape, rank: int) -> Local:
-        """What the plain tensor ``name`` of ``rank`` is, which has this ``shape`` there.
+        """What the plain tensor ``name`` is that has this ``shape`` on ``rank``.
 
         UsageError names leaf and rule that do not fit, or a rank that is not on the mesh.
         """
-        rule, values, where = self._rule_for(name)
-        at = self._coordinate(rank)
-        whole, origin, held, offsets, padding = shape, (0,) * len(shape), None, None, []
-        for kind in rule.kinds if rule else ():
-            place = Place(name, whole, values, self.mesh, where)
-            if isinstance(kind, Flat):
-                start, stop = kind.range_of(place, self._index(at, kind.over))
-                boxes = tuple(between(kind.shape, start, stop))
-                held = [(box, Box.whole(box.shape)) for box in boxes]
-                sizes = [box.volume for box in boxes]
-                offsets = tuple(sum(sizes[:n]) for n in range(len(sizes)))
-                if stop - start < shape[0]:
-                    padding.append((-1, Box((stop - start,), shape)))
-                whole, origin = kind.shape, (0,) * len(kind.shape)
-            elif isinstance(kind, Cut):
-                whole, dim, begin = kind.widened(place, self._index(at, kind.over))
-                origin = (*origin[:dim], origin[dim] + begin, *origin[dim + 1 :])
-        if held is None:
-            held = [(Box.whole(shape), Box.whole(shape))]
-        placed = tuple((box.shift(origin), local) for box, local in held)
-        seen = self.see(name, whole)
-        return Local(
-            whole,
-            placed,
-            offsets,
-            tuple(local_patches(seen, placed)),
-            (*padding, *local_padding(seen, placed)),
-            seen,
-        )
+        rule, place = self._rule_for(name, shape)
+        cuts = [kind for kind in rule.kinds if isinstance(kind, Cut)] if rule else []
+        at = coordinate(self.mesh, rank)
+        return local(cuts, place, at, lambda whole: self.see(name, whole))
 
     def beside(self, name: str, shape: Shape, state_shape: Shape) -> tuple[str, ...]:
         """What state of the parameter ``name`` is called that has another shape than it.
 
-        ``shape``: the parameter's. A scalar is one of every leaf the parameter is made of. Other
+        ``shape``: the parameter's. A scalar belongs to every leaf the parameter is made of. Other
         state (Adafactor's factors) follows the parameter where that is one whole leaf, and keeps
         the name it has here where it is not.
         """
@@ -127,84 +95,152 @@ class Rules:
             return tuple(seen.leaves)
         return (seen.same_as or name,)
 
-    def check(self, leaves: Mapping[str, Shape], elsewhere: Collection[str] = ()) -> None:
-        """UsageError when these ``leaves`` and the rules do not fit.
+    def inverse(self, leaves: Mapping[str, Shape]) -> Table:
+        """The leaves in the checkpoint, each as it is made of these ``leaves`` here.
 
-        ``elsewhere``: patterns for which other ranks have leaves (what ``used`` gave there).
+        Of a checkpoint that was saved in another form than this one's, given its leaves and the
+        rules of that form. UsageError as in ``check``, except for rules without a leaf.
         """
-        unused = [p for p in self.patterns if p not in self.used(leaves) and p not in elsewhere]
+        return Table(turned(self._see_all(leaves)))
+
+    def check(self, leaves: Mapping[str, Shape], elsewhere: Collection[str] = ()) -> None:
+        """UsageError when these ``leaves`` do not fit the rules.
+
+        A pattern that finds nothing, two for one leaf, sizes that do not fit a leaf, two leaves
+        that would be the same elements. ``elsewhere``: patterns that find leaves on other ranks.
+        """
+        found = {*self.used(leaves), *elsewhere}
+        unused = [text for text in self.patterns if text not in found]
         if unused:
-            raise UsageError(f"no leaf for {unused[0]!r}", pattern=unused[0])
-        for name, shape in leaves.items():
-            self.see(name, shape)
+            names = ", ".join(list(leaves)[:_SHOWN]) or "none"
+            raise UsageError(
+                f"rule {unused[0]!r}: no leaf is called so. Correct the pattern, or add "
+                f"rules.optional to the rule. Leaves are: {names}",
+                pattern=unused[0],
+            )
+        self._see_all(leaves)
+
+    def _see_all(self, leaves: Mapping[str, Shape]) -> dict[str, Seen]:
+        seen = {name: self.see(name, shape) for name, shape in leaves.items()}
+        wrong = clash(seen)
+        if wrong is not None:
+            raise UsageError(
+                f"{wrong.one} and {wrong.other} {wrong.why}. Change the name that one of their "
+                "rules gives; if they are the same tensor, one of them is rules.tied(...)",
+                leaf=wrong.one,
+            )
+        return seen
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """The patterns for which there must be a leaf on some rank."""
         return tuple(rule.pattern.text for rule in self._rules if not rule.is_optional)
 
-    def used(self, leaves: Collection[str]) -> tuple[str, ...]:
-        """The patterns for which there is a leaf among these."""
-        found = (rule for rule in self._rules if any(map(rule.pattern.match, leaves)))
-        return tuple(rule.pattern.text for rule in found)
-
-    def _coordinate(self, rank: int) -> dict[str, int]:
-        if not 0 <= rank < math.prod(self.mesh.values()):
-            if not self.mesh:
-                return {}
-            raise UsageError(
-                f"rank {rank} is not on the mesh {self.mesh} of the rules, which has "
-                f"{math.prod(self.mesh.values())} ranks: give the sizes this run has"
-            )
-        at = {}
-        for dim, size in reversed(self.mesh.items()):
-            rank, at[dim] = divmod(rank, size)
-        return at
-
-    def _index(self, at: Mapping[str, int], over: tuple[str, ...]) -> int:
-        index = 0
-        for dim in over:
-            index = index * self.mesh[dim] + at[dim]
-        return index
-
-    def _rule_for(self, name: str) -> tuple[_Rule | None, dict[str, str], str]:
-        """(the rule for a leaf, what its open places are, leaf and rule for messages)."""
-        found = [
-            (rule, values)
+    def used(self, leaves: Iterable[str]) -> tuple[str, ...]:
+        """The patterns that find one of these."""
+        names = list(leaves)
+        return tuple(
+            rule.pattern.text
             for rule in self._rules
-            if (values := rule.pattern.match(name)) is not None
-        ]
-        if not found:
-            return None, {}, name
-        (rule, values), *others = found
-        if others:
+            if any(rule.pattern.match(name) is not None for name in names)
+        )
+
+    def _rule_for(self, name: str, shape: Shape) -> tuple[Rule | None, Place]:
+        matches = ((rule, rule.pattern.match(name)) for rule in self._rules)
+        found = [(rule, values) for rule, values in matches if values is not None]
+        if len(found) > 1:
+            one, other = (repr(rule.pattern.text) for rule, _ in found[:2])
             raise UsageError(
-                f"{name}: both {rule.pattern.text!r} and {others[0][0].pattern.text!r} are rules "
-                "for it. Change the patterns so that one rule is left",
+                f"{name}: both {one} and {other} are rules for it. Change the patterns so that "
+                "one of them is left",
                 leaf=name,
-                pattern=others[0][0].pattern.text,
+                pattern=found[1][0].pattern.text,
             )
-        return rule, values, f"{name} (rule {rule.pattern.text!r})"
+        if not found:
+            return None, Place(name, tuple(shape), {}, self.mesh, name)
+        rule, values = found[0]
+        where = f"{name} (rule {rule.pattern.text!r})"
+        return rule, Place(name, tuple(shape), {**self.values, **values}, self.mesh, where)
 
-    def _see(self, name: str, shape: Shape) -> Seen:
-        rule, values, where = self._rule_for(name)
-        seen = renamed(name, shape)
-        for kind in rule.kinds if rule else ():
-            if isinstance(kind, Said):
-                seen = _said(seen, kind)
-            elif isinstance(kind, Step):
-                steps = {
-                    leaf: kind.step(Place(leaf, there, values, self.mesh, where))
-                    for leaf, there in seen.leaves.items()
-                }
-                seen = Table(steps).through(seen)
-        return seen
+    def _checked(self, given: tuple[Any, ...]) -> Rule:
+        text, *kinds = given if isinstance(given, tuple) else (given,)
+        rule = Rule(Pattern(text), tuple(_flattened(text, kinds)))
+        _check_names(rule, self.values)
+        _check_order(rule)
+        for dim in (dim for kind in rule.kinds for dim in kind.meshes()):
+            if dim not in self.mesh:
+                raise UsageError(
+                    f"rule {text!r}: it cuts over {dim!r}, and the mesh has "
+                    f"{', '.join(self.mesh) or 'no dimensions'}. Give its size in mesh=, 1 if "
+                    "nothing is cut over it",
+                    pattern=text,
+                )
+        return rule
 
 
-def _said(seen: Seen, kind: Said) -> Seen:
-    return replace(
-        seen,
-        spread=kind.spread or seen.spread,
-        dtype=kind.dtype or seen.dtype,
-        is_copy=kind.is_copy or seen.is_copy,
-    )
+def _check_mesh(mesh: Mapping[str, int]) -> None:
+    for name, size in mesh.items():
+        if type(size) is not int or size < 1:
+            raise UsageError(
+                f"mesh: dimension {name!r} has {size!r} ranks; give a number from 1 on"
+            )
+
+
+def _flattened(text: Any, kinds: Sequence[Any]) -> Iterator[Kind]:
+    if not isinstance(text, str):
+        raise UsageError(f"{text!r} is no rule: give a tuple of a pattern and what its leaves are")
+    for kind in kinds:
+        if isinstance(kind, tuple):
+            yield from _flattened(text, kind)
+        elif isinstance(kind, Kind):
+            yield kind
+        else:
+            raise UsageError(
+                f"rule {text!r}: {kind!r} is nothing a leaf can be. Use what holdfast.rules has, "
+                "and call it where it takes arguments",
+                pattern=text,
+            )
+
+
+def _check_names(rule: Rule, values: Collection[str]) -> None:
+    """Names are made of what there is, and nothing is called twice."""
+    text, said = rule.pattern.text, [kind for kind in rule.kinds if isinstance(kind, Said)]
+    for kind in rule.kinds:
+        twice = (rule.pattern.names & ({"name", *values} | kind.offers())) | (
+            kind.offers() & {*values}
+        )
+        if twice:
+            raise UsageError(
+                f"rule {text!r}: {{{min(twice)}}} would be two things in {kind}. Call the open "
+                "place or the value otherwise",
+                pattern=text,
+            )
+        for template in kind.templates():
+            template.check({*rule.pattern.names, *values, "name", *kind.offers()}, text)
+    spreads = {kind.spread for kind in said if kind.spread}
+    dtypes = {kind.dtype for kind in said if kind.dtype}
+    if len(spreads) > 1 or len(dtypes) > 1:
+        raise UsageError(
+            f"rule {text!r}: its leaves cannot be {' and '.join(sorted(spreads | dtypes))} at once",
+            pattern=text,
+        )
+
+
+def _check_order(rule: Rule) -> None:
+    """Cuts come first: they are about the tensor as it is here."""
+    changed_by: Kind | None = None
+    for number, kind in enumerate(rule.kinds):
+        is_first = not any(isinstance(one, Cut) for one in rule.kinds[:number])
+        if isinstance(kind, Cut) and (changed_by or (isinstance(kind, Flat) and not is_first)):
+            raise UsageError(
+                f"rule {rule.pattern.text!r}: {_word(kind)} is listed behind "
+                f"{_word(changed_by) if changed_by else 'another cut'}. List flat first, then "
+                "shard, then what has units or is fused, then the others",
+                pattern=rule.pattern.text,
+            )
+        if isinstance(kind, Step) and kind.changes_shape():
+            changed_by = kind
+
+
+def _word(kind: Kind) -> str:
+    return type(kind).__name__.lower()
