@@ -22,14 +22,15 @@ from holdfast.format.image import fill_in
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.load.choose import Candidate
+from holdfast.load.compare import Request
 from holdfast.load.reader import CheckpointReader
-from holdfast.load.restore import Request, Restored, restore_first
+from holdfast.load.restore import Restored, restore_first
 from holdfast.load.source import Checkpoint
 from holdfast.load.stored import catalogue_of, choose_stored, open_stored, run_id_of
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, Written, write_image
-from holdfast.rules import Rules
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
+from holdfast.rules import Rules
 from holdfast.snapshot.capture import (
     Overtaking,
     Progress,

@@ -24,8 +24,8 @@ from holdfast.load.read import read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.state.entries import entry_of
 from holdfast.state.offer import Offer
+from holdfast.state.sight import Part
 from holdfast.state.tensors import TORCH_DTYPES, leaf_entry, local_of
-from holdfast.state.through import Part
 
 #: So many elements of copies that differ are averaged at a time.
 _MEAN_ELEMENTS = 4 << 20

@@ -9,10 +9,9 @@ from __future__ import annotations
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -29,21 +28,16 @@ from holdfast.events import SourceDropped, ValuesDiffer, emit
 from holdfast.format.manifest import Generation
 from holdfast.load.choose import Candidate
 from holdfast.load.claims import unclaimed
-from holdfast.load.documents import gather_values
+from holdfast.load.compare import Comparison, Request
 from holdfast.load.exchange import Traffic
-from holdfast.load.filling import Filling, unequal_numbers
+from holdfast.load.filling import Filling
 from holdfast.load.late import STAGING_BYTES, Staging
 from holdfast.load.read import read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.load.together import read_once
-from holdfast.rules import Rules
-from holdfast.state.choice import Choice
-from holdfast.state.declared import declarations
 from holdfast.state.following import following_keys
-from holdfast.state.objects import Objects, State, sort_objects
-from holdfast.state.offer import Lens, Offer
-from holdfast.state.restore import Restoring, Spec, refuse
-from holdfast.state.through import Through
+from holdfast.state.objects import State, sort_objects
+from holdfast.state.restore import refuse
 from holdfast.world import World, agree
 
 #: Errors that speak against a source, not against the user's state: the next one is tried.
@@ -134,21 +128,6 @@ def sampled_ranks(saved_world: int) -> Iterator[int]:
     return (saved_world * n // count for n in range(1, count))
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a restore is to do beside filling the state with all that is stored."""
-
-    rules: Rules | None = None
-    stored_rules: Rules | None = None
-    choice: Choice = Choice()  # noqa: RUF009  (a frozen value)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the leaves are all wanted, and by the names that they have."""
-        has_rules = self.rules is not None or self.stored_rules is not None
-        return not has_rules and self.choice.is_all and not declarations()
-
-
 class _Attempt:
     """One candidate, on this rank, in step with the others."""
 
@@ -157,7 +136,6 @@ class _Attempt:
         request: Request,
     ) -> None:  # fmt: skip
         self.request = request
-        self.offer: Offer | None = None
         self.world, self.state, self.candidate = world, state, candidate
         self.phase, self.timeout_s = phase, timeout_s
         self.size_bytes = self.saved_world = 0
@@ -170,7 +148,8 @@ class _Attempt:
         """Prepare, read, finish; every rank learns of any rank's trouble after each."""
         with _no_collection():
             self._together("opened", lambda: self._open(open_checkpoint))
-            self._together("compared", self._compare)
+            said = self._together("compared", self._compare)
+            self.request.refuse_unused(said)
             self._check()
             on_poison(True)
             self._together("prepared", self._prepare)
@@ -183,17 +162,16 @@ class _Attempt:
         self._together("values set", self._finish)
         on_poison(False)
 
-    def _together(self, what: str, act: Callable[[], None]) -> None:
+    def _together(self, what: str, act: Callable[[], bytes | None]) -> list[bytes]:
         def run() -> bytes:
             try:
-                act()
+                return act() or b""
             except (HoldfastError, KeyboardInterrupt):
                 raise
             except Exception as error:  # of the user's load_state_dict, say: all ranks must know
                 raise RestoreError(f"{self.phase}: {what}: {_words(error)}") from error
-            return b""
 
-        agree(self.world, f"{self.phase}: {what}", run, timeout_s=self.timeout_s)
+        return agree(self.world, f"{self.phase}: {what}", run, timeout_s=self.timeout_s)
 
     def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> None:
         self.checkpoint = open_checkpoint(self.candidate)
@@ -204,38 +182,18 @@ class _Attempt:
         self.base = mine if is_same_world else 0
         self.values = self.own if self.base == mine else read_values(self.checkpoint, self.base)
 
-    def _compare(self) -> None:
+    def _compare(self) -> bytes:
         """Find the values of all that is in this state, and what stands against them."""
-        stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
         objects = sort_objects(self.state)
-        own = self.own.get("own", {})
-        if self.request.is_plain:
-            found = gather_values(self.checkpoint, objects, self.base, self.values, stored)
-            self.restoring = Restoring(self.state, objects, stored, found, own)
-            self.problems = self.restoring.problems()
-        else:
-            self._look_through(objects, stored, own)
+        following = following_keys(objects)
+        comparison = Comparison(
+            self.checkpoint, self.state, self.base, self.values, self.own.get("own", {}),
+            self.world.rank, self.world.size,
+        )  # fmt: skip
+        self.compared = comparison.compare(objects, self.request)
         if self.saved_world != self.world.size and self.world.rank == 0:
-            self._report_differing(following_keys(objects))
-
-    def _look_through(
-        self, objects: Objects, stored: Mapping[str, Spec], own: Mapping[str, Any]
-    ) -> None:
-        """The same where what is stored is seen through rules, or in part."""
-        request = self.request
-        objects.restrict(request.choice, stored)
-        through = Through(request.rules, self.world.rank, self.world.size)
-        lens = Lens(objects, through, stored, request.choice)
-        found = gather_values(
-            self.checkpoint, objects, self.base, self.values, stored, lens.names, lens.leaves
-        )
-        self.offer = lens.offer(found.aliases)
-        found = replace(found, aliases=self.offer.aliases)
-        self.restoring = Restoring(
-            self.state, objects, self.offer.specs, found, own, left=self.offer.left
-        )
-        unequal = unequal_numbers(self.checkpoint, self.offer)
-        self.problems = [*self.offer.problems, *self.restoring.problems(), *unequal]
+            self._report_differing(following)
+        return self.compared.said
 
     def _report_differing(self, following: frozenset[str]) -> None:
         """On another number of ranks all take rank 0's values; say so where ranks had others.
@@ -257,21 +215,19 @@ class _Attempt:
 
     def _check(self) -> None:
         """StateMismatch, on all ranks, unless all that is stored fits all that there is."""
-        leaves = [leaf.name for leaf in self.checkpoint.layout.leaves]
+        leaves, compared = [leaf.name for leaf in self.checkpoint.layout.leaves], self.compared
         left = unclaimed(
-            self.world, self.phase, leaves, self._claimed(), self.restoring, self.problems,
+            self.world, self.phase, leaves, compared.claimed, compared.restoring, compared.problems,
             timeout_s=self.timeout_s,
         )  # fmt: skip
         if left is not None:
-            self._together("checked", lambda: refuse([*self.problems, *left]))
-
-    def _claimed(self) -> set[str]:
-        claimed = self.restoring.claimed()
-        return claimed if self.offer is None else (claimed & self.offer.rest) | self.offer.claimed
+            self._together("checked", lambda: refuse([*compared.problems, *left]))
 
     def _prepare(self) -> None:
         with torch.no_grad():
-            self.filling = Filling(self.restoring.make_room(), self.world.rank, self.offer)
+            self.filling = Filling(
+                self.compared.restoring.make_room(), self.world.rank, self.compared.offer
+            )
         self.size_bytes = self.filling.size_bytes
         self.filling.copies.begin()
         self.lend = Staging(self.filling.copies, STAGING_BYTES).lend
@@ -308,7 +264,7 @@ class _Attempt:
         with torch.no_grad():
             self.filling.pad()
         was_saved = self.world.rank < self.saved_world
-        self.restoring.finish(self.world.rank, rank_was_saved=was_saved)
+        self.compared.restoring.finish(self.world.rank, rank_was_saved=was_saved)
 
 
 def _words(error: Exception) -> str:

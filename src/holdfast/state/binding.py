@@ -10,7 +10,7 @@ import torch
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import LeafEntry
-from holdfast.state.through import Sight
+from holdfast.state.sight import Sight
 from holdfast.state.views import View
 from holdfast.state.walk import Found
 

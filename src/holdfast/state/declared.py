@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -131,7 +132,7 @@ class FlatBuffer:
                 )
         ranges = tuple(each._replace(global_shape=tuple(each.global_shape)) for each in ranges)
         ordered = sorted((r for r in ranges if r.size), key=lambda r: r.at)
-        for one, other in zip(ordered, ordered[1:], strict=False):
+        for one, other in pairwise(ordered):
             if one.at + one.size > other.at:
                 raise UsageError(
                     f"{one.name} and {other.name} share elements of one buffer: ranges are disjoint"
@@ -190,8 +191,8 @@ def declare(tensor: torch.Tensor, what: Declared) -> torch.Tensor:
         )
     if type(tensor).__name__ == "DTensor" or not isinstance(tensor, torch.Tensor):
         raise UsageError(
-            f"a {type(tensor).__qualname__} cannot be declared a part of a leaf: only plain tensors "
-            "need it, for a DTensor says itself what it holds"
+            f"a {type(tensor).__qualname__} cannot be declared a part of a leaf: only plain "
+            "tensors need it, for a DTensor says itself what it holds"
         )
     if not isinstance(what, Shard) and tensor.ndim != 1 and not tensor.is_contiguous():
         raise UsageError(

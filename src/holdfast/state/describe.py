@@ -22,9 +22,10 @@ from holdfast.state.entries import declare_all
 from holdfast.state.frozen import Frozen
 from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
+from holdfast.state.sight import Sight
 from holdfast.state.subclasses import check_in_place
 from holdfast.state.tensors import leaf_entry, local_of
-from holdfast.state.through import Sight, Through, shard_sight
+from holdfast.state.through import Through, shard_sight
 from holdfast.state.walk import Walk
 
 _LIKE_A_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*$")
@@ -103,9 +104,7 @@ class Describer:
         return True
 
     def _describe_anew(self, objects: Objects) -> Description:
-        walk = Walk(
-            self.through, keeps_small=self.world > 1, tells_frozen=self._frozen is not None
-        )
+        walk = Walk(self.through, keeps_small=self.world > 1, tells_frozen=self._frozen is not None)
         self._again = None
         walk.take(objects)
         if self._frozen is not None:
@@ -164,7 +163,7 @@ class Describer:
     def _sight(self, walk: Walk, name: str, tensor: torch.Tensor) -> Sight | None:
         if name in walk.origins:
             return self.through.sight(*walk.origins[name])
-        # Rules are for what modules and optimizers hold: a tensor in a value says itself what it is.
+        # Rules are for what modules and optimizers hold: what is in a value says itself what it is.
         return shard_sight(name, tensor, self.rank)
 
     def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,8 @@ from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import LeafEntry
 from holdfast.geometry.listing import Held
 from holdfast.state.binding import Binding, Bindings, Source
+from holdfast.state.sight import Part
 from holdfast.state.tensors import DTYPE_NAMES, TINY_BYTES
-from holdfast.state.through import Part
 from holdfast.state.views import View
 
 
@@ -60,9 +60,7 @@ def entry_of(part: Part, dtype: str, spread: str, *, is_frozen: bool = False) ->
     return LeafEntry(part.leaf, dtype, part.shape, spread, held, is_frozen)
 
 
-def _declare(
-    leaf: str, found: list[tuple[Binding, Part]]
-) -> tuple[LeafEntry, tuple[Source, ...]]:
+def _declare(leaf: str, found: list[tuple[Binding, Part]]) -> tuple[LeafEntry, tuple[Source, ...]]:
     first, part = found[0]
     is_frozen = all(binding.entry.is_frozen for binding, _ in found)
     assert first.sight is not None

@@ -49,7 +49,9 @@ class Objects:
         self.choice = choice
         for key in list(self.optimizers):
             if not choice.takes_key(key):
-                wanted = next((n for n in stored if n.startswith(f"{key}.") and choice.takes(n)), "")
+                wanted = next(
+                    (n for n in stored if n.startswith(f"{key}.") and choice.takes(n)), ""
+                )
                 if wanted:
                     raise UsageError(
                         f"only= takes {wanted} of {key!r}, and not all of it: an optimizer is "

@@ -17,9 +17,10 @@ from holdfast.state.choice import Choice
 from holdfast.state.known import Known
 from holdfast.state.objects import Objects
 from holdfast.state.origin import MASTER, Origin
+from holdfast.state.sight import Part, Sight
 from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import DTYPE_NAMES
-from holdfast.state.through import Part, Sight, Through, shard_sight
+from holdfast.state.through import Through, shard_sight
 
 Spec = tuple[str, tuple[int, ...]]
 #: How many missing names are compared with how many stored ones: each takes a moment.
@@ -85,7 +86,7 @@ class Lens:
         return [f"{inner}{leaf}" for leaf in self._through.leaves(origin)]
 
     def leaves(self, key: str) -> Iterator[str]:
-        """The stored leaves that the tensors of a module should be, whether they are there or not."""
+        """The stored leaves that the tensors of a module should be, be they there or not."""
         for origin, tensor in self._held(key):
             sight = self._through.sight(origin, tensor)
             yield from [origin.leaf] if sight is None else (part.leaf for part in sight.parts)
@@ -98,7 +99,9 @@ class Lens:
 
     def offer(self, aliases: Mapping[str, str]) -> Offer:
         """The table of this state's names. ``aliases``: further names of stored leaves."""
-        return _Offering(self, self._objects, self._through, self._stored, aliases, self._choice).run()
+        return _Offering(
+            self, self._objects, self._through, self._stored, aliases, self._choice
+        ).run()
 
 
 class _Offering:
@@ -301,7 +304,8 @@ class _Offering:
         if len(dtypes) > 1 or shape is None:
             listed = ", ".join(f"{leaves[leaf]} {d} {list(s)}" for leaf, (d, s) in specs.items())
             self.offer.problems.append(
-                f"{name}: by the rules made of what does not fit together, or its parameter: {listed}"
+                f"{name}: by the rules made of what does not fit together, or not its parameter: "
+                f"{listed}"
             )
             return
         self.offer.specs[name] = dtypes[0], shape

@@ -21,7 +21,7 @@ from holdfast.state import optimizers
 from holdfast.state.following import Gathered
 from holdfast.state.known import Known
 from holdfast.state.memory import Spoken, shares_its_own
-from holdfast.state.modules import extra_state, extra_state_names, set_extra_state
+from holdfast.state.modules import extra_state, set_extra_state
 from holdfast.state.objects import Objects, State
 from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty, fill_small
@@ -37,8 +37,8 @@ class Restoring:
     """One restore of one state.
 
     ``objects``: those of the state. ``stored``: leaf name -> (dtype, shape). ``found``: the encoded
-    values by key, and further names of leaves. ``own``: this rank's generators, or rank 0's. ``left``: the
-    tensors of modules that stay as they are.
+    values by key, and further names of leaves. ``own``: this rank's generators, or rank 0's.
+    ``left``: the tensors of modules that stay as they are.
     """
 
     def __init__(

@@ -1,0 +1,58 @@
+"""Whether every rule is for something: what each rank says of its own, and what all find.
+
+A rank of a pipeline has no leaf for some of the rules. A rule that no rank has one for is a
+mistake, most often of spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import msgpack
+
+from holdfast.errors import UsageError
+from holdfast.geometry.patches import Shape
+from holdfast.rules import Rules
+from holdfast.state.objects import Objects
+from holdfast.state.origin import Origin
+from holdfast.state.through import Through
+
+
+def check_rules(what: str, rules: object) -> None:
+    """UsageError for what are no rules."""
+    if rules is not None and not isinstance(rules, Rules):
+        raise UsageError(f"{what} is a {type(rules).__name__}: give a holdfast.rules.Rules")
+
+
+def say_usage(through: Through, objects: Objects) -> bytes:
+    """Which rules there are, and which are for a leaf here; b"" where there are none.
+
+    UsageError names a leaf here that does not fit its rule.
+    """
+    rules = through.rules
+    if rules is None:
+        return b""
+    leaves: dict[str, Shape] = {}
+    for key, tensors in objects.tensors.items():
+        for held in tensors:
+            leaves.update(through.shapes(Origin(f"{key}.", held.name), held.tensor))
+    for key in objects.optimizers:
+        for origin, tensor in objects.masters(key):
+            leaves.update(through.shapes(origin, tensor))
+    rules.check(leaves, elsewhere=rules.patterns)
+    return msgpack.encode((rules.patterns, rules.used(leaves)))
+
+
+def refuse_unused(said: Sequence[bytes]) -> None:
+    """UsageError, the same on all ranks, for a rule that is for no leaf of any."""
+    heard = [msgpack.decode(one, type=tuple[list[str], list[str]]) for one in said if one]
+    used = {pattern for _, some in heard for pattern in some}
+    for patterns, _ in heard:
+        unused = [pattern for pattern in patterns if pattern not in used]
+        if unused:
+            raise UsageError(
+                f"the rule for {unused[0]!r} is for no leaf of any rank: patterns are of names as "
+                "the modules have them, without the key in the state. Correct it, leave it out, or "
+                "mark it with rules.optional",
+                pattern=unused[0],
+            )
