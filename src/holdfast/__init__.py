@@ -28,6 +28,9 @@ __all__ = [
     "Event",
     "Every",
     "Fenced",
+    "FlatBuffer",
+    "FlatRange",
+    "FlatShard",
     "FormatError",
     "HoldfastError",
     "Keep",
@@ -41,6 +44,7 @@ __all__ = [
     "RootBusy",
     "SaveError",
     "SaveHandle",
+    "Shard",
     "SnapshotSkipped",
     "StateMismatch",
     "StatePoisoned",
@@ -48,6 +52,7 @@ __all__ = [
     "UnsupportedState",
     "UsageError",
     "__version__",
+    "declare",
     "load",
     "open",
     "register_enum",
@@ -89,6 +94,7 @@ if TYPE_CHECKING:
     from .policy.interval import Every
     from .policy.retention import Keep
     from .snapshot.handle import SaveHandle
+    from .state.declared import FlatBuffer, FlatRange, FlatShard, Shard, declare
     from .state.rng import Rng
     from .state.subclasses import register_tensor
 else:  # hidden from type checkers, which would take every misspelt name for a public one
@@ -100,10 +106,15 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "Checkpointer": ".checkpointer",
         "Event": ".events",
         "Every": ".policy.interval",
+        "FlatBuffer": ".state.declared",
+        "FlatRange": ".state.declared",
+        "FlatShard": ".state.declared",
         "Keep": ".policy.retention",
         "Restored": ".load.restore",
         "Rng": ".state.rng",
         "SaveHandle": ".snapshot.handle",
+        "Shard": ".state.declared",
+        "declare": ".state.declared",
         "load": ".oneshot",
         "open": ".oneshot",
         "register_enum": ".format.foreign",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
@@ -26,6 +27,7 @@ from holdfast.errors import (
 from holdfast.events import RunStarted, emit
 from holdfast.format.manifest import Generation
 from holdfast.load.choose import Candidate
+from holdfast.load.compare import Request
 from holdfast.load.restore import Restored, restore_first
 from holdfast.meeting import Terms, meet
 from holdfast.observe.follow import follow_run
@@ -33,10 +35,13 @@ from holdfast.policy.arguments import check_policies, claim, duration_s, step_nu
 from holdfast.policy.due import Due, Pace
 from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
+from holdfast.rules import Rules
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.handle import SaveHandle
 from holdfast.snapshot.opened import opened
+from holdfast.state.choice import choose
 from holdfast.state.objects import State
+from holdfast.state.usage import check_rules
 from holdfast.storage.open import normal_root, open_store
 from holdfast.world import World, current_world, host_id, refuse_rank_without_group, tell_all
 
@@ -57,8 +62,9 @@ class Checkpointer:
     ``load_state_dict``, and plain values; it stays yours to change between saves.
 
     ``memory`` and ``storage`` say when ``step`` takes a snapshot and makes one durable; ``keep``
-    which checkpoints stay; ``timeout_s`` bounds every wait for other ranks or the keeper, and ten
-    times as long each wait for their reading in a restore.
+    which checkpoints stay; ``rules`` what the tensors of the state are in checkpoints, where that
+    is something else than here; ``timeout_s`` bounds every wait for other ranks or the keeper, and
+    ten times as long each wait for their reading in a restore.
 
     Raises UsageError for arguments that mean nothing or differ between ranks, UnsupportedState
     for what cannot be stored, KeeperError and StorageError when keeper or root cannot be reached:
@@ -75,8 +81,10 @@ class Checkpointer:
         storage: Every | None = Every(steps=500),  # noqa: B008
         keep: Keep = Keep(),  # noqa: B008
         parity: int = 0,
+        rules: Rules | None = None,
         timeout_s: float = 120.0,
     ) -> None:
+        check_rules("rules", rules)
         check_policies(memory, storage, keep, parity)
         self._state = state
         self.root = normal_root(root)
@@ -98,7 +106,8 @@ class Checkpointer:
         now_s = time.monotonic()
         self._dues = Due("storage", storage, now_s), Due("memory", memory, now_s)
         self._pace = Pace()
-        terms = Terms(self.root, memory, storage, keep, self.timeout_s)
+        self.rules = rules
+        terms = Terms(self.root, memory, storage, keep, self.timeout_s, rules)
         run = meet(self.world, open_store(self.root), state, terms)
         self.incarnation, self._may_restore = run.incarnation, run.may_restore
         self._saver, self._offers = run.saver, run.offers
@@ -126,16 +135,28 @@ class Checkpointer:
 
     # ── restoring ────────────────────────────────────────────────────────────────────────
 
-    def restore(self, step: int | str | None = None) -> Restored | None:
+    def restore(
+        self,
+        step: int | str | None = None,
+        *,
+        only: Sequence[str] | None = None,
+        allow_missing: Sequence[str] = (),
+        stored_rules: Rules | None = None,
+    ) -> Restored | None:
         """Fill the state with the newest generation all ranks can have; None when there is none.
 
         ``step``: restore this step instead, or, as "incarnation-step", a generation that was
-        abandoned. All ranks call it, before the first save. Raises StateMismatch listing every
+        abandoned. ``only``: patterns of the names to restore, all else stays as it is;
+        ``allow_missing``: of names that need not be stored; ``stored_rules``: for generations that
+        were saved without the rules that they should have been saved with, these. All ranks call
+        it, with the same arguments, before the first save. Raises StateMismatch listing every
         difference, NotFound for a step that is not there, RestoreError when no source was good;
         after RestoreError in the middle the state is poisoned and ``step`` and ``save`` refuse.
         """
         self._check_usable(poison_is_fine=True)
         step = wanted_step(step)
+        check_rules("stored_rules", stored_rules)
+        request = Request(self.rules, stored_rules, choose(only, allow_missing))
         if self._last_step is not None:
             raise UsageError(
                 "restore() comes before the first save: make a new Checkpointer to go back, so "
@@ -148,7 +169,7 @@ class Checkpointer:
         candidates = msgspec.json.decode(listed, type=list[Candidate])
         restored = restore_first(
             self.world, self.state, candidates, self._offers.open, incarnation=self.incarnation,
-            timeout_s=self.timeout_s * _READ_PATIENCE, on_poison=self._poison,
+            timeout_s=self.timeout_s * _READ_PATIENCE, on_poison=self._poison, request=request,
         )  # fmt: skip
         self._adopt(restored.generation if restored else None)
         return restored

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+from msgspec import msgpack
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.load.offers import Offers
@@ -20,6 +21,7 @@ from holdfast.load.stored import run_id_of
 from holdfast.persist import commit
 from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
+from holdfast.rules import Rules
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import arena_dir
 from holdfast.snapshot.client import KeeperClient, find_or_start
@@ -27,6 +29,7 @@ from holdfast.snapshot.saver import Saver
 from holdfast.snapshot.underway import Patience, Place
 from holdfast.state.describe import Describer
 from holdfast.state.objects import State
+from holdfast.state.usage import refuse_unused
 from holdfast.storage.base import Store
 from holdfast.world import World, agree, host_id, tell_all
 
@@ -43,6 +46,7 @@ class Terms:
     storage: Every | None
     keep: Keep
     timeout_s: float
+    rules: Rules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +63,13 @@ class Run:
 def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
     """Agree with the other ranks on run, host and incarnation, and take a place at the keeper."""
     timeout_s = terms.timeout_s
-    describer = Describer(state, world.rank, world.size, tells_frozen=True)
-    plans = agree(
-        world, "start: state", lambda: _plan(state, describer, terms), timeout_s=timeout_s
-    )
-    _require_one_plan(plans)
-    told = tell_all(world, "start: root", lambda: _open_root(store, terms), timeout_s=timeout_s)
-    run_id = told.decode()
+    describer = Describer(state, world.rank, world.size, tells_frozen=True, rules=terms.rules)
+    told = agree(world, "start: state", lambda: _plan(state, describer, terms), timeout_s=timeout_s)
+    plans = [msgpack.decode(each, type=tuple[bytes, bytes]) for each in told]
+    _require_one_plan([plan for plan, _ in plans])
+    refuse_unused([usage for _, usage in plans])
+    opened = tell_all(world, "start: root", lambda: _open_root(store, terms), timeout_s=timeout_s)
+    run_id = opened.decode()
     arena = arena_dir(run_id, host_id())
     place = Place(run_id, 0, world.nonce, world.rank, world.size)
     saver = Saver(describer, place, partial(_connect, terms, arena), _patience(timeout_s))
@@ -87,11 +91,13 @@ def _plan(state: State, describer: Describer, terms: Terms) -> bytes:
     """What must be alike on all ranks; raises for a state that cannot be saved."""
     if not isinstance(state, dict) or not state:
         raise UsageError("the state is a dict from names to objects, and not empty")
+    usage = describer.usage()
     describer.describe()
-    return msgspec.json.encode({
+    plan = msgspec.json.encode({
         "root": terms.root, "memory": str(terms.memory), "storage": str(terms.storage),
         "keep": str(terms.keep), "timeout_s": str(terms.timeout_s), "host": host_id(),
     })  # fmt: skip
+    return msgpack.encode((plan, usage))
 
 
 def _require_one_plan(plans: list[bytes]) -> None:

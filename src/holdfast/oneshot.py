@@ -44,6 +44,7 @@ from holdfast.state.binding import Bindings
 from holdfast.state.choice import choose
 from holdfast.state.describe import Describer, Description
 from holdfast.state.objects import State
+from holdfast.state.usage import check_rules, refuse_unused
 from holdfast.storage.base import Lock, Store
 from holdfast.storage.open import open_store
 from holdfast.world import World, agree, current_world, host_id, refuse_rank_without_group, tell_all
@@ -173,11 +174,16 @@ def _agree_layout(
     def describe() -> bytes:
         if not isinstance(state, dict) or not state:
             raise UsageError("the state is a dict from names to objects, and not empty")
-        described.append(Describer(state, world.rank, world.size, rules=rules).describe())
-        return described[0].table
+        check_rules("rules", rules)
+        describer = Describer(state, world.rank, world.size, rules=rules)
+        usage = describer.usage()
+        described.append(describer.describe())
+        return msgspec.msgpack.encode((described[0].table, usage))
 
-    tables = agree(world, "save: state", describe, timeout_s=timeout_s)
-    return described[0], merge([table_from_json(table) for table in tables])
+    told = agree(world, "save: state", describe, timeout_s=timeout_s)
+    said = [msgspec.msgpack.decode(each, type=tuple[bytes, bytes]) for each in told]
+    refuse_unused([usage for _, usage in said])
+    return described[0], merge([table_from_json(table) for table, _ in said])
 
 
 def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
@@ -274,6 +280,8 @@ def load(
     """
     timeout_s, step = duration_s("timeout_s", timeout_s), wanted_step(step)
     request = Request(rules, stored_rules, choose(only, allow_missing))
+    check_rules("rules", rules)
+    check_rules("stored_rules", stored_rules)
     store, world = open_store(path), current_world(timeout_s=timeout_s)
     listed = tell_all(
         world, "load: candidates", lambda: msgspec.json.encode(choose_stored(store, step)[1]),

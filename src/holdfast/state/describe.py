@@ -26,6 +26,7 @@ from holdfast.state.sight import Sight
 from holdfast.state.subclasses import check_in_place
 from holdfast.state.tensors import leaf_entry, local_of
 from holdfast.state.through import Through, shard_sight
+from holdfast.state.usage import say_usage
 from holdfast.state.walk import Walk
 
 _LIKE_A_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*$")
@@ -70,6 +71,10 @@ class Describer:
         self._staged: dict[str, torch.Tensor] = {}
         self._checked: list[int] = []
         self._declarations = 0
+
+    def usage(self) -> bytes:
+        """Which rules are for a leaf of this rank (``holdfast.state.usage``)."""
+        return say_usage(self.through, sort_objects(self.state))
 
     def describe(self) -> Description:
         """The state as it is now. UnsupportedState names what cannot be stored."""
