@@ -65,16 +65,15 @@ class Target:
         self.data = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else empty
         small = [c for c in self.plan.copies if c.size_bytes < SMALL_BYTES]
         self.large = [c for c in self.plan.copies if c.size_bytes >= SMALL_BYTES]
-        self.apart = [c for c in self.large if not c.is_as_it_lies]
+        runs = {id(copy): copy.runs() for copy in self.large}
+        self.apart = [c for c in self.large if runs[id(c)] is None]
         self.sampled = [c for c in self.large if c.lazy and not c.source.is_cuda]
         self.small = ([self.view(c) for c in small], [c.source for c in small])
         self.by_leaf = {}
         for copy in self.plan.copies:
             self.by_leaf.setdefault(copy.leaf, []).append(copy)
         # A plan holds as long as its leaves are where they were, which each save makes sure of.
-        moves = (
-            Move(c.offset, c.source.data_ptr(), c.size_bytes) for c in self.large if c.is_as_it_lies
-        )
+        moves = (Move(*run) for copy in self.large for run in runs[id(copy)] or ())
         self.segments = plan_segments(moves, self.plan.image.tensor_bytes, SEGMENT_BYTES)
 
     def address_of(self, leaf: str, source: int, size_bytes: int) -> int | None:

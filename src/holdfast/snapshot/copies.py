@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -31,6 +33,25 @@ class Copy:
     def is_as_it_lies(self) -> bool:
         """Whether its bytes in host memory are the image's bytes."""
         return self.source.is_cpu and self.source.is_contiguous()
+
+    def runs(self) -> Iterator[tuple[int, int, int]] | None:
+        """(offset, address, size) of the runs of bytes it lies in; None when they are short."""
+        shape, strides = self.source.shape, self.source.stride()
+        item = length = self.source.element_size()
+        last = self.source.ndim
+        while last > 0 and (shape[last - 1] == 1 or strides[last - 1] * item == length):
+            last -= 1
+            length *= shape[last]
+        if not self.source.is_cpu or length < SMALL_BYTES:
+            return None
+        return self._runs(last, length)
+
+    def _runs(self, last: int, length: int) -> Iterator[tuple[int, int, int]]:
+        item, address = self.source.element_size(), self.source.data_ptr()
+        strides = self.source.stride()[:last]
+        for number, at in enumerate(product(*map(range, self.source.shape[:last]))):
+            inside = sum(n * stride for n, stride in zip(at, strides, strict=True)) * item
+            yield self.offset + number * length, address + inside, length
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ class Through:
         self.table = table
         self.rank = rank
         self.world = world
+        self._known: dict[tuple[str, Shape, object], list[Look]] = {}
 
     def sight(self, origin: Origin, tensor: torch.Tensor) -> Sight | None:
         """What ``tensor`` is of which stored leaves; None where it is a leaf by itself.
@@ -138,7 +139,17 @@ class Through:
         )
 
     def _looks(self, origin: Origin, tensor: torch.Tensor) -> list[Look]:
-        """What of which leaves of the training a parameter is, each as the rules see it."""
+        """What of which leaves of the training a parameter is, each as the rules see it.
+
+        The state of an optimizer asks for the same as its parameter, and every save anew.
+        """
+        what = "on a mesh" if isinstance(tensor, DTensor) else declared(tensor)
+        key = origin.name, tuple(tensor.shape), what
+        if key not in self._known:
+            self._known[key] = self._look(origin, tensor)
+        return self._known[key]
+
+    def _look(self, origin: Origin, tensor: torch.Tensor) -> list[Look]:
         what = declared(tensor)
         shape = tuple(tensor.shape)
         if isinstance(tensor, DTensor):

@@ -1,0 +1,404 @@
+"""One process: what is saved through rules, and what a restore through them gives and refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast import rules as r
+from holdfast.errors import RestoreError, StateMismatch, UnsupportedState, UsageError
+
+State = dict[str, Any]
+QKV = ("qkv.{what}", r.fused(0, (8, 4, 4), into=("q.{what}", "k.{what}", "v.{what}")))
+EMBED = ("embed.weight", r.padded(0, 17))
+HEAD = ("head.weight", r.padded(0, 17))
+STACK = ("layers.{i}.weight", r.stack("all.weight", 0, count=3, at="{i}"))
+
+
+class Net(nn.Module):
+    """Fused, padded, tied, and layers that are one leaf in the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(20, 8)
+        self.qkv = nn.Linear(8, 16)
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def rules(*others: Any) -> r.Rules:
+    return r.Rules([QKV, EMBED, HEAD, STACK, *others])
+
+
+def build(
+    seed: int, *, steps: int = 0, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> State:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = kind(model.parameters(), lr=0.5)  # type: ignore[call-arg]
+    for _ in range(steps):
+        sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer, "seen": steps}
+
+
+def elements(state: State) -> dict[str, torch.Tensor]:
+    """All tensors, with the padding of the vocabulary as it is after a restore."""
+    found = {}
+    for name, parameter in state["model"].named_parameters():
+        kept = state["optimizer"].state[parameter]
+        for kind, tensor in [("", parameter.detach()), *kept.items()]:
+            found[f"{name}.{kind}"] = tensor.clone()
+            if name == "embed.weight" and tensor.ndim:
+                found[f"{name}.{kind}"][17:] = 0
+    return found
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
+def test_parameters_and_their_state_come_back_through_rules(tmp_path: Path, kind: Any) -> None:
+    state = build(0, steps=2, kind=kind)
+    holdfast.save(tmp_path, state, rules=rules())
+    again = build(1, kind=kind)
+    holdfast.load(tmp_path, again, rules=rules())
+    assert same(elements(again), elements(state)) and again["seen"] == 2
+    assert again["model"].head.weight is again["model"].embed.weight
+    assert not again["model"].embed.weight[17:].any()
+
+
+def test_what_is_stored_has_the_names_and_shapes_of_the_rules_and_no_padding(
+    tmp_path: Path,
+) -> None:
+    state = build(0, steps=1)
+    holdfast.save(tmp_path, state, rules=rules())
+    with holdfast.open(tmp_path) as checkpoint:
+        shapes = {name: leaf.shape for name, leaf in checkpoint.leaves.items()}
+        stored = torch.as_tensor(checkpoint.read("optimizer.all.weight.exp_avg"))
+    names = ("embed.weight", "all.weight", *(f"{x}.{y}" for x in "qkv" for y in ("weight", "bias")))
+    kinds = ("exp_avg", "exp_avg_sq", "step")
+    assert shapes.keys() == {
+        *(f"model.{name}" for name in names),
+        *(f"optimizer.{name}.{kind}" for name in names for kind in kinds),
+    }
+    assert shapes["model.embed.weight"] == (17, 8) and shapes["model.k.weight"] == (4, 8)
+    assert shapes["optimizer.all.weight.exp_avg_sq"] == (3, 8, 8)
+    for n, layer in enumerate(state["model"].layers):
+        assert torch.equal(stored[n], state["optimizer"].state[layer.weight]["exp_avg"])
+
+
+def test_a_checkpoint_of_before_the_rules_is_read_through_stored_rules(tmp_path: Path) -> None:
+    state = build(0, steps=1)
+    holdfast.save(tmp_path, state)
+    apart = nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 4), "v": nn.Linear(8, 4)})
+    part = {"model": apart}
+    holdfast.load(
+        tmp_path, part, stored_rules=rules(), only=["model.q.*", "model.k.*", "model.v.*"]
+    )
+    assert torch.equal(apart["k"].weight, state["model"].qkv.weight[8:12])
+    again = build(1)
+    holdfast.load(tmp_path, again, rules=rules(), stored_rules=rules())
+    assert same(elements(again), elements(state))
+
+
+def test_only_what_is_asked_for_is_restored(tmp_path: Path) -> None:
+    state, again = build(0, steps=1), build(1)
+    holdfast.save(tmp_path, state, rules=rules())
+    before = elements(again)
+    holdfast.load(tmp_path, again, rules=rules(), only=["model.layers.*.weight", "seen"])
+    after = elements(again)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {f"layers.{n}.weight." for n in range(3)} and again["seen"] == 1
+    weights = build(2)
+    holdfast.load(tmp_path, weights, rules=rules(), only=["model.**"])
+    assert torch.equal(weights["model"].qkv.weight, state["model"].qkv.weight)
+    assert not weights["optimizer"].state and weights["seen"] == 0
+
+
+def test_a_pattern_of_only_that_means_nothing_is_refused(tmp_path: Path) -> None:
+    holdfast.save(tmp_path, build(0))
+    with pytest.raises(UsageError, match=r"only='modle\.\*\*' means no leaf and no key"):
+        holdfast.load(tmp_path, build(1), only=["model.**", "modle.**"])
+    with pytest.raises(UsageError, match="restored whole or not at all"):
+        holdfast.save(tmp_path, build(0, steps=1), 1)
+        holdfast.load(tmp_path, build(1), only=["optimizer.qkv.*.exp_avg"])
+
+
+def test_a_leaf_may_be_missing_only_if_it_is_named(tmp_path: Path) -> None:
+    holdfast.save(tmp_path, {"model": nn.ModuleDict({"a": nn.Linear(2, 2)})})
+    more = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    kept = more["b"].weight.detach().clone()
+    with pytest.raises(StateMismatch, match="model.b.weight: in the model, but not in the check"):
+        holdfast.load(tmp_path, {"model": more})
+    with pytest.raises(StateMismatch, match="model.b.bias"):
+        holdfast.load(tmp_path, {"model": more}, allow_missing=["model.b.weight"])
+    state = {"model": more, "seen": 3}
+    holdfast.load(tmp_path, state, allow_missing=["model.b.*", "seen"])
+    assert torch.equal(more["b"].weight, kept) and state["seen"] == 3
+
+
+def test_a_parameter_that_is_new_to_the_optimizer_may_be_missing(tmp_path: Path) -> None:
+    state = build(0, steps=1)
+    holdfast.save(tmp_path, state)
+    again = build(1)
+    extra = nn.Linear(3, 3)
+    again["model"].extra = extra
+    again["optimizer"].add_param_group({"params": extra.parameters(), "lr": 0.125})
+    with pytest.raises(StateMismatch, match=r"optimizer\.extra\.weight: not in the saved"):
+        holdfast.load(tmp_path, again, allow_missing=["model.extra.*"])
+    holdfast.load(tmp_path, again, allow_missing=["model.extra.*", "optimizer.extra.**"])
+    assert again["optimizer"].param_groups[1]["lr"] == 0.125
+    assert torch.equal(again["model"].qkv.weight, state["model"].qkv.weight)
+
+
+def test_elements_are_converted_where_a_rule_says_so_and_nowhere_else(tmp_path: Path) -> None:
+    state = build(0, steps=1)
+    holdfast.save(tmp_path, state, rules=rules())
+    half = Net().bfloat16()
+    with pytest.raises(StateMismatch, match=r"qkv\.weight: .* model\.k\.weight, .* F32 .* BF16"):
+        holdfast.load(tmp_path, {"model": half}, rules=rules())
+    cast = r.Rules([(pattern, *kinds, r.cast("bfloat16")) for pattern, *kinds in
+                    (QKV, EMBED, HEAD, STACK)])  # fmt: skip
+    holdfast.load(tmp_path, {"model": half}, rules=cast)
+    for name, parameter in state["model"].named_parameters():
+        wanted = parameter.detach().bfloat16()
+        if name == "embed.weight":
+            wanted[17:] = 0
+        assert torch.equal(half.get_parameter(name), wanted)
+
+
+def test_numbers_that_are_joined_must_agree_before_anything_is_read(tmp_path: Path) -> None:
+    state = build(0, steps=1)
+    model, optimizer = state["model"], state["optimizer"]
+    apart = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4), ("v", 4))})
+    separate = torch.optim.AdamW(apart.parameters())
+    sum(p.sum() for p in apart.parameters()).backward()  # type: ignore[union-attr]
+    separate.step()
+    separate.state[apart["k"].weight]["step"].fill_(9)
+    holdfast.save(tmp_path, {"model": apart, "optimizer": separate})
+    fused = nn.ModuleDict({"qkv": model.qkv})
+    before = model.qkv.weight.detach().clone()
+    one = {"model": fused, "optimizer": torch.optim.AdamW(fused.parameters())}
+    with pytest.raises(
+        StateMismatch,
+        match=r"qkv\.weight\.step: one number .* q\.weight\.step is 1\.0, .*k\.weight\.step is 9",
+    ):
+        holdfast.load(tmp_path, one, rules=r.Rules([QKV]))
+    assert torch.equal(model.qkv.weight, before) and optimizer is state["optimizer"]
+
+
+def test_a_missing_part_is_told_with_both_names(tmp_path: Path) -> None:
+    apart = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4))})
+    holdfast.save(tmp_path, {"model": apart})
+    fused = nn.ModuleDict({"qkv": nn.Linear(8, 16)})
+    with pytest.raises(StateMismatch) as caught:
+        holdfast.load(tmp_path, {"model": fused}, rules=r.Rules([QKV]))
+    told = "model.qkv.weight: by the rules made of model.v.weight, which is not in the checkpoint"
+    assert any(problem.startswith(told) for problem in caught.value.fields["problems"])
+    before = fused["qkv"].weight.detach().clone()
+    holdfast.load(tmp_path, {"model": fused}, rules=r.Rules([QKV]), allow_missing=["model.v.*"])
+    assert torch.equal(fused["qkv"].weight[:8], apart["q"].weight)
+    assert torch.equal(fused["qkv"].weight[12:], before[12:])
+
+
+def test_a_rule_for_no_leaf_is_refused_at_save_and_at_restore(tmp_path: Path) -> None:
+    wrong = rules(("qvk.weight", r.replicated))
+    with pytest.raises(UsageError, match=r"the rule for 'qvk\.weight' is for no leaf of any rank"):
+        holdfast.save(tmp_path, build(0), rules=wrong)
+    holdfast.save(tmp_path, build(0), rules=rules())
+    with pytest.raises(UsageError, match=r"qvk\.weight"):
+        holdfast.load(tmp_path, build(0), rules=wrong)
+    with pytest.raises(UsageError, match="rules is a list: give a holdfast.rules.Rules"):
+        holdfast.save(tmp_path, build(0), rules=[QKV])  # type: ignore[arg-type]
+
+
+def test_two_tensors_that_are_the_same_elements_are_refused(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    both = r.Rules([("{x}.weight", r.part_of("w", 0, at=1, whole=4))])
+    with pytest.raises(UsageError, match=r"model\.a\.weight, model\.b\.weight are the same elem"):
+        holdfast.save(tmp_path, {"model": model}, rules=both)
+    other = r.Rules([("a.weight", r.part_of("w", 0, at=0, whole=4)),
+                     ("b.weight", r.part_of("w", 0, at=2, whole=5))])  # fmt: skip
+    with pytest.raises(UsageError, match=r"both seen as parts of model\.w, .* \[4, 2\].* \[5, 2\]"):
+        holdfast.save(tmp_path, {"model": model}, rules=other)
+
+
+def test_a_value_that_is_a_fused_tensor_is_refused_and_one_renamed_is_followed(
+    tmp_path: Path,
+) -> None:
+    state = build(0)
+    state["best"] = {"weight": state["model"].qkv.weight}
+    with pytest.raises(UnsupportedState, match=r"a value in the state is model\.qkv\.weight"):
+        holdfast.save(tmp_path, state, rules=rules())
+    renamed = r.Rules([("qkv.weight", r.rename("other"))])
+    holdfast.save(tmp_path, state, rules=renamed)
+    again = build(1)
+    again["best"] = {"weight": again["model"].qkv.weight}
+    holdfast.load(tmp_path, again, rules=renamed)
+    assert torch.equal(again["model"].qkv.weight, state["model"].qkv.weight)
+    assert again["best"]["weight"] is again["model"].qkv.weight
+
+
+def test_the_next_save_looks_only_whether_anything_changed(tmp_path: Path) -> None:
+    from holdfast.state.describe import Describer
+    from holdfast.state.through import Through
+
+    describer = Describer(build(0, steps=1), 0, rules=rules())
+    first = describer.describe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Through, "sight", None)  # nothing is seen through rules again
+        second = describer.describe()
+    assert second.bindings is first.bindings and second.values == first.values
+
+
+def test_what_is_declared_between_saves_counts_for_the_next() -> None:
+    from holdfast.state.describe import Describer
+
+    model = nn.Linear(4, 4, bias=False)
+    describer = Describer({"model": model}, 0)
+    before = describer.describe().table_hash
+    holdfast.declare(model.weight, holdfast.Shard((8, 4), (4, 0)))
+    assert describer.describe().table_hash != before
+
+
+def test_declared_shards_follow_into_optimizer_state_and_back(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(4, 6)
+    model = nn.ParameterDict({"a": nn.Parameter(whole[:, :4].clone()),
+                              "b": nn.Parameter(whole[:, 4:].clone())})  # fmt: skip
+    join = r.Rules([("a", r.rename("w")), ("b", r.rename("w"))])
+    for name, at in (("a", 0), ("b", 4)):
+        holdfast.declare(model[name], holdfast.Shard((4, 6), (0, at)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    holdfast.save(tmp_path, {"model": model, "optimizer": optimizer}, rules=join)
+    flat = nn.ParameterDict({"w": nn.Parameter(torch.full((26,), 7.0))})
+    holdfast.declare(flat["w"], holdfast.FlatShard((4, 6), 0))
+    there = torch.optim.SGD(flat.parameters(), lr=0.1, momentum=0.5)
+    holdfast.load(tmp_path, {"model": flat, "optimizer": there})
+    joined = torch.cat([model["a"].detach(), model["b"].detach()], 1)
+    assert torch.equal(flat["w"][:24].detach(), joined.reshape(-1)) and not flat["w"][24:].any()
+    momentum = there.state[flat["w"]]["momentum_buffer"]
+    assert torch.equal(momentum[:24], 2 * whole.reshape(-1)) and not momentum[24:].any()
+
+
+def test_an_entry_of_the_state_can_be_a_shard(tmp_path: Path) -> None:
+    whole = torch.arange(10.0)
+    first = holdfast.declare(whole.clone(), holdfast.FlatShard((10,), 0))
+    holdfast.save(tmp_path, {"cache": first})
+    part = holdfast.declare(torch.zeros(4), holdfast.Shard((10,), (3,)))
+    holdfast.load(tmp_path, {"cache": part})
+    assert torch.equal(part, whole[3:7])
+    buffer = holdfast.declare(
+        torch.arange(8.0),
+        holdfast.FlatBuffer([("a", (2, 2), 0, 4, 0), ("b", (3,), 0, 3, 4)]),
+    )
+    holdfast.save(tmp_path, {"cache": buffer}, 1)
+    with holdfast.open(tmp_path) as checkpoint:
+        assert checkpoint.leaves["cache.a"].shape == (2, 2)
+    again = holdfast.declare(
+        torch.full((9,), 5.0),
+        holdfast.FlatBuffer([("b", (3,), 0, 3, 0), ("a", (2, 2), 0, 4, 5)]),
+    )
+    holdfast.load(tmp_path, {"cache": again})
+    assert again.tolist() == [4, 5, 6, 0, 0, 0, 1, 2, 3]
+
+
+def test_masters_of_more_digits_stand_for_parameters_that_need_them(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"w": nn.Parameter(torch.randn(3, 4).bfloat16())})
+    master = nn.Parameter(model["w"].detach().float().reshape(-1) + 1e-4)
+    holdfast.declare(master, holdfast.FlatShard((3, 4), 0, name="w"))
+    optimizer = torch.optim.SGD([master], lr=0.5)
+    state = {"model": model, "optimizer": optimizer}
+    holdfast.save(tmp_path, state)
+    with holdfast.open(tmp_path) as checkpoint:
+        assert {n: leaf.dtype for n, leaf in checkpoint.leaves.items()} == {
+            "model.w": "BF16", "optimizer.w.master": "F32",
+        }  # fmt: skip
+    wide = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3, 4))})
+    holdfast.load(tmp_path, {"model": wide}, allow_missing=["**"])
+    # A parameter alone has no optimizer to look into: the state names both.
+    both = {"model": wide, "optimizer": torch.optim.SGD(wide.parameters(), lr=0.1)}
+    holdfast.load(tmp_path, both)
+    assert torch.equal(wide["w"].detach().reshape(-1), master.detach())
+    again = {"model": nn.ParameterDict({"w": nn.Parameter(torch.zeros(3, 4).bfloat16())})}
+    other = nn.Parameter(torch.zeros(12))
+    holdfast.declare(other, holdfast.FlatShard((3, 4), 0, name="w"))
+    again["optimizer"] = torch.optim.SGD([other], lr=0.1)  # type: ignore[assignment]
+    holdfast.load(tmp_path, again)
+    assert torch.equal(other.detach(), master.detach())
+    assert torch.equal(again["model"]["w"], model["w"])
+
+
+def test_factors_of_a_renamed_parameter_follow_it_and_of_a_fused_one_stay(tmp_path: Path) -> None:
+    def factored() -> State:
+        model = nn.ModuleDict({"qkv": nn.Linear(8, 16), "o": nn.Linear(8, 8)})
+        return {"model": model, "optimizer": torch.optim.Adafactor(model.parameters(), lr=0.1)}
+
+    state = factored()
+    sum(p.square().sum() for p in state["model"].parameters()).backward()
+    state["optimizer"].step()
+    both = r.Rules([QKV, ("o.{what}", r.rename("out.{what}"))])
+    holdfast.save(tmp_path, state, rules=both)
+    with holdfast.open(tmp_path) as checkpoint:
+        assert checkpoint.leaves["optimizer.out.weight.row_var"].shape == (8, 1)
+        assert checkpoint.leaves["optimizer.qkv.weight.row_var"].shape == (16, 1)
+    again = factored()
+    holdfast.load(tmp_path, again, rules=both)
+    for one, other in zip(state["model"].parameters(), again["model"].parameters(), strict=True):
+        kept, there = state["optimizer"].state[one], again["optimizer"].state[other]
+        assert kept.keys() == there.keys()
+        assert all(torch.equal(kept[k], there[k]) for k in kept)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what", "message"),
+    [
+        (torch.zeros(3, 3), holdfast.Shard((4, 4), (2, 0)), "is no part, from .2, 0. on"),
+        (torch.zeros(4), holdfast.Shard((4, 4), (0, 0)), "is no part"),
+        (torch.zeros(3, 4).T, holdfast.FlatShard((12,), 0), "is no run of elements"),
+        (torch.zeros(3), holdfast.FlatBuffer([("a", (4,), 0, 4, 0)]), "a buffer that has 3"),
+        (torch.zeros(3), "first half", "declares no part of a leaf"),
+        ([1.0], holdfast.FlatShard((1,), 0), "only plain tensors need it"),
+    ],
+)
+def test_a_declaration_that_cannot_be_is_refused(tensor: Any, what: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        holdfast.declare(tensor, what)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: holdfast.Shard((4, 4), (2,)), "1 offsets for a leaf of 2 dimensions"),
+        (lambda: holdfast.FlatShard((4, -4), 0), "global_shape is -4"),
+        (lambda: holdfast.FlatBuffer([("a", (4,), 2, 4, 0)]), "elements 2 to 6 of a leaf"),
+        (
+            lambda: holdfast.FlatBuffer([("a", (4,), 0, 4, 0), ("b", (4,), 0, 4, 3)]),
+            "a and b share elements of one buffer",
+        ),
+    ],
+)
+def test_a_declaration_that_means_nothing_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_a_torn_restore_leaves_nothing_half_converted(tmp_path: Path) -> None:
+    """The read that fails is told as any other: the state must not be used."""
+    state = build(0, steps=1)
+    holdfast.save(tmp_path, state, rules=rules())
+    (image,) = tmp_path.glob("steps/*/*.safetensors")
+    data = bytearray(image.read_bytes())
+    data[4096 + 64] ^= 1
+    image.write_bytes(data)
+    with pytest.raises(RestoreError):
+        holdfast.load(tmp_path, build(1), rules=rules())
