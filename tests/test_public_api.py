@@ -52,6 +52,7 @@ PUBLIC_NAMES = [
     "open",
     "register_enum",
     "register_tensor",
+    "rules",
     "save",
     "subscribe",
 ]

@@ -57,11 +57,13 @@ __all__ = [
     "open",
     "register_enum",
     "register_tensor",
+    "rules",
     "save",
     "subscribe",
 ]
 
 if TYPE_CHECKING:
+    from . import rules
     from .checkpointer import Checkpointer
     from .errors import (
         AlreadyPublished,
@@ -119,6 +121,7 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "open": ".oneshot",
         "register_enum": ".format.foreign",
         "register_tensor": ".state.subclasses",
+        "rules": ".rules",
         "save": ".oneshot",
         "subscribe": ".events",
     }  # every other public name is an error
@@ -126,7 +129,8 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-        value = getattr(importlib.import_module(_HOME.get(name, ".errors"), __name__), name)
+        home = importlib.import_module(_HOME.get(name, ".errors"), __name__)
+        value = home if name == "rules" else getattr(home, name)
         globals()[name] = value
         return value
 

@@ -22,6 +22,8 @@ DOORS = (
     "world.py",
     "format/*.py",
     "policy/*.py",
+    "rules/*.py",
+    "geometry/tables.py",
     "state/*.py",
     "snapshot/arena.py",
     "snapshot/capture.py",

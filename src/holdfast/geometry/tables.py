@@ -118,18 +118,27 @@ def _disjoint(patches: list[Patch]) -> list[Patch]:
 
 def joined(patches: Sequence[Patch]) -> tuple[Patch, ...]:
     """As few patches that say the same, in the order of where they begin."""
-    found, count = list(patches), len(patches) + 1
-    while 1 < len(found) < count:
-        count = len(found)
-        for dim in reversed(range(found[0].here.ndim)):
-            found = _joined_along(dim, found)
+    by_leaf: dict[str, list[Patch]] = {}
+    for patch in patches:
+        by_leaf.setdefault(patch.leaf, []).append(patch)
+    found = (patch for of_leaf in by_leaf.values() for patch in _joined(of_leaf))
     return tuple(sorted(found, key=lambda patch: patch.here.start))
+
+
+def _joined(patches: list[Patch]) -> list[Patch]:
+    """The same for patches of one leaf."""
+    count = len(patches) + 1
+    while 1 < len(patches) < count:
+        count = len(patches)
+        for dim in reversed(range(patches[0].here.ndim)):
+            patches = _joined_along(dim, patches)
+    return patches
 
 
 def _joined_along(dim: int, patches: list[Patch]) -> list[Patch]:
     def line(patch: Patch) -> tuple[object, ...]:
         here = patch.here
-        return patch.leaf, _without(here.start, dim), _without(here.stop, dim), here.start[dim]
+        return _without(here.start, dim), _without(here.stop, dim), here.start[dim]
 
     found: list[Patch] = []
     for patch in sorted(patches, key=line):
@@ -143,7 +152,7 @@ def _joined_along(dim: int, patches: list[Patch]) -> list[Patch]:
 
 def _union(one: Patch, other: Patch, dim: int) -> Patch | None:
     """Two patches as one, the other behind the first along ``dim``; None when they are not."""
-    if one.leaf != other.leaf or _without(one.dims, dim) != _without(other.dims, dim):
+    if _without(one.dims, dim) != _without(other.dims, dim):
         return None
     here = _behind(one.here, other.here, dim)
     differing = [d for d in range(one.box.ndim) if _side(one.box, d) != _side(other.box, d)]

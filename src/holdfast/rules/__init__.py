@@ -5,6 +5,7 @@ from __future__ import annotations
 from holdfast.geometry.patches import LocalPatch, Patch, Seen, local_padding, local_patches
 from holdfast.geometry.tables import Table, turned
 from holdfast.rules.hugging_face import gpt2, llama, mixtral
+from holdfast.rules.kinds import Kind
 from holdfast.rules.local import Local
 from holdfast.rules.mapping import Rules
 from holdfast.rules.roles import MEGATRON, META, NANOGPT
@@ -31,6 +32,7 @@ __all__ = [
     "MEGATRON",
     "META",
     "NANOGPT",
+    "Kind",
     "Local",
     "LocalPatch",
     "Patch",

@@ -79,8 +79,7 @@ class Fused(Step, Cut):
                 f"{extent}: give the width that each leaf has over all ranks"
             )
         names = [place.fill(part.name) for part in self.parts]
-        if len(set(names)) < len(names):
-            raise place.wrong(f"its parts are called {names}: give each a name of its own")
+        place.check_names(names)
         patches = []
         for (number, (start, stop)), (first, last) in zip(stretches, there, strict=True):
             shape = self._shape(place, number)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
@@ -60,6 +61,12 @@ class Place:
                 "as the leaf is after the kinds listed before this one"
             )
         return self.shape[dim]
+
+    def check_names(self, names: Sequence[str]) -> None:
+        """UsageError when parts of the leaf have the same name."""
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise self.wrong(f"two of its parts are called {twice!r}: give each a name of its own")
 
     def wrong(self, what: str) -> UsageError:
         """An error about this leaf."""
@@ -121,6 +128,11 @@ class Said(Kind):
     dtype: str | None = None
     is_copy: bool = False
     is_optional: bool = False
+
+
+def is_cut(kind: Kind) -> TypeGuard[Cut]:
+    """Whether it says which part of a leaf the tensor of a rank is."""
+    return isinstance(kind, Cut) and bool(kind.meshes())
 
 
 def apply(kinds: Iterable[Kind], seen: Seen, place: Place) -> Seen:

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.errors import UsageError
 from holdfast.geometry.patches import Seen, Shape, renamed
 from holdfast.geometry.tables import Table, clash, turned
-from holdfast.rules.kinds import Cut, Kind, Place, Said, Step, apply
+from holdfast.rules.kinds import Kind, Place, Said, Step, apply, is_cut
 from holdfast.rules.local import Local, coordinate, local
 from holdfast.rules.names import Pattern
 from holdfast.rules.shares import Flat
@@ -79,7 +79,7 @@ class Rules:
         UsageError names leaf and rule that do not fit, or a rank that is not on the mesh.
         """
         rule, place = self._rule_for(name, shape)
-        cuts = [kind for kind in rule.kinds if isinstance(kind, Cut)] if rule else []
+        cuts = [kind for kind in rule.kinds if is_cut(kind)] if rule else []
         at = coordinate(self.mesh, rank)
         return local(cuts, place, at, lambda whole: self.see(name, whole))
 
@@ -181,9 +181,7 @@ class Rules:
 def _check_mesh(mesh: Mapping[str, int]) -> None:
     for name, size in mesh.items():
         if type(size) is not int or size < 1:
-            raise UsageError(
-                f"mesh: dimension {name!r} has {size!r} ranks; give a number from 1 on"
-            )
+            raise UsageError(f"mesh: {name!r} has {size!r} ranks: give a whole number from 1 on")
 
 
 def _flattened(text: Any, kinds: Sequence[Any]) -> Iterator[Kind]:
@@ -228,18 +226,24 @@ def _check_names(rule: Rule, values: Collection[str]) -> None:
 
 def _check_order(rule: Rule) -> None:
     """Cuts come first: they are about the tensor as it is here."""
-    changed_by: Kind | None = None
-    for number, kind in enumerate(rule.kinds):
-        is_first = not any(isinstance(one, Cut) for one in rule.kinds[:number])
-        if isinstance(kind, Cut) and (changed_by or (isinstance(kind, Flat) and not is_first)):
+    cut: Kind | None = None
+    ended: Kind | None = None
+    for kind in rule.kinds:
+        before = ended or (cut if isinstance(kind, Flat) else None)
+        if is_cut(kind) and before is not None:
             raise UsageError(
-                f"rule {rule.pattern.text!r}: {_word(kind)} is listed behind "
-                f"{_word(changed_by) if changed_by else 'another cut'}. List flat first, then "
-                "shard, then what has units or is fused, then the others",
+                f"rule {rule.pattern.text!r}: {_word(kind)} is listed behind {_word(before)}, and "
+                "says which part of the tensor here a rank has. List flat first, then shard, then "
+                "what has units or is fused over ranks, then the others",
                 pattern=rule.pattern.text,
             )
-        if isinstance(kind, Step) and kind.changes_shape():
-            changed_by = kind
+        cut = kind if is_cut(kind) else cut
+        ended = ended or (kind if _ends_cuts(kind) else None)
+
+
+def _ends_cuts(kind: Kind) -> bool:
+    """Whether what is listed behind it is about another leaf than the one here."""
+    return isinstance(kind, Step) and kind.changes_shape()
 
 
 def _word(kind: Kind) -> str:

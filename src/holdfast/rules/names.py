@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from holdfast.errors import UsageError
 
@@ -148,6 +149,7 @@ class Template:
         return _OPERATORS[type(tree.op)](left, right)
 
 
+@lru_cache(maxsize=1 << 10)
 def _parse(text: str, hole: str) -> ast.expr:
     try:
         tree = ast.parse(hole.strip(), mode="eval").body

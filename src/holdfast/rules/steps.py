@@ -138,15 +138,17 @@ class Unstack(Step):
         count = place.extent(self.dim)
         shape = (*place.shape[: self.dim], *place.shape[self.dim + 1 :])
         dims = (*range(self.dim), -1, *range(self.dim, len(shape)))
+        names = [place.fill(self.into, n=number) for number in range(count)]
+        place.check_names(names)
         patches = (
             Patch(
-                place.fill(self.into, n=number),
+                name,
                 shape,
                 Box.whole(shape),
                 band(place.shape, self.dim, number, number + 1),
                 dims,
             )
-            for number in range(count)
+            for number, name in enumerate(names)
         )
         return Seen(place.shape, tuple(patches))
 

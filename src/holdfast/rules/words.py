@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from holdfast.errors import UsageError
 from holdfast.rules.fused import Fused, Part
-from holdfast.rules.kinds import Kind, Said, Step
+from holdfast.rules.kinds import Kind, Said, Step, is_cut
 from holdfast.rules.names import Template
 from holdfast.rules.shares import Flat, Shard
 from holdfast.rules.steps import Padded, Paired, PartOf, Rename, Stack, Transpose, Unstack
@@ -145,10 +145,12 @@ def _check_part(
 
 def _part(what: str, into: Into, width: int, units: int, sizes: tuple[int, ...] | None) -> Part:
     name, *kinds = (into,) if isinstance(into, str) else into
-    if not isinstance(name, str) or not all(isinstance(kind, Step) for kind in kinds):
+    if not isinstance(name, str) or not all(
+        isinstance(kind, Step) and not is_cut(kind) for kind in kinds
+    ):
         raise UsageError(
             f"{what}: {into!r} is no part: give its name, or a tuple of its name and what it is "
-            "made of (rename, padded, transpose and the like)"
+            "made of (rename, padded, transpose and the like); over= says how parts are cut"
         )
     return Part(Template(name), width, units, sizes, tuple(kinds))  # type: ignore[arg-type]
 
