@@ -27,7 +27,7 @@ OWN = ("__holdfast_values__", "__holdfast_pad__", "__holdfast_blocks__")
 GAP = "__holdfast_gap__"
 FEATURES = {row["feature"].strip("`") for row in spec.rows("11. Versions and features", "feature")}
 #: Optional fields that came after the first version: checkpoints from before have them not.
-LATER = {"Manifest": {"parts"}, "4. Layout": {"frozen"}}
+LATER = {"Manifest": {"parts"}, "4. Layout": {"frozen", "extents", "sets", "listings"}}
 NUMBER = "(0|[1-9][0-9]*)"
 IS_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*\Z", re.ASCII)
 
@@ -210,7 +210,8 @@ def check_layout(data: bytes, name: str) -> Json:
     assert xxhash.xxh3_128_hexdigest(data) == name, "R15"
     layout: Json = strict_json(data)
     check_fields(layout, "4. Layout")
-    assert (layout["holds"], layout["version"]) == ("layout", 1), "R16"
+    assert (layout["holds"], layout["version"]) == ("layout", 2 if "listings" in layout else 1)
+    assert layout.get("listings", [0]), "R53"
     world, limits = layout["world"], spec.limits()
     assert 1 <= world <= limits["ranks"]
     for shape, ranks in layout["meshes"]:
@@ -224,13 +225,33 @@ def check_layout(data: bytes, name: str) -> Json:
         strides = math.prod(f for _, f in placements)
         assert strides <= limits["strides of an instance"], "R19"
     for group in layout["groups"]:
-        assert group and all(0 <= one < len(layout["instances"]) for one in group), "R17, R20"
-        ranks = [r for one in group for r in layout["meshes"][layout["instances"][one][0]][1]]
-        assert len(set(ranks)) == len(ranks), "R20"
+        assert group and all(one < len(layout["instances"]) for one in group), "R17, R20"
+        listed = [-1 - one for one in group if one < 0]
+        assert len(listed) <= 1 and all(n < len(layout["listings"]) for n in listed), "R54"
+        ranks = [rank for one in group for rank in _ranks(layout, one)]
+        assert len(set(ranks)) == len(ranks), "R20, R54"
+    check_listings(layout)
     check_leaves(layout)
     frozen = layout.get("frozen", [])
     assert frozen == sorted(set(frozen)) and set(frozen) <= set(range(len(layout["leaves"])))
     return layout
+
+
+def check_listings(layout: Json) -> None:
+    """R55, R56."""
+    for ranks in layout.get("sets", []):
+        assert len(ranks) > 1 and ranks == sorted(set(ranks)), "R56"
+        assert ranks[0] >= 0 and ranks[-1] < layout["world"], "R56"
+    for number, (reach, *columns) in enumerate(layout.get("listings", [])):
+        boxes = listed_boxes(layout, number)
+        assert {len(column) for column in columns} == {len(boxes)}, "R55"
+        keys = [([a for a, _ in box], [b for _, b in box]) for box, _ in boxes]
+        assert all(one < other for one, other in pairwise(keys)), "R55"
+        stops = [[b for _, b in box] for box, _ in boxes]
+        assert reach == [max(at) for at in zip(*stops, strict=True)], "R55"
+        for n, (one, some) in enumerate(boxes):
+            for other, others in boxes[n + 1 :]:
+                assert not set(some) & set(others) or not meet(one, other), "R55"
 
 
 def check_leaves(layout: Json) -> None:
@@ -247,6 +268,11 @@ def check_leaves(layout: Json) -> None:
         assert spread in ("split", "lowest"), "R22"
         assert 0 <= group < len(layout["groups"]), "R17"
         for instance in layout["groups"][group]:
+            if instance < 0:
+                reach, gaps, _, _ = layout["listings"][-1 - instance]
+                assert not gaps or len(reach) == len(shape), "R54"
+                assert all(b <= size for b, size in zip(reach, shape, strict=False)), "R54"
+                continue
             assert all(d < len(shape) for d, _ in layout["instances"][instance][1]), "R19"
 
 
@@ -460,6 +486,140 @@ def check_tagged(tag: str, content: Any, leaves: set[str], depth: int) -> None:
         assert re.fullmatch(pattern, content), f"{tag}: {content}"
 
 
+# ── listings ─────────────────────────────────────────────────────────────────────────────────
+
+
+def listed_boxes(layout: Json, number: int) -> list[tuple[Box, list[int]]]:
+    """R56: the boxes of a listing, and the ranks of each."""
+    reach, gaps, sizes, steps = layout["listings"][number]
+    count = math.prod(reach)
+    found: list[tuple[Box, list[int]]] = []
+    end = holder = 0
+    for gap, size, step in zip(gaps, sizes, steps, strict=True):
+        first = end + gap
+        assert size and 0 <= first < count and first + size <= count, "R56"
+        start = place_of(first, reach)
+        if size > 0:
+            last = place_of(first + size - 1, reach)
+            box = tuple((a, b + 1) for a, b in zip(start, last, strict=True))
+            assert volume(box) == size, "R56: one run that is a box"
+        else:
+            extents = layout["extents"][-1 - size]
+            box = tuple((a, a + n) for a, n in zip(start, extents, strict=True))
+            assert all(b <= n for (_, b), n in zip(box, reach, strict=True)), "R56"
+        run = first_run(box, reach)
+        assert (run == volume(box)) == (size > 0), "R56"
+        end, holder = first + run, holder + step
+        assert holder >= 0, "R56"
+        alone = holder < layout["world"]
+        found.append((box, [holder] if alone else layout["sets"][holder - layout["world"]]))
+    return found
+
+
+def place_of(number: int, shape: list[int]) -> list[int]:
+    """Where the element of this number is, in row-major order."""
+    rest = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return [number // behind % size for behind, size in zip(rest, shape, strict=True)]
+
+
+def first_run(box: Box, shape: list[int]) -> int:
+    """How many elements of a box follow its first one without a gap."""
+    dim = len(shape)
+    while dim and all(box[d] == (0, shape[d]) for d in range(dim, len(shape))):
+        dim -= 1  # behind `dim` the box is as wide as the leaf
+    return volume(box[dim:])
+
+
+def meet(one: Box, other: Box) -> bool:
+    return all(a[0] < b[1] and b[0] < a[1] for a, b in zip(one, other, strict=True))
+
+
+Held = list[tuple[Box, list[int]]]
+
+
+def cells_of(layout: Json, group: list[int], shape: list[int]) -> Held:
+    """A.5: the cells of a leaf with a listing, by their starts."""
+    held: dict[Box, set[int]] = {}
+    for one in group:
+        some = listed_boxes(layout, -1 - one) if one < 0 else holders(layout, one, shape).items()
+        for box, ranks in some:
+            if volume(box):
+                held.setdefault(box, set()).update(ranks)
+    found = [(box, sorted(ranks)) for box, ranks in held.items()]
+    cells = _cells(tuple((0, size) for size in shape), found)
+    return sorted(cells, key=lambda cell: [a for a, _ in cell[0]])
+
+
+def _cells(region: Box, held: Held) -> Held:
+    parts = _taken_apart(region, held)
+    if parts is not None:
+        return [cell for part in parts for cell in _cells(*part)]
+    if not any(meet(one, other) for n, (one, _) in enumerate(held) for other, _ in held[:n]):
+        return held
+    cells = _cut(region, held)
+    if sum(len(some) for _, some in cells) <= 16 * len(held):
+        return [(part, sorted({r for _, ranks in some for r in ranks})) for part, some in cells]
+    found: Held = []
+    taken: list[Box] = []
+    for box, ranks in sorted(held, key=lambda one: (one[1][0], *zip(*one[0], strict=True))):
+        left = [box]
+        for other in taken:
+            left = [rest for one in left for rest in without(one, other)]
+        found += [(rest, ranks) for rest in left]
+        taken.append(box)
+    return found
+
+
+def _taken_apart(region: Box, held: Held) -> list[tuple[Box, Held]] | None:
+    """Step 1; None when no dimension is left."""
+    for dim, whole in enumerate(region):
+        joined: list[list[int]] = []
+        for a, b in sorted(box[dim] for box, _ in held):
+            if joined and a < joined[-1][1]:
+                joined[-1][1] = max(joined[-1][1], b)
+            else:
+                joined.append([a, b])
+        if joined != [list(whole)]:
+            return [
+                (
+                    (*region[:dim], (a, b), *region[dim + 1 :]),
+                    [one for one in held if a <= one[0][dim][0] < b],
+                )
+                for a, b in joined
+            ]
+    return None if held else []
+
+
+def _cut(region: Box, held: Held) -> list[tuple[Box, Held]]:
+    """Step 3: the cells, each with the boxes that are all of it."""
+    if all(box == region for box, _ in held):
+        return [(region, held)] if held else []
+    parts = _taken_apart(region, held)
+    if parts is None:
+        dim = next(d for d, whole in enumerate(region) if {box[d] for box, _ in held} != {whole})
+        ends = sorted({end for box, _ in held for end in box[dim]})
+        parts = []
+        for pair in pairwise(ends):
+            some = [(box, r) for box, r in held if box[dim][0] < pair[1] and pair[0] < box[dim][1]]
+            clipped = [((*box[:dim], pair, *box[dim + 1 :]), r) for box, r in some]
+            parts.append(((*region[:dim], pair, *region[dim + 1 :]), clipped))
+    return [cell for part in parts for cell in _cut(*part)]
+
+
+def without(one: Box, other: Box) -> list[Box]:
+    """Step 4: what remains of a box when another is taken from it."""
+    if not meet(one, other):
+        return [one]
+    found = []
+    for dim, (a, b) in enumerate(other):
+        start, stop = one[dim]
+        for pair in ((start, a), (b, stop)):
+            if pair[0] < pair[1]:
+                found.append((*one[:dim], pair, *one[dim + 1 :]))
+        one = (*one[:dim], (max(start, a), min(stop, b)), *one[dim + 1 :])
+    return found
+
+
 # ── Appendix A ───────────────────────────────────────────────────────────────────────────────
 
 Cut = tuple[int, int, int]  # parts, at, factor
@@ -516,12 +676,7 @@ def shares(layout: Json, leaf: list[Any]) -> Iterator[tuple[int, Box, list[int]]
     """A.3: (bytes, box, ranks that could store it)."""
     _, dtype, shape, spread, group = leaf
     item, _ = spec.dtypes()[dtype]
-    by_rank = sorted(layout["groups"][group], key=lambda one: min(_ranks(layout, one)))
-    first, *others = (holders(layout, one, shape) for one in by_rank)
-    for box, ranks in first.items():
-        for other in others:
-            if other.keys() == first.keys():
-                ranks = sorted(ranks + other[box])
+    for box, ranks in stored_boxes(layout, layout["groups"][group], shape):
         if spread == "lowest":
             yield volume(box) * item, box, ranks[:1]
         else:
@@ -529,7 +684,25 @@ def shares(layout: Json, leaf: list[Any]) -> Iterator[tuple[int, Box, list[int]]
                 yield volume(part) * item, part, ranks
 
 
+def stored_boxes(
+    layout: Json, group: list[int], shape: list[int]
+) -> Iterator[tuple[Box, list[int]]]:
+    """A.3, A.5: the boxes that are stored of a leaf, and the ranks of each."""
+    if min(group) < 0:
+        yield from cells_of(layout, group, shape)
+        return
+    by_rank = sorted(group, key=lambda one: min(_ranks(layout, one)))
+    first, *others = (holders(layout, one, shape) for one in by_rank)
+    for box, ranks in first.items():
+        for other in others:
+            if other.keys() == first.keys():
+                ranks = sorted(ranks + other[box])
+        yield box, ranks
+
+
 def _ranks(layout: Json, instance: int) -> list[int]:
+    if instance < 0:
+        return sorted({r for _, some in listed_boxes(layout, -1 - instance) for r in some})
     ranks: list[int] = layout["meshes"][layout["instances"][instance][0]][1]
     return ranks
 

@@ -11,10 +11,11 @@ import numpy as np
 
 from holdfast.catalogue import image_path, part_path
 from holdfast.format.checksum import blocks, checksum, pack_table, text
-from holdfast.format.features import PARTS
+from holdfast.format.features import needed
 from holdfast.format.image import Image, ImagePlan, fill_in, header_size, parse_header, piece_name
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.format.split import split
+from holdfast.geometry.codec import has_listings
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.load.read import CARRIERS
@@ -157,7 +158,7 @@ def publish_checkpoint(
         layout=layout.hash,
         images=tuple(refs),
         parts=tuple(parts),
-        requires=(PARTS,) if parts else (),
+        requires=needed(parts=bool(parts), listings=has_listings(layout.to_json())),
     )
     commit.publish(store, manifest)
     return manifest

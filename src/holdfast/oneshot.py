@@ -18,8 +18,10 @@ import msgspec
 
 from holdfast.catalogue import LOCK, attempt_dir, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
+from holdfast.format.features import needed
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
+from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.load.choose import Candidate
 from holdfast.load.compare import Request
@@ -99,6 +101,7 @@ def save(
             commit.publish(store, Manifest(
                 run_id=incarnation.run_id, incarnation=incarnation.n, step=step, attempt=attempt,
                 parent=incarnation.parent, world=world.size, layout=layout.hash, images=images,
+                requires=needed(parts=False, listings=has_listings(layout.to_json())),
                 created_s=time.time(), **_shown(described.values),
             ))  # fmt: skip
             return b""

@@ -66,7 +66,8 @@ def test_the_fields_of_a_layout_are_those_of_the_code() -> None:
     table = spec.fields("4. Layout")
     written = json.loads(Layout(1, ()).to_json())
     assert set(written) == {name for name, field in table.items() if field.is_required}
-    assert {n: f.default for n, f in table.items() if not f.is_required} == {"frozen": []}
+    optional = dict.fromkeys(("frozen", "extents", "sets", "listings"), [])
+    assert {n: f.default for n, f in table.items() if not f.is_required} == optional
     struct_fields = {field.name for field in msgspec.structs.fields(codec._LayoutDocument)}
     assert set(table) == struct_fields | {"holds"}
 
@@ -90,6 +91,8 @@ def test_the_limits_are_those_of_the_code() -> None:
         "largest integer in a document": manifest.MAX_NUMBER,
         "depth of values": values.MAX_DEPTH,
         "smallest bytes of a divided box's parts": owners.PART_BYTES,
+        "dimensions of all listed boxes, added up, 1 for a box of none": codec.MAX_LISTED_DIMS,
+        "boxes that the cells of a region lie in, for each box of it (A.5)": cutting.MAX_OVERLAP,
     }
 
 
@@ -110,6 +113,12 @@ def test_numbers_in_the_rules_are_those_of_the_table() -> None:
         ("multiple of 1048576", "bytes of a block"),
         ("512; those in excess", "entries of a block table, a multiple of"),
         ("nest at most 64 deep", "depth of values"),
+        ("at most 64 dimensions, with", "dimensions"),
+        ("at most\n9223372036854775807", "bytes of a leaf"),
+        (
+            "more than 16 for each",
+            "boxes that the cells of a region lie in, for each box of it (A.5)",
+        ),
     ):
         assert phrase in text, phrase
         assert str(spec.limits()[limit]) in phrase, phrase
@@ -132,7 +141,8 @@ def test_the_factories_of_defaultdicts_are_those_of_the_code() -> None:
 
 
 def test_the_versions_and_features_are_those_of_the_code() -> None:
-    assert (manifest.FORMAT_VERSION, image.FORMAT_VERSION, codec.VERSION) == (1, "1", 1)
+    assert (manifest.FORMAT_VERSION, image.FORMAT_VERSION) == (1, "1")
+    assert (codec.VERSION, codec.VERSION_WITH_LISTINGS) == (1, 2)
     rows = spec.rows("11. Versions and features", "feature")
     assert {row["feature"].strip("`") for row in rows} == KNOWN_FEATURES
 

@@ -12,8 +12,16 @@ from collections.abc import Iterable
 #: image, ready to be cut off.
 PARTS = "parts"
 
+#: The layout lists boxes of leaves that no mesh describes.
+LISTINGS = "listings"
+
 #: The features this version can read. Version 1 of the format was frozen with none.
-KNOWN_FEATURES: frozenset[str] = frozenset({PARTS})
+KNOWN_FEATURES: frozenset[str] = frozenset({PARTS, LISTINGS})
+
+
+def needed(*, parts: bool, listings: bool) -> tuple[str, ...]:
+    """What a manifest requires that names frozen parts, or a layout with listings."""
+    return ((PARTS,) if parts else ()) + ((LISTINGS,) if listings else ())
 
 
 def unknown_features(requires: Iterable[str]) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holdfast.errors import StateMismatch
-from holdfast.geometry.box import Box
 from holdfast.geometry.cutting import cut
 from holdfast.geometry.leaves import MIN_FROZEN_BYTES, LeafEntry, LeafSpec
 from holdfast.geometry.listing import Held, Listing, list_parts
@@ -129,7 +128,7 @@ class _Groups:
             return []
         key = (id(listing), shape)
         if key not in self._missing:
-            box = cut(Box.whole(shape), listing.parts).missing
+            box = cut(shape, listing.parts).missing
             self._missing[key] = [] if box is None else [
                 f"{ranks_text(listing.ranks)} hold boxes of it, but none of them holds "
                 f"{box.start} to {box.stop} of its shape {shape}; every element must be held "

@@ -12,12 +12,9 @@ written once and named by its number:
 What ranks hold without a mesh is written as columns (columns.py), and absent when there is none:
 
     extents     [[extent, ...], ...]
-    held        [[reach, gaps, sizes], ...]                   (tables only; -2 - n in a leaf)
     sets        [[rank, ...], ...]                            (layouts only)
-    listings    [[reach, gaps, sizes, steps], ...]            (layouts only; -1 - n in a group)
-
-``reach`` is the shape of the leaf as far as boxes go. ``steps`` lead from box to box, from 0, to
-the number of who holds it: below ``world`` one rank, from there on the sets of several.
+    listings    [[reach, gaps, sizes, steps], ...]            (-1 - n in a group; in a table, where
+                                                              steps are empty, -2 - n in a leaf)
 
 Numbers are given in the order of first use. What is read may be hostile: everything is bounded
 and checked, and wrong bytes are FormatErrors.
@@ -25,18 +22,16 @@ and checked, and wrong bytes are FormatErrors.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import xxhash
 
 from holdfast.errors import FormatError, NewerFormat, UsageError
-from holdfast.geometry.columns import from_columns, to_columns
-from holdfast.geometry.leaves import MAX_DIMS, MAX_LEAF_BYTES, LeafEntry, LeafSpec
+from holdfast.geometry.columns import ListingRow, Reader, Writer, read_held
+from holdfast.geometry.leaves import LeafEntry, LeafSpec
 from holdfast.geometry.listing import Held, Listing
 from holdfast.geometry.placements import Instance, Mesh, Placement, known
 from holdfast.geometry.unique import refuse_twice
@@ -45,8 +40,8 @@ from holdfast.geometry.unique import refuse_twice
 VERSION, VERSION_WITH_LISTINGS = 1, 2
 MAX_BYTES = 256 << 20
 MAX_LEAVES = 1 << 20
-#: Start or stop of a box in one dimension counts as one, over all listings.
-MAX_CORNERS = 1 << 24
+#: Of all boxes of a document, added up.
+MAX_LISTED_DIMS = 1 << 24
 #: How the name of a part ends in an image. No leaf's does: or one could be taken for a part of
 #: another by whoever reads the names of an image only.
 LIKE_A_PIECE = re.compile(r"@[0-9]+:[0-9]+(,[0-9]+:[0-9]+)*")
@@ -66,12 +61,11 @@ class _Document(msgspec.Struct, kw_only=True, omit_defaults=True):
     leaves: list[tuple[str, str, tuple[int, ...], str, int]]
     frozen: list[int] = []
     extents: list[tuple[int, ...]] = []
+    listings: list[ListingRow] = []
 
 
 class _TableDocument(_Document, kw_only=True, tag="table", tag_field="holds"):
     """One rank's leaves."""
-
-    held: list[tuple[tuple[int, ...], list[int], list[int]]] = []
 
 
 class _LayoutDocument(_Document, kw_only=True, tag="layout", tag_field="holds"):
@@ -80,7 +74,6 @@ class _LayoutDocument(_Document, kw_only=True, tag="layout", tag_field="holds"):
     world: int
     groups: list[tuple[int, ...]]
     sets: list[tuple[int, ...]] = []
-    listings: list[tuple[tuple[int, ...], list[int], list[int], list[int]]] = []
 
 
 class _Version(msgspec.Struct):
@@ -102,8 +95,8 @@ def table_to_json(entries: Sequence[LeafEntry]) -> bytes:
         for leaf in entries
     ]
     document = _TableDocument(
-        version=_version(written.held), meshes=written.meshes, instances=written.instances,
-        leaves=leaves, frozen=_frozen(entries), extents=written.extents, held=written.held,
+        version=_version(written.listings), meshes=written.meshes, instances=written.instances,
+        leaves=leaves, frozen=_frozen(entries), extents=written.columns.extents, listings=written.listings,
     )  # fmt: skip
     return msgspec.json.encode(document)
 
@@ -130,7 +123,7 @@ def layout_to_json(world: int, leaves: Sequence[LeafSpec]) -> bytes:
     document = _LayoutDocument(
         version=_version(written.listings), world=world, meshes=written.meshes,
         instances=written.instances, groups=written.groups, leaves=rows, frozen=_frozen(leaves),
-        extents=written.extents, sets=written.sets, listings=written.listings,
+        extents=written.columns.extents, sets=written.columns.sets, listings=written.listings,
     )  # fmt: skip
     return msgspec.json.encode(document)
 
@@ -170,17 +163,11 @@ class _Written:
     """Gives out numbers in the order of first use."""
 
     def __init__(self, world: int) -> None:
-        self._world = world
+        self.columns = Writer(world)
         self.meshes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.instances: list[tuple[int, list[tuple[int, int]]]] = []
         self.groups: list[tuple[int, ...]] = []
-        self.extents: list[tuple[int, ...]] = []
-        self.held: list[tuple[tuple[int, ...], list[int], list[int]]] = []
-        self.sets: list[tuple[int, ...]] = []
-        self.listings: list[tuple[tuple[int, ...], list[int], list[int], list[int]]] = []
-        self._known_extents: dict[tuple[int, ...], int] = {}
-        self._known_sets: dict[tuple[int, ...], int] = {}
-        self._sets_by_id: dict[int, int] = {}
+        self.listings: list[ListingRow] = []
         self._numbers: dict[object, int] = {}
         # Before hashing what may be a mesh of thousands of ranks, see if it is the same object.
         self._numbers_by_id: dict[int, int] = {}
@@ -192,44 +179,17 @@ class _Written:
 
     def own(self, instance: Instance | Held | None) -> int:
         if isinstance(instance, Held):
-            return _ALONE - 1 - self._number(instance, self.held, lambda: self._columns(instance))
+            return (
+                _ALONE
+                - 1
+                - self._number(instance, self.listings, lambda: self.columns.held(instance))
+            )
         return _ALONE if instance is None else self.instance(instance)
 
     def _in_group(self, one: Instance | Listing) -> int:
         if isinstance(one, Instance):
             return self.instance(one)
-        return -1 - self._number(one, self.listings, lambda: self._listing(one))
-
-    def _columns(self, held: Held) -> tuple[tuple[int, ...], list[int], list[int]]:
-        reach = held.reach or ()
-        return reach, *to_columns(reach, held.boxes, self._extents)
-
-    def _listing(self, listing: Listing) -> tuple[tuple[int, ...], list[int], list[int], list[int]]:
-        reach = listing.reach or ()
-        boxes = [box for box, _ in listing.parts]
-        gaps, sizes = to_columns(reach, boxes, self._extents)
-        steps, before = [], 0
-        for _, ranks in listing.parts:
-            number = ranks[0] if len(ranks) == 1 else self._world + self._set(ranks)
-            steps.append(number - before)
-            before = number
-        return reach, gaps, sizes, steps
-
-    def _extents(self, extents: tuple[int, ...]) -> int:
-        number = self._known_extents.setdefault(extents, len(self.extents))
-        if number == len(self.extents):
-            self.extents.append(extents)
-        return number
-
-    def _set(self, ranks: tuple[int, ...]) -> int:
-        # By identity first, as everything here.
-        number = self._sets_by_id.get(id(ranks))
-        if number is None:
-            number = self._known_sets.setdefault(ranks, len(self.sets))
-            if number == len(self.sets):
-                self.sets.append(ranks)
-            self._sets_by_id[id(ranks)] = number
-        return number
+        return -1 - self._number(one, self.listings, lambda: self.columns.listing(one))
 
     def instance(self, instance: Instance) -> int:
         return self._number(
@@ -280,13 +240,12 @@ def _decode(data: bytes | memoryview, kind: type[D], what: str) -> D:
     for name, *_ in document.leaves:
         if "@" in name and LIKE_A_PIECE.fullmatch(name, name.rindex("@")):
             raise FormatError(f"{what} has a leaf {name!r}, which ends like the name of a part")
-    if (version == VERSION_WITH_LISTINGS) != bool(_listed(document)):
-        raise FormatError(
-            f"{what} has the version {version}, and {len(_listed(document))} listings"
-        )
-    corners = sum(len(row[1]) * max(1, len(row[0])) for row in _listed(document))
-    if corners > MAX_CORNERS:
-        raise FormatError(f"{what} lists boxes of {corners} corners, more than {MAX_CORNERS}")
+    rows = document.listings
+    if (version == VERSION_WITH_LISTINGS) != bool(rows):
+        raise FormatError(f"{what} has the version {version}, and {len(rows)} listings")
+    dims = sum(len(gaps) * max(1, len(reach)) for reach, gaps, _, _ in rows)
+    if dims > MAX_LISTED_DIMS:
+        raise FormatError(f"{what} lists boxes of {dims} dimensions, more than {MAX_LISTED_DIMS}")
     rising = sorted({number for number in document.frozen if 0 <= number < len(document.leaves)})
     if rising != document.frozen:
         raise FormatError(
@@ -305,10 +264,7 @@ def _build(what: str, read: Callable[[], T]) -> T:
 
 def _read_table(document: _TableDocument) -> tuple[LeafEntry, ...]:
     instances, frozen = _read_instances(document), set(document.frozen)
-    held = [
-        Held(tuple(from_columns(_reach(reach), gaps, sizes, document.extents)))
-        for reach, gaps, sizes in document.held
-    ]
+    held = [read_held(row, document.extents) for row in document.listings]
 
     def own(number: int) -> Instance | Held | None:
         if number < _ALONE:
@@ -323,7 +279,8 @@ def _read_table(document: _TableDocument) -> tuple[LeafEntry, ...]:
 
 def _read_layout(document: _LayoutDocument) -> tuple[LeafSpec, ...]:
     instances, frozen = _read_instances(document), set(document.frozen)
-    listings = _read_listings(document)
+    reader = Reader(document.world, document.extents, document.sets)
+    listings = [reader.listing(row) for row in document.listings]
 
     def one(number: int) -> Instance | Listing:
         if number < 0:
@@ -335,43 +292,6 @@ def _read_layout(document: _LayoutDocument) -> tuple[LeafSpec, ...]:
         LeafSpec(name, dtype, shape, spread, _pick(groups, number, "group"), at in frozen)
         for at, (name, dtype, shape, spread, number) in enumerate(document.leaves)
     )
-
-
-def _read_listings(document: _LayoutDocument) -> list[Listing]:
-    for ranks in document.sets:
-        if len(ranks) < 2:
-            raise UsageError(f"a set of the ranks {ranks}, which is none of several")
-    alone: dict[int, tuple[int, ...]] = {}
-
-    def ranks_of(number: int) -> tuple[int, ...]:
-        if number < document.world:
-            return alone.setdefault(number, (number,))
-        return _pick(document.sets, number - document.world, "set")
-
-    found = []
-    for reach, gaps, sizes, steps in document.listings:
-        boxes = list(from_columns(_reach(reach), gaps, sizes, document.extents))
-        if len(steps) != len(boxes):
-            raise UsageError(f"columns of {len(boxes)} boxes and {len(steps)} holders")
-        listing = Listing(tuple(zip(boxes, map(ranks_of, accumulate(steps)), strict=True)))
-        if listing.reach != (reach if boxes else None):
-            raise UsageError(f"boxes reach to {listing.reach}, not to {reach}")
-        found.append(listing)
-    return found
-
-
-def _listed(document: _Document) -> Sequence[Sequence[Any]]:
-    """What a document lists boxes in: rows of a reach and columns."""
-    found: Sequence[Sequence[Any]] = getattr(document, "listings", None) or getattr(
-        document, "held", []
-    )
-    return found
-
-
-def _reach(shape: tuple[int, ...]) -> tuple[int, ...]:
-    if len(shape) > MAX_DIMS or math.prod(shape) > MAX_LEAF_BYTES:
-        raise UsageError(f"boxes reach to {shape!s:.80}, which no tensor can have")
-    return shape
 
 
 def _read_instances(document: _Document) -> list[Instance]:

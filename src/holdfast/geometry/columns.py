@@ -1,42 +1,134 @@
-"""Boxes as columns of small integers: a few bytes each, however many dimensions they have.
+"""Boxes as columns of small integers: some 10 bytes each, however many dimensions they have.
 
 Sorted boxes of a leaf mostly begin where the one before ends, or where its first row does. So of
-each box only the gap from there is written, and its size:
+each box only the gap from there is written, its size, and a step to who holds it:
 
     gap     from the end of the first run of the box before to its first element, row-major
     size    its elements, if they are one run; else -1 - n for the n-th of the extents
+    step    from the number of who holds the box before, at first 0. Numbers below the world are
+            ranks alone, those from there on the sets of several
+
+What is read may be hostile; UsageErrors say that it means nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
+from holdfast.geometry.cutting import Ranks
+from holdfast.geometry.leaves import MAX_DIMS, MAX_LEAF_BYTES
+from holdfast.geometry.listing import Held, Listing
 from holdfast.geometry.rows import between, flat
 
 Shape = tuple[int, ...]
+Column = list[int]
+ListingRow = tuple[Shape, Column, Column, Column]
+"""How far boxes reach in each dimension, their gaps, sizes and steps; no steps for one rank's."""
 
 
-def to_columns(
-    shape: Shape, boxes: Sequence[Box], number: Callable[[Shape], int]
-) -> tuple[list[int], list[int]]:
-    """(gaps, sizes) of ``boxes`` in a leaf of ``shape``; ``number`` gives extents theirs."""
-    gaps, sizes, end = [], [], 0
-    for box in boxes:
-        first, extents = flat(box.start, shape), box.shape
-        run = _first_run(extents, shape)
-        gaps.append(first - end)
-        sizes.append(run if run == math.prod(extents) else -1 - number(extents))
-        end = first + run
-    return gaps, sizes
+class Writer:
+    """Makes rows of columns. ``extents`` and ``sets`` are numbered in the order of first use."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self.extents: list[Shape] = []
+        self.sets: list[Ranks] = []
+        self._extents: dict[Shape, int] = {}
+        self._sets: dict[Ranks, int] = {}
+        self._sets_by_id: dict[int, int] = {}
+
+    def held(self, held: Held) -> ListingRow:
+        """What one rank holds."""
+        reach = held.reach or ()
+        return reach, *self._columns(reach, held.boxes), []
+
+    def listing(self, listing: Listing) -> ListingRow:
+        """What all ranks hold."""
+        reach = listing.reach or ()
+        gaps, sizes = self._columns(reach, [box for box, _ in listing.parts])
+        steps, before = [], 0
+        for _, ranks in listing.parts:
+            number = ranks[0] if len(ranks) == 1 else self._world + self._set(ranks)
+            steps.append(number - before)
+            before = number
+        return reach, gaps, sizes, steps
+
+    def _columns(self, shape: Shape, boxes: Sequence[Box]) -> tuple[Column, Column]:
+        gaps, sizes, end = [], [], 0
+        for box in boxes:
+            first, extents = flat(box.start, shape), box.shape
+            run = _first_run(extents, shape)
+            gaps.append(first - end)
+            sizes.append(run if run == math.prod(extents) else -1 - self._number(extents))
+            end = first + run
+        return gaps, sizes
+
+    def _number(self, extents: Shape) -> int:
+        number = self._extents.setdefault(extents, len(self.extents))
+        if number == len(self.extents):
+            self.extents.append(extents)
+        return number
+
+    def _set(self, ranks: Ranks) -> int:
+        # By identity first: a long set of ranks can be that of thousands of boxes.
+        number = self._sets_by_id.get(id(ranks))
+        if number is None:
+            number = self._sets.setdefault(ranks, len(self.sets))
+            if number == len(self.sets):
+                self.sets.append(ranks)
+            self._sets_by_id[id(ranks)] = number
+        return number
 
 
-def from_columns(
-    shape: Shape, gaps: Sequence[int], sizes: Sequence[int], extents: Sequence[Shape]
-) -> Iterator[Box]:
-    """The boxes again. UsageError for columns that are none of a leaf of ``shape``."""
+def read_held(row: ListingRow, extents: Sequence[Shape]) -> Held:
+    """What a row says. UsageError for one that says nothing."""
+    reach, gaps, sizes, steps = row
+    if steps:
+        raise UsageError("what one rank holds has no steps to other holders")
+    held = Held(tuple(_boxes(reach, gaps, sizes, extents)))
+    _check_reach(reach, held)
+    return held
+
+
+class Reader:
+    """Makes listings of rows again."""
+
+    def __init__(self, world: int, extents: Sequence[Shape], sets: Sequence[Ranks]) -> None:
+        self._world, self._extents, self._sets = world, extents, sets
+        self._alone: dict[int, Ranks] = {}
+        for ranks in sets:
+            if len(ranks) < 2:
+                raise UsageError(f"the ranks {ranks} are a set, and not several")
+
+    def listing(self, row: ListingRow) -> Listing:
+        """What a row says. UsageError for one that says nothing."""
+        reach, gaps, sizes, steps = row
+        boxes = list(_boxes(reach, gaps, sizes, self._extents))
+        if len(steps) != len(boxes):
+            raise UsageError(f"columns of {len(boxes)} boxes and {len(steps)} holders")
+        ranks = map(self._ranks, accumulate(steps))
+        listing = Listing(tuple(zip(boxes, ranks, strict=True)))
+        _check_reach(reach, listing)
+        return listing
+
+    def _ranks(self, number: int) -> Ranks:
+        if number < self._world:
+            return self._alone.setdefault(number, (number,))
+        return _pick(self._sets, number - self._world, "set")
+
+
+def _check_reach(reach: Shape, found: Held | Listing) -> None:
+    if reach != (found.reach or ()):
+        raise UsageError(f"boxes are said to reach to {reach}, and reach to {found.reach or ()}")
+
+
+def _boxes(shape: Shape, gaps: Column, sizes: Column, extents: Sequence[Shape]) -> Iterator[Box]:
+    if len(shape) > MAX_DIMS or min(shape, default=1) < 1 or math.prod(shape) > MAX_LEAF_BYTES:
+        raise UsageError(f"boxes reach to {shape!s:.80}, which no tensor can have")
     if len(gaps) != len(sizes):
         raise UsageError(f"columns of {len(gaps)} gaps and {len(sizes)} sizes")
     count, end = math.prod(shape), 0
@@ -45,7 +137,7 @@ def from_columns(
         if not 0 <= first < count:
             raise UsageError(f"a box begins at element {first} of {count} in {shape}")
         if size < 0:
-            box = _at(shape, first, _pick(extents, -1 - size))
+            box = _at(shape, first, _pick(extents, -1 - size, "extents"))
         else:
             box = _one_run(shape, first, size, count)
         yield box
@@ -88,7 +180,7 @@ def _one_run(shape: Shape, first: int, size: int, count: int) -> Box:
     raise UsageError(f"{size} elements from number {first} of {shape} are not one box")
 
 
-def _pick(extents: Sequence[Shape], number: int) -> Shape:
-    if number >= len(extents):
-        raise UsageError(f"there are no extents {number}, only {len(extents)}")
-    return extents[number]
+def _pick(rows: Sequence[Shape], number: int, what: str) -> Shape:
+    if number >= len(rows):
+        raise UsageError(f"there is no number {number} of the {what}, only {len(rows)}")
+    return rows[number]

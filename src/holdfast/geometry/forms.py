@@ -15,10 +15,10 @@ import numpy as np
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.cells import Cells, Numbers, exact
-from holdfast.geometry.cutting import cut
+from holdfast.geometry.cutting import Part, Ranks, cut
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.leaves import LeafSpec
-from holdfast.geometry.listing import Listing, Part, Ranks
+from holdfast.geometry.listing import Listing
 from holdfast.geometry.placements import Instance, holders
 
 #: Boxes are not cut into parts smaller than this: a write costs more than the bytes in it.
@@ -113,7 +113,7 @@ class Form:
         self.itemsize, self.spread = ITEMSIZE[leaf.dtype], leaf.spread
         self.cells: Cells | Listed
         if leaf.listing is not None:
-            held = cut(Box.whole(leaf.shape), _all_parts(leaf)).cells
+            held = cut(leaf.shape, _all_parts(leaf)).cells
             self.cells, self.groups = Listed(held), groups.of_parts(held)
         else:
             self.cells, self.groups = _of_instances(leaf, groups)

@@ -6,7 +6,7 @@ bytes what any rank held and stored. Boxes are written down only where no mesh t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, starmap
@@ -25,7 +25,7 @@ from holdfast.geometry.codec import (
     table_to_json,
 )
 from holdfast.geometry.leaves import LeafEntry, LeafSpec
-from holdfast.geometry.listing import Held, Listing
+from holdfast.geometry.listing import Held, Listing, with_memory
 from holdfast.geometry.placements import (
     MAX_RANKS,
     REPLICATE,
@@ -125,20 +125,19 @@ class Layout:
         Where it is listed, each box has memory of its own, as in ``LeafEntry.boxes``.
         """
         leaf = self.leaves[leaf_index]
-        instance = self._instance(leaf.instances, rank)
-        if instance is None:
-            return ()
-        if isinstance(instance, Held):
-            return instance.parts
-        return local_boxes(leaf.shape, instance.mesh, instance.placements, rank)
+        there = self._place(leaf.instances, rank)
+        if isinstance(there, Instance):
+            return local_boxes(leaf.shape, there.mesh, there.placements, rank)
+        return there
 
-    def _instance(
+    def _place(
         self, instances: tuple[Instance | Listing, ...], rank: int
-    ) -> Instance | Held | None:
-        """What a rank is in; looked for once for all leaves that have the same instances."""
+    ) -> Instance | tuple[tuple[Box, Box], ...]:
+        """The instance a rank is in, or what is listed of it; found once for leaves alike."""
         key = (id(instances), rank)
         if key not in self._found:
-            self._found[key] = next(_of_rank(instances, rank), None)
+            places = (_place_in(one, rank) for one in instances)
+            self._found[key] = next((place for place in places if place), ())
         return self._found[key]
 
     def owners(self, leaf_index: int) -> Owned:
@@ -167,7 +166,7 @@ class Layout:
         return Owners(self.leaves)
 
     @cached_property
-    def _found(self) -> dict[tuple[int, int], Instance | Held | None]:
+    def _found(self) -> dict[tuple[int, int], Instance | tuple[tuple[Box, Box], ...]]:
         return {}
 
     @cached_property
@@ -175,14 +174,10 @@ class Layout:
         return {}
 
 
-def _of_rank(instances: Sequence[Instance | Listing], rank: int) -> Iterator[Instance | Held]:
-    for one in instances:
-        if isinstance(one, Listing):
-            held = one.of_rank(rank)
-            if held.boxes:
-                yield held
-        elif one.mesh.coordinate(rank) is not None:
-            yield one
+def _place_in(one: Instance | Listing, rank: int) -> Instance | tuple[tuple[Box, Box], ...] | None:
+    if isinstance(one, Listing):
+        return with_memory(one.of_rank(rank))
+    return None if one.mesh.coordinate(rank) is None else one
 
 
 def merge(tables: Sequence[Sequence[LeafEntry]], *, is_partial: bool = False) -> Layout:

@@ -9,7 +9,7 @@ from operator import gt
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.listing import Held, Listing, Reach
+from holdfast.geometry.listing import Held, Listing, Reach, with_memory
 from holdfast.geometry.placements import Instance, local_boxes
 
 #: How a box that several ranks hold is stored: divided over them, or whole by the lowest of them.
@@ -54,7 +54,7 @@ class LeafEntry:
         Of what is Held, each box has memory of its own: the n-th is all of the n-th part.
         """
         if isinstance(self.instance, Held):
-            return self.instance.parts
+            return with_memory(self.instance.boxes)
         if self.instance is None:
             whole = Box.whole(self.shape)
             return () if whole.is_empty else ((whole, whole),)

@@ -6,16 +6,16 @@ ours knows. Each rank says what it holds; what all hold together is agreed on, a
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
+from holdfast.geometry.cutting import Part, Ranks, common_elements
 from holdfast.geometry.placements import MAX_RANKS
 
-Ranks = tuple[int, ...]
-Part = tuple[Box, Ranks]
 #: Where the furthest of some boxes ends in each dimension; None when there are none.
 Reach = tuple[int, ...] | None
 
@@ -39,20 +39,19 @@ class Held:
                     f"the boxes that a rank holds are in the order of their first elements; "
                     f"{one} is before {other}. Sort boxes and memory parts together"
                 )
-        for number, one in enumerate(self.boxes):
-            for other in self.boxes[number + 1 :]:
-                if one.intersect(other) is not None:
-                    raise UsageError(f"a rank holds elements twice: {one} meets {other}")
+        if len(self.boxes) > 1:
+            twice = common_elements(self.reach or (), self.boxes)
+            if twice:
+                raise UsageError(
+                    f"the {len(self.boxes)} boxes that a rank holds, from {self.boxes[0].start} "
+                    f"to {self.boxes[-1].stop}, have {twice} elements twice. Give each element of "
+                    "a leaf one place in a rank's memory"
+                )
 
     @property
     def reach(self) -> Reach:
         """Where the furthest box ends in each dimension."""
         return _reach(self.boxes)
-
-    @property
-    def parts(self) -> tuple[tuple[Box, Box], ...]:
-        """(box in the leaf, box of the same shape at the origin: all of that memory part)."""
-        return tuple((box, Box.whole(box.shape)) for box in self.boxes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +92,14 @@ class Listing:
     def __hash__(self) -> int:
         return self._hash
 
-    def of_rank(self, rank: int) -> Held:
-        """What a rank holds."""
-        return Held(tuple(box for box, ranks in self.parts if rank in ranks))
+    def of_rank(self, rank: int) -> tuple[Box, ...]:
+        """The boxes that a rank holds, in the order in which it declared them."""
+        return tuple(box for box, ranks in self.parts if _has(ranks, rank))
+
+
+def with_memory(boxes: Iterable[Box]) -> tuple[tuple[Box, Box], ...]:
+    """(box in the leaf, all of the memory part it is in: a box of its shape at the origin)."""
+    return tuple((box, Box.whole(box.shape)) for box in boxes)
 
 
 def list_parts(held: Iterable[tuple[Ranks, Held]]) -> Listing:
@@ -108,6 +112,11 @@ def list_parts(held: Iterable[tuple[Ranks, Held]]) -> Listing:
     parts = [(box, tuple(sorted(ranks))) for box, ranks in ranks_of.items()]
     parts.sort(key=lambda part: (part[0].start, part[0].stop))
     return Listing(tuple((box, known.setdefault(ranks, ranks)) for box, ranks in parts))
+
+
+def _has(ranks: Ranks, rank: int) -> bool:
+    at = bisect_left(ranks, rank)
+    return at < len(ranks) and ranks[at] == rank
 
 
 def _reach(boxes: Sequence[Box]) -> Reach:

@@ -28,10 +28,10 @@ from holdfast.catalogue import (
 )
 from holdfast.errors import ChecksumMismatch, HoldfastError, PersistFailed
 from holdfast.events import CheckpointPruned, CheckpointPublished, ImageDurable, PersistBroke, emit
-from holdfast.format.features import PARTS
+from holdfast.format.features import needed
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, unseal
 from holdfast.format.values import from_bytes
-from holdfast.geometry.codec import has_frozen
+from holdfast.geometry.codec import has_frozen, has_listings
 from holdfast.persist import commit
 from holdfast.persist.parts import Halves, Parts, Stored, halves_of
 from holdfast.persist.pins import mend, pinned
@@ -191,7 +191,7 @@ class Persister:
             layout=job.layout,
             images=tuple(sorted((one.image for one in stored), key=lambda one: one.rank)),
             parts=tuple(sorted(parts, key=lambda one: one.rank)),
-            requires=(PARTS,) if parts else (),
+            requires=needed(parts=bool(parts), listings=has_listings(job.layout_data)),
             values=_shown(document, "shared"),
             aliases=_shown(document, "aliases"),
             created_s=time.time(),
