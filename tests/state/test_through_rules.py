@@ -36,12 +36,10 @@ def rules(*others: Any) -> r.Rules:
     return r.Rules([QKV, EMBED, HEAD, STACK, *others])
 
 
-def build(
-    seed: int, *, steps: int = 0, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-) -> State:
+def build(seed: int, *, steps: int = 0, kind: Any = torch.optim.AdamW) -> State:
     torch.manual_seed(seed)
     model = Net()
-    optimizer = kind(model.parameters(), lr=0.5)  # type: ignore[call-arg]
+    optimizer = kind(model.parameters(), lr=0.5)
     for _ in range(steps):
         sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
         optimizer.step()
@@ -127,8 +125,8 @@ def test_a_pattern_of_only_that_means_nothing_is_refused(tmp_path: Path) -> None
     holdfast.save(tmp_path, build(0))
     with pytest.raises(UsageError, match=r"only='modle\.\*\*' means no leaf and no key"):
         holdfast.load(tmp_path, build(1), only=["model.**", "modle.**"])
+    holdfast.save(tmp_path, build(0, steps=1), 1)
     with pytest.raises(UsageError, match="restored whole or not at all"):
-        holdfast.save(tmp_path, build(0, steps=1), 1)
         holdfast.load(tmp_path, build(1), only=["optimizer.qkv.*.exp_avg"])
 
 
@@ -136,9 +134,11 @@ def test_a_leaf_may_be_missing_only_if_it_is_named(tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"model": nn.ModuleDict({"a": nn.Linear(2, 2)})})
     more = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     kept = more["b"].weight.detach().clone()
-    with pytest.raises(StateMismatch, match="model.b.weight: in the model, but not in the check"):
+    with pytest.raises(
+        StateMismatch, match=r"model\.b\.weight: in the model, but not in the check"
+    ):
         holdfast.load(tmp_path, {"model": more})
-    with pytest.raises(StateMismatch, match="model.b.bias"):
+    with pytest.raises(StateMismatch, match=r"model\.b\.bias"):
         holdfast.load(tmp_path, {"model": more}, allow_missing=["model.b.weight"])
     state = {"model": more, "seen": 3}
     holdfast.load(tmp_path, state, allow_missing=["model.b.*", "seen"])
@@ -216,7 +216,7 @@ def test_a_rule_for_no_leaf_is_refused_at_save_and_at_restore(tmp_path: Path) ->
     holdfast.save(tmp_path, build(0), rules=rules())
     with pytest.raises(UsageError, match=r"qvk\.weight"):
         holdfast.load(tmp_path, build(0), rules=wrong)
-    with pytest.raises(UsageError, match="rules is a list: give a holdfast.rules.Rules"):
+    with pytest.raises(UsageError, match=r"rules is a list: give a holdfast\.rules\.Rules"):
         holdfast.save(tmp_path, build(0), rules=[QKV])  # type: ignore[arg-type]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from holdfast.geometry.patches import Seen, Table, turned
+from holdfast.geometry.patches import Seen
+from holdfast.geometry.tables import Table, turned
 from holdfast.rules import Rules
 
 Shapes = Mapping[str, tuple[int, ...]]

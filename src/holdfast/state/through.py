@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Instance
-from holdfast.geometry.patches import Seen, Table, local_padding, local_patches, renamed
+from holdfast.geometry.patches import Seen, local_padding, local_patches, renamed
+from holdfast.geometry.tables import Table
 from holdfast.rules import Rules
 from holdfast.state.declared import FlatBuffer, Named, Piece, Shard, declared
 from holdfast.state.origin import Origin
