@@ -273,13 +273,12 @@ def test_declared_shards_follow_into_optimizer_state_and_back(tmp_path: Path) ->
     whole = torch.arange(24.0).reshape(4, 6)
     model = nn.ParameterDict({"a": nn.Parameter(whole[:, :4].clone()),
                               "b": nn.Parameter(whole[:, 4:].clone())})  # fmt: skip
-    join = r.Rules([("a", r.rename("w")), ("b", r.rename("w"))])
     for name, at in (("a", 0), ("b", 4)):
-        holdfast.declare(model[name], holdfast.Shard((4, 6), (0, at)))
+        holdfast.declare(model[name], holdfast.Shard((4, 6), (0, at), name="w"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
-    holdfast.save(tmp_path, {"model": model, "optimizer": optimizer}, rules=join)
+    holdfast.save(tmp_path, {"model": model, "optimizer": optimizer})
     flat = nn.ParameterDict({"w": nn.Parameter(torch.full((26,), 7.0))})
     holdfast.declare(flat["w"], holdfast.FlatShard((4, 6), 0))
     there = torch.optim.SGD(flat.parameters(), lr=0.1, momentum=0.5)
@@ -324,8 +323,6 @@ def test_masters_of_more_digits_stand_for_parameters_that_need_them(tmp_path: Pa
             "model.w": "BF16", "optimizer.w.master": "F32",
         }  # fmt: skip
     wide = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3, 4))})
-    holdfast.load(tmp_path, {"model": wide}, allow_missing=["**"])
-    # A parameter alone has no optimizer to look into: the state names both.
     both = {"model": wide, "optimizer": torch.optim.SGD(wide.parameters(), lr=0.1)}
     holdfast.load(tmp_path, both)
     assert torch.equal(wide["w"].detach().reshape(-1), master.detach())

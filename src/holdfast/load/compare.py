@@ -110,7 +110,10 @@ class Comparison:
         )
         offer = lens.offer(found.aliases)
         found = replace(found, aliases=offer.aliases)
-        restoring = Restoring(self.state, objects, offer.specs, found, self.own, left=offer.left)
+        restoring = Restoring(
+            self.state, objects, offer.specs, found, self.own,
+            left=offer.left, references=offer.references,
+        )  # fmt: skip
         problems = [*offer.problems, *restoring.problems()]
         problems += unequal_numbers(self.checkpoint, offer)
         used = choice.used([*names, *offer.specs, *offer.left])

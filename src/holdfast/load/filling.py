@@ -101,6 +101,7 @@ class Filling:
                 self._means.append(_Mean(part.leaf, dtype, shape[0], box, view.of(local)))
             else:
                 asked.boxes.append(box)
+                asked.entry = None
                 self._want(part.leaf, box, view.of(local), dtype)
 
     def _add_entry(self, entry: LeafEntry, local: torch.Tensor) -> None:

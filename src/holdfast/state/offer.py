@@ -48,6 +48,8 @@ class Offer:
     rest: set[str] = field(default_factory=set)
     """Stored leaves that are none of a module's or an optimizer's: their names are in ``specs``."""
     origins: dict[str, Origin] = field(default_factory=dict)
+    references: dict[str, str] = field(default_factory=dict)
+    """Stored leaves that values may name -> the names here."""
 
     def sight(self, name: str, tensor: torch.Tensor) -> Sight | None:
         """The stored leaves that the tensor of this name is made of; None for one by its name."""
@@ -154,9 +156,8 @@ class _Offering:
         shape = tuple(tensor.shape)
         parts = [Part(name, shape, (), ())] if sight is None else list(sight.parts)
         found = [self._find(part, dtype, origin) for part in parts]
-        allowed = self._choice.allows(name, *leaves)
         missing = [part.leaf for part, one in zip(parts, found, strict=True) if one is None]
-        if len(missing) == len(parts) and allowed:
+        if len(missing) == len(parts) and all(self._choice.allows(name, one) for one in missing):
             self._leave(name, leaves)
             return
         self._note_tie(origin, sight, parts, found)
@@ -167,6 +168,8 @@ class _Offering:
                     self.offer.problems.append(self._missing(name, leaf))
                 else:
                     self.offer.specs.pop(name, None)
+        if len(parts) == 1 and found[0] is not None and found[0][1] == (dtype, shape):
+            self.offer.references.setdefault(found[0][0], name)
         for part, one in zip(parts, found, strict=True):
             self.offer.stored[part.leaf] = one
             if one is not None:
@@ -190,6 +193,7 @@ class _Offering:
         for other in self._stand_ins(part.leaf, origin):
             there = self._all.get(self._aliases.get(other, other))
             if there is not None and there[0] == dtype and there[1] == part.shape:
+                self.offer.claimed.add(leaf)  # it is the same elements in fewer digits
                 return self._aliases.get(other, other), there
         return None if found is None else (leaf, found)
 

@@ -38,7 +38,8 @@ class Restoring:
 
     ``objects``: those of the state. ``stored``: leaf name -> (dtype, shape). ``found``: the encoded
     values by key, and further names of leaves. ``own``: this rank's generators, or rank 0's.
-    ``left``: the tensors of modules that stay as they are.
+    ``left``: the tensors of modules that stay as they are. ``references``: what values call
+    tensors of modules -> their names here.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Restoring:
         own: Mapping[str, Any],
         *,
         left: Collection[str] = (),
+        references: Mapping[str, str] | None = None,
     ) -> None:
         self.state = state
         self.stored = stored
@@ -68,6 +70,7 @@ class Restoring:
         self._filled: dict[str, torch.Tensor] = {}
         self._hints = _HINTS
         self._left = left
+        self._references = references or {}
 
     def _note_small(self, small: codec.SmallTensor) -> codec.SmallTensor:
         self._small[small.name] = small
@@ -250,11 +253,12 @@ class Restoring:
     def _collect(self, saved: Any, there: Any, of_modules: set[str]) -> None:
         if isinstance(saved, (codec.LeafRef, codec.SmallTensor)):
             small = self._small.get(saved.name)
-            found = self.stored.get(saved.name) if small is None else (small.dtype, small.shape)
+            name = saved.name if small is not None else self._name(saved.name)
+            found = self.stored.get(name) if small is None else (small.dtype, small.shape)
             if found is None:
                 raise FormatError(f"a stored value refers to {saved.name!r}, which is no leaf")
-            if saved.name not in of_modules and saved.name not in self._fresh:
-                self._fresh[saved.name] = _room_for(found, there)
+            if name not in of_modules and name not in self._fresh:
+                self._fresh[name] = _room_for(found, there)
         elif isinstance(saved, dict):
             for key, item in saved.items():
                 inner = there.get(key) if isinstance(there, dict) else None
@@ -307,7 +311,7 @@ class Restoring:
     def _finish(self, rank: int, rank_was_saved: bool) -> None:
         objects = self.objects
         filled = {
-            key: codec.decode(value, leaf=self._filled.get, tensor=self._small_room, strict=True)
+            key: codec.decode(value, leaf=self._leaf_room, tensor=self._small_room, strict=True)
             for key, value in self.encoded.items()
         }
         for key, optimizer in objects.optimizers.items():
@@ -334,6 +338,13 @@ class Restoring:
                 generator.load_state_dict(state)
             else:
                 generator.derive(state, rank)
+
+    def _name(self, leaf: str) -> str:
+        """What a leaf that a value names is called here."""
+        return self._references.get(leaf, leaf)
+
+    def _leaf_room(self, leaf: str) -> torch.Tensor | None:
+        return self._filled.get(self._name(leaf))
 
     def _small_room(self, small: codec.SmallTensor) -> torch.Tensor:
         return self._filled[small.name]
