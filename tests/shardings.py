@@ -5,6 +5,7 @@ Nothing of the package computes what a rank should hold: layouts are compared wi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
@@ -214,11 +215,11 @@ def stages_and_experts(rank: int, world: int) -> Layout:
     for which in ("q", "k", "v", "o", "gate", "up", "down"):
         parts[f"layers.0.{which}"] = _one(name + which)
     mine = [f"{name}experts.{e}.w" for e in range(half * 2, half * 2 + 2)]
-    parts["layers.0.experts"] = lambda leaves, _: torch.stack([leaves[one] for one in mine])
+    parts["layers.0.moe.experts"] = lambda leaves, _: torch.stack([leaves[one] for one in mine])
     rules = r.Rules(
         [
             (
-                "layers.{i}.experts",
+                "layers.{i}.moe.experts",
                 r.shard(0, "ep"),
                 r.unstack(0, into=f"layers.{{i+{stage}}}.experts.{{n}}.w"),
             ),
@@ -265,9 +266,10 @@ def build(layout: Layout, *, filled: bool) -> State:
         if layout.declared is not None:
             holdfast.declare(parameter, layout.declared[name])
         _put(module, name, parameter)
-    parameters: list[tuple[Part, torch.Tensor]] = list(
-        zip(layout.parts.values(), module.parameters(), strict=True)
-    )
+    named = dict(module.named_parameters())
+    parameters: list[tuple[Part, torch.Tensor]] = [
+        (part, named[name]) for name, part in layout.parts.items()
+    ]
     if layout.flat is not None:
         flat = nn.Parameter(_local(layout, layout.flat, "parameters", filled=filled))
         holdfast.declare(flat, holdfast.FlatBuffer(layout.ranges))
@@ -285,8 +287,12 @@ def _local(layout: Layout, part: Part, which: str, *, filled: bool) -> torch.Ten
         whole = torch.full_like(whole, -1.0)
     if not layout.on_mesh:
         return whole.clone()  # as it lies: one that was transposed is not contiguous
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return distribute_tensor(whole.contiguous(), mesh, [Shard(0)])
+    return distribute_tensor(whole.contiguous(), _mesh(), [Shard(0)])
+
+
+@functools.cache
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
@@ -328,7 +334,6 @@ def _differing(
 ) -> list[str]:
     wanted = part(truth(which), 0.0)
     if layout.on_mesh:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        wanted = distribute_tensor(wanted.contiguous(), mesh, [Shard(0)]).to_local()
+        wanted = distribute_tensor(wanted.contiguous(), _mesh(), [Shard(0)]).to_local()
         tensor = tensor.to_local()  # type: ignore[attr-defined]
     return [] if torch.equal(tensor.detach(), wanted) else [name]
