@@ -91,6 +91,18 @@ def test_what_is_not_in_the_table_is_said() -> None:
         table.through(renamed("x", (5,)))
 
 
+def test_only_what_meets_is_looked_through() -> None:
+    """What is near may still lie beside it."""
+    corners = [Box((a, b), (a + 2, b + 2)) for a in (0, 2) for b in (0, 2)]
+    grid = [Patch(f"y{n}", (4, 4), box, box, (0, 1)) for n, box in enumerate(corners)]
+    part = Patch("x", (4, 4), Box((1, 0), (3, 2)), Box((0, 0), (2, 2)), (0, 1))
+    seen = Table({"x": Seen((4, 4), tuple(grid))}).through(Seen((2, 2), (part,)))
+    assert [(p.leaf, p.here) for p in seen.patches] == [
+        ("y0", Box((0, 0), (1, 2))),
+        ("y2", Box((1, 0), (2, 2))),
+    ]
+
+
 def test_a_leaf_that_is_not_all_there_is_said() -> None:
     """Otherwise what is missing would be taken for padding, and be zeros."""
     half = patch("y", line(0, 2), line(0, 2), (0,))

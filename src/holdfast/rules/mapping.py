@@ -163,7 +163,11 @@ class Rules:
         return rule, Place(name, tuple(shape), {**self.values, **values}, self.mesh, where)
 
     def _checked(self, given: tuple[Any, ...]) -> Rule:
-        text, *kinds = given if isinstance(given, tuple) else (given,)
+        if not isinstance(given, tuple) or not given or not isinstance(given[0], str):
+            raise UsageError(
+                f"{given!r} is no rule: give a tuple of a pattern and what its leaves are"
+            )
+        text, *kinds = given
         rule = Rule(Pattern(text), tuple(_flattened(text, kinds)))
         _check_names(rule, self.values)
         _check_order(rule)
@@ -184,9 +188,7 @@ def _check_mesh(mesh: Mapping[str, int]) -> None:
             raise UsageError(f"mesh: {name!r} has {size!r} ranks: give a whole number from 1 on")
 
 
-def _flattened(text: Any, kinds: Sequence[Any]) -> Iterator[Kind]:
-    if not isinstance(text, str):
-        raise UsageError(f"{text!r} is no rule: give a tuple of a pattern and what its leaves are")
+def _flattened(text: str, kinds: Sequence[Any]) -> Iterator[Kind]:
     for kind in kinds:
         if isinstance(kind, tuple):
             yield from _flattened(text, kind)
