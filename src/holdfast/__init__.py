@@ -36,6 +36,7 @@ __all__ = [
     "NotFound",
     "PersistFailed",
     "RestoreError",
+    "RestorePlan",
     "Restored",
     "Rng",
     "RootBusy",
@@ -50,6 +51,7 @@ __all__ = [
     "__version__",
     "load",
     "open",
+    "plan_restore",
     "register_enum",
     "register_tensor",
     "save",
@@ -84,6 +86,8 @@ if TYPE_CHECKING:
     )
     from .events import Event, subscribe
     from .format.foreign import register_enum
+    from .load.ahead import plan_restore
+    from .load.dryrun import RestorePlan
     from .load.restore import Restored
     from .oneshot import load, open, save
     from .policy.interval import Every
@@ -105,7 +109,9 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "Rng": ".state.rng",
         "SaveHandle": ".snapshot.handle",
         "load": ".oneshot",
+        "RestorePlan": ".load.dryrun",
         "open": ".oneshot",
+        "plan_restore": ".load.ahead",
         "register_enum": ".format.foreign",
         "register_tensor": ".state.subclasses",
         "save": ".oneshot",

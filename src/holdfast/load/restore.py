@@ -34,9 +34,9 @@ from holdfast.load.choose import Candidate
 from holdfast.load.claims import unclaimed
 from holdfast.load.documents import gather_values
 from holdfast.load.exchange import Traffic
-from holdfast.load.late import STAGING_BYTES, Copies, LateTensor, Staging, StreamCopies
+from holdfast.load.late import Copies, LateTensor, Staging, StreamCopies
 from holdfast.load.move import CARRIERS, Array, Destination
-from holdfast.load.plan import Want
+from holdfast.load.plan import STAGING_BYTES, Want
 from holdfast.load.read import read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.load.together import read_once
