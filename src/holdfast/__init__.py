@@ -39,6 +39,7 @@ __all__ = [
     "NotFound",
     "PersistFailed",
     "RestoreError",
+    "RestorePlan",
     "Restored",
     "Rng",
     "RootBusy",
@@ -55,6 +56,7 @@ __all__ = [
     "declare",
     "load",
     "open",
+    "plan_restore",
     "register_enum",
     "register_tensor",
     "rules",
@@ -91,6 +93,8 @@ if TYPE_CHECKING:
     )
     from .events import Event, subscribe
     from .format.foreign import register_enum
+    from .load.ahead import plan_restore
+    from .load.dryrun import RestorePlan
     from .load.restore import Restored
     from .oneshot import load, open, save
     from .policy.interval import Every
@@ -118,7 +122,9 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "Shard": ".state.declared",
         "declare": ".state.declared",
         "load": ".oneshot",
+        "RestorePlan": ".load.dryrun",
         "open": ".oneshot",
+        "plan_restore": ".load.ahead",
         "register_enum": ".format.foreign",
         "register_tensor": ".state.subclasses",
         "rules": ".rules",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from holdfast.cli.checkpoints import (
 from holdfast.cli.drawing import ASCII, BOX, LEGEND, draw
 from holdfast.cli.output import Commands, add_command, plain_table, print_json, stdout
 from holdfast.cli.picture import MAX_NAMED, boxes_of, cuts_of, cuts_texts, grid_of, spread_texts
+from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
 from holdfast.observe.units import count_text, moment_text, shared_text, size_text
@@ -39,11 +41,19 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "show a checkpoint's leaves and values, or where each box of one leaf lies",
         "holdfast show runs/gpt --step 1200",
         "holdfast show runs/gpt model.layers.0.wq",
+        "holdfast show runs/gpt --for dp=4,tp=2",
         "holdfast show runs/gpt --json | jq '.leaves[].name'",
     )
     command.add_argument("root", metavar="ROOT", help="the directory given to Checkpointer")
     command.add_argument("leaf", metavar="LEAF", nargs="?", help="draw who holds and stores it")
     command.add_argument("--step", metavar="STEP", help=STEP_HELP + "; the newest without it")
+    command.add_argument(
+        "--for",
+        metavar="MESH",
+        dest="wish",
+        help="tell whether, and how, it can be restored on other ranks: sizes of dp, fsdp, tp, pp, "
+        "ep, the last one running fastest, as dp=4,tp=2 (HSDP: dp=2,fsdp=4)",
+    )
     command.set_defaults(run=run)
 
 
@@ -51,6 +61,12 @@ def run(args: argparse.Namespace) -> int:
     """Print the summary and the leaves, or one leaf; 3 when there is no such step or leaf."""
     opened = open_root(args.root)
     chosen = open_checkpoint(opened, args.step)
+    if args.wish is not None:
+        if args.leaf is not None:
+            raise UsageError("--for is about a whole checkpoint: leave the leaf out")
+        # By name, because it loads numpy, and completion is to be fast.
+        importlib.import_module("holdfast.cli.dry").show_plan(chosen, args.wish, as_json=args.json)
+        return 0
     if args.leaf is None:
         record = _record(opened, chosen)
         print_json(record) if args.json else _print(record)

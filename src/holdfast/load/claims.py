@@ -16,7 +16,7 @@ from holdfast.state.restore import Restoring
 from holdfast.world import World, agree
 
 
-class _Claims(Struct, array_like=True, frozen=True):
+class Claims(Struct, array_like=True, frozen=True):
     """One rank's. Leaves by their number in the layout, one bit each; values by what is said."""
 
     taken: bytes
@@ -26,6 +26,7 @@ class _Claims(Struct, array_like=True, frozen=True):
 
     @property
     def leaves_something(self) -> bool:
+        """Whether something below this state's keys is not taken by it."""
         return any(self.left) or bool(self.values_left)
 
 
@@ -42,7 +43,7 @@ def unclaimed(
 
     def ask() -> bytes:
         nonlocal message
-        mine = _claims(leaves, claimed, restoring)
+        mine = claims_of(leaves, claimed, restoring)
         message = msgpack.encode(mine)
         flag = b"\1" if problems or mine.leaves_something else b"\0"
         return flag + xxhash.xxh3_128_digest(message)
@@ -53,12 +54,13 @@ def unclaimed(
     is_first = heard.index(heard[world.rank]) == world.rank
     told = message if is_first else b""
     said = agree(world, f"{phase}: claimed", lambda: told, timeout_s=timeout_s)
-    return _left_by_all(leaves, [msgpack.decode(one, type=_Claims) for one in said if one])
+    return left_by_all(leaves, [msgpack.decode(one, type=Claims) for one in said if one])
 
 
-def _claims(leaves: Sequence[str], claimed: Collection[str], restoring: Restoring) -> _Claims:
+def claims_of(leaves: Sequence[str], claimed: Collection[str], restoring: Restoring) -> Claims:
+    """What one rank takes, ``claimed`` among the leaves, and leaves."""
     found = restoring.found
-    return _Claims(
+    return Claims(
         _bits([leaf in claimed for leaf in leaves]),
         _bits([leaf not in claimed and restoring.in_scope(leaf) for leaf in leaves]),
         sorted(map(_hash, found.taken)),
@@ -66,7 +68,8 @@ def _claims(leaves: Sequence[str], claimed: Collection[str], restoring: Restorin
     )
 
 
-def _left_by_all(leaves: Sequence[str], said: Sequence[_Claims]) -> list[str]:
+def left_by_all(leaves: Sequence[str], said: Sequence[Claims]) -> list[str]:
+    """What no rank takes, in words."""
     taken = left = 0
     for one in said:
         taken |= int.from_bytes(one.taken, "little")

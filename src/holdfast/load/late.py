@@ -23,8 +23,6 @@ from holdfast.geometry.box import Box
 from holdfast.load.plan import BATCH_BYTES
 
 Array = np.ndarray[Any, Any]
-#: Pinned memory of one restore: enough for a few reads under way and as many copies behind them.
-STAGING_BYTES = 48 << 20
 
 
 class Copies(Protocol):

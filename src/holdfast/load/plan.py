@@ -19,6 +19,11 @@ from holdfast.geometry.layout import Layout
 
 #: The most that is staged at once by one reader thread, blocks at both ends included.
 BATCH_BYTES = 8 << 20
+#: What one restore stages at most on the way to devices, in pinned memory: enough for a few reads
+#: under way and as many copies behind them.
+STAGING_BYTES = 48 << 20
+#: What a rank holds at most of the blocks that ranks read for each other.
+BUDGET_BYTES = 64 << 20
 #: Shorter runs of a part that lies scattered are moved together, as a box.
 RUN_BYTES = 16 << 10
 #: From so many blocks on, what lies whole in one destination is read straight into it.

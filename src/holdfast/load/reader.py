@@ -114,10 +114,10 @@ class CheckpointReader:
         if leaf is None and name in self._small:
             small = self._small[name]
             whole = LeafInfo(name, "U8", tuple(small.shape))  # for its shape
-            return small[_box(box, whole).slices()] if small.shape else small
+            return small[box_in(box, whole).slices()] if small.shape else small
         if leaf is None:
             raise NotFound(f"step {self.step} has no leaf {name!r}; .leaves lists what it has")
-        wanted = _box(box, leaf)
+        wanted = box_in(box, leaf)
         wants = [] if wanted.is_empty else [Want(leaf.name, wanted, 0)]
         batches = plan_reads(self._checkpoint, wants, flat=range(len(wants)))
         array: Array = np.empty(wanted.shape, dtype=CARRIERS[ITEMSIZE[leaf.dtype]])
@@ -139,7 +139,8 @@ class CheckpointReader:
         self.close()
 
 
-def _box(box: Box | Sequence[slice] | None, leaf: LeafInfo) -> Box:
+def box_in(box: Box | Sequence[slice] | None, leaf: LeafInfo) -> Box:
+    """A box of a leaf, given as such or by slices; UsageError for one that is not inside it."""
     whole = Box.whole(leaf.shape)
     if box is None:
         return whole

@@ -31,7 +31,8 @@ from holdfast.load.claims import unclaimed
 from holdfast.load.compare import Comparison, Request
 from holdfast.load.exchange import Traffic
 from holdfast.load.filling import Filling
-from holdfast.load.late import STAGING_BYTES, Staging
+from holdfast.load.late import Staging
+from holdfast.load.plan import STAGING_BYTES
 from holdfast.load.read import read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.load.together import read_once

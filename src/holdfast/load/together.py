@@ -21,7 +21,7 @@ from holdfast.load import wire
 from holdfast.load.exchange import Exchange, ExchangeBroke, OtherFailed, RankLost, Traffic
 from holdfast.load.landing import Landing
 from holdfast.load.move import Destination
-from holdfast.load.plan import Want, plan_fetches
+from holdfast.load.plan import BUDGET_BYTES, Want, plan_fetches
 from holdfast.load.read import Lend
 from holdfast.load.sharing import (
     Demand,
@@ -40,8 +40,6 @@ from holdfast.world import World, agree, host_id
 
 SETTING = "HOLDFAST_EXCHANGE"
 MODES = ("auto", "always", "never")
-#: What a rank holds at most of what is under way.
-BUDGET_BYTES = 64 << 20
 #: Below this it costs more to connect the ranks than to read again.
 WORTH_BYTES = 64 << 20
 #: A rank that has lost another waits for the rest no longer than this part of its patience: most

@@ -95,6 +95,22 @@ class Restoring:
                 claimed.update(self._leaf(f"{key}.{name}.{kind}") for kind in kinds)
         return claimed
 
+    def wanted(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """(leaf, the tensor it is cut like; None: whole) of what would be filled; makes nothing."""
+        found: dict[str, torch.Tensor | None] = dict(self._module_targets())
+        for key in self.objects.optimizers:
+            parameters = self._parameters(key)
+            for name, kinds in self._stored_kinds(key, parameters).items():
+                for kind, (_, shape) in kinds.items():
+                    is_like = shape == tuple(parameters[name].shape)
+                    leaf = self._leaf(f"{key}.{name}.{kind}")
+                    found.setdefault(leaf, parameters[name] if is_like else None)
+        for name, _ in self._value_targets():
+            found.setdefault(name, None)
+        for name, like in found.items():
+            if name in self.stored and name not in self._small:
+                yield name, like
+
     def in_scope(self, leaf: str) -> bool:
         """Whether a stored leaf is below a key of this state: something should take it."""
         is_below = leaf.startswith(tuple(f"{key}." for key in self.state))

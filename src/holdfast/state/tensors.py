@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.values import SmallTensor
+from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import (
     REPLICATE,
@@ -22,6 +23,7 @@ from holdfast.geometry.layout import (
     LeafEntry,
     Mesh,
     Placement,
+    local_boxes,
     local_shape,
 )
 from holdfast.geometry.placements import known
@@ -113,6 +115,17 @@ def leaf_entry(
         return LeafEntry(name, dtype, shape, spread, Instance(where, placements), is_frozen)
     is_tiny = math.prod(shape) * ITEMSIZE[dtype] <= TINY_BYTES
     return LeafEntry(name, dtype, shape, "lowest" if is_tiny else spread, None, is_frozen)
+
+
+def held_boxes(name: str, tensor: torch.Tensor, rank: int) -> tuple[Box, ...]:
+    """Which boxes of the leaf ``name`` this is on ``rank``; of a tensor on the meta device, too."""
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        placements = tuple(_placement(name, p) for p in tensor.placements)
+        return tuple(
+            box for box, _ in local_boxes(shape, _mesh(tensor.device_mesh), placements, rank)
+        )
+    return (Box.whole(shape),)
 
 
 @lru_cache(maxsize=64)
