@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast import rules
 from holdfast.errors import CaptureOvertaken, PersistFailed, StorageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Image, fill_in
@@ -358,3 +359,40 @@ def test_a_ring_is_a_multiple_of_its_chunk_and_its_chunk_of_blocks(data_bytes: i
         chunk = chunk_bytes(ring_bytes)
         assert ring_bytes % chunk == 0 and chunk % BLOCK_BYTES == 0
         assert ring_bytes >= 2 * chunk
+
+
+def test_parts_of_tensors_pass_through_a_ring_as_they_are_copied_at_once() -> None:
+    """Fused, transposed and strided: none of them lies in memory as it is stored."""
+    module = torch.nn.Module()
+    module.qkv = torch.nn.Parameter(
+        bits(3 * MIB, torch.float32, 1).nan_to_num().reshape(3072, 1024)
+    )
+    module.wide = torch.nn.Parameter(
+        bits(2 * MIB, torch.float32, 2).nan_to_num().reshape(16, 2, 65536)
+    )
+    module.table = torch.nn.Parameter(bits(1 * MIB, torch.int16, 3).reshape(1024, 1024), False)
+    seen = rules.Rules([
+        ("qkv", rules.fused(0, (2048, 512, 512), into=("q", "k", "v"))),
+        ("wide", rules.unstack(1, into="wide.{n}")),
+        ("table", rules.transpose(1, 0), rules.padded(0, 1000)),
+    ])  # fmt: skip
+    described = Describer({"model": module}, 0, rules=seen).describe()
+    through = Through({"x": torch.zeros(3)})
+    stage(described.bindings)
+    layout = merge([table_from_json(described.table)])
+    through.plan = plan_copies(layout, 0, described.bindings)
+    through.image = fill_in(through.plan.image, {"step": "3"}, 2)
+    through.overtaking = Overtaking(described.bindings)
+    image, seal = through.whole()
+    store = MemoryStore()
+    found, written = through.run(4 * MIB, store)
+    assert found == seal and written.table_xxh3 == seal.table_xxh3
+    assert store.read("image") == image
+    for copy in through.plan.copies:
+        start = through.image.data_start + copy.offset
+        raw = bytearray(image[start : start + copy.size_bytes])
+        stored = torch.frombuffer(raw, dtype=torch.uint8)
+        assert torch.equal(stored.view(copy.source.dtype).view(copy.source.shape), copy.source)
+    assert {copy.source.is_contiguous() for copy in through.plan.copies} == {True, False}
+    leaves = {"model.table", "model.wide.0", "model.wide.1", "model.k", "model.q", "model.v"}
+    assert {leaf.name for leaf in layout.leaves} == leaves
