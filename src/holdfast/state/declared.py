@@ -117,7 +117,8 @@ class FlatBuffer:
     module's parameters.
     """
 
-    ranges: Sequence[FlatRange]
+    ranges: Sequence[tuple[str, Sequence[int], int, int, int]]
+    """Each a ``FlatRange``, or what makes one."""
 
     def __post_init__(self) -> None:
         ranges = tuple(FlatRange(*each) for each in self.ranges)
@@ -220,7 +221,7 @@ def declarations() -> int:
 def names_of(what: Declared) -> list[str]:
     """The parameters that it names."""
     found: Iterable[str | None] = (
-        [each.name for each in what.ranges] if isinstance(what, FlatBuffer) else [what.name]
+        [name for name, *_ in what.ranges] if isinstance(what, FlatBuffer) else [what.name]
     )
     return list(dict.fromkeys(name for name in found if name is not None))
 

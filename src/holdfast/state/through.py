@@ -153,8 +153,8 @@ class Through:
     def _look(self, origin: Origin, tensor: torch.Tensor) -> list[Look]:
         what = declared(tensor)
         shape = tuple(tensor.shape)
-        if isinstance(tensor, DTensor):
-            return [(Named(None, shape, ()), self._see(origin.name, shape), False)]
+        if isinstance(tensor, DTensor):  # what it holds is asked of each tensor that has its shape
+            return [(all_of(shape), self._see(origin.name, shape), False)]
         if what is not None:
             is_flat = not isinstance(what, Shard)
             return [
