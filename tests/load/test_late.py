@@ -93,6 +93,7 @@ class Tensor:
     """On the device "cuda"."""
 
     device = torch.device("cuda", 0)
+    dtype = torch.float32
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

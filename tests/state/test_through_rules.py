@@ -189,7 +189,7 @@ def test_numbers_that_are_joined_must_agree_before_anything_is_read(tmp_path: Pa
     one = {"model": fused, "optimizer": torch.optim.AdamW(fused.parameters())}
     with pytest.raises(
         StateMismatch,
-        match=r"qkv\.weight\.step: one number .* q\.weight\.step is 1\.0, .*k\.weight\.step is 9",
+        match=r"qkv\.weight\.step: one number .*\.q\.weight\.step is 1\.0, .*k\.weight\.step is 9",
     ):
         holdfast.load(tmp_path, one, rules=r.Rules([QKV]))
     assert torch.equal(model.qkv.weight, before) and optimizer is state["optimizer"]
@@ -223,8 +223,13 @@ def test_a_rule_for_no_leaf_is_refused_at_save_and_at_restore(tmp_path: Path) ->
 def test_two_tensors_that_are_the_same_elements_are_refused(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     both = r.Rules([("{x}.weight", r.part_of("w", 0, at=1, whole=4))])
-    with pytest.raises(UsageError, match=r"model\.a\.weight, model\.b\.weight are the same elem"):
+    with pytest.raises(UsageError, match=r"a\.weight and b\.weight are both seen as w\[1:3, 0:2\]"):
         holdfast.save(tmp_path, {"model": model}, rules=both)
+    for name, at in (("a", 0), ("b", 1)):
+        holdfast.declare(model[name].weight, holdfast.Shard((4, 2), (at, 0), name="w"))
+    with pytest.raises(UsageError, match=r"model\.a\.weight, model\.b\.weight are the same elem"):
+        holdfast.save(tmp_path, {"model": model})
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     other = r.Rules([("a.weight", r.part_of("w", 0, at=0, whole=4)),
                      ("b.weight", r.part_of("w", 0, at=2, whole=5))])  # fmt: skip
     with pytest.raises(UsageError, match=r"both seen as parts of model\.w, .* \[4, 2\].* \[5, 2\]"):

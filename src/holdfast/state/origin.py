@@ -36,4 +36,5 @@ class Origin(NamedTuple):
         behind = name[len(self.leaf) :]
         if not behind:
             return self
-        return self._replace(suffix=f"{self.suffix}{behind}", parameter=self.parameter or tensor)
+        owner = tensor if self.parameter is None else self.parameter
+        return self._replace(suffix=f"{self.suffix}{behind}", parameter=owner)

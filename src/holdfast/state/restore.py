@@ -290,6 +290,7 @@ class Restoring:
         """What is stored of each parameter's optimizer state: name -> kind -> (dtype, shape)."""
         by_prefix = {f"{key}.{name}": name for name in parameters}
         kinds: dict[str, dict[str, Spec]] = {}
+        masters = {origin.leaf for origin, _ in self.objects.masters(key)}
         for name in [*self.stored, *self.aliases]:
             if not name.startswith(f"{key}."):
                 continue
@@ -298,7 +299,7 @@ class Restoring:
                 prefix, _, _ = prefix.rpartition(".")
             kind = name[len(prefix) + 1 :]
             is_in_values = name in self._fresh and "." in kind
-            if prefix and not is_in_values:
+            if prefix and not is_in_values and name not in masters:
                 kinds.setdefault(by_prefix[prefix], {})[kind] = self.stored[self._leaf(name)]
         return kinds
 
