@@ -106,7 +106,8 @@ class Series:
         )  # fmt: skip
         gigabytes = self.state.size_bytes / 1e9
         visits = self.options.rounds * len(self.names)
-        return visits * (12 + (4 + 4 * self.options.repeat) * gigabytes) + heats * (8 + 4 * gigabytes)
+        visit_s = 12 + (4 + 4 * self.options.repeat) * gigabytes
+        return visits * visit_s + heats * (8 + 4 * gigabytes)
 
     def _round(self, turn: int) -> None:
         first = turn % len(self.names)
