@@ -240,12 +240,23 @@ def write_results(
     kind: str, facts: dict[str, str], found: dict[str, Any], shown: str, directory: Path = RESULTS
 ) -> Path:
     """``results/<kind>_<processor>_<month>``: the raw values as JSON, what is shown as markdown."""
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{facts['processor']} {facts['cores']}c".lower()).strip("-")
-    path = directory / f"{kind}_{slug}_{time.strftime('%Y%m')}.json"
+    path = _results_file(kind, facts, directory)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"date": today(), "machine": facts, **found}, indent=1) + "\n")
     path.with_suffix(".md").write_text(shown + "\n")
     return path
+
+
+def read_results(kind: str, facts: dict[str, str], directory: Path = RESULTS) -> dict[str, Any]:
+    """What was written before where ``write_results`` will write; {} when nothing was."""
+    path = _results_file(kind, facts, directory)
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def _results_file(kind: str, facts: dict[str, str], directory: Path) -> Path:
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{facts['processor']} {facts['cores']}c".lower()).strip("-")
+    return directory / f"{kind}_{slug}_{time.strftime('%Y%m')}.json"
 
 
 def today() -> str:

@@ -7,6 +7,7 @@ in docs/performance.md.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import time
@@ -84,8 +85,10 @@ class Series:
         began = time.monotonic()
         self._calibrate()
         show(f"about {self._guess_s() / 60:.0f} minutes for {self.options.rounds} rounds")
+        self._recall()
         for name in self.names:
             self._choose(name)
+        self._remember()
         for turn in range(self.options.rounds):
             left_s = self.options.minutes * 60 - (time.monotonic() - began)
             if turn and left_s < sum(self.took_s.values()):
@@ -98,6 +101,25 @@ class Series:
                  f"{rounds_left * per_round / 60:.0f} minutes")  # fmt: skip
             self.rounds = turn + 1
         return self._collect()
+
+    def _recall(self) -> None:
+        """Settings that an earlier run found best on this machine, where a file has them."""
+        if (file := self.options.settings) and Path(file).exists():
+            found = json.loads(Path(file).read_text()).get(self.state.title, {})
+            self.settings |= found["settings"] if found else {}
+            self.tried |= found["tried"] if found else {}
+
+    def _remember(self) -> None:
+        if not (file := self.options.settings):
+            return
+        found = json.loads(Path(file).read_text()) if Path(file).exists() else {}
+        before = found.get(self.state.title, {"settings": {}, "tried": {}})
+        known = {name: one for name, one in self.settings.items() if name != contenders.LIMITS}
+        tried = {name: one for name, one in self.tried.items() if name != contenders.LIMITS}
+        found[self.state.title] = {
+            "settings": before["settings"] | known, "tried": before["tried"] | tried,
+        }  # fmt: skip
+        Path(file).write_text(json.dumps(found, indent=1) + "\n")
 
     def _guess_s(self) -> float:
         """How long all visits take on a machine that does nothing else, roughly."""
@@ -300,6 +322,10 @@ def parsed() -> argparse.Namespace:
         "--deadline", type=float, metavar="S",
         help="what a system may take for one visit (90, and 60 for each GB)",
     )  # fmt: skip
+    parser.add_argument(
+        "--settings", metavar="FILE",
+        help="take the best settings of each system from here, and add those found",
+    )  # fmt: skip
     parser.add_argument("--out", help="where results go (benchmarks/results; nowhere if --quick)")
     parser.add_argument("--dir", help="a directory on the disk to measure (the temporary one)")
     parser.add_argument(
@@ -361,10 +387,13 @@ def main() -> int:
                 continue
             found[name] = Series(state, names, root, options).run()
     result = {"quick": options.quick, "states": found}
-    shown = tables.save(result, facts)
-    print(f"\n{shown}\n")
+    print(f"\n{tables.save(result, facts)}\n")
     if options.out or not options.quick:
-        write(result, facts, shown, options)
+        directory = Path(options.out) if options.out else harness.RESULTS
+        # What was measured of other states in the same month on the same machine stays.
+        before = harness.read_results("save", facts, directory).get("states", {})
+        result["states"] = {**before, **found}
+        write(result, facts, tables.save(result, facts), options)
     return 0 if all(tables.is_sound(entry) for entry in found.values()) else 1
 
 
