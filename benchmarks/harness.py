@@ -7,6 +7,7 @@ prints.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -23,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
+IMAGES = DOCUMENT.parent / "images"
 RESULTS = Path(__file__).parent / "results"
 _VERSIONS = """
 import importlib.metadata, json, platform, sys
@@ -262,6 +265,13 @@ def _results_file(kind: str, facts: dict[str, str], directory: Path) -> Path:
 def today() -> str:
     """The date of a result."""
     return time.strftime("%Y-%m-%d")
+
+
+def add_document_option(parser: argparse.ArgumentParser) -> None:
+    """``--document``."""
+    parser.add_argument(
+        "--document", action="store_true", help="put tables and plots into docs/performance.md"
+    )
 
 
 def replace_block(document: Path, name: str, text: str) -> None:

@@ -24,8 +24,6 @@ import tables
 from watch import Outcome, visit
 
 PROJECT = Path(__file__).parents[1]
-DOCUMENT = PROJECT / "docs" / "performance.md"
-IMAGES = PROJECT / "docs" / "images"
 RIVALS = PROJECT / ".venv-rivals" / "bin" / "python"
 
 
@@ -332,9 +330,7 @@ def parsed() -> argparse.Namespace:
         "--python", default=str(RIVALS if RIVALS.exists() else sys.executable),
         help="the interpreter that has the rivals (`make bench-rivals`)",
     )  # fmt: skip
-    parser.add_argument(
-        "--document", action="store_true", help="put tables and plots into docs/performance.md"
-    )
+    harness.add_document_option(parser)
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 2)
     options.repeat = options.repeat or (1 if options.quick else 4)
@@ -351,10 +347,10 @@ def write(
     print(f"{written.parent.name}/{written.name}")
     drawn = charts.save(result)
     for title, image in drawn.items():
-        (IMAGES if options.document else directory).joinpath(title).write_text(image)
+        (harness.IMAGES if options.document else directory).joinpath(title).write_text(image)
     if options.document:
         images = [f"![{_alternative(title)}](images/{title})" for title in drawn]
-        harness.replace_block(DOCUMENT, "save", "\n\n".join([shown, *images]))
+        harness.replace_block(harness.DOCUMENT, "save", "\n\n".join([shown, *images]))
 
 
 def _alternative(title: str) -> str:
