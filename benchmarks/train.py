@@ -217,7 +217,8 @@ def compare(
 
 def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One world's figures, on each of its ranks."""
-    training = GptTraining(kind, QUICK if options.quick else FULL)
+    with machine_alone():
+        training = GptTraining(kind, QUICK if options.quick else FULL)
     bench = Bench(training, root)
     show(f"{kind}: {training.size_bytes / 1e9:.2f} GB, {training.sequences} sequences a rank")
     systems: dict[str, System] = {}
@@ -225,11 +226,12 @@ def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any
     stored: dict[str, str] = {}
     for name, make in chosen(options).items():
         try:
-            systems[name] = make(root, training)
-            for _ in range(WARM_UP_SAVES):
-                bench.with_saves(systems[name], 1, 1)
-                bench.discard(systems[name])
-            stored[name] = NOT_CHECKED if name == MEMORY else bench.check(systems[name])
+            with machine_alone():
+                systems[name] = make(root, training)
+                for _ in range(WARM_UP_SAVES):
+                    bench.with_saves(systems[name], 1, 1)
+                    bench.discard(systems[name])
+                stored[name] = NOT_CHECKED if name == MEMORY else bench.check(systems[name])
         except Exception as error:  # shown as failed, the others go on
             failed[name] = f"{type(error).__name__}: {error}"
             systems.pop(name, None)
