@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import FormatError
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -89,6 +89,8 @@ class Ask(Message, frozen=True, kw_only=True):
     values_bytes: int
     durable: bool
     exact: bool = False
+    turn: int = 0
+    """Which of this rank's requests it is: a step that was given up can be asked for again."""
 
 
 class Progress(Message, frozen=True, kw_only=True):
@@ -218,6 +220,8 @@ class Grant(Message, frozen=True, kw_only=True):
     layout: str
     ring_bytes: int = 0
     """The image passes through the last so many bytes of the slot; 0: it is kept there whole."""
+    turn: int = 0
+    """The request that it answers."""
 
 
 class Freed(Message, frozen=True, kw_only=True):
