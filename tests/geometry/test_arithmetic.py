@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import slow_owners
+from holdfast.geometry import fill as filling
 from holdfast.geometry import forms
 from holdfast.geometry.box import Box
 from holdfast.geometry.cells import Cells, DimCuts
@@ -178,14 +179,16 @@ def test_a_rank_of_thousands_computes_only_what_it_asks_for() -> None:
 @unhurried
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 9), st.integers(1, 80),
-    st.sampled_from([0, 1 << 62, 1 << 70]),
+    st.sampled_from([0, 1 << 62, 1 << 70]), st.sampled_from([0, filling.FEW]),
 )  # fmt: skip
 def test_fill_gives_each_to_whoever_has_least_the_first_of_several(
-    loads: list[int], size: int, count: int, above: int
+    loads: list[int], size: int, count: int, above: int, few: int
 ) -> None:
     now = [load + above for load in loads]
     kind = np.int64 if not above else object
-    given_to = fill(np.array(now, dtype=kind), size, count).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filling, "FEW", few)
+        given_to = fill(np.array(now, dtype=kind), size, count).tolist()
     expected = []
     for _ in range(count):
         least = now.index(min(now))

@@ -172,8 +172,8 @@ def test_replicas_of_flat_shards_store_equal_shares_whether_cut_alike_or_not() -
 def test_what_nobody_holds_is_said_with_leaf_ranks_and_box() -> None:
     with pytest.raises(StateMismatch) as caught:
         merge([[flat(0, 3)], [flat(5, 14)], [flat(14, 24)]])
-    assert caught.value.leaves == ("w",)
-    (text,) = caught.value.problems
+    assert caught.value.fields["leaves"] == ("w",)
+    (text,) = caught.value.fields["problems"]
     assert "no rank holds the box (0, 3) to (1, 4) of its shape (6, 4)" in text
     assert "held by ranks 0-2" in text
     with pytest.raises(StateMismatch, match="held by no rank"):
