@@ -231,8 +231,9 @@ def listed(root: Path) -> None:
     """
     tables = [
         [
-            LeafEntry(name, "F32", shape, "split", None if held[rank] is None else Held(held[rank]))
+            LeafEntry(name, "F32", shape, "split", None if boxes is None else Held(boxes))
             for name, (shape, held) in LISTED.items()
+            for boxes in [held[rank]]
         ]
         for rank in range(4)
     ]
