@@ -110,6 +110,19 @@ def test_of_many_replicas_cut_in_two_ways_those_of_the_lowest_ranks_are_stored()
     assert lacking.volume == 80 * 80 - 4
 
 
+def test_what_touches_a_region_of_many_cells_is_cut_by_itself() -> None:
+    """How much overlaps in one region decides nothing about its neighbour."""
+    grid = lines(80, 40, 0, dim=0) + lines(80, 40, 40, dim=1)
+    beside = [(Box((0, 80), (80, 95)), (200,)), (Box((0, 85), (80, 100)), (201,))]
+    found = cut((80, 100), [*grid, *beside])
+    assert found.missing is None
+    assert [cell for cell in found.cells if cell[0].start[1] >= 80] == [
+        (Box((0, 80), (80, 85)), (200,)),
+        (Box((0, 85), (80, 95)), (200, 201)),
+        (Box((0, 95), (80, 100)), (201,)),
+    ]
+
+
 def test_boxes_that_only_touch_are_cells_as_they_are() -> None:
     """No straight line takes a pinwheel apart, nor a leaf of many."""
     sails = [
