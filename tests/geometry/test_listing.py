@@ -123,7 +123,8 @@ def test_a_leaf_has_one_listing_and_no_rank_in_two_places() -> None:
 def replicas(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
     """What each rank holds of a leaf that one to three groups of ranks each have wholly."""
     shape: tuple[int, ...] = draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
-    if shape and draw(st.booleans()):  # enough to be divided
+    is_large = draw(st.booleans())
+    if shape and is_large:  # enough to be divided
         shape = (*shape[:-1], 3000 * shape[-1])
     groups = draw(st.integers(1, 3))
     held: list[list[Box]] = [[] for _ in range(3 * groups)]
@@ -255,14 +256,20 @@ def test_leaves_that_are_held_alike_are_written_once() -> None:
 def test_boxes_and_sets_of_ranks_are_written_once_each() -> None:
     columns = [Box((0, n), (6, n + 1)) for n in range(4)]
     both = Listing(tuple((box, (0, 1) if n % 2 else (2,)) for n, box in enumerate(columns)))
-    layout = Layout(3, (LeafSpec("w", "F32", SHAPE, "split", (both,)),))
+    equal = tuple(sorted({0, 1}))  # an equal set, and another object
+    again = Listing(tuple((box, equal if len(r) == 2 else r) for box, r in both.parts[1:]))
+    layout = Layout(3, tuple(
+        LeafSpec(name, "F32", SHAPE, "split", (one,)) for name, one in (("v", both), ("w", again))
+    ))  # fmt: skip
     document = json.loads(layout.to_json())
     assert document["extents"] == [[6, 1]]
     assert document["sets"] == [[0, 1]]
-    assert document["listings"] == [[[6, 4], [0] * 4, [-1] * 4, [2, 1, -1, 1]]]
-    again = Layout.from_json(layout.to_json())
-    assert again == layout
-    assert again.leaves[0].instances[0] == both and hash(again.leaves[0].instances[0]) == hash(both)
+    assert document["listings"] == [
+        [[6, 4], [0] * 4, [-1] * 4, [2, 1, -1, 1]], [[6, 4], [1, 0, 0], [-1] * 3, [3, -1, 1]],
+    ]  # fmt: skip
+    back = Layout.from_json(layout.to_json())
+    assert back == layout
+    assert back.leaves[0].instances[0] == both and hash(back.leaves[0].instances[0]) == hash(both)
 
 
 def test_a_big_listing_takes_at_most_16_bytes_a_box() -> None:
