@@ -211,13 +211,22 @@ def _save(rank: int, world: int, root: str) -> None:
             state = build(STAGES[stages][rank], split, kind)
             train(state, range(3))
             holdfast.save(f"{root}/{stages}-{split}/{kind}", state, step=3)
+            if kind == "adamw" and stages == "half":
+                with holdfast.Checkpointer(f"{root}/kept/{kind}", state, storage=None) as kept:
+                    kept.restore()
+                    kept.save(3, durable=True)
+
+
+def _places(kind: str) -> list[str]:
+    found = [f"{stages}-{split}" for some in SAVED.values() for stages, split in some]
+    return [*found, "kept"] if kind == "adamw" else found
 
 
 def _load(rank: int, world: int, root: str) -> list[str]:
     found = []
     for kind in OPTIMIZERS:
         before, after = torch.load(f"{root}/{kind}.truth", weights_only=False)
-        for saved in (f"{stages}-{split}" for some in SAVED.values() for stages, split in some):
+        for saved in _places(kind):
             for stages, split in RESTORED[world]:
                 state = build(STAGES[stages][rank], split, kind, blank=True)
                 holdfast.load(f"{root}/{saved}/{kind}", state)

@@ -89,7 +89,7 @@ def _plan_all(
             wants, faults = _of_table(checkpoint, item)
         else:
             restoring = _restoring(checkpoint, item)
-            faults = restoring.problems()
+            faults = restoring.amiss
             claims.append(claims_of([leaf.name for leaf in checkpoint.layout.leaves], restoring))
             wants, is_cut = _of_state(restoring)
             if is_cut:

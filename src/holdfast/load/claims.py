@@ -7,7 +7,7 @@ once: thousands of them differ in a few ways.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import xxhash
 from msgspec import Struct, msgpack
@@ -31,24 +31,26 @@ class Claims(Struct, array_like=True, frozen=True):
 
 
 def unclaimed(
-    world: World, phase: str, leaves: Sequence[str], restoring: Restoring, problems: Sequence[str],
+    world: World, phase: str, leaves: Sequence[str], compare: Callable[[], Restoring],
     *, timeout_s: float,
 ) -> list[str] | None:  # fmt: skip
     """What no rank takes, in words, the same on all ranks; None when all fits everywhere.
 
-    All ranks call it. ``leaves`` are the names in the layout, ``problems`` what this rank has found
-    amiss itself: then the list may be empty.
+    All ranks call it. ``leaves`` are the names in the layout. ``compare`` finds what this rank
+    takes; where that finds something amiss itself, the list may be empty. Raises on all ranks what
+    it raises on one.
     """
     message = b""
 
     def ask() -> bytes:
         nonlocal message
+        restoring = compare()
         mine = claims_of(leaves, restoring)
         message = msgpack.encode(mine)
-        flag = b"\1" if problems or mine.leaves_something else b"\0"
+        flag = b"\1" if restoring.amiss or mine.leaves_something else b"\0"
         return flag + xxhash.xxh3_128_digest(message)
 
-    heard = agree(world, f"{phase}: checked", ask, timeout_s=timeout_s)
+    heard = agree(world, f"{phase}: compared", ask, timeout_s=timeout_s)
     if all(one[:1] == b"\0" for one in heard):
         return None
     is_first = heard.index(heard[world.rank]) == world.rank

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +46,8 @@ from holdfast.state.objects import State, sort_objects
 from holdfast.state.restore import Restoring, refuse
 from holdfast.state.tensors import leaf_entry, local_of
 from holdfast.world import World, agree
+
+T = TypeVar("T")
 
 #: Errors that speak against a source, not against the user's state: the next one is tried.
 SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound)
@@ -191,7 +194,6 @@ class _Attempt:
         """Prepare, read, finish; every rank learns of any rank's trouble after each."""
         with _no_collection():
             self._together("opened", lambda: self._open(open_checkpoint))
-            self._together("compared", self._compare)
             self._check()
             on_poison(True)
             self._together("prepared", self._prepare)
@@ -206,15 +208,19 @@ class _Attempt:
 
     def _together(self, what: str, act: Callable[[], None]) -> None:
         def run() -> bytes:
-            try:
-                act()
-            except (HoldfastError, KeyboardInterrupt):
-                raise
-            except Exception as error:  # of the user's load_state_dict, say: all ranks must know
-                raise RestoreError(f"{self.phase}: {what}: {_words(error)}") from error
+            self._guarded(what, act)
             return b""
 
         agree(self.world, f"{self.phase}: {what}", run, timeout_s=self.timeout_s)
+
+    def _guarded(self, what: str, act: Callable[[], T]) -> T:
+        """Of the user's load_state_dict, say: an error that all ranks must know."""
+        try:
+            return act()
+        except (HoldfastError, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            raise RestoreError(f"{self.phase}: {what}: {_words(error)}") from error
 
     def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> None:
         self.checkpoint = open_checkpoint(self.candidate)
@@ -225,15 +231,15 @@ class _Attempt:
         self.base = mine if is_same_world else 0
         self.values = self.own if self.base == mine else read_values(self.checkpoint, self.base)
 
-    def _compare(self) -> None:
+    def _compare(self) -> Restoring:
         """Find the values of all that is in this state, and what stands against them."""
         stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
         objects = sort_objects(self.state)
         found = gather_values(self.checkpoint, objects, self.base, self.values, stored)
         self.restoring = Restoring(self.state, objects, stored, found, self.own.get("own", {}))
-        self.problems = self.restoring.problems()
         if self.saved_world != self.world.size and self.world.rank == 0:
             self._report_differing(following_keys(objects))
+        return self.restoring
 
     def _report_differing(self, following: frozenset[str]) -> None:
         """On another number of ranks all take rank 0's values; say so where ranks had others.
@@ -255,12 +261,12 @@ class _Attempt:
 
     def _check(self) -> None:
         """StateMismatch, on all ranks, unless all that is stored fits all that there is."""
-        leaves = [leaf.name for leaf in self.checkpoint.layout.leaves]
         left = unclaimed(
-            self.world, self.phase, leaves, self.restoring, self.problems, timeout_s=self.timeout_s
-        )
+            self.world, self.phase, [leaf.name for leaf in self.checkpoint.layout.leaves],
+            lambda: self._guarded("compared", self._compare), timeout_s=self.timeout_s,
+        )  # fmt: skip
         if left is not None:
-            self._together("checked", lambda: refuse([*self.problems, *left]))
+            self._together("checked", lambda: refuse([*self.restoring.amiss, *left]))
 
     def _prepare(self) -> None:
         with torch.no_grad():

@@ -23,9 +23,9 @@ from holdfast.state.regroup import (
     mapping,
     members,
     regroup,
-    regroup_scheduler,
     same_name,
 )
+from holdfast.state.schedulers import regroup_scheduler
 from holdfast.state.subclasses import plain_parts
 
 Document = Mapping[str, Any]
