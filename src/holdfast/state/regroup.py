@@ -48,19 +48,16 @@ class Saved:
         self.shared = shared
         self.base = next(iter(shared))
         self._small: dict[int, dict[str, Any]] = {}
+        self._groups: dict[tuple[int, str], Sequence[Encoded]] = {}
 
     def groups(self, rank: int, key: str) -> Sequence[Encoded]:
         """The groups that a rank had in the optimizer ``key``; none if it had no such optimizer.
 
         FormatError for what no optimizer's groups are.
         """
-        saved: Any = self.shared[rank].get(key)
-        if not is_optimizer(saved):
-            return ()
-        groups = saved["groups"]
-        if not isinstance(groups, list) or not all(map(_is_group, groups)):
-            raise FormatError(f"the values of saved rank {rank}: {key} has malformed groups")
-        return groups
+        if (rank, key) not in self._groups:
+            self._groups[rank, key] = _checked_groups(rank, key, self.shared[rank].get(key))
+        return self._groups[rank, key]
 
     def whole(self, rank: int, value: Any) -> Any:
         """A value of a rank with its small tensors in it, wherever they were met first.
@@ -84,6 +81,15 @@ class Saved:
             mine = name if rank == self.base else f"{name} of rank {rank}"
             return {"$tensor": {**body, "name": mine}}
         return {key: self._whole(rank, item) for key, item in value.items()}
+
+
+def _checked_groups(rank: int, key: str, saved: Any) -> Sequence[Encoded]:
+    if not is_optimizer(saved):
+        return ()
+    groups: Any = saved["groups"]
+    if not isinstance(groups, list) or not all(map(_is_group, groups)):
+        raise FormatError(f"the values of saved rank {rank}: {key} has malformed groups")
+    return groups
 
 
 def is_optimizer(value: Any) -> bool:
