@@ -86,7 +86,7 @@ class Saved:
 def _checked_groups(rank: int, key: str, saved: Any) -> Sequence[Encoded]:
     if not is_optimizer(saved):
         return ()
-    groups: Any = saved["groups"]
+    groups: list[Encoded] = saved["groups"]
     if not isinstance(groups, list) or not all(map(_is_group, groups)):
         raise FormatError(f"the values of saved rank {rank}: {key} has malformed groups")
     return groups
