@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.format.image import ImagePlan
+from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
 from holdfast.snapshot.layouts import image_items, plan_rank
 from holdfast.state.binding import Binding
@@ -54,13 +55,17 @@ def plan_copies(layout: Layout, rank: int, bindings: list[Binding]) -> CopyPlan:
     copies: list[Copy] = []
     for name, piece in zip(names, layout.pieces(rank), strict=True):
         binding = by_name[layout.leaves[piece.leaf].name]
-        source = binding.source
-        for whole, local in layout.held(piece.leaf, rank):
-            if whole.contains(piece.box):
-                inside = piece.box.relative_to(whole).shift(local.start)
-                source = binding.source[inside.slices()] if inside.ndim else binding.source
-                break
+        source = part_of(binding.source, layout, rank, piece.leaf, piece.box)
         entry = offsets[name]
         copies.append(Copy(binding.name, source, entry.offset, entry.size_bytes, binding.lazy))
     copies.sort(key=lambda copy: copy.offset)
     return CopyPlan(image, tuple(copies))
+
+
+def part_of(source: torch.Tensor, layout: Layout, rank: int, leaf: int, box: Box) -> torch.Tensor:
+    """The view of what ``rank`` holds of a leaf, its ``source``, that is ``box`` of the leaf."""
+    for whole, local in layout.held(leaf, rank):
+        if whole.contains(box):
+            inside = box.relative_to(whole).shift(local.start)
+            return source[inside.slices()] if inside.ndim else source
+    return source
