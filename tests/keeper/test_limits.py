@@ -52,13 +52,6 @@ NONSENSE: list[m.Message] = [
     m.Captured(attempt="a", image_bytes=1 << 60, header_xxh3=X, table_xxh3=X),
     m.Captured(attempt="a", image_bytes=1, header_xxh3="", table_xxh3=X),
     m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X + "0"),
-    m.Captured(
-        attempt="a",
-        image_bytes=1,
-        header_xxh3=X,
-        table_xxh3=X,
-        sums=(bytes(limits.MAX_SUMS_BYTES), b"1"),
-    ),
     m.Withdraw(step=-1),
     m.Decline(step=-1, reason=""),
     m.MakeDurable(step=-1),
@@ -76,6 +69,15 @@ def test_what_can_be_meant_is_let_through(message: m.Message) -> None:
 def test_a_number_that_means_nothing_is_refused(message: m.Message) -> None:
     with pytest.raises(UsageError):
         limits.check(message, world=4)
+
+
+def test_more_sums_than_any_layout_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_SUMS_BYTES", 4)
+    told = m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X, sums=(b"12", b"34"))
+    limits.check(told, world=4)
+    told = m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X, sums=(b"12", b"345"))
+    with pytest.raises(UsageError, match="the size of the sums is 5"):
+        limits.check(told, world=4)
 
 
 # ── a real keeper ────────────────────────────────────────────────────────────────────────────

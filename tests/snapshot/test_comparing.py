@@ -75,6 +75,7 @@ def test_an_attempt_that_came_to_nothing_is_not_compared() -> None:
     seal(keeper, 0, attempt, ALIKE)
     aborted = keeper.c.abandon(1, m.Abandon(attempt=attempt, reason="overtaken", leaf="w"))
     assert not told(aborted, m.ReplicasDiffer)
+    assert keeper.c.comparing.part(attempt) is None  # nor is it kept
     assert keeper.c.captured(1, _late(attempt), 0.0) == []
     # Neither is what it told compared with the next attempt at the same step.
     assert not told(capture(keeper, 5, [[b"else"], [b"else"]]), m.ReplicasDiffer)
