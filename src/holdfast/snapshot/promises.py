@@ -39,6 +39,7 @@ class Promises:
     def catch_up(self, step: int, handle: SaveHandle) -> None:
         """``handle`` is as far as any other of its step."""
         for other in self._handles[step]:
+            handle.differing = handle.differing or other.differing
             if other.state in (CAPTURED, DURABLE):
                 handle.reach(other.state)
 
