@@ -68,7 +68,7 @@ class Checkpointer:
     times as long each wait for their reading in a restore.
 
     Parameters and optimizer state that several ranks hold are compared between them, another part
-    at each save and all of it in ``compare_replicas`` saves (0: never). By default that is 50 saves
+    at each save and all of it in ``compare_replicas`` saves (0: never). By default it is 50 saves
     for each replica, which keeps a part to a fiftieth of what a rank copies. What is not the same
     is told by the event ``ReplicasDiffer`` and by the save's handle; the save goes on.
 

@@ -111,13 +111,6 @@ def test_ranks_that_hold_alike_take_the_same_at_once(layout: Layout, turn: int, 
     module._cut.cache_clear()
     told = sums_of(layout, turn, turns)
     assert layout.replicas.differences(told, turn, turns) == ([], 0)
-    # Whatever a rank stores of what it shares, each of those it shares with has in a turn.
-    for rank in range(layout.world):
-        mine = all_tiles(layout.replicas, rank, turns)
-        for other in range(layout.world):
-            theirs = set(all_tiles(layout.replicas, other, turns))
-            shared = [t for t in mine if t in theirs]
-            assert all(_holds(layout, other, tile.leaf, tile.box) for tile in shared)
 
 
 def test_a_turn_takes_its_share_of_the_bytes_and_a_tile_at_most_besides() -> None:
@@ -137,21 +130,31 @@ def test_a_turn_takes_its_share_of_the_bytes_and_a_tile_at_most_besides() -> Non
 def test_unasked_a_turn_takes_a_fiftieth_of_what_a_rank_copies() -> None:
     for replicas in (2, 3, 8):
         layout = Layout(replicas, (replicated("w", 400_000, replicas),))
-        turns = layout.replicas.turns(None)
-        assert turns == TURNS_PER_REPLICA * replicas
         copied = sum(piece.box.volume * 4 for piece in layout.pieces(0))
-        (tiles,) = layout.replicas.tiles(0, 7, turns)
+        (tiles,) = layout.replicas.tiles(0, 7, None)
         assert sum(bytes_of(layout, tile) for tile in tiles) <= copied / 50 + TILE_BYTES
 
 
-def test_as_many_turns_are_taken_as_are_asked_for_and_none_if_nothing_is_shared() -> None:
-    assert Layout(2, (replicated("w", 9, 2),)).replicas.turns(7) == 7
-    assert Layout(2, (replicated("w", 9, 2),)).replicas.turns(0) == 0
-    assert Layout(1, (replicated("w", 9, 1),)).replicas.turns(7) == 0
-    whole = replicated("running_mean", 9, 2, spread="lowest")
-    assert Layout(2, (whole,)).replicas.turns(None) == 0
+@pytest.mark.usefixtures("small_tiles")
+def test_unasked_what_more_ranks_hold_takes_more_turns() -> None:
+    # A weight that two hold each half of, and a norm that all four hold.
+    layout = Layout(4, (replicated("norm", 200, 4), hybrid("w", 2, 2, (800, 32))))
+    for turns, leaf in ((4 * TURNS_PER_REPLICA, 0), (2 * TURNS_PER_REPLICA, 1)):
+        taken: list[Tile] = []
+        for turn in range(turns):
+            taken += [t for g in layout.replicas.tiles(3, turn, None) for t in g if t.leaf == leaf]
+        assert len(taken) == len(set(taken)) > turns
+        whole = layout.held(leaf, 3)[0][0]
+        assert sum(tile.box.volume for tile in taken) == whole.volume
+
+
+def test_there_is_nothing_to_compare_where_nothing_is_shared() -> None:
     cut = LeafSpec("w", "F32", (8, 8), "split", (Instance(mesh(4), (Placement(0),)),))
-    assert Layout(4, (cut,)).replicas.turns(7) == 0
+    whole = replicated("running_mean", 9, 2, spread="lowest")
+    for layout in (Layout(1, (replicated("w", 9, 1),)), Layout(2, (whole,)), Layout(4, (cut,))):
+        assert layout.replicas.is_empty
+        assert layout.replicas.tiles(0, 3, 7) == []
+    assert not Layout(2, (replicated("w", 9, 2),)).replicas.is_empty
 
 
 @given(
@@ -256,10 +259,8 @@ def _large(replicas: int, shards: int, leaves: Sequence[tuple[int, ...]]) -> Lay
 def test_what_a_rank_tells_stays_small_at_thousands_of_ranks() -> None:
     # 64 replicas of 32 shards, 1200 leaves of 64 MiB: 2.4 GiB a rank.
     layout = _large(64, 32, [(4096, 4096)] * 1200)
-    turns = layout.replicas.turns(None)
-    assert turns == 3200
     for rank in (0, 2047):
-        (tiles,) = layout.replicas.tiles(rank, 9, turns)
+        (tiles,) = layout.replicas.tiles(rank, 9, None)
         assert sum(bytes_of(layout, tile) for tile in tiles) <= 2 * MIB
         assert len(tiles) * 4 <= 64  # bytes a save
     (tiles,) = layout.replicas.tiles(5, 9, 100)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -38,7 +37,7 @@ def capture(keeper: Keeper, step: int, told_by: Sequence[Sequence[bytes]]) -> Ac
     return actions
 
 
-def part(keeper: Keeper, step: int) -> tuple[int, int] | None:
+def part(keeper: Keeper, step: int) -> tuple[int, int | None] | None:
     """Which part the ranks are to compare; the attempt comes to nothing."""
     attempt = granted(keeper.ask_all(step))
     found = keeper.c.comparing.part(attempt)
@@ -108,10 +107,10 @@ def test_another_incarnation_is_compared_with_itself_alone() -> None:
 def test_the_turn_passes_when_all_captured_it_and_not_before() -> None:
     keeper = Keeper(2)
     first = part(keeper, 1)
-    assert first is not None and first[1] == 100
+    assert first is not None
     assert part(keeper, 2) == first  # that came to nothing
     capture(keeper, 3, [[ALIKE], [ALIKE]])
-    assert part(keeper, 4) == (first[0] + 1, 100)
+    assert part(keeper, 4) == (first[0] + 1, first[1])
 
 
 def test_each_incarnation_begins_with_another_part() -> None:
@@ -129,6 +128,7 @@ def test_each_incarnation_begins_with_another_part() -> None:
 def test_nothing_is_to_be_summed_where_nothing_is_shared_or_it_is_not_wanted() -> None:
     assert part(Keeper(1), 1) is None
     keeper = Keeper(2)
+    assert (part(keeper, 5) or (0, 0))[1] is None  # in as many as are cheap
     keeper.c.comparing.wanted = 0
     assert part(keeper, 1) is None
     keeper.c.comparing.wanted = 7
@@ -159,12 +159,13 @@ def test_a_fault_in_comparing_is_said_and_costs_no_generation(
 
 
 def test_where_memory_is_short_nothing_is_compared() -> None:
-    def lacking(_: object) -> int:
-        raise MemoryError
+    class Lacking:
+        @property
+        def replicas(self) -> Replicas:
+            raise MemoryError
 
     comparing = Comparing()
-    layout = SimpleNamespace(replicas=SimpleNamespace(turns=lacking))
-    comparing.start("a", cast(Layout, layout))
+    comparing.start("a", cast(Layout, Lacking()))
     assert comparing.part("a") is None
 
 

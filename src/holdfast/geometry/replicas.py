@@ -22,8 +22,8 @@ from holdfast.geometry.forms import Form, Group
 #: What has a sum of its own: small, so that the tiles of a turn come from all over the state, and
 #: yet so large that the bytes in it cost more than the call.
 TILE_BYTES = 1 << 20
-#: A rank that shares with n others stores a (1 + n)-th of what they hold. With so many turns for
-#: each of them, a turn takes a fiftieth of what the rank copies.
+#: Of what n ranks hold alike each stores an n-th. Unasked it is taken in so many turns for each of
+#: them: then a turn takes a fiftieth of what the rank copies.
 TURNS_PER_REPLICA = 50
 #: Of a sum, so much is told: one difference in 2**32 is missed, until it is another one.
 SUM_BYTES = 4
@@ -71,25 +71,21 @@ class Replicas:
         self._rotations: dict[int, dict[int, Rotation]] = {}
 
     @property
-    def most(self) -> int:
-        """How many ranks at most hold the same; 0 when nothing is held twice."""
-        return max((group.members.shape[1] for group in self._groups), default=0)
+    def is_empty(self) -> bool:
+        """Whether no rank holds what another holds."""
+        return not self._groups
 
-    def turns(self, wanted: int | None) -> int:
-        """In how many turns all is taken: ``wanted``, or as many as keep each of them cheap.
-
-        0 when there is nothing to compare, or nothing is to be.
-        """
-        usual = TURNS_PER_REPLICA * self.most
-        return wanted if usual and wanted is not None else usual
-
-    def tiles(self, rank: int, turn: int, turns: int) -> list[list[Tile]]:
+    def tiles(self, rank: int, turn: int, turns: int | None) -> list[list[Tile]]:
         """What ``rank`` is to sum in this of ``turns`` turns, by the groups that it is in.
 
-        A turn takes at most its share of all bytes and one tile more of each group.
+        None: of each group in as many as keep a turn cheap. A turn takes at most its share of all
+        bytes and one tile more of each group.
         """
-        rotations = self._of_rank(rank)
-        return [rotations[number].tiles(turn, turns) for number in sorted(rotations)]
+        return [self._tiles(rank, number, turn, turns) for number in sorted(self._of_rank(rank))]
+
+    def _tiles(self, rank: int, number: int, turn: int, turns: int | None) -> list[Tile]:
+        usual = TURNS_PER_REPLICA * self._groups[number].members.shape[1]
+        return self._of_rank(rank)[number].tiles(turn, turns or usual)
 
     def _of_rank(self, rank: int) -> dict[int, Rotation]:
         """All tiles of a rank, by the number of its group."""
@@ -128,7 +124,7 @@ class Replicas:
     # ── comparing ────────────────────────────────────────────────────────────────────────
 
     def differences(
-        self, sums: Mapping[int, Sequence[bytes]], turn: int, turns: int
+        self, sums: Mapping[int, Sequence[bytes]], turn: int, turns: int | None
     ) -> tuple[list[Difference], int]:
         """(leaves found to differ, how many more do at least), from what ranks told of a turn.
 
@@ -138,7 +134,7 @@ class Replicas:
         found: dict[int, Difference] = {}
         others: set[int] = set()
         for number, row in islice(self._unlike_rows(sums), MOST_ROWS):
-            tiles = self._of_rank(min(row))[number].tiles(turn, turns)
+            tiles = self._tiles(min(row), number, turn, turns)
             ranks = sorted(r for r, told in row.items() if len(told) == SUM_BYTES * len(tiles))
             for each in _compare(ranks, [row[rank] for rank in ranks], tiles):
                 if each.leaf in found or len(found) < MOST_LEAVES:

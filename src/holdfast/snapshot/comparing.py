@@ -25,7 +25,7 @@ class Comparison:
 
     layout: Layout
     turn: int
-    turns: int
+    turns: int | None
     sums: dict[int, Sequence[bytes]] = field(default_factory=dict)
 
 
@@ -47,13 +47,12 @@ class Comparing:
     def start(self, attempt: str, layout: Layout) -> None:
         """What is to be compared in this attempt; the turn passes when it has been."""
         try:
-            turns = layout.replicas.turns(self.wanted)
+            if self.wanted != 0 and not layout.replicas.is_empty:
+                self._open[attempt] = Comparison(layout, self._turn, self.wanted)
         except (MemoryError, ImportError):  # of numpy, say, where memory is short
             return
-        if turns:
-            self._open[attempt] = Comparison(layout, self._turn, turns)
 
-    def part(self, attempt: str) -> tuple[int, int] | None:
+    def part(self, attempt: str) -> tuple[int, int | None] | None:
         """(turn, of so many), as the ranks are told; None when there is nothing to compare."""
         found = self._open.get(attempt)
         return None if found is None else (found.turn, found.turns)

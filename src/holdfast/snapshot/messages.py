@@ -222,8 +222,8 @@ class Grant(Message, frozen=True, kw_only=True):
     layout: str
     ring_bytes: int = 0
     """The image passes through the last so many bytes of the slot; 0: it is kept there whole."""
-    compare: tuple[int, int] | None = None
-    """(turn, of so many): which part of what ranks hold alike is to be summed."""
+    compare: tuple[int, int | None] | None = None
+    """(turn, of so many, None: as is cheap): which part of what ranks hold alike is summed."""
 
 
 class Freed(Message, frozen=True, kw_only=True):

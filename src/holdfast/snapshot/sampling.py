@@ -102,8 +102,8 @@ class Sampler:
         self._by_name = {binding.name: binding for binding in bindings}
         self._staging: torch.Tensor | None = None
 
-    def sample(self, turn: int, turns: int) -> Sample:
-        """What is to be summed in this of ``turns`` turns."""
+    def sample(self, turn: int, turns: int | None) -> Sample:
+        """What is to be summed in this of ``turns`` turns; None: of as many as are cheap."""
         try:
             tiles = self._layout.replicas.tiles(self._rank, turn, turns)
             groups = [[self._find(tile.leaf, tile.box) for tile in some] for some in tiles]
