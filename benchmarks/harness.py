@@ -7,6 +7,7 @@ prints.
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -23,6 +24,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
+IMAGES = DOCUMENT.parent / "images"
 RESULTS = Path(__file__).parent / "results"
 _VERSIONS = """
 import importlib.metadata, json, platform, sys
@@ -240,17 +243,35 @@ def write_results(
     kind: str, facts: dict[str, str], found: dict[str, Any], shown: str, directory: Path = RESULTS
 ) -> Path:
     """``results/<kind>_<processor>_<month>``: the raw values as JSON, what is shown as markdown."""
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{facts['processor']} {facts['cores']}c".lower()).strip("-")
-    path = directory / f"{kind}_{slug}_{time.strftime('%Y%m')}.json"
+    path = _results_file(kind, facts, directory)
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"date": today(), "machine": facts, **found}, indent=1) + "\n")
     path.with_suffix(".md").write_text(shown + "\n")
     return path
 
 
+def read_results(kind: str, facts: dict[str, str], directory: Path = RESULTS) -> dict[str, Any]:
+    """What was written before where ``write_results`` will write; {} when nothing was."""
+    path = _results_file(kind, facts, directory)
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def _results_file(kind: str, facts: dict[str, str], directory: Path) -> Path:
+    slug = re.sub(r"[^a-z0-9]+", "-", f"{facts['processor']} {facts['cores']}c".lower()).strip("-")
+    return directory / f"{kind}_{slug}_{time.strftime('%Y%m')}.json"
+
+
 def today() -> str:
     """The date of a result."""
     return time.strftime("%Y-%m-%d")
+
+
+def add_document_option(parser: argparse.ArgumentParser) -> None:
+    """``--document``."""
+    parser.add_argument(
+        "--document", action="store_true", help="put tables and plots into docs/performance.md"
+    )
 
 
 def replace_block(document: Path, name: str, text: str) -> None:

@@ -168,6 +168,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="1,024 ranks, and 1,000 leaves only")
     parser.add_argument("--leaves", type=int, nargs="*", help="how many (1000, and 3000)")
     parser.add_argument("--only", default="", help="the ways to cut whose name begins so")
+    harness.add_document_option(parser)
     parser.add_argument("--no-results", action="store_true", help="write no files")
     options = parser.parse_args()
     world = 1024 if options.quick else 16384
@@ -186,6 +187,8 @@ def main() -> int:
         result = {"world": world, "manifest": documents, "layouts": found}
         kind_of = "plan_quick" if options.quick else "plan"
         print(f"results/{harness.write_results(kind_of, facts, result, text).name}")
+        if options.document:
+            harness.replace_block(harness.DOCUMENT, "plan", text)
     met = (
         one["first_s"] <= FIRST_S
         and one["layout_bytes"] <= LAYOUT_BYTES

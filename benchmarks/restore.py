@@ -523,6 +523,7 @@ def main() -> int:
     parser.add_argument(
         "--share", type=float, default=1.0, help="how much of the 1.6 GB of each state (1.0)"
     )
+    harness.add_document_option(parser)
     parser.add_argument("--quick", action="store_true", help="--rounds 1 --share 0.1 --patience 0")
     options = parser.parse_args()
     if options.quick:
@@ -550,6 +551,8 @@ def main() -> int:
     print(f"\n{shown}\n")
     kind = "restore-quick" if options.quick else "restore"
     print(f"results/{harness.write_results(kind, facts, result, shown).name}")
+    if options.document:
+        harness.replace_block(harness.DOCUMENT, "restore", shown)
     return 0 if all(found["exact"] for found in result["states"].values()) else 1
 
 

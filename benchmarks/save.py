@@ -7,6 +7,7 @@ in docs/performance.md.
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import time
@@ -23,8 +24,6 @@ import tables
 from watch import Outcome, visit
 
 PROJECT = Path(__file__).parents[1]
-DOCUMENT = PROJECT / "docs" / "performance.md"
-IMAGES = PROJECT / "docs" / "images"
 RIVALS = PROJECT / ".venv-rivals" / "bin" / "python"
 
 
@@ -84,8 +83,10 @@ class Series:
         began = time.monotonic()
         self._calibrate()
         show(f"about {self._guess_s() / 60:.0f} minutes for {self.options.rounds} rounds")
+        self._recall()
         for name in self.names:
             self._choose(name)
+        self._remember()
         for turn in range(self.options.rounds):
             left_s = self.options.minutes * 60 - (time.monotonic() - began)
             if turn and left_s < sum(self.took_s.values()):
@@ -99,6 +100,25 @@ class Series:
             self.rounds = turn + 1
         return self._collect()
 
+    def _recall(self) -> None:
+        """Settings that an earlier run found best on this machine, where a file has them."""
+        if (file := self.options.settings) and Path(file).exists():
+            found = json.loads(Path(file).read_text()).get(self.state.title, {})
+            self.settings |= found["settings"] if found else {}
+            self.tried |= found["tried"] if found else {}
+
+    def _remember(self) -> None:
+        if not (file := self.options.settings):
+            return
+        found = json.loads(Path(file).read_text()) if Path(file).exists() else {}
+        before = found.get(self.state.title, {"settings": {}, "tried": {}})
+        known = {name: one for name, one in self.settings.items() if name != contenders.LIMITS}
+        tried = {name: one for name, one in self.tried.items() if name != contenders.LIMITS}
+        found[self.state.title] = {
+            "settings": before["settings"] | known, "tried": before["tried"] | tried,
+        }  # fmt: skip
+        Path(file).write_text(json.dumps(found, indent=1) + "\n")
+
     def _guess_s(self) -> float:
         """How long all visits take on a machine that does nothing else, roughly."""
         heats = 0 if self.options.quick else sum(
@@ -106,7 +126,8 @@ class Series:
         )  # fmt: skip
         gigabytes = self.state.size_bytes / 1e9
         visits = self.options.rounds * len(self.names)
-        return visits * (12 + (4 + 4 * self.options.repeat) * gigabytes) + heats * (8 + 4 * gigabytes)
+        visit_s = 12 + (4 + 4 * self.options.repeat) * gigabytes
+        return visits * visit_s + heats * (8 + 4 * gigabytes)
 
     def _round(self, turn: int) -> None:
         first = turn % len(self.names)
@@ -299,15 +320,17 @@ def parsed() -> argparse.Namespace:
         "--deadline", type=float, metavar="S",
         help="what a system may take for one visit (90, and 60 for each GB)",
     )  # fmt: skip
+    parser.add_argument(
+        "--settings", metavar="FILE",
+        help="take the best settings of each system from here, and add those found",
+    )  # fmt: skip
     parser.add_argument("--out", help="where results go (benchmarks/results; nowhere if --quick)")
     parser.add_argument("--dir", help="a directory on the disk to measure (the temporary one)")
     parser.add_argument(
         "--python", default=str(RIVALS if RIVALS.exists() else sys.executable),
         help="the interpreter that has the rivals (`make bench-rivals`)",
     )  # fmt: skip
-    parser.add_argument(
-        "--document", action="store_true", help="put tables and plots into docs/performance.md"
-    )
+    harness.add_document_option(parser)
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 2)
     options.repeat = options.repeat or (1 if options.quick else 4)
@@ -324,10 +347,10 @@ def write(
     print(f"{written.parent.name}/{written.name}")
     drawn = charts.save(result)
     for title, image in drawn.items():
-        (IMAGES if options.document else directory).joinpath(title).write_text(image)
+        (harness.IMAGES if options.document else directory).joinpath(title).write_text(image)
     if options.document:
         images = [f"![{_alternative(title)}](images/{title})" for title in drawn]
-        harness.replace_block(DOCUMENT, "save", "\n\n".join([shown, *images]))
+        harness.replace_block(harness.DOCUMENT, "save", "\n\n".join([shown, *images]))
 
 
 def _alternative(title: str) -> str:
@@ -360,10 +383,13 @@ def main() -> int:
                 continue
             found[name] = Series(state, names, root, options).run()
     result = {"quick": options.quick, "states": found}
-    shown = tables.save(result, facts)
-    print(f"\n{shown}\n")
+    print(f"\n{tables.save(result, facts)}\n")
     if options.out or not options.quick:
-        write(result, facts, shown, options)
+        directory = Path(options.out) if options.out else harness.RESULTS
+        # What was measured of other states in the same month on the same machine stays.
+        before = harness.read_results("save", facts, directory).get("states", {})
+        result["states"] = {**before, **found}
+        write(result, facts, tables.save(result, facts), options)
     return 0 if all(tables.is_sound(entry) for entry in found.values()) else 1
 
 

@@ -112,8 +112,8 @@ def _state(state: Found) -> list[str]:
     parts = [
         f"### A state of {state['title']}",
         f"{state['size_bytes'] / 1e9:.2f} GB in {state['leaves']} leaves{set_}; {state['rounds']} "
-        f"round{'s' * (state['rounds'] != 1)} of {state['repeat']} measurements. Before each measurement the processors were "
-        f"{idle['median']:.0%} idle ({idle['min']:.0%}–{idle['max']:.0%}).",
+        f"round{'s' * (state['rounds'] != 1)} of {state['repeat']} measurements. Before each the "
+        f"processors were {idle['median']:.0%} idle ({idle['min']:.0%}–{idle['max']:.0%}).",
         harness.table(
             ["", "the call", "blocked, update at once", "blocked, in training",
              "lost in training", "captured", "durable", "durable, in training",

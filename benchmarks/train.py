@@ -13,8 +13,9 @@ import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import get_context
@@ -167,18 +168,29 @@ def _stat(pid: str) -> tuple[int, int, int]:
 # ── the series of one world ──────────────────────────────────────────────────────────────────
 
 
+@contextmanager
+def machine_alone() -> Iterator[None]:
+    """As ``harness.machine_alone``, for all ranks together."""
+    with harness.machine_alone() if dist.get_rank() == 0 else nullcontext():
+        dist.barrier()
+        yield
+        dist.barrier()
+
+
 def run_series(bench: Bench, systems: dict[str, System], rounds: int, intervals: list[int]) -> None:
     """Every system at every interval once a round, between blocks without saves."""
     names = [f"{interval}|{name}" for interval in intervals for name in systems]
-    before = bench.alone(ALONE_STEPS)
+    with machine_alone():
+        before = bench.alone(ALONE_STEPS)
     for turn, key in harness.alternate(names, rounds):
         interval, name = int(key.partition("|")[0]), key.partition("|")[2]
-        if dist.get_rank() == 0:
-            harness.prime_page_cache(bench.root, SAVES[interval] * bench.training.size_bytes)
-        dist.barrier()
-        block = bench.with_saves(systems[name], SAVES[interval], interval)
-        bench.discard(systems[name])
-        after = bench.alone(max(ALONE_STEPS, interval))
+        with machine_alone():
+            if dist.get_rank() == 0:
+                harness.prime_page_cache(bench.root, SAVES[interval] * bench.training.size_bytes)
+            dist.barrier()
+            block = bench.with_saves(systems[name], SAVES[interval], interval)
+            bench.discard(systems[name])
+            after = bench.alone(max(ALONE_STEPS, interval))
         figures = compare(block, before, after, SAVES[interval], interval)
         before = after
         for figure, value in figures.items():
@@ -205,7 +217,8 @@ def compare(
 
 def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One world's figures, on each of its ranks."""
-    training = GptTraining(kind, QUICK if options.quick else FULL)
+    with machine_alone():
+        training = GptTraining(kind, QUICK if options.quick else FULL)
     bench = Bench(training, root)
     show(f"{kind}: {training.size_bytes / 1e9:.2f} GB, {training.sequences} sequences a rank")
     systems: dict[str, System] = {}
@@ -213,11 +226,12 @@ def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any
     stored: dict[str, str] = {}
     for name, make in chosen(options).items():
         try:
-            systems[name] = make(root, training)
-            for _ in range(WARM_UP_SAVES):
-                bench.with_saves(systems[name], 1, 1)
-                bench.discard(systems[name])
-            stored[name] = NOT_CHECKED if name == MEMORY else bench.check(systems[name])
+            with machine_alone():
+                systems[name] = make(root, training)
+                for _ in range(WARM_UP_SAVES):
+                    bench.with_saves(systems[name], 1, 1)
+                    bench.discard(systems[name])
+                stored[name] = NOT_CHECKED if name == MEMORY else bench.check(systems[name])
         except Exception as error:  # shown as failed, the others go on
             failed[name] = f"{type(error).__name__}: {error}"
             systems.pop(name, None)
@@ -334,6 +348,7 @@ def main() -> int:
         help="one more system: Holdfast with threads of these priorities",
     )  # fmt: skip
     parser.add_argument("--dir", help="a directory on the disk to measure (default: /tmp's)")
+    harness.add_document_option(parser)
     parser.add_argument(
         "--quick", action="store_true", help="a small model, two rounds: whether it works at all"
     )
@@ -355,7 +370,12 @@ def main() -> int:
     print(f"\n{shown}\n")
     if not options.quick:
         path = harness.write_results("train", facts, result, shown)
-        path.with_suffix(".svg").write_text(train_report.svg(result))
+        drawn = train_report.svg(result)
+        path.with_suffix(".svg").write_text(drawn)
+        if options.document:
+            (harness.IMAGES / "train.svg").write_text(drawn)
+            image = "![step inflation by save](images/train.svg)"
+            harness.replace_block(harness.DOCUMENT, "train", f"{shown}\n\n{image}")
         print(f"results/{path.name}")
     wrong = [one for world in worlds.values() for one in world["stored"].values() if one not in OK]
     return 1 if wrong else 0

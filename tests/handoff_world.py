@@ -260,6 +260,8 @@ class RealWorld:
         self.ending.clear()
         self.persisting.clear()
         self.keeper = self.new_keeper()
+        # A ring that was never given to anybody says nothing of itself: it is a slot like others.
+        self.rings = {s for s in self.rings if s in self.records and self.records[s].is_ring}
         slots, attempts = self.scan()
         self.keeper.found(slots, attempts)
         held = [a for a in attempts if len(a.slots) == a.world]

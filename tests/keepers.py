@@ -70,9 +70,14 @@ def join(client: KeeperClient, incarnation: int) -> None:
     client.request(m.Table(hash=table_hash(TABLE), data=TABLE), m.Done, timeout_s=10)
 
 
-def ask(step: int, *, durable: bool = False, values_bytes: int = 10) -> m.Ask:
+def ask(step: int, *, durable: bool = False, values_bytes: int = 10, turn: int = 0) -> m.Ask:
     return m.Ask(
-        step=step, table=table_hash(TABLE), values_bytes=values_bytes, durable=durable, exact=True
+        step=step,
+        table=table_hash(TABLE),
+        values_bytes=values_bytes,
+        durable=durable,
+        exact=True,
+        turn=turn,
     )
 
 

@@ -222,6 +222,11 @@ def subscribe(sink: Sink) -> Callable[[], None]:
     return unsubscribe
 
 
+def subscribed() -> tuple[Sink, ...]:
+    """Every sink that hears events now, in the order in which they began."""
+    return tuple(_sinks)
+
+
 def _remove(sink: Sink) -> None:
     with contextlib.suppress(ValueError):  # it was removed already
         _sinks.remove(sink)
@@ -230,7 +235,7 @@ def _remove(sink: Sink) -> None:
 def emit(event: Event) -> None:
     """Hand ``event`` to every sink. Never raises."""
     time_s = time.time()
-    for sink in tuple(_sinks):
+    for sink in subscribed():
         try:
             sink(event, time_s)
         except Exception as error:  # a report must never stop training

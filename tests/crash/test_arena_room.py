@@ -74,6 +74,16 @@ def reasons(lives: Lives) -> set[str]:
     return {event["reason"] for event in read_events(lives.root, "rank-*", "SnapshotMissed")}
 
 
+def is_newest_kept(lives: Lives, step: int, completed: int) -> bool:
+    """Whether a restore gave the newest step that was not reported as missed.
+
+    ``completed`` was the newest when all was killed; its own snapshot may have been under way. On
+    a busy machine storage can still be reading two images, and a third save is then missed.
+    """
+    missed = {e["step"] for e in read_events(lives.root, "rank-*", "SnapshotMissed")}
+    return step <= completed and missed >= set(range(step + 1, completed))
+
+
 @pytest.mark.timeout(300)
 def test_memory_too_small_for_the_next_slot_is_said_and_used_once_there_is_more(
     tmp_path: Path, arena_dir: Path
@@ -94,7 +104,7 @@ def test_memory_too_small_for_the_next_slot_is_said_and_used_once_there_is_more(
         completed = lives.end(2)
         lives.start(2, 3, rows=ROWS)
         step, source = lives.wait_restored(2)
-        assert (step in (completed, completed - 1)) and source == "memory"
+        assert is_newest_kept(lives, step, completed) and source == "memory"
         lives.wait_end()
         check_storage(tmp_path / "run", step + 3)
 
@@ -118,13 +128,13 @@ def test_memory_filled_by_others_costs_nothing_that_has_its_slots(
         # Nor do the next trainers.
         lives.start(2, 100_000, rows=ROWS)
         step, source = lives.wait_restored(2)
-        assert (step in (completed, completed - 1)) and source == "memory"
+        assert is_newest_kept(lives, step, completed) and source == "memory"
         wait_sealed(lives, step + 10)
         completed = lives.end(2)
         # A layout that was not there before has no room: said, and made up for.
         lives.start(2, 100_000, rows=ROWS, layout="plain")
         step, source = lives.wait_restored(2)
-        assert (step in (completed, completed - 1)) and source == "memory"
+        assert is_newest_kept(lives, step, completed) and source == "memory"
         lives.wait_progress(2, step + 10)
         assert any("no room for the layout" in reason for reason in reasons(lives))
         filler.unlink()
@@ -132,7 +142,7 @@ def test_memory_filled_by_others_costs_nothing_that_has_its_slots(
         completed = lives.end(2)
         lives.start(2, 3, rows=ROWS, layout="plain")
         step, source = lives.wait_restored(2)
-        assert (step in (completed, completed - 1)) and source == "memory"
+        assert is_newest_kept(lives, step, completed) and source == "memory"
         lives.wait_end()
         check_storage(tmp_path / "run", step + 3)
 
@@ -156,6 +166,6 @@ def test_a_run_whose_arena_is_removed_says_so_and_makes_another(
         completed = lives.end(2)
         lives.start(2, 3)
         step, source = lives.wait_restored(2)
-        assert (step in (completed, completed - 1)) and source == "memory"
+        assert is_newest_kept(lives, step, completed) and source == "memory"
         lives.wait_end()
     check_storage(tmp_path / "run", step + 3)

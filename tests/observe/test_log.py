@@ -161,3 +161,26 @@ def test_rank_0_speaks_for_all_and_a_rank_for_what_only_it_knows() -> None:
         assert noticed([(event, 0.0)], rank=3) == []
     warned = events.Warned(rank=3, message="its events cannot be written")
     assert len(noticed([(warned, 0.0)], rank=3)) == 1
+
+
+@pytest.mark.parametrize("kind", [LogSink, NoticeSink])
+def test_of_two_runs_in_one_process_one_says_what_both_hear(
+    kind: type[LogSink] | type[NoticeSink],
+) -> None:
+    stream = io.StringIO()
+    sinks = [
+        NoticeSink(0, stream=stream) if kind is NoticeSink else LogSink(stream=stream)
+        for _ in range(2)
+    ]
+    stops = [events.subscribe(sink) for sink in sinks]
+    try:
+        events.emit(missed(1, "one"))
+        assert len(stream.getvalue().splitlines()) == 1
+        stops[0]()
+        events.emit(missed(2, "another"))
+        assert len(stream.getvalue().splitlines()) == 2
+    finally:
+        for stop in stops:
+            stop()
+    sinks[0](missed(3, "a third, told directly"), 0.0)
+    assert len(stream.getvalue().splitlines()) == 3

@@ -337,11 +337,6 @@ class TakesAProcessForItsSuccessor(Slots):
                 slot.free()
 
 
-class GivesAwayARingThatIsStillWritten(Slots):
-    def is_kept(self, slot: Slot) -> bool:
-        return super().is_kept(slot) and not (slot.is_ring and slot.state == "captured")
-
-
 class TakesAQuarantinedRing(Slots):
     def take_back(self, attempt: Attempt) -> None:
         super().take_back(attempt)
@@ -363,7 +358,7 @@ class TakesARingForAWholeSlot(Slots):
     [
         ForgetsTheNewest, ForgetsWhatIsRestored, ForgetsWhatIsPersisted, ForgetsWhoMayStillWrite,
         ForgetsThatASlotWasGivenAway, TakesOneRanksWordForAnother, TakesAProcessForItsSuccessor,
-        GivesAwayARingThatIsStillWritten, TakesAQuarantinedRing, TakesARingForAWholeSlot,
+        TakesAQuarantinedRing, TakesARingForAWholeSlot,
     ],
 )  # fmt: skip
 def test_slots_given_away_by_a_known_mistake_are_found_out(broken: type[Slots]) -> None:

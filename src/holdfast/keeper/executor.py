@@ -115,6 +115,7 @@ class Executor:
         grant = m.Grant(
             step=attempt.step, attempt=attempt_id, slot=str(self._memory.slot_path(slot_id)),
             durable=attempt.durable, layout=attempt.layout, ring_bytes=slot.ring_bytes,
+            turn=attempt.asks[rank].turn,
             compare=self._coordinator.comparing.part(attempt_id),
         )  # fmt: skip
         self._ranks.tell(grant, rank)

@@ -47,7 +47,7 @@ class LogSink:
 
     def __call__(self, event: Event, time_s: float) -> None:
         phrase = _INFO.get(type(event))
-        if phrase is None and not self._shows_all:
+        if (phrase is None and not self._shows_all) or _is_echo(self):
             return
         said = phrase(event) if phrase else _facts(event)
         clock = time.strftime("%H:%M:%S", time.localtime(time_s))
@@ -77,6 +77,8 @@ class NoticeSink:
     def __call__(self, event: Event, time_s: float) -> None:
         if not (isinstance(event, _OF_ONE_RANK) or (self._is_first and isinstance(event, _OF_ALL))):
             return
+        if _is_echo(self):
+            return
         said = _INFO[type(event)](event)
         # Steps, sizes and names of files differ each time; what happened is the same.
         kind = (type(event), _VARIABLE_WORD.sub("#", said))
@@ -89,6 +91,15 @@ class NoticeSink:
         if len(self._shown) > _KINDS_AT_MOST:
             del self._shown[next(iter(self._shown))]
         _print(f"holdfast{_whose(event)}: {said}{again}", self._stream)
+
+
+def _is_echo(sink: Sink) -> bool:
+    """Whether another of its kind hears the same events: with two runs in one process, one says it.
+
+    When the first of them ends, the next one speaks.
+    """
+    alike = [other for other in events.subscribed() if type(other) is type(sink)]
+    return sink in alike and alike[0] is not sink
 
 
 def _whose(event: Event) -> str:

@@ -20,6 +20,7 @@ class Asking:
         self._line, self._heard = line, heard
         self.was_granted = False
         """Whether there was ever a slot: the first takes longest, as memory has to be made."""
+        self._turns = 0
 
     def ask(self, capture: Capture, patience: Patience) -> m.Grant:
         """Ask for a slot; SnapshotSkipped when no rank gets one."""
@@ -33,9 +34,11 @@ class Asking:
             wait_s = patience.grant_s if self.was_granted else patience.first_grant_s
             client.request(table, m.Done, timeout_s=wait_s)
             self._line.known_table = described.table_hash
+        self._turns += 1
+        capture.turn = self._turns
         client.send(m.Ask(
             step=capture.step, table=described.table_hash, durable=capture.durable,
-            values_bytes=len(described.values), exact=capture.exact,
+            values_bytes=len(described.values), exact=capture.exact, turn=capture.turn,
         ))  # fmt: skip
         capture.answered.wait()  # the fence, the keeper or its loss ends it
         if capture.called_off and not isinstance(capture.answer, m.Grant):

@@ -88,9 +88,11 @@ class Heard:
 
     def _answered(self, current: Capture | None, message: m.Grant | m.Skip) -> m.Message | None:
         is_awaited = current is not None and current.step == message.step and current.answer is None
+        if current is not None and isinstance(message, m.Grant):
+            # One for a request that was given up, of the same step even, is for other values.
+            is_awaited = is_awaited and message.turn == current.turn
+            self._granted.append(message.attempt)
         if current is not None and is_awaited and not current.called_off:
-            if isinstance(message, m.Grant):
-                self._granted.append(message.attempt)
             current.answer = message
             current.answered.set()
         elif isinstance(message, m.Grant):  # too late: nobody waits for it any more

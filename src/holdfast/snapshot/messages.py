@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import FormatError
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -91,6 +91,8 @@ class Ask(Message, frozen=True, kw_only=True):
     values_bytes: int
     durable: bool
     exact: bool = False
+    turn: int = 0
+    """Which of this rank's requests it is: a step that was given up can be asked for again."""
 
 
 class Progress(Message, frozen=True, kw_only=True):
@@ -224,6 +226,8 @@ class Grant(Message, frozen=True, kw_only=True):
     """The image passes through the last so many bytes of the slot; 0: it is kept there whole."""
     compare: tuple[int, int | None] | None = None
     """(turn, of so many, None: as is cheap): which part of what ranks hold alike is summed."""
+    turn: int = 0
+    """The request that it answers."""
 
 
 class Freed(Message, frozen=True, kw_only=True):

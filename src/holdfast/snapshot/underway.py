@@ -57,7 +57,8 @@ class Capture:
     released: threading.Event = field(default_factory=threading.Event)
     resolved: threading.Event = field(default_factory=threading.Event)
     answer: m.Grant | m.Skip | m.Aborted | None = None
-    attempt: str = ""
+    turn: int = 0
+    """Number of the request for its slot."""
     called_off: str = ""
     keeper_lost: bool = False
     copied: bool = False

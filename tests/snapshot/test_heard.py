@@ -1,0 +1,58 @@
+"""What a rank makes of the keeper's word, above all of a word that comes late."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.capture import Overtaking
+from holdfast.snapshot.handle import SaveHandle
+from holdfast.snapshot.heard import Heard
+from holdfast.snapshot.promises import Promises
+from holdfast.snapshot.underway import Capture, Place
+from holdfast.state.describe import Describer
+
+PLACE = Place(run_id="r", incarnation=1, nonce="n", rank=0, world=1)
+
+
+def request(step: int, turn: int) -> Capture:
+    """A capture whose slot was asked for, and that waits for the answer."""
+    description = Describer({"model": torch.nn.Linear(2, 2)}, 0).describe()
+    return Capture(
+        step=step, durable=False, exact=True, description=description,
+        overtaking=Overtaking(description.bindings), started_s=time.monotonic(), turn=turn,
+        handle=SaveHandle(step, durable=False, explain=str),
+    )  # fmt: skip
+
+
+def grant(step: int, turn: int, attempt: str) -> m.Grant:
+    return m.Grant(step=step, attempt=attempt, slot="s", durable=False, layout="l", turn=turn)
+
+
+@pytest.fixture
+def heard() -> Heard:
+    return Heard(Promises())
+
+
+def test_a_grant_for_a_request_that_was_given_up_is_none_for_the_next_of_the_same_step(
+    heard: Heard,
+) -> None:
+    again = request(step=5, turn=2)
+    answer = heard.hear(grant(5, 1, "first"), again, PLACE)
+    assert isinstance(answer, m.Abandon) and answer.attempt == "first"
+    # The keeper ends that attempt too: it is no word on the second.
+    heard.hear(m.Aborted(step=5, attempt="first", reason="it stopped waiting"), again, PLACE)
+    assert again.answer is None and not again.called_off
+    assert heard.hear(grant(5, 2, "second"), again, PLACE) is None
+    assert isinstance(again.answer, m.Grant) and again.answer.attempt == "second"
+
+
+def test_a_second_grant_for_one_request_is_abandoned(heard: Heard) -> None:
+    capture = request(step=5, turn=1)
+    assert heard.hear(grant(5, 1, "a"), capture, PLACE) is None
+    answer = heard.hear(grant(5, 1, "b"), capture, PLACE)
+    assert isinstance(answer, m.Abandon) and answer.attempt == "b"
+    assert isinstance(capture.answer, m.Grant) and capture.answer.attempt == "a"
