@@ -31,7 +31,14 @@ from holdfast.load.compare import Request
 from holdfast.load.restore import Restored, restore_first
 from holdfast.meeting import Terms, meet
 from holdfast.observe.follow import follow_run
-from holdfast.policy.arguments import check_policies, claim, duration_s, step_number, wanted_step
+from holdfast.policy.arguments import (
+    check_policies,
+    claim,
+    count_of_saves,
+    duration_s,
+    step_number,
+    wanted_step,
+)
 from holdfast.policy.due import Due, Pace
 from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
@@ -66,6 +73,11 @@ class Checkpointer:
     is something else than here; ``timeout_s`` bounds every wait for other ranks or the keeper, and
     ten times as long each wait for their reading in a restore.
 
+    Parameters and optimizer state that several ranks hold are compared between them, another part
+    at each save and all of it in ``compare_replicas`` saves (0: never). By default it is 50 saves
+    for each replica, which keeps a part to a fiftieth of what a rank copies. What is not the same
+    is told by the event ``ReplicasDiffer`` and by the save's handle; the save goes on.
+
     Raises UsageError for arguments that mean nothing or differ between ranks, UnsupportedState
     for what cannot be stored, KeeperError and StorageError when keeper or root cannot be reached:
     at the start these are yours to mend, later they only cost a snapshot. A process that is forked
@@ -83,6 +95,7 @@ class Checkpointer:
         parity: int = 0,
         rules: Rules | None = None,
         timeout_s: float = 120.0,
+        compare_replicas: int | None = None,
     ) -> None:
         check_rules("rules", rules)
         check_policies(memory, storage, keep, parity)
@@ -107,7 +120,10 @@ class Checkpointer:
         self._dues = Due("storage", storage, now_s), Due("memory", memory, now_s)
         self._pace = Pace()
         self.rules = rules
-        terms = Terms(self.root, memory, storage, keep, self.timeout_s, rules)
+        terms = Terms(
+            self.root, memory, storage, keep, self.timeout_s, rules,
+            count_of_saves("compare_replicas", compare_replicas),
+        )  # fmt: skip
         run = meet(self.world, open_store(self.root), state, terms)
         self.incarnation, self._may_restore = run.incarnation, run.may_restore
         self._saver, self._offers = run.saver, run.offers

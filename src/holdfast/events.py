@@ -56,6 +56,8 @@ class ImageCaptured(Event, frozen=True, kw_only=True):
     elapsed_s: float
     copy_s: float
     size_bytes: int
+    compared_bytes: int = 0
+    """What was summed to be compared with what other ranks hold."""
 
 
 class ImagePassed(Event, frozen=True, kw_only=True):
@@ -68,6 +70,7 @@ class ImagePassed(Event, frozen=True, kw_only=True):
     copy_s: float
     size_bytes: int
     ring_bytes: int
+    compared_bytes: int = 0
 
 
 class SnapshotCaptured(Event, frozen=True, kw_only=True):
@@ -83,6 +86,23 @@ class SnapshotMissed(Event, frozen=True, kw_only=True):
     reason: str
     overtaken: bool = False
     leaf: str = ""
+
+
+class ReplicasDiffer(Event, frozen=True, kw_only=True):
+    """A leaf that several ranks hold was not the same on all of them when it was captured.
+
+    ``ranks``: those that do not hold what more than half of the ``replicas`` hold, at most 64 of
+    them; where nothing is held by that many (``is_known_which`` False), all. ``box``: a part of the
+    leaf that differs, as in the names of pieces. ``others``: how many more leaves differ, at least.
+    The image holds of each part what the rank had that stored it.
+    """
+
+    leaf: str
+    box: str
+    ranks: tuple[int, ...]
+    replicas: int
+    is_known_which: bool
+    others: int = 0
 
 
 class ImageDurable(Event, frozen=True, kw_only=True):
@@ -180,9 +200,9 @@ class Warned(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | SaveReturned | FenceWaited | ImageCaptured | ImagePassed | SnapshotCaptured
-    | SnapshotMissed | ImageDurable | CheckpointPublished | PersistBroke | CheckpointPruned
-    | Restored | SourceDropped | KeeperStarted | KeeperLost | KeeperStopped | ValuesDiffer
-    | SinkFailed | Warned
+    | SnapshotMissed | ReplicasDiffer | ImageDurable | CheckpointPublished | PersistBroke
+    | CheckpointPruned | Restored | SourceDropped | KeeperStarted | KeeperLost | KeeperStopped
+    | ValuesDiffer | SinkFailed | Warned
 )  # fmt: skip
 
 Sink = Callable[[Event, float], None]

@@ -47,6 +47,7 @@ class Terms:
     keep: Keep
     timeout_s: float
     rules: Rules | None = None
+    compare_replicas: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ def _plan(state: State, describer: Describer, terms: Terms) -> bytes:
     describer.describe()
     plan = msgspec.json.encode({
         "root": terms.root, "memory": str(terms.memory), "storage": str(terms.storage),
-        "keep": str(terms.keep), "timeout_s": str(terms.timeout_s), "host": host_id(),
+        "keep": str(terms.keep), "timeout_s": str(terms.timeout_s),
+        "compare_replicas": str(terms.compare_replicas), "host": host_id(),
     })  # fmt: skip
     return msgpack.encode((plan, usage))
 
@@ -172,7 +174,7 @@ def _connect(
                 incarnation=place.incarnation, nonce=place.nonce, rank=place.rank,
                 keep_last=terms.keep.last, keep_every=terms.keep.every,
                 persist_at_end=terms.storage is not None, is_copying=is_copying,
-                owes_durable=owes_durable,
+                owes_durable=owes_durable, compare_replicas=terms.compare_replicas,
             )  # fmt: skip
             client.request(join, m.Done, timeout_s=terms.timeout_s)
     except HoldfastError:

@@ -9,11 +9,15 @@ import torch
 from torch import nn
 
 import holdfast
+from replicas import Replica, numbers
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+_CHANNELS = torch.channels_last
 
 
 def build(seed: int) -> dict[str, object]:
@@ -76,3 +80,20 @@ def test_a_run_on_a_gpu_resumes_from_memory(tmp_path: Path) -> None:
     assert (restored.step, restored.source) == (3, "memory")
     assert all(torch.equal(content(again)[name], expected[name]) for name in expected)
     newer.close()
+
+
+def test_what_a_gpu_holds_has_the_same_sums_as_the_same_on_the_host() -> None:
+    tensors = {"a": numbers(1500, 700), "b": numbers(6, 8, 40, 5).to(torch.bfloat16)}
+    ways = [
+        tensors, {name: tensor.cuda() for name, tensor in tensors.items()},
+        {"a": tensors["a"].cuda(), "b": tensors["b"].cuda().contiguous(memory_format=_CHANNELS)},
+    ]  # fmt: skip
+    found = []
+    for way in ways:
+        replica = Replica(0, {name: tensor.clone() for name, tensor in way.items()})
+        samples = [replica.sample(turn, 3) for turn in range(3)]
+        for sample in samples:
+            replica.capture(sample)
+        found.append([sample.sums for sample in samples])
+    assert found[0] == found[1] == found[2]
+    assert all(sums for sums in found[0])

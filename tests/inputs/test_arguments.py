@@ -61,6 +61,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"timeout_s": "5"}, "timeout_s='5'"),
     ({"timeout_s": float("nan")}, "timeout_s=nan"),
     ({"timeout_s": float("inf")}, "timeout_s=inf"),
+    ({"compare_replicas": -1}, "compare_replicas=-1: a number of saves from 0 on"),
+    ({"compare_replicas": True}, "compare_replicas=True"),
+    ({"compare_replicas": 2.5}, "compare_replicas=2.5"),
 ]
 
 

@@ -23,11 +23,13 @@ X = "0" * 16
 GOOD: list[m.Message] = [
     m.Begin(nonce="n", world=1),
     m.Join(incarnation=1, nonce="n", rank=3),
+    m.Join(incarnation=1, nonce="n", rank=3, compare_replicas=0),
     m.Adopt(parent=None),
     m.Adopt(parent=(1, 0)),
     ask(0, values_bytes=0),
     m.Progress(attempt="a", size_bytes=0),
     m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X),
+    m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X, sums=(b"", b"1234")),
     m.Explain(step=0),
     m.Hello(run_id="r", root="/"),
 ]
@@ -38,6 +40,7 @@ NONSENSE: list[m.Message] = [
     m.Begin(nonce="", world=1),
     m.Join(incarnation=1, nonce="n", rank=-1),
     m.Join(incarnation=1, nonce="n", rank=4),
+    m.Join(incarnation=1, nonce="n", rank=3, compare_replicas=-1),
     m.Adopt(parent=(0, 5)),
     m.Adopt(parent=(1, -5)),
     ask(-1),
@@ -66,6 +69,15 @@ def test_what_can_be_meant_is_let_through(message: m.Message) -> None:
 def test_a_number_that_means_nothing_is_refused(message: m.Message) -> None:
     with pytest.raises(UsageError):
         limits.check(message, world=4)
+
+
+def test_more_sums_than_any_layout_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_SUMS_BYTES", 4)
+    told = m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X, sums=(b"12", b"34"))
+    limits.check(told, world=4)
+    told = m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X, sums=(b"12", b"345"))
+    with pytest.raises(UsageError, match="the size of the sums is 5"):
+        limits.check(told, world=4)
 
 
 # ── a real keeper ────────────────────────────────────────────────────────────────────────────

@@ -48,6 +48,13 @@ def test_debug_shows_every_event() -> None:
     assert stream.getvalue()[8:] == " holdfast rank 0 0-39: FenceWaited held_s=0.25\n"
 
 
+def unlike(*, is_known: bool, others: int = 0, box: str = "") -> events.Event:
+    return events.ReplicasDiffer(
+        incarnation=2, step=7, rank=0, leaf="model.w", box=box, ranks=(1,) if is_known else (0, 1),
+        replicas=4 if is_known else 2, is_known_which=is_known, others=others,
+    )  # fmt: skip
+
+
 #: One of each, so that a phrase that asks for a field an event has not got is found here.
 EXAMPLES: tuple[events.Event, ...] = (
     events.RunStarted(run_id="r", world=2, host="h", pid=1),
@@ -62,6 +69,7 @@ EXAMPLES: tuple[events.Event, ...] = (
     events.KeeperLost(reason="killed"),
     events.KeeperStopped(reason="closed"),
     events.ValuesDiffer(names=("tokens",)),
+    unlike(is_known=True),
     events.SinkFailed(sink="s", reason="r"),
     events.Warned(message="look"),
 )
@@ -98,7 +106,7 @@ def test_a_level_that_is_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_unasked_only_trouble_is_shown(event: events.Event) -> None:
     trouble = (
         events.SnapshotMissed, events.PersistBroke, events.KeeperLost, events.SourceDropped,
-        events.Warned,
+        events.Warned, events.ReplicasDiffer,
     )  # fmt: skip
     assert len(noticed([(event, 0.0)])) == isinstance(event, trouble)
 
@@ -107,6 +115,19 @@ def test_trouble_is_one_plain_line_that_says_what_and_where() -> None:
     event = missed(7, "shared memory too small:\n  5 MiB are free")
     (line,) = noticed([(event, 0.0)])
     assert line == "holdfast rank 0 2-7: snapshot missed: shared memory too small: 5 MiB are free"
+
+
+def test_replicas_that_differ_are_named_with_what_is_known_of_them() -> None:
+    known, unknown = unlike(is_known=True, others=3, box="0:4"), unlike(is_known=False)
+    first, second = noticed([(known, 0.0), (unknown, 0.0)])
+    assert first == (
+        "holdfast rank 0 2-7: replicas differ: model.w[0:4] on rank 1 is not what most of its 4 "
+        "replicas hold; 3 more leaves differ"
+    )
+    assert second == (
+        "holdfast rank 0 2-7: replicas differ: model.w is not the same on ranks 0-1; which of "
+        "them is right cannot be told"
+    )
 
 
 def test_the_same_trouble_is_shown_at_once_and_then_once_a_minute_with_its_count() -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from holdfast import events
 from holdfast.errors import NotFound
+from holdfast.observe.divergence import Divergence
 from holdfast.observe.fold import read_report
 from holdfast.observe.report import Figures, Report, Save, render, to_json
 
@@ -230,6 +231,35 @@ def test_the_tables_show_saves_sums_restores_and_troubles(run: Path) -> None:
         "2 torn lines were skipped",
     ):
         assert phrase in text
+
+
+def unlike(step: int, rank: int, leaf: str, ranks: tuple[int, ...], known: bool) -> events.Event:
+    return events.ReplicasDiffer(
+        incarnation=1, step=step, rank=rank, leaf=leaf, box="", ranks=ranks, replicas=4,
+        is_known_which=known,
+    )  # fmt: skip
+
+
+def test_replicas_that_differed_count_once_a_save_whoever_told(tmp_path: Path) -> None:
+    told = [unlike(step, -1, "model.w", (2,), True) for step in (9, 5)]
+    write(tmp_path, "keeper-a.jsonl", *told, unlike(9, -1, "model.b", (0, 1, 2, 3), False))
+    write(tmp_path, "rank-00000.jsonl", unlike(9, 0, "model.w", (2,), True))
+    report = read_report(tmp_path)
+    assert report.divergences == (
+        Divergence("model.b", (0, 1, 2, 3), 4, False, 1, (1, 9), (1, 9)),
+        Divergence("model.w", (2,), 4, True, 2, (1, 5), (1, 9)),
+    )
+    text = " ".join(rendered(report).split())
+    assert "model.w: rank 2 not as most of 4 replicas; seen from 1-5 to 1-9, in 2 saves" in text
+    assert "model.b: ranks 0-3 not alike, and which is right is not known; seen at 1-9" in text
+
+
+def test_where_everything_differed_the_report_stays_short(tmp_path: Path) -> None:
+    everything = [unlike(5, -1, f"w{n:03}", (2,), True) for n in range(40)]
+    write(tmp_path, "keeper-a.jsonl", *everything)
+    text = rendered(read_report(tmp_path))
+    assert "w009" in text and "w010" not in text
+    assert "replicas differ: 30 leaves more" in text
 
 
 def test_a_long_run_shows_its_last_saves_and_the_sums_of_all(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.observe.units import moment_text, rate_text, seconds_text, size_text
+from holdfast.observe.units import moment_text, ranks_text, rate_text, seconds_text, size_text
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,16 @@ def test_sizes_have_three_digits(size_bytes: float | None, text: str) -> None:
 )
 def test_times_have_the_unit_a_person_would_say(elapsed_s: float | None, text: str) -> None:
     assert seconds_text(elapsed_s) == text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [((3,), "rank 3"), ((1, 0), "ranks 0-1"), ((0, 5, 4, 3, 7), "ranks 0, 3-5, 7")],
+)
+def test_ranks_in_a_row_are_named_by_the_first_and_the_last(
+    ranks: tuple[int, ...], text: str
+) -> None:
+    assert ranks_text(ranks) == text
 
 
 def test_what_was_not_recorded_is_a_dash() -> None:

@@ -16,6 +16,7 @@ from holdfast.policy.arguments import (
     MAX_STEP,
     check_policies,
     claim,
+    count_of_saves,
     duration_s,
     patience_s,
     step_number,
@@ -49,6 +50,22 @@ def test_a_restore_takes_a_step_a_generation_or_the_newest() -> None:
     assert type(wanted_step(np.int64(40))) is int
     with pytest.raises(UsageError, match="whole number"):
         wanted_step(-1)
+
+
+@pytest.mark.parametrize("count", [0, 7, np.int64(7), MAX_STEP])
+def test_a_count_of_saves_becomes_pythons_own(count: Any) -> None:
+    found = count_of_saves("compare_replicas", count)
+    assert (type(found), found) == (int, count)
+
+
+def test_no_count_of_saves_is_none() -> None:
+    assert count_of_saves("compare_replicas", None) is None
+
+
+@pytest.mark.parametrize("count", [-1, True, 1.0, "3", MAX_STEP + 1], ids=repr)
+def test_what_is_no_count_of_saves_is_refused(count: Any) -> None:
+    with pytest.raises(UsageError, match=r"^compare_replicas=.*a number of saves from 0 on"):
+        count_of_saves("compare_replicas", count)
 
 
 @pytest.mark.parametrize("value", [1, 0.001, 1e9])

@@ -39,6 +39,7 @@ from holdfast.geometry.placements import (
 
 if TYPE_CHECKING:
     from holdfast.geometry.owners import Owned, Owners
+    from holdfast.geometry.replicas import Replicas
 
 __all__ = [
     "REPLICATE",
@@ -153,6 +154,13 @@ class Layout:
         if rank not in self._pieces:
             self._pieces[rank] = tuple(starmap(Piece, self._owners.of_rank(rank)))
         return self._pieces[rank]
+
+    @cached_property
+    def replicas(self) -> Replicas:
+        """What several ranks hold alike."""
+        from holdfast.geometry.replicas import Replicas
+
+        return Replicas(self._owners.forms)
 
     @cached_property
     def _json(self) -> bytes:

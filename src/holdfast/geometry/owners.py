@@ -52,6 +52,11 @@ class Owners:
         self._forms = _forms(leaves)
         self._fixed: dict[int, Owned] = {}
 
+    @property
+    def forms(self) -> Sequence[Form]:
+        """The form of each leaf; those of leaves that are alike are the same object."""
+        return self._forms
+
     def of_leaf(self, leaf: int) -> Owned:
         """(rank, box) of all that is stored of a leaf, in the order of the boxes."""
         form = self._forms[leaf]

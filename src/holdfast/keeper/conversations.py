@@ -145,6 +145,7 @@ class Conversations:
         self.ranks.take_place(connection, message.rank)
         self.persist_at_end = message.persist_at_end
         persister.keep = keep
+        self.coordinator.comparing.wanted = message.compare_replicas
         joined = self.coordinator.join(
             message.rank, connection.process, is_copying=message.is_copying,
             owes_durable=message.owes_durable,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from holdfast.errors import ArenaError, HoldfastError
-from holdfast.events import SnapshotCaptured, SnapshotMissed, emit
+from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Ranks
 from holdfast.keeper.incarnations import Incarnations, RootAccess
@@ -22,14 +22,17 @@ from holdfast.snapshot.actions import (
     GiveSlot,
     KeepLayout,
     Note,
+    NoteUnlike,
     Remove,
     StartPersist,
     Tell,
+    Warn,
 )
 from holdfast.snapshot.arena import SlotRecord
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
 from holdfast.snapshot.slots import Writer
+from holdfast.snapshot.unlike import events_of
 
 
 class Executor:
@@ -72,6 +75,8 @@ class Executor:
                     self._abort_job(attempt)
                 case Note():
                     self._note(action)
+                case NoteUnlike() | Warn():
+                    self._say(action)
 
     def _change_memory(self, action: Allocate | AllocateRings | Remove) -> None:
         match action:
@@ -111,6 +116,7 @@ class Executor:
             step=attempt.step, attempt=attempt_id, slot=str(self._memory.slot_path(slot_id)),
             durable=attempt.durable, layout=attempt.layout, ring_bytes=slot.ring_bytes,
             turn=attempt.asks[rank].turn,
+            compare=self._coordinator.comparing.part(attempt_id),
         )  # fmt: skip
         self._ranks.tell(grant, rank)
 
@@ -127,6 +133,14 @@ class Executor:
             elapsed_s=note.elapsed_s,
         ))  # fmt: skip
         self.carry_out(coordinator.spares())
+
+    def _say(self, action: NoteUnlike | Warn) -> None:
+        match action:
+            case NoteUnlike(message):
+                for event in events_of(message, self._coordinator.incarnation, -1):
+                    emit(event)
+            case Warn(text):
+                emit(Warned(message=text))
 
     # ── making durable ───────────────────────────────────────────────────────────────────
 

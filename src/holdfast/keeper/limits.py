@@ -13,6 +13,7 @@ MAX_WORLD = 1 << 20
 MAX_STEP = (1 << 63) - 1
 MAX_BYTES = 1 << 46
 """Of one image: no host has that much memory."""
+MAX_SUMS_BYTES = 64 << 20
 
 
 def check(message: m.Message, world: int) -> None:
@@ -24,6 +25,7 @@ def check(message: m.Message, world: int) -> None:
                 raise UsageError("an incarnation needs a nonce, this one is empty")
         case m.Join():
             _within("rank", message.rank, 0, world - 1)
+            _within("compare_replicas", message.compare_replicas or 0, 0, MAX_STEP)
         case m.Adopt(parent=parent) if parent is not None:
             _within("parent's incarnation", parent[0], 1, MAX_STEP)
             _within("parent's step", parent[1], 0, MAX_STEP)
@@ -37,6 +39,7 @@ def check(message: m.Message, world: int) -> None:
             for checksum in (message.header_xxh3, message.table_xxh3):
                 if len(checksum) != 16:
                     raise UsageError(f"a checksum has 16 digits, not {len(checksum)}")
+            _within("the size of the sums", sum(map(len, message.sums)), 0, MAX_SUMS_BYTES)
         case m.Withdraw() | m.Decline() | m.MakeDurable() | m.Announce() | m.Explain():
             _within("step", message.step, 0, MAX_STEP)
 

@@ -19,6 +19,7 @@ import msgspec
 from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
+from holdfast.observe.divergence import divergence_of
 from holdfast.observe.report import KeeperLoss, Report, Restore, Save, Start
 
 Progress = Callable[[int, int], None]
@@ -147,6 +148,7 @@ class _Fold:
         self._restored = defaultdict(list)
         self._lost: dict[tuple[int, int], list[tuple[events.KeeperLost, float]]]
         self._lost = defaultdict(list)
+        self._differ: dict[str, list[events.ReplicasDiffer]] = defaultdict(list)
         self._broke: list[str] = []
         self._warned: list[str] = []
 
@@ -172,6 +174,8 @@ class _Fold:
                 self._lost[event.incarnation, event.rank].append((event, time_s))
             case events.PersistBroke():
                 self._broke.append(f"{event.incarnation}-{event.step}: {event.reason}")
+            case events.ReplicasDiffer():
+                self._differ[event.leaf].append(event)
             case events.CheckpointPruned():
                 self._pruned += 1
             case events.Warned():
@@ -223,6 +227,7 @@ class _Fold:
             persist_failures=tuple(dict.fromkeys(self._broke)),
             warnings=tuple(dict.fromkeys(self._warned)),
             pruned=self._pruned,
+            divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
         )
 
     def _keeper_losses(self) -> tuple[KeeperLoss, ...]:

@@ -20,7 +20,13 @@ import msgspec
 from holdfast import events
 from holdfast.errors import UsageError
 from holdfast.events import Event, Sink
-from holdfast.observe.units import rate_text, seconds_text, shared_text, size_text
+from holdfast.observe.units import (
+    ranks_text,
+    rate_text,
+    seconds_text,
+    shared_text,
+    size_text,
+)
 
 #: How long the same trouble is only counted after it was shown.
 QUIET_S = 60.0
@@ -144,10 +150,22 @@ def _restored(event: Any) -> str:
     )
 
 
+def _differ(event: Any) -> str:
+    box, ranks = f"[{event.box}]" if event.box else "", ranks_text(event.ranks)
+    what = (
+        f"{event.leaf}{box} on {ranks} is not what most of its {event.replicas} replicas hold"
+        if event.is_known_which
+        else f"{event.leaf}{box} is not the same on {ranks}; which of them is right cannot be told"
+    )
+    others = f"; {event.others} more leaves differ" if event.others else ""
+    return f"replicas differ: {what}{others}"
+
+
 #: What ``info`` shows, and in which words.
 _INFO: dict[type[Event], Callable[[Any], str]] = {
     events.RunStarted: lambda e: f"joined run {e.run_id}, {e.world} ranks, pid {e.pid} on {e.host}",
     events.SnapshotMissed: lambda e: f"snapshot missed: {e.reason}",
+    events.ReplicasDiffer: _differ,
     events.CheckpointPublished: _published,
     events.PersistBroke: lambda e: f"not durable: {e.reason}",
     events.Restored: _restored,
@@ -161,6 +179,9 @@ _INFO: dict[type[Event], Callable[[Any], str]] = {
 }
 
 #: What nobody may miss: of these every rank hears, so that rank 0 speaks for all.
-_OF_ALL = (events.SnapshotMissed, events.PersistBroke, events.KeeperLost, events.SourceDropped)
+_OF_ALL = (
+    events.SnapshotMissed, events.PersistBroke, events.KeeperLost, events.SourceDropped,
+    events.ReplicasDiffer,
+)  # fmt: skip
 #: Of these only the rank knows that says so.
 _OF_ONE_RANK = (events.Warned,)

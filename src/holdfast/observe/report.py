@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from holdfast.observe.divergence import Divergence, lines_of
 from holdfast.observe.units import (
     count_text,
     moment_text,
@@ -123,6 +124,7 @@ class Report:
     persist_failures: tuple[str, ...]
     warnings: tuple[str, ...]
     pruned: int
+    divergences: tuple[Divergence, ...] = ()
 
     @property
     def misses(self) -> tuple[Save, ...]:
@@ -266,6 +268,7 @@ def _troubles(report: Report) -> list[str]:
         for loss in report.keeper_losses
     ]
     lines += [f"storage trouble at {failure}" for failure in report.persist_failures]
+    lines += lines_of(report.divergences)
     lines += [f"warning: {message}" for message in report.warnings]
     if report.torn_lines:
         lines.append(f"{report.torn_lines} torn lines were skipped (left by killed processes)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterable
 
 NOTHING = "-"
 
@@ -49,6 +50,19 @@ def rate_text(bytes_per_s: float | None) -> str:
 def count_text(count: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 2-5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"rank {shown}" if is_one else f"ranks {shown}"
 
 
 def moment_text(time_s: float) -> str:

@@ -47,6 +47,17 @@ def patience_s(name: str, value: float | None) -> float | None:
     return None if value is None else duration_s(name, value, least="from 0 on")
 
 
+def count_of_saves(name: str, value: SupportsIndex | None) -> int | None:
+    """A whole number from 0 on, or None; UsageError otherwise."""
+    try:
+        number = -1 if isinstance(value, bool) else 0 if value is None else operator.index(value)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise UsageError(f"{name}={value!r}: a number of saves from 0 on is needed, or None")
+    return None if value is None else number
+
+
 def claim(name: str, value: bool) -> bool:
     """True or False itself: "no" and 0 mean something else to whoever wrote them."""
     if not isinstance(value, bool):

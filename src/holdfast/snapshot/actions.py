@@ -85,9 +85,23 @@ class Note:
     elapsed_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class NoteUnlike:
+    """For the report: replicas are not the same."""
+
+    message: m.ReplicasDiffer
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """Something a person should look at; nothing was lost."""
+
+    text: str
+
+
 Action = (
     Tell | Allocate | AllocateRings | Remove | GiveSlot | KeepLayout | StartPersist
-    | AbortPersist | Note
+    | AbortPersist | Note | NoteUnlike | Warn
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from holdfast.errors import CaptureOvertaken
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
 from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
+from holdfast.snapshot.sampling import Sample
 from holdfast.snapshot.segments import SEGMENT_BYTES, Move, Segment, Sharing, plan_segments
 from holdfast.state.binding import Binding, Bindings
 from holdfast.state.watch import plain_looks
@@ -196,19 +197,21 @@ def copy_image(
     progress: Progress,
     turn: int,
     ready: Mapping[torch.device, torch.cuda.Event],
+    sample: Sample | None = None,
 ) -> Seal:
     """Fill ``target`` with one image; ``ready``: an event behind the computation, by GPU.
 
-    Raises CaptureOvertaken or Stopped; then it is no image.
+    ``sample`` is taken of the same moment. Raises CaptureOvertaken or Stopped; then it is no image.
     """
+    sample = sample or Sample()
     memory, start = target.memory, image.data_start
     memory[:start] = image.header
     if image.gap is not None:  # before its block is summed
         memory[start + image.gap[0] : start + image.gap[1]] = bytes(image.gap[1] - image.gap[0])
     if ready:
-        sums = _copy_from_gpu(target, image, overtaking, progress, turn, ready)
+        sums = _copy_from_gpu(target, image, overtaking, progress, turn, ready, sample)
     else:
-        sums = _copy_on_cpu(target, image, overtaking, progress, turn)
+        sums = _copy_on_cpu(target, image, overtaking, progress, turn, sample)
     stop = start + image.values_offset + image.values_bytes
     memory[start + image.values_offset : stop] = values
     table_start = start + image.table_offset
@@ -221,7 +224,12 @@ def copy_image(
 
 
 def _copy_on_cpu(
-    target: Target, image: Image, overtaking: Overtaking, progress: Progress, turn: int
+    target: Target,
+    image: Image,
+    overtaking: Overtaking,
+    progress: Progress,
+    turn: int,
+    sample: Sample,
 ) -> list[int]:
     if target.small[0]:
         torch._foreach_copy_(*target.small)
@@ -235,6 +243,7 @@ def _copy_on_cpu(
         sharing.work(
             lambda done: progress.copied(image.data_start + done // BLOCK_BYTES * BLOCK_BYTES)
         )
+        sample.take_on_host()  # while whoever helps may still copy the last segment
         sums = sharing.finish()
     finally:
         sharing.stop()  # whatever happened: nobody writes to this memory any more
@@ -250,15 +259,13 @@ def _copy_from_gpu(
     progress: Progress,
     turn: int,
     ready: Mapping[torch.device, torch.cuda.Event],
+    sample: Sample,
 ) -> list[int]:
     """Enqueue every copy, let updates wait on the last, and sum the blocks as they arrive."""
     streams = {device: side_stream(device) for device in ready}
     try:
         arrivals = _enqueue(target, progress, ready, streams)
-        last = []
-        for device, stream in streams.items():
-            with torch.cuda.device(device):
-                last.append(stream.record_event())
+        last = enqueue_sample(sample, streams)
         progress.check()
         overtaking.check(target, turn)
         progress.enqueued(last)
@@ -270,6 +277,7 @@ def _copy_from_gpu(
             progress.copied(image.data_start + len(sums) * BLOCK_BYTES)
         for event in last:
             event.synchronize()
+        sample.finish()
     except BaseException as error:
         # Nobody may be given this slot, or these sources, while copies are still landing.
         try:
@@ -279,6 +287,19 @@ def _copy_from_gpu(
             raise StillCopying(f"{broken}, after {type(error).__name__}: {error}") from error
         raise
     return sums
+
+
+def enqueue_sample(
+    sample: Sample, streams: Mapping[torch.device, torch.cuda.Stream]
+) -> list[torch.cuda.Event]:
+    """Take the sample behind all copies; an event behind everything, of each stream."""
+    last = []
+    for device, stream in streams.items():
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            sample.enqueue(device)
+            last.append(stream.record_event())
+    sample.take_on_host()
+    return last
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

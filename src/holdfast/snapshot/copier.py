@@ -16,6 +16,7 @@ from holdfast.snapshot.arena import SlotRecord, boot_id, process_start
 from holdfast.snapshot.capture import Progress, Seal, StillCopying, Stopped, copy_image
 from holdfast.snapshot.copies import CopyPlan
 from holdfast.snapshot.mapped import MappedSlots
+from holdfast.snapshot.sampling import Sample
 from holdfast.snapshot.through_ring import copy_through_ring
 from holdfast.snapshot.underway import Capture, Place
 
@@ -40,14 +41,16 @@ class Copier:
     def copy(
         self, capture: Capture, grant: m.Grant, layout: Layout, place: Place,
         tell: Callable[[m.Message], None], room_s: float,
-    ) -> Seal:  # fmt: skip
+    ) -> tuple[Seal, Sample]:  # fmt: skip
         """Fill the granted slot and seal it. Stopped when the capture is given up meanwhile.
 
         ``room_s``: how long a copy waits for room in a ring while storage takes nothing.
+        The sample is of the same moment, and empty where nothing is to be compared.
         """
         plan = self.slots.plan(capture.description, layout, place.rank)
+        sample = Sample() if grant.compare is None else self.slots.sampler.sample(*grant.compare)
         if grant.ring_bytes:
-            return self._pass_through(capture, grant, plan, place, tell, room_s)
+            return self._pass_through(capture, grant, plan, sample, place, tell, room_s), sample
         slot, target = self.slots.target(grant.slot, plan, pinned=bool(capture.ready))
         values = capture.description.values
         image = fill_in(plan.image, metadata(place, grant), len(values))
@@ -57,8 +60,9 @@ class Copier:
         with torch.no_grad():
             try:
                 seal = copy_image(
-                    target, image, values, capture.overtaking, progress, self._turn, capture.ready
-                )
+                    target, image, values, capture.overtaking, progress, self._turn, capture.ready,
+                    sample,
+                )  # fmt: skip
             except StillCopying:
                 self.lost_a_copy = True
                 raise
@@ -69,12 +73,12 @@ class Copier:
         emit(ImageCaptured(
             incarnation=place.incarnation, step=capture.step, rank=place.rank,
             elapsed_s=now_s - capture.started_s, copy_s=now_s - began_s,
-            size_bytes=seal.image_bytes,
+            size_bytes=seal.image_bytes, compared_bytes=sample.size_bytes,
         ))  # fmt: skip
-        return seal
+        return seal, sample
 
     def _pass_through(
-        self, capture: Capture, grant: m.Grant, plan: CopyPlan, place: Place,
+        self, capture: Capture, grant: m.Grant, plan: CopyPlan, sample: Sample, place: Place,
         tell: Callable[[m.Message], None], room_s: float,
     ) -> Seal:  # fmt: skip
         """As ``copy`` where there is no memory to keep the image: nothing is sealed in the slot."""
@@ -88,7 +92,7 @@ class Copier:
         with torch.no_grad():
             try:
                 seal = copy_through_ring(
-                    target, image, values, capture.overtaking, progress, capture.ready
+                    target, image, values, capture.overtaking, progress, capture.ready, sample
                 )
             except StillCopying:
                 self.lost_a_copy = True
@@ -100,6 +104,7 @@ class Copier:
             incarnation=place.incarnation, step=capture.step, rank=place.rank,
             elapsed_s=now_s - capture.started_s, copy_s=now_s - began_s,
             size_bytes=seal.image_bytes, ring_bytes=grant.ring_bytes,
+            compared_bytes=sample.size_bytes,
         ))  # fmt: skip
         return seal
 

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.format.image import ImagePlan
 from holdfast.geometry.box import Box
-from holdfast.geometry.layout import Layout, Piece
+from holdfast.geometry.layout import Layout
 from holdfast.snapshot.layouts import image_items, plan_rank
 from holdfast.state.binding import Bindings, Source
 
@@ -75,7 +75,7 @@ def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
     names = [name for name, _, _ in image_items(layout, rank)]
     copies: list[Copy] = []
     for name, piece in zip(names, layout.pieces(rank), strict=True):
-        found, source = _find(layout, rank, piece, bindings)
+        found, source = part_of(layout, rank, piece.leaf, piece.box, bindings)
         entry = offsets[name]
         copies.append(Copy(
             found.binding.name, source, entry.offset, entry.size_bytes, found.binding.lazy
@@ -84,19 +84,18 @@ def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
     return CopyPlan(image, tuple(copies))
 
 
-def _find(
-    layout: Layout, rank: int, piece: Piece, bindings: Bindings
+def part_of(
+    layout: Layout, rank: int, leaf: int, box: Box, bindings: Bindings
 ) -> tuple[Source, torch.Tensor]:
-    """Where a piece comes from, and the memory that is all of it."""
-    leaf = layout.leaves[piece.leaf]
-    sources = bindings.sources[leaf.name]
+    """Where a ``box`` of a leaf comes from that ``rank`` holds, and the memory that is all of it."""
+    sources = bindings.sources[layout.leaves[leaf].name]
     for source in sources:
-        if source.box is not None and source.box.contains(piece.box):
-            return source, _cut(source.memory, piece.box.relative_to(source.box))
+        if source.box is not None and source.box.contains(box):
+            return source, _cut(source.memory, box.relative_to(source.box))
     (source,) = (one for one in sources if one.box is None)
-    for whole, local in layout.held(piece.leaf, rank):
-        if whole.contains(piece.box):
-            inside = piece.box.relative_to(whole).shift(local.start)
+    for whole, local in layout.held(leaf, rank):
+        if whole.contains(box):
+            inside = box.relative_to(whole).shift(local.start)
             return source, _cut(source.memory, inside)
     return source, source.memory  # a piece of no elements
 

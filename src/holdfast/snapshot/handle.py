@@ -19,6 +19,10 @@ class SaveHandle:
         self.requested_step = step
         self.step = step
         self.durable = durable
+        self.differing: dict[str, tuple[int, ...]] = {}
+        """Leaves found not to be the same on all ranks that hold them, and the ranks that stand
+        apart, as the event ``ReplicasDiffer`` says them. Final when the save is captured. Each
+        save looks at a part of what is held; empty says no more of the rest."""
         self._explain = explain
         self._changed = threading.Condition()
         self._reached: set[str] = set()

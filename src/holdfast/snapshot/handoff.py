@@ -25,6 +25,7 @@ from holdfast.snapshot.actions import (
 )
 from holdfast.snapshot.asks import Asks
 from holdfast.snapshot.attempts import Attempt, Attempts
+from holdfast.snapshot.comparing import Comparing
 from holdfast.snapshot.debts import Debts
 from holdfast.snapshot.layouts import Layouts
 from holdfast.snapshot.rings import RingNeed
@@ -54,6 +55,7 @@ class Coordinator:
         self.attempts = Attempts()
         self.slots = Slots(self.attempts)
         self.debts = Debts(self.attempts)
+        self.comparing = Comparing()
         self._layouts = Layouts()
         self._joined: dict[int, Writer] = {}
         self._asks = Asks(0)
@@ -82,6 +84,7 @@ class Coordinator:
         self.adopted = False
         self.attempts.pinned = self.attempts.newest
         self.debts.begin(incarnation)
+        self.comparing.begin(nonce)
         self.slots.begin()
         self._is_taking_over = self._owes = False
         self._joined.clear()
@@ -213,6 +216,7 @@ class Coordinator:
         attempt = self._new_attempt(step, agreed.layout, now_s)
         attempt.durable, attempt.is_ring, attempt.asks = durable, is_ring, asks
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
+        self.comparing.start(attempt.id, agreed.layout)
         for rank, slot in chosen.items():
             slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
             slot.image_bytes, slot.incarnation = sizes[rank], self.incarnation
@@ -350,6 +354,7 @@ class Coordinator:
         for slot_id in attempt.slots.values():
             self.slots[slot_id].writer = None
         self.slots.take_back(attempt)
+        self.comparing.drop(attempt.id)
         del self.attempts[attempt.id]
 
     # ── capturing ────────────────────────────────────────────────────────────────────────
@@ -371,17 +376,19 @@ class Coordinator:
         slot.state, slot.writer = "captured", None
         slot.header_xxh3, slot.table_xxh3 = seal.header_xxh3, seal.table_xxh3
         attempt.sealed.add(rank)
+        self.comparing.told(attempt.id, rank, seal.sums)
         if len(attempt.sealed) < attempt.world:
             return []
+        actions = self.comparing.finish(attempt.id, attempt.step)
         if attempt.is_ring:
             attempt.phase = "draining"  # nothing of it is in memory but what is not written yet
-            return []
+            return actions
         attempt.phase = "complete"
         self.attempts.newest, self.attempts.pinned = attempt.id, None
         done = m.Complete(step=attempt.step, attempt=attempt.id, durable=attempt.durable)
         elapsed_s = now_s - attempt.started_s
         note = Note(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)
-        return [Tell(done), note, *self.debts.pay()]
+        return [*actions, Tell(done), note, *self.debts.pay()]
 
     def abandon(self, rank: int, message: m.Abandon) -> list[Action]:
         """A rank will never seal its image."""
@@ -397,6 +404,7 @@ class Coordinator:
     def _abort(self, attempt: Attempt, reason: str, leaf: str = "") -> list[Action]:
         attempt.phase = "aborted"
         self.slots.take_back(attempt)
+        self.comparing.drop(attempt.id)
         actions = self.debts.aborted(attempt)
         del self.attempts[attempt.id]
         return actions + abort(attempt.id, attempt.step, reason, leaf)

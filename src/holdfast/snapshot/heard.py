@@ -14,6 +14,7 @@ from holdfast.geometry.layout import Layout
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.promises import Promises
 from holdfast.snapshot.underway import Capture, Place
+from holdfast.snapshot.unlike import events_of
 
 
 class Heard:
@@ -32,7 +33,6 @@ class Heard:
     def hear(self, message: m.Message, current: Capture | None, place: Place) -> m.Message | None:
         """Take in ``message``; what is to be said to it, if anything."""
         self.is_silent = False
-        promises = self._promises
         match message:
             case m.LayoutAgreed(hash=hash_, data=data):
                 self.layouts = {hash_: Layout.from_json(data)}
@@ -40,12 +40,8 @@ class Heard:
                 return self._answered(current, message)
             case m.Aborted():
                 self._aborted(current, message)
-            case m.Complete(step=step):
-                promises.captured(step)
-            case m.Durable(step=step, fulfils=fulfils):
-                promises.durable(step, fulfils)
-            case m.NotDurable():
-                self._not_durable(message, place)
+            case m.Complete() | m.Durable() | m.NotDurable() | m.ReplicasDiffer():
+                self._came_of_it(message, place)
             case m.Freed(attempt=attempt, size_bytes=size_bytes):
                 if current is not None and _is_of(current, attempt):
                     current.room.freed(size_bytes)
@@ -102,6 +98,25 @@ class Heard:
         elif isinstance(message, m.Grant):  # too late: nobody waits for it any more
             return m.Abandon(attempt=message.attempt, reason="its save was given up")
         return None
+
+    def _came_of_it(
+        self, message: m.Complete | m.Durable | m.NotDurable | m.ReplicasDiffer, place: Place
+    ) -> None:
+        match message:
+            case m.Complete(step=step):
+                self._promises.captured(step)
+            case m.Durable(step=step, fulfils=fulfils):
+                self._promises.durable(step, fulfils)
+            case m.NotDurable():
+                self._not_durable(message, place)
+            case m.ReplicasDiffer():
+                self._differ(message, place)
+
+    def _differ(self, message: m.ReplicasDiffer, place: Place) -> None:
+        for event in events_of(message, place.incarnation, place.rank):
+            if place.rank in (0, *event.ranks):  # for the people; and whoever is meant
+                emit(event)
+        self._promises.differ(message.step, {each.leaf: each.ranks for each in message.leaves})
 
     def _not_durable(self, message: m.NotDurable, place: Place) -> None:
         if place.rank == 0:  # every rank is told, and one tells the people

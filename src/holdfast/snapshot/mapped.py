@@ -10,6 +10,7 @@ from holdfast.snapshot.capture import Target
 from holdfast.snapshot.collected import unmap
 from holdfast.snapshot.copies import CopyPlan, plan_copies
 from holdfast.snapshot.pinning import pin_memory
+from holdfast.snapshot.sampling import Sampler
 from holdfast.snapshot.through_ring import RingTarget
 from holdfast.state.describe import Description
 
@@ -22,6 +23,7 @@ class MappedSlots:
         self._targets: dict[str, Target | RingTarget] = {}
         self._plan: tuple[str, str, CopyPlan] | None = None
         self._planned_for: object = None
+        self._sampler: Sampler | None = None
 
     def plan(self, description: Description, layout: Layout, rank: int) -> CopyPlan:
         """The copies of this description under this layout, made when either is new."""
@@ -35,7 +37,14 @@ class MappedSlots:
         self._targets.clear()
         plan = plan_copies(layout, rank, bindings)
         self._plan, self._planned_for = (*key, plan), bindings
+        self._sampler = Sampler(layout, rank, bindings)
         return plan
+
+    @property
+    def sampler(self) -> Sampler:
+        """What finds samples in the leaves that were planned for last."""
+        assert self._sampler is not None
+        return self._sampler
 
     def target(self, path: str, plan: CopyPlan, *, pinned: bool) -> tuple[SlotFile, Target]:
         """The slot at ``path``, mapped once, and its memory as seen by ``plan``."""

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import FormatError
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -52,6 +52,8 @@ class Join(Message, frozen=True, kw_only=True):
     """Whether it may write to any slot. False only when its copier is known to have stopped."""
     owes_durable: bool = False
     """Whether a durable save it was promised by an earlier keeper was never told to be durable."""
+    compare_replicas: int | None = None
+    """In how many saves all replicas are compared; 0: never, None: as is cheap."""
 
 
 class ListInventory(Message, frozen=True, kw_only=True):
@@ -107,6 +109,8 @@ class Captured(Message, frozen=True, kw_only=True):
     image_bytes: int
     header_xxh3: str
     table_xxh3: str
+    sums: tuple[bytes, ...] = ()
+    """Of what is held alike by others: for each group this rank is in, the sums of its tiles."""
 
 
 class Abandon(Message, frozen=True, kw_only=True):
@@ -220,6 +224,8 @@ class Grant(Message, frozen=True, kw_only=True):
     layout: str
     ring_bytes: int = 0
     """The image passes through the last so many bytes of the slot; 0: it is kept there whole."""
+    compare: tuple[int, int | None] | None = None
+    """(turn, of so many, None: as is cheap): which part of what ranks hold alike is summed."""
     turn: int = 0
     """The request that it answers."""
 
@@ -244,6 +250,25 @@ class Skip(Message, frozen=True, kw_only=True):
     step: int
     reason: str
     is_passing: bool = True
+
+
+class Unlike(msgspec.Struct, frozen=True, kw_only=True):
+    """A leaf that is not the same on all ranks that hold it; see ``events.ReplicasDiffer``."""
+
+    leaf: str
+    box: str
+    ranks: tuple[int, ...]
+    replicas: int
+    is_known_which: bool
+
+
+class ReplicasDiffer(Message, frozen=True, kw_only=True):
+    """What all ranks captured is not the same where it should be; ``others``: leaves not listed."""
+
+    step: int
+    attempt: str
+    leaves: tuple[Unlike, ...]
+    others: int
 
 
 class Complete(Message, frozen=True, kw_only=True):
@@ -308,7 +333,8 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
         Hello | Begin | Join | ListInventory | Pin | Adopt | Table | Ask | Progress | Captured
         | Abandon | Withdraw | Decline | MakeDurable | Announce | Explain | Goodbye
         | Welcome | Begun | Done | Refused | Inventory | Grant | LayoutAgreed | Skip | Complete
-        | Aborted | Freed | Durable | NotDurable | Announced | Explanation | FencedOff
+        | ReplicasDiffer | Aborted | Freed | Durable | NotDurable | Announced | Explanation
+        | FencedOff
     )  # fmt: skip
 
 

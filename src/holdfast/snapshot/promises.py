@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from holdfast.errors import HoldfastError, PersistFailed, SnapshotSkipped
 from holdfast.snapshot.handle import CAPTURED, DURABLE, SaveHandle
@@ -39,6 +39,7 @@ class Promises:
     def catch_up(self, step: int, handle: SaveHandle) -> None:
         """``handle`` is as far as any other of its step."""
         for other in self._handles[step]:
+            handle.differing = handle.differing or other.differing
             if other.state in (CAPTURED, DURABLE):
                 handle.reach(other.state)
 
@@ -46,6 +47,11 @@ class Promises:
         """All ranks have this step in memory."""
         for handle in self._handles.get(step, []):
             handle.reach(CAPTURED)
+
+    def differ(self, step: int, leaves: Mapping[str, tuple[int, ...]]) -> None:
+        """In this step, these leaves are not the same on all ranks that hold them."""
+        for handle in self._handles.get(step, []):
+            handle.differing = dict(leaves)
 
     def durable(self, saved: int, fulfils: Iterable[int]) -> None:
         """A manifest names step ``saved``, which stands for ``fulfils`` as well."""

@@ -299,12 +299,12 @@ class Saver:
             self._copier.slots.drop_removed()
             grant = self._asking.ask(capture, self.patience)
             layout = self._heard.layouts[grant.layout]
-            seal = self._copier.copy(
+            seal, sample = self._copier.copy(
                 capture, grant, layout, self.place, self._line.send, self.patience.room_s
             )
             self._line.send(m.Captured(
                 attempt=grant.attempt, image_bytes=seal.image_bytes,
-                header_xxh3=seal.header_xxh3, table_xxh3=seal.table_xxh3,
+                header_xxh3=seal.header_xxh3, table_xxh3=seal.table_xxh3, sums=sample.sums,
             ))  # fmt: skip
             # Told before the fence opens: whoever is killed after an update has handed over the
             # step before it. The keeper throws away what a dead rank sealed but did not tell.

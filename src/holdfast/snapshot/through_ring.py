@@ -17,9 +17,17 @@ import torch
 
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
-from holdfast.snapshot.capture import Overtaking, Progress, Seal, StillCopying, side_stream
+from holdfast.snapshot.capture import (
+    Overtaking,
+    Progress,
+    Seal,
+    StillCopying,
+    enqueue_sample,
+    side_stream,
+)
 from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
 from holdfast.snapshot.rings import chunk_bytes
+from holdfast.snapshot.sampling import Sample
 from holdfast.snapshot.segments import SEGMENT_BYTES
 
 _libc = ctypes.CDLL(None)
@@ -261,18 +269,21 @@ def copy_through_ring(
     overtaking: Overtaking,
     progress: Progress,
     ready: Mapping[torch.device, torch.cuda.Event],
+    sample: Sample | None = None,
 ) -> Seal:
     """Pass one image through ``target``; as ``copy_image``, which keeps it instead."""
+    sample = sample or Sample()
     target.head[:] = image.header
     progress.copied(image.data_start)
     filling = _Filling(target, image, progress)
     if ready:
-        _move_from_gpu(target, filling, overtaking, progress, ready)
+        _move_from_gpu(target, filling, overtaking, progress, ready, sample)
     else:
         for move in target.moves:
             filling.wait_room(move.stop)
             move.run()
             filling.copied(move.stop)
+        sample.take_on_host()
         progress.check()
         overtaking.check_sources()
     filling.put(image.values_offset, values)
@@ -291,6 +302,7 @@ def _move_from_gpu(
     overtaking: Overtaking,
     progress: Progress,
     ready: Mapping[torch.device, torch.cuda.Event],
+    sample: Sample,
 ) -> None:
     """Enqueue copies as there is room for them; what arrived is summed while more is awaited."""
     streams = {device: side_stream(device) for device in ready}
@@ -317,10 +329,7 @@ def _move_from_gpu(
             with torch.cuda.device(move.device), torch.cuda.stream(stream):
                 move.run()
                 arriving.append((move.stop, stream.record_event().synchronize))
-        last = []
-        for device, stream in streams.items():
-            with torch.cuda.device(device):
-                last.append(stream.record_event())
+        last = enqueue_sample(sample, streams)
         progress.check()
         overtaking.check_sources()
         progress.enqueued(last)
@@ -329,6 +338,7 @@ def _move_from_gpu(
             take_arrival()
         for event in last:
             event.synchronize()
+        sample.finish()
     except BaseException as error:
         # Nobody may be given this slot, or these sources, while copies are still landing.
         try:
