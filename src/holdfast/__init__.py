@@ -37,11 +37,13 @@ __all__ = [
     "PersistFailed",
     "RestoreError",
     "Restored",
+    "ResumableSampler",
     "Rng",
     "RootBusy",
     "SaveError",
     "SaveHandle",
     "SnapshotSkipped",
+    "SplitList",
     "StateMismatch",
     "StatePoisoned",
     "StorageError",
@@ -58,6 +60,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .checkpointer import Checkpointer
+    from .data.sampler import ResumableSampler
+    from .data.split_list import SplitList
     from .errors import (
         AlreadyPublished,
         ArenaError,
@@ -102,8 +106,10 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "Every": ".policy.interval",
         "Keep": ".policy.retention",
         "Restored": ".load.restore",
+        "ResumableSampler": ".data.sampler",
         "Rng": ".state.rng",
         "SaveHandle": ".snapshot.handle",
+        "SplitList": ".data.split_list",
         "load": ".oneshot",
         "open": ".oneshot",
         "register_enum": ".format.foreign",

@@ -33,12 +33,14 @@ from holdfast.geometry.layout import LeafEntry
 from holdfast.load.choose import Candidate
 from holdfast.load.exchange import Traffic
 from holdfast.load.late import STAGING_BYTES, Copies, LateTensor, Staging, StreamCopies
+from holdfast.load.lists import SavedLists, require_takers, takers
 from holdfast.load.move import CARRIERS, Array, Destination
 from holdfast.load.plan import Want
 from holdfast.load.read import read_aliases, read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.load.together import read_once
-from holdfast.state.objects import State
+from holdfast.state.lists import decode_items
+from holdfast.state.objects import State, sort_objects
 from holdfast.state.restore import Restoring
 from holdfast.state.tensors import leaf_entry, local_of
 from holdfast.world import World, agree
@@ -187,7 +189,9 @@ class _Attempt:
     ) -> None:
         """Prepare, read, finish; every rank learns of any rank's trouble after each."""
         with _no_collection():
-            self._together("opened", lambda: self._open(open_checkpoint))
+            opened = self._together("opened", lambda: self._open(open_checkpoint))
+            if any(opened):  # a rank here has lists: all ranks look for them
+                self._count_lists(opened)
             self._together("checked", self._check)
             on_poison(True)
             self._together("prepared", self._prepare)
@@ -200,19 +204,21 @@ class _Attempt:
         self._together("values set", self._finish)
         on_poison(False)
 
-    def _together(self, what: str, act: Callable[[], None]) -> None:
+    def _together(self, what: str, act: Callable[[], bytes | None]) -> list[bytes]:
+        """Every rank acts; what each has to tell the others."""
+
         def run() -> bytes:
             try:
-                act()
+                return act() or b""
             except (HoldfastError, KeyboardInterrupt):
                 raise
             except Exception as error:  # of the user's load_state_dict, say: all ranks must know
                 raise RestoreError(f"{self.phase}: {what}: {_words(error)}") from error
-            return b""
 
-        agree(self.world, f"{self.phase}: {what}", run, timeout_s=self.timeout_s)
+        return agree(self.world, f"{self.phase}: {what}", run, timeout_s=self.timeout_s)
 
-    def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> None:
+    def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> bytes:
+        """Tells whether the state of this rank has lists that are split over ranks."""
         self.checkpoint = open_checkpoint(self.candidate)
         self.saved_world = self.checkpoint.world
         same_world = self.saved_world == self.world.size
@@ -221,6 +227,16 @@ class _Attempt:
         self.shared = self.own if same_world else read_values(self.checkpoint, 0)
         if not same_world and self.world.rank == 0:
             self._report_differing()
+        self.lists = SavedLists(self.checkpoint, self.world.rank, self.world.size)
+        return takers(sort_objects(self.state).lists, self.world.rank, self.world.size)
+
+    def _count_lists(self, taken: Sequence[bytes]) -> None:
+        require_takers(taken)
+        self.lists.hear(self._together("lists counted", self.lists.look))
+        if self.lists.differing and self.world.rank == 0:
+            emit(ValuesDiffer(
+                step=self.candidate.step, rank=self.world.rank, names=self.lists.differing
+            ))  # fmt: skip
 
     def _report_differing(self) -> None:
         """On another number of ranks all take rank 0's values; say so where ranks had others.
@@ -242,10 +258,14 @@ class _Attempt:
         stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in self.checkpoint.layout.leaves}
         values, aliases = self.shared.get("shared", {}), read_aliases(self.checkpoint, self.shared)
         own = self.own.get("own", {})
-        self.restoring = Restoring(self.state, stored, values, aliases, own)
+        self.restoring = Restoring(
+            self.state, stored, values, aliases, own, lists=self.lists.parts.keys()
+        )
         self.restoring.check()
 
     def _prepare(self) -> None:
+        items = self.lists.take(self.restoring.objects.lists)
+        self.items = {key: decode_items(found) for key, found in items.items()}
         with torch.no_grad():
             self.filling = _Filling(self.restoring.make_room(), self.world.rank)
         self.size_bytes = self.filling.size_bytes
@@ -279,7 +299,7 @@ class _Attempt:
 
     def _finish(self) -> None:
         was_saved = self.world.rank < self.saved_world
-        self.restoring.finish(self.world.rank, rank_was_saved=was_saved)
+        self.restoring.finish(self.world.rank, rank_was_saved=was_saved, items=self.items)
 
 
 def _words(error: Exception) -> str:

@@ -8,7 +8,7 @@ and generators when all ranks have verified everything.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from holdfast.errors import FormatError, StateMismatch
 from holdfast.format import values as codec
 from holdfast.state import optimizers
+from holdfast.state.kinds import Stored, value_problems
 from holdfast.state.known import Known
 from holdfast.state.memory import Spoken, shares_its_own
-from holdfast.state.modules import extra_state, extra_state_names, set_extra_state
+from holdfast.state.modules import extra_state, set_extra_state
 from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.subclasses import plain_parts
 from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty, fill_small
@@ -36,6 +37,7 @@ class Restoring:
 
     ``stored``: leaf name -> (dtype, shape). ``shared``: the encoded values by key. ``aliases``:
     further names of leaves -> the leaf they are. ``own``: this rank's generators, or rank 0's.
+    ``lists``: the keys of what all saved ranks have of lists.
     """
 
     def __init__(
@@ -45,11 +47,14 @@ class Restoring:
         shared: Mapping[str, Any],
         aliases: Mapping[str, str],
         own: Mapping[str, Any],
+        *,
+        lists: Collection[str] = (),
     ) -> None:
         self.state = state
         self.stored = stored
         self.aliases = aliases
         self.own = own
+        self.lists = lists
         self.objects: Objects = sort_objects(state)
         self.keys = frozenset(shared)
         self.encoded = {k: v for k, v in shared.items() if self.objects.has_values(k)}
@@ -70,7 +75,8 @@ class Restoring:
 
         Changes nothing.
         """
-        problems = [*self._module_problems(), *self._missing_values()]
+        stored = Stored(self.shared, self.keys, self.own, self.lists)
+        problems = [*self._module_problems(), *value_problems(self.objects, self.state, stored)]
         claimed = {name for name, _ in self._module_targets()}
         claimed.update(name for name, _ in self._value_targets())
         for key, optimizer in self.objects.optimizers.items():
@@ -190,29 +196,6 @@ class Restoring:
         near = difflib.get_close_matches(name, others[:_SEARCHED], n=1, cutoff=0.8)
         return f"; did you mean {near[0]}?" if near else ""
 
-    def _missing_values(self) -> Iterator[str]:
-        """What has no value in the checkpoint, and values nothing takes."""
-        objects = self.objects
-        for key in [*objects.stateful, *objects.plain]:
-            if key not in self.keys:
-                yield f"{key}: not in the checkpoint"
-        for key in objects.generators:
-            if key not in self.own:
-                yield f"{key}: not in the checkpoint"
-        for key, module in objects.modules.items():
-            saved, here = self.shared.get(key, {}), extra_state_names(module)
-            if not isinstance(saved, dict):
-                yield f"{key}: a module in the state, a plain value in the checkpoint"
-                continue
-            for name in sorted(here - set(saved)):
-                yield f"{key}.{name}: has extra state in the model, but none in the checkpoint"
-            for name in sorted(set(saved) - here):
-                yield f"{key}.{name}: has extra state in the checkpoint, but none in the model"
-        inside = tuple(f"{key}." for key in self.state)
-        for key in sorted(self.keys):
-            if key.startswith(inside) and not objects.has_values(key):
-                yield f"{key}: in the checkpoint, but nothing in the state takes it"
-
     def _value_targets(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors inside values: the one that is there if it fits, else a new one."""
         objects = self.objects
@@ -304,12 +287,17 @@ class Restoring:
             if leaf.startswith(keys) and leaf not in claimed
         ]
 
-    def finish(self, rank: int, *, rank_was_saved: bool) -> None:
-        """Set everything that is no tensor, and small tensors."""
+    def finish(self, rank: int, *, rank_was_saved: bool, items: Mapping[str, list[Any]]) -> None:
+        """Set everything that is no tensor, and small tensors.
+
+        ``items``: what this rank gets of each list.
+        """
         with torch.inference_mode(False), torch.no_grad():
             for name in self._small.keys() & self._filled.keys():
                 fill_small(self._filled[name], self._small[name])
             self._finish(rank, rank_was_saved)
+        for key, found in self.objects.lists.items():
+            found[:] = items[key]
 
     def _finish(self, rank: int, rank_was_saved: bool) -> None:
         objects = self.objects
