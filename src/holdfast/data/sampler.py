@@ -7,6 +7,7 @@ with workers is several batches ahead. So the training loop says when it has tra
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any, SupportsIndex
@@ -248,12 +249,10 @@ class _Batches(Iterator[list[int]]):
 def _sample_count(data: Any) -> int:
     """The number of samples that was given, or that there are."""
     try:
-        found = len(data) if hasattr(data, "__len__") else data
+        found = len(data) if hasattr(data, "__len__") else operator.index(data)
     except TypeError:  # of an IterableDataset, say, or of a tensor with no dimension
-        found = None
-    if found is None or isinstance(found, float):
         raise UsageError(
-            f"data={type(data).__name__}: what has a length, or the number of samples, is needed; "
-            "data without a length have no order of their own"
-        )
-    return whole("data", found, least=1)
+            f"data={data!r:.100}: what has a length, or the number of samples, is needed; data "
+            "without a length have no order of their own"
+        ) from None
+    return whole("data", data if isinstance(data, bool) else found, least=1)
