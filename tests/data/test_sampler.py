@@ -130,7 +130,7 @@ def test_what_workers_have_fetched_is_not_counted(workers: int) -> None:
 def test_each_epoch_is_another_order_without_a_word_from_the_loop() -> None:
     sampler = holdfast.ResumableSampler(Squares(10), batch_size=3, seed=4)
     loader = DataLoader(Squares(10), batch_sampler=sampler)
-    epochs = []
+    epochs: list[list[int]] = []
     while sampler.epoch < 3:
         assert len(loader) == 4
         epochs.append([])

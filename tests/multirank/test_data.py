@@ -140,9 +140,9 @@ def test_data_and_randomness_follow_the_number_of_ranks(tmp_path: Path) -> None:
     assert [rank["differing"] for life in by_life for rank in life] == [[]] * 7
 
     # Data ranks of the user's own.
-    for life in by_life:
-        world = len(life)
-        for rank, here in enumerate(life):
+    for ranks_of in by_life:
+        world = len(ranks_of)
+        for rank, here in enumerate(ranks_of):
             assert "b: the ranks of this run take a SplitList as data ranks 0 of 2" in here["lost"]
             assert "saved as data ranks 0 of 2, which make no whole" in here["missing"]
             assert here["cut"] == ["a0"] * (2 * (rank + 1) // world - 2 * rank // world)

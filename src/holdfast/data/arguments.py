@@ -14,9 +14,10 @@ def whole(name: str, value: Any, *, least: int | None = None) -> int:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = None
+    if number is None and least is None:
+        raise UsageError(f"{name}={value!r:.100}: a whole number is needed")
     if number is None or (least is not None and number < least):
-        what = "a whole number" if least is None else f"a whole number from {least} on"
-        raise UsageError(f"{name}={value!r:.100}: {what} is needed")
+        raise UsageError(f"{name}={value!r:.100}: a whole number from {least} on is needed")
     return number
 
 

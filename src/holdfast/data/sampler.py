@@ -47,15 +47,15 @@ class ResumableSampler(Sampler[list[int]]):
     def __init__(
         self,
         data: Sized | SupportsIndex,
-        batch_size: int | None = None,
+        batch_size: SupportsIndex | None = None,
         *,
-        global_batch_size: int | None = None,
-        seed: int = 0,
+        global_batch_size: SupportsIndex | None = None,
+        seed: SupportsIndex = 0,
         shuffle: bool = True,
         drop_last: bool = False,
-        rank: int | None = None,
-        world: int | None = None,
-        epoch: int = 0,
+        rank: SupportsIndex | None = None,
+        world: SupportsIndex | None = None,
+        epoch: SupportsIndex = 0,
     ) -> None:
         if (batch_size is None) == (global_batch_size is None):
             raise UsageError(
@@ -96,19 +96,19 @@ class ResumableSampler(Sampler[list[int]]):
         """How many batches are left of the epoch: what iterating gives now."""
         return self._steps().count(self._place)
 
-    def advance(self, batches: int = 1) -> None:
+    def advance(self, batches: SupportsIndex = 1) -> None:
         """Say that each rank has trained on ``batches`` more of what it was given.
 
         With gradient accumulation: after the optimizer's step, all batches that went into it.
         Raises UsageError when so many were not given out.
         """
-        batches = whole("batches", batches, least=1)
+        count = whole("batches", batches, least=1)
         place, steps = self._place, self._steps()
-        for _ in range(batches):
+        for _ in range(count):
             place = steps.next(place).after
             if place > self._handed_out:
                 raise UsageError(
-                    f"advance({batches if batches > 1 else ''}): fewer batches were given out than "
+                    f"advance({count if count > 1 else ''}): fewer batches were given out than "
                     f"are said to be trained on, at sample {self._place.consumed} of epoch "
                     f"{self._place.epoch}. Call it once for each batch, after its optimizer step, "
                     "of the loader that was made with this sampler."
@@ -175,7 +175,7 @@ class ResumableSampler(Sampler[list[int]]):
         """
         problems = self.problems_with(state)
         if problems:
-            raise UsageError("the sampler cannot go on from there: " + "; ".join(problems))
+            raise UsageError(f"the sampler cannot go on from there: {'; '.join(problems)}")
         self._place = self._handed_out = Place(state["epoch"], state["consumed"])
         self._order = Order(self.samples, state["seed"], shuffle=self.shuffle)
         self._loads += 1

@@ -75,8 +75,8 @@ class Restoring:
 
         Changes nothing.
         """
-        stored = Stored(self.shared, self.keys, self.own, self.lists)
-        problems = [*self._module_problems(), *value_problems(self.objects, self.state, stored)]
+        values = Stored(self.shared, self.keys, self.own, self.lists)
+        problems = [*self._module_problems(), *value_problems(self.objects, self.state, values)]
         claimed = {name for name, _ in self._module_targets()}
         claimed.update(name for name, _ in self._value_targets())
         for key, optimizer in self.objects.optimizers.items():
