@@ -295,6 +295,22 @@ def test_more_is_not_trained_on_than_was_given_out() -> None:
     assert sampler.consumed == 2
 
 
+def test_a_loop_that_never_says_what_it_trained_on_is_warned() -> None:
+    heard: list[holdfast.Event] = []
+    stop = holdfast.subscribe(lambda event, _: heard.append(event))
+    try:
+        sampler = holdfast.ResumableSampler(10, batch_size=2)
+        next(iter(sampler))  # a look at the first batch is no mistake
+        for _ in sampler:
+            sampler.advance()
+        assert len(list(sampler)) == 5
+        assert not heard
+        assert len(list(sampler)) == 5
+    finally:
+        stop()
+    assert "advance() was not called" in getattr(heard[0], "message", "")
+
+
 def test_an_iteration_from_before_the_restore_gives_nothing_more() -> None:
     sampler = holdfast.ResumableSampler(10, batch_size=2)
     batches = iter(sampler)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.load import lists as subject
-from holdfast.load.lists import SavedLists, require_takers, takers
+from holdfast.load.lists import SavedLists, divide, takers
 from holdfast.state.lists import decode_items, encode_list
 
 #: Of a data rank: its items.
@@ -59,7 +59,8 @@ def _deal(
         told = [rank.look() for rank in ranks]
         for rank in ranks:
             rank.hear(told)
-        taken = [rank.take({"x": one}) for rank, one in zip(ranks, wanted, strict=True)]
+        here = [takers({"x": one}) for one in wanted]
+        taken = [one.take(divide(here, rank)) for rank, one in enumerate(ranks)]
     return [decode_items(items["x"]) for items in taken]
 
 
@@ -150,26 +151,31 @@ def test_values_of_a_rank_that_are_no_object_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "is_whole"),
+    ("ranks", "places"),
     [
-        ([None, None, None], True),
-        ([(0, 2), (1, 2), (0, 2)], True),
-        ([(0, 1), (0, 1), (0, 1)], True),
-        ([(0, 2), (0, 2), (0, 2)], False),
-        ([(0, 2), (1, 3), (2, 3)], False),
-        ([(0, 3), None, (0, 3)], False),
+        ([None, None, None], [(0, 3), (1, 3), (2, 3)]),
+        (["", None, None], [None, (0, 2), (1, 2)]),  # the first has no such list
+        ([(0, 2), (1, 2), (0, 2)], [(0, 2), (1, 2), (0, 2)]),
+        ([(0, 1), (0, 1), (0, 1)], [(0, 1)] * 3),
+        ([(0, 2), (0, 2), (0, 2)], None),
+        ([(0, 2), (1, 3), (2, 3)], None),
+        ([(0, 3), None, (0, 3)], None),
     ],
 )
 def test_ranks_that_would_lose_items_between_them_are_told_before_anything_is_read(
-    ranks: list[tuple[int, int] | None], is_whole: bool
+    ranks: list[Any], places: list[tuple[int, int] | None] | None
 ) -> None:
     told = []
-    for number, at in enumerate(ranks):
+    for at in ranks:
         rank, world = at or (None, None)
-        one = holdfast.SplitList(rank=rank, world=world)
-        told.append(takers({"x": one}, number, len(ranks)))
-    if is_whole:
-        require_takers([*told, b""])
+        told.append(b"" if at == "" else takers({"x": holdfast.SplitList(rank=rank, world=world)}))
+    if places is not None:
+        assert [divide(told, rank).get("x") for rank in range(len(ranks))] == places
         return
     with pytest.raises(holdfast.UsageError, match="one and the same division"):
-        require_takers([*told, b""])
+        divide(told, 0)
+
+
+def test_a_list_that_only_some_ranks_have_is_theirs() -> None:
+    own: list[dict[str, Any]] = [{}, {"x": encode_list("x", holdfast.SplitList([1, 2, 3]))}, {}]
+    assert _deal(Images(own), [holdfast.SplitList() for _ in range(3)]) == [[1], [2], [3]]

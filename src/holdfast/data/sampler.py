@@ -19,6 +19,7 @@ from holdfast.data.arguments import claim, data_rank, whole
 from holdfast.data.order import Order
 from holdfast.data.steps import Place, Step, Steps
 from holdfast.errors import UsageError
+from holdfast.events import Warned, emit
 
 _KEYS = ("seed", "epoch", "consumed", "samples", "shuffle")
 
@@ -73,6 +74,8 @@ class ResumableSampler(Sampler[list[int]]):
         self._place = Place(whole("epoch", epoch, least=0), 0)
         self._order = Order(self.samples, whole("seed", seed), shuffle=self.shuffle)
         self._handed_out = self._place
+        self._ended_from: Place | None = None
+        """Where the last iteration that came to its end had begun."""
         self._loads = 0
 
     # ── where the run is ─────────────────────────────────────────────────────────────────
@@ -118,7 +121,17 @@ class ResumableSampler(Sampler[list[int]]):
     # ── batches ──────────────────────────────────────────────────────────────────────────
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's batches from here to the end of the epoch."""
+        """This rank's batches from here to the end of the epoch.
+
+        An event warns of giving a whole epoch out again because ``advance`` was never called.
+        """
+        if self._ended_from == self._place:
+            epoch, consumed = self._place
+            emit(Warned(message=(
+                f"all batches from sample {consumed} of epoch {epoch} on were given out, and are "
+                "again: advance() was not called. Call it on the ResumableSampler after each "
+                "optimizer step"
+            )))  # fmt: skip
         return _Batches(self)
 
     def _steps(self) -> Steps:
@@ -178,6 +191,7 @@ class ResumableSampler(Sampler[list[int]]):
             raise UsageError(f"the sampler cannot go on from there: {'; '.join(problems)}")
         self._place = self._handed_out = Place(state["epoch"], state["consumed"])
         self._order = Order(self.samples, state["seed"], shuffle=self.shuffle)
+        self._ended_from = None
         self._loads += 1
 
     def problems_with(self, state: Any) -> list[str]:
@@ -217,7 +231,7 @@ class _Batches(Iterator[list[int]]):
         self._begin(sampler._place)
 
     def _begin(self, place: Place) -> None:
-        self._place = self._sampler._handed_out = place
+        self._begun = self._place = self._sampler._handed_out = place
         self._epoch = self._steps.next(place).epoch
 
     def __next__(self) -> list[int]:
@@ -229,6 +243,7 @@ class _Batches(Iterator[list[int]]):
             )
         step = self._steps.next(self._place)
         if step.epoch > self._epoch:
+            sampler._ended_from = self._begun
             raise StopIteration
         indices = sampler._indices(step)
         self._place = sampler._handed_out = step.after

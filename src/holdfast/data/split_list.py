@@ -23,9 +23,10 @@ class SplitList(list[Any]):
     can be: rank r of w gets items n * r // w to n * (r + 1) // w of n. Nothing is lost and nothing
     is there twice; back on the first number, the items are in the same order over all ranks.
 
-    ``rank`` and ``world`` count data ranks, where these are not all ranks of the run: ranks of one
-    data rank are to hold the same items, and the lowest of them counts. Raises UsageError for
-    numbers that mean nothing.
+    ``rank`` and ``world`` count data ranks, where these are not all ranks that have the list: ranks
+    of one data rank are to hold the same items, and the lowest of them counts.
+
+    Raises UsageError for numbers that mean nothing.
     """
 
     def __init__(
@@ -37,4 +38,4 @@ class SplitList(list[Any]):
     ) -> None:
         super().__init__(items)
         self.data_rank = data_rank(rank, world)
-        """(rank, world) as they were given; None where the run's own count."""
+        """(rank, world) as they were given; None where all ranks that have the list are counted."""

@@ -23,6 +23,10 @@ from holdfast.state.lists import StoredList, stored_lists
 KEPT_BYTES = 64 << 20
 
 
+#: The data rank where none was given.
+NOT_SAID = (-1, 0)
+
+
 class Part(msgspec.Struct, array_like=True, frozen=True):
     """One saved rank's part of a list, in short."""
 
@@ -33,31 +37,54 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     items: int
 
 
-def takers(lists: Mapping[str, SplitList], rank: int, world: int) -> bytes:
-    """What this rank is to tell of its own lists: as which data rank it takes part; b"" of none."""
-    found = [(key, *(one.data_rank or (rank, world))) for key, one in lists.items()]
+def takers(lists: Mapping[str, SplitList]) -> bytes:
+    """What this rank is to tell of its own lists: as which data rank it has them; b"" of none."""
+    found = [(key, *(one.data_rank or NOT_SAID)) for key, one in lists.items()]
     return msgspec.msgpack.encode(found) if found else b""
 
 
-def require_takers(told: Sequence[bytes]) -> None:
-    """UsageError unless every item will be somebody's: data ranks that make a whole."""
-    taken: dict[str, set[tuple[int, int]]] = {}
-    for message in filter(None, told):
-        for key, rank, world in msgspec.msgpack.decode(message, type=list[tuple[str, int, int]]):
-            taken.setdefault(key, set()).add((rank, world))
+def divide(told: Sequence[bytes], rank: int) -> dict[str, tuple[int, int]]:
+    """As which data rank, of how many, this rank takes part in each list.
+
+    UsageError unless every item of each list will be somebody's.
+    """
+    taken: dict[str, dict[int, tuple[int, int]]] = {}
+    for number, message in enumerate(told):
+        if message:
+            for key, *at in msgspec.msgpack.decode(message, type=list[tuple[str, int, int]]):
+                taken.setdefault(key, {})[number] = (at[0], at[1])
+    found = {}
     for key, ranks in taken.items():
-        _, world = min(ranks)
-        if ranks != {(rank, world) for rank in range(world)}:
+        numbers = _numbers(ranks)
+        if numbers is None:
             raise UsageError(
-                f"{key}: the ranks of this run take a SplitList as data ranks {_shown(ranks)}, so "
-                "that items would be lost or be there twice: give each rank= and world= of one and "
-                "the same division, or none of them"
+                f"{key}: the ranks of this run take a SplitList as data ranks "
+                f"{_shown(ranks.values())}, so that items would be lost or be there twice: give "
+                "each rank= and world= of one and the same division, or none of them"
             )
+        if rank in numbers:
+            found[key] = numbers[rank], 1 + max(numbers.values())
+    return found
+
+
+def _numbers(said: Mapping[int, tuple[int, int]]) -> dict[int, int] | None:
+    """The data rank of each rank that has a list; None when they make no whole.
+
+    Where nothing was said, the ranks that have it are numbered in their order.
+    """
+    distinct = set(said.values())
+    if distinct == {NOT_SAID}:
+        return {rank: number for number, rank in enumerate(sorted(said))}
+    _, world = min(distinct)
+    if distinct != {(rank, world) for rank in range(world)}:
+        return None
+    return {rank: number for rank, (number, _) in said.items()}
 
 
 def _shown(ranks: Iterable[tuple[int, int]]) -> str:
-    shown = sorted(ranks)
-    text = ", ".join(f"{rank} of {world}" for rank, world in shown[:8])
+    shown = sorted(set(ranks))
+    named = (f"{rank} of {world}" if world else "(nothing said)" for rank, world in shown[:8])
+    text = ", ".join(named)
     return text + (", ..." if len(shown) > 8 else "")
 
 
@@ -76,7 +103,7 @@ class SavedLists:
         saved = self._checkpoint.world
         share = range(saved * self._rank // self._world, saved * (self._rank + 1) // self._world)
         return msgspec.msgpack.encode([
-            Part(key, rank, *(found.data_rank or (rank, saved)), len(found.items))
+            Part(key, rank, *(found.data_rank or NOT_SAID), len(found.items))
             for rank in share
             for key, found in self._of(rank).items()
         ])  # fmt: skip
@@ -93,15 +120,18 @@ class SavedLists:
         held: dict[tuple[str, int], set[int]] = {}
         for key, parts in self.parts.items():
             for part in parts:
-                held.setdefault((key, part.data_rank), set()).add(part.items)
+                if (part.data_rank, part.data_world) != NOT_SAID:
+                    held.setdefault((key, part.data_rank), set()).add(part.items)
         return tuple(sorted({key for (key, _), sizes in held.items() if len(sizes) > 1}))
 
-    def take(self, lists: Mapping[str, SplitList]) -> dict[str, list[Any]]:
-        """The encoded items that this rank gets, by key. FormatError when a part is missing."""
-        return {key: self._items(key, found) for key, found in lists.items()}
+    def take(self, places: Mapping[str, tuple[int, int]]) -> dict[str, list[Any]]:
+        """The encoded items that this rank gets of each list, as these data ranks.
 
-    def _items(self, key: str, found: SplitList) -> list[Any]:
-        rank, world = found.data_rank or (self._rank, self._world)
+        FormatError when a part is missing.
+        """
+        return {key: self._items(key, *place) for key, place in places.items()}
+
+    def _items(self, key: str, rank: int, world: int) -> list[Any]:
         holders = self._holders(key)
         sizes = [part.items for part in holders]
         return [
@@ -115,19 +145,19 @@ class SavedLists:
 
     def _holders(self, key: str) -> list[Part]:
         """The part of each data rank, of the lowest rank that has one."""
-        lowest: dict[int, Part] = {}
-        for part in sorted(self.parts[key], key=lambda part: part.saved_rank):
-            lowest.setdefault(part.data_rank, part)
-        world = next(iter(lowest.values())).data_world
-        are_alike = all(part.data_world == world for part in self.parts[key])
-        if not are_alike or sorted(lowest) != list(range(world)):
-            of = {(part.data_rank, part.data_world) for part in self.parts[key]}
+        parts = {part.saved_rank: part for part in self.parts[key]}
+        said = {rank: (part.data_rank, part.data_world) for rank, part in parts.items()}
+        numbers = _numbers(said)
+        if numbers is None:
             raise FormatError(
-                f"{key}: a SplitList was saved as data ranks {_shown(of)}, which make no whole: "
-                "items would be missing. The ranks of that run were given wrong rank= and world=; "
-                "restore a step from before, or leave this key out of the state"
+                f"{key}: a SplitList was saved as data ranks {_shown(said.values())}, which make "
+                "no whole: items would be missing. The ranks of that run were given wrong rank= and "
+                "world=; restore a step from before, or leave this key out of the state"
             )
-        return [lowest[rank] for rank in range(world)]
+        lowest: dict[int, Part] = {}
+        for rank in sorted(parts):
+            lowest.setdefault(numbers[rank], parts[rank])
+        return [lowest[number] for number in sorted(lowest)]
 
     def _of(self, rank: int) -> dict[str, StoredList]:
         """All lists in one image."""

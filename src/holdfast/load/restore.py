@@ -33,7 +33,7 @@ from holdfast.geometry.layout import LeafEntry
 from holdfast.load.choose import Candidate
 from holdfast.load.exchange import Traffic
 from holdfast.load.late import STAGING_BYTES, Copies, LateTensor, Staging, StreamCopies
-from holdfast.load.lists import SavedLists, require_takers, takers
+from holdfast.load.lists import SavedLists, divide, takers
 from holdfast.load.move import CARRIERS, Array, Destination
 from holdfast.load.plan import Want
 from holdfast.load.read import read_aliases, read_values, read_wants
@@ -227,11 +227,12 @@ class _Attempt:
         self.shared = self.own if same_world else read_values(self.checkpoint, 0)
         if not same_world and self.world.rank == 0:
             self._report_differing()
+        self.places: dict[str, tuple[int, int]] = {}
         self.lists = SavedLists(self.checkpoint, self.world.rank, self.world.size)
-        return takers(sort_objects(self.state).lists, self.world.rank, self.world.size)
+        return takers(sort_objects(self.state).lists)
 
     def _count_lists(self, taken: Sequence[bytes]) -> None:
-        require_takers(taken)
+        self.places = divide(taken, self.world.rank)
         self.lists.hear(self._together("lists counted", self.lists.look))
         if self.lists.differing and self.world.rank == 0:
             emit(ValuesDiffer(
@@ -264,7 +265,7 @@ class _Attempt:
         self.restoring.check()
 
     def _prepare(self) -> None:
-        items = self.lists.take(self.restoring.objects.lists)
+        items = self.lists.take(self.places)
         self.items = {key: decode_items(found) for key, found in items.items()}
         with torch.no_grad():
             self.filling = _Filling(self.restoring.make_room(), self.world.rank)
