@@ -151,8 +151,8 @@ class SavedLists:
         if numbers is None:
             raise FormatError(
                 f"{key}: a SplitList was saved as data ranks {_shown(said.values())}, which make "
-                "no whole: items would be missing. The ranks of that run were given wrong rank= and "
-                "world=; restore a step from before, or leave this key out of the state"
+                "no whole: items would be missing. The ranks of that run were given wrong rank= "
+                "and world=; restore a step from before, or leave this key out of the state"
             )
         lowest: dict[int, Part] = {}
         for rank in sorted(parts):
