@@ -37,9 +37,10 @@ def _go_on(rank: int, world: int, directory: str) -> tuple[int, str, list[int]]:
     restored = checkpointer.restore()
     assert restored is not None
     assert bool((packing.weight == restored.step + 1).all())
-    while packing.sampler.epoch < 1:
-        for step in packing.steps(1):
-            checkpointer.step(step)
+    for step in packing.steps(100):
+        checkpointer.step(step)
+        if packing.sampler.epoch == 1:
+            break
     checkpointer.close()
     return restored.step, restored.source, packing.waiting()
 
