@@ -98,5 +98,4 @@ class Steps:
         if left < (self.batch if self.drop_last else self.world):
             left = self.samples
         whole, rest = divmod(left, self.batch)
-        has_small_one = not self.drop_last and rest and (rest >= self.world or not whole)
-        return whole + bool(has_small_one)
+        return whole + (not self.drop_last and rest >= self.world)
