@@ -41,12 +41,14 @@ __all__ = [
     "RestoreError",
     "RestorePlan",
     "Restored",
+    "ResumableSampler",
     "Rng",
     "RootBusy",
     "SaveError",
     "SaveHandle",
     "Shard",
     "SnapshotSkipped",
+    "SplitList",
     "StateMismatch",
     "StatePoisoned",
     "StorageError",
@@ -67,6 +69,8 @@ __all__ = [
 if TYPE_CHECKING:
     from . import rules
     from .checkpointer import Checkpointer
+    from .data.sampler import ResumableSampler
+    from .data.split_list import SplitList
     from .errors import (
         AlreadyPublished,
         ArenaError,
@@ -117,9 +121,11 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "FlatShard": ".state.declared",
         "Keep": ".policy.retention",
         "Restored": ".load.restore",
+        "ResumableSampler": ".data.sampler",
         "Rng": ".state.rng",
         "SaveHandle": ".snapshot.handle",
         "Shard": ".state.declared",
+        "SplitList": ".data.split_list",
         "declare": ".state.declared",
         "load": ".oneshot",
         "RestorePlan": ".load.dryrun",

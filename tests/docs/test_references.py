@@ -18,6 +18,7 @@ SOURCES = PROJECT / "src" / "holdfast"
 #: Where users' calls come in, and what is said to them about their state and their machine.
 DOORS = (
     "checkpointer.py",
+    "data/*.py",
     "oneshot.py",
     "world.py",
     "format/*.py",

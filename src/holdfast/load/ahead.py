@@ -24,6 +24,7 @@ from holdfast.load.reader import LeafInfo, box_in
 from holdfast.load.source import Checkpoint, from_manifest
 from holdfast.load.stored import choose_stored
 from holdfast.policy.arguments import wanted_step
+from holdfast.state.lists import stored_lists
 from holdfast.state.objects import sort_objects
 from holdfast.state.restore import Restoring
 from holdfast.state.tensors import held_boxes
@@ -130,7 +131,9 @@ def _restoring(checkpoint: Checkpoint, state: State) -> Restoring:
     objects = sort_objects(state)
     document = read_values(checkpoint, 0)
     found = gather_values(checkpoint, objects, 0, document, stored)
-    return Restoring(state, objects, stored, found, document.get("own", {}))
+    own = document.get("own", {})
+    lists = stored_lists(own, "the values of rank 0")
+    return Restoring(state, objects, stored, found, own, lists=lists.keys())
 
 
 def _of_state(restoring: Restoring) -> tuple[list[Want], bool]:

@@ -6,7 +6,7 @@ stored, leaves are those of the same names, and nothing is worked out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -83,6 +83,8 @@ class Comparison:
     own: Mapping[str, Any]
     rank: int
     world: int
+    lists: Collection[str] = ()
+    """The keys of what all saved ranks have of lists."""
 
     def compare(self, objects: Objects, request: Request) -> Compared:
         """What stands between them. UsageError for a request that does not fit the state."""
@@ -91,7 +93,7 @@ class Comparison:
         if not request.is_plain:
             return self._through(objects, request, stored)
         found = gather_values(self.checkpoint, objects, self.base, self.values, stored)
-        restoring = Restoring(self.state, objects, stored, found, self.own)
+        restoring = Restoring(self.state, objects, stored, found, self.own, lists=self.lists)
         return Compared(restoring, restoring.amiss)
 
     def _through(self, objects: Objects, request: Request, stored: Mapping[str, Spec]) -> Compared:
@@ -112,7 +114,7 @@ class Comparison:
         found = replace(found, aliases=offer.aliases)
         restoring = Restoring(
             self.state, objects, offer.specs, found, self.own,
-            left=offer.left, references=offer.references,
+            lists=self.lists, left=offer.left, references=offer.references,
         )  # fmt: skip
         problems = [*offer.problems, *restoring.amiss]
         problems += unequal_numbers(self.checkpoint, offer)

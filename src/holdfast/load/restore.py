@@ -32,11 +32,13 @@ from holdfast.load.compare import Comparison, Request
 from holdfast.load.exchange import Traffic
 from holdfast.load.filling import Filling
 from holdfast.load.late import Staging
+from holdfast.load.lists import SavedLists, divide, takers
 from holdfast.load.plan import STAGING_BYTES
 from holdfast.load.read import read_values, read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.load.together import read_once
 from holdfast.state.following import following_keys
+from holdfast.state.lists import decode_items
 from holdfast.state.objects import State, sort_objects
 from holdfast.state.restore import refuse
 from holdfast.world import World, agree
@@ -148,7 +150,9 @@ class _Attempt:
     ) -> None:
         """Prepare, read, finish; every rank learns of any rank's trouble after each."""
         with _no_collection():
-            self._together("opened", lambda: self._open(open_checkpoint))
+            opened = self._together("opened", lambda: self._open(open_checkpoint))
+            if any(opened):  # a rank here has lists: all ranks look for them
+                self._count_lists(opened)
             said = self._together("compared", self._compare)
             self.request.refuse_unused(said)
             self._check()
@@ -164,6 +168,8 @@ class _Attempt:
         on_poison(False)
 
     def _together(self, what: str, act: Callable[[], bytes | None]) -> list[bytes]:
+        """Every rank acts; what each has to tell the others."""
+
         def run() -> bytes:
             try:
                 return act() or b""
@@ -174,7 +180,8 @@ class _Attempt:
 
         return agree(self.world, f"{self.phase}: {what}", run, timeout_s=self.timeout_s)
 
-    def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> None:
+    def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> bytes:
+        """Tells whether the state of this rank has lists that are split over ranks."""
         self.checkpoint = open_checkpoint(self.candidate)
         self.saved_world = self.checkpoint.world
         mine = self.world.rank if self.world.rank < self.saved_world else 0
@@ -182,6 +189,18 @@ class _Attempt:
         is_same_world = self.saved_world == self.world.size
         self.base = mine if is_same_world else 0
         self.values = self.own if self.base == mine else read_values(self.checkpoint, self.base)
+        self.places: dict[str, tuple[int, int]] = {}
+        self.lists = SavedLists(self.checkpoint, self.world.rank, self.world.size)
+        choice, lists = self.request.choice, sort_objects(self.state).lists
+        return takers({key: one for key, one in lists.items() if choice.takes_key(key)})
+
+    def _count_lists(self, taken: Sequence[bytes]) -> None:
+        self.places = divide(taken, self.world.rank)
+        self.lists.hear(self._together("lists counted", self.lists.look))
+        if self.lists.differing and self.world.rank == 0:
+            emit(ValuesDiffer(
+                step=self.candidate.step, rank=self.world.rank, names=self.lists.differing
+            ))  # fmt: skip
 
     def _compare(self) -> bytes:
         """Find the values of all that is in this state, and what stands against them."""
@@ -189,7 +208,7 @@ class _Attempt:
         following = following_keys(objects)
         comparison = Comparison(
             self.checkpoint, self.state, self.base, self.values, self.own.get("own", {}),
-            self.world.rank, self.world.size,
+            self.world.rank, self.world.size, self.lists.parts.keys(),
         )  # fmt: skip
         self.compared = comparison.compare(objects, self.request)
         if self.saved_world != self.world.size and self.world.rank == 0:
@@ -225,6 +244,8 @@ class _Attempt:
             self._together("checked", lambda: refuse([*compared.problems, *left]))
 
     def _prepare(self) -> None:
+        items = self.lists.take(self.places)
+        self.items = {key: decode_items(found) for key, found in items.items()}
         with torch.no_grad():
             self.filling = Filling(
                 self.compared.restoring.make_room(), self.world.rank, self.compared.offer
@@ -265,7 +286,7 @@ class _Attempt:
         with torch.no_grad():
             self.filling.pad()
         was_saved = self.world.rank < self.saved_world
-        self.compared.restoring.finish(self.world.rank, rank_was_saved=was_saved)
+        self.compared.restoring.finish(self.world.rank, rank_was_saved=was_saved, items=self.items)
 
 
 def _words(error: Exception) -> str:

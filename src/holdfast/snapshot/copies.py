@@ -87,7 +87,7 @@ def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
 def part_of(
     layout: Layout, rank: int, leaf: int, box: Box, bindings: Bindings
 ) -> tuple[Source, torch.Tensor]:
-    """Where a ``box`` of a leaf comes from that ``rank`` holds, and the memory that is all of it."""
+    """Where a box that ``rank`` holds of a leaf comes from, and the memory that is all of it."""
     sources = bindings.sources[layout.leaves[leaf].name]
     for source in sources:
         if source.box is not None and source.box.contains(box):

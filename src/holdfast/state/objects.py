@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.data.split_list import SplitList
 from holdfast.errors import UsageError
 from holdfast.format.image import RESERVED
 from holdfast.format.values import MAX_DEPTH
@@ -31,6 +32,7 @@ class Objects:
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     generators: dict[str, Rng] = field(default_factory=dict)
+    lists: dict[str, SplitList] = field(default_factory=dict)
     stateful: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     homes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # plain path -> container, key
@@ -58,7 +60,7 @@ class Objects:
                         f"restored whole or not at all. Say '{key}.**', or leave it out"
                     )
                 del self.optimizers[key]
-        for kind in (self.generators, self.stateful, self.plain):
+        for kind in (self.generators, self.stateful, self.plain, self.lists):
             for key in [key for key in kind if not choice.takes_key(key)]:
                 del kind[key]
 
@@ -220,6 +222,8 @@ def _sort(path: str, item: Any, home: tuple[Any, Any], found: Objects) -> None:
         found.optimizers[path] = item
     elif isinstance(item, Rng):
         found.generators[path] = item
+    elif isinstance(item, SplitList):
+        found.lists[path] = item
     elif _is_stateful(item):
         found.stateful[path] = item
     elif isinstance(home[0], tuple):
@@ -232,7 +236,7 @@ def _sort(path: str, item: Any, home: tuple[Any, Any], found: Objects) -> None:
 
 
 def _is_object(item: Any) -> bool:
-    return isinstance(item, (nn.Module, Optimizer, Rng)) or _is_stateful(item)
+    return isinstance(item, (nn.Module, Optimizer, Rng, SplitList)) or _is_stateful(item)
 
 
 def _is_stateful(item: Any) -> bool:

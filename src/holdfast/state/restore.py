@@ -20,6 +20,7 @@ from holdfast.errors import FormatError, StateMismatch
 from holdfast.format import values as codec
 from holdfast.state import optimizers
 from holdfast.state.following import Gathered
+from holdfast.state.kinds import Stored, value_problems
 from holdfast.state.known import Known
 from holdfast.state.memory import Spoken, shares_its_own
 from holdfast.state.modules import extra_state, set_extra_state
@@ -39,8 +40,8 @@ class Restoring:
 
     ``objects``: those of the state. ``stored``: leaf name -> (dtype, shape). ``found``: the encoded
     values by key, and further names of leaves. ``own``: this rank's generators, or rank 0's.
-    ``left``: the tensors of modules that stay as they are. ``references``: what values call
-    tensors of modules -> their names here.
+    ``lists``: the keys of what all saved ranks have of lists. ``left``: the tensors of modules that
+    stay as they are. ``references``: what values call tensors of modules -> their names here.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Restoring:
         found: Gathered,
         own: Mapping[str, Any],
         *,
+        lists: Collection[str] = (),
         left: Collection[str] = (),
         references: Mapping[str, str] | None = None,
     ) -> None:
@@ -58,6 +60,7 @@ class Restoring:
         self.stored = stored
         self.aliases = found.aliases
         self.own = own
+        self.lists = lists
         self.objects = objects
         self.found = found
         shared = found.shared
@@ -81,7 +84,9 @@ class Restoring:
     def amiss(self) -> list[str]:
         """What stands between this state and the stored one, as far as one rank can tell."""
         self._value_targets()  # what is found there is no state of a parameter
-        problems = [*self._module_problems(), *self._missing_values(), *self.found.problems]
+        values = Stored(self.shared, self.keys, self.own, self.lists)
+        amiss = value_problems(self.objects, self.state, values)
+        problems = [*self._module_problems(), *amiss, *self.found.problems]
         for key, optimizer in self.objects.optimizers.items():
             parameters = self._parameters(key)
             stored = self._stored_kinds(key, parameters)
@@ -232,25 +237,6 @@ class Restoring:
         near = difflib.get_close_matches(name, others[:_SEARCHED], n=1, cutoff=0.8)
         return f"; did you mean {near[0]}?" if near else ""
 
-    def _missing_values(self) -> Iterator[str]:
-        """What has no value in the checkpoint."""
-        objects = self.objects
-        for key in [*objects.stateful, *objects.plain]:
-            if key not in self.keys and not objects.choice.allows(key):
-                yield f"{key}: not in the checkpoint"
-        for key in objects.generators:
-            if key not in self.own and not objects.choice.allows(key):
-                yield f"{key}: not in the checkpoint"
-        for key in objects.modules:
-            saved, here = self.shared.get(key, {}), objects.extra_names(key)
-            if not isinstance(saved, dict):
-                yield f"{key}: a module in the state, a plain value in the checkpoint"
-                continue
-            for name in sorted(here - set(saved)):
-                if objects.choice.allows(f"{key}.{name}" if name else key):
-                    continue
-                yield f"{key}.{name}: has extra state in the model, but none in the checkpoint"
-
     def _value_targets(self) -> list[tuple[str, torch.Tensor]]:
         """Tensors inside values: the one that is there if it fits, else a new one."""
         objects = self.objects
@@ -320,12 +306,18 @@ class Restoring:
                     one = filled.setdefault(leaf, tensor)
                     state[parameter][kind] = one.detach() if one.requires_grad else one
 
-    def finish(self, rank: int, *, rank_was_saved: bool) -> None:
-        """Set everything that is no tensor, and small tensors."""
+    def finish(self, rank: int, *, rank_was_saved: bool, items: Mapping[str, list[Any]]) -> None:
+        """Set everything that is no tensor, and small tensors.
+
+        ``items``: what this rank gets of each list.
+        """
         with torch.inference_mode(False), torch.no_grad():
             for name in self._small.keys() & self._filled.keys():
                 fill_small(self._filled[name], self._small[name])
             self._finish(rank, rank_was_saved)
+        for key, found in self.objects.lists.items():
+            if key in items:  # or it may be missing, and is
+                found[:] = items[key]
 
     def _finish(self, rank: int, rank_was_saved: bool) -> None:
         objects = self.objects

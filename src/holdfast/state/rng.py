@@ -1,8 +1,10 @@
 """The random number generators of a process as one object of the state.
 
-Each rank has its own. On another number of ranks, a rank that did not exist before gets a
-generator seeded from the state of saved rank 0 and its own number: a stated rule, the same at
-every restore, and no two ranks draw the same numbers.
+Each rank has its own. The rule for another number of ranks: a rank that was saved goes on with its
+own generators. A rank that was not is seeded: from everything that the generators of saved rank 0
+say, one number is made for each kind of generator, and this rank's number is added to it. So each
+restore of a checkpoint gives a rank the same numbers, whatever the new number of ranks; no two new
+ranks are seeded alike; and a later checkpoint, in which rank 0 has drawn more, gives other ones.
 """
 
 from __future__ import annotations
@@ -13,11 +15,20 @@ from typing import Any
 
 import torch
 
+from holdfast.format import values as codec
 from holdfast.format.checksum import checksum
+
+#: Generators are seeded apart, or two of one algorithm would draw the same.
+_KINDS = ("python", "numpy", "torch", "cuda")
 
 
 class Rng:
-    """Python's, numpy's (where loaded) and torch's generators, on the CPU and every GPU in use."""
+    """Python's, numpy's (where loaded) and torch's generators, on the CPU and every GPU in use.
+
+    Each rank of a run has its own. On another number of ranks, one that was saved goes on with its
+    own; a new one is seeded from those of saved rank 0 and its own number, the same at every
+    restore of a checkpoint and different for every rank.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """The generators' states as plain values."""
@@ -30,10 +41,14 @@ class Rng:
             state["numpy"] = (kind, keys, int(position), int(has_gauss), float(gauss))
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["cuda"] = [bytes(s.numpy()) for s in torch.cuda.get_rng_state_all()]
+            state["cuda_device"] = torch.cuda.current_device()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators as they were."""
+        """Set the generators as they were.
+
+        The GPU in use gets what the GPU in use had, whichever of the host's they are.
+        """
         random.setstate(state["python"])
         torch.set_rng_state(_byte_tensor(state["torch"]))
         if "numpy" in state:
@@ -43,14 +58,28 @@ class Rng:
         if "cuda" in state and torch.cuda.is_available():
             for device, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(_byte_tensor(saved), device)
+            used = state.get("cuda_device")
+            if used is not None and used != torch.cuda.current_device():
+                torch.cuda.set_rng_state(_byte_tensor(state["cuda"][used]))
 
     def derive(self, state: dict[str, Any], rank: int) -> None:
         """Seed the generators for a rank that was not saved, from the state of one that was."""
-        seed = checksum(bytes(state["torch"]) + rank.to_bytes(8, "little")) >> 1
-        random.seed(seed)
-        torch.manual_seed(seed)
+        seeds = seeds_of(state, rank)
+        random.seed(seeds["python"])
+        torch.default_generator.manual_seed(seeds["torch"])
+        torch.cuda.manual_seed_all(seeds["cuda"])  # once they are in use, if they are not yet
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
+            sys.modules["numpy"].random.seed(seeds["numpy"])
+
+
+def seeds_of(state: dict[str, Any], rank: int) -> dict[str, int]:
+    """Seeds of a rank that was not saved, from the state of one that was: 32 bits each.
+
+    numpy takes no more, and torch's generator on the CPU uses no more. A sum, and not a hash of
+    the rank, so that 2**32 ranks are told apart for certain.
+    """
+    said = codec.to_bytes(codec.encode(state))
+    return {kind: (checksum(f"{kind} ".encode() + said) + rank) & 0xFFFFFFFF for kind in _KINDS}
 
 
 def _byte_tensor(data: bytes) -> torch.Tensor:

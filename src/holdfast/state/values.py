@@ -14,7 +14,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from holdfast.data.split_list import SplitList
+from holdfast.errors import UnsupportedState
 from holdfast.format import values as codec
+from holdfast.state.lists import encode_list
 from holdfast.state.objects import Objects
 from holdfast.state.optimizers import NOTHING, is_tensor, of_no_parameter
 
@@ -117,7 +120,18 @@ class Values:
             self.shared[key] = self._encode(item, key)
         for key, generator in objects.generators.items():
             self.own[key] = codec.encode(generator.state_dict(), key)
+        for key, found in objects.lists.items():
+            self.own[key] = encode_list(key, found)
 
     def _encode(self, value: Any, path: str, depth: int = 0) -> Any:
         """``value`` in JSON's types, its tensors leaves of their own under their path."""
-        return codec.encode(value, path, tensor=self._tensor, depth=depth)
+        return codec.encode(value, path, tensor=self._of_tensor, depth=depth)
+
+    def _of_tensor(self, value: Any, where: str) -> Any:
+        if isinstance(value, SplitList):
+            raise UnsupportedState(
+                f"{where} is a SplitList inside of another value, where it would be rank 0's on "
+                "every other number of ranks: give it a key of its own in the state",
+                where=where,
+            )
+        return self._tensor(value, where)
