@@ -48,7 +48,9 @@ def _document(rank: int) -> dict[str, Any]:
     names = [f"{stage:02}.weight", f"{stage:02}.bias"]
     group = {"params": names, "options": {"lr": stage}}
     optimizer = {"class": "SGD", "groups": [group], "state": {}}
-    return {"shared": {"o": optimizer, "m": {f"{stage:02}": rank}, "long": [rank]}, "own": {}}
+    aliases = {f"m.{stage:02}.tied": f"m.{stage:02}.weight"}
+    shared = {"o": optimizer, "m": {f"{stage:02}": rank}, "long": [rank]}
+    return {"shared": shared, "own": {}, "aliases": aliases}
 
 
 @pytest.fixture
@@ -101,6 +103,7 @@ def test_a_rank_of_another_stage_opens_one_image(opened: list[int]) -> None:
         "m.00: has extra state in the checkpoint, but none in the model",
     }
     assert "o.12.bias: saved, but not in this optimizer" in found.taken
+    assert found.aliases == {f"m.{n}.tied": f"m.{n}.weight" for n in ("00", "12", "13")}
 
 
 def test_a_name_that_is_nowhere_costs_a_bounded_number_of_images(opened: list[int]) -> None:
