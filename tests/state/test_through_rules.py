@@ -225,15 +225,31 @@ def test_two_tensors_that_are_the_same_elements_are_refused(tmp_path: Path) -> N
     both = r.Rules([("{x}.weight", r.part_of("w", 0, at=1, whole=4))])
     with pytest.raises(UsageError, match=r"a\.weight and b\.weight are both seen as w\[1:3, 0:2\]"):
         holdfast.save(tmp_path, {"model": model}, rules=both)
-    for name, at in (("a", 0), ("b", 1)):
-        holdfast.declare(model[name].weight, holdfast.Shard((4, 2), (at, 0), name="w"))
+    _declare(model, (4, 2), (0, 1))
     with pytest.raises(UsageError, match=r"model\.a\.weight, model\.b\.weight are the same elem"):
         holdfast.save(tmp_path, {"model": model})
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    other = r.Rules([("a.weight", r.part_of("w", 0, at=0, whole=4)),
-                     ("b.weight", r.part_of("w", 0, at=2, whole=5))])  # fmt: skip
+    _declare(model, (4, 2), (0, 2))
+    holdfast.declare(model["b"].weight, holdfast.Shard((5, 2), (2, 0), name="w"))
     with pytest.raises(UsageError, match=r"both seen as parts of model\.w, .* \[4, 2\].* \[5, 2\]"):
-        holdfast.save(tmp_path, {"model": model}, rules=other)
+        holdfast.save(tmp_path, {"model": model})
+
+
+def _declare(model: Any, shape: tuple[int, ...], begins: tuple[int, int]) -> None:
+    for name, at in zip("ab", begins, strict=True):
+        holdfast.declare(model[name].weight, holdfast.Shard(shape, (at, 0), name="w"))
+
+
+def test_counts_of_joined_tensors_that_differ_are_not_lost_at_a_save(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    _declare(model, (4, 2), (0, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    holdfast.save(tmp_path, state)
+    optimizer.state[model["b"].weight]["step"].fill_(4)
+    with pytest.raises(UsageError, match=r"a\.weight\.step is 1\.0 and .*b\.weight\.step is 4\.0"):
+        holdfast.save(tmp_path, state, 1)
 
 
 def test_a_value_that_is_a_fused_tensor_is_refused_and_one_renamed_is_followed(
