@@ -29,8 +29,8 @@ def unseal(path: Path) -> dict:
     framed = re.fullmatch(rb'{"checksum":"(.{16})","body":(.*)}\n', path.read_bytes(), re.DOTALL)
     check(framed and xxh3_64_hexdigest(framed[2]) == framed[1].decode(), f"{path} has changed")
     body = json.loads(framed[2])
-    known = ((1,), (1, "parts"))
-    check((body["format_version"], *body.get("requires", ())) in known, f"{path} is newer")
+    is_known = set(body.get("requires", ())) <= {"parts", "listings"}
+    check(body["format_version"] == 1 and is_known, f"{path} is newer")
     return body
 
 
@@ -52,7 +52,7 @@ def find_checkpoints(root: Path) -> list[dict]:
 def read_layout(root: Path, manifest: dict) -> dict[str, tuple[str, list[int]]]:
     data = (root / "layouts" / f"{manifest['layout']}.json").read_bytes()
     check(xxh3_128_hexdigest(data) == manifest["layout"], "the layout has changed")
-    check(json.loads(data)["version"] == 1, "the layout is newer")
+    check(json.loads(data)["version"] in (1, 2), "the layout is newer")
     return {name: (dtype, shape) for name, dtype, shape, *_ in json.loads(data)["leaves"]}
 
 

@@ -10,7 +10,7 @@ import base64
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
@@ -545,8 +545,12 @@ def cells_of(layout: Json, group: list[int], shape: list[int]) -> Held:
         for box, ranks in some:
             if volume(box):
                 held.setdefault(box, set()).update(ranks)
-    found = [(box, sorted(ranks)) for box, ranks in held.items()]
-    cells = _cells(tuple((0, size) for size in shape), found)
+    return make_cells(shape, [(box, sorted(ranks)) for box, ranks in held.items()])
+
+
+def make_cells(shape: Iterable[int], held: Held) -> Held:
+    """The cells of distinct boxes that are held, by their starts."""
+    cells = _cells(tuple((0, size) for size in shape), held)
     return sorted(cells, key=lambda cell: [a for a, _ in cell[0]])
 
 

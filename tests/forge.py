@@ -18,7 +18,18 @@ from conformance import xxh64
 from holdfast.catalogue import catalogue
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation
-from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh
+from holdfast.geometry.box import Box
+from holdfast.geometry.flat import flat_boxes
+from holdfast.geometry.layout import (
+    REPLICATE,
+    Held,
+    Instance,
+    Layout,
+    LeafEntry,
+    LeafSpec,
+    Mesh,
+    merge,
+)
 from holdfast.persist import commit
 from holdfast.persist.pins import pin
 from holdfast.storage.local import LocalStore
@@ -75,6 +86,33 @@ def make_good_parts(root: Path) -> None:
     store = LocalStore(root)
     images = images_of(PARTS_LAYOUT, PARTS_LEAVES, values=VALUES, generation=GENERATION)
     publish_checkpoint(store, PARTS_LAYOUT, images, GENERATION, parent=(1, 30))
+    commit.open_root(store, "r")
+
+
+#: A flat optimizer's leaf, one cut into columns, and one that ranks hold in two ways.
+LISTED_LAYOUT = merge([
+    [
+        LeafEntry("columns", "F32", (6, 4), "split", Held((Box((0, 0), (6, 1)),))),
+        LeafEntry("flat", "F32", (6, 4), "split", Held(flat_boxes((6, 4), 0, 10))),
+        LeafEntry("twice", "I16", (8,), "split", Held((Box((0,), (5,)), Box((5,), (8,))))),
+    ],
+    [
+        LeafEntry("columns", "F32", (6, 4), "split", Held((Box((0, 1), (6, 4)),))),
+        LeafEntry("flat", "F32", (6, 4), "split", Held(flat_boxes((6, 4), 10, 24))),
+        LeafEntry("twice", "I16", (8,), "split", Held((Box((0,), (5,)), Box((6,), (8,))))),
+    ],
+])  # fmt: skip
+LISTED_LEAVES = {
+    leaf.name: random_leaf(leaf.dtype, leaf.shape, seed)
+    for seed, leaf in enumerate(LISTED_LAYOUT.leaves)
+}
+
+
+def make_good_listed(root: Path) -> None:
+    """The same checkpoint of another state: no mesh tells who holds what of its leaves."""
+    store = LocalStore(root)
+    images = images_of(LISTED_LAYOUT, LISTED_LEAVES, values=VALUES, generation=GENERATION)
+    publish_checkpoint(store, LISTED_LAYOUT, images, GENERATION, parent=(1, 30))
     commit.open_root(store, "r")
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.flat import flat_boxes
 from holdfast.geometry.layout import (
     REPLICATE,
+    Held,
     Instance,
     Layout,
     LeafSpec,
+    Listing,
     Mesh,
     Placement,
 )
+from holdfast.geometry.listing import list_parts
 
 unhurried = settings(deadline=None)  # a busy machine is no fault of the code
 
@@ -54,6 +59,58 @@ def instances(draw: st.DrawFn, ndim: int, ranks: Sequence[int] | None = None) ->
 
 
 @st.composite
+def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Box, ...]]:
+    """A leaf cut by straight lines, or as flat ranges: the boxes of each part, none empty."""
+    if draw(st.booleans()):
+        ends = sorted(draw(st.lists(st.integers(0, math.prod(shape)), max_size=5)))
+        ranges = pairwise([0, *ends, math.prod(shape)])
+        return [some for a, b in ranges if (some := flat_boxes(shape, a, b))]
+    boxes = [] if 0 in shape else [Box.whole(shape)]
+    for _ in range(draw(st.integers(0, 5)) if boxes else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dims = [dim for dim, extent in enumerate(box.shape) if extent > 1]
+        if dims:
+            dim = draw(st.sampled_from(dims))
+            at = draw(st.integers(box.start[dim] + 1, box.stop[dim] - 1))
+            boxes.append(box.between(dim, box.start[dim], at))
+            box = box.between(dim, at, box.stop[dim])
+        boxes.append(box)
+    return [(box,) for box in boxes]
+
+
+@st.composite
+def held_by(
+    draw: st.DrawFn, shape: tuple[int, ...], ranks: Sequence[int]
+) -> list[tuple[tuple[int, ...], Held]]:
+    """What some ``ranks`` hold of a leaf: all of it, each part on one of them or on several."""
+    found: dict[tuple[int, ...], list[Box]] = {}
+    some = st.sets(st.sampled_from(list(ranks)), min_size=1, max_size=3).map(sorted).map(tuple)
+    who = draw(st.lists(some, min_size=1, max_size=3))
+    for boxes in draw(partitions(shape)):
+        found.setdefault(draw(st.sampled_from(who)), []).extend(boxes)
+    return [(some, Held(in_order(boxes))) for some, boxes in found.items()]
+
+
+def in_order(boxes: Iterable[Box]) -> tuple[Box, ...]:
+    return tuple(sorted(boxes, key=lambda box: box.start))
+
+
+@st.composite
+def irregular(
+    draw: st.DrawFn, shape: tuple[int, ...], groups: Sequence[Sequence[int]]
+) -> tuple[Instance | Listing, ...]:
+    """Each group of ranks has the whole leaf, on a mesh or as boxes that no mesh describes."""
+    meshes: list[Instance | Listing] = []
+    held: list[tuple[tuple[int, ...], Held]] = []
+    for ranks in groups:
+        if draw(st.integers(0, 2)):
+            held += draw(held_by(shape, ranks))
+        else:
+            meshes.append(draw(instances(len(shape), ranks)))
+    return (*meshes, list_parts(held)) if held or not meshes else tuple(meshes)
+
+
+@st.composite
 def placed(draw: st.DrawFn) -> tuple[tuple[int, ...], Instance]:
     shape = draw(shapes)
     return shape, draw(instances(len(shape)))
@@ -73,7 +130,8 @@ def layouts(draw: st.DrawFn) -> Layout:
         spec = LeafSpec(
             name, draw(st.sampled_from(sorted(ITEMSIZE))), shape,
             draw(st.sampled_from(["split", "lowest"])),
-            tuple(draw(instances(len(shape), group)) for group in groups),
+            draw(irregular(shape, groups)) if draw(st.booleans())
+            else tuple(draw(instances(len(shape), group)) for group in groups),
             draw(st.booleans()),
         )  # fmt: skip
         leaves.append(spec)

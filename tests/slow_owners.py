@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
+import conformance
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Instance, LeafSpec
 from holdfast.geometry.owners import PART_BYTES, Owned
@@ -53,13 +54,37 @@ def shares(leaf: LeafSpec, part_bytes: int) -> list[Share]:
 
 
 def stored_holders(leaf: LeafSpec) -> dict[Box, tuple[int, ...]]:
-    first, *others = sorted(leaf.instances, key=lowest_rank)
+    if leaf.listing is not None:
+        return listed_holders(leaf)
+    there = [one for one in leaf.instances if isinstance(one, Instance)]
+    first, *others = sorted(there, key=lowest_rank)
     found = holders(leaf.shape, first)
     for other in others:
         held = holders(leaf.shape, other)
         if held.keys() == found.keys():
             found = {box: tuple(sorted(ranks + held[box])) for box, ranks in found.items()}
     return found
+
+
+def listed_holders(leaf: LeafSpec) -> dict[Box, tuple[int, ...]]:
+    """The cells, by the reader that was written from the document."""
+    held: dict[Box, set[int]] = {}
+    for one in leaf.instances:
+        some = holders(leaf.shape, one).items() if isinstance(one, Instance) else one.parts
+        for box, ranks in some:
+            if not box.is_empty:
+                held.setdefault(box, set()).update(ranks)
+    cells = conformance.make_cells(
+        leaf.shape,
+        [
+            (tuple(zip(box.start, box.stop, strict=True)), sorted(ranks))
+            for box, ranks in held.items()
+        ],
+    )
+    return {
+        Box(tuple(a for a, _ in box), tuple(b for _, b in box)): tuple(ranks)
+        for box, ranks in cells
+    }
 
 
 def lowest_rank(instance: Instance) -> int:

@@ -12,7 +12,7 @@ from rich.console import Console
 from holdfast.cli.drawing import ASCII, BOX, Lines, draw
 from holdfast.cli.picture import MAX_CELLS, cuts_texts, grid_of, ranks_text, spread_texts
 from holdfast.geometry.box import Box
-from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Placement
+from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Listing, Placement
 from layouts import layouts, mesh, on
 
 ROWS, COLUMNS = Placement(0), Placement(1)
@@ -132,6 +132,18 @@ def test_the_spread_is_told_in_words() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([4, 0, 2]) == "ranks 0, 2, 4"
     assert ranks_text(range(0, 64, 2)) == "32 ranks, 0 to 62"
+
+
+def test_boxes_that_no_mesh_describes_are_counted_and_drawn() -> None:
+    halves = Listing(((Box((0,), (3,)), (0, 1)), (Box((3,), (8,)), (1,))))
+    leaf = LeafSpec("w", "F32", (8,), "lowest", (on(2), halves))
+    assert spread_texts(leaf) == ["whole on rank 2", "ranks 0 to 1: 2 boxes, listed one by one"]
+    grid = grid_of(Layout(3, (leaf,)), 0)
+    assert grid is not None
+    assert [cell.label for cell in grid.cells.values()] == ["0* 1 2", "1* 2"]
+    one = LeafSpec("w", "F32", (3,), "lowest", (Listing(halves.parts[:1]),))
+    assert spread_texts(one) == ["ranks 0 to 1: 1 box, listed one by one"]
+    assert spread_texts(LeafSpec("w", "F32", (0,), "lowest", (Listing(()),))) == []
 
 
 def test_terminals_without_lines_get_ascii() -> None:

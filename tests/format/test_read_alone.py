@@ -109,6 +109,14 @@ def test_a_frozen_leaf_is_read_without_holdfast_from_a_file_that_other_manifests
     assert leaf_alone(root, "model.adapter", tmp_path / "leaf.npy").tolist() == [[2.0] * 5] * 3
 
 
+def test_leaves_that_no_mesh_describes_are_read_without_holdfast(tmp_path: Path) -> None:
+    root = READER.parents[1] / "tests" / "golden" / "v1-listings" / "listed"
+    for name, shape in (("copies", (5, 7)), ("flat", (5, 7)), ("stack", (4, 3, 5))):
+        places = np.arange(np.prod(shape)).reshape(shape)
+        found = leaf_alone(root, name, tmp_path / "leaf.npy")
+        assert np.array_equal(found, (sum(name.encode()) + 3 * places) % 256 / 8)
+
+
 def test_every_element_type_is_read_without_holdfast(tmp_path: Path) -> None:
     world = 3
     layout = Layout(world, tuple(split_leaf(d, d, (7, 2), world) for d in sorted(ITEMSIZE)))

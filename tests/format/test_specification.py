@@ -23,7 +23,7 @@ from holdfast.format import image, manifest, values
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.features import KNOWN_FEATURES
 from holdfast.format.manifest import Generation
-from holdfast.geometry import codec, leaves, owners, placements
+from holdfast.geometry import codec, cutting, leaves, owners, placements
 from holdfast.geometry.dtypes import ITEMSIZE, STORED_AS_BYTES
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh
 from holdfast.persist.pins import pin
@@ -66,7 +66,9 @@ def test_the_fields_of_a_layout_are_those_of_the_code() -> None:
     table = spec.fields("4. Layout")
     written = json.loads(Layout(1, ()).to_json())
     assert set(written) == {name for name, field in table.items() if field.is_required}
-    optional = dict.fromkeys(("frozen", "extents", "sets", "listings"), [])
+    optional: dict[str, list[int]] = {
+        name: [] for name in ("frozen", "extents", "sets", "listings")
+    }
     assert {n: f.default for n, f in table.items() if not f.is_required} == optional
     struct_fields = {field.name for field in msgspec.structs.fields(codec._LayoutDocument)}
     assert set(table) == struct_fields | {"holds"}

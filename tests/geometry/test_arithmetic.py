@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import slow_owners
+from holdfast.geometry import fill as filling
 from holdfast.geometry import forms
 from holdfast.geometry.box import Box
 from holdfast.geometry.cells import Cells, DimCuts
@@ -20,13 +21,14 @@ from holdfast.geometry.layout import (
     Instance,
     Layout,
     LeafSpec,
+    Listing,
     Mesh,
     Piece,
     Placement,
 )
 from holdfast.geometry.owners import Owners
 from holdfast.geometry.placements import Cut, holders, local_ranges
-from layouts import instances, mesh, placed, shapes, unhurried
+from layouts import instances, irregular, mesh, placed, shapes, unhurried
 
 # ── who stores what ──────────────────────────────────────────────────────────────────────────
 
@@ -35,18 +37,21 @@ from layouts import instances, mesh, placed, shapes, unhurried
 def worlds(draw: st.DrawFn) -> Layout:
     """Up to 12 ranks and leaves of a few forms, each there several times, in any order.
 
-    Some instances are cut alike, some otherwise into the same boxes.
+    Some instances are cut alike, some otherwise into the same boxes; some leaves are listed.
     """
     world = draw(st.integers(1, 12))
-    made: list[tuple[tuple[int, ...], tuple[Instance, ...], str, str]] = []
+    made: list[tuple[tuple[int, ...], tuple[Instance | Listing, ...], str, str]] = []
     for _ in range(draw(st.integers(1, 4))):
         shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
         ranks = draw(st.permutations(range(world)))
         bounds = sorted(draw(st.sets(st.integers(1, world), max_size=3)) | {0})
         groups = [ranks[a:b] for a, b in pairwise(bounds)] or [ranks]
-        drawn = tuple(draw(instances(len(shape), group)) for group in groups)
+        regular = tuple(draw(instances(len(shape), group)) for group in groups)
+        drawn: tuple[Instance | Listing, ...] = regular
         if draw(st.booleans()):
-            drawn = tuple(draw(alike(drawn[0], one)) for one in drawn)
+            drawn = tuple(draw(alike(regular[0], one)) for one in regular)
+        elif draw(st.booleans()):
+            drawn = draw(irregular(shape, groups))
         dtype = draw(st.sampled_from(["F32", "BF16", "U8"]))
         made.append((shape, drawn, dtype, draw(st.sampled_from(["split", "split", "lowest"]))))
     order = draw(st.lists(st.sampled_from(made), min_size=1, max_size=8))
@@ -174,14 +179,16 @@ def test_a_rank_of_thousands_computes_only_what_it_asks_for() -> None:
 @unhurried
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 9), st.integers(1, 80),
-    st.sampled_from([0, 1 << 62, 1 << 70]),
+    st.sampled_from([0, 1 << 62, 1 << 70]), st.sampled_from([0, filling.FEW]),
 )  # fmt: skip
 def test_fill_gives_each_to_whoever_has_least_the_first_of_several(
-    loads: list[int], size: int, count: int, above: int
+    loads: list[int], size: int, count: int, above: int, few: int
 ) -> None:
     now = [load + above for load in loads]
     kind = np.int64 if not above else object
-    given_to = fill(np.array(now, dtype=kind), size, count).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filling, "FEW", few)
+        given_to = fill(np.array(now, dtype=kind), size, count).tolist()
     expected = []
     for _ in range(count):
         least = now.index(min(now))
@@ -257,4 +264,5 @@ def test_a_mesh_that_was_read_again_is_the_same_object() -> None:
     leaf = LeafSpec("w", "F32", (9,), "split", (Instance(mesh(3, 3), (REPLICATE, Placement(0))),))
     data = Layout(9, (leaf,)).to_json()
     one, other = (Layout.from_json(data).leaves[0].instances[0] for _ in range(2))
+    assert isinstance(one, Instance) and isinstance(other, Instance)
     assert one.mesh is other.mesh

@@ -54,8 +54,10 @@ def test_pieces_are_the_owners_by_rank_in_the_order_of_the_leaves(layout: Layout
 @given(layouts())
 def test_leaves_that_may_differ_come_whole_from_the_lowest_rank(layout: Layout) -> None:
     for number, leaf in enumerate(layout.leaves):
-        if leaf.spread == "lowest" and all(one.is_whole for one in leaf.instances):
-            lowest = min(rank for one in leaf.instances for rank in one.mesh.ranks)
+        if leaf.spread == "lowest" and all(
+            isinstance(one, Instance) and one.is_whole for one in leaf.instances
+        ):
+            lowest = min(rank for one in leaf.instances for rank in one.ranks)
             whole = Box.whole(leaf.shape)
             assert layout.owners(number) == (() if whole.is_empty else ((lowest, whole),))
 
@@ -119,7 +121,7 @@ def small_leaves(draw: st.DrawFn) -> Layout:
 def test_the_biggest_goes_first_to_the_least_loaded_of_those_that_hold_it(layout: Layout) -> None:
     loads = dict.fromkeys(range(layout.world), 0)
     expected = {}
-    held_by = {n: sorted(leaf.instances[0].mesh.ranks) for n, leaf in enumerate(layout.leaves)}
+    held_by = {n: sorted(leaf.instances[0].ranks) for n, leaf in enumerate(layout.leaves)}
     # What has no choice counts first.
     for n in sorted(held_by, key=lambda n: (len(held_by[n]) > 1, -layout.leaves[n].size_bytes)):
         expected[n] = min(held_by[n], key=lambda rank: (loads[rank], rank))

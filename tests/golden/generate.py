@@ -34,9 +34,14 @@ from torch.distributed.tensor.parallel import (
 import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Generation
+from holdfast.geometry.box import Box
+from holdfast.geometry.flat import flat_boxes
+from holdfast.geometry.layout import Held, LeafEntry, merge
+from holdfast.persist.commit import open_root
 from holdfast.persist.pins import pin
 from holdfast.state.tensors import DTYPE_NAMES
 from holdfast.storage.open import open_store
+from images import images_of, publish_checkpoint
 from launch import run_ranks
 
 HERE = Path(__file__).resolve().parent
@@ -204,9 +209,49 @@ def own_tensors(rank: int, world: int, root: str) -> None:
     holdfast.save(root, {"own": own, "again": [own], "counts": counts, "rank": rank}, step=1)
 
 
+#: The leaves of ``listed`` on four ranks, each with what rank 0, 1, 2 and 3 holds of it.
+FLAT, SQUARE, STACK = (5, 7), (6, 8), (4, 3, 5)
+LISTED: dict[str, tuple[tuple[int, ...], list[tuple[Box, ...] | None]]] = {
+    "columns": (SQUARE, [(Box((0, 2 * n), (6, 2 * n + 2)),) for n in range(4)]),
+    "copies": (FLAT, [flat_boxes(FLAT, *ends) for ends in ((0, 11), (11, 35), (0, 20), (20, 35))]),
+    "flat": (FLAT, [flat_boxes(FLAT, *ends) for ends in ((0, 9), (9, 10), (10, 33), (33, 35))]),
+    "half": (SQUARE, [(Box((0, 0), (3, 8)),), (Box((3, 0), (6, 8)),), (), None]),
+    "rows": (SQUARE, [(Box((n, 0), (n + 1, 8)), Box((n + 4, 0), (n + 5, 8))) if n < 2
+                      else (Box((n, 0), (n + 1, 8)),) for n in range(4)]),
+    "scalar": ((), [(Box((), ()),), (), (), ()]),
+    "stack": (STACK, [(Box((0, 0, 0), (2, 3, 3)),), (Box((2, 0, 0), (4, 3, 3)),)] * 2),
+    "stack.rest": (STACK, [(Box((0, 0, 0), (4, 3, 5)),), (Box((0, 1, 0), (4, 3, 5)),), None, ()]),
+}  # fmt: skip
+
+
+def listed(root: Path) -> None:
+    """Leaves that no mesh describes, put together by the parts that a save is made of.
+
+    None: the rank has all of it. ``stack`` lacks its last columns on these ranks; a fifth has them.
+    """
+    tables = [
+        [
+            LeafEntry(name, "F32", shape, "split", None if boxes is None else Held(boxes))
+            for name, (shape, held) in LISTED.items()
+            for boxes in [held[rank]]
+        ]
+        for rank in range(4)
+    ]
+    rest = Held((Box((0, 0, 3), (4, 3, 5)),))
+    layout = merge([*tables, [LeafEntry("stack", "F32", STACK, "split", rest)]])
+    arrays = {}
+    for name, (shape, _) in LISTED.items():
+        tensor = torch.empty(shape)
+        fill(name, tensor)
+        arrays[name] = tensor.numpy()
+    images = images_of(layout, arrays, generation=Generation(1, 5))
+    publish_checkpoint(open_store(root), layout, images, Generation(1, 5))
+    open_root(open_store(root), "r")
+
+
 ALONE = {
     "one-rank": one_rank, "element-types": element_types, "value-tags": value_tags,
-    "history": history, "kept": kept, "frozen": frozen,
+    "history": history, "kept": kept, "frozen": frozen, "listed": listed,
 }  # fmt: skip
 TOGETHER = {
     "fsdp-uneven": (3, fsdp_uneven), "fsdp-tensor-parallel": (4, fsdp_tensor_parallel),
@@ -220,6 +265,7 @@ MADE = {
     ],
     "v1-small-tensors": ["own-tensors"],
     "v1-frozen-parts": ["frozen"],
+    "v1-listings": ["listed"],
 }  # fmt: skip
 
 

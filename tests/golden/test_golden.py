@@ -26,6 +26,7 @@ import specification as spec
 from conformance import check_root
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Generation
+from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
 from holdfast.load.verify import verify
 from holdfast.persist.pins import read_pins
@@ -312,6 +313,48 @@ def test_a_model_with_a_frozen_weight_is_restored_as_it_was() -> None:
     assert holdfast.load(FROZEN, state).step == 1
     assert model.base.detach().numpy().tobytes() == frozen_base().tobytes()
     assert model.adapter.tolist() == [[2.0] * 5] * 3
+
+
+LISTED = HERE / "v1-listings" / "listed"
+LISTED_SHAPES: dict[str, tuple[int, ...]] = {
+    "columns": (6, 8), "copies": (5, 7), "flat": (5, 7), "half": (6, 8), "rows": (6, 8),
+    "scalar": (), "stack": (4, 3, 5), "stack.rest": (4, 3, 5),
+}  # fmt: skip
+
+
+def test_leaves_that_no_mesh_describes_have_the_elements_that_were_saved() -> None:
+    (manifest,) = catalogue(open_store(LISTED)).manifests
+    assert manifest.requires == ("listings",)
+    with holdfast.open(LISTED) as opened:
+        assert {name: leaf.shape for name, leaf in opened.leaves.items()} == LISTED_SHAPES
+        for name, shape in LISTED_SHAPES.items():
+            start = sum(name.encode())
+            eighths = [(start + 3 * place) % 256 for place in range(math.prod(shape))]
+            wanted = np.array([value / 8 for value in eighths], np.float32).reshape(shape)
+            assert np.asarray(opened.read(name)).tobytes() == wanted.tobytes(), name
+            box = Box(tuple(n // 2 for n in shape), shape)
+            part = np.asarray(opened.read(name, box))
+            assert part.tobytes() == wanted[box.slices()].tobytes(), name
+
+
+def test_what_each_rank_held_of_them_is_what_it_declared() -> None:
+    (path,) = (LISTED / "layouts").iterdir()
+    layout = Layout.from_json(path.read_bytes())
+    numbers = {leaf.name: number for number, leaf in enumerate(layout.leaves)}
+
+    def held(name: str, rank: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        return [(box.start, box.stop) for box, _ in layout.held(numbers[name], rank)]
+
+    assert held("columns", 3) == [((0, 6), (6, 8))]
+    assert held("flat", 0) == [((0, 0), (1, 7)), ((1, 0), (2, 2))]
+    assert held("flat", 1) == [((1, 2), (2, 3))]
+    assert held("flat", 2) == [((1, 3), (2, 7)), ((2, 0), (4, 7)), ((4, 0), (5, 5))]
+    assert held("half", 2) == [] and held("half", 3) == [((0, 0), (6, 8))]
+    assert held("rows", 1) == [((1, 0), (2, 8)), ((5, 0), (6, 8))]
+    assert held("scalar", 0) == [((), ())] and held("scalar", 1) == []
+    assert held("stack", 2) == [((0, 0, 0), (2, 3, 3))] == held("stack", 0)
+    assert held("stack", 4) == [((0, 0, 3), (4, 3, 5))]
+    assert layout.leaves[numbers["flat"]].listing is not None
 
 
 def test_a_layout_of_any_version_is_written_as_it_was_read() -> None:

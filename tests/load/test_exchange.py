@@ -22,6 +22,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
 from holdfast.geometry.layout import (
     REPLICATE,
+    Held,
     Instance,
     Layout,
     LeafEntry,
@@ -547,6 +548,16 @@ def test_a_mesh_that_names_ranks_which_want_nothing_makes_nobody_wait_for_them()
     found = demands([((0, 1), [LeafEntry("w", "F32", (8,), "split", cut)])])
     assert found["w"].boxes == {Box((0,), (4,)): (0,), Box((4,), (8,)): (1,)}
     assert sharing.spared_bytes(found) == 0
+
+
+def test_boxes_that_no_mesh_describes_are_wanted_by_those_that_hold_them() -> None:
+    mine, other = Box((0,), (3,)), Box((3,), (8,))
+    tables = [
+        ((0, 2), [LeafEntry("w", "F32", (8,), "split", Held((mine,)))]),
+        ((1,), [LeafEntry("w", "F32", (8,), "split", Held((mine, other)))]),
+    ]
+    assert demands(tables)["w"].boxes == {mine: (0, 1, 2), other: (1,)}
+    assert alike(tables[1][1]) == tables[1][1]
 
 
 def test_a_rank_alone_on_its_mesh_wants_the_whole_leaf_whichever_it_is() -> None:

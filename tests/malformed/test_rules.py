@@ -22,11 +22,13 @@ from conformance import check_root
 from forge import (
     GENERATION,
     LEAVES,
+    LISTED_LEAVES,
     PARTS_LAYOUT,
     PARTS_LEAVES,
     Forger,
     copy_of,
     make_good,
+    make_good_listed,
     make_good_parts,
     read_everything,
     sealed,
@@ -64,7 +66,7 @@ class Case:
     match: str
     kind: type[HoldfastError] = FormatError
     good: str = "plain"
-    """Which checkpoint is broken: "plain", or "parts", whose frozen leaves lie apart."""
+    """Which checkpoint is broken: "plain", "parts", whose frozen leaves lie apart, or "listed"."""
 
     def __str__(self) -> str:
         return f"R{self.rule} {self.name}"
@@ -169,6 +171,31 @@ def part_reference(**fields: Any) -> Callable[[Forger], None]:
 
 def raw_part(change: Callable[[bytes], bytes]) -> Callable[[Forger], None]:
     return raw(change, PART)
+
+
+def listed(rule: int, name: str, forge: Callable[[Forger], Any], match: str, **kind: Any) -> Case:
+    """A case of the checkpoint whose layout has listings."""
+    return Case(rule, name, forge, match, good="listed", **kind)
+
+
+def columns(at: int, **changes: Callable[[list[int]], Any]) -> Callable[[Forger], None]:
+    """Columns of a listing changed in place: of the leaves columns, flat and twice, in order."""
+
+    def change(document: dict[str, Any]) -> None:
+        row = document["listings"][at]
+        for name, act in changes.items():
+            act(row[("reach", "gaps", "sizes", "steps").index(name)])
+
+    return lambda forger: forger.layout(change)
+
+
+def put(at: int, value: int) -> Callable[[list[int]], None]:
+    return lambda column: column.__setitem__(at, value)
+
+
+def box_of_flat_less(forger: Forger) -> None:
+    """The last box is not listed: nobody stores it, as far as the layout tells."""
+    columns(1, reach=put(0, 3), gaps=list.pop, sizes=list.pop, steps=list.pop)(forger)
 
 
 def split_gap(header: dict[str, Any]) -> None:
@@ -385,7 +412,7 @@ CASES = [
     Case(15, "the name of another layout", manifest(layout="0" * 32), "no layouts/0000",
          HoldfastError),
     Case(15, "a name that is no hash", manifest(layout="../../x"), "not 32 hexadecimal"),
-    Case(16, "a newer layout", layout(version=2), "version 2", NewerFormat),
+    Case(16, "a newer layout", layout(version=3), "version 3", NewerFormat),
     Case(16, "a layout of version 0", layout(version=0), "version 0", NewerFormat),
     Case(16, "a key twice", lambda f: f.layout(
         lambda d: json.dumps(d).replace('"world"', '"world": 1, "world"').encode()), "there twice"),
@@ -602,6 +629,46 @@ CASES = [
     apart(51, "a piece less", part_header(
         lambda h: h.update({"x": h.pop("base@0:256,0:1040")})), "no piece 'base",
         kind=CoverageError),
+    # ── listings: of the leaves columns, flat and twice ──
+    listed(53, "listings in a layout of version 1", layout(version=1), "version 1, and 3 listings"),
+    Case(53, "version 2 without listings", layout(version=2), "version 2, and 0 listings"),
+    listed(54, "a listing that is not there", layout(groups=[[-4], [-2], [-3]]), "no listing 3"),
+    listed(54, "two listings", layout(groups=[[-1, -2], [-2], [-3]]), "2 listings"),
+    listed(54, "a rank in a listing and on a mesh", layout(
+        meshes=[[[1], [1]]], instances=[[0, [[-1, 1]]]], groups=[[-1, 0], [-2], [-3]]),
+        "in two instances"),
+    listed(54, "boxes beyond the leaf", leaf(1, 2, [6, 3]), "boxes of flat reach to"),
+    listed(54, "boxes of other dimensions", leaf(1, 2, [24]), "boxes of flat reach to"),
+    listed(55, "a gap more", columns(1, gaps=lambda c: c.append(0)), "5 gaps and 4 sizes"),
+    listed(55, "a step less", columns(1, steps=list.pop), "4 boxes and 3 holders"),
+    listed(55, "boxes out of order", columns(0, gaps=lambda c: c.__setitem__(slice(2), [1, -2])),
+           "sorted"),
+    listed(55, "a box twice", columns(2, gaps=put(2, -3), sizes=put(2, 3)), "each there once"),
+    listed(55, "a reach beyond the boxes", columns(1, reach=put(0, 7)), "said to reach"),
+    listed(55, "a reach of nothing", columns(1, reach=put(0, 0)), "no tensor can have"),
+    listed(55, "more elements than there are", columns(1, reach=put(0, 2**62)), "no tensor can"),
+    listed(55, "too many dimensions", columns(1, reach=lambda c: c.extend([1] * 63)), "no tensor"),
+    listed(56, "a box before the leaf", columns(1, gaps=put(0, -1)), "begins at element -1"),
+    listed(56, "a box behind the leaf", columns(1, gaps=put(3, 99)), "begins at element"),
+    listed(56, "a size of nothing", columns(1, sizes=put(3, 0)), "0 elements"),
+    listed(56, "a run beyond the end", columns(1, sizes=put(3, 99)), "99 elements"),
+    listed(56, "a run that is no box", columns(1, sizes=put(0, 9)), "not one box"),
+    listed(56, "extents that are not there", columns(0, sizes=put(0, -9)), "no number 8 of"),
+    listed(56, "extents of one run", layout(extents=[[6, 4], [6, 3]]), "is one run"),
+    listed(56, "extents beyond the leaf", layout(extents=[[6, 1], [6, 9]]), "a box of"),
+    listed(56, "extents of other dimensions", layout(extents=[[6], [6, 3]]), "a box of"),
+    listed(56, "extents of nothing", layout(extents=[[6, 0], [6, 3]]), "a box of"),
+    listed(56, "a rank before 0", columns(0, steps=put(0, -1)), "held by ranks 0 to"),
+    listed(56, "a set that is not there", columns(2, steps=put(0, 9)), "of the set"),
+    listed(56, "a set of one", layout(sets=[[0]]), "not several"),
+    listed(56, "a set out of order", layout(sets=[[1, 0]]), "rising"),
+    listed(56, "a set with a rank twice", layout(sets=[[1, 1]]), "rising"),
+    listed(56, "a rank beyond the world", layout(sets=[[0, 2]]), "rank 2 in a world of 2"),
+    *[listed(56, f"{name} of another type", layout(**{name: "x"}), "cannot be read")
+      for name in ("extents", "sets", "listings")],
+    listed(35, "a box that nobody holds", box_of_flat_less, "not at all", kind=CoverageError),
+    listed(36, "boxes of another rank", columns(1, steps=put(0, 1)), "no piece",
+           kind=CoverageError),
     apart(51, "a frozen leaf's piece in neither", lambda f: f.manifest(
         lambda b: b.update(parts=b["parts"][:1])), "no piece 'base", kind=CoverageError),
 ]  # fmt: skip
@@ -630,9 +697,11 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def goods(good: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("parts") / "root"
-    make_good_parts(root)
-    return {"plain": good, "parts": root}
+    parts = tmp_path_factory.mktemp("parts") / "root"
+    make_good_parts(parts)
+    listed = tmp_path_factory.mktemp("listed") / "root"
+    make_good_listed(listed)
+    return {"plain": good, "parts": parts, "listed": listed}
 
 
 @pytest.fixture
@@ -648,11 +717,11 @@ def test_every_rule_has_a_hostile_file_or_a_reason() -> None:
         assert reason.startswith("no file can") or reason in globals()
 
 
-@pytest.mark.parametrize("which", ["plain", "parts"])
+@pytest.mark.parametrize("which", ["plain", "parts", "listed"])
 def test_the_good_checkpoint_is_good(which: str, goods: dict[str, Path]) -> None:
     check_root(goods[which])
     found = read_everything(goods[which])
-    leaves = LEAVES if which == "plain" else PARTS_LEAVES
+    leaves = {"plain": LEAVES, "parts": PARTS_LEAVES, "listed": LISTED_LEAVES}[which]
     assert found.pop("values") == {"tokens": 7, "name": ("a", 1)}
     assert set(found) == set(leaves)
     for name, array in leaves.items():

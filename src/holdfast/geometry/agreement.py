@@ -129,10 +129,10 @@ class _Groups:
         key = (id(listing), shape)
         if key not in self._missing:
             box = cut(shape, listing.parts).missing
+            by = ranks_text(listing.ranks) if listing.ranks else "no rank"
             self._missing[key] = [] if box is None else [
-                f"{ranks_text(listing.ranks)} hold boxes of it, but none of them holds "
-                f"{box.start} to {box.stop} of its shape {shape}; every element must be held "
-                "by some rank"
+                f"no rank holds the box {box.start} to {box.stop} of its shape {shape}; boxes of "
+                f"it are held by {by}"
             ]  # fmt: skip
         return self._missing[key]
 

@@ -96,7 +96,8 @@ def table_to_json(entries: Sequence[LeafEntry]) -> bytes:
     ]
     document = _TableDocument(
         version=_version(written.listings), meshes=written.meshes, instances=written.instances,
-        leaves=leaves, frozen=_frozen(entries), extents=written.columns.extents, listings=written.listings,
+        leaves=leaves, frozen=_frozen(entries), extents=written.columns.extents,
+        listings=written.listings,
     )  # fmt: skip
     return msgspec.json.encode(document)
 
@@ -179,11 +180,8 @@ class _Written:
 
     def own(self, instance: Instance | Held | None) -> int:
         if isinstance(instance, Held):
-            return (
-                _ALONE
-                - 1
-                - self._number(instance, self.listings, lambda: self.columns.held(instance))
-            )
+            row = self._number(instance, self.listings, lambda: self.columns.held(instance))
+            return _ALONE - 1 - row
         return _ALONE if instance is None else self.instance(instance)
 
     def _in_group(self, one: Instance | Listing) -> int:
@@ -268,7 +266,7 @@ def _read_table(document: _TableDocument) -> tuple[LeafEntry, ...]:
 
     def own(number: int) -> Instance | Held | None:
         if number < _ALONE:
-            return _pick(held, _ALONE - 1 - number, "held boxes")
+            return _pick(held, _ALONE - 1 - number, "listing")
         return None if number == _ALONE else _pick(instances, number, "instance")
 
     return tuple(

@@ -180,13 +180,11 @@ def _cut_at_ends(region: Box, inside: list[Part], most: int) -> list[Part] | Non
 
 def _ends(region: Box, inside: list[Part]) -> tuple[int, list[int]]:
     """The first dimension in which a box ends inside ``region``; where boxes and region do."""
-    for dim in range(region.ndim):
-        found = {region.start[dim], region.stop[dim]}
-        for box, _ in inside:
-            found |= {box.start[dim], box.stop[dim]}
-        if len(found) > 2:
-            break
-    return dim, sorted(found)
+    ends = (
+        {end for box, _ in [(region, ()), *inside] for end in (box.start[dim], box.stop[dim])}
+        for dim in range(region.ndim)
+    )
+    return next((dim, sorted(found)) for dim, found in enumerate(ends) if len(found) > 2)
 
 
 def _first_come(region: Box, inside: list[Part]) -> list[Part]:

@@ -284,8 +284,7 @@ def _all_parts(leaf: LeafSpec) -> list[Part]:
     for one in leaf.instances:
         parts = one.parts if isinstance(one, Listing) else holders(leaf.shape, one).items()
         for box, ranks in parts:
-            if not box.is_empty:
-                found[box] = tuple(sorted(found[box] + ranks)) if box in found else ranks
+            found[box] = tuple(sorted(found[box] + ranks)) if box in found else ranks
     return list(found.items())
 
 

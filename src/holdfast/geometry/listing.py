@@ -30,9 +30,11 @@ class Held:
     """
 
     boxes: tuple[Box, ...]
+    reach: Reach = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _check_boxes(self.boxes)
+        object.__setattr__(self, "reach", _reach(self.boxes))
         for one, other in pairwise(self.boxes):
             if one.start >= other.start:
                 raise UsageError(
@@ -47,11 +49,6 @@ class Held:
                     f"to {self.boxes[-1].stop}, have {twice} elements twice. Give each element of "
                     "a leaf one place in a rank's memory"
                 )
-
-    @property
-    def reach(self) -> Reach:
-        """Where the furthest box ends in each dimension."""
-        return _reach(self.boxes)
 
 
 @dataclass(frozen=True, slots=True)
