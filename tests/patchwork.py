@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.geometry.box import Box
 from holdfast.geometry.patches import LocalPatch, Patch, Seen
 from holdfast.rules import Local
 
@@ -32,7 +33,7 @@ def put(patches: Sequence[Patch], values: Array, canonical: Arrays) -> None:
 def _put(patch: Patch | LocalPatch, shape: Shape, values: Array, canonical: Arrays) -> None:
     leaf = canonical.setdefault(patch.leaf, np.full(shape, UNKNOWN))
     assert leaf.shape == shape
-    there = leaf[(*patch.box.slices(), ...)].transpose(_order(patch))
+    there = leaf[_at(patch.box)].transpose(_order(patch))
     block = values.reshape(there.shape)
     assert ((there == UNKNOWN) | (there == block)).all(), "two elements seen as one"
     there[...] = block
@@ -51,7 +52,7 @@ def take(seen: Seen, canonical: Mapping[str, Array]) -> Array:
 
 
 def _taken(patch: Patch | LocalPatch, canonical: Mapping[str, Array], shape: Shape) -> Array:
-    block = canonical[patch.leaf][(*patch.box.slices(), ...)]
+    block = canonical[patch.leaf][_at(patch.box)]
     taken: Array = block.transpose(_order(patch)).reshape(shape)
     return taken
 
@@ -62,6 +63,11 @@ def _order(patch: Patch | LocalPatch) -> list[int]:
     rest = [dim for dim in range(patch.box.ndim) if dim not in named]
     assert all(patch.box.shape[dim] == 1 for dim in rest)
     return named + rest
+
+
+def _at(box: Box) -> Any:
+    """What an array is indexed with, to get an array also where the box is one element."""
+    return (*box.slices(), ...)
 
 
 def view_of(local: Local, part: int, tensor: Array) -> Array:
@@ -83,11 +89,11 @@ def take_local(local: Local, shape: Shape, canonical: Mapping[str, Array]) -> Ar
     """A rank's tensor again, from the leaves it is made of."""
     tensor = np.full(shape, UNKNOWN)
     for patch in local.patches:
-        there = view_of(local, patch.part, tensor)[(*patch.local.slices(), ...)]
+        there = view_of(local, patch.part, tensor)[_at(patch.local)]
         assert (there == UNKNOWN).all(), "patches are disjoint"
         there[...] = _taken(patch, canonical, patch.local.shape)
     for part, box in local.padding:
-        there = view_of(local, part, tensor)[(*box.slices(), ...)]
+        there = view_of(local, part, tensor)[_at(box)]
         assert (there == UNKNOWN).all(), "padding is in no patch"
         there[...] = 0
     return tensor

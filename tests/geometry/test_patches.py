@@ -54,6 +54,12 @@ def test_little_is_near_when_patches_lie_side_by_side() -> None:
     assert Near([])(Box((), ())) == ()
 
 
+def test_a_long_patch_is_near_although_short_ones_begin_behind_it() -> None:
+    lines_ = [line(0, 9), line(1, 2), line(2, 3)]
+    near = Near([patch(f"l{n}", box, box, (0,)) for n, box in enumerate(lines_)])
+    assert [p.leaf for p in near(line(5, 6))] == ["l0", "l1", "l2"]
+
+
 def test_scalars_meet() -> None:
     scalar = Box((), ())
     seen = renamed("x", ())
@@ -170,6 +176,10 @@ def test_patches_that_run_along_other_dimensions_stay_two() -> None:
     assert len(joined(across)) == 2  # beside each other along a dimension that is another here
     turned_over = [patch("x", box[n], box[n], (n, 1 - n)) for n in (0, 1)]
     assert len(joined(turned_over)) == 2
+    # Rows here, one behind another there: a reshape, which no patch is.
+    rows = [Box((n, 0), (n + 1, 2)) for n in (0, 1)]
+    row = [patch("x", line(2 * n, 2 * n + 2), rows[n], (-1, 0)) for n in (0, 1)]
+    assert len(joined(row)) == 2
     both = Box((0, 0), (1, 2)), Box((1, 1), (2, 3))
     stairs = [patch("x", both[n], Box((0, 2 * n), (1, 2 * n + 2)), (0, 1)) for n in (0, 1)]
     assert len(joined(stairs)) == 2

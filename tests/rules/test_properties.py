@@ -52,7 +52,8 @@ def kinds_of(draw: st.DrawFn, leaves: Arrays) -> Drawn:
         words += [padded, unstacked] if min(extents) > 1 else []
         words += [fused, grouped] if len(extents) == 1 else []
         words += [paired] if all(extent % 2 == 0 for extent in extents) else []
-    return draw(st.sampled_from(words))(draw, leaves, dim)
+    drawn: Drawn = draw(st.sampled_from(words))(draw, leaves, dim)
+    return drawn
 
 
 def renamed(draw: st.DrawFn, leaves: Arrays, dim: int) -> Drawn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.geometry.patches import Patch, Seen, Shape, renamed
-from holdfast.geometry.tables import Table
+from holdfast.geometry.tables import Table, joined
 from holdfast.rules.kinds import (
     Cut,
     Kind,
@@ -85,7 +85,7 @@ class Fused(Step, Cut):
             shape = self._shape(place, number)
             box, here = band(shape, self.dim, start, stop), band(place.shape, self.dim, first, last)
             patches.append(Patch(names[number], shape, box, here, dims_of(shape)))
-        return self._parts_through(names, Seen(place.shape, tuple(patches)), place)
+        return self._parts_through(names, Seen(place.shape, joined(patches)), place)
 
     def _parts_through(self, names: list[str], seen: Seen, place: Place) -> Seen:
         """Each part as its own kinds have it."""

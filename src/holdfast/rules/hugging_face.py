@@ -31,6 +31,7 @@ from holdfast.rules.words import (
 RuleList = list[tuple[Any, ...]]
 Qkv = Literal["separate", "fused", "grouped"]
 GateUp = Literal["separate", "fused"]
+_QKV = ("q", "k", "v")
 
 
 def llama(
@@ -142,20 +143,20 @@ def gpt2(
         (name_of(names, "head"), *_cut(0, tp), vocabulary, tied(f"{prefix}wte.weight"), optional),
     ]
     for ending in _endings(bool(option(config, "bias", default=True))):
-        turned = (transpose(1, 0),) if ending == "weight" else ()
+        turned: tuple[Kind, ...] = (transpose(1, 0),) if ending == "weight" else ()
         row = tp if ending == "weight" else None
         parts = [
             (*turned, part_of(f"{layer}.attn.c_attn.{ending}", len(turned), at=at, whole=3 * size))
             for at in (0, size, 2 * size)
         ]
         if qkv == "fused":
-            into: list[Into] = [(role, *kinds) for role, kinds in zip("qkv", parts, strict=True)]
-            units = {} if tp is None else {"over": tp, "units": [heads] * 3}
-            found.append((name_of(names, "qkv", ending), fused(0, [size] * 3, into, **units)))
+            into: list[Into] = [(role, *kinds) for role, kinds in zip(_QKV, parts, strict=True)]
+            units = None if tp is None else [heads] * 3
+            one = fused(0, [size] * 3, into, over=tp or (), units=units)
+            found.append((name_of(names, "qkv", ending), one))
         else:
-            for role, kinds in zip("qkv", parts, strict=True):
-                cut = () if tp is None else (shard(0, tp, units=heads),)
-                found.append((name_of(names, role, ending), *cut, *kinds))
+            for role, kinds in zip(_QKV, parts, strict=True):
+                found.append((name_of(names, role, ending), *_cut(0, tp, heads), *kinds))
         for role, name, cut in [
             ("o", f"{layer}.attn.c_proj", _cut(1, row)),
             ("up", f"{layer}.mlp.c_fc", _cut(0, tp)),
@@ -194,24 +195,24 @@ def _attention(
     size = option(config, "head_dim", default=0)
     size = size or option(config, "hidden_size") // heads
     counts = [heads, kv_heads, kv_heads]
-    turned = [(paired(0, count),) if rotary == "pairs" else () for count in (heads, kv_heads)]
+    turned: list[tuple[Kind, ...]] = [(), (), ()]
+    if rotary == "pairs":
+        turned = [(paired(0, heads),), (paired(0, kv_heads),), ()]
     found: RuleList = []
     for ending in _endings(bool(option(config, "attention_bias", default=False))):
-        there = [f"{layer}.self_attn.{role}_proj.{ending}" for role in "qkv"]
-        into: list[Into] = [
-            (name, *kinds) for name, kinds in zip(there, [*turned, ()], strict=True)
-        ]
+        there = [f"{layer}.self_attn.{role}_proj.{ending}" for role in _QKV]
+        into: list[Into] = [(name, *kinds) for name, kinds in zip(there, turned, strict=True)]
         widths = [count * size for count in counts]
         if qkv == "grouped":
             one = fused(0, widths, into, over=tp or (), groups=kv_heads)
             found.append((name_of(names, "qkv", ending), one))
         elif qkv == "fused":
-            units = {} if tp is None else {"over": tp, "units": counts}
-            found.append((name_of(names, "qkv", ending), fused(0, widths, into, **units)))
+            one = fused(0, widths, into, over=tp or (), units=None if tp is None else counts)
+            found.append((name_of(names, "qkv", ending), one))
         else:
-            for role, count, (name, *kinds) in zip("qkv", counts, into, strict=True):
-                cut = () if tp is None else (shard(0, tp, units=count),)
-                found.append((name_of(names, role, ending), *cut, *kinds, rename(str(name))))
+            for role, count, name, kinds in zip(_QKV, counts, there, turned, strict=True):
+                pattern = name_of(names, role, ending)
+                found.append((pattern, *_cut(0, tp, count), *kinds, rename(name)))
         row = tp if ending == "weight" else None
         output = rename(f"{layer}.self_attn.o_proj.{ending}")
         found.append((name_of(names, "o", ending), *_cut(1, row), output))
@@ -245,8 +246,8 @@ def _gate_and_up(
     ]
 
 
-def _cut(dim: int, over: str | None) -> tuple[Kind, ...]:
-    return () if over is None else (shard(dim, over),)
+def _cut(dim: int, over: str | None, units: int | None = None) -> tuple[Kind, ...]:
+    return () if over is None else (shard(dim, over, units=units),)
 
 
 def _endings(has_bias: bool) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from holdfast.geometry.patches import Patch, Seen, Shape, renamed
+from holdfast.geometry.tables import joined
 from holdfast.rules.kinds import Cut, Place, Step, band, dims_of, resized
 
 Range = tuple[int, int]
@@ -84,7 +85,7 @@ class Shard(Step, Cut):
             )
             for box, part in zip(there, here, strict=True)
         )
-        return Seen(place.shape, tuple(patches))
+        return Seen(place.shape, joined(list(patches)))
 
     def widened(self, place: Place, index: int) -> tuple[Shape, int, int]:
         extent, parts = place.extent(self.dim), place.parts(self.over)
