@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch.optim.lr_scheduler import ConstantLR, LambdaLR, ReduceLROnPlateau, Se
 
 import holdfast
 from launch import run_ranks
+from leftovers import end_keepers
 from models import differences
 
 WIDTH = 6
@@ -211,13 +214,22 @@ def _save(rank: int, world: int, root: str) -> None:
             state = build(STAGES[stages][rank], split, kind)
             train(state, range(3))
             holdfast.save(f"{root}/{stages}-{split}/{kind}", state, step=3)
+            if kind == "adamw" and stages == "half":
+                with holdfast.Checkpointer(f"{root}/kept/{kind}", state, storage=None) as kept:
+                    kept.restore()
+                    kept.save(3, durable=True)
+
+
+def _places(kind: str) -> list[str]:
+    found = [f"{stages}-{split}" for some in SAVED.values() for stages, split in some]
+    return [*found, "kept"] if kind == "adamw" else found
 
 
 def _load(rank: int, world: int, root: str) -> list[str]:
     found = []
     for kind in OPTIMIZERS:
         before, after = torch.load(f"{root}/{kind}.truth", weights_only=False)
-        for saved in (f"{stages}-{split}" for some in SAVED.values() for stages, split in some):
+        for saved in _places(kind):
             for stages, split in RESTORED[world]:
                 state = build(STAGES[stages][rank], split, kind, blank=True)
                 holdfast.load(f"{root}/{saved}/{kind}", state)
@@ -268,8 +280,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(state, range(3, 5))
         torch.save((before, facts(state)), root / f"{kind}.truth")
     _save(0, 1, str(root))
-    for world in (2, 4):
-        run_ranks(world, _save, str(root))
+    arena = Path(tempfile.mkdtemp(prefix="hf-test-", dir="/dev/shm"))
+    with pytest.MonkeyPatch.context() as patch:  # the fixture for one test is not there yet
+        patch.setenv("HOLDFAST_ARENA_DIR", str(arena))
+        for world in (2, 4):
+            run_ranks(world, _save, str(root))
+    end_keepers(arena, grace_s=5.0)
+    shutil.rmtree(arena)
     return root
 
 

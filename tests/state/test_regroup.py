@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from holdfast.errors import FormatError
-from holdfast.state.regroup import Saved, regroup, regroup_scheduler
+from holdfast.state.regroup import Saved, regroup
+from holdfast.state.schedulers import regroup_scheduler
 
 RATE = {"$tensor": {"name": "o.groups.a.options.lr", "dtype": "F32", "shape": [], "data": "AAAA"}}
 

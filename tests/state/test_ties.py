@@ -144,3 +144,45 @@ def test_a_tensor_named_like_another_tensors_second_name_is_refused(tmp_path: Pa
         holdfast.UsageError, match=r"'model\.head\.weight' in the state is called like"
     ):
         holdfast.save(tmp_path, {"model": model, "model.head.weight": torch.zeros(3)})
+
+
+class Tied(nn.Module):
+    """The ends of a model; the last stage of a pipeline has only one of them."""
+
+    def __init__(self, *, is_last_stage: bool) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 6, bias=False)
+        if not is_last_stage:
+            self.embed = nn.Embedding(6, 4)
+            self.embed.weight = self.head.weight
+            del self.head  # and back, so that the embedding is met first
+            self.head = nn.Linear(4, 6, bias=False)
+            self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("has_more", [False, True])
+def test_a_stage_with_the_other_name_of_a_tied_parameter_goes_on_with_its_state(
+    has_more: bool, tmp_path: Path
+) -> None:
+    def make(*, is_last_stage: bool, lr: float) -> dict[str, Any]:
+        model, more = Tied(is_last_stage=is_last_stage), nn.Linear(1, 1)
+        parameters = [*model.parameters(), *(more.parameters() if has_more else ())]
+        optimizer = torch.optim.AdamW(parameters, lr=lr)
+        return {"model": model, "optimizer": optimizer} | ({"more": more} if has_more else {})
+
+    torch.manual_seed(0)
+    saved, back = make(is_last_stage=False, lr=0.5), make(is_last_stage=True, lr=0.1)
+    for parameter in [p for group in saved["optimizer"].param_groups for p in group["params"]]:
+        parameter.grad = torch.rand_like(parameter)
+    saved["optimizer"].step()
+    holdfast.save(tmp_path, saved)
+    with holdfast.open(tmp_path) as checkpoint:
+        assert checkpoint.aliases == {"model.head.weight": "model.embed.weight"}
+    holdfast.load(tmp_path, back)
+    one, other = saved["model"].head.weight, back["model"].head.weight
+    assert torch.equal(one, other)
+    assert back["optimizer"].param_groups[0]["lr"] == 0.5
+    kept = saved["optimizer"].state[one]
+    assert kept.keys() == back["optimizer"].state[other].keys()
+    for kind, value in back["optimizer"].state[other].items():
+        assert torch.equal(value, kept[kind]), kind

@@ -89,7 +89,7 @@ def _plan_all(
             wants, faults = _of_table(checkpoint, item)
         else:
             restoring = _restoring(checkpoint, item)
-            faults = restoring.problems()
+            faults = restoring.amiss
             names = [leaf.name for leaf in checkpoint.layout.leaves]
             claims.append(claims_of(names, restoring.claimed(), restoring))
             wants, is_cut = _of_state(restoring)

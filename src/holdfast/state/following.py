@@ -23,9 +23,9 @@ from holdfast.state.regroup import (
     mapping,
     members,
     regroup,
-    regroup_scheduler,
     same_name,
 )
+from holdfast.state.schedulers import regroup_scheduler
 from holdfast.state.subclasses import plain_parts
 
 Document = Mapping[str, Any]
@@ -82,8 +82,9 @@ def needs(
     """All things of this state that have values; of aliases those that are nowhere yet."""
     for key, groups in _groups(objects).items():
         homes = _homes(objects, key)
+        stored_names = _through_ties(objects, key, aliases, names)
         for here in [name for group in groups for name in group]:
-            for name in names(here):
+            for name in stored_names(here):
                 path = f"{key}.{name}"
                 yield Need(Thing("parameter", path), (f"{path}.", *homes(here, name)))
     for key in objects.modules:
@@ -131,6 +132,28 @@ def _homes(objects: Objects, key: str) -> Any:
         return (f"{module}.{name if here == inner else name.removeprefix(f'{module}.')}",)
 
     return find
+
+
+def _through_ties(objects: Objects, key: str, aliases: Mapping[str, str], names: Names) -> Names:
+    """The stored names of an optimizer's parameters, where they were one with others: of those.
+
+    The last stage of a pipeline has the one name of a tied tensor, and the first the other.
+    """
+    homes = _homes(objects, key)
+
+    def find(here: str) -> list[str]:
+        return [_tied(name, homes(here, name), aliases) for name in names(here)]
+
+    return find
+
+
+def _tied(name: str, leaves: tuple[str, ...], aliases: Mapping[str, str]) -> str:
+    leaf = leaves[0] if leaves else ""
+    other = aliases.get(leaf)
+    if other is None or leaf == name:  # names of several modules begin with the module's key
+        return other or name
+    module = leaf.removesuffix(name)
+    return other.removeprefix(module) if other.startswith(module) else name
 
 
 def _outwards(key: str, prefix: str) -> Iterator[str]:
@@ -192,7 +215,8 @@ def gather(
     """What this state takes from ``documents``, by saved rank, the base first."""
     saved = Saved({rank: document.get("shared", {}) for rank, document in documents.items()})
     shared, problems, is_other = _all_keys(saved), list[str](), False
-    groups = _groups(objects)
+    groups, aliases = _groups(objects), _aliases(documents, stored)
+    names_of = {key: _through_ties(objects, key, aliases, names) for key in objects.optimizers}
     regrouped: dict[str, Regrouped] = {}
     for key, optimizer in objects.optimizers.items():
         may_miss = {
@@ -201,7 +225,7 @@ def gather(
             for here in group
             if objects.choice.allows(*(f"{key}.{name}" for name in (here, *names(here))))
         }
-        found = regroup(key, type(optimizer).__name__, groups[key], saved, names, may_miss)
+        found = regroup(key, type(optimizer).__name__, groups[key], saved, names_of[key], may_miss)
         if found.value is None and objects.choice.allows(key):
             found.problems.clear()
         problems += found.problems
@@ -219,8 +243,10 @@ def gather(
             problems += texts
     for key in objects.modules:
         _take_parts(key, objects.extra_names(key), saved, shared)
-    left, taken = _claims(objects, saved, groups, names)
-    return Gathered(shared, _aliases(documents, stored), tuple(problems), left, taken)
+    left, taken = _claims(objects, saved, groups, names_of)
+    for key, some in groups.items():
+        _alias_state(key, some, names, names_of[key], stored, aliases)
+    return Gathered(shared, aliases, tuple(problems), left, taken)
 
 
 def _all_keys(saved: Saved) -> dict[str, Any]:
@@ -260,8 +286,25 @@ def _aliases(documents: Mapping[int, Document], stored: Mapping[str, Any]) -> di
     return found
 
 
+def _alias_state(
+    key: str, groups: list[list[str]], names: Names, tied: Names, stored: Mapping[str, Any],
+    aliases: dict[str, str],
+) -> None:  # fmt: skip
+    """The state of a parameter that was stored under a tied name is found under its own, too."""
+    for here in [name for group in groups for name in group]:
+        for name, other in zip(names(here), tied(here), strict=True):
+            if name != other:
+                beginning = f"{key}.{other}."
+                for leaf in [leaf for leaf in (*stored, *aliases) if leaf.startswith(beginning)]:
+                    kind = leaf.removeprefix(beginning)
+                    aliases.setdefault(f"{key}.{name}.{kind}", aliases.get(leaf, leaf))
+
+
 def _claims(
-    objects: Objects, saved: Saved, groups: Mapping[str, list[list[str]]], names: Names
+    objects: Objects,
+    saved: Saved,
+    groups: Mapping[str, list[list[str]]],
+    names_of: Mapping[str, Names],
 ) -> tuple[frozenset[str], frozenset[str]]:
     """What of these documents is not of this state, and what is; as what would be said of it."""
     taken = {
@@ -269,7 +312,7 @@ def _claims(
         for key, some in groups.items()
         for group in some
         for here in group
-        for name in names(here)
+        for name in names_of[key](here)
     }
     taken |= {
         _not_in_model(key, part)

@@ -3,7 +3,8 @@
 Every saved rank wrote down its own groups: under pipeline parallelism each has other parameters
 in them. A rank that restores finds the hyperparameters of each of its parameters where a saved
 rank had that parameter, and puts them together by its own groups. Its schedulers, which go by the
-order of the groups, follow. All values here are as ``format.values`` encodes them.
+order of the groups, follow (``state.schedulers``). All values here are as ``format.values`` encodes
+them.
 """
 
 from __future__ import annotations
@@ -21,13 +22,6 @@ Names = Callable[[str], Sequence[str]]
 #: How the update is computed, not what: the program that restores decides, for it may run on
 #: other devices than the one that saved.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
-#: Lists of torch's schedulers that have an item for each group ...
-_BY_GROUP = frozenset({
-    "base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums",
-})  # fmt: skip
-#: ... and those that have not, however many items they have.
-_BY_TIME = frozenset({"_milestones", "_schedule_phases"})
-_INNER = "_schedulers"
 _NOTHING: dict[str, Any] = {}
 
 
@@ -54,19 +48,16 @@ class Saved:
         self.shared = shared
         self.base = next(iter(shared))
         self._small: dict[int, dict[str, Any]] = {}
+        self._groups: dict[tuple[int, str], Sequence[Encoded]] = {}
 
     def groups(self, rank: int, key: str) -> Sequence[Encoded]:
         """The groups that a rank had in the optimizer ``key``; none if it had no such optimizer.
 
         FormatError for what no optimizer's groups are.
         """
-        saved: Any = self.shared[rank].get(key)
-        if not is_optimizer(saved):
-            return ()
-        groups = saved["groups"]
-        if not isinstance(groups, list) or not all(map(_is_group, groups)):
-            raise FormatError(f"the values of saved rank {rank}: {key} has malformed groups")
-        return groups
+        if (rank, key) not in self._groups:
+            self._groups[rank, key] = _checked_groups(rank, key, self.shared[rank].get(key))
+        return self._groups[rank, key]
 
     def whole(self, rank: int, value: Any) -> Any:
         """A value of a rank with its small tensors in it, wherever they were met first.
@@ -90,6 +81,15 @@ class Saved:
             mine = name if rank == self.base else f"{name} of rank {rank}"
             return {"$tensor": {**body, "name": mine}}
         return {key: self._whole(rank, item) for key, item in value.items()}
+
+
+def _checked_groups(rank: int, key: str, saved: Any) -> Sequence[Encoded]:
+    if not is_optimizer(saved):
+        return ()
+    groups: list[Encoded] = saved["groups"]
+    if not isinstance(groups, list) or not all(map(_is_group, groups)):
+        raise FormatError(f"the values of saved rank {rank}: {key} has malformed groups")
+    return groups
 
 
 def is_optimizer(value: Any) -> bool:
@@ -277,89 +277,6 @@ def _state(
 def _state_of(saved: Saved, rank: int, key: str) -> Any:
     value = saved.shared[rank].get(key)
     return value.get("state") if isinstance(value, dict) else None
-
-
-def regroup_scheduler(
-    name: str, key: str, saved: Saved, optimizer: Regrouped
-) -> tuple[Any, list[str]]:
-    """The state of the scheduler ``name`` for an optimizer that has other groups than were saved.
-
-    Also what stands against it, in words.
-    """
-    assert optimizer.places is not None
-    counts = {rank: len(saved.groups(rank, key)) for rank in saved.shared}
-    states = {rank: shared.get(name) for rank, shared in saved.shared.items()}
-    return _Scheduler(name, key, saved, optimizer.places, optimizer.home, counts).of(states)
-
-
-@dataclass(frozen=True, slots=True)
-class _Scheduler:
-    name: str
-    key: str
-    saved: Saved
-    places: Sequence[Sequence[Place]]
-    home: int
-    counts: Mapping[int, int]
-
-    def of(self, states: Mapping[int, Any]) -> tuple[Any, list[str]]:
-        """One scheduler, or one inside of another, from its state on each rank."""
-        there = states[self.home]
-        if not isinstance(there, dict):
-            return there, [self._refusal("its state")]
-        made: dict[str, Any] = {}
-        problems: list[str] = []
-        for part, value in there.items():
-            if part == _INNER and isinstance(value, list):
-                found = [self.of(_inner(states, number)) for number in range(len(value))]
-                made[part] = [inner for inner, _ in found]
-                problems += [text for _, texts in found for text in texts]
-                continue
-            made[part] = self.saved.whole(self.home, value)
-            if isinstance(value, list) and len(value) == self.counts[self.home]:
-                picked = None if part in _BY_TIME else self._by_group(states, part)
-                if part in _BY_GROUP and picked is not None:
-                    made[part] = picked
-                elif part not in _BY_TIME and not is_same(picked, made[part]):
-                    problems.append(self._refusal(part))
-        return made, problems
-
-    def _by_group(self, states: Mapping[int, Any], part: str) -> list[Any] | None:
-        """The list for the groups here; None when ranks, or what a group joins, contradict it."""
-        found = []
-        for number, places in enumerate(self.places):
-            items = [self._item(states[place.rank], part, place) for place in places]
-            if not items:  # of an empty group, which no step is taken with
-                items = [self._item(states[self.home], part, Place(self.home, number), default=0)]
-            if any(not is_same(items[0], item) for item in items) or items[0] is _ABSENT:
-                return None
-            found.append(items[0])
-        return found
-
-    def _item(self, state: Any, part: str, place: Place, default: int | None = None) -> Any:
-        values = state.get(part) if isinstance(state, dict) else None
-        if not isinstance(values, list) or len(values) != self.counts[place.rank]:
-            return _ABSENT
-        if place.group >= len(values):
-            return _ABSENT if default is None else self.saved.whole(place.rank, values[default])
-        return self.saved.whole(place.rank, values[place.group])
-
-    def _refusal(self, part: str) -> str:
-        return (
-            f"{self.name}: goes by the order of the groups of {self.key}, which are other groups, "
-            f"or in another order, than were saved, and {part} cannot follow them: make them as "
-            "they were"
-        )
-
-
-_ABSENT = object()
-
-
-def _inner(states: Mapping[int, Any], number: int) -> dict[int, Any]:
-    found = {}
-    for rank, state in states.items():
-        inner = state.get(_INNER) if isinstance(state, dict) else None
-        found[rank] = inner[number] if isinstance(inner, list) and number < len(inner) else None
-    return found
 
 
 def is_same(one: Any, other: Any) -> bool:

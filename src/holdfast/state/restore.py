@@ -1,6 +1,6 @@
 """Bring the user's objects to a stored state: say what does not fit, make room, set values.
 
-``problems`` changes nothing and lists every difference at once; what of a checkpoint no rank takes
+``amiss`` changes nothing and lists every difference at once; what of a checkpoint no rank takes
 is for all of them to find, and ``refuse`` raises both. ``make_room`` makes the tensors an optimizer
 lacks. Tensors are filled by the caller; ``finish`` sets hyperparameters, plain values and
 generators when all ranks have verified everything.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ class Restoring:
         self._small[small.name] = small
         return small
 
-    def problems(self) -> list[str]:
+    @cached_property
+    def amiss(self) -> list[str]:
         """What stands between this state and the stored one, as far as one rank can tell."""
         self._value_targets()  # what is found there is no state of a parameter
         problems = [*self._module_problems(), *self._missing_values(), *self.found.problems]
