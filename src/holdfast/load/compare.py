@@ -92,7 +92,7 @@ class Comparison:
             return self._through(objects, request, stored)
         found = gather_values(self.checkpoint, objects, self.base, self.values, stored)
         restoring = Restoring(self.state, objects, stored, found, self.own)
-        return Compared(restoring, restoring.problems())
+        return Compared(restoring, restoring.amiss)
 
     def _through(self, objects: Objects, request: Request, stored: Mapping[str, Spec]) -> Compared:
         choice, table = request.choice, None
@@ -114,7 +114,7 @@ class Comparison:
             self.state, objects, offer.specs, found, self.own,
             left=offer.left, references=offer.references,
         )  # fmt: skip
-        problems = [*offer.problems, *restoring.problems()]
+        problems = [*offer.problems, *restoring.amiss]
         problems += unequal_numbers(self.checkpoint, offer)
         used = choice.used([*names, *offer.specs, *offer.left])
         return Compared(restoring, problems, offer, msgpack.encode((usage, used)))
