@@ -96,7 +96,7 @@ def test_what_is_stored_has_the_names_and_shapes_of_the_rules_and_no_padding(
 def test_a_checkpoint_of_before_the_rules_is_read_through_stored_rules(tmp_path: Path) -> None:
     state = build(0, steps=1)
     holdfast.save(tmp_path, state)
-    apart = nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 4), "v": nn.Linear(8, 4)})
+    apart: Any = nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 4), "v": nn.Linear(8, 4)})
     part = {"model": apart}
     holdfast.load(
         tmp_path, part, stored_rules=rules(), only=["model.q.*", "model.k.*", "model.v.*"]
@@ -132,7 +132,7 @@ def test_a_pattern_of_only_that_means_nothing_is_refused(tmp_path: Path) -> None
 
 def test_a_leaf_may_be_missing_only_if_it_is_named(tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"model": nn.ModuleDict({"a": nn.Linear(2, 2)})})
-    more = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    more: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     kept = more["b"].weight.detach().clone()
     with pytest.raises(
         StateMismatch, match=r"model\.b\.weight: in the model, but not in the check"
@@ -149,7 +149,7 @@ def test_a_parameter_that_is_new_to_the_optimizer_may_be_missing(tmp_path: Path)
     state = build(0, steps=1)
     holdfast.save(tmp_path, state)
     again = build(1)
-    extra = nn.Linear(3, 3)
+    extra: Any = nn.Linear(3, 3)
     again["model"].extra = extra
     again["optimizer"].add_param_group({"params": extra.parameters(), "lr": 0.125})
     with pytest.raises(StateMismatch, match=r"optimizer\.extra\.weight: not in the saved"):
@@ -178,13 +178,13 @@ def test_elements_are_converted_where_a_rule_says_so_and_nowhere_else(tmp_path: 
 def test_numbers_that_are_joined_must_agree_before_anything_is_read(tmp_path: Path) -> None:
     state = build(0, steps=1)
     model, optimizer = state["model"], state["optimizer"]
-    apart = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4), ("v", 4))})
+    apart: Any = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4), ("v", 4))})
     separate = torch.optim.AdamW(apart.parameters())
     sum(p.sum() for p in apart.parameters()).backward()  # type: ignore[union-attr]
     separate.step()
     separate.state[apart["k"].weight]["step"].fill_(9)
     holdfast.save(tmp_path, {"model": apart, "optimizer": separate})
-    fused = nn.ModuleDict({"qkv": model.qkv})
+    fused: Any = nn.ModuleDict({"qkv": model.qkv})
     before = model.qkv.weight.detach().clone()
     one = {"model": fused, "optimizer": torch.optim.AdamW(fused.parameters())}
     with pytest.raises(
@@ -196,9 +196,9 @@ def test_numbers_that_are_joined_must_agree_before_anything_is_read(tmp_path: Pa
 
 
 def test_a_missing_part_is_told_with_both_names(tmp_path: Path) -> None:
-    apart = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4))})
+    apart: Any = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4))})
     holdfast.save(tmp_path, {"model": apart})
-    fused = nn.ModuleDict({"qkv": nn.Linear(8, 16)})
+    fused: Any = nn.ModuleDict({"qkv": nn.Linear(8, 16)})
     with pytest.raises(StateMismatch) as caught:
         holdfast.load(tmp_path, {"model": fused}, rules=r.Rules([QKV]))
     told = "model.qkv.weight: by the rules made of model.v.weight, which is not in the checkpoint"
@@ -221,7 +221,7 @@ def test_a_rule_for_no_leaf_is_refused_at_save_and_at_restore(tmp_path: Path) ->
 
 
 def test_two_tensors_that_are_the_same_elements_are_refused(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     both = r.Rules([("{x}.weight", r.part_of("w", 0, at=1, whole=4))])
     with pytest.raises(UsageError, match=r"a\.weight and b\.weight are both seen as w\[1:3, 0:2\]"):
         holdfast.save(tmp_path, {"model": model}, rules=both)
@@ -240,7 +240,7 @@ def _declare(model: Any, shape: tuple[int, ...], begins: tuple[int, int]) -> Non
 
 
 def test_counts_of_joined_tensors_that_differ_are_not_lost_at_a_save(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     _declare(model, (4, 2), (0, 2))
     optimizer = torch.optim.AdamW(model.parameters())
     sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
@@ -283,7 +283,7 @@ def test_the_next_save_looks_only_whether_anything_changed(tmp_path: Path) -> No
 def test_what_is_declared_between_saves_counts_for_the_next() -> None:
     from holdfast.state.describe import Describer
 
-    model = nn.Linear(4, 4, bias=False)
+    model: Any = nn.Linear(4, 4, bias=False)
     describer = Describer({"model": model}, 0)
     before = describer.describe().table_hash
     holdfast.declare(model.weight, holdfast.Shard((8, 4), (4, 0)))
