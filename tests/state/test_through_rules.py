@@ -420,3 +420,23 @@ def test_a_torn_restore_leaves_nothing_half_converted(tmp_path: Path) -> None:
     image.write_bytes(data)
     with pytest.raises(RestoreError):
         holdfast.load(tmp_path, build(1), rules=rules())
+
+
+def test_parts_of_what_is_frozen_are_frozen_and_those_of_what_is_stepped_are_lazy() -> None:
+    from holdfast.geometry.layout import table_from_json
+    from holdfast.state.describe import Describer
+
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 16), "o": nn.Linear(8, 8)}).requires_grad_(False)
+    model["o"].requires_grad_(True)
+    optimizer = torch.optim.SGD(model["o"].parameters(), lr=0.5)
+    state = {"model": model, "optimizer": optimizer}
+    renamed = ("o.{what}", r.rename("out.{what}"))
+    describer = Describer(state, 0, tells_frozen=True, rules=r.Rules([QKV, renamed]))
+    described = describer.describe()
+    table = {entry.name: entry.is_frozen for entry in table_from_json(described.table)}
+    parts = {f"model.{x}.{what}" for x in "qkv" for what in ("weight", "bias")}
+    assert {name for name, is_frozen in table.items() if is_frozen} == parts
+    assert table.keys() - parts == {"model.out.weight", "model.out.bias"}
+    assert [binding.name for binding in described.bindings.lazy] == [
+        "model.o.weight", "model.o.bias",
+    ]  # fmt: skip
