@@ -440,3 +440,65 @@ def test_parts_of_what_is_frozen_are_frozen_and_those_of_what_is_stepped_are_laz
     assert [binding.name for binding in described.bindings.lazy] == [
         "model.o.weight", "model.o.bias",
     ]  # fmt: skip
+
+
+def test_a_parameter_that_an_optimizer_has_in_parts_is_stored_from_them_and_filled_whole(
+    tmp_path: Path,
+) -> None:
+    def build_flat(value: float) -> State:
+        model = nn.ParameterDict({n: nn.Parameter(torch.full((3, 2), value)) for n in "ab"})
+        flat = nn.Parameter(torch.arange(14.0) + value)
+        ranges = [("a", (3, 2), 0, 6, 0), ("b", (3, 2), 0, 6, 6)]
+        holdfast.declare(flat, holdfast.FlatBuffer(ranges))
+        return {"model": model, "optimizer": torch.optim.SGD([flat], lr=0.5, momentum=0.5)}
+
+    state, again = build_flat(1.0), build_flat(0.0)
+    (flat,) = state["optimizer"].param_groups[0]["params"]
+    state["optimizer"].state[flat]["momentum_buffer"] = -flat.detach()
+    holdfast.save(tmp_path, state)
+    with holdfast.open(tmp_path) as checkpoint:
+        assert set(checkpoint.leaves) == {
+            f"{key}.{n}{kind}" for n in "ab"
+            for key, kind in (("model", ""), ("optimizer", ".momentum_buffer"))
+        }  # fmt: skip
+    holdfast.load(tmp_path, again)
+    (other,) = again["optimizer"].param_groups[0]["params"]
+    momentum = again["optimizer"].state[other]["momentum_buffer"]
+    assert torch.equal(other[:12], flat[:12]) and not other[12:].any()
+    assert torch.equal(momentum[:12], -flat[:12]) and not momentum[12:].any()
+    assert torch.equal(again["model"]["b"].reshape(-1), flat[6:12])
+
+
+class Counting(torch.optim.SGD):
+    """Counts in a plain number how often each parameter was stepped."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = self.state[parameter]
+                kept["count"] = kept.get("count", 0) + 1
+
+
+def test_numbers_beside_tensors_are_those_of_every_part(tmp_path: Path) -> None:
+    def make(model: Any) -> State:
+        return {"model": model, "optimizer": Counting(model.parameters(), lr=0.5)}
+
+    state = make(nn.ModuleDict({"qkv": nn.Linear(8, 16)}))
+    sum(p.sum() for p in state["model"].parameters()).backward()
+    state["optimizer"].step()
+    holdfast.save(tmp_path, state, rules=r.Rules([QKV]))
+    sizes = {"q": 8, "k": 4, "v": 4}
+    apart = make(nn.ModuleDict({x: nn.Linear(8, n) for x, n in sizes.items()}))
+    holdfast.load(tmp_path, apart)
+    for parameter in apart["model"].parameters():
+        assert apart["optimizer"].state[parameter]["count"] == 1
+    fused = make(nn.ModuleDict({"qkv": nn.Linear(8, 16)}))
+    apart["optimizer"].state[apart["model"]["k"].weight]["count"] = 5
+    holdfast.load(tmp_path, fused, rules=r.Rules([QKV]))
+    assert fused["optimizer"].state[fused["model"]["qkv"].weight]["count"] == 1
+    holdfast.save(tmp_path, apart, 1)
+    with pytest.raises(
+        StateMismatch, match=r"qkv\.weight: what it is made of was saved with state"
+    ):
+        holdfast.load(tmp_path, fused, rules=r.Rules([QKV]))
