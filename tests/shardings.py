@@ -275,9 +275,9 @@ def build(layout: Layout, *, filled: bool) -> State:
         holdfast.declare(flat, holdfast.FlatBuffer(layout.ranges))
         parameters = [(layout.flat, flat)]
     optimizer = torch.optim.AdamW([one for _, one in parameters], RATE if filled else 1.0)
-    for part, parameter in parameters if filled else ():
+    for part, owner in parameters if filled else ():
         moments = {which: _local(layout, part, which, filled=True) for which in MOMENTS}
-        optimizer.state[parameter] = {"step": torch.tensor(STEPS), **moments}
+        optimizer.state[owner] = {"step": torch.tensor(STEPS), **moments}
     return {"model": module, "optimizer": optimizer, "seen": 5 if filled else 0}
 
 

@@ -96,7 +96,7 @@ def test_what_is_stored_has_the_names_and_shapes_of_the_rules_and_no_padding(
 def test_a_checkpoint_of_before_the_rules_is_read_through_stored_rules(tmp_path: Path) -> None:
     state = build(0, steps=1)
     holdfast.save(tmp_path, state)
-    apart = nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 4), "v": nn.Linear(8, 4)})
+    apart: Any = nn.ModuleDict({"q": nn.Linear(8, 8), "k": nn.Linear(8, 4), "v": nn.Linear(8, 4)})
     part = {"model": apart}
     holdfast.load(
         tmp_path, part, stored_rules=rules(), only=["model.q.*", "model.k.*", "model.v.*"]
@@ -132,7 +132,7 @@ def test_a_pattern_of_only_that_means_nothing_is_refused(tmp_path: Path) -> None
 
 def test_a_leaf_may_be_missing_only_if_it_is_named(tmp_path: Path) -> None:
     holdfast.save(tmp_path, {"model": nn.ModuleDict({"a": nn.Linear(2, 2)})})
-    more = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    more: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     kept = more["b"].weight.detach().clone()
     with pytest.raises(
         StateMismatch, match=r"model\.b\.weight: in the model, but not in the check"
@@ -149,7 +149,7 @@ def test_a_parameter_that_is_new_to_the_optimizer_may_be_missing(tmp_path: Path)
     state = build(0, steps=1)
     holdfast.save(tmp_path, state)
     again = build(1)
-    extra = nn.Linear(3, 3)
+    extra: Any = nn.Linear(3, 3)
     again["model"].extra = extra
     again["optimizer"].add_param_group({"params": extra.parameters(), "lr": 0.125})
     with pytest.raises(StateMismatch, match=r"optimizer\.extra\.weight: not in the saved"):
@@ -178,13 +178,13 @@ def test_elements_are_converted_where_a_rule_says_so_and_nowhere_else(tmp_path: 
 def test_numbers_that_are_joined_must_agree_before_anything_is_read(tmp_path: Path) -> None:
     state = build(0, steps=1)
     model, optimizer = state["model"], state["optimizer"]
-    apart = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4), ("v", 4))})
+    apart: Any = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4), ("v", 4))})
     separate = torch.optim.AdamW(apart.parameters())
-    sum(p.sum() for p in apart.parameters()).backward()  # type: ignore[union-attr]
+    sum(p.sum() for p in apart.parameters()).backward()
     separate.step()
     separate.state[apart["k"].weight]["step"].fill_(9)
     holdfast.save(tmp_path, {"model": apart, "optimizer": separate})
-    fused = nn.ModuleDict({"qkv": model.qkv})
+    fused: Any = nn.ModuleDict({"qkv": model.qkv})
     before = model.qkv.weight.detach().clone()
     one = {"model": fused, "optimizer": torch.optim.AdamW(fused.parameters())}
     with pytest.raises(
@@ -196,9 +196,9 @@ def test_numbers_that_are_joined_must_agree_before_anything_is_read(tmp_path: Pa
 
 
 def test_a_missing_part_is_told_with_both_names(tmp_path: Path) -> None:
-    apart = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4))})
+    apart: Any = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4))})
     holdfast.save(tmp_path, {"model": apart})
-    fused = nn.ModuleDict({"qkv": nn.Linear(8, 16)})
+    fused: Any = nn.ModuleDict({"qkv": nn.Linear(8, 16)})
     with pytest.raises(StateMismatch) as caught:
         holdfast.load(tmp_path, {"model": fused}, rules=r.Rules([QKV]))
     told = "model.qkv.weight: by the rules made of model.v.weight, which is not in the checkpoint"
@@ -221,19 +221,35 @@ def test_a_rule_for_no_leaf_is_refused_at_save_and_at_restore(tmp_path: Path) ->
 
 
 def test_two_tensors_that_are_the_same_elements_are_refused(tmp_path: Path) -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     both = r.Rules([("{x}.weight", r.part_of("w", 0, at=1, whole=4))])
     with pytest.raises(UsageError, match=r"a\.weight and b\.weight are both seen as w\[1:3, 0:2\]"):
         holdfast.save(tmp_path, {"model": model}, rules=both)
-    for name, at in (("a", 0), ("b", 1)):
-        holdfast.declare(model[name].weight, holdfast.Shard((4, 2), (at, 0), name="w"))
+    _declare(model, (4, 2), (0, 1))
     with pytest.raises(UsageError, match=r"model\.a\.weight, model\.b\.weight are the same elem"):
         holdfast.save(tmp_path, {"model": model})
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
-    other = r.Rules([("a.weight", r.part_of("w", 0, at=0, whole=4)),
-                     ("b.weight", r.part_of("w", 0, at=2, whole=5))])  # fmt: skip
+    _declare(model, (4, 2), (0, 2))
+    holdfast.declare(model["b"].weight, holdfast.Shard((5, 2), (2, 0), name="w"))
     with pytest.raises(UsageError, match=r"both seen as parts of model\.w, .* \[4, 2\].* \[5, 2\]"):
-        holdfast.save(tmp_path, {"model": model}, rules=other)
+        holdfast.save(tmp_path, {"model": model})
+
+
+def _declare(model: Any, shape: tuple[int, ...], begins: tuple[int, int]) -> None:
+    for name, at in zip("ab", begins, strict=True):
+        holdfast.declare(model[name].weight, holdfast.Shard(shape, (at, 0), name="w"))
+
+
+def test_counts_of_joined_tensors_that_differ_are_not_lost_at_a_save(tmp_path: Path) -> None:
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    _declare(model, (4, 2), (0, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    holdfast.save(tmp_path, state)
+    optimizer.state[model["b"].weight]["step"].fill_(4)
+    with pytest.raises(UsageError, match=r"a\.weight\.step is 1\.0 and .*b\.weight\.step is 4\.0"):
+        holdfast.save(tmp_path, state, 1)
 
 
 def test_a_value_that_is_a_fused_tensor_is_refused_and_one_renamed_is_followed(
@@ -267,7 +283,7 @@ def test_the_next_save_looks_only_whether_anything_changed(tmp_path: Path) -> No
 def test_what_is_declared_between_saves_counts_for_the_next() -> None:
     from holdfast.state.describe import Describer
 
-    model = nn.Linear(4, 4, bias=False)
+    model: Any = nn.Linear(4, 4, bias=False)
     describer = Describer({"model": model}, 0)
     before = describer.describe().table_hash
     holdfast.declare(model.weight, holdfast.Shard((8, 4), (4, 0)))
@@ -404,3 +420,85 @@ def test_a_torn_restore_leaves_nothing_half_converted(tmp_path: Path) -> None:
     image.write_bytes(data)
     with pytest.raises(RestoreError):
         holdfast.load(tmp_path, build(1), rules=rules())
+
+
+def test_parts_of_what_is_frozen_are_frozen_and_those_of_what_is_stepped_are_lazy() -> None:
+    from holdfast.geometry.layout import table_from_json
+    from holdfast.state.describe import Describer
+
+    model = nn.ModuleDict({"qkv": nn.Linear(8, 16), "o": nn.Linear(8, 8)}).requires_grad_(False)
+    model["o"].requires_grad_(True)
+    optimizer = torch.optim.SGD(model["o"].parameters(), lr=0.5)
+    state = {"model": model, "optimizer": optimizer}
+    renamed = ("o.{what}", r.rename("out.{what}"))
+    describer = Describer(state, 0, tells_frozen=True, rules=r.Rules([QKV, renamed]))
+    described = describer.describe()
+    table = {entry.name: entry.is_frozen for entry in table_from_json(described.table)}
+    parts = {f"model.{x}.{what}" for x in "qkv" for what in ("weight", "bias")}
+    assert {name for name, is_frozen in table.items() if is_frozen} == parts
+    assert table.keys() - parts == {"model.out.weight", "model.out.bias"}
+    assert [binding.name for binding in described.bindings.lazy] == [
+        "model.o.weight", "model.o.bias",
+    ]  # fmt: skip
+
+
+def test_a_parameter_that_an_optimizer_has_in_parts_is_stored_from_them_and_filled_whole(
+    tmp_path: Path,
+) -> None:
+    def build_flat(value: float) -> State:
+        model = nn.ParameterDict({n: nn.Parameter(torch.full((3, 2), value)) for n in "ab"})
+        flat = nn.Parameter(torch.arange(14.0) + value)
+        ranges = [("a", (3, 2), 0, 6, 0), ("b", (3, 2), 0, 6, 6)]
+        holdfast.declare(flat, holdfast.FlatBuffer(ranges))
+        return {"model": model, "optimizer": torch.optim.SGD([flat], lr=0.5, momentum=0.5)}
+
+    state, again = build_flat(1.0), build_flat(0.0)
+    (flat,) = state["optimizer"].param_groups[0]["params"]
+    state["optimizer"].state[flat]["momentum_buffer"] = -flat.detach()
+    holdfast.save(tmp_path, state)
+    with holdfast.open(tmp_path) as checkpoint:
+        assert set(checkpoint.leaves) == {
+            f"{key}.{n}{kind}" for n in "ab"
+            for key, kind in (("model", ""), ("optimizer", ".momentum_buffer"))
+        }  # fmt: skip
+    holdfast.load(tmp_path, again)
+    (other,) = again["optimizer"].param_groups[0]["params"]
+    momentum = again["optimizer"].state[other]["momentum_buffer"]
+    assert torch.equal(other[:12], flat[:12]) and not other[12:].any()
+    assert torch.equal(momentum[:12], -flat[:12]) and not momentum[12:].any()
+    assert torch.equal(again["model"]["b"].reshape(-1), flat[6:12])
+
+
+class Counting(torch.optim.SGD):
+    """Counts in a plain number how often each parameter was stepped."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                kept = self.state[parameter]
+                kept["count"] = kept.get("count", 0) + 1
+
+
+def test_numbers_beside_tensors_are_those_of_every_part(tmp_path: Path) -> None:
+    def make(model: Any) -> State:
+        return {"model": model, "optimizer": Counting(model.parameters(), lr=0.5)}
+
+    state = make(nn.ModuleDict({"qkv": nn.Linear(8, 16)}))
+    sum(p.sum() for p in state["model"].parameters()).backward()
+    state["optimizer"].step()
+    holdfast.save(tmp_path, state, rules=r.Rules([QKV]))
+    sizes = {"q": 8, "k": 4, "v": 4}
+    apart = make(nn.ModuleDict({x: nn.Linear(8, n) for x, n in sizes.items()}))
+    holdfast.load(tmp_path, apart)
+    for parameter in apart["model"].parameters():
+        assert apart["optimizer"].state[parameter]["count"] == 1
+    fused = make(nn.ModuleDict({"qkv": nn.Linear(8, 16)}))
+    apart["optimizer"].state[apart["model"]["k"].weight]["count"] = 5
+    holdfast.load(tmp_path, fused, rules=r.Rules([QKV]))
+    assert fused["optimizer"].state[fused["model"]["qkv"].weight]["count"] == 1
+    holdfast.save(tmp_path, apart, 1)
+    with pytest.raises(
+        StateMismatch, match=r"qkv\.weight: what it is made of was saved with state"
+    ):
+        holdfast.load(tmp_path, fused, rules=r.Rules([QKV]))

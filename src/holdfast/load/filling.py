@@ -92,12 +92,13 @@ class Filling:
         if part.instance is not None:
             self._add_entry(entry_of(part, dtype, "split"), part.views[0].of(local))
             return
-        is_each = part.rows and shape != part.shape
-        if is_each and shape[0] == part.rows:
+        has_rows = part.rows > 0 and shape != part.shape
+        is_mean = has_rows and shape[0] != part.rows
+        if has_rows and not is_mean:
             part = part.as_stored()
         asked = self._asked.setdefault(part.leaf, _Asked(dtype, shape, []))
         for box, view in zip(part.boxes, part.views, strict=True):
-            if is_each and shape[0] != part.rows:
+            if is_mean:
                 self._means.append(_Mean(part.leaf, dtype, shape[0], box, view.of(local)))
             else:
                 asked.boxes.append(box)

@@ -64,6 +64,7 @@ class Through:
         owner = tensor if origin.parameter is None else origin.parameter
         if self._is_plain(owner) and declared(tensor) is None:
             return None
+        found: Sight | None
         if tensor.shape == owner.shape:
             looks = self._looks(origin, owner)
             found = joined([self._held(origin, tensor, look) for look in looks], tensor, looks)
