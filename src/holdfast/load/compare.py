@@ -23,6 +23,7 @@ from holdfast.state.declared import declarations
 from holdfast.state.following import Document
 from holdfast.state.objects import Objects, State
 from holdfast.state.offer import Lens, Offer
+from holdfast.state.offering import make_offer
 from holdfast.state.restore import Restoring, Spec
 from holdfast.state.through import Through
 from holdfast.state.usage import refuse_unused, say_usage
@@ -110,7 +111,7 @@ class Comparison:
         found = gather_values(
             self.checkpoint, objects, self.base, self.values, stored, lens.names, lens.leaves
         )
-        offer = lens.offer(found.aliases)
+        offer = make_offer(lens, found.aliases)
         found = replace(found, aliases=offer.aliases)
         restoring = Restoring(
             self.state, objects, offer.specs, found, self.own,
