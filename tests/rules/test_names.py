@@ -37,6 +37,7 @@ from holdfast.rules.names import Pattern, Template
         ("a.**.c", "a.b.b.c", {}),
         ("a.**", "a.b.c", {}),
         ("a.**", "a", None),
+        ("a.**", "a.", None),
         ("**.{i}.**", "x.7.y", {"i": "7"}),
     ],
 )
