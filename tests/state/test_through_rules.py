@@ -506,7 +506,7 @@ class Tied(nn.Module):
 
     def __init__(self, order: tuple[str, ...], *, is_one: bool) -> None:
         super().__init__()
-        parts = {"embed": nn.Embedding(16, 8), "head": nn.Linear(8, 16, bias=False)}
+        parts: dict[str, Any] = {"embed": nn.Embedding(16, 8), "head": nn.Linear(8, 16, bias=False)}
         for name in order:
             self.add_module(name, parts[name])
         if is_one:
