@@ -312,3 +312,20 @@ def test_state_tensors_that_were_one_are_one_again(tmp_path: Path) -> None:
     steps = {id(kind["step"]) for kind in back["optimizer"].state.values()}
     assert len(steps) == 1
     assert train(back, range(1, 3)) == train(saved, range(1, 3))
+
+
+def test_groups_are_told_apart_whatever_their_parameters_are_called(tmp_path: Path) -> None:
+    """Parameter "1" is in the first group, and group 1 has no parameters to be called by."""
+
+    def state(rate: float) -> dict[str, Any]:
+        model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))])
+        groups = [
+            {"params": [model[1]], "lr": torch.tensor(rate)},
+            {"params": [], "lr": torch.tensor(2 * rate)},
+        ]
+        return {"model": model, "optimizer": torch.optim.Adam(groups)}
+
+    holdfast.save(tmp_path, state(0.25))
+    back = state(1.0)
+    holdfast.load(tmp_path, back)
+    assert [float(group["lr"]) for group in back["optimizer"].param_groups] == [0.25, 0.5]

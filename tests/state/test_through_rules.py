@@ -12,6 +12,7 @@ from torch import nn
 import holdfast
 from holdfast import rules as r
 from holdfast.errors import RestoreError, StateMismatch, UnsupportedState, UsageError
+from holdfast.state.describe import Describer
 
 State = dict[str, Any]
 QKV = ("qkv.{what}", r.fused(0, (8, 4, 4), into=("q.{what}", "k.{what}", "v.{what}")))
@@ -269,7 +270,6 @@ def test_a_value_that_is_a_fused_tensor_is_refused_and_one_renamed_is_followed(
 
 
 def test_the_next_save_looks_only_whether_anything_changed(tmp_path: Path) -> None:
-    from holdfast.state.describe import Describer
     from holdfast.state.through import Through
 
     describer = Describer(build(0, steps=1), 0, rules=rules())
@@ -281,8 +281,6 @@ def test_the_next_save_looks_only_whether_anything_changed(tmp_path: Path) -> No
 
 
 def test_what_is_declared_between_saves_counts_for_the_next() -> None:
-    from holdfast.state.describe import Describer
-
     model: Any = nn.Linear(4, 4, bias=False)
     describer = Describer({"model": model}, 0)
     before = describer.describe().table_hash
@@ -424,7 +422,6 @@ def test_a_torn_restore_leaves_nothing_half_converted(tmp_path: Path) -> None:
 
 def test_parts_of_what_is_frozen_are_frozen_and_those_of_what_is_stepped_are_lazy() -> None:
     from holdfast.geometry.layout import table_from_json
-    from holdfast.state.describe import Describer
 
     model = nn.ModuleDict({"qkv": nn.Linear(8, 16), "o": nn.Linear(8, 8)}).requires_grad_(False)
     model["o"].requires_grad_(True)
@@ -502,3 +499,88 @@ def test_numbers_beside_tensors_are_those_of_every_part(tmp_path: Path) -> None:
         StateMismatch, match=r"qkv\.weight: what it is made of was saved with state"
     ):
         holdfast.load(tmp_path, fused, rules=r.Rules([QKV]))
+
+
+class Tied(nn.Module):
+    """An embedding and a head: two tensors, or one that is met under either name first."""
+
+    def __init__(self, order: tuple[str, ...], *, is_one: bool) -> None:
+        super().__init__()
+        parts: dict[str, Any] = {"embed": nn.Embedding(16, 8), "head": nn.Linear(8, 16, bias=False)}
+        for name in order:
+            self.add_module(name, parts[name])
+        if is_one:
+            parts["head"].weight = parts["embed"].weight
+        else:
+            parts["head"].weight.data.copy_(parts["embed"].weight.data)
+
+
+TIED = r.Rules([("head.weight", r.tied("embed.weight"))])
+
+
+def stepped(seed: int, order: tuple[str, ...], *, is_one: bool) -> State:
+    torch.manual_seed(seed)
+    model = Tied(order, is_one=is_one)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+@pytest.mark.parametrize("order", [("embed", "head"), ("head", "embed")])
+def test_what_a_rule_calls_a_copy_is_stored_once_under_the_name_of_the_other(
+    tmp_path: Path, order: tuple[str, ...], is_one: bool
+) -> None:
+    saved, back = stepped(1, order, is_one=is_one), stepped(2, order, is_one=is_one)
+    holdfast.save(tmp_path, saved, rules=TIED)
+    with holdfast.open(tmp_path) as checkpoint:
+        assert set(checkpoint.leaves) == {
+            "model.embed.weight",
+            *(f"optimizer.embed.weight.{kind}" for kind in ("exp_avg", "exp_avg_sq", "step")),
+        }
+    holdfast.load(tmp_path, back, rules=TIED)
+    for one, other in zip(saved["model"].parameters(), back["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
+        for kind, tensor in saved["optimizer"].state[one].items():
+            assert torch.equal(tensor, back["optimizer"].state[other][kind])
+
+
+def test_a_copy_of_what_no_optimizer_changes_is_saved_too(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = Tied(("embed", "head"), is_one=False)
+    holdfast.save(tmp_path, {"model": model}, rules=TIED)
+    with holdfast.open(tmp_path) as checkpoint:
+        found = torch.as_tensor(checkpoint.read("model.embed.weight"))
+        assert torch.equal(found, model.get_parameter("embed.weight"))
+
+
+def test_a_copy_of_what_nobody_has_is_refused_and_not_lost(tmp_path: Path) -> None:
+    state = {"model": Tied(("embed", "head"), is_one=False)}
+    wrong = r.Rules([("head.weight", r.tied("embedding.weight"))])
+    with pytest.raises(UsageError, match=r"head\.weight is a copy of model\.embedding\.weight"):
+        holdfast.save(tmp_path, state, rules=wrong)
+    with pytest.raises(holdfast.errors.NotFound):
+        holdfast.open(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["module", "entry"])
+def test_a_declared_part_that_was_replaced_is_not_taken_for_a_whole(what: str) -> None:
+    model = nn.Linear(4, 3, bias=False)
+    state: State = {"model": model, "entry": torch.ones(40, 60)}
+    shard = holdfast.Shard((6, 4), (3, 0)), holdfast.Shard((80, 60), (40, 0))
+    holdfast.declare(model.weight, shard[0])
+    holdfast.declare(state["entry"], shard[1])
+    describer = Describer(state, 1, 2)
+    before = describer.describe().table
+    if what == "module":
+        model.load_state_dict({"weight": torch.zeros(3, 4)}, assign=True)
+    else:
+        state["entry"] = torch.zeros(40, 60)
+    with pytest.raises(UnsupportedState, match="another tensor of the same shape has taken"):
+        describer.describe()
+    if what == "module":
+        holdfast.declare(model.weight, shard[0])
+    else:
+        holdfast.declare(state["entry"], shard[1])
+    assert describer.describe().table == before

@@ -367,6 +367,6 @@ def computation_so_far(gpus: Iterable[torch.device]) -> dict[torch.device, torch
 
 def stage(volatile: Sequence[Binding]) -> None:
     """Copy volatile leaves aside, so that the training thread may change them again."""
-    into = [leaf.staged for leaf in volatile if leaf.staged is not None]
-    if into:
-        torch._foreach_copy_(into, [leaf.local for leaf in volatile])
+    pairs = [(leaf.staged, leaf.local) for leaf in volatile if leaf.staged is not None]
+    if pairs:  # what is stored as another tensor is staged nowhere
+        torch._foreach_copy_([into for into, _ in pairs], [local for _, local in pairs])

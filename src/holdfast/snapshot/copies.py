@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 
+from holdfast.errors import UsageError
 from holdfast.format.image import ImagePlan
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
@@ -68,7 +69,11 @@ class CopyPlan:
 
 
 def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
-    """Find each piece this rank stores inside the tensors it holds."""
+    """Find each piece this rank stores inside the tensors it holds.
+
+    UsageError when a tensor is stored nowhere, for its rule calls it a copy of what nobody has.
+    """
+    _require_originals(layout, bindings)
     image = plan_rank(layout, rank)
     # Entries are in an order of their own; pieces are matched back to them by name.
     offsets = {entry.name: entry for entry in image.entries}
@@ -82,6 +87,20 @@ def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
         ))  # fmt: skip
     copies.sort(key=lambda copy: copy.offset)
     return CopyPlan(image, tuple(copies))
+
+
+def _require_originals(layout: Layout, bindings: Bindings) -> None:
+    copies = [b for b in bindings if b.sight is not None and b.sight.is_copy]
+    stored = {leaf.name for leaf in layout.leaves} if copies else set()
+    for binding in copies:
+        for part in binding.sight.parts if binding.sight else ():
+            if part.leaf not in stored:
+                raise UsageError(
+                    f"{binding.name} is a copy of {part.leaf} by rules.tied, and no rank has that: "
+                    "it would be lost. Correct the name in the rule, or have the state hold the "
+                    "other tensor too",
+                    leaf=binding.name,
+                )
 
 
 def part_of(

@@ -7,11 +7,12 @@ forward and backward.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from holdfast.errors import UsageError
+from holdfast.errors import UnsupportedState, UsageError
 from holdfast.geometry.layout import table_hash, table_to_json
 from holdfast.rules import Rules
 from holdfast.state import optimizers
@@ -71,6 +72,8 @@ class Describer:
         self._staged: dict[str, torch.Tensor] = {}
         self._checked: list[int] = []
         self._declarations = 0
+        self._parts: dict[str, torch.Size] = {}
+        """Of what was declared a part of a leaf, the shape of the part."""
 
     def usage(self) -> bytes:
         """Which rules are for a leaf of this rank (``holdfast.state.usage``)."""
@@ -154,6 +157,7 @@ class Describer:
     ) -> Binding:  # fmt: skip
         if before is not None and is_bound(before, (name, tensor, hooked, spread, frozen)):
             return before
+        self._require_declared(name, tensor)
         entry = leaf_entry(name, tensor, self.rank, spread, is_frozen=frozen)
         local = local_of(tensor)
         # A conjugate or negative view is one by a flag: only a copy has what it says.
@@ -165,11 +169,40 @@ class Describer:
             name, tensor, local, signature(tensor), spread, hooked, lazy, entry, staged, sight
         )
 
+    def _require_declared(self, name: str, tensor: torch.Tensor) -> None:
+        """UnsupportedState for what looks as the part of a leaf that was there, and says nothing.
+
+        Stored as a whole it would be made of all ranks' parts.
+        """
+        what = declared(tensor)
+        if what is not None:
+            is_whole = getattr(what, "global_shape", None) == tuple(tensor.shape)
+            self._parts[name] = torch.Size((-1,)) if is_whole else tensor.shape
+        elif self._parts.get(name) == tensor.shape and not isinstance(tensor, DTensor):
+            raise UnsupportedState(
+                f"{name} was declared a part of a leaf, and another tensor of the same shape has "
+                f"taken its place, {list(tensor.shape)}, of which nothing was declared: call "
+                "holdfast.declare for the new tensor as well",
+                leaf=name,
+            )
+
     def _sight(self, walk: Walk, name: str, tensor: torch.Tensor) -> Sight | None:
         if name in walk.origins:
-            return self.through.sight(*walk.origins[name])
+            sight = self.through.sight(*walk.origins[name])
+            return sight if sight is None or not sight.is_copy else self._stored(walk, name, sight)
         # Rules are for what modules and optimizers hold: what is in a value says itself what it is.
         return shard_sight(name, tensor, self.rank)
+
+    def _stored(self, walk: Walk, name: str, copy: Sight) -> Sight:
+        """What is stored of a tensor that a rule calls a copy: nothing, if it is one.
+
+        It may be the very tensor that is stored, met under the copy's name before its own.
+        """
+        for found in walk.other_names(name):
+            sight = self.through.sight(*found)
+            if sight is None or not sight.is_copy:
+                return sight or replace(copy, is_copy=False)
+        return copy
 
     def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """Where a volatile leaf is copied: as before, if it fits, for touched pages are fast."""

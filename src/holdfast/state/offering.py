@@ -38,6 +38,7 @@ class _Offering:
         self._all, self._aliases, self._choice = lens.stored, aliases, lens.choice
         self._made_of: dict[object, str] = {}
         self._known = Known()
+        self._copies: dict[str, list[str | None]] = {}
         self._hints = _HINTS
         self.offer = Offer(lens.through)
 
@@ -81,7 +82,7 @@ class _Offering:
         if len(missing) == len(parts) and all(self._choice.allows(name, one) for one in missing):
             self._leave(name, leaves)
             return
-        self._note_tie(origin, sight, parts, found)
+        self._note_tie(origin, first, sight, parts, found)
         self.offer.specs[name] = dtype, shape
         for leaf in missing:
             if not self._choice.allows(name, leaf):
@@ -127,11 +128,21 @@ class _Offering:
             yield from (f"{key}.{name}{MASTER}" for key in self._objects.optimizers)
 
     def _note_tie(
-        self, origin: Origin, sight: Sight | None, parts: Sequence[Part],
+        self, origin: Origin, met: str, sight: Sight | None, parts: Sequence[Part],
         found: Sequence[tuple[str, Spec] | None],
     ) -> None:  # fmt: skip
-        """Tensors that are one in the checkpoint: of the second the first is another name."""
-        if (sight is not None and sight.is_copy) or self._is_parted(origin):
+        """Tensors that are one in the checkpoint: of the second the first is another name.
+
+        A copy is no other tensor's name, unless it was ``met`` under that: then it is that tensor.
+        """
+        is_copy = sight is not None and sight.is_copy
+        leaves = [None if one is None else one[0] for one in found]
+        if is_copy:
+            self._copies[origin.leaf] = leaves
+        if met != origin.leaf and (is_copy or self._copies.get(met) == leaves) and any(leaves):
+            self.offer.aliases[origin.leaf] = met
+            return
+        if is_copy or self._is_parted(origin):
             return
         made_of = tuple(
             (None if one is None else one[0], part.boxes, part.views if sight else None)

@@ -53,7 +53,7 @@ def beside(
     names_of = {id(parameter): stored[name] for name, parameter in parameters.items()}
     members = [_once(names_of[id(p)] for p in group["params"]) for group in optimizer.param_groups]
     groups = tuple(msgspec.Raw(codec.to_bytes(names)) for names in members)
-    titles = tuple(names[0] if names else str(number) for number, names in enumerate(members))
+    titles = _titles(members)
     state = [
         (tuple(stored[name]), parameter, tuple([k for k, v in kept.items() if not is_tensor(v)]))
         for name, parameter in parameters.items()
@@ -61,6 +61,15 @@ def beside(
     ]
     loose = tuple(of_no_parameter(optimizer, parameters))
     return Beside(optimizer, groups, titles, tuple(one for one in state if one[2]), loose)
+
+
+def _titles(members: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Each group's first name; with its number where that is none, or another group's as well."""
+    found: list[str] = []
+    for number, names in enumerate(members):
+        title = names[0] if names else ""
+        found.append(f"{title}({number})" if not title or title in found else title)
+    return tuple(found)
 
 
 def _once(names: Iterable[Sequence[str]]) -> list[str]:

@@ -100,12 +100,14 @@ class Walk:
         changed.update(id(p) for p in parameters.values())
         origins = objects.origins(key)
         for name, kind, tensor in optimizers.tensors(key, optimizer, parameters):
-            self._add(origins[name]._replace(suffix=f".{kind}"), tensor, hooked, "split")
-        for origin, tensor in objects.masters(key):
+            home = origins[name]  # thousands of them: _replace takes several times as long
+            origin = Origin(home.prefix, home.name, f".{kind}", home.parameter)
             self._add(origin, tensor, hooked, "split")
+        for master, tensor in objects.masters(key):
+            self._add(master, tensor, hooked, "split")
         names = {
-            name: [f"{origin.prefix[len(key) + 1 :]}{leaf}" for leaf in self.through.leaves(origin)]
-            for name, origin in origins.items()
+            name: [f"{home.prefix[len(key) + 1 :]}{leaf}" for leaf in self.through.leaves(home)]
+            for name, home in origins.items()
         }
         self.optimizers[key] = beside(optimizer, parameters, names)
         self.values.take_optimizer(key, self.optimizers[key])
@@ -143,6 +145,16 @@ class Walk:
                 continue
             found.update(self.through.aliases(self.origins[name], self.origins[leaf]))
         return found
+
+    def other_names(self, name: str) -> Iterator[tuple[Origin, torch.Tensor]]:
+        """What a tensor of a module, or an optimizer's state of one, is by its further names."""
+        origin, tensor = self.origins[name]
+        if origin.parameter is None:
+            yield from (self.origins[n] for n, leaf in self.aliases.items() if leaf == name)
+            return
+        for other, there in list(self.origins.values()):
+            if other.parameter is None and there is origin.parameter:
+                yield origin._replace(name=other.name), tensor
 
     def _refer(self, name: str) -> str:
         """What a value calls the leaf ``name``."""
