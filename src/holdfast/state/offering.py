@@ -38,6 +38,7 @@ class _Offering:
         self._all, self._aliases, self._choice = lens.stored, aliases, lens.choice
         self._made_of: dict[object, str] = {}
         self._known = Known()
+        self._module_of = {key: self._objects.module_of(key) for key in self._objects.optimizers}
         self._hints = _HINTS
         self.offer = Offer(lens.through)
 
@@ -46,9 +47,9 @@ class _Offering:
         for key in self._objects.modules:
             for origin, tensor in self._lens.held(key):
                 self._take(origin, tensor)
+        for origin, tensor in self._objects.all_masters():
+            self._take(origin, tensor)
         for key in self._objects.optimizers:
-            for origin, tensor in self._objects.masters(key):
-                self._take(origin, tensor)
             self._take_state(key)
         for path in self._objects.shards:
             self._take_entry(path, self._objects.plain[path])
@@ -76,15 +77,20 @@ class _Offering:
         dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         shape = tuple(tensor.shape)
         parts = [Part(name, shape, (), ())] if sight is None else list(sight.parts)
+        if not self._choice.takes(name):  # but some of what it is made of
+            for part in [part for part in parts if not self._choice.takes(part.leaf)]:
+                parts.remove(part)
+                self.offer.claimed.add(self._aliases.get(part.leaf, part.leaf))
+                self.offer.stored.setdefault(part.leaf, None)
         found = [self._find(part, dtype, origin) for part in parts]
         missing = [part.leaf for part, one in zip(parts, found, strict=True) if one is None]
         if len(missing) == len(parts) and all(self._choice.allows(name, one) for one in missing):
             self._leave(name, leaves)
             return
-        self._note_tie(origin, sight, parts, found)
+        self._note_tie(origin, sight, parts, found, first)
         self.offer.specs[name] = dtype, shape
-        for leaf in missing:
-            if not self._choice.allows(name, leaf):
+        for leaf in missing:  # one of several only by its own name, or the rest would be as it was
+            if not self._choice.allows(leaf):
                 if first == name:
                     self.offer.problems.append(self._missing(name, leaf))
                 else:
@@ -121,21 +127,33 @@ class _Offering:
     def _stand_ins(self, leaf: str, origin: Origin) -> Iterator[str]:
         if origin.suffix == MASTER:
             name = leaf.removeprefix(origin.prefix).removesuffix(MASTER)
-            yield from (f"{key}.{name}" for key in self._objects.modules)
+            module = self._module_of[origin.prefix[:-1]]
+            if module is not None:
+                yield f"{module}.{name}"
         elif not origin.suffix:
             name = leaf.removeprefix(origin.prefix)
-            yield from (f"{key}.{name}{MASTER}" for key in self._objects.optimizers)
+            for key, module in self._module_of.items():
+                if f"{module}." == origin.prefix:
+                    yield f"{key}.{name}{MASTER}"
 
     def _note_tie(
         self, origin: Origin, sight: Sight | None, parts: Sequence[Part],
-        found: Sequence[tuple[str, Spec] | None],
+        found: Sequence[tuple[str, Spec] | None], known: str,
     ) -> None:  # fmt: skip
-        """Tensors that are one in the checkpoint: of the second the first is another name."""
+        """Tensors that are one in the checkpoint: of the second the first is another name.
+
+        ``known``: the first name of this one here. Tensors that have nothing of a leaf are one
+        only where they are one here.
+        """
         if (sight is not None and sight.is_copy) or self._is_parted(origin):
             return
-        made_of = tuple(
-            (None if one is None else one[0], part.boxes, part.views if sight else None)
-            for part, one in zip(parts, found, strict=True)
+        has_some = sight is None or any(part.boxes or part.instance for part in parts)
+        made_of = (
+            "" if has_some else known,
+            *(
+                (None if one is None else one[0], part.boxes, part.views if sight else None)
+                for part, one in zip(parts, found, strict=True)
+            ),
         )
         first = self._made_of.setdefault(made_of, origin.leaf)
         if first != origin.leaf and any(one is not None for one in found):
@@ -185,12 +203,23 @@ class _Offering:
             found = {leaf: kinds.get(origin.stored(leaf), {}) for leaf in made_of[name]}
             own = {} if origin.name in found else kinds.get(origin.stored(origin.name), {})
             for kind in dict.fromkeys(kind for some in found.values() for kind in some):
-                if f".{kind}" == MASTER:
-                    continue  # no state, but the parameter's own elements
                 there = {leaf: some.get(kind) for leaf, some in found.items()}
+                if f".{kind}" == MASTER and not self._is_state(key, origin, kind, there):
+                    continue  # no state, but the parameter's own elements
                 self._take_kind(origin._replace(suffix=f".{kind}"), made_of[name], there)
             for kind, leaf in own.items():
                 self._take_alone(origin._replace(suffix=f".{kind}"), leaf)
+
+    def _is_state(
+        self, key: str, origin: Origin, kind: str, there: Mapping[str, str | None]
+    ) -> bool:
+        """Whether what is called as a parameter's own elements is state under that name.
+
+        It is where the optimizer has such state here, or had it as another name of a leaf.
+        """
+        assert origin.parameter is not None
+        state = self._objects.optimizers[key].state.get(origin.parameter, {})
+        return kind in state or any(full in self._aliases for full in there.values())
 
     def _kinds(self, key: str, prefixes: set[str]) -> dict[str, dict[str, str]]:
         """What is stored of each parameter: its name with the key -> kind -> leaf."""
