@@ -215,11 +215,12 @@ class _Offering:
     ) -> bool:
         """Whether what is called as a parameter's own elements is state under that name.
 
-        It is where the optimizer has such state here, or had it as another name of a leaf.
+        It is where the optimizer has such state here, or had it tied to another tensor.
         """
         assert origin.parameter is not None
         state = self._objects.optimizers[key].state.get(origin.parameter, {})
-        return kind in state or any(full in self._aliases for full in there.values())
+        tied = {*self._aliases, *self._aliases.values()}
+        return kind in state or not tied.isdisjoint(there.values())
 
     def _kinds(self, key: str, prefixes: set[str]) -> dict[str, dict[str, str]]:
         """What is stored of each parameter: its name with the key -> kind -> leaf."""
