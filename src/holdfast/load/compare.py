@@ -18,7 +18,7 @@ from holdfast.load.read import read_aliases
 from holdfast.load.source import Checkpoint
 from holdfast.rules import Rules
 from holdfast.state.as_saved import stored_table
-from holdfast.state.choice import Choice
+from holdfast.state.choice import Choice, refuse_different
 from holdfast.state.declared import declarations
 from holdfast.state.following import Document
 from holdfast.state.objects import Objects, State
@@ -27,6 +27,10 @@ from holdfast.state.offering import make_offer
 from holdfast.state.restore import Restoring, Spec
 from holdfast.state.through import Through
 from holdfast.state.usage import refuse_unused, say_usage
+
+#: Which rules and which patterns of ``only`` are for something on a rank, and those patterns.
+_Said = tuple[bytes, bytes, list[str] | None]
+_SAYS_NOTHING: _Said = (b"", b"", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,14 @@ class Request:
         return not has_rules and self.choice.is_all and not declarations()
 
     def refuse_unused(self, said: Sequence[bytes]) -> None:
-        """UsageError, the same on all ranks, for a rule or pattern that means nothing to any."""
-        heard = [msgpack.decode(one, type=tuple[bytes, bytes]) for one in said if one]
-        refuse_unused([usage for usage, _ in heard])
-        self.choice.refuse_unused([used for _, used in heard])
+        """UsageError, the same on all ranks, for a rule or pattern that means nothing to any.
+
+        And for ranks that want other parts of the checkpoint.
+        """
+        heard = [msgpack.decode(one, type=_Said) if one else _SAYS_NOTHING for one in said]
+        refuse_different([only for _, _, only in heard])
+        refuse_unused([usage for usage, _, _ in heard])
+        self.choice.refuse_unused([used for _, used, _ in heard])
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,4 +128,4 @@ class Comparison:
         problems = [*offer.problems, *restoring.amiss]
         problems += unequal_numbers(self.checkpoint, offer)
         used = choice.used([*names, *offer.specs, *offer.left])
-        return Compared(restoring, problems, offer, msgpack.encode((usage, used)))
+        return Compared(restoring, problems, offer, msgpack.encode((usage, used, choice.texts)))

@@ -127,9 +127,10 @@ class SavedLists:
     def take(self, places: Mapping[str, tuple[int, int]]) -> dict[str, list[Any]]:
         """The encoded items that this rank gets of each list, as these data ranks.
 
-        FormatError when a part is missing.
+        Nothing of a list that was not saved; FormatError when a part is missing.
         """
-        return {key: self._items(key, *place) for key, place in places.items()}
+        there = ((key, place) for key, place in places.items() if key in self.parts)
+        return {key: self._items(key, *place) for key, place in there}
 
     def _items(self, key: str, rank: int, world: int) -> list[Any]:
         holders = self._holders(key)

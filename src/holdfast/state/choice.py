@@ -25,6 +25,11 @@ class Choice:
         """Whether it says nothing."""
         return self.only is None and not self.allow_missing
 
+    @property
+    def texts(self) -> list[str] | None:
+        """The patterns of ``only`` as they were given."""
+        return None if self.only is None else [pattern.text for pattern in self.only]
+
     def takes(self, *names: str) -> bool:
         """Whether a leaf that has these names is wanted."""
         return self.only is None or _match(self.only, names)
@@ -64,6 +69,16 @@ def choose(only: Sequence[str] | None, allow_missing: Sequence[str]) -> Choice:
         None if only is None else _patterns("only", only),
         _patterns("allow_missing", allow_missing),
     )
+
+
+def refuse_different(said: Sequence[list[str] | None]) -> None:
+    """UsageError, the same on all ranks, where they do not want the same: ``texts`` of each."""
+    rank = next((rank for rank, texts in enumerate(said) if texts != said[0]), None)
+    if rank is not None:
+        raise UsageError(
+            f"only={said[0]} on rank 0, and only={said[rank]} on rank {rank}: give all ranks the "
+            "same patterns; those that mean nothing on a rank do no harm there"
+        )
 
 
 def _patterns(what: str, given: Sequence[str]) -> tuple[Pattern, ...]:

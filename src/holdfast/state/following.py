@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from holdfast.format import values as codec
 from holdfast.state.modules import extra_state_names
 from holdfast.state.objects import Objects
 from holdfast.state.optimizers import named
@@ -193,9 +194,21 @@ def _schedulers(objects: Objects) -> Iterator[tuple[str, str]]:
     """(its key, that of its optimizer) of each object that is for one of the optimizers."""
     keys = {id(optimizer): key for key, optimizer in objects.optimizers.items()}
     for name, item in objects.stateful.items():
-        key = keys.get(id(getattr(item, "optimizer", None)))
-        if key is not None:
-            yield name, key
+        inner = getattr(item, "__dict__", {}).values()  # it may be around a scheduler of torch's
+        around = (getattr(one, "__dict__", {}).get("optimizer") for one in inner)
+        for one in (getattr(item, "optimizer", None), *inner, *around):
+            key = keys.get(id(one))
+            if key is not None:
+                yield name, key
+                break
+
+
+def _now(item: Any) -> Any:
+    """What an object's state is here, encoded; None where it cannot be."""
+    try:
+        return codec.encode(item.state_dict())
+    except Exception:  # before its first load it may have none to give
+        return None
 
 
 def following_keys(objects: Objects) -> frozenset[str]:
@@ -239,7 +252,8 @@ def gather(
     shared.update({key: one.value for key, one in regrouped.items() if one.value is not None})
     for name, key in _schedulers(objects):
         if regrouped[key].places is not None and not regrouped[key].problems and name in shared:
-            shared[name], texts = regroup_scheduler(name, key, saved, regrouped[key])
+            here = _now(objects.stateful[name]) if regrouped[key].new else None
+            shared[name], texts = regroup_scheduler(name, key, saved, regrouped[key], here)
             problems += texts
     for key in objects.modules:
         _take_parts(key, objects.extra_names(key), saved, shared)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -49,6 +49,7 @@ class Objects:
         UsageError for an optimizer that is wanted in part: its values are of all its parameters.
         """
         self.choice = choice
+        _ = self._masters  # those that are a module's elements may be wanted without the optimizer
         for key in list(self.optimizers):
             if not choice.takes_key(key):
                 wanted = next(
@@ -129,11 +130,33 @@ class Objects:
     def _home(self, key: str, parameter: torch.Tensor) -> Origin:
         """Whose elements they are that an optimizer has and no module: a module's, or its own."""
         names = _declared_names(parameter)
-        for module, tensors in self.tensors.items():
-            dtypes = {each.name: each.tensor.dtype for each in tensors}
-            if names and all(dtypes.get(name) == parameter.dtype for name in names):
-                return Origin(f"{module}.", _own_name(parameter))
+        modules = self._having(names)
+        if len(modules) == 1:  # of several, an averaged copy beside a model, it could be any's
+            dtypes = {each.name: each.tensor.dtype for each in self.tensors[modules[0]]}
+            if all(dtypes[name] == parameter.dtype for name in names):
+                return Origin(f"{modules[0]}.", f"({', '.join(names)})")
         return Origin(f"{key}.", _own_name(parameter), MASTER, parameter)
+
+    def _having(self, names: Collection[str]) -> list[str]:
+        """The modules that have tensors of all these names."""
+        return [
+            key
+            for key, tensors in self.tensors.items()
+            if names and {each.name for each in tensors}.issuperset(names)
+        ]
+
+    def module_of(self, key: str) -> str | None:
+        """The module that the optimizer ``key`` is for; None where that cannot be told."""
+        optimizer = self.optimizers[key]
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        found = {
+            module
+            for module, tensors in self.tensors.items()
+            if any(id(each.tensor) in owned for each in tensors)
+        }
+        for _, parameter in self.masters(key):
+            found.update(self._having(_declared_names(parameter)))
+        return found.pop() if len(found) == 1 else None
 
     def masters(self, key: str) -> list[tuple[Origin, torch.Tensor]]:
         """The tensors that an optimizer updates and no module holds.
@@ -142,6 +165,11 @@ class Objects:
         and what the module has is a copy of them. Else they are leaves of the optimizer's own.
         """
         return self._masters.get(key, [])
+
+    def all_masters(self) -> Iterator[tuple[Origin, torch.Tensor]]:
+        """Those of every optimizer that is restored, and those that are elements of modules."""
+        for key, some in self._masters.items():
+            yield from (one for one in some if key in self.optimizers or one[0].parameter is None)
 
     @cached_property
     def parted(self) -> set[tuple[str, str]]:

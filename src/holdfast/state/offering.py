@@ -39,6 +39,7 @@ class _Offering:
         self._made_of: dict[object, str] = {}
         self._known = Known()
         self._copies: dict[str, list[str | None]] = {}
+        self._module_of = {key: self._objects.module_of(key) for key in self._objects.optimizers}
         self._hints = _HINTS
         self.offer = Offer(lens.through)
 
@@ -47,9 +48,9 @@ class _Offering:
         for key in self._objects.modules:
             for origin, tensor in self._lens.held(key):
                 self._take(origin, tensor)
+        for origin, tensor in self._objects.all_masters():
+            self._take(origin, tensor)
         for key in self._objects.optimizers:
-            for origin, tensor in self._objects.masters(key):
-                self._take(origin, tensor)
             self._take_state(key)
         for path in self._objects.shards:
             self._take_entry(path, self._objects.plain[path])
@@ -77,6 +78,11 @@ class _Offering:
         dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
         shape = tuple(tensor.shape)
         parts = [Part(name, shape, (), ())] if sight is None else list(sight.parts)
+        if not self._choice.takes(name):  # but some of what it is made of
+            for part in [part for part in parts if not self._choice.takes(part.leaf)]:
+                parts.remove(part)
+                self.offer.claimed.add(self._aliases.get(part.leaf, part.leaf))
+                self.offer.stored.setdefault(part.leaf, None)
         found = [self._find(part, dtype, origin) for part in parts]
         missing = [part.leaf for part, one in zip(parts, found, strict=True) if one is None]
         if len(missing) == len(parts) and all(self._choice.allows(name, one) for one in missing):
@@ -84,8 +90,8 @@ class _Offering:
             return
         self._note_tie(origin, first, sight, parts, found)
         self.offer.specs[name] = dtype, shape
-        for leaf in missing:
-            if not self._choice.allows(name, leaf):
+        for leaf in missing:  # one of several only by its own name, or the rest would be as it was
+            if not self._choice.allows(leaf):
                 if first == name:
                     self.offer.problems.append(self._missing(name, leaf))
                 else:
@@ -122,10 +128,14 @@ class _Offering:
     def _stand_ins(self, leaf: str, origin: Origin) -> Iterator[str]:
         if origin.suffix == MASTER:
             name = leaf.removeprefix(origin.prefix).removesuffix(MASTER)
-            yield from (f"{key}.{name}" for key in self._objects.modules)
+            module = self._module_of[origin.prefix[:-1]]
+            if module is not None:
+                yield f"{module}.{name}"
         elif not origin.suffix:
             name = leaf.removeprefix(origin.prefix)
-            yield from (f"{key}.{name}{MASTER}" for key in self._objects.optimizers)
+            for key, module in self._module_of.items():
+                if f"{module}." == origin.prefix:
+                    yield f"{key}.{name}{MASTER}"
 
     def _note_tie(
         self, origin: Origin, met: str, sight: Sight | None, parts: Sequence[Part],
@@ -133,7 +143,9 @@ class _Offering:
     ) -> None:  # fmt: skip
         """Tensors that are one in the checkpoint: of the second the first is another name.
 
-        A copy is no other tensor's name, unless it was ``met`` under that: then it is that tensor.
+        ``met``: the first name of this one here. A copy is no other tensor's name, unless it was met
+        under that: then it is that tensor. Tensors that have nothing of a leaf are one only where
+        they are one here.
         """
         is_copy = sight is not None and sight.is_copy
         leaves = [None if one is None else one[0] for one in found]
@@ -144,9 +156,13 @@ class _Offering:
             return
         if is_copy or self._is_parted(origin):
             return
-        made_of = tuple(
-            (None if one is None else one[0], part.boxes, part.views if sight else None)
-            for part, one in zip(parts, found, strict=True)
+        has_some = sight is None or any(part.boxes or part.instance for part in parts)
+        made_of = (
+            "" if has_some else met,
+            *(
+                (None if one is None else one[0], part.boxes, part.views if sight else None)
+                for part, one in zip(parts, found, strict=True)
+            ),
         )
         first = self._made_of.setdefault(made_of, origin.leaf)
         if first != origin.leaf and any(one is not None for one in found):
@@ -196,12 +212,24 @@ class _Offering:
             found = {leaf: kinds.get(origin.stored(leaf), {}) for leaf in made_of[name]}
             own = {} if origin.name in found else kinds.get(origin.stored(origin.name), {})
             for kind in dict.fromkeys(kind for some in found.values() for kind in some):
-                if f".{kind}" == MASTER:
-                    continue  # no state, but the parameter's own elements
                 there = {leaf: some.get(kind) for leaf, some in found.items()}
+                if f".{kind}" == MASTER and not self._is_state(key, origin, kind, there):
+                    continue  # no state, but the parameter's own elements
                 self._take_kind(origin._replace(suffix=f".{kind}"), made_of[name], there)
             for kind, leaf in own.items():
                 self._take_alone(origin._replace(suffix=f".{kind}"), leaf)
+
+    def _is_state(
+        self, key: str, origin: Origin, kind: str, there: Mapping[str, str | None]
+    ) -> bool:
+        """Whether what is called as a parameter's own elements is state under that name.
+
+        It is where the optimizer has such state here, or had it tied to another tensor.
+        """
+        assert origin.parameter is not None
+        state = self._objects.optimizers[key].state.get(origin.parameter, {})
+        tied = {*self._aliases, *self._aliases.values()}
+        return kind in state or not tied.isdisjoint(there.values())
 
     def _kinds(self, key: str, prefixes: set[str]) -> dict[str, dict[str, str]]:
         """What is stored of each parameter: its name with the key -> kind -> leaf."""

@@ -149,6 +149,8 @@ class Regrouped:
     home: int = 0
     """The rank that had the first parameter: what goes by no name is taken from it."""
     problems: list[str] = field(default_factory=list)
+    new: frozenset[int] = frozenset()
+    """Groups here none of whose parameters was saved: they stay as they are."""
 
 
 def regroup(
@@ -213,7 +215,9 @@ def _put_together(
         first_at: dict[Place, str] = {}
         for name in there:
             first_at.setdefault(place_of[name], name)
-        found = list(first_at) or _place_of_empty(key, number, len(groups), saved, home)
+        found = list(first_at)
+        if not here:
+            found = _place_of_empty(key, number, len(groups), saved, home)
         options = [
             saved.whole(place.rank, saved.groups(place.rank, key)[place.group]["options"])
             for place in found
@@ -225,7 +229,8 @@ def _put_together(
     value = {**saved.shared[home][key], "groups": made, "state": state}
     if "loose" in value:
         value["loose"] = saved.whole(home, value["loose"])
-    return Regrouped(value, places, home, problems + contradictions)
+    new = frozenset(n for n, some in enumerate(groups) if some and not places[n])
+    return Regrouped(value, places, home, problems + contradictions, new)
 
 
 def _place_of_empty(key: str, number: int, count: int, saved: Saved, home: int) -> list[Place]:

@@ -154,10 +154,9 @@ class Restoring:
 
     def _masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that optimizers update and no module holds."""
-        for key in self.objects.optimizers:
-            for origin, tensor in self.objects.masters(key):
-                if origin.leaf not in self._left:
-                    yield origin.leaf, tensor
+        for origin, tensor in self.objects.all_masters():
+            if origin.leaf not in self._left:
+                yield origin.leaf, tensor
 
     def _tell_apart(
         self,
@@ -193,9 +192,8 @@ class Restoring:
         for key, tensors in self.objects.tensors.items():
             for held in tensors:
                 for part, inner in plain_parts(f"{key}.{held.name}", held.tensor):
-                    first = known.name(inner, part)
                     if part not in self._left:
-                        yield part, inner, first
+                        yield part, inner, known.name(inner, part)
 
     def _module_targets(self) -> list[tuple[str, torch.Tensor]]:
         """(leaf, tensor), tied tensors once."""

@@ -24,16 +24,18 @@ _ABSENT = object()
 
 
 def regroup_scheduler(
-    name: str, key: str, saved: Saved, optimizer: Regrouped
+    name: str, key: str, saved: Saved, optimizer: Regrouped, here: Any = None
 ) -> tuple[Any, list[str]]:
     """The state of the scheduler ``name`` for an optimizer that has other groups than were saved.
 
-    Also what stands against it, in words.
+    Also what stands against it, in words. ``here``: what its state is now, encoded, which counts
+    for groups that were not saved; None where that is not known.
     """
     assert optimizer.places is not None
     counts = {rank: len(saved.groups(rank, key)) for rank in saved.shared}
     states = {rank: shared.get(name) for rank, shared in saved.shared.items()}
-    return _Scheduler(name, key, saved, optimizer.places, optimizer.home, counts).of(states)
+    found = _Scheduler(name, key, saved, optimizer.places, optimizer.home, counts, optimizer.new)
+    return found.of(states, here)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,9 @@ class _Scheduler:
     places: Sequence[Sequence[Place]]
     home: int
     counts: Mapping[int, int]
+    new: frozenset[int]
 
-    def of(self, states: Mapping[int, Any]) -> tuple[Any, list[str]]:
+    def of(self, states: Mapping[int, Any], here: Any) -> tuple[Any, list[str]]:
         """One scheduler, or one inside of another, from its state on each rank."""
         there = states[self.home]
         if not isinstance(there, dict):
@@ -54,25 +57,33 @@ class _Scheduler:
         problems: list[str] = []
         for part, value in there.items():
             if part == _INNER and isinstance(value, list):
-                found = [self.of(_inner(states, number)) for number in range(len(value))]
+                found = [
+                    self.of(_inner(states, number), _inner({0: here}, number)[0])
+                    for number in range(len(value))
+                ]
                 made[part] = [inner for inner, _ in found]
                 problems += [text for _, texts in found for text in texts]
                 continue
             made[part] = self.saved.whole(self.home, value)
-            if isinstance(value, list) and len(value) == self.counts[self.home]:
-                picked = None if part in _BY_TIME else self._by_group(states, part)
+            items = _items(value)
+            if items is not None and len(items) == self.counts[self.home]:
+                picked = None if part in _BY_TIME else self._by_group(states, part, here)
                 if part in _BY_GROUP and picked is not None:
                     made[part] = picked
-                elif part not in _BY_TIME and not is_same(picked, made[part]):
+                elif part not in _BY_TIME and not is_same(picked, _items(made[part])):
                     problems.append(self._refusal(part))
         return made, problems
 
-    def _by_group(self, states: Mapping[int, Any], part: str) -> list[Any] | None:
+    def _by_group(self, states: Mapping[int, Any], part: str, here: Any) -> list[Any] | None:
         """The list for the groups here; None when ranks, or what a group joins, contradict it."""
         found = []
         for number, places in enumerate(self.places):
             items = [self._item(states[place.rank], part, place) for place in places]
-            if not items:  # of an empty group, which no step is taken with
+            if number in self.new:
+                now = _items(here.get(part)) if isinstance(here, dict) else None
+                is_known = now is not None and len(now) == len(self.places)
+                items = [now[number] if now is not None and is_known else _ABSENT]
+            elif not items:  # of an empty group, which no step is taken with
                 items = [self._item(states[self.home], part, Place(self.home, number), default=0)]
             if any(not is_same(items[0], item) for item in items) or items[0] is _ABSENT:
                 return None
@@ -80,8 +91,8 @@ class _Scheduler:
         return found
 
     def _item(self, state: Any, part: str, place: Place, default: int | None = None) -> Any:
-        values = state.get(part) if isinstance(state, dict) else None
-        if not isinstance(values, list) or len(values) != self.counts[place.rank]:
+        values = _items(state.get(part)) if isinstance(state, dict) else None
+        if values is None or len(values) != self.counts[place.rank]:
             return _ABSENT
         if place.group >= len(values):
             return _ABSENT if default is None else self.saved.whole(place.rank, values[default])
@@ -101,3 +112,9 @@ def _inner(states: Mapping[int, Any], number: int) -> dict[int, Any]:
         inner = state.get(_INNER) if isinstance(state, dict) else None
         found[rank] = inner[number] if isinstance(inner, list) and number < len(inner) else None
     return found
+
+
+def _items(value: Any) -> list[Any] | None:
+    """Those of an encoded list or tuple; None for anything else."""
+    inner = value.get("$tuple") if isinstance(value, dict) and len(value) == 1 else value
+    return inner if isinstance(inner, list) else None
