@@ -157,8 +157,8 @@ class Describer:
     ) -> Binding:  # fmt: skip
         if before is not None and is_bound(before, (name, tensor, hooked, spread, frozen)):
             return before
-        self._require_declared(name, tensor)
         entry = leaf_entry(name, tensor, self.rank, spread, is_frozen=frozen)
+        self._require_declared(name, tensor)
         local = local_of(tensor)
         # A conjugate or negative view is one by a flag: only a copy has what it says.
         lazy = hooked and not (local.is_conj() or local.is_neg())

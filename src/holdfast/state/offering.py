@@ -143,8 +143,8 @@ class _Offering:
     ) -> None:  # fmt: skip
         """Tensors that are one in the checkpoint: of the second the first is another name.
 
-        ``met``: the first name of this one here. A copy is no other tensor's name, unless it was met
-        under that: then it is that tensor. Tensors that have nothing of a leaf are one only where
+        ``met``: the first name of this one here. A copy is no other tensor's name, unless it was
+        met under that: then it is that tensor. Tensors with nothing of a leaf are one only where
         they are one here.
         """
         is_copy = sight is not None and sight.is_copy
