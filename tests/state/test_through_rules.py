@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -584,3 +585,18 @@ def test_a_declared_part_that_was_replaced_is_not_taken_for_a_whole(what: str) -
     else:
         holdfast.declare(state["entry"], shard[1])
     assert describer.describe().table == before
+
+
+@pytest.mark.parametrize("keys", [("model", "ema"), ("ema", "model")])
+def test_a_copy_of_a_declared_part_is_declared_too_or_refused(keys: tuple[str, str]) -> None:
+    model = nn.Linear(4, 3, bias=False)
+    shard = holdfast.Shard((6, 4), (3, 0))
+    holdfast.declare(model.weight, shard)
+    modules = {"model": model, "ema": copy.deepcopy(model)}
+    describer = Describer({key: modules[key] for key in keys}, 1, 2)
+    with pytest.raises(UnsupportedState, match=r"ema\.weight is called and shaped like model"):
+        describer.describe()
+    holdfast.declare(modules["ema"].weight, shard)
+    assert len(describer.describe().bindings) == 2
+    whole = nn.Linear(4, 6, bias=False)
+    assert len(Describer({"model": model, "ema": whole}, 1, 2).describe().bindings) == 2

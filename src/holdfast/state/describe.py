@@ -131,6 +131,7 @@ class Describer:
         self._check_once(objects, len(walk.leaves))
         known = {} if last is None else {binding.name: binding for binding in last.bindings}
         bindings = Bindings(self._bind(walk, *leaf, known.get(leaf[0])) for leaf in walk.leaves)
+        self._require_declared_copies(bindings)
         self._declarations = declarations()
         self._staged = {b.name: b.staged for b in bindings if b.staged is not None}
         entries = declare_all(bindings)
@@ -185,6 +186,24 @@ class Describer:
                 "holdfast.declare for the new tensor as well",
                 leaf=name,
             )
+
+    def _require_declared_copies(self, bindings: Bindings) -> None:
+        """The same for what looks as a part that stands under another key: an EMA of a module."""
+        parts: dict[tuple[str, torch.Size], str] = {}
+        for name, shape in self._parts.items():
+            parts.setdefault((name.partition(".")[2], shape), name)
+        for binding in bindings if parts else ():
+            tensor, rest = binding.tensor, binding.name.partition(".")[2]
+            if not rest or binding.sight is not None or isinstance(tensor, DTensor):
+                continue
+            like = parts.get((rest, tensor.shape))
+            if like is not None and declared(tensor) is None:
+                raise UnsupportedState(
+                    f"{binding.name} is called and shaped like {like}, which was declared a part "
+                    "of a leaf, and nothing was declared of it: a copy of a tensor is declared "
+                    "anew. Call holdfast.declare for it as well, or call it otherwise",
+                    leaf=binding.name,
+                )
 
     def _sight(self, walk: Walk, name: str, tensor: torch.Tensor) -> Sight | None:
         if name in walk.origins:
