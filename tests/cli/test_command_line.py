@@ -223,11 +223,14 @@ def test_the_documented_json_is_what_is_printed(by_ranks: Path, root: Path, caps
     weight = "model.blocks.0.up.weight"
     printed: dict[str, list[tuple[str | Path, ...]]] = {
         "ls": [("ls", root)],
-        "show": [("show", root, "--step", "30"), ("show", by_ranks / "tp", weight)],
+        "show": [
+            ("show", root, "--step", "30"), ("show", by_ranks / "tp", weight),
+            ("show", by_ranks / "tp", "--for", "dp=2"),
+        ],
         "diff": [("diff", root, "--step", "10")],
         "dump": [("dump", by_ranks / "tp", weight)],
         "verify": [("verify", root)],
-    }
+    }  # fmt: skip
     for name, calls in printed.items():
         section = DOCUMENT.read_text().partition(f"## holdfast {name}\n")[2].partition("\n## ")[0]
         blocks = re.findall(r"```json\n(.*?)```", section, re.DOTALL)

@@ -58,8 +58,11 @@ def test_the_keeper_answers_soon_after_its_start_and_loads_no_torch(tmp_path: Pa
     assert min(took_s) < 0.5, took_s
 
 
-def test_importing_the_keeper_and_all_it_uses_loads_no_torch() -> None:
-    check = "import sys, holdfast.keeper.server, holdfast.cli; sys.exit('torch' in sys.modules)"
+def test_importing_the_keeper_and_all_it_uses_loads_no_torch_and_no_numpy() -> None:
+    check = (
+        "import sys, holdfast.keeper.server, holdfast.cli;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     assert (
         subprocess.run([sys.executable, "-c", check], env=environment, check=False).returncode == 0

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holdfast.errors import StateMismatch
-from holdfast.geometry.cutting import cut
 from holdfast.geometry.leaves import MIN_FROZEN_BYTES, LeafEntry, LeafSpec
 from holdfast.geometry.listing import Held, Listing, list_parts
 from holdfast.geometry.placements import REPLICATE, Instance, Mesh
@@ -128,6 +127,9 @@ class _Groups:
             return []
         key = (id(listing), shape)
         if key not in self._missing:
+            # Here and not above: most runs have no listings, and it loads numpy.
+            from holdfast.geometry.cutting import cut
+
             box = cut(shape, listing.parts).missing
             by = ranks_text(listing.ranks) if listing.ranks else "no rank"
             self._missing[key] = [] if box is None else [

@@ -16,13 +16,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
-from holdfast.geometry.cutting import Ranks
 from holdfast.geometry.leaves import MAX_DIMS, MAX_LEAF_BYTES
 from holdfast.geometry.listing import Held, Listing
 from holdfast.geometry.rows import between, flat
+
+if TYPE_CHECKING:
+    from holdfast.geometry.cutting import Ranks
 
 Shape = tuple[int, ...]
 Column = list[int]

@@ -10,11 +10,14 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
-from holdfast.geometry.cutting import Part, Ranks, common_elements
 from holdfast.geometry.placements import MAX_RANKS
+
+if TYPE_CHECKING:
+    from holdfast.geometry.cutting import Part, Ranks
 
 #: Where the furthest of some boxes ends in each dimension; None when there are none.
 Reach = tuple[int, ...] | None
@@ -42,6 +45,9 @@ class Held:
                     f"{one} is before {other}. Sort boxes and memory parts together"
                 )
         if len(self.boxes) > 1:
+            # Here and not above: a keeper that starts is waited for, and this loads numpy.
+            from holdfast.geometry.cutting import common_elements
+
             twice = common_elements(self.reach or (), self.boxes)
             if twice:
                 raise UsageError(

@@ -97,8 +97,12 @@ class Seen:
         if len(self.patches) != 1 or self.padding:
             return None
         (patch,) = self.patches
-        is_all = patch.leaf_shape == self.shape and patch.dims == tuple(range(len(self.shape)))
-        return patch.leaf if is_all else None
+        # Along a dimension of one element nothing runs, whatever is called to.
+        is_turned = any(
+            dim != number and (dim != -1 or self.shape[number] != 1)
+            for number, dim in enumerate(patch.dims)
+        )
+        return None if is_turned or patch.leaf_shape != self.shape else patch.leaf
 
 
 def renamed(name: str, shape: Shape) -> Seen:

@@ -42,7 +42,8 @@ SOCKET_NAME = "keeper.sock"
 
 def _load_planning() -> None:
     """What divides a layout is loaded before the first one comes, and before memory is short."""
-    import holdfast.geometry.owners  # noqa: F401
+    import holdfast.geometry.owners
+    import holdfast.geometry.replicas  # noqa: F401
 
 
 class Keeper:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from holdfast.format.image import piece_name
 from holdfast.geometry.layout import Layout
-from holdfast.geometry.replicas import Difference
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Action, NoteUnlike, Tell, Warn
+
+if TYPE_CHECKING:
+    from holdfast.geometry.replicas import Difference
 
 
 @dataclass(slots=True)

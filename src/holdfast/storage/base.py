@@ -285,6 +285,8 @@ class Filling:
         self._phase = _Phase.FILLING
         self._running = 0
         self._spans: list[tuple[int, int]] = []
+        self._why = ""
+        """What broke it, when it is broken."""
 
     @contextmanager
     def writing(self, offset_bytes: int, size_bytes: int) -> Iterator[None]:
@@ -335,7 +337,10 @@ class Filling:
 
     def _require_filling(self, what: str) -> None:
         if self._phase is _Phase.BROKEN:
-            raise StorageError(f"cannot {what} {self._path}: an earlier write or finish failed")
+            why = f": {self._why}" if self._why else ""
+            raise StorageError(
+                f"cannot {what} {self._path}: an earlier write or finish failed{why}"
+            )
         if self._phase is not _Phase.FILLING:
             raise UsageError(f"cannot {what} {self._path}: it is {self._phase.value}")
 
@@ -343,8 +348,9 @@ class Filling:
     def _running_until_done(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             with self._lock:
+                self._why = self._why or str(error)
                 if self._phase is not _Phase.ABORTED:
                     self._phase = _Phase.BROKEN  # for good: a second fsync would report success
             raise
