@@ -1,4 +1,4 @@
-"""One set of leaves held by four ranks in many ways, each cut here by torch's own means.
+"""The leaves of one GPT held by four ranks in many ways, each cut here by torch's own means.
 
 Nothing of the package computes what a rank should hold: layouts are compared with these.
 """
@@ -21,13 +21,15 @@ from holdfast import rules as r
 
 WIDE, VOCABULARY, PADDED = 8, 13, 16
 HEADS, KV_HEADS, HEAD = 4, 2, 3
-HIDDEN, EXPERTS, LAYERS = 12, 4, 2
-STEPS, RATE = 3.0, 0.25
+HIDDEN, EXPERTS, EXPERT, LAYERS = 12, 8, 3, 2
+STEPS, RATE = 3, 1 / 64
 #: What padding holds before a save. It must come back as zeros.
 GARBAGE = 7.5
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Truth = Mapping[str, torch.Tensor]
+Whole = Mapping[str, Truth]
+"""The whole leaves of a model: its parameters, and each of its moments."""
 State = dict[str, Any]
 Part = Callable[[Truth, float], torch.Tensor]
 
@@ -39,17 +41,25 @@ def shapes() -> dict[str, tuple[int, ...]]:
         layer = {
             "q": (HEADS * HEAD, WIDE), "k": (KV_HEADS * HEAD, WIDE), "v": (KV_HEADS * HEAD, WIDE),
             "o": (WIDE, HEADS * HEAD), "gate": (HIDDEN, WIDE), "up": (HIDDEN, WIDE),
-            "down": (WIDE, HIDDEN),
+            "down": (WIDE, HIDDEN), "router": (EXPERTS, WIDE),
         }  # fmt: skip
         found.update({f"layers.{n}.{name}": shape for name, shape in layer.items()})
-        found.update({f"layers.{n}.experts.{e}.w": (5, WIDE) for e in range(EXPERTS)})
+        found.update({f"layers.{n}.experts.{e}.w": (3 * EXPERT, WIDE) for e in range(EXPERTS)})
     return found
 
 
-def truth(which: str) -> dict[str, torch.Tensor]:
-    """The whole leaves: those of the parameters or of one of the moments, all different."""
-    generator = torch.Generator().manual_seed(sum(map(ord, which)))
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes().items()}
+def random_leaves() -> Whole:
+    """Parameters and moments that are all different."""
+    found = {}
+    for which in ("parameters", *MOMENTS):
+        generator = torch.Generator().manual_seed(sum(map(ord, which)))
+        found[which] = {
+            name: torch.randn(shape, generator=generator) for name, shape in shapes().items()
+        }
+    return found
+
+
+RANDOM = random_leaves()
 
 
 @dataclass(frozen=True)
@@ -65,7 +75,7 @@ class Layout:
     on_mesh: bool = False
 
 
-def _one(name: str) -> Part:
+def leaf(name: str) -> Part:
     return lambda leaves, _: leaves[name]
 
 
@@ -73,7 +83,7 @@ def _chunk(part: Part, dim: int, count: int, index: int) -> Part:
     return lambda leaves, pad: part(leaves, pad).chunk(count, dim)[index]
 
 
-def _padded(part: Part, rows: int) -> Part:
+def padded(part: Part, rows: int) -> Part:
     def made(leaves: Truth, pad: float) -> torch.Tensor:
         there = part(leaves, pad)
         rest = torch.full((rows - there.shape[0], *there.shape[1:]), pad)
@@ -82,12 +92,12 @@ def _padded(part: Part, rows: int) -> Part:
     return made
 
 
-def _cat(*parts: Part, dim: int = 0) -> Part:
+def joined(*parts: Part, dim: int = 0) -> Part:
     return lambda leaves, pad: torch.cat([part(leaves, pad) for part in parts], dim)
 
 
 def plain(rank: int, world: int) -> Layout:
-    return Layout({name: _one(name) for name in shapes()})
+    return Layout({name: leaf(name) for name in shapes()})
 
 
 def tensor_parallel(tp: int) -> Callable[[int, int], Layout]:
@@ -96,24 +106,23 @@ def tensor_parallel(tp: int) -> Callable[[int, int], Layout]:
     def build(rank: int, world: int) -> Layout:
         at = rank % tp
         parts: dict[str, Part] = {
-            "embed.weight": _chunk(_padded(_one("embed.weight"), PADDED), 0, tp, at),
-            "norm": _one("norm"),
+            "embed.weight": _chunk(padded(leaf("embed.weight"), PADDED), 0, tp, at),
+            "norm": leaf("norm"),
         }
         shared = min(tp, KV_HEADS)
         for n in range(LAYERS):
             name = f"layers.{n}."
-            parts[name + "qkv"] = _cat(
-                _chunk(_one(name + "q"), 0, tp, at),
-                _chunk(_one(name + "k"), 0, shared, at * shared // tp),
-                _chunk(_one(name + "v"), 0, shared, at * shared // tp),
+            parts[name + "qkv"] = joined(
+                _chunk(leaf(name + "q"), 0, tp, at),
+                _chunk(leaf(name + "k"), 0, shared, at * shared // tp),
+                _chunk(leaf(name + "v"), 0, shared, at * shared // tp),
             )
-            parts[name + "gate_up"] = _cat(
-                *(_chunk(_one(name + which), 0, tp, at) for which in ("gate", "up"))
+            parts[name + "gate_up"] = joined(
+                *(_chunk(leaf(name + which), 0, tp, at) for which in ("gate", "up"))
             )
-            parts[name + "o"] = _chunk(_one(name + "o"), 1, tp, at)
-            parts[name + "down"] = _chunk(_one(name + "down"), 1, tp, at)
-            for e in range(EXPERTS):
-                parts[f"{name}experts.{e}.w"] = _one(f"{name}experts.{e}.w")
+            parts[name + "o"] = _chunk(leaf(name + "o"), 1, tp, at)
+            parts[name + "down"] = _chunk(leaf(name + "down"), 1, tp, at)
+            parts.update(routed(name))
         heads = (HEADS, KV_HEADS, KV_HEADS)
         rules = r.Rules(
             [
@@ -139,6 +148,12 @@ def tensor_parallel(tp: int) -> Callable[[int, int], Layout]:
         return Layout(parts, rules)
 
     return build
+
+
+def routed(name: str) -> dict[str, Part]:
+    """The router and the experts of the layer ``name``, as they are stored."""
+    names = [f"{name}router", *(f"{name}experts.{e}.w" for e in range(EXPERTS))]
+    return {one: leaf(one) for one in names}
 
 
 def _flat_part(name: str, rank: int, world: int) -> tuple[Part, int]:
@@ -180,21 +195,20 @@ def zero1(rank: int, world: int) -> Layout:
         offset = start - begin if length else 0
         ranges.append(holdfast.FlatRange(name, shapes()[name], begins, length, offset))
         at += size
-    return Layout({name: _one(name) for name in sizes}, flat=flat, ranges=ranges)
+    return Layout({name: leaf(name) for name in sizes}, flat=flat, ranges=ranges)
 
 
 def on_mesh(rank: int, world: int) -> Layout:
     """DTensors, as FSDP2 has them, of fused and padded tensors."""
     parts: dict[str, Part] = {
-        "embed.weight": _padded(_one("embed.weight"), PADDED + 1), "norm": _one("norm"),
+        "embed.weight": padded(leaf("embed.weight"), PADDED + 1), "norm": leaf("norm"),
     }  # fmt: skip
     for n in range(LAYERS):
         name = f"layers.{n}."
-        parts[name + "qkv"] = _cat(*(_one(name + which) for which in "qkv"))
+        parts[name + "qkv"] = joined(*(leaf(name + which) for which in "qkv"))
         for which in ("o", "gate", "up", "down"):
-            parts[name + which] = _one(name + which)
-        for e in range(EXPERTS):
-            parts[f"{name}experts.{e}.w"] = _one(f"{name}experts.{e}.w")
+            parts[name + which] = leaf(name + which)
+        parts.update(routed(name))
     widths = [count * HEAD for count in (HEADS, KV_HEADS, KV_HEADS)]
     into = [f"layers.{{i}}.{which}" for which in "qkv"]
     rules = r.Rules([
@@ -208,13 +222,14 @@ def stages_and_experts(rank: int, world: int) -> Layout:
     stage, half = divmod(rank, 2)
     parts: dict[str, Part] = {}
     if stage == 0:
-        parts["embed.weight"] = _one("embed.weight")
+        parts["embed.weight"] = leaf("embed.weight")
     else:
-        parts["norm"] = _one("norm")
+        parts["norm"] = leaf("norm")
     name = f"layers.{stage}."
-    for which in ("q", "k", "v", "o", "gate", "up", "down"):
-        parts[f"layers.0.{which}"] = _one(name + which)
-    mine = [f"{name}experts.{e}.w" for e in range(half * 2, half * 2 + 2)]
+    for which in ("q", "k", "v", "o", "gate", "up", "down", "router"):
+        parts[f"layers.0.{which}"] = leaf(name + which)
+    each = EXPERTS // 2
+    mine = [f"{name}experts.{e}.w" for e in range(half * each, half * each + each)]
     parts["layers.0.moe.experts"] = lambda leaves, _: torch.stack([leaves[one] for one in mine])
     rules = r.Rules(
         [
@@ -233,8 +248,8 @@ def stages_and_experts(rank: int, world: int) -> Layout:
 def turned(rank: int, world: int) -> Layout:
     """Layers in one tensor each, and a vocabulary that is transposed and padded."""
     parts: dict[str, Part] = {
-        "table": lambda leaves, pad: _padded(_one("embed.weight"), PADDED)(leaves, pad).T,
-        "norm": _one("norm"),
+        "table": lambda leaves, pad: padded(leaf("embed.weight"), PADDED)(leaves, pad).T,
+        "norm": leaf("norm"),
     }
     for which in ("q", "k", "v", "o", "gate", "up", "down"):
         names = [f"layers.{n}.{which}" for n in range(LAYERS)]
@@ -242,8 +257,7 @@ def turned(rank: int, world: int) -> Layout:
             [leaves[name] for name in names], 1
         )
     for n in range(LAYERS):
-        for e in range(EXPERTS):
-            parts[f"layers.{n}.experts.{e}.w"] = _one(f"layers.{n}.experts.{e}.w")
+        parts.update(routed(f"layers.{n}."))
     rules = r.Rules([
         ("table", r.transpose(1, 0), r.padded(0, VOCABULARY), r.rename("embed.weight")),
         ("all.{which}", r.unstack(1, into="layers.{n}.{which}")),
@@ -257,11 +271,11 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
 }  # fmt: skip
 
 
-def build(layout: Layout, *, filled: bool) -> State:
-    """A module and an optimizer: as they are in training, or as they are before a restore."""
+def build(layout: Layout, whole: Whole | None) -> State:
+    """A module and an optimizer with these leaves; None: as they are before a restore."""
     module = nn.Module()
     for name, part in layout.parts.items():
-        tensor = _local(layout, part, "parameters", filled=filled)
+        tensor = _local(layout, part, whole, "parameters")
         parameter = nn.Parameter(tensor)
         if layout.declared is not None:
             holdfast.declare(parameter, layout.declared[name])
@@ -271,23 +285,24 @@ def build(layout: Layout, *, filled: bool) -> State:
         (part, named[name]) for name, part in layout.parts.items()
     ]
     if layout.flat is not None:
-        flat = nn.Parameter(_local(layout, layout.flat, "parameters", filled=filled))
+        flat = nn.Parameter(_local(layout, layout.flat, whole, "parameters"))
         holdfast.declare(flat, holdfast.FlatBuffer(layout.ranges))
         parameters = [(layout.flat, flat)]
-    optimizer = torch.optim.AdamW([one for _, one in parameters], RATE if filled else 1.0)
-    for part, owner in parameters if filled else ():
-        moments = {which: _local(layout, part, which, filled=True) for which in MOMENTS}
-        optimizer.state[owner] = {"step": torch.tensor(STEPS), **moments}
-    return {"model": module, "optimizer": optimizer, "seen": 5 if filled else 0}
+    optimizer = torch.optim.AdamW([one for _, one in parameters], RATE if whole else 1.0)
+    for part, owner in parameters if whole else ():
+        moments = {which: _local(layout, part, whole, which) for which in MOMENTS}
+        optimizer.state[owner] = {"step": torch.tensor(float(STEPS)), **moments}
+    return {"model": module, "optimizer": optimizer, "seen": 5 if whole else 0}
 
 
-def _local(layout: Layout, part: Part, which: str, *, filled: bool) -> torch.Tensor:
-    whole = part(truth(which), GARBAGE)
-    if not filled:
-        whole = torch.full_like(whole, -1.0)
+def _local(layout: Layout, part: Part, whole: Whole | None, which: str) -> torch.Tensor:
+    if whole is None:
+        found = torch.full_like(part(RANDOM[which], 0.0), -1.0)
+    else:
+        found = part(whole[which], GARBAGE)
     if not layout.on_mesh:
-        return whole.clone()  # as it lies: one that was transposed is not contiguous
-    return distribute_tensor(whole.contiguous(), _mesh(), [Shard(0)])
+        return found.clone()  # as it lies: one that was transposed is not contiguous
+    return distribute_tensor(found.contiguous(), _mesh(), [Shard(0)])
 
 
 @functools.cache
@@ -332,7 +347,7 @@ def differences(layout: Layout, state: State) -> list[str]:
 def _differing(
     layout: Layout, part: Part, which: str, name: str, tensor: torch.Tensor
 ) -> list[str]:
-    wanted = part(truth(which), 0.0)
+    wanted = part(RANDOM[which], 0.0)
     if layout.on_mesh:
         wanted = distribute_tensor(wanted.contiguous(), _mesh(), [Shard(0)]).to_local()
         tensor = tensor.to_local()  # type: ignore[attr-defined]
