@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -234,6 +234,26 @@ def remove(directory: Path) -> None:
     """Remove a directory and wait until the disk is done with it: freeing space takes time too."""
     shutil.rmtree(directory, ignore_errors=True)
     sync_directories(directory.parent)
+
+
+def drop(files: Iterable[Path], *, cold: bool) -> None:
+    """Have none of the files in the page cache where they are to be cold."""
+    if not cold:
+        return
+    for path in files:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def warm(files: Iterable[Path]) -> None:
+    """Read the files through the page cache."""
+    room = bytearray(8 << 20)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(room):
+                pass
 
 
 # ── results ──────────────────────────────────────────────────────────────────────────────────

@@ -31,6 +31,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import xxhash
+from harness import drop, warm
 from systems import DcpSave
 from torch import Tensor, nn
 from training import LAYERS, WIDTH, Fingerprints, fingerprints
@@ -165,26 +166,6 @@ class Bench:
         began = clock()
         act()
         self.found[name].append(clock() - began)
-
-
-def drop(files: Iterable[Path], *, cold: bool) -> None:
-    """Have none of the files in the page cache where they are to be cold."""
-    if not cold:
-        return
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def warm(files: Iterable[Path]) -> None:
-    """Read the files through the page cache."""
-    room = bytearray(8 << 20)
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(room):
-                pass
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────
