@@ -45,7 +45,17 @@ from holdfast.load.late import LateTensor, Staging, StreamCopies
 from holdfast.load.move import Destination
 from holdfast.load.plan import Fetch, Want
 from holdfast.load.read import CARRIERS
-from holdfast.load.sharing import Demand, Ranks, Run, Turn, alike, demands, plan_turns, touched
+from holdfast.load.sharing import (
+    Demand,
+    Ranks,
+    Run,
+    Turn,
+    alike,
+    counted,
+    demands,
+    plan_turns,
+    touched,
+)
 from holdfast.load.source import Checkpoint, from_manifest
 from holdfast.storage.memory import MemoryStore
 from images import Array, images_of, publish_checkpoint, random_leaf, split_leaf
@@ -294,6 +304,8 @@ def test_turns_keep_the_budget_share_alike_and_are_the_same_on_every_rank(
             mine = [turn for turn in turns if other in turn.ranks]
             assert mine == [turn for turn in theirs if rank in turn.ranks]
         shares = [_count(turn.share_of(rank)) for turn in turns]
+        count = sum(rank in ranks for wanted in blocks.values() for ranks in wanted.values())
+        assert counted(turns, rank) == (count, count - sum(shares))
         coming = [
             sum(map(_count, turn.shares)) - own for turn, own in zip(turns, shares, strict=True)
         ]
@@ -540,14 +552,12 @@ def test_ranks_that_hold_alike_say_the_same_and_are_told_apart_by_their_place() 
     top, bottom = Box((0, 0), (4, 3)), Box((4, 0), (8, 3))
     assert found["w"] == Demand(4, {top: (0, 2), bottom: (1, 3)})
     assert found["n"] == Demand(4, {Box((0,), (5,)): (0, 1, 2, 3)})
-    assert sharing.spared_bytes(found) == 8 * 3 * 4 + 3 * 5 * 4
 
 
 def test_a_mesh_that_names_ranks_which_want_nothing_makes_nobody_wait_for_them() -> None:
     cut = Instance(mesh(2, 2), (REPLICATE, Placement(0)))
     found = demands([((0, 1), [LeafEntry("w", "F32", (8,), "split", cut)])])
     assert found["w"].boxes == {Box((0,), (4,)): (0,), Box((4,), (8,)): (1,)}
-    assert sharing.spared_bytes(found) == 0
 
 
 def test_boxes_that_no_mesh_describes_are_wanted_by_those_that_hold_them() -> None:

@@ -382,9 +382,29 @@ def _chooses(rank: int, world: int, root: str) -> dict[str, Any]:
         with mock.patch.object(together, "WORTH_BYTES", MIB):
             found["two hosts"] = run.load("auto")[2].received_bytes > 0
             found["never"] = run.load("never")[2].received_bytes
+            found["rows of rows"] = _read_and_received(f"{root}/rows", 0)
+            found["columns of rows"] = _read_and_received(f"{root}/rows", 1)
     with pytest.raises(holdfast.UsageError, match="HOLDFAST_EXCHANGE is 'yes'"):
         run.load("yes" if rank == 1 else "auto")
     return found
+
+
+def _read_and_received(root: str, cut: int) -> tuple[float, float, bool]:
+    """Of what is saved in rows: read and received, over what this rank wants; whether it is so."""
+    grid = init_device_mesh("cpu", (2,))
+    whole = torch.arange(4 << 20, dtype=torch.float32).reshape(1 << 13, -1)
+    if cut == 0:
+        holdfast.save(root, {"whole": distribute_tensor(whole, grid, [Shard(0)])})
+    heard: list[events.Event] = []
+    stop = holdfast.subscribe(lambda event, _: heard.append(event))
+    state = {"whole": distribute_tensor(torch.zeros_like(whole), grid, [Shard(cut)])}
+    holdfast.load(root, state)
+    stop()
+    [event] = [event for event in heard if isinstance(event, events.Restored)]
+    expected = distribute_tensor(whole, grid, [Shard(cut)]).to_local()
+    is_equal = torch.equal(state["whole"].to_local(), expected)
+    size = expected.nbytes
+    return round(event.read_bytes / size, 1), round(event.received_bytes / size, 1), is_equal
 
 
 def test_ranks_read_for_each_other_on_several_hosts_where_much_is_wanted_twice(
@@ -393,4 +413,6 @@ def test_ranks_read_for_each_other_on_several_hosts_where_much_is_wanted_twice(
     for found in run_ranks(2, _chooses, str(tmp_path)):
         assert found == {
             "one host": 0, "rank 1 says never": 0, "too little": 0, "two hosts": True, "never": 0,
+            # No byte is wanted twice; but by columns every block is.
+            "rows of rows": (1.0, 0.0, True), "columns of rows": (1.0, 1.0, True),
         }  # fmt: skip

@@ -86,15 +86,6 @@ def _held_boxes(
     return {Box.whole(shape): ranks} if instance is None else holders(shape, instance)
 
 
-def spared_bytes(wanted: Mapping[str, Demand]) -> int:
-    """How many bytes fewer all ranks together read when each is read once."""
-    return sum(
-        demand.item_bytes * box.volume * (len(ranks) - 1)
-        for demand in wanted.values()
-        for box, ranks in demand.boxes.items()
-    )
-
-
 # ── which blocks that is ─────────────────────────────────────────────────────────────────────
 
 
@@ -192,6 +183,16 @@ def plan_turns(
     # Those that nobody waits for come last.
     ordered = sorted(pools.items(), key=lambda pool: (len(pool[0]) == 1, pool[0]))
     return [turn for ranks, pool in ordered for turn in _turns(ranks, pool, room_blocks // 4)]
+
+
+def counted(turns: Sequence[Turn], rank: int) -> tuple[int, int]:
+    """How many blocks ``rank`` wants in its turns, and how many of them others read for it."""
+    wanted = sum(_count(share) for turn in turns for share in turn.shares)
+    return wanted, wanted - sum(_count(turn.share_of(rank)) for turn in turns)
+
+
+def _count(share: Sequence[Run]) -> int:
+    return sum(run.stop - run.first for run in share)
 
 
 def _turns(ranks: Ranks, pool: Sequence[tuple[int, int]], share: int) -> Iterator[Turn]:

@@ -28,10 +28,10 @@ from holdfast.load.sharing import (
     Ranks,
     Turn,
     alike,
+    counted,
     demands,
     find_entry,
     plan_turns,
-    spared_bytes,
     touched,
     wanted_blocks,
 )
@@ -42,6 +42,9 @@ SETTING = "HOLDFAST_EXCHANGE"
 MODES = ("auto", "always", "never")
 #: Below this it costs more to connect the ranks than to read again.
 WORTH_BYTES = 64 << 20
+#: Nor is it worth while for less than this part of all that is read: one that reads for itself
+#: reads straight into its tensors.
+WORTH_PART = 1 / 10
 #: A rank that has lost another waits for the rest no longer than this part of its patience: most
 #: often the other one has died, and comes no more.
 _PATIENCE_LEFT = 0.1
@@ -55,6 +58,13 @@ class _Said(Struct, array_like=True, frozen=True):
     can_connect: bool
     table_hash: str
     name: str
+
+
+class _Divided(Struct, array_like=True, frozen=True):
+    """How many blocks a rank wants, and how many of them others would read for it."""
+
+    wanted: int
+    spared: int
 
 
 class _Broke(Struct, array_like=True, frozen=True):
@@ -92,17 +102,16 @@ def read_once(
     first = [one.table_hash for one in said].index(said[world.rank].table_hash)
     tables = meet(f"{phase}: described", lambda: table if first == world.rank else b"")
     wanted = demands(_with_ranks(said, tables))
-    if spared_bytes(wanted) < (1 if _is_forced(said) else WORTH_BYTES):
-        return None
     planned: list[tuple[Landing, list[Turn]]] = []
 
     def plan() -> bytes:
-        planned.append(
-            _plan(checkpoint, wants, Landing(wants, destinations, lend), wanted, world.rank)
-        )
-        return b""
+        landing = Landing(wants, destinations, lend)
+        planned.append(_plan(checkpoint, wants, landing, wanted, world.rank))
+        return msgpack.encode(_Divided(*counted(planned[0][1], world.rank)))
 
-    meet(f"{phase}: divided", plan)
+    divided = [msgpack.decode(each, type=_Divided) for each in meet(f"{phase}: divided", plan)]
+    if not _is_worth_while(divided, is_forced=_is_forced(said)):
+        return None
     landing, turns = planned[0]
     exchange = Exchange(checkpoint, turns, landing, world.rank, timeout_s=timeout_s)
     return _run(world, f"{phase}: exchanged", exchange, said[0].name, timeout_s)
@@ -126,6 +135,18 @@ def _is_wished(said: Sequence[_Said]) -> bool:
 
 def _is_forced(said: Sequence[_Said]) -> bool:
     return any(one.mode == "always" for one in said)
+
+
+def _is_worth_while(divided: Sequence[_Divided], *, is_forced: bool) -> bool:
+    """Whether enough blocks are wanted by several ranks.
+
+    Whole blocks are counted: of a cut through columns no byte is wanted twice, but each block is
+    by all ranks.
+    """
+    wanted, spared = sum(one.wanted for one in divided), sum(one.spared for one in divided)
+    if is_forced:
+        return spared > 0
+    return spared * BLOCK_BYTES >= WORTH_BYTES and spared >= WORTH_PART * wanted
 
 
 def _with_ranks(
