@@ -17,9 +17,10 @@ import numpy as np
 
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum
 from holdfast.load.landing import Landing
-from holdfast.load.read import READERS, Array, verified_range
+from holdfast.load.read import READERS, Array, read_verified
 from holdfast.load.sharing import Ranks, Run, Turn
 from holdfast.load.source import Checkpoint
+from holdfast.storage.past_cache import aligned_memory
 
 #: What a rank reads at once.
 _READ_BLOCKS = 4
@@ -104,7 +105,9 @@ class Exchange:
         own = max((self._size(turn.share_of(self._rank)) for turn in self._turns), default=0)
         room = max((self._others_size(turn) for turn in self._turns), default=0)
         inbox: Array = np.empty(room, np.uint8)
-        outboxes: list[Array] = [np.empty(own + _WORD_BYTES, np.uint8) for _ in range(2)]
+        outboxes: list[Array] = [
+            np.frombuffer(aligned_memory(own + _WORD_BYTES), np.uint8) for _ in range(2)
+        ]
         with ThreadPoolExecutor(READERS, thread_name_prefix="holdfast-read") as pool:
             share: _Share | None = None
             for number, turn in enumerate(self._turns):
@@ -156,8 +159,7 @@ class Exchange:
         return _Share(message, reading)
 
     def _read(self, run: Run, room: Array) -> None:
-        data = verified_range(self._checkpoint, run.image, *self._span(run))
-        room[:] = np.frombuffer(data, np.uint8)
+        read_verified(self._checkpoint, run.image, run.first, run.stop, room.data)
 
     def _take(self, turn: Turn, share: _Share, inbox: Array, wire: Wire) -> None:
         """One turn: send what was read, use what comes. When one of them failed all leave it."""

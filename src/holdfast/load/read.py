@@ -34,8 +34,8 @@ from holdfast.load.source import Checkpoint
 from holdfast.storage.past_cache import aligned_memory
 
 __all__ = [
-    "CARRIERS", "READERS", "Array", "plan_reads", "read_aliases", "read_values", "read_wants",
-    "verified_range", "verify_blocks",
+    "CARRIERS", "READERS", "Array", "plan_reads", "read_aliases", "read_values", "read_verified",
+    "read_wants", "verified_range", "verify_blocks",
 ]  # fmt: skip
 
 #: Several reads are under way at once, so that a disk always has the next one.
@@ -243,6 +243,13 @@ def verified_range(checkpoint: Checkpoint, rank: int, start: int, stop: int) -> 
     first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
     data = _verified_blocks(checkpoint, rank, first, last)
     return bytes(data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES])
+
+
+def read_verified(
+    checkpoint: Checkpoint, rank: int, first: int, stop: int, memory: memoryview
+) -> None:
+    """Have the data of whole blocks in ``memory``, which they fill, each equal to its checksum."""
+    _Blocks(checkpoint, rank, first, stop).stage(memory)
 
 
 def read_values(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
