@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import nn
 
 import holdfast
 from holdfast import rules as r
-from holdfast.errors import RestoreError, StateMismatch, UnsupportedState, UsageError
+from holdfast.catalogue import catalogue
+from holdfast.errors import HoldfastError, RestoreError, StateMismatch, UnsupportedState, UsageError
 from holdfast.state.describe import Describer
+from holdfast.storage.open import open_store
 
 State = dict[str, Any]
 QKV = ("qkv.{what}", r.fused(0, (8, 4, 4), into=("q.{what}", "k.{what}", "v.{what}")))
@@ -58,6 +61,11 @@ def elements(state: State) -> dict[str, torch.Tensor]:
             if name == "embed.weight" and tensor.ndim:
                 found[f"{name}.{kind}"][17:] = 0
     return found
+
+
+def steps(root: Path) -> list[int]:
+    found = catalogue(open_store(str(root)))
+    return sorted(manifest.step for manifest in found.manifests)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -250,8 +258,71 @@ def test_counts_of_joined_tensors_that_differ_are_not_lost_at_a_save(tmp_path: P
     state = {"model": model, "optimizer": optimizer}
     holdfast.save(tmp_path, state)
     optimizer.state[model["b"].weight]["step"].fill_(4)
-    with pytest.raises(UsageError, match=r"a\.weight\.step is 1\.0 and .*b\.weight\.step is 4\.0"):
+    told = r"a\.weight\.step is 1\.0 and .*b\.weight\.step is 4\.0"
+    with pytest.raises(UsageError, match=told):
         holdfast.save(tmp_path, state, 1)
+    optimizer.state[model["b"].weight]["step"].fill_(math.nan)
+    optimizer.state[model["a"].weight]["step"].fill_(math.nan)
+    holdfast.save(tmp_path, state, 1)  # the same bits
+    assert steps(tmp_path) == [0, 1]
+
+
+def test_counts_of_joined_tensors_that_come_to_differ_miss_a_later_save(tmp_path: Path) -> None:
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    _declare(model, (4, 2), (0, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with holdfast.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        for step in range(3):
+            sum(p.sum() for p in model.parameters()).backward()
+            optimizer.step()
+            if step == 1:  # as where one part had no gradient
+                optimizer.state[model["b"].weight]["step"].fill_(1)
+            if step == 2:
+                optimizer.state[model["b"].weight]["step"].fill_(3)
+            handle = checkpointer.save(step, durable=True)
+            if step != 1:
+                handle.wait_durable(60)
+                continue
+            with pytest.raises(HoldfastError, match=r"a\.weight\.step is 2\.0 and .* is 1\.0"):
+                handle.wait_durable(60)
+    assert steps(tmp_path) == [0, 2]
+
+
+def test_values_of_joined_parameters_that_differ_are_not_lost_at_a_save(tmp_path: Path) -> None:
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    _declare(model, (4, 2), (0, 2))
+    optimizer = Counting(model.parameters(), lr=0.5)
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    holdfast.save(tmp_path, state)
+    optimizer.state[model["b"].weight]["count"] = 5
+    with pytest.raises(
+        UsageError, match=r"'count' is 1 for one and 5 for another .* w by the rule"
+    ):
+        holdfast.save(tmp_path, state, 1)
+
+
+def test_state_that_is_one_tensor_is_one_again_through_rules(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[State, list[Any]]:
+        state = build(seed, steps=2)
+        return state, list(state["optimizer"].state.values())
+
+    saved, kinds = make(0)
+    for kind in kinds[1:]:
+        kind["step"] = kinds[0]["step"]
+    weight = saved["model"].qkv.weight
+    kinds[1]["slow"] = weight.detach()  # as an optimizer keeps that averages
+    kinds[1]["other"] = kinds[1]["exp_avg"]
+    holdfast.save(tmp_path, saved, rules=rules())
+    back, _ = make(1)
+    holdfast.load(tmp_path, back, rules=rules())
+    kinds = [back["optimizer"].state[p] for p in back["model"].parameters()]
+    assert len({id(kind["step"]) for kind in kinds}) == 1
+    assert float(kinds[0]["step"]) == 2
+    assert kinds[1]["slow"].data_ptr() == back["model"].qkv.weight.data_ptr()
+    assert torch.equal(kinds[1]["slow"], weight)
+    assert kinds[1]["other"] is kinds[1]["exp_avg"]
 
 
 def test_a_value_that_is_a_fused_tensor_is_refused_and_one_renamed_is_followed(

@@ -41,6 +41,7 @@ class _Offering:
         self._copies: dict[str, list[str | None]] = {}
         self._module_of = {key: self._objects.module_of(key) for key in self._objects.optimizers}
         self._hints = _HINTS
+        self._tied = {*aliases, *aliases.values()}
         self.offer = Offer(lens.through)
 
     def run(self) -> Offer:
@@ -228,8 +229,7 @@ class _Offering:
         """
         assert origin.parameter is not None
         state = self._objects.optimizers[key].state.get(origin.parameter, {})
-        tied = {*self._aliases, *self._aliases.values()}
-        return kind in state or not tied.isdisjoint(there.values())
+        return kind in state or not self._tied.isdisjoint(there.values())
 
     def _kinds(self, key: str, prefixes: set[str]) -> dict[str, dict[str, str]]:
         """What is stored of each parameter: its name with the key -> kind -> leaf."""
@@ -275,6 +275,25 @@ class _Offering:
         self.offer.specs[name] = dtypes[0], shape
         if math.prod(shape) == 1 and len(leaves) > 1 and shape != tuple(origin.parameter.shape):  # type: ignore[union-attr]
             self.offer.numbers[name] = list(leaves.values())
+        if not self._tied.isdisjoint(there.values()):
+            self._note_tied_state(origin, shape, next(iter(leaves.values())))
+
+    def _note_tied_state(self, origin: Origin, shape: tuple[int, ...], leaf: str) -> None:
+        """State that is one with other state, or with a parameter, in the checkpoint."""
+        parameter, found = origin.parameter, []
+        assert parameter is not None
+        if shape == tuple(parameter.shape):
+            sight = self._through.sight(origin, parameter)
+            parts = (Part(origin.leaf, shape, (), ()),) if sight is None else sight.parts
+            for part in parts:
+                one = self.offer.stored[part.leaf]
+                views = None if sight is None else part.views
+                found.append((None if one is None else one[0], part.boxes, views))
+        else:  # one number, or one leaf that no rule divides
+            found.append((leaf, (), None))
+        first = self._made_of.setdefault(("", *found), origin.leaf)
+        if first != origin.leaf:
+            self.offer.aliases[origin.leaf] = first
 
     def _shape(
         self, origin: Origin, made_of: Mapping[str, Part], specs: Mapping[str, Spec]
