@@ -216,7 +216,7 @@ class Coordinator:
         attempt = self._new_attempt(step, agreed.layout, now_s)
         attempt.durable, attempt.is_ring, attempt.asks = durable, is_ring, asks
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
-        self.comparing.start(attempt.id, agreed.layout)
+        actions += self.comparing.start(attempt.id, step, agreed.layout)
         for rank, slot in chosen.items():
             slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
             slot.image_bytes, slot.incarnation = sizes[rank], self.incarnation
