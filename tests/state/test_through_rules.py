@@ -205,6 +205,82 @@ def test_numbers_that_are_joined_must_agree_before_anything_is_read(tmp_path: Pa
     assert torch.equal(model.qkv.weight, before) and optimizer is state["optimizer"]
 
 
+def bits(tensor: torch.Tensor) -> bytes:
+    flat: Any = tensor.detach().reshape(-1).view(torch.uint8)
+    return bytes(flat.numpy())
+
+
+class Copied(nn.Module):
+    """One averaged tensor of any dtype, and another tensor."""
+
+    free: torch.Tensor
+
+    def __init__(self, free: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.register_buffer("free", free)
+
+
+NO_MEAN = (torch.int64, torch.uint8, torch.bool, torch.complex32, torch.float8_e8m0fnu)
+AVERAGED = r.Rules([("free", r.averaged)], {"dp": 1})
+
+
+@pytest.mark.parametrize("dtype", NO_MEAN, ids=str)
+@pytest.mark.parametrize("shape", [(), (1 << 16,)], ids=str)
+def test_copies_that_have_no_mean_are_taken_as_they_are_or_refused_by_name(
+    tmp_path: Path, dtype: Any, shape: tuple[int, ...]
+) -> None:
+    size = max(1, shape[0] if shape else 1) * dtype.itemsize
+    copy = torch.randint(0, 2, (size,), dtype=torch.uint8)
+    copies = torch.stack([copy] * 3)
+    holdfast.save(tmp_path, {"model": Copied(copies.view(dtype).view(3, *shape))}, step=1)
+    again = Copied(torch.zeros(size, dtype=torch.uint8).view(dtype).view(shape))
+    holdfast.load(tmp_path, {"model": again}, rules=AVERAGED)
+    assert bits(again.free) == bytes(copy.numpy())
+
+    copies[2, -1] ^= 1
+    holdfast.save(tmp_path, {"model": Copied(copies.view(dtype).view(3, *shape))}, step=2)
+    weight = bits(again.weight)
+    with pytest.raises(StateMismatch, match=r"model\.free: averaged by its rule, and the 3 copies"):
+        holdfast.load(tmp_path, {"model": again}, rules=AVERAGED)
+    assert bits(again.free) == bytes(copy.numpy()) and bits(again.weight) == weight
+    holdfast.load(tmp_path, {"model": again}, rules=AVERAGED, only=["model.weight"])
+    assert bits(again.free) == bytes(copy.numpy()) and bits(again.weight) != weight
+    holdfast.save(tmp_path, {"model": again}, step=3, rules=AVERAGED)  # as a row of all copies
+    with holdfast.open(tmp_path) as checkpoint:
+        assert checkpoint.leaves["model.free"].shape == (1, *shape)
+
+
+def test_copies_of_an_optimizers_whole_numbers_have_no_mean_either(tmp_path: Path) -> None:
+    def build(*rows: int) -> State:
+        model = nn.ParameterDict({"free": nn.Parameter(torch.zeros(*rows, 4))})
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
+        counts = torch.arange(4).expand(*rows, 4).clone()
+        optimizer.state[model["free"]] = {"momentum_buffer": torch.ones(*rows, 4), "seen": counts}
+        return {"model": model, "optimizer": optimizer}
+
+    saved, again = build(2), build()
+    holdfast.save(tmp_path, saved, step=1)
+    kept = again["optimizer"].state[again["model"]["free"]]
+    kept["seen"].zero_()
+    holdfast.load(tmp_path, again, rules=AVERAGED)
+    kept = again["optimizer"].state[again["model"]["free"]]
+    assert kept["seen"].tolist() == [0, 1, 2, 3]
+    saved["optimizer"].state[saved["model"]["free"]]["seen"][1, 0] = 7
+    holdfast.save(tmp_path, saved, step=2)
+    with pytest.raises(StateMismatch, match=r"optimizer\.free\.seen: averaged by its rule"):
+        holdfast.load(tmp_path, again, rules=AVERAGED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_copies_that_have_a_mean_are_averaged(tmp_path: Path, dtype: Any) -> None:
+    copies = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to(dtype)
+    holdfast.save(tmp_path, {"model": Copied(copies)})
+    again = Copied(torch.zeros(2).to(dtype))
+    holdfast.load(tmp_path, {"model": again}, rules=AVERAGED)
+    assert again.free.double().tolist() == [2.0, 3.0]
+
+
 def test_a_missing_part_is_told_with_both_names(tmp_path: Path) -> None:
     apart: Any = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4))})
     holdfast.save(tmp_path, {"model": apart})

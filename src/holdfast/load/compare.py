@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import msgpack
 
 from holdfast.load.documents import gather_values
-from holdfast.load.filling import unequal_numbers
+from holdfast.load.means import unequal_copies, unequal_numbers
 from holdfast.load.read import read_aliases
 from holdfast.load.source import Checkpoint
 from holdfast.rules import Rules
@@ -127,5 +127,6 @@ class Comparison:
         )  # fmt: skip
         problems = [*offer.problems, *restoring.amiss]
         problems += unequal_numbers(self.checkpoint, offer)
+        problems += unequal_copies(self.checkpoint, offer)
         used = choice.used([*names, *offer.specs, *offer.left])
         return Compared(restoring, problems, offer, msgpack.encode((usage, used, choice.texts)))

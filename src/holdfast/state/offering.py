@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtypes import HAVE_A_MEAN
 from holdfast.state.known import Known
-from holdfast.state.offer import Lens, Offer, Spec
+from holdfast.state.offer import Lens, Offer, Rows, Spec
 from holdfast.state.origin import MASTER, Origin
 from holdfast.state.sight import Part, Sight
 from holdfast.state.tensors import DTYPE_NAMES
@@ -179,6 +181,7 @@ class _Offering:
         shapes = {part.shape} | ({(*stored_shape[:1], *part.shape)} if part.rows else set())
         may_cast = sight is not None and sight.dtype == dtype
         if stored_shape in shapes and (stored_dtype == dtype or may_cast):
+            self._note_rows(name, part, part.boxes, found)
             return
         if sight is None:
             self.offer.specs[name] = found[1]  # said where all others are
@@ -188,6 +191,15 @@ class _Offering:
             f"{name}: by the rules of {leaf}, of which the checkpoint has {stored_dtype} "
             f"{list(stored_shape)}, and they make it {dtype} {list(part.shape)}{hint}"
         )
+
+    def _note_rows(
+        self, name: str, part: Part, boxes: tuple[Box, ...], found: tuple[str, Spec]
+    ) -> None:
+        """Another number of ranks had copies of a leaf: those that have no mean must be equal."""
+        leaf, (dtype, shape) = found
+        is_one_of_rows = part.rows > 0 and shape != part.shape and shape[0] != part.rows
+        if is_one_of_rows and dtype not in HAVE_A_MEAN:
+            self.offer.rows.append(Rows(name, leaf, dtype, shape[0], boxes))
 
     def _missing(self, name: str, leaf: str) -> str:
         near = ""
@@ -273,6 +285,10 @@ class _Offering:
             )
             return
         self.offer.specs[name] = dtypes[0], shape
+        for leaf, spec in specs.items():
+            part = made_of[leaf]
+            if spec[1][1:] == part.shape:  # which boxes of it are here only its tensor tells
+                self._note_rows(name, part, (Box.whole(part.shape),), (leaves[leaf], spec))
         if math.prod(shape) == 1 and len(leaves) > 1 and shape != tuple(origin.parameter.shape):  # type: ignore[union-attr]
             self.offer.numbers[name] = list(leaves.values())
         if not self._tied.isdisjoint(there.values()):
