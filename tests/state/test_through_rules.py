@@ -205,6 +205,36 @@ def test_numbers_that_are_joined_must_agree_before_anything_is_read(tmp_path: Pa
     assert torch.equal(model.qkv.weight, before) and optimizer is state["optimizer"]
 
 
+@pytest.mark.parametrize("number", ["nan", "-0.0"])
+def test_numbers_that_are_joined_are_compared_bit_for_bit(tmp_path: Path, number: str) -> None:
+    def fused() -> State:
+        model: Any = nn.ModuleDict({"qkv": nn.Linear(8, 16)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        sum(p.sum() for p in model.parameters()).backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    state = fused()
+    counts = [kept["step"] for kept in state["optimizer"].state.values()]
+    for count in counts:
+        count.fill_(float(number))
+    apart: Any = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4), ("v", 4))})
+    separate = torch.optim.AdamW(apart.parameters())
+    sum(p.sum() for p in apart.parameters()).backward()
+    separate.step()
+    for kept in separate.state.values():
+        kept["step"].fill_(float(number))
+    holdfast.save(tmp_path, {"model": apart, "optimizer": separate}, step=1)
+    again = fused()
+    holdfast.load(tmp_path, again, rules=r.Rules([QKV]))
+    for kept in again["optimizer"].state.values():
+        assert bits(kept["step"]) == bits(counts[0])
+    separate.state[apart["k"].weight]["step"].fill_(0.0)
+    holdfast.save(tmp_path, {"model": apart, "optimizer": separate}, step=2)
+    with pytest.raises(StateMismatch, match=r"qkv\.weight\.step: one number .* is 0\.0"):
+        holdfast.load(tmp_path, fused(), rules=r.Rules([QKV]))
+
+
 def bits(tensor: torch.Tensor) -> bytes:
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8)
     return bytes(flat.numpy())

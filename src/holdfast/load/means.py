@@ -110,7 +110,7 @@ def unequal_numbers(checkpoint: Checkpoint, offer: Offer) -> list[str]:
         f"{name}: one number here, and by the rules made of several that differ: "
         + ", ".join(f"{leaf} is {numbers[leaf].item()}" for leaf in leaves)
         for name, leaves in offer.numbers.items()
-        if len({numbers[leaf].item() for leaf in leaves}) > 1
+        if len({_bits(numbers[leaf]) for leaf in leaves}) > 1
     ]
 
 
