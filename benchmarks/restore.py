@@ -47,7 +47,7 @@ def series(bench: Bench, rounds: int) -> dict[str, Any]:
         if name in PARTS:
             load_holdfast(bench)  # what the parts are compared with
         ways[name]()
-        shown = "".join(bench.verdicts[name][-1:])
+        shown = "".join(bench.verdicts.get(name, [])[-1:])  # limits have none
         show(f"{bench.kind}, round {turn + 1}: {name}: {bench.found[name][-1]:.3f} {shown}")
     arena.close()
     limits.close()
