@@ -22,9 +22,9 @@ from holdfast.state.choice import Choice, refuse_different
 from holdfast.state.declared import declarations
 from holdfast.state.following import Document
 from holdfast.state.objects import Objects, State
-from holdfast.state.offer import Lens, Offer
+from holdfast.state.offer import Lens, Offer, Spec
 from holdfast.state.offering import make_offer
-from holdfast.state.restore import Restoring, Spec
+from holdfast.state.restore import Restoring
 from holdfast.state.through import Through
 from holdfast.state.usage import refuse_unused, say_usage
 
