@@ -239,7 +239,7 @@ def _write_image(
                     Target(memory, plan),
                     image,
                     described.values,
-                    Overtaking(Bindings()),
+                    Overtaking(Bindings(joined=described.bindings.joined)),
                     progress,
                     0,
                     computation_so_far(described.bindings.gpus),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import conformance
+from holdfast.geometry import box as boxes
 from holdfast.geometry import cutting
 from holdfast.geometry.box import Box
 from holdfast.geometry.cutting import MAX_OVERLAP, Part, common_elements, cut
@@ -164,14 +165,14 @@ def test_the_work_is_near_linear_whichever_dimension_is_cut(
 ) -> None:
     """Along the shortest too, and when two sets of replicas are cut in it at other places."""
     shape, looked_at = (8192, 4096, 8192), 0
-    slabs = cutting._slabs
+    slabs = boxes._slabs
 
     def counting(region: Box, dim: int, inside: list[Part]) -> object:
         nonlocal looked_at
         looked_at += len(inside)
         return slabs(region, dim, inside)
 
-    monkeypatch.setattr(cutting, "_slabs", counting)
+    monkeypatch.setattr(boxes, "_slabs", counting)
     parts: list[Part] = []
     for replica in range(replicas):
         ends = sorted({0, shape[dim], *range(2 + replica, shape[dim], 4)})

@@ -21,6 +21,7 @@ from holdfast.policy.arguments import (
     patience_s,
     step_number,
     wanted_step,
+    whole,
 )
 
 NO_STEPS: list[Any] = [-1, MAX_STEP + 1, True, np.True_, 1.0, np.float32(2), "3", None, [3]]
@@ -50,6 +51,26 @@ def test_a_restore_takes_a_step_a_generation_or_the_newest() -> None:
     assert type(wanted_step(np.int64(40))) is int
     with pytest.raises(UsageError, match="whole number"):
         wanted_step(-1)
+
+
+@pytest.mark.parametrize("value", [-3, 0, np.int64(7)])
+def test_a_whole_number_may_be_below_0_where_nothing_is_said_of_it(value: Any) -> None:
+    found = whole("seed", value)
+    assert (type(found), found) == (int, value)
+
+
+@pytest.mark.parametrize("value", [True, 1.0, "3", None], ids=repr)
+def test_what_is_no_whole_number_is_refused_by_its_name(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"^seed=.*: a whole number is needed"):
+        whole("seed", value)
+    with pytest.raises(UsageError, match=r"^world=.*: a whole number from 1 on is needed"):
+        whole("world", value, least=1)
+
+
+def test_a_whole_number_that_is_too_small_is_refused_with_the_least() -> None:
+    assert whole("world", 1, least=1) == 1
+    with pytest.raises(UsageError, match=r"^world=0: a whole number from 1 on is needed"):
+        whole("world", 0, least=1)
 
 
 @pytest.mark.parametrize("count", [0, 7, np.int64(7), MAX_STEP])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -14,7 +14,6 @@ from holdfast.geometry.layout import Layout
 from holdfast.geometry.replicas import Replicas
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Note, NoteUnlike, Tell, Warn
-from holdfast.snapshot.comparing import Comparing
 from holdfast.snapshot.unlike import events_of
 
 ALIKE = struct.pack("<I", 7)
@@ -158,15 +157,32 @@ def test_a_fault_in_comparing_is_said_and_costs_no_generation(
     assert "step 5" in warned.text and "a fault" in warned.text
 
 
-def test_where_memory_is_short_nothing_is_compared() -> None:
-    class Lacking:
-        @property
-        def replicas(self) -> Replicas:
-            raise MemoryError
+@pytest.mark.parametrize("fault", [MemoryError(), ImportError("no numpy"), IndexError("a fault")])
+def test_where_it_is_not_known_who_holds_alike_the_save_is_made_and_why_is_said_once(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Layout) -> Any:
+        raise fault
 
-    comparing = Comparing()
-    comparing.start("a", cast(Layout, Lacking()))
-    assert comparing.part("a") is None
+    keeper = Keeper(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Layout, "replicas", property(fail))
+        actions = keeper.ask_all(5)
+        (warned,) = of(actions, Warn)
+        assert "step 5" in warned.text and type(fault).__name__ in warned.text
+        assert str(fault) in warned.text and not warned.text.endswith(": ")
+        attempt = granted(actions)
+        assert keeper.c.comparing.part(attempt) is None
+        seal(keeper, 0, attempt)
+        assert told(seal(keeper, 1, attempt), m.Complete)
+        assert not of(keeper.ask_all(6), Warn)  # the same at every save
+        keeper.begin(2, 2)
+        keeper.c.adopt(0.0)
+        assert of(keeper.ask_all(7), Warn)
+        keeper.c.abandon(0, m.Abandon(attempt=next(iter(keeper.c.attempts)), reason="enough"))
+    assert part(keeper, 8) is not None
+    monkeypatch.setattr(Layout, "replicas", property(fail))
+    assert of(keeper.ask_all(9), Warn)  # again
 
 
 def test_each_leaf_is_an_event_of_its_own() -> None:

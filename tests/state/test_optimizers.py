@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 import holdfast
 from holdfast.errors import StateMismatch, UnsupportedState
+from holdfast.rules import Rules, rename
 from models import differences
 
 Make = Callable[[Any], Optimizer]
@@ -298,7 +299,8 @@ def test_an_optimizer_made_before_its_parameters_were_replaced_is_refused(tmp_pa
         holdfast.save(tmp_path, state)
 
 
-def test_state_tensors_that_were_one_are_one_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("through_rules", [False, True])
+def test_state_tensors_that_were_one_are_one_again(tmp_path: Path, through_rules: bool) -> None:
     def share(state: dict[str, Any]) -> None:
         train(state, range(1))
         kinds = list(state["optimizer"].state.values())
@@ -307,8 +309,9 @@ def test_state_tensors_that_were_one_are_one_again(tmp_path: Path) -> None:
 
     saved, back = build(WAYS["AdamW"], 1), build(WAYS["AdamW"], 2)
     share(saved)
-    holdfast.save(tmp_path, saved)
-    holdfast.load(tmp_path, back)
+    rules = Rules([("body.weight", rename("other.weight"))]) if through_rules else None
+    holdfast.save(tmp_path, saved, rules=rules)
+    holdfast.load(tmp_path, back, rules=rules)
     steps = {id(kind["step"]) for kind in back["optimizer"].state.values()}
     assert len(steps) == 1
     assert train(back, range(1, 3)) == train(saved, range(1, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from torch import nn
 
 import holdfast
 from holdfast import rules as r
-from holdfast.errors import RestoreError, StateMismatch, UnsupportedState, UsageError
+from holdfast.catalogue import catalogue
+from holdfast.errors import HoldfastError, RestoreError, StateMismatch, UnsupportedState, UsageError
 from holdfast.state.describe import Describer
+from holdfast.storage.open import open_store
 
 State = dict[str, Any]
 QKV = ("qkv.{what}", r.fused(0, (8, 4, 4), into=("q.{what}", "k.{what}", "v.{what}")))
@@ -58,6 +61,11 @@ def elements(state: State) -> dict[str, torch.Tensor]:
             if name == "embed.weight" and tensor.ndim:
                 found[f"{name}.{kind}"][17:] = 0
     return found
+
+
+def steps(root: Path) -> list[int]:
+    found = catalogue(open_store(str(root)))
+    return sorted(manifest.step for manifest in found.manifests)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -197,6 +205,112 @@ def test_numbers_that_are_joined_must_agree_before_anything_is_read(tmp_path: Pa
     assert torch.equal(model.qkv.weight, before) and optimizer is state["optimizer"]
 
 
+@pytest.mark.parametrize("number", ["nan", "-0.0"])
+def test_numbers_that_are_joined_are_compared_bit_for_bit(tmp_path: Path, number: str) -> None:
+    def fused() -> State:
+        model: Any = nn.ModuleDict({"qkv": nn.Linear(8, 16)})
+        optimizer = torch.optim.AdamW(model.parameters())
+        sum(p.sum() for p in model.parameters()).backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    state = fused()
+    counts = [kept["step"] for kept in state["optimizer"].state.values()]
+    for count in counts:
+        count.fill_(float(number))
+    apart: Any = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4), ("v", 4))})
+    separate = torch.optim.AdamW(apart.parameters())
+    sum(p.sum() for p in apart.parameters()).backward()
+    separate.step()
+    for kept in separate.state.values():
+        kept["step"].fill_(float(number))
+    holdfast.save(tmp_path, {"model": apart, "optimizer": separate}, step=1)
+    again = fused()
+    holdfast.load(tmp_path, again, rules=r.Rules([QKV]))
+    for kept in again["optimizer"].state.values():
+        assert bits(kept["step"]) == bits(counts[0])
+    separate.state[apart["k"].weight]["step"].fill_(0.0)
+    holdfast.save(tmp_path, {"model": apart, "optimizer": separate}, step=2)
+    with pytest.raises(StateMismatch, match=r"qkv\.weight\.step: one number .* is 0\.0"):
+        holdfast.load(tmp_path, fused(), rules=r.Rules([QKV]))
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat: Any = tensor.detach().reshape(-1).view(torch.uint8)
+    return bytes(flat.numpy())
+
+
+class Copied(nn.Module):
+    """One averaged tensor of any dtype, and another tensor."""
+
+    free: torch.Tensor
+
+    def __init__(self, free: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.register_buffer("free", free)
+
+
+NO_MEAN = (torch.int64, torch.uint8, torch.bool, torch.complex32, torch.float8_e8m0fnu)
+AVERAGED = r.Rules([("free", r.averaged)], {"dp": 1})
+
+
+@pytest.mark.parametrize("dtype", NO_MEAN, ids=str)
+@pytest.mark.parametrize("shape", [(), (1 << 16,)], ids=str)
+def test_copies_that_have_no_mean_are_taken_as_they_are_or_refused_by_name(
+    tmp_path: Path, dtype: Any, shape: tuple[int, ...]
+) -> None:
+    size = max(1, shape[0] if shape else 1) * dtype.itemsize
+    copy = torch.randint(0, 2, (size,), dtype=torch.uint8)
+    copies = torch.stack([copy] * 3)
+    holdfast.save(tmp_path, {"model": Copied(copies.view(dtype).view(3, *shape))}, step=1)
+    again = Copied(torch.zeros(size, dtype=torch.uint8).view(dtype).view(shape))
+    holdfast.load(tmp_path, {"model": again}, rules=AVERAGED)
+    assert bits(again.free) == bytes(copy.numpy())
+
+    copies[2, -1] ^= 1
+    holdfast.save(tmp_path, {"model": Copied(copies.view(dtype).view(3, *shape))}, step=2)
+    weight = bits(again.weight)
+    with pytest.raises(StateMismatch, match=r"model\.free: averaged by its rule, and the 3 copies"):
+        holdfast.load(tmp_path, {"model": again}, rules=AVERAGED)
+    assert bits(again.free) == bytes(copy.numpy()) and bits(again.weight) == weight
+    holdfast.load(tmp_path, {"model": again}, rules=AVERAGED, only=["model.weight"])
+    assert bits(again.free) == bytes(copy.numpy()) and bits(again.weight) != weight
+    holdfast.save(tmp_path, {"model": again}, step=3, rules=AVERAGED)  # as a row of all copies
+    with holdfast.open(tmp_path) as checkpoint:
+        assert checkpoint.leaves["model.free"].shape == (1, *shape)
+
+
+def test_copies_of_an_optimizers_whole_numbers_have_no_mean_either(tmp_path: Path) -> None:
+    def build(*rows: int) -> State:
+        model = nn.ParameterDict({"free": nn.Parameter(torch.zeros(*rows, 4))})
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
+        counts = torch.arange(4).expand(*rows, 4).clone()
+        optimizer.state[model["free"]] = {"momentum_buffer": torch.ones(*rows, 4), "seen": counts}
+        return {"model": model, "optimizer": optimizer}
+
+    saved, again = build(2), build()
+    holdfast.save(tmp_path, saved, step=1)
+    kept = again["optimizer"].state[again["model"]["free"]]
+    kept["seen"].zero_()
+    holdfast.load(tmp_path, again, rules=AVERAGED)
+    kept = again["optimizer"].state[again["model"]["free"]]
+    assert kept["seen"].tolist() == [0, 1, 2, 3]
+    saved["optimizer"].state[saved["model"]["free"]]["seen"][1, 0] = 7
+    holdfast.save(tmp_path, saved, step=2)
+    with pytest.raises(StateMismatch, match=r"optimizer\.free\.seen: averaged by its rule"):
+        holdfast.load(tmp_path, again, rules=AVERAGED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_copies_that_have_a_mean_are_averaged(tmp_path: Path, dtype: Any) -> None:
+    copies = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).to(dtype)
+    holdfast.save(tmp_path, {"model": Copied(copies)})
+    again = Copied(torch.zeros(2).to(dtype))
+    holdfast.load(tmp_path, {"model": again}, rules=AVERAGED)
+    assert again.free.double().tolist() == [2.0, 3.0]
+
+
 def test_a_missing_part_is_told_with_both_names(tmp_path: Path) -> None:
     apart: Any = nn.ModuleDict({x: nn.Linear(8, n) for x, n in (("q", 8), ("k", 4))})
     holdfast.save(tmp_path, {"model": apart})
@@ -250,8 +364,71 @@ def test_counts_of_joined_tensors_that_differ_are_not_lost_at_a_save(tmp_path: P
     state = {"model": model, "optimizer": optimizer}
     holdfast.save(tmp_path, state)
     optimizer.state[model["b"].weight]["step"].fill_(4)
-    with pytest.raises(UsageError, match=r"a\.weight\.step is 1\.0 and .*b\.weight\.step is 4\.0"):
+    told = r"a\.weight\.step is 1\.0 and .*b\.weight\.step is 4\.0"
+    with pytest.raises(UsageError, match=told):
         holdfast.save(tmp_path, state, 1)
+    optimizer.state[model["b"].weight]["step"].fill_(math.nan)
+    optimizer.state[model["a"].weight]["step"].fill_(math.nan)
+    holdfast.save(tmp_path, state, 1)  # the same bits
+    assert steps(tmp_path) == [0, 1]
+
+
+def test_counts_of_joined_tensors_that_come_to_differ_miss_a_later_save(tmp_path: Path) -> None:
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    _declare(model, (4, 2), (0, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with holdfast.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        for step in range(3):
+            sum(p.sum() for p in model.parameters()).backward()
+            optimizer.step()
+            if step == 1:  # as where one part had no gradient
+                optimizer.state[model["b"].weight]["step"].fill_(1)
+            if step == 2:
+                optimizer.state[model["b"].weight]["step"].fill_(3)
+            handle = checkpointer.save(step, durable=True)
+            if step != 1:
+                handle.wait_durable(60)
+                continue
+            with pytest.raises(HoldfastError, match=r"a\.weight\.step is 2\.0 and .* is 1\.0"):
+                handle.wait_durable(60)
+    assert steps(tmp_path) == [0, 2]
+
+
+def test_values_of_joined_parameters_that_differ_are_not_lost_at_a_save(tmp_path: Path) -> None:
+    model: Any = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    _declare(model, (4, 2), (0, 2))
+    optimizer = Counting(model.parameters(), lr=0.5)
+    sum(p.sum() for p in model.parameters()).backward()
+    optimizer.step()
+    state = {"model": model, "optimizer": optimizer}
+    holdfast.save(tmp_path, state)
+    optimizer.state[model["b"].weight]["count"] = 5
+    with pytest.raises(
+        UsageError, match=r"'count' is 1 for one and 5 for another .* w by the rule"
+    ):
+        holdfast.save(tmp_path, state, 1)
+
+
+def test_state_that_is_one_tensor_is_one_again_through_rules(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[State, list[Any]]:
+        state = build(seed, steps=2)
+        return state, list(state["optimizer"].state.values())
+
+    saved, kinds = make(0)
+    for kind in kinds[1:]:
+        kind["step"] = kinds[0]["step"]
+    weight = saved["model"].qkv.weight
+    kinds[1]["slow"] = weight.detach()  # as an optimizer keeps that averages
+    kinds[1]["other"] = kinds[1]["exp_avg"]
+    holdfast.save(tmp_path, saved, rules=rules())
+    back, _ = make(1)
+    holdfast.load(tmp_path, back, rules=rules())
+    kinds = [back["optimizer"].state[p] for p in back["model"].parameters()]
+    assert len({id(kind["step"]) for kind in kinds}) == 1
+    assert float(kinds[0]["step"]) == 2
+    assert kinds[1]["slow"].data_ptr() == back["model"].qkv.weight.data_ptr()
+    assert torch.equal(kinds[1]["slow"], weight)
+    assert kinds[1]["other"] is kinds[1]["exp_avg"]
 
 
 def test_a_value_that_is_a_fused_tensor_is_refused_and_one_renamed_is_followed(

@@ -1,31 +1,11 @@
-"""Numbers and claims as callers write them, checked once at the public door."""
+"""Which data rank a caller is, checked once at the public door."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from holdfast.errors import UsageError
-
-
-def whole(name: str, value: Any, *, least: int | None = None) -> int:
-    """``value`` as an int: Python's and numpy's whole numbers; UsageError otherwise."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None and least is None:
-        raise UsageError(f"{name}={value!r:.100}: a whole number is needed")
-    if number is None or (least is not None and number < least):
-        raise UsageError(f"{name}={value!r:.100}: a whole number from {least} on is needed")
-    return number
-
-
-def claim(name: str, value: Any) -> bool:
-    """True or False itself."""
-    if not isinstance(value, bool):
-        raise UsageError(f"{name}={value!r:.100}: True or False is needed")
-    return value
+from holdfast.policy.arguments import whole
 
 
 def data_rank(rank: Any, world: Any) -> tuple[int, int] | None:

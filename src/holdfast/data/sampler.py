@@ -15,11 +15,12 @@ from typing import Any, SupportsIndex
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from holdfast.data.arguments import claim, data_rank, whole
+from holdfast.data.arguments import data_rank
 from holdfast.data.order import Order
 from holdfast.data.steps import Place, Step, Steps
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
+from holdfast.policy.arguments import claim, whole
 
 _KEYS = ("seed", "epoch", "consumed", "samples", "shuffle")
 

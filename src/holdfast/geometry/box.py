@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, TypeVar
 
 from holdfast.errors import UsageError
 
@@ -196,41 +196,42 @@ def overlap(pieces: Sequence[Box]) -> Box | None:
 
 
 def _faults(wanted: Box, pieces: Iterable[Box]) -> Iterator[CoverFault]:
-    clipped = [part for piece in pieces if (part := piece.intersect(wanted)) is not None]
+    clipped = [(part,) for piece in pieces if (part := piece.intersect(wanted)) is not None]
     todo = [] if wanted.is_empty else [(wanted, clipped)]
     while todo:
         region, inside = todo.pop()
-        if len(inside) == 1 and inside[0] == region:
+        if len(inside) == 1 and inside[0][0] == region:
             continue
         if not inside:
             yield CoverFault("missing", region)
             continue
-        parts = _separate(region, inside) or _halve(region, inside)
+        parts = apart(region, inside) or _halve(region, inside)
         if parts is None:
             yield CoverFault("overlap", region)
         else:
             todo += parts
 
 
-_Region = tuple[Box, list[Box]]
+#: A box, and whatever is said of it.
+_P = TypeVar("_P", bound="tuple[Box, *tuple[object, ...]]")
 
 
-def _separate(region: Box, pieces: list[Box]) -> list[_Region] | None:
-    """Cut ``region`` where no piece crosses; None when there is no such place.
+def apart(region: Box, pieces: Sequence[_P]) -> list[tuple[Box, list[_P]]]:
+    """The slabs of ``region`` that no piece leaves, in the first dimension that has several.
 
-    A slab that no piece enters comes back with an empty list.
+    [] when there is no such dimension. A slab that no piece enters comes with an empty list.
     """
     for dim in range(region.ndim):
         slabs = list(_slabs(region, dim, pieces))
         if len(slabs) > 1:
             return slabs
-    return None
+    return []
 
 
-def _slabs(region: Box, dim: int, pieces: list[Box]) -> Iterator[_Region]:
+def _slabs(region: Box, dim: int, pieces: Sequence[_P]) -> Iterator[tuple[Box, list[_P]]]:
     begin = end = region.start[dim]  # of the slab being collected
-    slab: list[Box] = []
-    spans = [(piece.start[dim], piece.stop[dim], piece) for piece in pieces]
+    slab: list[_P] = []
+    spans = [(piece[0].start[dim], piece[0].stop[dim], piece) for piece in pieces]
     for start, stop, piece in sorted(spans, key=itemgetter(0, 1)):
         if start >= end:
             if slab:
@@ -245,7 +246,7 @@ def _slabs(region: Box, dim: int, pieces: list[Box]) -> Iterator[_Region]:
         yield region.between(dim, end, region.stop[dim]), []
 
 
-def _halve(region: Box, pieces: list[Box]) -> list[_Region] | None:
+def _halve(region: Box, pieces: list[tuple[Box]]) -> list[tuple[Box, list[tuple[Box]]]] | None:
     """Cut ``region``, and the pieces in the way, at the middle of the dimension with most ends.
 
     None when no piece ends inside: then each of them is all of ``region``.
@@ -256,11 +257,11 @@ def _halve(region: Box, pieces: list[Box]) -> list[_Region] | None:
         return None
     halves = _cut(region, dim, ends[dim][len(ends[dim]) // 2])
     return [
-        (half, [part for piece in pieces if (part := piece.intersect(half)) is not None])
+        (half, [(part,) for (piece,) in pieces if (part := piece.intersect(half)) is not None])
         for half in halves
     ]
 
 
-def _ends_inside(region: Box, dim: int, pieces: list[Box]) -> list[int]:
-    ends = {piece.start[dim] for piece in pieces} | {piece.stop[dim] for piece in pieces}
+def _ends_inside(region: Box, dim: int, pieces: list[tuple[Box]]) -> list[int]:
+    ends = {end for (piece,) in pieces for end in (piece.start[dim], piece.stop[dim])}
     return sorted(ends - {region.start[dim], region.stop[dim]})

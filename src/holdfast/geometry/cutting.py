@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import itemgetter
 
 import numpy as np
 
-from holdfast.geometry.box import Box
+from holdfast.geometry.box import Box, apart
 from holdfast.geometry.rows import between
 
 Ranks = tuple[int, ...]
@@ -94,39 +93,12 @@ def _by_regions(whole: Box, parts: list[Part]) -> Cut:
             found.missing = found.missing or region
         elif len(inside) == 1 and inside[0][0] == region:
             found.cells.append(inside[0])
-        elif slabs := _apart(region, inside):
+        elif slabs := apart(region, inside):
             todo += slabs
         else:
             _entangled(region, inside, found)
     found.cells.sort(key=lambda cell: cell[0].start)
     return found
-
-
-def _apart(region: Box, inside: list[Part]) -> list[_Region]:
-    """The slabs of ``region`` that no box leaves, in the first dimension that has several."""
-    for dim in range(region.ndim):
-        slabs = list(_slabs(region, dim, inside))
-        if len(slabs) > 1:
-            return slabs
-    return []
-
-
-def _slabs(region: Box, dim: int, inside: list[Part]) -> Iterator[_Region]:
-    begin = end = region.start[dim]  # of the slab being collected
-    slab: list[Part] = []
-    spans = [(part[0].start[dim], part[0].stop[dim], part) for part in inside]
-    for start, stop, part in sorted(spans, key=itemgetter(0, 1)):
-        if start >= end:
-            if slab:
-                yield region.between(dim, begin, end), slab
-            if start > end:
-                yield region.between(dim, end, start), []
-            begin, slab = start, []
-        slab.append(part)
-        end = max(end, stop)
-    yield region.between(dim, begin, end), slab
-    if end < region.stop[dim]:
-        yield region.between(dim, end, region.stop[dim]), []
 
 
 # ── what no straight line takes apart ────────────────────────────────────────────────────
@@ -159,7 +131,7 @@ def _cut_at_ends(region: Box, inside: list[Part], most: int) -> list[Part] | Non
             if ranks:
                 cells.append((here, known.setdefault(ranks, ranks)))
             continue
-        slabs = _apart(here, some)
+        slabs = apart(here, some)
         if not slabs:
             dim, ends = _ends(here, some)
             spans = [

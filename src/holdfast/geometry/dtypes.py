@@ -22,5 +22,12 @@ _OTHERS: dict[str, int] = {
 #: Name -> bytes per element, for all.
 ITEMSIZE: dict[str, int] = _SAFETENSORS | _OTHERS
 
+#: Whose elements have a mean that is one of them. Of whole numbers, packed elements and powers of
+#: two it is another.
+HAVE_A_MEAN: frozenset[str] = frozenset(
+    {"F64", "F32", "F16", "BF16", "C64", "C128"}
+    | {"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"}
+)
+
 #: Stored in images as bytes (U8); their true name stands in the layout.
 STORED_AS_BYTES: frozenset[str] = frozenset(_OTHERS)

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import msgpack
 
 from holdfast.load.documents import gather_values
-from holdfast.load.filling import unequal_numbers
+from holdfast.load.means import unequal_copies, unequal_numbers
 from holdfast.load.read import read_aliases
 from holdfast.load.source import Checkpoint
 from holdfast.rules import Rules
@@ -22,9 +22,9 @@ from holdfast.state.choice import Choice, refuse_different
 from holdfast.state.declared import declarations
 from holdfast.state.following import Document
 from holdfast.state.objects import Objects, State
-from holdfast.state.offer import Lens, Offer
+from holdfast.state.offer import Lens, Offer, Spec
 from holdfast.state.offering import make_offer
-from holdfast.state.restore import Restoring, Spec
+from holdfast.state.restore import Restoring
 from holdfast.state.through import Through
 from holdfast.state.usage import refuse_unused, say_usage
 
@@ -127,5 +127,6 @@ class Comparison:
         )  # fmt: skip
         problems = [*offer.problems, *restoring.amiss]
         problems += unequal_numbers(self.checkpoint, offer)
+        problems += unequal_copies(self.checkpoint, offer)
         used = choice.used([*names, *offer.specs, *offer.left])
         return Compared(restoring, problems, offer, msgpack.encode((usage, used, choice.texts)))

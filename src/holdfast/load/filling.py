@@ -7,38 +7,24 @@ views of their memory: nothing is put together elsewhere first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.dtypes import HAVE_A_MEAN, ITEMSIZE
 from holdfast.geometry.layout import Held, LeafEntry
 from holdfast.load.late import Copies, LateTensor, StreamCopies
-from holdfast.load.move import CARRIERS, Array, Destination
+from holdfast.load.means import Copies as StoredCopies
+from holdfast.load.means import Mean, as_carrier, average
+from holdfast.load.move import Destination
 from holdfast.load.plan import Want
-from holdfast.load.read import read_wants
 from holdfast.load.source import Checkpoint
 from holdfast.state.entries import entry_of
 from holdfast.state.offer import Offer
 from holdfast.state.sight import Part
-from holdfast.state.tensors import TORCH_DTYPES, leaf_entry, local_of
-
-#: So many elements of copies that differ are averaged at a time.
-_MEAN_ELEMENTS = 4 << 20
-
-
-class _Mean(NamedTuple):
-    """A box of a leaf of which each saved rank had its own copy, and where their mean goes."""
-
-    leaf: str
-    dtype: str
-    rows: int
-    box: Box
-    into: torch.Tensor
+from holdfast.state.tensors import TORCH_DTYPES, empty, leaf_entry, local_of
 
 
 @dataclass(slots=True)
@@ -64,7 +50,7 @@ class Filling:
         self.size_bytes = 0
         self._rank, self._offer = rank, offer
         self._asked: dict[str, _Asked] = {}
-        self._means: list[_Mean] = []
+        self._means: list[Mean] = []
         locals_ = [local_of(tensor) for _, tensor in tensors]
         self.copies: Copies = StreamCopies({local.device for local in locals_})
         for (name, tensor), local in zip(tensors, locals_, strict=True):
@@ -94,12 +80,15 @@ class Filling:
             return
         has_rows = part.rows > 0 and shape != part.shape
         is_mean = has_rows and shape[0] != part.rows
-        if has_rows and not is_mean:
+        if is_mean and dtype not in HAVE_A_MEAN:  # they were found to be equal: the first is each
+            part, is_mean = replace(part, rows=shape[0], row=0).as_stored(), False
+        elif has_rows and not is_mean:
             part = part.as_stored()
         asked = self._asked.setdefault(part.leaf, _Asked(dtype, shape, []))
         for box, view in zip(part.boxes, part.views, strict=True):
             if is_mean:
-                self._means.append(_Mean(part.leaf, dtype, shape[0], box, view.of(local)))
+                copies = StoredCopies(part.leaf, dtype, shape[0], box)
+                self._means.append(Mean(copies, view.of(local)))
             else:
                 asked.boxes.append(box)
                 asked.entry = None
@@ -132,11 +121,8 @@ class Filling:
             self.destinations[key] = as_carrier(into)
 
     def average(self, checkpoint: Checkpoint) -> int:
-        """Fill what is the mean of several copies, each of which is read; how many bytes that was.
-
-        Added up in double precision, in the order of the ranks, and rounded once.
-        """
-        return sum(_average(checkpoint, some) for some in _bounded(self._means))
+        """Fill what is the mean of several copies, each of which is read; how many bytes."""
+        return average(checkpoint, self._means)
 
     def pad(self) -> None:
         """Make the padding zero."""
@@ -152,7 +138,7 @@ def _is_cast(into: torch.Tensor, dtype: str) -> bool:
 @functools.cache
 def _seen_as(dtype: str) -> torch.dtype:
     """What torch copies elements of a dtype as, where it cannot copy them as they are."""
-    return local_of(torch.empty(0, dtype=TORCH_DTYPES[dtype])).dtype
+    return local_of(empty((0,), dtype)).dtype  # torch.empty warns of some
 
 
 def _entry(leaf: str, asked: _Asked) -> LeafEntry:
@@ -168,71 +154,3 @@ def _entry(leaf: str, asked: _Asked) -> LeafEntry:
     boxes.sort(key=lambda box: box.start)
     held = None if boxes == [Box.whole(asked.shape)] else Held(tuple(boxes))
     return LeafEntry(leaf, asked.dtype, asked.shape, "split", held)
-
-
-def _bounded(means: Sequence[_Mean]) -> Iterator[list[_Mean]]:
-    """Some at a time, for each is held once more and in double precision."""
-    some: list[_Mean] = []
-    for mean in means:
-        if some and sum(one.box.volume for one in some) + mean.box.volume > _MEAN_ELEMENTS:
-            yield some
-            some = []
-        some.append(mean)
-    if some:
-        yield some
-
-
-def _average(checkpoint: Checkpoint, means: Sequence[_Mean]) -> int:
-    sums = [torch.zeros(one.box.shape, dtype=_wide(one.dtype)) for one in means]
-    read = 0
-    for row in range(max(one.rows for one in means)):
-        there = [(one, total) for one, total in zip(means, sums, strict=True) if row < one.rows]
-        copies = [torch.empty(one.box.shape, dtype=TORCH_DTYPES[one.dtype]) for one, _ in there]
-        wants = [
-            Want(one.leaf, Box((row, *one.box.start), (row + 1, *one.box.stop)), key)
-            for key, (one, _) in enumerate(there)
-        ]
-        into = {key: as_carrier(copy.unsqueeze(0)) for key, copy in enumerate(copies)}
-        read += read_wants(checkpoint, wants, into)
-        for (_, total), copy in zip(there, copies, strict=True):
-            total += copy
-    for one, total in zip(means, sums, strict=True):
-        one.into.copy_(total / one.rows)
-    return read
-
-
-def _wide(dtype: str) -> torch.dtype:
-    return torch.complex128 if TORCH_DTYPES[dtype].is_complex else torch.float64
-
-
-@functools.cache
-def _carrier(itemsize: int) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype=CARRIERS[itemsize])).dtype
-
-
-def as_carrier(host: torch.Tensor) -> Array:
-    """A writable array over a CPU tensor's memory, of elements of the same size."""
-    found: Array = host.view(_carrier(host.element_size())).numpy()
-    return found
-
-
-def unequal_numbers(checkpoint: Checkpoint, offer: Offer) -> list[str]:
-    """Numbers that are one here, and several that are not equal in what is stored; in words.
-
-    They are read before anything is changed.
-    """
-    wants: list[Want] = []
-    found: list[torch.Tensor] = []
-    for name, leaves in offer.numbers.items():
-        dtype, shape = offer.specs[name]
-        for leaf in leaves:
-            wants.append(Want(leaf, Box.whole(shape), len(wants)))
-            found.append(torch.empty(shape, dtype=TORCH_DTYPES[dtype]))
-    read_wants(checkpoint, wants, dict(enumerate(map(as_carrier, found))))
-    values = {want.leaf: number.item() for want, number in zip(wants, found, strict=True)}
-    return [
-        f"{name}: one number here, and by the rules made of several that differ: "
-        + ", ".join(f"{leaf} is {values[leaf]}" for leaf in leaves)
-        for name, leaves in offer.numbers.items()
-        if len({values[leaf] for leaf in leaves}) > 1
-    ]

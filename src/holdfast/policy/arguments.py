@@ -1,4 +1,4 @@
-"""Steps and durations as callers write them, checked once at the public door.
+"""Numbers and claims as callers write them, checked once at the public door.
 
 A step that is no number, or too large for the format, is refused before anything is written: a
 checkpoint under such a name could not be found again.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from holdfast.errors import UsageError
 from holdfast.policy.interval import Every
@@ -18,13 +18,28 @@ from holdfast.policy.retention import Keep
 MAX_STEP = (1 << 53) - 1
 
 
+def _whole(value: Any) -> int | None:
+    """Python's, numpy's and a tensor's whole numbers; None for anything else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def whole(name: str, value: Any, *, least: int | None = None) -> int:
+    """``value`` as an int: whole numbers of any library; UsageError otherwise."""
+    number = _whole(value)
+    if number is None and least is None:
+        raise UsageError(f"{name}={value!r:.100}: a whole number is needed")
+    if number is None or (least is not None and number < least):
+        raise UsageError(f"{name}={value!r:.100}: a whole number from {least} on is needed")
+    return number
+
+
 def step_number(step: SupportsIndex) -> int:
     """``step`` as an int: Python's, numpy's and a tensor's whole numbers; UsageError otherwise."""
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        number = -1
-    if not 0 <= number <= MAX_STEP:
+    number = _whole(step)
+    if number is None or not 0 <= number <= MAX_STEP:
         raise UsageError(f"a step is a whole number from 0 to 2**53 - 1, not {step!r}")
     return number
 
@@ -49,19 +64,18 @@ def patience_s(name: str, value: float | None) -> float | None:
 
 def count_of_saves(name: str, value: SupportsIndex | None) -> int | None:
     """A whole number from 0 on, or None; UsageError otherwise."""
-    try:
-        number = -1 if isinstance(value, bool) else 0 if value is None else operator.index(value)
-    except TypeError:
-        number = -1
-    if not 0 <= number <= MAX_STEP:
+    if value is None:
+        return None
+    number = _whole(value)
+    if number is None or not 0 <= number <= MAX_STEP:
         raise UsageError(f"{name}={value!r}: a number of saves from 0 on is needed, or None")
-    return None if value is None else number
+    return number
 
 
-def claim(name: str, value: bool) -> bool:
+def claim(name: str, value: Any) -> bool:
     """True or False itself: "no" and 0 mean something else to whoever wrote them."""
     if not isinstance(value, bool):
-        raise UsageError(f"{name}={value!r}: True or False is needed")
+        raise UsageError(f"{name}={value!r:.100}: True or False is needed")
     return value
 
 

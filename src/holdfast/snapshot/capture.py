@@ -19,6 +19,7 @@ import torch
 from holdfast.errors import CaptureOvertaken
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
+from holdfast.snapshot.agreeing import Agreeing
 from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
 from holdfast.snapshot.sampling import Sample
 from holdfast.snapshot.segments import SEGMENT_BYTES, Move, Segment, Sharing, plan_segments
@@ -105,6 +106,7 @@ class Overtaking:
     """
 
     def __init__(self, bindings: Bindings) -> None:
+        self.agreeing = Agreeing(bindings.joined)
         self._lazy, self._watched = bindings.lazy, bindings.watched
         self._versions = self._versions_now()
         self._samples = list(self._sample(next(_captures)))
@@ -134,6 +136,7 @@ class Overtaking:
     def check(self, target: Target, turn: int) -> None:
         """CaptureOvertaken names the first leaf found changed."""
         self._check_versions()
+        self.agreeing.take_on_host()
         for name, at, before in self._samples:
             there = target.address_of(name, at, len(before))
             if there is not None and ctypes.string_at(there, len(before)) != before:
@@ -150,6 +153,7 @@ class Overtaking:
     def check_sources(self) -> None:
         """The same where the copy is gone already: nothing may change before the fence opens."""
         self._check_versions()
+        self.agreeing.take_on_host()
         for name, at, before in self._samples:
             if ctypes.string_at(at, len(before)) != before:
                 raise _overtaken(name)
@@ -249,6 +253,7 @@ def _copy_on_cpu(
         sharing.stop()  # whatever happened: nobody writes to this memory any more
     progress.check()
     overtaking.check(target, turn)
+    overtaking.agreeing.check()
     return sums
 
 
@@ -265,7 +270,7 @@ def _copy_from_gpu(
     streams = {device: side_stream(device) for device in ready}
     try:
         arrivals = _enqueue(target, progress, ready, streams)
-        last = enqueue_sample(sample, streams)
+        last = enqueue_beside(sample, overtaking.agreeing, streams)
         progress.check()
         overtaking.check(target, turn)
         progress.enqueued(last)
@@ -278,6 +283,7 @@ def _copy_from_gpu(
         for event in last:
             event.synchronize()
         sample.finish()
+        overtaking.agreeing.check()
     except BaseException as error:
         # Nobody may be given this slot, or these sources, while copies are still landing.
         try:
@@ -289,14 +295,15 @@ def _copy_from_gpu(
     return sums
 
 
-def enqueue_sample(
-    sample: Sample, streams: Mapping[torch.device, torch.cuda.Stream]
+def enqueue_beside(
+    sample: Sample, agreeing: Agreeing, streams: Mapping[torch.device, torch.cuda.Stream]
 ) -> list[torch.cuda.Event]:
-    """Take the sample behind all copies; an event behind everything, of each stream."""
+    """Take what is no copy behind all copies; an event behind everything, of each stream."""
     last = []
     for device, stream in streams.items():
         with torch.cuda.device(device), torch.cuda.stream(stream):
             sample.enqueue(device)
+            agreeing.enqueue(device)
             last.append(stream.record_event())
     sample.take_on_host()
     return last

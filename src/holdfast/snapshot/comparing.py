@@ -40,20 +40,31 @@ class Comparing:
         """In how many saves all is to be compared; 0: never, None: as is cheap."""
         self._turn = 0
         self._open: dict[str, Comparison] = {}
+        self._warned = ""
 
     def begin(self, nonce: str) -> None:
         """A new incarnation. It begins anywhere: one that dies early should not compare the same
         as all before it."""
         self._turn = xxhash.xxh3_64_intdigest(nonce.encode()) >> 32
         self._open.clear()
+        self._warned = ""
 
-    def start(self, attempt: str, layout: Layout) -> None:
+    def start(self, attempt: str, step: int, layout: Layout) -> list[Action]:
         """What is to be compared in this attempt; the turn passes when it has been."""
         try:
             if self.wanted != 0 and not layout.replicas.is_empty:
                 self._open[attempt] = Comparison(layout, self._turn, self.wanted)
-        except (MemoryError, ImportError):  # of numpy, say, where memory is short
-            return
+        except Exception as error:  # no memory, say: nothing here may keep a save from being made
+            return self._warn_once(f"{type(error).__name__}: {error}".removesuffix(": "), step)
+        self._warned = ""
+        return []
+
+    def _warn_once(self, why: str, step: int) -> list[Action]:
+        """It is likely to be the same at every save: it is said when it begins, or changes."""
+        if why == self._warned:
+            return []
+        self._warned = why
+        return [Warn(f"replicas cannot be compared from step {step} on, until this passes: {why}")]
 
     def part(self, attempt: str) -> tuple[int, int | None] | None:
         """(turn, of so many), as the ranks are told; None when there is nothing to compare."""

@@ -22,7 +22,7 @@ from holdfast.snapshot.capture import (
     Progress,
     Seal,
     StillCopying,
-    enqueue_sample,
+    enqueue_beside,
     side_stream,
 )
 from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
@@ -286,6 +286,7 @@ def copy_through_ring(
         sample.take_on_host()
         progress.check()
         overtaking.check_sources()
+        overtaking.agreeing.check()
     filling.put(image.values_offset, values)
     stop = image.values_offset + image.values_bytes
     filling.put(stop, bytes(image.table_offset - stop))
@@ -329,7 +330,7 @@ def _move_from_gpu(
             with torch.cuda.device(move.device), torch.cuda.stream(stream):
                 move.run()
                 arriving.append((move.stop, stream.record_event().synchronize))
-        last = enqueue_sample(sample, streams)
+        last = enqueue_beside(sample, overtaking.agreeing, streams)
         progress.check()
         overtaking.check_sources()
         progress.enqueued(last)
@@ -339,6 +340,7 @@ def _move_from_gpu(
         for event in last:
             event.synchronize()
         sample.finish()
+        overtaking.agreeing.check()
     except BaseException as error:
         # Nobody may be given this slot, or these sources, while copies are still landing.
         try:

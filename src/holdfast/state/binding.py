@@ -61,10 +61,14 @@ class Source(NamedTuple):
 class Bindings(list[Binding]):
     """All leaves of a state in one order, and what a save asks of them, found once."""
 
-    def __init__(self, bindings: Iterable[Binding] = ()) -> None:
+    def __init__(
+        self, bindings: Iterable[Binding] = (), joined: Iterable[tuple[str, list[Binding]]] = ()
+    ) -> None:
         super().__init__(bindings)
         self.sources: dict[str, tuple[Source, ...]] = {}
         """For each stored leaf."""
+        self.joined = list(joined)
+        """Stored leaves of one number that several tensors have, who must agree at every save."""
         self.lazy = [binding for binding in self if binding.lazy]
         self.watched = [_here(binding.tensor) for binding in self.lazy]
         """What shows by its version that a lazy leaf was written to."""

@@ -38,6 +38,10 @@ def declare_all(bindings: Bindings) -> list[LeafEntry]:
             for part in binding.sight.parts:
                 parts.setdefault(part.leaf, []).append((binding, part.as_stored()))
     for leaf, found in parts.items():
+        if len(found) > 1 and all(one.is_whole and math.prod(one.shape) == 1 for _, one in found):
+            bindings.joined.append((leaf, [binding for binding, _ in found]))
+            _require_all_alike(leaf, found)
+            found = found[:1]
         entry, sources = _declare(leaf, found)
         entries.append(entry)
         bindings.sources[leaf] = sources
@@ -66,11 +70,7 @@ def _declare(leaf: str, found: list[tuple[Binding, Part]]) -> tuple[LeafEntry, t
     assert first.sight is not None
     spread = first.sight.spread or first.spread
     dtype = DTYPE_NAMES[first.tensor.dtype]
-    for binding, other in found[1:]:
-        _require_alike(leaf, first, part, binding, other)
-    if len(found) > 1 and all(one.is_whole and math.prod(one.shape) == 1 for _, one in found):
-        _require_equal(leaf, [binding for binding, _ in found])
-        found = found[:1]
+    _require_all_alike(leaf, found)
     if part.instance is not None:
         if len(found) > 1:
             raise _same(leaf, (binding for binding, _ in found))
@@ -106,6 +106,12 @@ def _start(source: Source) -> tuple[int, ...]:
     return () if source.box is None else source.box.start
 
 
+def _require_all_alike(leaf: str, found: list[tuple[Binding, Part]]) -> None:
+    first, part = found[0]
+    for binding, other in found[1:]:
+        _require_alike(leaf, first, part, binding, other)
+
+
 def _require_alike(leaf: str, one: Binding, part: Part, other: Binding, theirs: Part) -> None:
     if (part.shape, one.tensor.dtype) != (theirs.shape, other.tensor.dtype):
         raise UsageError(
@@ -114,19 +120,6 @@ def _require_alike(leaf: str, one: Binding, part: Part, other: Binding, theirs: 
             f"shape {list(theirs.shape)}: change the rules so that they agree",
             leaf=leaf,
         )
-
-
-def _require_equal(leaf: str, bindings: list[Binding]) -> None:
-    """Several tensors have a number each of which there is one in what is stored."""
-    first, *others = (binding.local for binding in bindings)
-    for binding, other in zip(bindings[1:], others, strict=True):
-        if first.is_cpu and other.is_cpu and not torch.equal(first, other):
-            raise UsageError(
-                f"{bindings[0].name} is {first.item()} and {binding.name} is {other.item()}, and "
-                f"by the rules both are {leaf}, of which there is one: do not join tensors whose "
-                "updates were counted otherwise",
-                leaf=leaf,
-            )
 
 
 def _same(leaf: str, bindings: Iterable[Binding]) -> UsageError:

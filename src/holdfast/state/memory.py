@@ -38,3 +38,8 @@ def shares_its_own(tensor: torch.Tensor) -> bool:
     """Whether several elements of one tensor are the same memory, as in an expanded one."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return any(n > 1 and not stride for n, stride in zip(local.shape, local.stride(), strict=True))
+
+
+def made_anew(tensor: torch.Tensor) -> torch.Tensor:
+    """One like it with memory of its own."""
+    return torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)

@@ -18,6 +18,7 @@ from holdfast.format.values import MAX_DEPTH
 from holdfast.state.choice import Choice
 from holdfast.state.declared import declared, names_of
 from holdfast.state.modules import Held, extra_state_names, module_tensors
+from holdfast.state.optimizers import named
 from holdfast.state.origin import MASTER, Origin
 from holdfast.state.rng import Rng
 
@@ -89,6 +90,11 @@ class Objects:
         """
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {p: f"{key}{name}" for p, (key, name) in self._homes(optimizer, owned).items()}
+
+    def parameters(self, key: str) -> dict[str, torch.Tensor]:
+        """The parameters of the optimizer called ``key``, by the names its state is kept under."""
+        optimizer = self.optimizers[key]
+        return named(key, optimizer, self.parameter_names(optimizer))
 
     def origins(self, key: str) -> dict[str, Origin]:
         """Whose the state of the optimizer called ``key`` is, by parameter name."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from holdfast.geometry.box import Box
 from holdfast.state.choice import Choice
 from holdfast.state.objects import Objects
 from holdfast.state.origin import Origin
@@ -21,6 +22,20 @@ from holdfast.state.through import Through, shard_sight
 Spec = tuple[str, tuple[int, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Copies in the checkpoint, ``count`` rows of ``leaf``, of which ``name`` is one here.
+
+    Their elements have no mean: those in ``boxes`` of a copy must be equal in all of them.
+    """
+
+    name: str
+    leaf: str
+    dtype: str
+    count: int
+    boxes: tuple[Box, ...]
+
+
 @dataclass(slots=True)
 class Offer:
     """A checkpoint as this state has it.
@@ -28,7 +43,8 @@ class Offer:
     ``specs``: (dtype, shape) by the names here. ``aliases``: further names here -> the name here.
     ``stored``: what is stored of the leaves that tensors here are made of, by the names the rules
     give them. ``left``: the names here that are left as they are. ``numbers``: names here -> the
-    stored numbers, one each, that are all to be it. ``claimed``: the stored leaves that are taken.
+    stored numbers, one each, that are all to be it. ``rows``: as Rows says. ``claimed``: the stored
+    leaves that are taken.
     """
 
     through: Through
@@ -38,6 +54,7 @@ class Offer:
     problems: list[str] = field(default_factory=list)
     left: set[str] = field(default_factory=set)
     numbers: dict[str, list[str]] = field(default_factory=dict)
+    rows: list[Rows] = field(default_factory=list)
     claimed: set[str] = field(default_factory=set)
     rest: set[str] = field(default_factory=set)
     """Stored leaves that are none of a module's or an optimizer's: their names are in ``specs``."""

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtypes import HAVE_A_MEAN
 from holdfast.state.known import Known
-from holdfast.state.offer import Lens, Offer, Spec
+from holdfast.state.offer import Lens, Offer, Rows, Spec
 from holdfast.state.origin import MASTER, Origin
 from holdfast.state.sight import Part, Sight
 from holdfast.state.tensors import DTYPE_NAMES
@@ -41,6 +43,7 @@ class _Offering:
         self._copies: dict[str, list[str | None]] = {}
         self._module_of = {key: self._objects.module_of(key) for key in self._objects.optimizers}
         self._hints = _HINTS
+        self._tied = {*aliases, *aliases.values()}
         self.offer = Offer(lens.through)
 
     def run(self) -> Offer:
@@ -178,6 +181,7 @@ class _Offering:
         shapes = {part.shape} | ({(*stored_shape[:1], *part.shape)} if part.rows else set())
         may_cast = sight is not None and sight.dtype == dtype
         if stored_shape in shapes and (stored_dtype == dtype or may_cast):
+            self._note_rows(name, part, part.boxes, found)
             return
         if sight is None:
             self.offer.specs[name] = found[1]  # said where all others are
@@ -187,6 +191,15 @@ class _Offering:
             f"{name}: by the rules of {leaf}, of which the checkpoint has {stored_dtype} "
             f"{list(stored_shape)}, and they make it {dtype} {list(part.shape)}{hint}"
         )
+
+    def _note_rows(
+        self, name: str, part: Part, boxes: tuple[Box, ...], found: tuple[str, Spec]
+    ) -> None:
+        """Another number of ranks had copies of a leaf: those that have no mean must be equal."""
+        leaf, (dtype, shape) = found
+        is_one_of_rows = part.rows > 0 and shape != part.shape and shape[0] != part.rows
+        if is_one_of_rows and dtype not in HAVE_A_MEAN:
+            self.offer.rows.append(Rows(name, leaf, dtype, shape[0], boxes))
 
     def _missing(self, name: str, leaf: str) -> str:
         near = ""
@@ -228,8 +241,7 @@ class _Offering:
         """
         assert origin.parameter is not None
         state = self._objects.optimizers[key].state.get(origin.parameter, {})
-        tied = {*self._aliases, *self._aliases.values()}
-        return kind in state or not tied.isdisjoint(there.values())
+        return kind in state or not self._tied.isdisjoint(there.values())
 
     def _kinds(self, key: str, prefixes: set[str]) -> dict[str, dict[str, str]]:
         """What is stored of each parameter: its name with the key -> kind -> leaf."""
@@ -273,8 +285,31 @@ class _Offering:
             )
             return
         self.offer.specs[name] = dtypes[0], shape
+        for leaf, spec in specs.items():
+            part = made_of[leaf]
+            if spec[1][1:] == part.shape:  # which boxes of it are here only its tensor tells
+                self._note_rows(name, part, (Box.whole(part.shape),), (leaves[leaf], spec))
         if math.prod(shape) == 1 and len(leaves) > 1 and shape != tuple(origin.parameter.shape):  # type: ignore[union-attr]
             self.offer.numbers[name] = list(leaves.values())
+        if not self._tied.isdisjoint(there.values()):
+            self._note_tied_state(origin, shape, next(iter(leaves.values())))
+
+    def _note_tied_state(self, origin: Origin, shape: tuple[int, ...], leaf: str) -> None:
+        """State that is one with other state, or with a parameter, in the checkpoint."""
+        parameter, found = origin.parameter, []
+        assert parameter is not None
+        if shape == tuple(parameter.shape):
+            sight = self._through.sight(origin, parameter)
+            parts = (Part(origin.leaf, shape, (), ()),) if sight is None else sight.parts
+            for part in parts:
+                one = self.offer.stored[part.leaf]
+                views = None if sight is None else part.views
+                found.append((None if one is None else one[0], part.boxes, views))
+        else:  # one number, or one leaf that no rule divides
+            found.append((leaf, (), None))
+        first = self._made_of.setdefault(("", *found), origin.leaf)
+        if first != origin.leaf:
+            self.offer.aliases[origin.leaf] = first
 
     def _shape(
         self, origin: Origin, made_of: Mapping[str, Part], specs: Mapping[str, Spec]

@@ -7,6 +7,8 @@ restore reads into them, and neither knows of any rule.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -107,6 +109,9 @@ class Through:
         names, leaves = (self._parts(*each) for each in (one, leaf))
         if self._is_copy(*one):
             return {}
+        if all(math.prod(shape) == 1 for _, shape, _ in (*names, *leaves)):
+            first = leaves[0][0]  # numbers are one, however many each is stored as
+            return {name: first for name, *_ in names if name != first}
         if [part[1:] for part in names] != [part[1:] for part in leaves]:
             raise UsageError(
                 f"{one[0].leaf} and {leaf[0].leaf} are one tensor, and the rules see it as parts "

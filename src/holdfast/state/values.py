@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from holdfast.data.split_list import SplitList
-from holdfast.errors import UnsupportedState
+from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format import values as codec
 from holdfast.state.lists import encode_list
 from holdfast.state.objects import Objects
@@ -77,6 +77,38 @@ def _once(names: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for some in names for name in some))
 
 
+def _require_agreement(there: Beside) -> None:
+    """Parameters that are parts of one stored leaf have one state there, beside tensors."""
+    state = there.optimizer.state
+    first: dict[str, torch.Tensor] = {}
+    for names, parameter, kinds in there.state:
+        for name in names:
+            other = first.setdefault(name, parameter)
+            if other is parameter:
+                continue
+            for kind in kinds:
+                here, elsewhere = state[parameter][kind], state[other].get(kind, NOTHING)
+                if not _is_alike(here, elsewhere):
+                    raise UsageError(
+                        f"{kind!r} is {elsewhere!r} for one and {here!r} for another of the "
+                        f"parameters that are {name} by the rules, of which there is one: do not "
+                        "join parameters whose optimizer state differs",
+                        leaf=name,
+                    )
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether they are stored as the same; tensors in them are only if they are the same tensor."""
+    first, second = (
+        codec.to_bytes(codec.encode(each, "", tensor=_by_itself)) for each in (one, other)
+    )
+    return one is other or first == second
+
+
+def _by_itself(value: Any, _: str) -> str | None:
+    return str(id(value)) if isinstance(value, torch.Tensor) else None
+
+
 def optimizer_values(there: Beside) -> dict[str, Any]:
     """Hyperparameters by group, groups by their parameters' names; state that is no tensor."""
     optimizer = there.optimizer
@@ -107,7 +139,8 @@ class Values:
         return codec.to_bytes({"shared": self.shared, "own": self.own, **more})
 
     def take_optimizer(self, key: str, there: Beside) -> None:
-        """All of ``optimizer_values``."""
+        """All of ``optimizer_values``. UsageError when what becomes one of several differs."""
+        _require_agreement(there)
         found = self.shared[key] = optimizer_values(there)
         for title, group in zip(there.titles, found["groups"], strict=True):
             path = f"{key}.groups.{title}.options"

@@ -39,7 +39,7 @@ class View:
             return tensor
         named = [dim for dim in self.order if dim >= 0]
         dropped = [dim for dim in range(tensor.ndim) if dim not in named]
-        tensor = tensor.permute(*named, *dropped)
+        tensor = tensor.permute([*named, *dropped])  # a list: there may be none
         for _ in dropped:
             tensor = tensor.select(-1, 0)
         for at, dim in enumerate(self.order):

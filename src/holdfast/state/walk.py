@@ -94,7 +94,7 @@ class Walk:
 
     def _take_optimizer(self, key: str, objects: Objects) -> None:
         optimizer = objects.optimizers[key]
-        parameters = optimizers.named(key, optimizer, objects.parameter_names(optimizer))
+        parameters = objects.parameters(key)
         hooked = optimizers.is_hooked(optimizer)
         changed = self._lazy if hooked else self._unhooked
         changed.update(id(p) for p in parameters.values())

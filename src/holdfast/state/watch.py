@@ -25,18 +25,18 @@ from torch.optim import Optimizer
 
 from holdfast.state import subclasses
 from holdfast.state.declared import declarations
+from holdfast.state.looks import Looks
 from holdfast.state.modules import RENORMALISING, parts
 from holdfast.state.objects import Objects
 from holdfast.state.optimizers import is_hooked, is_tensor
 from holdfast.state.tensors import PLAIN_TYPES
 
-_Look = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _values: Any = methodcaller("values")
 _module_dicts: Any = attrgetter("_parameters", "_buffers", "_modules")
 _not_saved: Any = attrgetter("_non_persistent_buffers_set")
 _local: Any = attrgetter("_local_tensor")
 _asks_for_gradient: Any = attrgetter("requires_grad")
-_data_ptr, _size, _stride = torch.Tensor.data_ptr, torch.Tensor.size, torch.Tensor.stride
+_data_ptr = torch.Tensor.data_ptr
 #: Under a mode, such as a default device, torch asks Python about every look at a tensor; these
 #: looks are nobody's business. Without this they are only slower.
 plain_looks: Any = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
@@ -173,12 +173,8 @@ class _Memory:
         self._can_tell = all(type(tensor) in PLAIN_TYPES for tensor in self._tensors)
         if not self._can_tell:
             return
-        self._alike: dict[_Look, tuple[list[torch.Tensor], array[int]]] = {}
-        for tensor in self._tensors:
-            look = tensor.size(), tensor.stride(), tensor.dtype
-            there, addresses = self._alike.setdefault(look, ([], array("Q")))
-            there.append(tensor)
-            addresses.append(tensor.data_ptr())
+        self._addresses = array("Q", map(_data_ptr, self._tensors))
+        self._looks = Looks(self._tensors)
         self._flagged = [tensor for tensor in self._tensors if _can_be_flagged(tensor)]
         self._flags = list(map(_flags, self._flagged))
 
@@ -188,17 +184,10 @@ class _Memory:
         if [tensor._spec for tensor in self._sharded] != self._specs:
             return False
         with plain_looks():
-            # One tensor after the other: each lies in memory that training has long pushed out of
-            # the caches, and is fetched once. What it is compared with is small, and stays there.
-            for (shape, strides, dtype), (tensors, addresses) in self._alike.items():
-                for tensor, address in zip(tensors, addresses, strict=True):
-                    if (
-                        _data_ptr(tensor) != address
-                        or _size(tensor) != shape
-                        or _stride(tensor) != strides
-                        or tensor.dtype is not dtype
-                    ):
-                        return False
+            if array("Q", map(_data_ptr, self._tensors)) != self._addresses:
+                return False
+            if not self._looks.are_unchanged():
+                return False
             return list(map(_flags, self._flagged)) == self._flags
 
 

@@ -1,0 +1,78 @@
+"""Numbers of which one is stored for several tensors: differing ones end a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.errors import UsageError
+from holdfast.snapshot import through_ring
+from holdfast.snapshot.agreeing import Agreeing
+from holdfast.snapshot.capture import Progress, Target, copy_image
+from holdfast.storage.memory import MemoryStore
+from ring_runs import FakeGpu, Through
+
+
+def state(*numbers: float) -> Through:
+    """A large leaf, and numbers that are stored as one."""
+    tensors = {f"n{at}": torch.tensor(number) for at, number in enumerate(numbers)}
+    through = Through({"large": torch.ones(1 << 20), **tensors})
+    found = [binding for binding in through.bindings if binding.name.startswith("n")]
+    through.bindings.joined = [("n", found)]
+    through.overtaking.agreeing = Agreeing(through.bindings.joined)
+    return through
+
+
+def into_memory(through: Through) -> None:
+    memory = memoryview(bytearray(through.image.size_bytes))
+    progress = Progress(check=lambda: None, copied=lambda _: None, enqueued=lambda _: None)
+    target = Target(memory, through.plan)
+    copy_image(target, through.image, through.values, through.overtaking, progress, 0, {})
+
+
+def through_a_ring(through: Through) -> None:
+    through.run(2 << 20, MemoryStore())
+
+
+@pytest.fixture(params=["memory", "ring", "ring from a GPU"])
+def copied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    if request.param != "ring from a GPU":
+        return into_memory if request.param == "memory" else through_a_ring
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+
+    def from_a_gpu(through: Through) -> None:
+        gpu = FakeGpu()
+        monkeypatch.setattr(through_ring, "side_stream", lambda _: gpu)
+        through.run(2 << 20, MemoryStore(), ready={gpu.device: object()}, gpu=gpu)
+
+    return from_a_gpu
+
+
+def test_equal_numbers_are_copied(copied: Callable[[Through], None]) -> None:
+    copied(state(3.0, 3.0, 3.0))
+    copied(state(float("nan"), float("nan")))
+
+
+@pytest.mark.parametrize("other", [4.0, -0.0])
+def test_differing_numbers_end_the_copy(copied: Callable[[Through], None], other: float) -> None:
+    with pytest.raises(UsageError, match=rf"n0 is 0\.0 and n2 is {other}, .* both are n, "):
+        copied(state(0.0, 0.0, other))
+
+
+def test_what_is_on_a_device_is_copied_from_it_and_compared() -> None:
+    through = state(1.0, 2.0)
+    device = torch.device("cpu")  # where a copy that was enqueued is there at once
+    agreeing = Agreeing(through.bindings.joined)
+    agreeing.enqueue(device)
+    with pytest.raises(UsageError, match=r"n0 is 1\.0 and n1 is 2\.0"):
+        agreeing.check()
+    same = state(2.0, 2.0)
+    agreeing = Agreeing(same.bindings.joined)
+    agreeing.enqueue(device)
+    same.bindings.joined[0][1][0].source.fill_(7.0)  # an update behind the copy
+    agreeing.check()
