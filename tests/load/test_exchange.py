@@ -125,9 +125,11 @@ class NotingStore(MemoryStore):
         super().__init__()
         self.reads: list[tuple[str, int, int]] = []
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
         self.reads.append((path, offset_bytes, len(buffer)))
-        super().read_into(path, offset_bytes, buffer)
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
 
 
 def no_memory(size_bytes: int) -> AbstractContextManager[memoryview]:
@@ -408,11 +410,13 @@ class Refusing(MemoryStore):
         super().__init__()
         self.left = 10**9
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
         self.left -= 1
         if self.left < 0:
             raise StorageError("the disk is gone")
-        super().read_into(path, offset_bytes, buffer)
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
 
 
 @pytest.mark.parametrize("reads", [0, 1, 3])

@@ -309,10 +309,12 @@ class WatchedStore(MemoryStore):
         super().__init__()
         self.reads: list[tuple[int, int, int]] = []
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
         address = np.frombuffer(buffer, np.uint8).ctypes.data if len(buffer) else 0
         self.reads.append((address, offset_bytes, len(buffer)))
-        super().read_into(path, offset_bytes, buffer)
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
 
 
 def test_blocks_that_lie_whole_in_one_tensor_are_read_into_it_and_none_is_read_twice() -> None:
@@ -343,6 +345,56 @@ def test_blocks_that_lie_whole_in_one_tensor_are_read_into_it_and_none_is_read_t
     )
     assert straight == 36 << 20
     assert blocks == list(range(37))
+
+
+class SharingStore(LocalStore):
+    """Remembers of which file bytes it was said that others read them too."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.said: list[tuple[int, bool]] = []
+
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        self.said.append((len(buffer), is_shared))
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
+
+
+@pytest.mark.parametrize(
+    "shared, expected", [(None, {False}), ({0}, {False, True}), ({0, 1, 2}, {True})]
+)
+def test_what_other_ranks_of_the_host_read_too_goes_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: set[int] | None, expected: set[bool]
+) -> None:
+    monkeypatch.setattr(local, "is_cached", lambda *_: False)
+    past: list[int] = []
+    real = local.fill_past_cache
+
+    def fill(descriptor: int, offset_bytes: int, buffer: memoryview) -> int:
+        past.append(len(buffer))
+        return real(descriptor, offset_bytes, buffer)
+
+    monkeypatch.setattr(local, "fill_past_cache", fill)
+    layout = Layout(1, tuple(split_leaf(f"w{n}", "F32", (4, 2 << 20), 1) for n in range(3)))
+    store, leaves = SharingStore(tmp_path), random_leaves(layout, 3)
+    checkpoint = from_manifest(
+        store, publish_checkpoint(store, layout, images_of(layout, leaves))
+    )  # fmt: skip
+    checkpoint.header(0)
+    # One leaf that is wanted whole, and one of which others want the other columns.
+    columns = Box((0, 0), (4, 1 << 18))
+    boxes = [Box.whole((4, 2 << 20)), Box.whole((4, 2 << 20)), columns]
+    wants = [Want(leaf.name, box, n) for n, (leaf, box) in enumerate(zip(layout.leaves, boxes))]
+    rooms: dict[int, Array] = {w.key: np.zeros(w.box.shape, CARRIERS[4]) for w in wants}
+    store.said.clear()
+    past.clear()
+    read_wants(checkpoint, wants, rooms, shared=shared)
+    for want in wants:
+        whole = leaves[want.leaf].view(CARRIERS[4]).reshape(4, 2 << 20)
+        assert np.array_equal(rooms[want.key], whole[want.box.slices()])
+    assert {is_shared for _, is_shared in store.said} == expected
+    assert sum(past) == sum(size for size, is_shared in store.said if not is_shared)
 
 
 def test_memory_beside_the_destinations_is_bounded(

@@ -76,9 +76,11 @@ class WatchedStore(MemoryStore):
         super().__init__()
         self.reads: list[tuple[str, int, int]] = []
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
         self.reads.append((path, offset_bytes, offset_bytes + len(buffer)))
-        super().read_into(path, offset_bytes, buffer)
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
 
 
 @pytest.fixture

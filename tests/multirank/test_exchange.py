@@ -115,10 +115,12 @@ def _noting_reads(reads: list[tuple[str, int, int]]) -> Iterator[None]:
     is_on = False
     real_read, real_run = LocalStore.read_into, Exchange.run
 
-    def read_into(store: LocalStore, path: str, offset_bytes: int, buffer: memoryview) -> None:
+    def read_into(
+        store: LocalStore, path: str, offset_bytes: int, buffer: memoryview, **how: bool
+    ) -> None:
         if is_on:
             reads.append((path, offset_bytes, len(buffer)))
-        real_read(store, path, offset_bytes, buffer)
+        real_read(store, path, offset_bytes, buffer, **how)
 
     def run(exchange: Exchange, wire: Wire) -> Traffic:
         nonlocal is_on

@@ -15,6 +15,7 @@ import torch
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import HAVE_A_MEAN, ITEMSIZE
 from holdfast.geometry.layout import Held, LeafEntry
+from holdfast.geometry.placements import REPLICATE, Instance
 from holdfast.load.late import Copies, LateTensor, StreamCopies
 from holdfast.load.means import Copies as StoredCopies
 from holdfast.load.means import Mean, as_carrier, average
@@ -47,6 +48,8 @@ class Filling:
         self.destinations: dict[int, Destination] = {}
         self.zeros: list[torch.Tensor] = []
         """What of the tensors is padding."""
+        self.shared: set[int] = set()
+        """The keys of wants that other ranks have too."""
         self.size_bytes = 0
         self._rank, self._offer = rank, offer
         self._asked: dict[str, _Asked] = {}
@@ -84,6 +87,8 @@ class Filling:
             part, is_mean = replace(part, rows=shape[0], row=0).as_stored(), False
         elif has_rows and not is_mean:
             part = part.as_stored()
+        if part.is_whole:
+            self.shared.add(len(self.wants))
         asked = self._asked.setdefault(part.leaf, _Asked(dtype, shape, []))
         for box, view in zip(part.boxes, part.views, strict=True):
             if is_mean:
@@ -103,6 +108,8 @@ class Filling:
         else:
             asked.entry = None
         asked.boxes += [box for box, _ in boxes]
+        if _is_replicated(entry):
+            self.shared.update(range(len(self.wants), len(self.wants) + len(boxes)))
         for whole, inside in boxes:
             is_all = inside.shape == tuple(local.shape)
             self._want(entry.name, whole, local if is_all else local[inside.slices()], entry.dtype)
@@ -128,6 +135,15 @@ class Filling:
         """Make the padding zero."""
         for zeros in self.zeros:
             zeros.zero_()
+
+
+def _is_replicated(entry: LeafEntry) -> bool:
+    """Whether other ranks hold what this one holds, as far as the leaf itself tells."""
+    instance = entry.instance
+    if not isinstance(instance, Instance):
+        return instance is None
+    cuts = zip(instance.mesh.shape, instance.placements, strict=True)
+    return any(size > 1 and placement == REPLICATE for size, placement in cuts)
 
 
 def _is_cast(into: torch.Tensor, dtype: str) -> bool:

@@ -55,16 +55,19 @@ def read_wants(
     *,
     batches: Sequence[Batch] | None = None,
     lend: Lend | None = None,
+    shared: Collection[int] | None = None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> int:
     """Fill ``destinations[want.key]`` (arrays of carriers, shaped as the wanted boxes, or Late).
 
     ``batches``: what ``plan_reads`` said, if it was asked. ``lend``: where the memory comes from
-    that Late destinations are given. Returns the number of bytes read. Raises CoverageError before
+    that Late destinations are given. ``shared``: where other processes of this host read the same
+    checkpoint now, the keys of the wants that they have too; None: there are none. Returns the
+    number of bytes read. Raises CoverageError before
     anything is read, ChecksumMismatch, FormatError or StorageError while reading; destinations are
     then not to be used.
     """
-    reading = _Reading(checkpoint, wants, destinations, lend)
+    reading = _Reading(checkpoint, wants, destinations, lend, shared)
     if batches is None:
         batches = plan_reads(checkpoint, wants, flat=reading.flat)
     reading.check_room(batches)
@@ -108,8 +111,10 @@ class _Reading:
         wants: Sequence[Want],
         destinations: Mapping[int, Destination],
         lend: Lend | None,
+        shared: Collection[int] | None,
     ) -> None:
         self._checkpoint, self._wants, self._lend = checkpoint, wants, lend
+        self._shared = shared
         self._destinations = [destinations[want.key] for want in wants]
         self._late: dict[int, Late] = {}
         self._flat: dict[int, Array] = {}
@@ -135,7 +140,10 @@ class _Reading:
 
     def run(self, batch: Batch) -> int:
         """Read, verify and move one batch; how many bytes were read."""
-        source = _Blocks(self._checkpoint, batch.rank, batch.first_block, batch.stop_block)
+        source = _Blocks(
+            self._checkpoint, batch.rank, batch.first_block, batch.stop_block,
+            is_shared=self._is_shared(batch),
+        )  # fmt: skip
         if self._late and self._is_late(batch):
             assert self._lend is not None
             with self._lend(source.size_bytes) as memory:
@@ -154,6 +162,12 @@ class _Reading:
     def _is_late(self, batch: Batch) -> bool:
         found = [span.want for span in batch.spans] + [slab.fetch.want for slab in batch.slabs]
         return not self._late.keys().isdisjoint(found)
+
+    def _is_shared(self, batch: Batch) -> bool:
+        """Whether others here are likely to want these blocks: all of them, or what is left."""
+        if self._shared is None:
+            return False
+        return not batch.is_straight or self._wants[batch.spans[0].want].key in self._shared
 
     def _move(self, batch: Batch, source: _Blocks) -> None:
         begin = source.begin
@@ -176,8 +190,11 @@ class _Reading:
 class _Blocks:
     """Neighbouring blocks of one image's data: read, then verified one by one."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int, first: int, stop: int) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, rank: int, first: int, stop: int, *, is_shared: bool = False
+    ) -> None:
         self._file, header = checkpoint.files[rank], checkpoint.header(rank)
+        self._is_shared = is_shared
         self._table = checkpoint.table(rank)
         self._data_start, self._data_stop = header.data_start, header.table.offset
         self._next, self._last = first, stop - 1
@@ -189,7 +206,8 @@ class _Blocks:
     def read(self, staging: memoryview | bytearray) -> None:
         """Have ``data``: in ``staging`` where there is room, or where it lies in memory."""
         begin = self._data_start + self.begin
-        self.data = self._file.view(begin, begin + self.size_bytes, staging)
+        stop = begin + self.size_bytes
+        self.data = self._file.view(begin, stop, staging, is_shared=self._is_shared)
 
     def stage(self, memory: memoryview) -> None:
         """Have ``data`` in ``memory``, all of it verified."""

@@ -259,8 +259,9 @@ class _Attempt:
         if self.traffic is None:
             with torch.no_grad():
                 read = read_wants(
-                    self.checkpoint, filling.wants, filling.destinations, lend=self.lend
-                )
+                    self.checkpoint, filling.wants, filling.destinations, lend=self.lend,
+                    shared=filling.shared if self.world.size > 1 else None,
+                )  # fmt: skip
             self.traffic = Traffic(read, received_bytes=0)
         with torch.no_grad():
             averaged = filling.average(self.checkpoint)

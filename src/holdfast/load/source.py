@@ -48,8 +48,13 @@ class ImageFile(Protocol):
         """
         ...
 
-    def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
-        """The bytes from ``start`` to ``stop``; in ``staging`` where it has room for them."""
+    def view(
+        self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
+    ) -> memoryview:
+        """The bytes from ``start`` to ``stop``; in ``staging`` where it has room for them.
+
+        ``is_shared`` as in ``Store.read_into``.
+        """
         ...
 
     def block_name(self, number: int) -> str:
@@ -83,14 +88,16 @@ class StoredImage:
                 image=self.name,
             )
 
-    def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
+    def view(
+        self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
+    ) -> memoryview:
         """See ``ImageFile``."""
         if len(staging) < stop - start:
             self._require_bytes(start, stop)
             # An error that is kept may hold a view of the old staging: it cannot be made longer.
             staging = bytearray(stop - start)
         view = memoryview(staging)[: stop - start]
-        self.store.read_into(self.name, start, view)
+        self.store.read_into(self.name, start, view, is_shared=is_shared)
         return view
 
     def _require_bytes(self, start: int, stop: int) -> None:
@@ -124,7 +131,9 @@ class HeldImage:
         """See ``ImageFile``."""
         return f"block {number} of {self.name}"
 
-    def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
+    def view(
+        self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
+    ) -> memoryview:
         """See ``ImageFile``: the shared memory itself."""
         return self.slot.image[start:stop]
 
@@ -170,19 +179,24 @@ class JoinedImage:
         self.size_bytes = header.size_bytes
         return header, sums + live_sums
 
-    def view(self, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
+    def view(
+        self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
+    ) -> memoryview:
         """See ``ImageFile``: of the joined image."""
         first = self._boundary - start
         if first <= 0:
-            return self.live.view(start - self._frozen_bytes, stop - self._frozen_bytes, staging)
+            moved = start - self._frozen_bytes, stop - self._frozen_bytes
+            return self.live.view(*moved, staging, is_shared=is_shared)
         if stop <= self._boundary:
-            return self.part.view(start + self._shift, stop + self._shift, staging)
+            moved = start + self._shift, stop + self._shift
+            return self.part.view(*moved, staging, is_shared=is_shared)
         if len(staging) < stop - start:
             staging = bytearray(stop - start)
-        self.part.view(start + self._shift, self._boundary + self._shift, staging)
+        moved = start + self._shift, self._boundary + self._shift
+        self.part.view(*moved, staging, is_shared=is_shared)
         view = memoryview(staging)[: stop - start]
         at = self._boundary - self._frozen_bytes
-        self.live.store.read_into(self.live.name, at, view[first:])
+        self.live.store.read_into(self.live.name, at, view[first:], is_shared=is_shared)
         return view
 
     def block_name(self, number: int) -> str:

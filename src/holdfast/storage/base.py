@@ -79,8 +79,14 @@ class Store(Protocol):
         """Exactly ``size_bytes`` bytes (None: to the end); StorageError when there are fewer."""
         ...
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
-        """Fill the whole of ``buffer``; StorageError when there are fewer bytes."""
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        """Fill the whole of ``buffer``; StorageError when there are fewer bytes.
+
+        ``is_shared``: other processes of this host read the same at about this time, and are to
+        find it where the machine keeps what was read, if it does.
+        """
         ...
 
     def size_bytes(self, path: str) -> int:

@@ -73,7 +73,9 @@ class LocalStore:
             self._fill(descriptor, path, offset_bytes, memoryview(buffer))
         return bytes(buffer)
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
         check_range(path, offset_bytes, buffer.nbytes)
         with self._opened(path) as (descriptor, length):
             if offset_bytes + buffer.nbytes > length:
@@ -81,7 +83,10 @@ class LocalStore:
             into = flat(buffer)
             done = 0
             if len(into) >= _DIRECT_BYTES and not is_cached(descriptor, offset_bytes, len(into)):
-                done = fill_past_cache(descriptor, offset_bytes, into)
+                if is_shared:  # in large pieces, and all of them asked for at once
+                    os.posix_fadvise(descriptor, offset_bytes, len(into), os.POSIX_FADV_WILLNEED)
+                else:
+                    done = fill_past_cache(descriptor, offset_bytes, into)
             self._fill(descriptor, path, offset_bytes + done, into[done:])
 
     def size_bytes(self, path: str) -> int:

@@ -51,7 +51,9 @@ class MemoryStore:
             raise short_read(path, self.url, offset_bytes, wanted, len(data))
         return bytes(memoryview(data)[offset_bytes : offset_bytes + wanted])
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
         into = flat(buffer)
         if into:
             into[:] = self.read(path, offset_bytes, len(into))

@@ -36,8 +36,10 @@ class PassingStore:
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         return self.inner.read(path, offset_bytes, size_bytes)
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
-        self.inner.read_into(path, offset_bytes, buffer)
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        self.inner.read_into(path, offset_bytes, buffer, is_shared=is_shared)
 
     def size_bytes(self, path: str) -> int:
         return self.inner.size_bytes(path)
@@ -113,9 +115,11 @@ class FaultyStore(PassingStore):
         self._require_alive()
         return super().read(path, offset_bytes, size_bytes)
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
         self._require_alive()
-        super().read_into(path, offset_bytes, buffer)
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
 
     def size_bytes(self, path: str) -> int:
         self._require_alive()
@@ -241,8 +245,10 @@ class SlowStore(PassingStore):
         self.move(len(data))
         return data
 
-    def read_into(self, path: str, offset_bytes: int, buffer: memoryview) -> None:
-        super().read_into(path, offset_bytes, buffer)
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
         self.move(buffer.nbytes)
 
     def publish(self, path: str, data: bytes, *, replace: bool = False) -> None:
