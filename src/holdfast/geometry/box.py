@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from operator import itemgetter
 from typing import Literal, TypeVar
@@ -36,8 +37,8 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All elements of ``shape``."""
-        return cls((0,) * len(shape), tuple(shape))
+        """All elements of ``shape``: the same object for leaves that are alike."""
+        return _whole(tuple(shape))
 
     @property
     def ndim(self) -> int:
@@ -134,6 +135,11 @@ class Box:
     def _check_same_space(self, other: Box) -> None:
         if len(self.start) != len(other.start):
             raise UsageError(f"{self} and {other} have different numbers of dimensions")
+
+
+@lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
 
 
 def _cut(box: Box, dim: int, at: int) -> tuple[Box, Box]:

@@ -69,6 +69,11 @@ class Owners:
 
     def meeting(self, leaf: int, box: Box) -> Owned:
         """(rank, box) of what is stored of a leaf and holds something of ``box``, in order."""
+        form = self._forms[leaf]
+        if form.cells.count == 1 and not form.is_free and not box.is_empty:
+            found = self.of_leaf(leaf)
+            if len(found) == 1:  # the leaf in one piece, as most are where one rank saved
+                return found
         return self._stored(leaf, self._forms[leaf].cells.meeting(box), box)
 
     def of_rank(self, rank: int) -> list[tuple[int, Box]]:

@@ -28,13 +28,22 @@ class OptimizerLeaves:
         values: ValueTensors,
     ) -> None:
         self._objects, self._stored, self._aliases, self._values = objects, stored, aliases, values
+        self._kinds: dict[str, dict[str, dict[str, Spec]]] = {}
 
     def leaf(self, name: str) -> str:
         """The leaf that has this name, be it its first or another."""
         return self._aliases.get(name, name)
 
     def kinds(self, key: str) -> dict[str, dict[str, Spec]]:
-        """What is stored of each parameter's optimizer state: name -> kind -> (dtype, shape)."""
+        """What is stored of each parameter's optimizer state: name -> kind -> (dtype, shape).
+
+        Asked for after the values were looked through.
+        """
+        if key not in self._kinds:
+            self._kinds[key] = self._find(key)
+        return self._kinds[key]
+
+    def _find(self, key: str) -> dict[str, dict[str, Spec]]:
         parameters = self._objects.parameters(key)
         by_prefix = {f"{key}.{name}": name for name in parameters}
         kinds: dict[str, dict[str, Spec]] = {}
