@@ -30,7 +30,7 @@ from holdfast.load.read import CARRIERS, read_wants
 from holdfast.load.source import Checkpoint, from_manifest, from_memory
 from holdfast.snapshot.arena import SlotFile
 from holdfast.snapshot.messages import HeldGeneration, SlotInfo
-from holdfast.storage import local
+from holdfast.storage import local, past_cache
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -362,14 +362,14 @@ class SharingStore(LocalStore):
 
 
 @pytest.mark.parametrize(
-    "shared, expected", [(None, {False}), ({0}, {False, True}), ({0, 1, 2}, {True})]
+    ("shared", "expected"), [(None, {False}), ({0}, {False, True}), ({0, 1, 2}, {True})]
 )
 def test_what_other_ranks_of_the_host_read_too_goes_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: set[int] | None, expected: set[bool]
 ) -> None:
     monkeypatch.setattr(local, "is_cached", lambda *_: False)
     past: list[int] = []
-    real = local.fill_past_cache
+    real = past_cache.fill_past_cache
 
     def fill(descriptor: int, offset_bytes: int, buffer: memoryview) -> int:
         past.append(len(buffer))
@@ -385,13 +385,16 @@ def test_what_other_ranks_of_the_host_read_too_goes_through_the_page_cache(
     # One leaf that is wanted whole, and one of which others want the other columns.
     columns = Box((0, 0), (4, 1 << 18))
     boxes = [Box.whole((4, 2 << 20)), Box.whole((4, 2 << 20)), columns]
-    wants = [Want(leaf.name, box, n) for n, (leaf, box) in enumerate(zip(layout.leaves, boxes))]
+    wants = [
+        Want(leaf.name, box, n)
+        for n, (leaf, box) in enumerate(zip(layout.leaves, boxes, strict=True))
+    ]
     rooms: dict[int, Array] = {w.key: np.zeros(w.box.shape, CARRIERS[4]) for w in wants}
     store.said.clear()
     past.clear()
     read_wants(checkpoint, wants, rooms, shared=shared)
     for want in wants:
-        whole = leaves[want.leaf].view(CARRIERS[4]).reshape(4, 2 << 20)
+        whole: Array = leaves[want.leaf].view(CARRIERS[4]).reshape(4, 2 << 20)
         assert np.array_equal(rooms[want.key], whole[want.box.slices()])
     assert {is_shared for _, is_shared in store.said} == expected
     assert sum(past) == sum(size for size, is_shared in store.said if not is_shared)
