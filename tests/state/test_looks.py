@@ -21,6 +21,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "every other": lambda t: t.as_strided_((3, 2), (4, 2)),
     "of another dtype": lambda t: setattr(t, "data", t.data.view(torch.int32)),
     "of another size": lambda t: setattr(t, "data", t.data.double()),
+    "learning": lambda t: t.requires_grad_(True),
     "with a dimension more": lambda t: setattr(t, "data", t.data.unsqueeze(0)),
 }
 
@@ -50,7 +51,6 @@ def test_what_is_no_change_is_none(how: bool) -> None:
     found = tensors()
     seen = Looks(found)
     found[1].add_(1)
-    found[0].requires_grad_(False)  # is looked at elsewhere, with the names of parameters
     for mode in (
         torch.inference_mode(),
         torch.no_grad(),

@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, count
-from operator import attrgetter, ne
+from operator import ne
 
 import torch
 
@@ -29,7 +29,7 @@ from holdfast.state.watch import plain_looks
 _GPU_SEGMENT_BYTES = 16 << 20
 _SAMPLE_BYTES, _SAMPLES = 64, 32
 _captures = count()
-_version: Callable[[torch.Tensor], int] = attrgetter("_version")
+_version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 

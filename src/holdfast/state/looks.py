@@ -1,4 +1,4 @@
-"""How tensors are read, by shape, strides, dtype and flags: compared in one call where it can be.
+"""How tensors are read, and whether they learn: compared in one call where it can be.
 
 torch compares tensors with what they were when it decides whether compiled code still fits them,
 and does so several times as fast as Python can ask for the parts. It is not a public interface:
@@ -23,7 +23,7 @@ class Looks:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tuple(tensors)
         looks: dict[tuple[object, ...], tuple[object, ...]] = {}
-        found = ((tensor.size(), tensor.stride(), tensor.dtype) for tensor in tensors)
+        found = ((t.size(), t.stride(), t.dtype, t.requires_grad) for t in tensors)
         self._looks = [looks.setdefault(look, look) for look in found]  # few differ
         self._compare = _comparison(self._tensors) if _is_to_be_relied_on() else None
 
@@ -31,8 +31,10 @@ class Looks:
         if self._compare is not None and self._compare(*self._tensors):
             return True
         # Under some modes tensors look otherwise to torch than they did, and are the same.
-        for tensor, (shape, strides, dtype) in zip(self._tensors, self._looks, strict=True):
+        for tensor, (shape, strides, dtype, learns) in zip(self._tensors, self._looks, strict=True):
             if _size(tensor) != shape or _stride(tensor) != strides or tensor.dtype is not dtype:
+                return False
+            if tensor.requires_grad is not learns:
                 return False
         return True
 
@@ -64,6 +66,7 @@ def _is_to_be_relied_on() -> bool:
             lambda tensor: tensor.resize_(12),
             lambda tensor: tensor.as_strided_((3, 4), (1, 3)),
             lambda tensor: tensor.as_strided_((3, 2), (4, 1)),
+            lambda tensor: tensor.requires_grad_(True),
             lambda tensor: setattr(tensor, "data", tensor.view(torch.int32)),
             lambda tensor: setattr(tensor, "data", tensor.to(torch.bfloat16)),
         )))  # fmt: skip

@@ -56,7 +56,9 @@ class Watch:
         self._parted = [(t, _parted(t)) for t in tensors if id(t) in parted]
         inner = [part for _, found in self._parted for _, part in found]
         self._memory = _Memory([*(t for t in tensors if id(t) not in parted), *inner])
-        self._learning = [t for t in tensors if isinstance(t, nn.Parameter)]
+        of_memory = {id(tensor) for tensor in self._memory.looked_at}  # at that, too
+        learning = (t for t in tensors if isinstance(t, nn.Parameter))
+        self._learning = [t for t in learning if id(t) not in of_memory]
         self._learn = list(map(_asks_for_gradient, self._learning))
 
     def is_unchanged(self, objects: Objects) -> bool:
@@ -171,6 +173,7 @@ class _Memory:
         self._tensors = [t for t in tensors if not isinstance(t, DTensor)] + self._locals
         #: Others, that are known by more than their memory, are walked to each time.
         self._can_tell = all(type(tensor) in PLAIN_TYPES for tensor in self._tensors)
+        self.looked_at = self._tensors if self._can_tell else []
         if not self._can_tell:
             return
         self._addresses = array("Q", map(_data_ptr, self._tensors))
