@@ -13,6 +13,7 @@ import mmap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ BEFORE = "## The keeper\n"
 class Bare:
     """``ec_encode_data`` and nothing else: tables and pointers are made beforehand."""
 
-    def __init__(self, rows: Sequence[bytes], sources: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def __init__(
+        self, rows: Sequence[bytes], sources: Sequence[Any], outputs: Sequence[Any]
+    ) -> None:
         self._library = _library()
         coefficients = b"".join(rows)
         self._tables = ctypes.create_string_buffer(32 * len(coefficients))
@@ -129,7 +132,7 @@ class Case:
             way()
             if not all(map(np.array_equal, self.again, self.sources)):
                 raise SystemExit(f"{self.data}+{self.parity}: what was lost did not come back")
-        if not all(map(np.array_equal, *two) for two in zip(found, found[1:], strict=False)):
+        if not all(map(np.array_equal, *two) for two in pairwise(found)):
             raise SystemExit(f"{self.data}+{self.parity}: two ways gave different parity")
 
     def _in_chunks(self, sources: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -155,7 +158,7 @@ def measure(case: Case, rounds: int, patience_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {"data_bytes": case.data * case.size}
     for what, ways in case.ways().items():
         values: dict[str, list[float]] = defaultdict(list)
-        for turn, name in harness.alternate(list(ways), rounds):
+        for _, name in harness.alternate(list(ways), rounds):
             if name == BARE and patience_s:
                 harness.wait_until_idle(patience_s)
             with harness.machine_alone():
@@ -203,7 +206,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="little memory, two rounds, no figures")
+    parser.add_argument(
+        "--quick", action="store_true", help="little memory, two rounds, no figures"
+    )
     parser.add_argument("--rounds", type=int, help="measurements of every way (15)")
     parser.add_argument("--mebibytes", type=int, help="of data, in all members together (256)")
     harness.add_document_option(parser)

@@ -17,6 +17,7 @@ from holdfast.redundancy.backends import choose, chosen, fault_of, plain_sum
 from holdfast.redundancy.erasure import Backend, Coder
 from holdfast.redundancy.numpy_coding import Bytes, NumpyBackend
 
+
 @given(st.data())
 def test_any_sum_is_the_same_by_tables(data: st.DataObject) -> None:
     draw = data.draw
@@ -101,7 +102,12 @@ class Wrong(NumpyBackend):
         self._harm = harm
 
     def combine(
-        self, rows: Sequence[bytes], sources: Sequence[Bytes], outputs: Sequence[Bytes], *, add: bool
+        self,
+        rows: Sequence[bytes],
+        sources: Sequence[Bytes],
+        outputs: Sequence[Bytes],
+        *,
+        add: bool,
     ) -> None:
         super().combine(rows, sources, outputs, add=add)
         self._harm(outputs, add)

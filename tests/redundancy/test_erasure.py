@@ -124,7 +124,9 @@ def test_lost_members_build_up_from_one_source_after_another(
     data, parity = shape
     coder = Coder(data, parity, chosen().backend)
     whole = members(coder, draw.draw(st.lists(st.integers(0, 150), min_size=data, max_size=data)))
-    lost = sorted(draw.draw(st.sets(st.integers(0, data + parity - 1), min_size=1, max_size=parity)))
+    lost = sorted(
+        draw.draw(st.sets(st.integers(0, data + parity - 1), min_size=1, max_size=parity))
+    )
     memory = Memory([len(whole[member]) for member in lost])
     for view in memory.views:
         view[:] = bytes(len(view))

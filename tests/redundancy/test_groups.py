@@ -141,8 +141,7 @@ def moved(earlier: Sequence[Sequence[str]], groups: Sequence[Sequence[str]]) -> 
     before += [set()] * (width - len(before))
     after += [set()] * (width - len(after))
     stayed = max(
-        sum(len(a & b) for a, b in zip(before, order, strict=True))
-        for order in permutations(after)
+        sum(len(a & b) for a, b in zip(before, order, strict=True)) for order in permutations(after)
     )
     old, new = set().union(*before), set().union(*after)
     return len(old & new) - stayed

@@ -119,10 +119,7 @@ def test_every_member_keeps_one_row_of_each_kind_and_no_more_than_its_share(
     placement: Placement,
 ) -> None:
     """m/(n - m) of the largest member's bytes, up to a block for each image and row."""
-    largest = max(
-        sum(-(-(-(-size // BLOCK)) // placement.columns) * BLOCK for size in sizes)
-        for sizes in placement.image_bytes
-    )
+    largest = max(sum(map(placement.segment_bytes, sizes)) for sizes in placement.image_bytes)
     for member in range(placement.members):
         kept = stored_by(placement, member)
         assert [one.row for one in kept] == list(range(placement.parity))
@@ -173,7 +170,9 @@ def test_lost_parity_comes_back_too(placement: Placement, data: st.DataObject) -
             assert hosts.decoded(step) == hosts.kept[member, one.stripe][start:stop]
 
 
-@pytest.mark.parametrize(("stripe", "start", "stop"), [(2, 0, 1), (0, 0, 11), (0, -1, 1), (0, 2, 1)])
+@pytest.mark.parametrize(
+    ("stripe", "start", "stop"), [(2, 0, 1), (0, 0, 11), (0, -1, 1), (0, 2, 1)]
+)
 def test_parity_that_a_member_has_not_is_refused(stripe: int, start: int, stop: int) -> None:
     placement = Placement(((10,),) * 3, 1, BLOCK)
     with pytest.raises(UsageError, match=f"member 0 keeps no parity from {start} to {stop} of"):
