@@ -199,7 +199,7 @@ def test_a_mirror_is_a_copy() -> None:
 
 def test_alone_there_is_nothing_to_keep() -> None:
     placement = Placement(((10, 4),), 0)
-    assert stripes(placement) == stored_by(placement, 0) == ()
+    assert not stripes(placement) and not stored_by(placement, 0)
     with pytest.raises(TooManyLost, match=r"members \[0\] of a group of 1"):
         needed_for(placement, 0, 0, 0, 1, ())
 
