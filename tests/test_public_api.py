@@ -52,6 +52,7 @@ PUBLIC_NAMES = [
     "StateMismatch",
     "StatePoisoned",
     "StorageError",
+    "TooManyLost",
     "UnsupportedState",
     "UsageError",
     "__version__",

@@ -52,6 +52,7 @@ __all__ = [
     "StateMismatch",
     "StatePoisoned",
     "StorageError",
+    "TooManyLost",
     "UnsupportedState",
     "UsageError",
     "__version__",
@@ -92,6 +93,7 @@ if TYPE_CHECKING:
         StateMismatch,
         StatePoisoned,
         StorageError,
+        TooManyLost,
         UnsupportedState,
         UsageError,
     )

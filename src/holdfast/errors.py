@@ -17,7 +17,8 @@ HoldfastError
 │   ├── CaptureOvertaken      the state changed while it was copied; never sealed
 │   └── PersistFailed         captured, but not durable
 ├── RestoreError              no rank was given a state it can train with
-│   └── StatePoisoned         a restore broke off half-way; the objects must not be used
+│   ├── StatePoisoned         a restore broke off half-way; the objects must not be used
+│   └── TooManyLost           more members of a group are missing than its parity replaces
 ├── ArenaError                shared memory is missing, too small, or not ours
 ├── KeeperError               the keeper could not be started or does not answer
 │   └── Fenced                a newer incarnation has taken over; this one must stop
@@ -254,6 +255,17 @@ class StatePoisoned(RestoreError):
 
     cause = "An earlier restore failed after it had begun to change the objects."
     remedy = "Restore again, or end the process and start anew. step() and save() refuse till then."
+
+
+class TooManyLost(RestoreError):
+    """More members of a group are missing than its parity replaces."""
+
+    keys: ClassVar[dict[str, str]] = {
+        "missing": "the numbers of the members that are not there, in the order of the group",
+        "parity": "how many may be missing",
+    }
+    cause = "More hosts of one group were lost, or do not answer, than the run's parity replaces."
+    remedy = "Nothing is guessed: the restore goes on with storage. A larger parity survives more."
 
 
 class ArenaError(HoldfastError):
