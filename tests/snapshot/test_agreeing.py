@@ -13,6 +13,7 @@ from holdfast.errors import UsageError
 from holdfast.snapshot import through_ring
 from holdfast.snapshot.agreeing import Agreeing
 from holdfast.snapshot.capture import Progress, Target, copy_image
+from holdfast.state.binding import Source
 from holdfast.storage.memory import MemoryStore
 from ring_runs import FakeGpu, Through
 
@@ -22,7 +23,7 @@ def state(*numbers: float) -> Through:
     tensors = {f"n{at}": torch.tensor(number) for at, number in enumerate(numbers)}
     through = Through({"large": torch.ones(1 << 20), **tensors})
     found = [binding for binding in through.bindings if binding.name.startswith("n")]
-    through.bindings.joined = [("n", found)]
+    through.bindings.joined = [("n", [Source(binding) for binding in found])]
     through.overtaking.agreeing = Agreeing(through.bindings.joined)
     return through
 
@@ -74,5 +75,5 @@ def test_what_is_on_a_device_is_copied_from_it_and_compared() -> None:
     same = state(2.0, 2.0)
     agreeing = Agreeing(same.bindings.joined)
     agreeing.enqueue(device)
-    same.bindings.joined[0][1][0].source.fill_(7.0)  # an update behind the copy
+    same.bindings.joined[0][1][0].memory.fill_(7.0)  # an update behind the copy
     agreeing.check()

@@ -431,6 +431,76 @@ def test_state_that_is_one_tensor_is_one_again_through_rules(tmp_path: Path) -> 
     assert kinds[1]["other"] is kinds[1]["exp_avg"]
 
 
+@pytest.mark.parametrize("more", [(), (r.padded(0, 3),)])
+@pytest.mark.parametrize("kind", ["exp_avg", "step"])
+def test_the_state_of_a_copy_is_not_that_of_the_original(
+    tmp_path: Path, more: tuple[Any, ...], kind: str
+) -> None:
+    both = r.Rules([
+        *((("a.weight", *more),) if more else ()), ("b.weight", r.tied("a.weight"), *more)
+    ])  # fmt: skip
+
+    def make() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model: Any = nn.ModuleDict({"a": nn.Linear(3, 4, bias=False)})
+        model["b"] = copy.deepcopy(model["a"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        learn(model, optimizer)
+        for kept in optimizer.state.values():
+            kept["other"] = kept[kind]
+        return model, optimizer
+
+    def learn(model: Any, optimizer: Any) -> None:
+        sum(p.square().sum() for p in model.parameters()).backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    holdfast.save(tmp_path, {"model": model, "optimizer": optimizer}, rules=both)
+    again, back = make()
+    holdfast.load(tmp_path, {"model": again, "optimizer": back}, rules=both)
+    one, other = (back.state[parameter] for parameter in again.parameters())
+    assert one[kind] is not other[kind]
+    assert one["other"] is one[kind] and other["other"] is other[kind]
+    learn(model, optimizer)
+    learn(again, back)
+    assert torch.equal(model["b"].weight[:3], again["b"].weight[:3])
+
+
+def test_a_master_that_was_the_parameter_is_none_where_the_parameter_has_fewer_digits(
+    tmp_path: Path,
+) -> None:
+    def make(dtype: torch.dtype) -> tuple[Any, Any]:
+        model: Any = nn.ModuleDict({"a": nn.Linear(3, 4, bias=False, dtype=dtype)})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        weight = model["a"].weight
+        optimizer.state[weight]["main"] = weight.detach().float()
+        return model, optimizer
+
+    model, optimizer = make(torch.float32)
+    kept = optimizer.state[model["a"].weight]["main"].clone()
+    holdfast.save(tmp_path, {"model": model, "optimizer": optimizer})
+    model, optimizer = make(torch.bfloat16)
+    cast = r.Rules([("**", r.cast("BF16"))])
+    holdfast.load(tmp_path, {"model": model, "optimizer": optimizer}, rules=cast)
+    main = optimizer.state[model["a"].weight]["main"]
+    assert main.dtype == torch.float32
+    assert torch.equal(main, kept)
+
+
+def test_a_number_inside_a_buffer_is_compared_where_it_lies(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.a = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+    model.b = nn.Parameter(torch.tensor([1.0, 5.0, 6.0]))
+    one = holdfast.FlatBuffer([("x", (2,), 0, 2, 1), ("s", (1,), 0, 1, 0)])
+    other = holdfast.FlatBuffer([("s", (1,), 0, 1, 1), ("y", (2,), 0, 1, 0), ("y", (2,), 1, 1, 2)])
+    holdfast.declare(model.a, one)
+    holdfast.declare(model.b, other)
+    with pytest.raises(UsageError, match=r"model\.a is 1\.0 and model\.b is 5\.0"):
+        holdfast.save(tmp_path, {"model": model})
+    model.b.data[1] = 1.0
+    holdfast.save(tmp_path, {"model": model})
+
+
 def test_a_value_that_is_a_fused_tensor_is_refused_and_one_renamed_is_followed(
     tmp_path: Path,
 ) -> None:

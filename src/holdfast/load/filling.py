@@ -87,8 +87,6 @@ class Filling:
             part, is_mean = replace(part, rows=shape[0], row=0).as_stored(), False
         elif has_rows and not is_mean:
             part = part.as_stored()
-        if part.is_whole:
-            self.shared.add(len(self.wants))
         asked = self._asked.setdefault(part.leaf, _Asked(dtype, shape, []))
         for box, view in zip(part.boxes, part.views, strict=True):
             if is_mean:
@@ -97,6 +95,8 @@ class Filling:
             else:
                 asked.boxes.append(box)
                 asked.entry = None
+                if part.is_whole:
+                    self.shared.add(len(self.wants))
                 self._want(part.leaf, box, view.of(local), dtype)
 
     def _add_entry(self, entry: LeafEntry, local: torch.Tensor) -> None:

@@ -109,15 +109,13 @@ class Saver:
             other.move_to(step)
         self._promises.add(step, [handle, *carried])
         self._current = capture
+        self._work.put((self, capture))
         emit(SaveReturned(
             incarnation=self.place.incarnation, step=step, rank=self.place.rank, durable=durable,
             held_s=time.monotonic() - started_s, describe_s=described_s - began_s,
             volatile_s=staged_s - described_s, wait_previous_s=waited_s,
             leaves=len(bindings), size_bytes=bindings.size_bytes,
         ))  # fmt: skip
-        # Last, for the worker that it wakes wants the interpreter, and whoever lets go of it here,
-        # to write an event say, would get it back milliseconds later.
-        self._work.put((self, capture))
         return handle
 
     def decline(self, step: int, durable: bool, error: Exception) -> SaveHandle:

@@ -62,7 +62,7 @@ class Bindings(list[Binding]):
     """All leaves of a state in one order, and what a save asks of them, found once."""
 
     def __init__(
-        self, bindings: Iterable[Binding] = (), joined: Iterable[tuple[str, list[Binding]]] = ()
+        self, bindings: Iterable[Binding] = (), joined: Iterable[tuple[str, list[Source]]] = ()
     ) -> None:
         super().__init__(bindings)
         self.sources: dict[str, tuple[Source, ...]] = {}

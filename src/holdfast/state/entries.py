@@ -39,7 +39,8 @@ def declare_all(bindings: Bindings) -> list[LeafEntry]:
                 parts.setdefault(part.leaf, []).append((binding, part.as_stored()))
     for leaf, found in parts.items():
         if len(found) > 1 and all(one.is_whole and math.prod(one.shape) == 1 for _, one in found):
-            bindings.joined.append((leaf, [binding for binding, _ in found]))
+            numbers = [Source(binding, one.views[0], one.boxes[0]) for binding, one in found]
+            bindings.joined.append((leaf, numbers))
             _require_all_alike(leaf, found)
             found = found[:1]
         entry, sources = _declare(leaf, found)

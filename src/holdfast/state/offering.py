@@ -298,8 +298,10 @@ class _Offering:
         """State that is one with other state, or with a parameter, in the checkpoint."""
         parameter, found = origin.parameter, []
         assert parameter is not None
+        sight = self._through.sight(origin, parameter)
+        # A copy has the same elements, and is a tensor of its own all the same.
+        of_copy = origin.name if sight is not None and sight.is_copy else ""
         if shape == tuple(parameter.shape):
-            sight = self._through.sight(origin, parameter)
             parts = (Part(origin.leaf, shape, (), ()),) if sight is None else sight.parts
             for part in parts:
                 one = self.offer.stored[part.leaf]
@@ -307,8 +309,9 @@ class _Offering:
                 found.append((None if one is None else one[0], part.boxes, views))
         else:  # one number, or one leaf that no rule divides
             found.append((leaf, (), None))
-        first = self._made_of.setdefault(("", *found), origin.leaf)
-        if first != origin.leaf:
+        first = self._made_of.setdefault((of_copy, *found), origin.leaf)
+        # Of another dtype it is not the same tensor any more: a master of a parameter, say.
+        if first != origin.leaf and self.offer.specs[first] == self.offer.specs[origin.leaf]:
             self.offer.aliases[origin.leaf] = first
 
     def _shape(

@@ -77,17 +77,26 @@ def _once(names: Iterable[Sequence[str]]) -> list[str]:
     return list(dict.fromkeys(name for some in names for name in some))
 
 
+class _Absent:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_ABSENT = _Absent()
+
+
 def _require_agreement(there: Beside) -> None:
     """Parameters that are parts of one stored leaf have one state there, beside tensors."""
     state = there.optimizer.state
     first: dict[str, torch.Tensor] = {}
+    kinds_of = {id(parameter): kinds for _, parameter, kinds in there.state}
     for names, parameter, kinds in there.state:
         for name in names:
             other = first.setdefault(name, parameter)
             if other is parameter:
                 continue
-            for kind in kinds:
-                here, elsewhere = state[parameter][kind], state[other].get(kind, NOTHING)
+            for kind in dict.fromkeys((*kinds_of[id(other)], *kinds)):
+                here, elsewhere = (state[each].get(kind, _ABSENT) for each in (parameter, other))
                 if not _is_alike(here, elsewhere):
                     raise UsageError(
                         f"{kind!r} is {elsewhere!r} for one and {here!r} for another of the "
@@ -99,10 +108,12 @@ def _require_agreement(there: Beside) -> None:
 
 def _is_alike(one: Any, other: Any) -> bool:
     """Whether they are stored as the same; tensors in them are only if they are the same tensor."""
+    if one is other or one is _ABSENT or other is _ABSENT:
+        return one is other
     first, second = (
         codec.to_bytes(codec.encode(each, "", tensor=_by_itself)) for each in (one, other)
     )
-    return one is other or first == second
+    return first == second
 
 
 def _by_itself(value: Any, _: str) -> str | None:
