@@ -1,8 +1,8 @@
 """The bytes of a file go out by ``sendfile`` on a few threads, none of which waits for a peer.
 
 A thread sends while the connection takes bytes, and gives the turn back when it does not: the
-event loop waits for the peer then, and a slow peer holds no thread. Why not on the loop itself:
-docs/log.md has what that cost.
+event loop waits for the peer then, and a slow peer holds no thread. What the
+same does to a loop that sends by itself is in docs/log.md.
 """
 
 from __future__ import annotations
