@@ -277,7 +277,7 @@ def test_whoever_was_being_served_is_cut_off_when_a_newer_incarnation_begins(
         random_file(arena_dir / "a", 32 * MIB)
         served.offer("/a", arena_dir / "a")
         served.do(served.server.set_rate, 8 * MIB)
-        pull = puller().begin([wanted(served.peer, 0, 32 * MIB)])
+        pull = puller(chunk_bytes=MIB).begin([wanted(served.peer, 0, 32 * MIB)])
         served.until("open_connections")
         wait_for(lambda: pull.received_bytes > 0, "bytes")
         served.do(served.server.begin, 5)
@@ -331,7 +331,7 @@ def test_a_pull_can_be_cancelled_and_nothing_is_written_after_its_end(arena_dir:
         served.offer("/a", arena_dir / "a")
         served.do(served.server.set_rate, 8 * MIB)
         one = wanted(served.peer, 0, 32 * MIB)
-        pull = puller().begin([one])
+        pull = puller(chunk_bytes=MIB).begin([one])
         wait_for(lambda: pull.received_bytes > 0, "bytes")
         pull.cancel()
         began_s = time.monotonic()
@@ -377,7 +377,7 @@ def test_a_server_that_is_killed_in_the_middle_is_an_error_that_says_where(arena
     ) as process:  # fmt: skip
         assert process.stdout is not None
         peer = Peer(NAME, "127.0.0.1", int(process.stdout.readline()))
-        pull = puller().begin([wanted(peer, 0, 32 * MIB)])
+        pull = puller(chunk_bytes=MIB).begin([wanted(peer, 0, 32 * MIB)])
         wait_for(lambda: pull.received_bytes > 0, "bytes")
         process.send_signal(signal.SIGKILL)
         failure = pull.wait()[peer]
@@ -390,7 +390,7 @@ def test_closing_a_server_ends_what_is_under_way(arena_dir: Path) -> None:
         random_file(arena_dir / "a", 32 * MIB)
         served.offer("/a", arena_dir / "a")
         served.do(served.server.set_rate, 100_000)
-        pull = puller().begin([wanted(served.peer, 0, 32 * MIB)])
+        pull = puller(chunk_bytes=MIB).begin([wanted(served.peer, 0, 32 * MIB)])
         served.until("open_connections", 4)
     assert served.peer in pull.wait()
 
