@@ -22,6 +22,7 @@ HoldfastError
 ├── ArenaError                shared memory is missing, too small, or not ours
 ├── KeeperError               the keeper could not be started or does not answer
 │   └── Fenced                a newer incarnation has taken over; this one must stop
+├── PeerError                 another host's keeper did not give what it was asked for
 └── DeadlineExceeded          a wait ended; the message names the ranks and phase missing
 
 An error's ``retryable`` says whether the same call may succeed later without a change by the
@@ -298,6 +299,26 @@ class Fenced(KeeperError):
     retryable = False
     cause = "The run was started again while this process still lived."
     remedy = "End this process. The newer one has the run, and nothing this one saves will count."
+
+
+class PeerError(HoldfastError):
+    """Another host's keeper did not give what it was asked for, or cannot be believed."""
+
+    exit_code = 12
+    retryable = True
+    keys: ClassVar[dict[str, str]] = {
+        "peer": "the name of the host",
+        "address": "where its keeper was asked, as host:port",
+        "path": "what it was asked for",
+        "range": "which bytes of it, as bytes=FIRST-LAST; empty for all",
+        "phase": "how far it got: connect, request, answer or body; or cancelled; or client, for a "
+        "fault on this side",
+    }
+    cause = (
+        "That host is gone, cut off or overloaded, its keeper has another secret or is of an "
+        "incarnation that is over, or what it had was withdrawn meanwhile."
+    )
+    remedy = "Nothing of it is used; another source is. Look at the host that the message names."
 
 
 class DeadlineExceeded(HoldfastError):

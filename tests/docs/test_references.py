@@ -25,6 +25,7 @@ DOORS = (
     "policy/*.py",
     "rules/*.py",
     "geometry/tables.py",
+    "peers/*.py",
     "state/*.py",
     "snapshot/arena.py",
     "snapshot/capture.py",

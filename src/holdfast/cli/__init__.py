@@ -51,6 +51,7 @@ exit codes:
    9  the keeper cannot be started or reached (KeeperError)
   10  a wait ended (DeadlineExceeded)
   11  doctor: something is bad
+  12  another host's keeper did not give what it was asked for (PeerError)
   70  a fault in holdfast itself; the trace says where
  130  interrupted
  141  whoever read the output went away
