@@ -14,13 +14,13 @@ import os
 import time
 from collections.abc import Mapping
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
+from ranks import run_ranks
 from reshard_ranks import DCP, EXCHANGING, HOLDFAST, PAIRS, Bench, Pair, save_all, width_of
 
 CACHES = ("cold", "warm")
@@ -99,17 +99,9 @@ def measure(pair: Pair, root: Path, width: int, options: argparse.Namespace) -> 
 
 def run_world(world: int, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """All pairs that are restored by so many ranks, in processes of their own."""
-    result, context = root / f"found-{world}.json", get_context("spawn")
-    ranks = [
-        context.Process(target=rank_main, args=(rank, world, str(root), options, str(result)))
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit(f"{world} ranks: one of them failed")
+    result = root / f"found-{world}.json"
+    arguments = [(rank, world, str(root), options, str(result)) for rank in range(world)]
+    run_ranks(f"{world} ranks", rank_main, arguments)
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 

@@ -10,8 +10,7 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import processes
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import machine_alone
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -255,15 +255,6 @@ class Bench:
     def _differing(self) -> int:
         pairs = zip(self.state.values(), self._expected, strict=True)
         return sum(not torch.equal(tensor.to_local(), whole) for tensor, whole in pairs)
-
-
-@contextmanager
-def machine_alone() -> Iterator[None]:
-    """As ``harness.machine_alone``, for all ranks together."""
-    with harness.machine_alone() if dist.get_rank() == 0 else nullcontext():
-        dist.barrier()
-        yield
-        dist.barrier()
 
 
 def io_bytes() -> dict[str, int]:

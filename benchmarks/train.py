@@ -13,12 +13,10 @@ import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ import torch.distributed as dist
 import train_report
 from gpt import FULL, QUICK, GptTraining
 from ranked import DURABLE, MEMORY, Make, keepers, ways_to_save
+from ranks import machine_alone, run_ranks
 from systems import System
 from training import fingerprints, verdict
 
@@ -168,15 +167,6 @@ def _stat(pid: str) -> tuple[int, int, int]:
 # ── the series of one world ──────────────────────────────────────────────────────────────────
 
 
-@contextmanager
-def machine_alone() -> Iterator[None]:
-    """As ``harness.machine_alone``, for all ranks together."""
-    with harness.machine_alone() if dist.get_rank() == 0 else nullcontext():
-        dist.barrier()
-        yield
-        dist.barrier()
-
-
 def run_series(bench: Bench, systems: dict[str, System], rounds: int, intervals: list[int]) -> None:
     """Every system at every interval once a round, between blocks without saves."""
     names = [f"{interval}|{name}" for interval in intervals for name in systems]
@@ -288,17 +278,8 @@ def run_world(name: str, options: argparse.Namespace, parent: Path) -> dict[str,
     kind, world = WORLDS[name]
     root, result = parent / kind, parent / f"{kind}.json"
     root.mkdir()
-    context = get_context("spawn")
-    ranks = [
-        context.Process(target=rank_main, args=(kind, rank, world, str(root), options, str(result)))
-        for rank in range(world)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        raise SystemExit(f"{name}: a rank failed")
+    arguments = [(kind, rank, world, str(root), options, str(result)) for rank in range(world)]
+    run_ranks(name, rank_main, arguments)
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 

@@ -52,7 +52,11 @@ class Line:
             raise Broken("connect", f"no connection in {patience.connect_s:g} s") from None
         except OSError as error:
             raise Broken("connect", _reason(error)) from error
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            self._socket.close()
+            raise Broken("connect", _reason(error)) from error
 
     def send(self, data: bytes) -> None:
         """Send a head: it fits into what the kernel keeps, whatever the peer does."""

@@ -143,7 +143,10 @@ class PeerServer:
             except OSError:  # no descriptor left, say: those that are open may end meanwhile
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            self._welcome(connected, str(address[0]))
+            try:
+                self._welcome(connected, str(address[0]))
+            except OSError:  # it is gone already: the others are still to be heard
+                connected.close()
 
     def _welcome(self, connected: socket.socket, address: str) -> None:
         limits, counts = self._service.limits, self._service.counts

@@ -311,7 +311,7 @@ class _Offering:
             found.append((leaf, (), None))
         first = self._made_of.setdefault((of_copy, *found), origin.leaf)
         # Of another dtype it is not the same tensor any more: a master of a parameter, say.
-        if first != origin.leaf and self.offer.specs[first] == self.offer.specs[origin.leaf]:
+        if first != origin.leaf and self.offer.specs.get(first) == self.offer.specs[origin.leaf]:
             self.offer.aliases[origin.leaf] = first
 
     def _shape(
