@@ -59,6 +59,7 @@ PUBLIC_NAMES = [
     "__version__",
     "declare",
     "load",
+    "offload",
     "open",
     "plan_restore",
     "register_enum",

@@ -59,6 +59,7 @@ __all__ = [
     "__version__",
     "declare",
     "load",
+    "offload",
     "open",
     "plan_restore",
     "register_enum",
@@ -69,7 +70,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import rules
+    from . import offload, rules
     from .checkpointer import Checkpointer
     from .data.sampler import ResumableSampler
     from .data.split_list import SplitList
@@ -132,6 +133,7 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "SplitList": ".data.split_list",
         "declare": ".state.declared",
         "load": ".oneshot",
+        "offload": ".offload",
         "RestorePlan": ".load.dryrun",
         "open": ".oneshot",
         "plan_restore": ".load.ahead",
@@ -146,7 +148,7 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         if name not in __all__:
             raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
         home = importlib.import_module(_HOME.get(name, ".errors"), __name__)
-        value = home if name == "rules" else getattr(home, name)
+        value = home if name in ("offload", "rules") else getattr(home, name)
         globals()[name] = value
         return value
 

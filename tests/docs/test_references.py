@@ -25,6 +25,7 @@ DOORS = (
     "policy/*.py",
     "rules/*.py",
     "geometry/tables.py",
+    "offload/*.py",
     "peers/*.py",
     "state/*.py",
     "snapshot/arena.py",

@@ -337,14 +337,11 @@ def _enqueue(
                     [into[n] for n in mine], [sources[n] for n in mine], non_blocking=True
                 )
             arrivals.append((0, stream.record_event()))
-    for to, source in zip(into, sources, strict=True):
-        if not source.is_cuda:
-            to.copy_(source)
+    on_host = [copy for copy in target.large if not copy.source.is_cuda]
     for copy in target.large:
-        progress.check()
         if not copy.source.is_cuda:
-            target.view(copy).copy_(copy.source)
             continue
+        progress.check()
         device = copy.source.device
         with torch.cuda.device(device), torch.cuda.stream(streams[device]):
             to, flat = target.view(copy).view(-1), copy.source.reshape(-1)
@@ -353,6 +350,13 @@ def _enqueue(
                 to[at : at + step].copy_(flat[at : at + step], non_blocking=True)
                 done = min(at + step, flat.numel()) * flat.element_size()
                 arrivals.append((copy.offset + done, streams[device].record_event()))
+    # What an optimizer keeps on the host is copied while the GPU's copies go on.
+    for to, source in zip(into, sources, strict=True):
+        if not source.is_cuda:
+            to.copy_(source)
+    for copy in on_host:
+        progress.check()
+        target.view(copy).copy_(copy.source)
     return arrivals
 
 

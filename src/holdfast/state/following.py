@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from holdfast.format import values as codec
 from holdfast.state.modules import extra_state_names
 from holdfast.state.objects import Objects
-from holdfast.state.optimizers import named
+from holdfast.state.optimizers import class_of, named
 from holdfast.state.regroup import (
     Names,
     Regrouped,
@@ -238,7 +238,7 @@ def gather(
             for here in group
             if objects.choice.allows(*(f"{key}.{name}" for name in (here, *names(here))))
         }
-        found = regroup(key, type(optimizer).__name__, groups[key], saved, names_of[key], may_miss)
+        found = regroup(key, class_of(optimizer), groups[key], saved, names_of[key], may_miss)
         if found.value is None and objects.choice.allows(key):
             found.problems.clear()
         problems += found.problems

@@ -30,6 +30,15 @@ def is_hooked(optimizer: Optimizer) -> bool:
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
+def class_of(optimizer: Optimizer) -> str:
+    """The class an optimizer's values are stored under: of those that stand for one, that one.
+
+    ``stands_for``: an attribute of classes that have the state of another, held elsewhere.
+    """
+    found: str = getattr(type(optimizer), "stands_for", type(optimizer).__name__)
+    return found
+
+
 def check_storable(key: str, optimizer: Optimizer) -> None:
     """UnsupportedState for an optimizer that keeps state where nobody but itself finds it."""
     kind = type(optimizer)
@@ -129,11 +138,15 @@ def make_room(
 ) -> None:
     """Give every parameter the state tensors that are stored, by parameter name.
 
-    Those that fit are kept, so that a restore reads into them.
+    Those that fit are kept, so that a restore reads into them. An optimizer that has memory of
+    its own for state makes it itself first, in ``make_state``.
     """
+    make_state = getattr(optimizer, "make_state", None)
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         wanted = stored.get(name, {})
+        if wanted and make_state is not None:
+            make_state(parameter)
         state = optimizer.state[parameter]
         kept = {*wanted, *(kind.partition(".")[0] for kind in wanted)}
         for kind in [k for k in state if k not in kept]:

@@ -26,7 +26,7 @@ from holdfast.state.modules import set_extra_state
 from holdfast.state.objects import Objects, State
 from holdfast.state.offer import Spec
 from holdfast.state.optimizer_leaves import OptimizerLeaves
-from holdfast.state.tensors import fill_small
+from holdfast.state.tensors import fill_small, local_of
 from holdfast.state.value_tensors import ValueTensors
 
 #: So many differences are shown; an error has all of them.
@@ -143,6 +143,9 @@ class Restoring:
         ``items``: what this rank gets of each list.
         """
         with torch.inference_mode(False), torch.no_grad():
+            # Bytes were read into them, of which torch knows nothing: whoever goes by versions
+            # (an optimizer with copies of parameters, a graph that is still there) has to.
+            torch.autograd.graph.increment_version(list(map(local_of, self._filled.values())))
             for name in self._small.keys() & self._filled.keys():
                 fill_small(self._filled[name], self._small[name])
             self._finish(rank, rank_was_saved)

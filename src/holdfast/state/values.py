@@ -19,7 +19,7 @@ from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format import values as codec
 from holdfast.state.lists import encode_list
 from holdfast.state.objects import Objects
-from holdfast.state.optimizers import NOTHING, is_tensor, of_no_parameter
+from holdfast.state.optimizers import NOTHING, class_of, is_tensor, of_no_parameter
 
 #: How deep in an optimizer's values the options of a group are, and its other state.
 _OPTIONS_DEPTH, _STATE_DEPTH = 3, 1
@@ -133,7 +133,7 @@ def optimizer_values(there: Beside) -> dict[str, Any]:
         for name in names
     }
     loose = {"loose": {key: optimizer.state[key] for key in there.loose}} if there.loose else {}
-    return {"class": type(optimizer).__name__, "groups": groups, "state": state, **loose}
+    return {"class": class_of(optimizer), "groups": groups, "state": state, **loose}
 
 
 class Values:

@@ -1,0 +1,332 @@
+"""A torch optimizer whose state lives in host memory and is updated where that is fastest.
+
+FP32 masters and moments are on the host; parameters and gradients, of 32 or of 16 bits, stay where
+the model is. Another optimizer is a subclass with its defaults and a kernel (``kernels.Kernel``).
+See docs/design/0010-hybrid-optimizer.md.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.errors import UsageError
+from holdfast.offload.gradients import Gradients
+from holdfast.offload.kernels import Kernel
+from holdfast.offload.lanes import Lanes, make_lanes
+from holdfast.offload.loading import hide_from_casts, load_state, unhidden
+from holdfast.offload.placing import Placing
+from holdfast.offload.rows import MASTER, Place, Row, check_parameter
+from holdfast.offload.states import begin_state, make_state
+from holdfast.offload.update import Due, Update
+
+Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
+
+
+class Options(TypedDict, total=False):
+    """Where and how it updates; nothing of it changes what is computed, but for last bits."""
+
+    device_share: float | None
+    """The part of all elements updated on the device: 0 to 1. None: what is fastest by measure.
+
+    With a number each step updates the same elements in the same place, so runs are reproducible:
+    a GPU's kernels and the CPU's differ in last bits. On the CPU None is 0.
+    """
+    subgroup_elements: int
+    """How many elements are updated in one place at a time."""
+    device_slots: int
+    """For the state of how many subgroups there is room on the device, during a step."""
+    threads: int | None
+    """Of the CPU, for updates. None: this rank's share of the cores, less two; without a GPU, all
+    that torch uses."""
+    early_gradients: bool | None
+    """Whether gradients go to the host during the backward. None: where they are complete then."""
+    lane_delay_s: float
+    """For tests: everything begins up to so much later, by chance."""
+
+
+_KNOWN = frozenset(Options.__annotations__)
+
+
+class HybridOptimizer(Optimizer):
+    """The base of optimizers with their state in host memory. Takes the place of one of torch's."""
+
+    #: The class of torch whose checkpoints are its own, too.
+    stands_for: str
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self, params: Parameters, defaults: dict[str, Any], kernel: Kernel, options: Options
+    ) -> None:
+        unknown = sorted(options.keys() - _KNOWN)
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no option {unknown[0]!r}")
+        self._kernel = kernel
+        self._options = options
+        self._places: dict[torch.Tensor, tuple[Row, Place]] = {}
+        self._lanes: Lanes | None = None
+        self._gradients: Gradients | None = None
+        self._hooks: list[Any] = []
+        self._broken = ""
+        self._placing = Placing(kernel, options)
+        super().__init__(params, defaults)
+
+    # ── what it is for ───────────────────────────────────────────────────────────────────
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with host memory for their state.
+
+        UsageError for those on another device than the first, or of a dtype FP32 cannot hold.
+        """
+        before = len(self.param_groups)
+        super().add_param_group(param_group)
+        try:
+            self._take_group(before)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+
+    def _take_group(self, number: int) -> None:
+        group = self.param_groups[number]
+        names = group.get("param_names") or [
+            f"parameter {position} of group {number}" for position in range(len(group["params"]))
+        ]
+        by_dtype: dict[torch.dtype, list[Place]] = {}
+        device = self._device
+        for name, parameter in zip(names, group["params"], strict=True):
+            place = Place(parameter, name)
+            device = device or place.local.device
+            check_parameter(place, device)
+            by_dtype.setdefault(parameter.dtype, []).append(place)
+        for places in by_dtype.values():
+            is_pinned = places[0].local.is_cuda
+            self._take_row(Row(places, number, is_pinned=is_pinned))
+
+    def _take_row(self, row: Row) -> None:
+        for kind in (MASTER, *self._kernel.kinds(self.param_groups[row.group])):
+            row.memory(kind)
+        for place in row.places:
+            self._places[place.parameter] = row, place
+            self._watch(place)
+        if self._gradients is not None:
+            self._gradients.forget()
+        self._placing.add(row)
+
+    @property
+    def _device(self) -> torch.device | None:
+        return next((row.device for row, _ in self._places.values()), None)
+
+    def _started(self) -> tuple[Lanes, Gradients]:
+        """The lanes, made when first needed: an optimizer that never steps starts no thread."""
+        if self._lanes is None or self._gradients is None:
+            device = self._device or torch.device("cpu")
+            self._lanes = make_lanes(
+                device, threads=self._options.get("threads"),
+                delay_s=self._options.get("lane_delay_s", 0.0),
+            )  # fmt: skip
+            self._gradients = Gradients(self._lanes)
+        return self._lanes, self._gradients
+
+    # ── gradients, as they become ready ──────────────────────────────────────────────────
+
+    def _watch(self, place: Place) -> None:
+        if not place.parameter.requires_grad or not place.parameter.is_leaf:
+            return  # then it is sent at the step
+        known = weakref.ref(self)
+
+        def ready(parameter: torch.Tensor) -> None:
+            optimizer = known()
+            if optimizer is not None:
+                optimizer._send_early(parameter)
+
+        self._hooks.append(place.parameter.register_post_accumulate_grad_hook(ready))
+
+    @torch.no_grad()
+    def _send_early(self, parameter: torch.Tensor) -> None:
+        row, place = self._places[parameter]
+        gradient = place.gradient
+        if gradient is None or self._problem(place, gradient) or not self._is_early(parameter):
+            return
+        ranges = self._placing.on_host(place)
+        if ranges:
+            self._started()[1].send(row, place, ranges)
+
+    def _is_early(self, parameter: torch.Tensor) -> bool:
+        wanted = self._options.get("early_gradients")
+        if wanted is not None:
+            return wanted
+        if not dist.is_initialized():
+            return True
+        # A plain one may be averaged over the ranks yet, by DDP; a sharded one was, where its mesh
+        # is of all ranks.
+        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
+        return ranks == dist.get_world_size()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and what was sent of them."""
+        if self._gradients is not None:
+            self._gradients.forget()
+        super().zero_grad(set_to_none)
+
+    # ── the step ─────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient; their state on the host is final on return.
+
+        UsageError for gradients it cannot use: sparse ones, or of another dtype or device than
+        their parameters. When an update breaks off half-way, every further step refuses.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._broken:
+            raise UsageError(
+                f"an update of this {type(self).__name__} broke off ({self._broken}), and some of "
+                "its parameters have it and some not: make it anew and restore a checkpoint"
+            )
+        places = self._with_gradient()
+        found_inf = getattr(self, "found_inf", None)  # a gradient scaler sets it for the step
+        if places and not (found_inf is not None and bool(found_inf.item())):
+            self._update(places)
+        if self._gradients is not None:
+            self._gradients.forget()
+        return loss
+
+    def _with_gradient(self) -> list[Place]:
+        found = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                place = self._places[parameter][1]
+                problem = self._problem(place, place.gradient)
+                if problem:
+                    raise UsageError(f"{place.name} {problem}")
+                found.append(place)
+        return found
+
+    def _problem(self, place: Place, gradient: torch.Tensor | None) -> str:
+        """Why a parameter cannot be updated with its gradient, in words; "" if it can."""
+        local, row = place.local, self._places[place.parameter][0]
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            return (
+                f"has a gradient of the layout {gradient.layout}: {type(self).__name__} updates "
+                "by dense gradients. Make the embedding with sparse=False"
+            )
+        if local.dtype != row.dtype or local.device != row.device:
+            return (
+                f"is {local.dtype} on {local.device} now, and was {row.dtype} on {row.device} when "
+                "the optimizer was made: convert and move the module first, then make the optimizer"
+            )
+        if tuple(local.shape) != place.shape:
+            return (
+                f"has the shape {list(local.shape)} here now, and had {list(place.shape)} when the "
+                "optimizer was made: shard the module first, then make the optimizer"
+            )
+        if gradient.dtype != local.dtype or gradient.device != local.device:
+            return (
+                f"is {local.dtype} on {local.device}, its gradient {gradient.dtype} on "
+                f"{gradient.device}: they have to be alike"
+            )
+        return ""
+
+    def _update(self, places: list[Place]) -> None:
+        lanes, gradients = self._started()
+        host, device, slots = self._placing.ready(self.param_groups, lanes, places)
+        due = {place: self._due(place) for place in places}
+        try:
+            if self._kernel.counts_steps:
+                self._count(list(due.values()), lanes.device)
+            self._bring(due, gradients)
+            Update(
+                lanes, self._kernel, self.param_groups, due, getattr(self, "grad_scale", None),
+                self._placing.learn,
+            ).run(host, device, slots)  # fmt: skip
+        except BaseException as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            raise
+        for place in places:
+            place.seen = _seen(place)
+
+    def _due(self, place: Place) -> Due:
+        row, _ = self._places[place.parameter]
+        group = self.param_groups[row.group]
+        gradient = place.gradient
+        assert gradient is not None
+        kinds = self._kernel.kinds(group)
+        state = self.state[place.parameter]
+        is_first = begin_state(row, place, state, kinds, self._kernel.counts_steps, _seen(place))
+        if not state:
+            del self.state[place.parameter]
+        return Due(place.flat(gradient), is_first, state.get("step"))
+
+    def _count(self, due: list[Due], device: torch.device) -> None:
+        steps = [one.step for one in due if one.step is not None]
+        torch._foreach_add_(steps, 1)
+        there = torch.stack(steps).to(device, non_blocking=True).unbind()
+        for one, step in zip(due, there, strict=True):
+            one.step_there = step
+
+    def _bring(self, due: Mapping[Place, Due], gradients: Gradients) -> None:
+        """See that all gradients the host needs are on their way, as they are now."""
+        ranges = {place: found for place in due if (found := self._placing.on_host(place))}
+        marks = gradients.true(ranges)
+        for place, found in ranges.items():
+            mark = marks.get(place)
+            row = self._places[place.parameter][0]
+            due[place].arrival = mark or gradients.send(row, place, found)
+
+    # ── its state ────────────────────────────────────────────────────────────────────────
+
+    def make_state(self, parameter: torch.Tensor) -> None:
+        """Give a parameter all the state it will have, so that a restore reads into it."""
+        row, place = self._places[parameter]
+        kinds = self._kernel.kinds(self.param_groups[row.group])
+        make_state(row, place, self.state[parameter], kinds, self._kernel.counts_steps)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of this optimizer, or of the one of torch that it stands for.
+
+        Masters that are not in it are what the parameters are when the next step is taken: load
+        those before it.
+        """
+        # Last of all such hooks: torch would cast the state to the parameters' dtype and device.
+        hook = self.register_load_state_dict_pre_hook(lambda _, given: hide_from_casts(given))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_places" not in self.__dict__:
+            raise UsageError(_NOT_COPIED.format(type(self).__name__))
+        super().__setstate__(state)
+        for parameter, given in list(self.state.items()):
+            found = unhidden(given)
+            if found is not None and parameter in self._places:
+                row, place = self._places[parameter]
+                kinds = self._kernel.kinds(self.param_groups[row.group])
+                self.state[parameter] = load_state(row, place, found, kinds)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(_NOT_COPIED.format(type(self).__name__))
+
+
+_NOT_COPIED = (
+    "a {} is bound to its parameters' memory on the host and cannot be pickled or copied: "
+    "make another, and give it the state_dict() of this one"
+)
+
+
+def _seen(place: Place) -> tuple[int, int]:
+    local = place.local
+    return local.data_ptr(), local._version

@@ -1,0 +1,154 @@
+"""Which subgroups are updated where: the schedule, kept in step with rows and rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import UsageError
+from holdfast.events import Warned, emit
+from holdfast.offload.gradients import Range
+from holdfast.offload.kernels import Group, Kernel
+from holdfast.offload.lanes import Lanes
+from holdfast.offload.measure import measure
+from holdfast.offload.rates import Kind, Measured, Rates
+from holdfast.offload.rows import MASTER, Place, Row, Subgroup
+from holdfast.offload.schedule import Schedule, plan, replan
+from holdfast.offload.update import Slot
+
+#: 192 MiB of AdamW's state: 8 ms on a link of 25 GB/s, against some 0.1 ms to begin.
+SUBGROUP_ELEMENTS = 1 << 24
+DEVICE_SLOTS = 2
+#: Rates move slowly, and another schedule is found in milliseconds, not for nothing.
+_REPLAN_STEPS = 16
+#: With a fixed share no rate is asked for.
+_ANY = Rates(1.0, 1.0, 1.0, 1.0)
+
+
+class Placing:
+    """Divides subgroups among host and device. ``options``: those of the optimizer."""
+
+    def __init__(self, kernel: Kernel, options: Mapping[str, Any]) -> None:
+        self._kernel = kernel
+        self._share: float | None = options.get("device_share")
+        self._longest: int = options.get("subgroup_elements", SUBGROUP_ELEMENTS)
+        self._slots: int = options.get("device_slots", DEVICE_SLOTS)
+        if self._longest < 1 or self._slots < 0:
+            raise UsageError(
+                f"subgroup_elements={self._longest} and device_slots={self._slots}: at least one "
+                "element, and 0 or more slots"
+            )
+        self.subgroups: list[Subgroup] = []
+        self.schedule: Schedule | None = None
+        self.measured: Measured | None = None
+        self._ranges: dict[Place, list[Range]] = {}
+        self._steps = 0
+        self._has_warned = False
+        self._fix([])
+
+    def add(self, row: Row) -> None:
+        """Subgroups of another row."""
+        self.subgroups += row.cut(self._longest)
+        if self._share is None and any(place.local.is_cuda for place in row.places):
+            self._set(None)  # at the next step, when the lanes can be measured
+        else:
+            self._fix([subgroup.cut.size for subgroup in self.subgroups])
+
+    def _fix(self, sizes: Sequence[int]) -> None:
+        self._set(plan(
+            sizes, _ANY, device_slots=self._slots, device_share=self._share or 0.0
+        ))  # fmt: skip
+
+    def _set(self, schedule: Schedule | None) -> None:
+        self.schedule = schedule
+        self._ranges.clear()
+        for number in () if schedule is None else schedule.host:
+            subgroup = self.subgroups[number]
+            for span, place in zip(subgroup.spans, subgroup.places, strict=True):
+                self._ranges.setdefault(place, []).append((span.start, span.stop))
+        for place, ranges in self._ranges.items():
+            self._ranges[place] = _merged(ranges)
+
+    def on_host(self, place: Place) -> list[Range]:
+        """Which of a parameter's elements are updated on the host, as far as is known."""
+        return self._ranges.get(place, [])
+
+    def ready(
+        self, groups: Sequence[Group], lanes: Lanes, places: Iterable[Place]
+    ) -> tuple[list[Subgroup], list[Subgroup], list[Slot]]:
+        """Those with something to do on the host and on the device, in order, and the slots."""
+        self._plan(groups, lanes)
+        assert self.schedule is not None
+        due = set(places)
+        device = self._due(self.schedule.device, due)
+        slots = self._make_slots(device, groups, lanes.device) if device else []
+        if device and not slots:
+            everything = self._due([*self.schedule.host, *self.schedule.device], due)
+            self._set(Schedule(tuple(range(len(self.subgroups))), (), 0.0))
+            return everything, [], []
+        return self._due(self.schedule.host, due), device, slots
+
+    def _due(self, numbers: Iterable[int], due: set[Place]) -> list[Subgroup]:
+        found = (self.subgroups[number] for number in numbers)
+        return [one for one in found if not due.isdisjoint(one.places)]
+
+    # ── the schedule ─────────────────────────────────────────────────────────────────────
+
+    def _plan(self, groups: Sequence[Group], lanes: Lanes) -> None:
+        """By the rates as they are measured, where the share is not fixed."""
+        self._steps += 1
+        sizes = [subgroup.cut.size for subgroup in self.subgroups]
+        if self.schedule is None:
+            row = max((one.row for one in self.subgroups), key=lambda row: row.elements)
+            if self.measured is None:
+                rates = measure(lanes, self._kernel, groups[row.group], row.dtype)
+                self.measured = Measured(rates)
+            self._set(plan(sizes, self.measured.rates, device_slots=self._slots))
+        elif self.measured is not None and self._steps % _REPLAN_STEPS == 0:
+            found = replan(
+                self.schedule, sizes, self.measured.rates, device_slots=self._slots
+            )  # fmt: skip
+            if found != self.schedule:
+                self._set(found)
+
+    def learn(self, kind: Kind, work: float, elapsed_s: float) -> None:
+        """So long took so much: the rates follow."""
+        if self.measured is not None:
+            self.measured = self.measured.after(kind, work, elapsed_s)
+
+    # ── room on the device ───────────────────────────────────────────────────────────────
+
+    def _make_slots(
+        self, device: Sequence[Subgroup], groups: Sequence[Group], where: torch.device
+    ) -> list[Slot]:
+        """As many as there is memory for: for the step alone, when activations take none."""
+        kinds = {MASTER, *(kind for group in groups for kind in self._kernel.kinds(group))}
+        if not all(subgroup.row.is_wide for subgroup in device):
+            kinds.add("gradient")
+        longest = max(subgroup.cut.size for subgroup in device)
+        slots: list[Slot] = []
+        try:
+            for _ in range(min(self._slots, len(device))):
+                slots.append(Slot(longest, sorted(kinds), where))
+        except torch.OutOfMemoryError:
+            if not slots and not self._has_warned:
+                self._has_warned = True
+                emit(Warned(
+                    message=f"no room on {where} for the state of one subgroup ({longest} "
+                    "elements): from now on all is updated on the host. Make subgroup_elements "
+                    "smaller."
+                ))  # fmt: skip
+        return slots
+
+
+def _merged(ranges: Sequence[Range]) -> list[Range]:
+    """The same elements in as few ranges as there can be."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found

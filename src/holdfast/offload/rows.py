@@ -1,0 +1,233 @@
+"""Host memory of an optimizer: parameters in a row, FP32 masters and moments for each element.
+
+A row holds parameters of one group and one dtype. Each kind of memory is one tensor, of which a
+parameter's state is a view and a subgroup a stretch; so state goes by parameter and copies do not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import UsageError
+from holdfast.events import Warned, emit
+from holdfast.offload.cutting import Cut, Span, batches, cut, starts
+from holdfast.state.tensors import local_of
+
+#: What is called so in an optimizer's state.
+MASTER = "master"
+WIDTHS = (torch.float32, torch.bfloat16, torch.float16)
+#: Elements that are updated at once on the CPU: gradient, master and moments of so many are in
+#: its cache between the cast, the update and the cast back (twice as fast as without).
+BATCH_ELEMENTS = 1 << 18
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A parameter, and where its elements lie in a row: in the order of its own memory."""
+
+    parameter: torch.Tensor
+    name: str
+    start: int = 0
+    shape: tuple[int, ...] = field(init=False)
+    stride: tuple[int, ...] = field(init=False)
+    size: int = field(init=False)
+    seen: tuple[int, int] = (-1, -1)
+    """Address and version of the parameter when its master was last known to be its own."""
+
+    def __post_init__(self) -> None:
+        local = local_of(self.parameter)
+        self.shape, self.stride, self.size = tuple(local.shape), local.stride(), local.numel()
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The parameter's elements of this rank."""
+        return local_of(self.parameter)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient's elements of this rank."""
+        found = self.parameter.grad
+        return None if found is None else local_of(found)
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All elements of the parameter, or of what is shaped as it, in the order they lie here."""
+        if not self.size:
+            return tensor.reshape(-1)
+        if _strides(tensor.shape, tensor.stride()) != _strides(self.shape, self.stride):
+            there = torch.empty_strided(
+                self.shape, self.stride, dtype=tensor.dtype, device=tensor.device
+            )
+            tensor = there.copy_(tensor)
+        return torch.as_strided(tensor, (self.size,), (1,), tensor.storage_offset())
+
+
+class Row:
+    """Parameters of the group with this number, of one dtype, and the memory for their state."""
+
+    def __init__(self, places: Sequence[Place], group: int, *, is_pinned: bool) -> None:
+        self.places, self.group = tuple(places), group
+        at = starts([place.size for place in places])
+        for place, start in zip(places, at, strict=False):
+            place.start = start
+        self.elements = at[-1]
+        self.dtype, self.device = places[0].parameter.dtype, places[0].local.device
+        self.is_wide = self.dtype == torch.float32
+        """Whether the parameters themselves have all digits of their masters."""
+        self._is_pinned = is_pinned
+        self._memory: dict[str, torch.Tensor] = {}
+        self.transfer = self._allocate(self.dtype)
+        """Gradients that came from the device; then, where narrow, parameters that go there."""
+
+    def memory(self, kind: str) -> torch.Tensor:
+        """All elements of one kind of state, or ``MASTER``; zeros when first asked for."""
+        if kind not in self._memory:
+            self._memory[kind] = self._allocate(torch.float32)
+        return self._memory[kind]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of memory there are."""
+        return tuple(self._memory)
+
+    def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
+        with torch.inference_mode(False):  # it is updated later, outside of any
+            made = torch.zeros(self.elements, dtype=dtype, device="cpu")
+        if self._is_pinned and self.elements:
+            _pin(made)
+        return made
+
+    def flat(self, kind: str, place: Place) -> torch.Tensor:
+        """The elements of one parameter in their row."""
+        return self.memory(kind)[place.start : place.start + place.size]
+
+    def state(self, kind: str, place: Place) -> torch.Tensor:
+        """The same, shaped as the parameter, and a DTensor where that is one."""
+        memory = self.memory(kind)
+        local = torch.as_strided(memory, place.shape, place.stride, place.start)
+        parameter = place.parameter
+        return _placed(local, parameter) if isinstance(parameter, DTensor) else local
+
+    def cut(self, longest: int) -> list[Subgroup]:
+        """The subgroups of so many elements."""
+        sizes = [place.size for place in self.places]
+        return [Subgroup(self, each) for each in cut(sizes, longest)]
+
+
+def _placed(local: torch.Tensor, like: DTensor) -> torch.Tensor:
+    # from_local would move it to the device of the mesh; FSDP's own offload makes it so, too.
+    there: Any = like._spec
+    meta = there.tensor_meta._replace(dtype=local.dtype)
+    make: Any = DTensor
+    made: torch.Tensor = make(local, replace(there, tensor_meta=meta), requires_grad=False)
+    return made
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Parts of parameters that are updated in one call on the CPU."""
+
+    spans: tuple[Span, ...]
+    views: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+
+
+class Subgroup:
+    """A stretch of a row: what is updated in one place at a time, on the host or on the device."""
+
+    def __init__(self, row: Row, cut: Cut) -> None:
+        self.row, self.cut = row, cut
+        self.spans = cut.spans
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The parameters that have elements in it, each once."""
+        return tuple(self.row.places[span.parameter] for span in self.spans)
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """Its elements in portions for the CPU."""
+        return [Batch(tuple(found)) for found in batches(self.spans, BATCH_ELEMENTS)]
+
+    def of_batch(self, kind: str, batch: Batch) -> list[torch.Tensor]:
+        """The memory of one kind (or "transfer") of each span of a batch."""
+        if kind not in batch.views:  # made once: a model has tens of thousands
+            whole = self.row.transfer if kind == "transfer" else self.row.memory(kind)
+            batch.views[kind] = [self.part(whole, span) for span in batch.spans]
+        return batch.views[kind]
+
+    def part(self, whole: torch.Tensor, span: Span) -> torch.Tensor:
+        """The elements of a span in memory of all the row."""
+        start = self.row.places[span.parameter].start
+        return whole[start + span.start : start + span.stop]
+
+    def stretch(self, whole: torch.Tensor) -> torch.Tensor:
+        """All of the subgroup in memory of all the row."""
+        return whole[self.cut.start : self.cut.stop]
+
+    def inside(self, stretch: torch.Tensor, span: Span) -> torch.Tensor:
+        """The elements of a span in memory of the subgroup alone."""
+        start = self.row.places[span.parameter].start - self.cut.start
+        return stretch[start + span.start : start + span.stop]
+
+
+def check_parameter(place: Place, device: torch.device | None) -> None:
+    """UsageError for a parameter that cannot be updated here."""
+    local, name = place.local, place.name
+    problem = ""
+    if local.is_meta:
+        problem = "is on the meta device: materialise the module first, then make the optimizer"
+    elif local.dtype not in WIDTHS:
+        problem = (
+            f"is of {local.dtype}, and masters are FP32: parameters are float32, bfloat16 or "
+            "float16. Give the others to an optimizer of torch"
+        )
+    elif local.device.type not in ("cpu", "cuda"):
+        problem = f"is on {local.device}: the CPU and CUDA are supported"
+    elif device is not None and local.device != device:
+        problem = (
+            f"is on {local.device}, others are on {device}: one optimizer is for one device. Make "
+            "one for each, or move the module first"
+        )
+    elif not _is_dense(local):
+        problem = "has gaps in its memory, or elements that share it: make it contiguous first"
+    if problem:
+        raise UsageError(f"{name} {problem}")
+
+
+def _strides(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
+    return [step for size, step in zip(shape, stride, strict=True) if size > 1]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(
+        (stride, size)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        if size != 1
+    ):
+        if stride != expected and tensor.numel():
+            return False
+        expected *= size
+    return True
+
+
+def _pin(memory: torch.Tensor) -> None:
+    # By the driver itself: torch's own pinned memory comes in powers of two.
+    cudart: Any = torch.cuda.cudart()
+    address = memory.data_ptr()
+    status = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+    if status:
+        emit(Warned(
+            message=f"{memory.nbytes >> 20} MiB of an optimizer's state could not be pinned (CUDA "
+            f"error {status}): its copies to and from the GPU will be slow. Raise the memlock "
+            "limit, or give it fewer parameters per process."
+        ))  # fmt: skip
+        return
+    unregister: Callable[[int], Any] = cudart.cudaHostUnregister
+    weakref.finalize(memory.untyped_storage(), unregister, address).atexit = False

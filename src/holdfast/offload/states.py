@@ -1,0 +1,94 @@
+"""The state of one parameter: views of its row, made when it is first updated, and kept true.
+
+Parameters change in other ways too: a model is loaded, a restore fills it. Then the parameter is
+right and its master follows; only where it still is what the master rounds to, the master stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast.offload.rows import MASTER, Place, Row
+from holdfast.state.tensors import local_of
+
+State = dict[str, Any]
+
+
+def make_state(row: Row, place: Place, state: State, kinds: Sequence[str], counts: bool) -> None:
+    """Give it every tensor it will have, as views of the row."""
+    for kind in _names(row, kinds):
+        if not _is_ours(row, place, state.get(kind), kind):
+            state[kind] = row.state(kind, place)
+    if counts and "step" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def begin_state(
+    row: Row, place: Place, state: State, kinds: Sequence[str], counts: bool, seen: tuple[int, int]
+) -> bool:
+    """See that a parameter's state is in its row, and its master true; whether this is its first.
+
+    Tensors that others put in the state are copied, kinds that are missing begin at zero.
+    """
+    is_first = any(kind not in state for kind in kinds)
+    has_master = MASTER in state
+    for kind in _names(row, kinds):
+        given = state.get(kind)
+        if given is None:
+            if kind != MASTER:
+                row.flat(kind, place).zero_()
+        elif not _is_ours(row, place, given, kind):
+            put(row, place, kind, given)
+    if counts and isinstance(state.get("step"), torch.Tensor):
+        state["step"] = _count(state["step"])
+    make_state(row, place, state, kinds, counts)
+    if seen != place.seen or not (row.is_wide or has_master):
+        follow_parameter(row, place, keep=has_master)
+    return is_first
+
+
+def put(row: Row, place: Place, kind: str, given: torch.Tensor) -> None:
+    """Copy a state tensor that is shaped as the parameter into its row."""
+    local = local_of(given)
+    if tuple(local.shape) != place.shape:
+        raise ValueError(
+            f"the state {kind!r} given for {place.name} has the shape {list(local.shape)} here, "
+            f"its parameter {list(place.shape)}"
+        )
+    torch.as_strided(row.memory(kind), place.shape, place.stride, place.start).copy_(local)
+
+
+def follow_parameter(row: Row, place: Place, *, keep: bool) -> None:
+    """Make the master what the parameter is. ``keep``: where that is its rounding, leave it."""
+    master = row.flat(MASTER, place)
+    parameter = place.flat(place.local).cpu()
+    if keep and not row.is_wide:
+        differs = master.to(row.dtype) != parameter
+        master.copy_(torch.where(differs, parameter.float(), master))
+    else:
+        master.copy_(parameter)
+
+
+def _count(step: torch.Tensor) -> torch.Tensor:
+    is_ours = step.device.type == "cpu" and step.dtype == torch.float32
+    return step if is_ours else step.to("cpu", torch.float32)
+
+
+def _names(row: Row, kinds: Sequence[str]) -> tuple[str, ...]:
+    """Masters are state where the parameters have fewer digits."""
+    return tuple(kinds) if row.is_wide else (MASTER, *kinds)
+
+
+def _is_ours(row: Row, place: Place, given: Any, kind: str) -> bool:
+    if not isinstance(given, torch.Tensor):
+        return False
+    local = local_of(given)
+    ours = row.flat(kind, place)
+    return (
+        local.data_ptr() == ours.data_ptr()
+        and local.dtype == torch.float32
+        and tuple(local.shape) == place.shape
+    )

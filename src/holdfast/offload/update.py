@@ -1,0 +1,237 @@
+"""One update: each subgroup where the schedule says, host and device at once.
+
+On the device state goes through slots: loaded, updated, stored, each on a lane of its own, and a
+slot is loaded again only behind the store before. On the host the gradient is waited for, cast,
+applied, and the new parameters go to the device meanwhile. All is tied by marks, nothing by luck.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.offload.cutting import Span, aligned
+from holdfast.offload.kernels import Group, Kernel, Tensors
+from holdfast.offload.lanes import Lanes, Mark, Passed
+from holdfast.offload.rates import Kind
+from holdfast.offload.rows import BATCH_ELEMENTS, MASTER, Batch, Place, Subgroup
+
+#: (what was done, how much of it, how long it took)
+Spent = Callable[[Kind, float, float], None]
+
+
+@dataclass(slots=True)
+class Due:
+    """What is to be done for one parameter."""
+
+    gradient: torch.Tensor
+    """On the device, in the order of the row."""
+    is_first: bool
+    step: torch.Tensor | None = None
+    step_there: torch.Tensor | None = None
+    """The same number on the device."""
+    arrival: Mark = field(default_factory=Passed)
+    """Behind the gradient's copy to the host."""
+
+
+class Slot:
+    """Room for one subgroup's state on the device."""
+
+    def __init__(self, elements: int, kinds: Sequence[str], device: torch.device) -> None:
+        self.memory = {
+            kind: torch.empty(elements, dtype=torch.float32, device=device) for kind in kinds
+        }
+        self.is_free: Mark = Passed()
+
+    def part(self, kind: str, size: int) -> torch.Tensor:
+        """As much of one kind's memory as a subgroup takes."""
+        return self.memory[kind][:size]
+
+
+@dataclass(slots=True)
+class Update:
+    """What one update of an optimizer goes by."""
+
+    lanes: Lanes
+    kernel: Kernel
+    groups: Sequence[Group]
+    due: Mapping[Place, Due]
+    divisor: torch.Tensor | None
+    """What the gradients are divided by first, on the device."""
+    spent: Spent
+    _marks: list[Mark] = field(default_factory=list)
+    _visible: list[Mark] = field(default_factory=list)
+    """Behind new parameters: what is computed next comes behind them."""
+    _scratch: torch.Tensor | None = None
+
+    def run(
+        self, host: Sequence[Subgroup], device: Sequence[Subgroup], slots: Sequence[Slot]
+    ) -> None:
+        """Update these subgroups, in this order on each side; all memory is final on return."""
+        try:
+            begin = self.lanes.now()
+            divisor = None if self.divisor is None else self.divisor.cpu()
+            for number, subgroup in enumerate(device):
+                self._on_device(subgroup, slots[number % len(slots)], begin)
+            for subgroup in host:
+                self._on_host(subgroup, divisor)
+            for mark in self._marks:
+                mark.wait()
+            for mark in self._visible:
+                self.lanes.follow(mark)
+        except BaseException:
+            self._drain()
+            raise
+
+    def _drain(self) -> None:
+        """Until no lane writes anywhere any more, whatever they raise."""
+        lanes = self.lanes
+        for lane in (
+            lanes.gradients, lanes.host, lanes.parameters, lanes.prefetch, lanes.compute,
+            lanes.flush,
+        ):  # fmt: skip
+            try:
+                lane.run(_nothing).wait()
+            except Exception:  # it is the first error that is raised
+                continue
+
+    # ── on the host ──────────────────────────────────────────────────────────────────────
+
+    def _on_host(self, subgroup: Subgroup, divisor: torch.Tensor | None) -> None:
+        due = [self.due[place] for place in subgroup.places if place in self.due]
+
+        def update() -> None:
+            began_s = time.perf_counter()
+            for batch in subgroup.batches:
+                self._update_batch(subgroup, batch, divisor)
+            self.spent("host_update", subgroup.cut.size, time.perf_counter() - began_s)
+            self._visible.append(self._to_device(subgroup))
+
+        self._marks.append(self.lanes.host.run(update, after=[one.arrival for one in due]))
+
+    def _update_batch(self, subgroup: Subgroup, batch: Batch, divisor: torch.Tensor | None) -> None:
+        row = subgroup.row
+        group = self.groups[row.group]
+        for is_first, which in self._which(subgroup, batch.spans):
+            parts = {
+                kind: _pick(subgroup.of_batch(kind, batch), which)
+                for kind in (MASTER, "transfer", *self.kernel.kinds(group))
+            }
+            masters, transfer = parts.pop(MASTER), parts.pop("transfer")
+            gradients = transfer
+            if not row.is_wide:
+                gradients = _pick(self._cast_room(batch), which)
+                torch._foreach_copy_(gradients, transfer)
+            steps = [self._due(subgroup, batch.spans[n]).step for n in which]
+            self.kernel.update(
+                group,
+                Tensors(masters, gradients, parts, [s for s in steps if s is not None], divisor),
+                is_first=is_first,
+            )
+            if not row.is_wide:
+                torch._foreach_copy_(transfer, masters)
+
+    def _cast_room(self, batch: Batch) -> list[torch.Tensor]:
+        """Memory for the gradients of a batch in FP32: the same for all, so that it is cached."""
+        if self._scratch is None:
+            self._scratch = torch.empty(aligned(BATCH_ELEMENTS), dtype=torch.float32, device="cpu")
+        found, at = [], 0
+        for span in batch.spans:
+            found.append(self._scratch[at : at + span.stop - span.start])
+            at += aligned(span.stop - span.start)
+        return found
+
+    def _to_device(self, subgroup: Subgroup) -> Mark:
+        row = subgroup.row
+        source = row.memory(MASTER) if row.is_wide else row.transfer
+
+        def copy() -> None:
+            for span, place in self._spans(subgroup):
+                into = place.flat(place.local)[span.start : span.stop]
+                into.copy_(subgroup.part(source, span), non_blocking=True)
+
+        return self.lanes.parameters.run(copy)
+
+    # ── on the device ────────────────────────────────────────────────────────────────────
+
+    def _on_device(self, subgroup: Subgroup, slot: Slot, begin: Mark) -> None:
+        row, size = subgroup.row, subgroup.cut.size
+        kinds = (MASTER, *self.kernel.kinds(self.groups[row.group]))
+
+        def load() -> None:
+            for kind in kinds:
+                slot.part(kind, size).copy_(subgroup.stretch(row.memory(kind)), non_blocking=True)
+
+        def update() -> None:
+            self._update_slot(subgroup, slot)
+
+        def store() -> None:
+            for kind in kinds:
+                subgroup.stretch(row.memory(kind)).copy_(slot.part(kind, size), non_blocking=True)
+
+        loaded = self.lanes.prefetch.run(load, after=[begin, slot.is_free])
+        updated = self.lanes.compute.run(update, after=[loaded])
+        slot.is_free = self.lanes.flush.run(store, after=[updated])
+        self._visible.append(updated)
+        self._marks.append(slot.is_free)
+
+    def _update_slot(self, subgroup: Subgroup, slot: Slot) -> None:
+        row, size = subgroup.row, subgroup.cut.size
+        group = self.groups[row.group]
+        for is_first, which in self._which(subgroup, subgroup.spans):
+            spans = [subgroup.spans[n] for n in which]
+
+            def parts(kind: str, spans: list[Span] = spans) -> list[torch.Tensor]:
+                return [subgroup.inside(slot.part(kind, size), span) for span in spans]
+
+            given = [self._due(subgroup, span) for span in spans]
+            gradients = [
+                due.gradient[span.start : span.stop] for due, span in zip(given, spans, strict=True)
+            ]
+            if not row.is_wide:
+                room = parts("gradient")
+                torch._foreach_copy_(room, gradients)
+                gradients = room
+            states = {kind: parts(kind) for kind in self.kernel.kinds(group)}
+            steps = [one.step_there for one in given if one.step_there is not None]
+            self.kernel.update(
+                group, Tensors(parts(MASTER), gradients, states, steps, self.divisor),
+                is_first=is_first,
+            )  # fmt: skip
+        for span, place in self._spans(subgroup):
+            into = place.flat(place.local)[span.start : span.stop]
+            into.copy_(subgroup.inside(slot.part(MASTER, size), span))
+
+    # ── of what is due ───────────────────────────────────────────────────────────────────
+
+    def _due(self, subgroup: Subgroup, span: Span) -> Due:
+        return self.due[subgroup.row.places[span.parameter]]
+
+    def _spans(self, subgroup: Subgroup) -> Iterator[tuple[Span, Place]]:
+        """Those of parameters that are due."""
+        for span, place in zip(subgroup.spans, subgroup.places, strict=True):
+            if place in self.due:
+                yield span, place
+
+    def _which(self, subgroup: Subgroup, spans: Sequence[Span]) -> Iterator[tuple[bool, list[int]]]:
+        """The numbers of the spans that are due: those that have state already, then the others."""
+        places = subgroup.row.places
+        for is_first in (False, True):
+            found = [
+                number
+                for number, span in enumerate(spans)
+                if (due := self.due.get(places[span.parameter])) and due.is_first == is_first
+            ]
+            if found:
+                yield is_first, found
+
+
+def _pick(tensors: list[torch.Tensor], which: Sequence[int]) -> list[torch.Tensor]:
+    return tensors if len(which) == len(tensors) else [tensors[number] for number in which]
+
+
+def _nothing() -> None:
+    """What is done when a lane is waited for."""

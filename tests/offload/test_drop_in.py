@@ -1,0 +1,280 @@
+"""It takes the place of torch's optimizer: all that is done with one of those is done with it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hybrids
+from holdfast.errors import UsageError
+from holdfast.offload import HybridAdamW
+
+SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
+
+
+def ours(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, HybridAdamW]:
+    model = hybrids.tiny(dtype)
+    return model, HybridAdamW(hybrids.groups(model), 1e-2, **{**SMALL, **options})
+
+
+def theirs() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = hybrids.tiny()
+    return model, torch.optim.AdamW(hybrids.groups(model), 1e-2, fused=True)
+
+
+# ── state dicts ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_state_dict_of_torchs_adamw_is_taken_and_training_goes_on_as_there() -> None:
+    there, here = theirs(), ours()
+    hybrids.train(*there, range(3))
+    here[0].load_state_dict(there[0].state_dict())
+    here[1].load_state_dict(copy.deepcopy(there[1].state_dict()))
+    assert hybrids.train(*here, range(3, 6)) == hybrids.train(*there, range(3, 6))
+    assert hybrids.differences(here, there) == []
+
+
+def test_torchs_adamw_takes_its_state_dict_and_goes_on_as_here() -> None:
+    there, here = theirs(), ours()
+    hybrids.train(*here, range(3))
+    there[0].load_state_dict(here[0].state_dict())
+    there[1].load_state_dict(copy.deepcopy(here[1].state_dict()))
+    for group in there[1].param_groups:
+        group["fused"] = True
+    assert hybrids.train(*here, range(3, 6)) == hybrids.train(*there, range(3, 6))
+    assert hybrids.differences(here, there) == []
+
+
+def test_its_groups_say_what_torchs_say() -> None:
+    here, there = ours()[1].state_dict(), theirs()[1].state_dict()
+    told = [{**group, "fused": True} for group in here["param_groups"]]
+    assert told == there["param_groups"]
+    assert here["state"] == there["state"] == {}
+
+
+@pytest.mark.parametrize("order", ["model_first", "optimizer_first"])
+def test_masters_of_16_bits_go_with_the_state_dict(order: str) -> None:
+    one, other = ours(torch.bfloat16), ours(torch.bfloat16)
+    hybrids.train(*one, range(3))
+    loads: list[Any] = [
+        lambda: other[0].load_state_dict(one[0].state_dict()),
+        lambda: other[1].load_state_dict(copy.deepcopy(one[1].state_dict())),
+    ]
+    for load in loads if order == "model_first" else reversed(loads):
+        load()
+    assert hybrids.train(*one, range(3, 6)) == hybrids.train(*other, range(3, 6))
+    assert hybrids.differences(one, other) == []
+
+
+def test_hooks_on_loading_see_plain_state_dicts() -> None:
+    model, optimizer = ours()
+    hybrids.train(model, optimizer, range(1))
+    seen = []
+
+    def look(_: object, given: dict[str, Any]) -> None:
+        seen.append(type(given["state"][0]["exp_avg"]))
+
+    optimizer.register_load_state_dict_pre_hook(look)
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: seen.append(type(o.state[o.param_groups[0]["params"][0]]["exp_avg"]))
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [torch.Tensor, torch.Tensor]
+
+
+def test_a_state_of_another_shape_is_refused_by_name() -> None:
+    model, optimizer = ours()
+    hybrids.train(model, optimizer, range(1))
+    given = copy.deepcopy(optimizer.state_dict())
+    given["state"][0]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"'exp_avg' given for parameter 0 of group 0 has"):
+        optimizer.load_state_dict(given)
+
+
+# ── parameters that change elsewhere ─────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_loaded_between_steps_is_what_is_trained_on(dtype: torch.dtype) -> None:
+    one, other = ours(dtype), ours(dtype)
+    hybrids.train(*one, range(2))
+    with torch.no_grad():
+        for parameter in one[0].parameters():
+            parameter.fill_(0.25)
+    for parameter in other[0].parameters():
+        parameter.data = torch.full_like(parameter, 0.25)
+    for parameter in one[0].parameters():
+        one[1].state[parameter].clear()
+    hybrids.train(*one, range(2, 4))
+    hybrids.train(*other, range(2, 4))
+    assert hybrids.differences(one, other) == []
+
+
+def test_digits_below_16_bits_are_kept_where_the_parameter_did_not_change() -> None:
+    model, optimizer = ours(torch.bfloat16)
+    hybrids.train(model, optimizer, range(3))
+    parameter = next(model.parameters())
+    before = optimizer.state[parameter]["master"].clone()
+    with torch.no_grad():
+        parameter[0].fill_(2.0)
+    for one in model.parameters():
+        one.grad = torch.zeros_like(one)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    assert hybrids.same(optimizer.state[parameter]["master"][1:], before[1:])
+    assert (optimizer.state[parameter]["master"][0] == 2.0).all()
+
+
+def test_state_that_others_put_there_is_taken() -> None:
+    one, other = ours(), ours()
+    hybrids.train(*one, range(2))
+    hybrids.train(*other, range(2))
+    for parameter in one[0].parameters():
+        kept = one[1].state[parameter]
+        kept["exp_avg"] = kept["exp_avg"].double().bfloat16().float() * 1.5
+    for parameter in other[0].parameters():
+        kept = other[1].state[parameter]
+        kept["exp_avg"].copy_(kept["exp_avg"].bfloat16().float() * 1.5)
+    hybrids.train(*one, range(2, 4))
+    hybrids.train(*other, range(2, 4))
+    assert hybrids.differences(one, other) == []
+
+
+# ── gradients ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.002])
+def test_micro_batches_and_clipping_are_seen_by_the_update(delay_s: float) -> None:
+    here, there = ours(lane_delay_s=delay_s), theirs()
+    hybrids.train(*here, range(4), clip=0.1, micro=3)
+    hybrids.train(*there, range(4), clip=0.1, micro=3)
+    assert hybrids.differences(here, there) == []
+
+
+def test_gradients_changed_behind_versions_are_noticed() -> None:
+    here, there = ours(device_share=0.0), theirs()
+    for model, optimizer in (here, there):
+        hybrids.loss_of(model, 0).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.data.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert hybrids.differences(here, there) == []
+
+
+def test_gradients_are_sent_during_the_backward_and_only_once() -> None:
+    model, optimizer = ours(device_share=0.0)
+    hybrids.train(model, optimizer, range(2))
+    hybrids.loss_of(model, 2).backward()
+    gradients = optimizer._started()[1]
+    assert len(gradients._sent) == len(list(model.parameters()))
+    optimizer.step()
+    assert gradients.sent_again == 0
+    assert not gradients._sent
+
+
+def test_gradients_in_place_zeroed_and_parameters_without_any() -> None:
+    here, there = ours(), theirs()
+    for model, optimizer in (here, there):
+        hybrids.train(model, optimizer, range(1))
+        hybrids.loss_of(model, 7).backward()  # of a batch that is thrown away
+        optimizer.zero_grad(set_to_none=False)
+        frozen = list(model.parameters())[2]
+        frozen.requires_grad_(False)
+        frozen.grad = None
+        hybrids.train(model, optimizer, range(1, 3))
+        frozen.requires_grad_(True)
+        hybrids.train(model, optimizer, range(3, 5))
+    assert hybrids.differences(here, there) == []
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_gradient_scaler_scales_and_skips_as_with_torch(unscales: bool) -> None:
+    here, there = ours(), theirs()
+    scalers = []
+    for model, optimizer in (here, there):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        scalers.append(scaler)
+        for step in range(6):
+            loss = hybrids.loss_of(model, step)
+            if step == 3:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+    assert hybrids.differences(here, there) == []
+
+
+# ── the rest of an optimizer ─────────────────────────────────────────────────────────────────
+
+
+def test_step_hooks_closures_and_schedulers_work() -> None:
+    here, there = ours(), theirs()
+    heard = []
+    here[1].register_step_pre_hook(lambda *_: heard.append("before"))
+    here[1].register_step_post_hook(lambda *_: heard.append("after"))
+    pairs: list[tuple[nn.Module, Any]] = [here, there]
+    for model, optimizer in pairs:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=10)
+        for step in range(5):
+
+            def closure(
+                model: nn.Module = model, optimizer: Any = optimizer, step: int = step
+            ) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = hybrids.loss_of(model, step)
+                loss.backward()
+                return loss
+
+            assert optimizer.step(closure).requires_grad
+            scheduler.step()
+    assert heard == ["before", "after"] * 5
+    assert hybrids.differences(here, there) == []
+
+
+def test_parameters_added_later_are_trained_from_then_on() -> None:
+    results = []
+    for make in (
+        lambda p: HybridAdamW(p, 1e-2, **SMALL), lambda p: torch.optim.AdamW(p, 1e-2, fused=True)
+    ):  # fmt: skip
+        model = hybrids.tiny()
+        parameters = list(model.parameters())
+        optimizer = make(parameters[:4])
+        hybrids.train(model, optimizer, range(2))
+        hybrids.loss_of(model, 2).backward()
+        optimizer.add_param_group({"params": parameters[4:], "lr": 5e-3, "weight_decay": 0.0})
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+        hybrids.train(model, optimizer, range(3, 5))
+        results.append((model, optimizer))
+    assert hybrids.differences(*results) == []
+
+
+def test_it_is_collected_and_its_hooks_do_nothing_then() -> None:
+    model, optimizer = ours()
+    hybrids.train(model, optimizer, range(1))
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    hybrids.loss_of(model, 1).backward()
+
+
+def test_it_cannot_be_copied() -> None:
+    _, optimizer = ours()
+    with pytest.raises(UsageError, match="cannot be pickled or copied"):
+        copy.deepcopy(optimizer)
