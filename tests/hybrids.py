@@ -49,14 +49,17 @@ def loss_of(of: nn.Module, step: int, count: int = 2) -> torch.Tensor:
 
 def train(
     of: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], clip: float = 0.0,
-    micro: int = 1,
+    micro: int = 1, clips_itself: bool = False,
 ) -> list[float]:  # fmt: skip
     losses = []
     for step in steps:
         for part in range(micro):
             loss = loss_of(of, step * micro + part)
             loss.backward()
-        if clip:
+        if clip and clips_itself:
+            assert isinstance(optimizer, HybridAdamW)
+            optimizer.clip_grad_norm_(clip)
+        elif clip:
             nn.utils.clip_grad_norm_(of.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()

@@ -158,6 +158,28 @@ def test_micro_batches_and_clipping_are_seen_by_the_update(delay_s: float) -> No
     assert hybrids.differences(here, there) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipping_by_the_optimizer_is_torchs_and_sends_nothing_again(dtype: torch.dtype) -> None:
+    one, other = ours(dtype), ours(dtype)
+    losses = hybrids.train(*one, range(5), clip=0.1, micro=2, clips_itself=True)
+    assert losses == hybrids.train(*other, range(5), clip=0.1, micro=2)
+    assert hybrids.differences(one, other) == []
+    assert one[1]._started()[1].sent_again == 0 < other[1]._started()[1].sent_again
+
+
+def test_clipping_holds_for_one_step_and_is_forgotten_with_the_gradients() -> None:
+    one, other = ours(), ours()
+    for model, optimizer in (one, other):
+        hybrids.loss_of(model, 0).backward()
+        if optimizer is one[1]:
+            norm = optimizer.clip_grad_norm_(1e-6)
+            assert norm > 1e-3
+            optimizer.zero_grad()
+            hybrids.loss_of(model, 0).backward()
+        optimizer.step()
+    assert hybrids.differences(one, other) == []
+
+
 def test_gradients_changed_behind_versions_are_noticed() -> None:
     here, there = ours(device_share=0.0), theirs()
     for model, optimizer in (here, there):
@@ -167,6 +189,23 @@ def test_gradients_changed_behind_versions_are_noticed() -> None:
             parameter.grad.data.mul_(0.5)
         optimizer.step()
         optimizer.zero_grad()
+    assert hybrids.differences(here, there) == []
+
+
+@pytest.mark.parametrize("how", ["in_place", "another"])
+def test_gradients_whose_bits_only_changed_places_are_noticed(how: str) -> None:
+    here, there = ours(device_share=0.0), theirs()
+    pairs: list[tuple[nn.Module, Any]] = [here, there]
+    for model, optimizer in pairs:
+        hybrids.loss_of(model, 0).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            turned = parameter.grad.flip(0)
+            if how == "in_place":
+                parameter.grad.copy_(turned)
+            else:
+                parameter.grad = turned
+        optimizer.step()
     assert hybrids.differences(here, there) == []
 
 

@@ -24,7 +24,7 @@ from holdfast.offload.loading import hide_from_casts, load_state, unhidden
 from holdfast.offload.placing import Placing
 from holdfast.offload.rows import MASTER, Place, Row, check_parameter
 from holdfast.offload.states import begin_state, make_state
-from holdfast.offload.update import Due, Update
+from holdfast.offload.update import Due, Scales, Update
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
@@ -74,6 +74,8 @@ class HybridOptimizer(Optimizer):
         self._gradients: Gradients | None = None
         self._hooks: list[Any] = []
         self._broken = ""
+        self._factor: torch.Tensor | None = None
+        """What the next step multiplies gradients by: they were clipped."""
         self._placing = Placing(kernel, options)
         super().__init__(params, defaults)
 
@@ -168,8 +170,25 @@ class HybridOptimizer(Optimizer):
         ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
         return ranks == dist.get_world_size()
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As torch.nn.utils.clip_grad_norm_ on all its parameters, with no gradient sent again.
+
+        The next step clips them where it uses them, in the same arithmetic; the gradients
+        themselves stay. Returns their norm before.
+        """
+        gradients = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        self._factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and what was sent of them."""
+        self._factor = None
         if self._gradients is not None:
             self._gradients.forget()
         super().zero_grad(set_to_none)
@@ -196,6 +215,7 @@ class HybridOptimizer(Optimizer):
         found_inf = getattr(self, "found_inf", None)  # a gradient scaler sets it for the step
         if places and not (found_inf is not None and bool(found_inf.item())):
             self._update(places)
+        self._factor = None
         if self._gradients is not None:
             self._gradients.forget()
         return loss
@@ -248,8 +268,8 @@ class HybridOptimizer(Optimizer):
                 self._count(list(due.values()), lanes.device)
             self._bring(due, gradients)
             Update(
-                lanes, self._kernel, self.param_groups, due, getattr(self, "grad_scale", None),
-                self._placing.learn,
+                lanes, self._kernel, self.param_groups, due,
+                Scales(self._factor, getattr(self, "grad_scale", None)), self._placing.learn,
             ).run(host, device, slots)  # fmt: skip
         except BaseException as error:
             self._broken = f"{type(error).__name__}: {error}"

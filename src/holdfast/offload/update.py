@@ -37,6 +37,21 @@ class Due:
     """Behind the gradient's copy to the host."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What becomes of gradients first, as tensors of one number; None: nothing."""
+
+    factor: torch.Tensor | None = None
+    """They are multiplied by this, and rounded to their own dtype: they were clipped."""
+    divisor: torch.Tensor | None = None
+    """Then, in FP32, they are divided by that: they were scaled."""
+
+    def on_host(self) -> Scales:
+        """The same for gradients on the host."""
+        factor, divisor = (None if n is None else n.cpu() for n in (self.factor, self.divisor))
+        return Scales(None if factor is not None and factor.item() == 1.0 else factor, divisor)
+
+
 class Slot:
     """Room for one subgroup's state on the device."""
 
@@ -59,8 +74,8 @@ class Update:
     kernel: Kernel
     groups: Sequence[Group]
     due: Mapping[Place, Due]
-    divisor: torch.Tensor | None
-    """What the gradients are divided by first, on the device."""
+    scales: Scales
+    """Of the gradients on the device."""
     spent: Spent
     _marks: list[Mark] = field(default_factory=list)
     _visible: list[Mark] = field(default_factory=list)
@@ -73,11 +88,11 @@ class Update:
         """Update these subgroups, in this order on each side; all memory is final on return."""
         try:
             begin = self.lanes.now()
-            divisor = None if self.divisor is None else self.divisor.cpu()
+            scales = self.scales.on_host()
             for number, subgroup in enumerate(device):
                 self._on_device(subgroup, slots[number % len(slots)], begin)
             for subgroup in host:
-                self._on_host(subgroup, divisor)
+                self._on_host(subgroup, scales)
             for mark in self._marks:
                 mark.wait()
             for mark in self._visible:
@@ -100,19 +115,19 @@ class Update:
 
     # ── on the host ──────────────────────────────────────────────────────────────────────
 
-    def _on_host(self, subgroup: Subgroup, divisor: torch.Tensor | None) -> None:
+    def _on_host(self, subgroup: Subgroup, scales: Scales) -> None:
         due = [self.due[place] for place in subgroup.places if place in self.due]
 
         def update() -> None:
             began_s = time.perf_counter()
             for batch in subgroup.batches:
-                self._update_batch(subgroup, batch, divisor)
+                self._update_batch(subgroup, batch, scales)
             self.spent("host_update", subgroup.cut.size, time.perf_counter() - began_s)
             self._visible.append(self._to_device(subgroup))
 
         self._marks.append(self.lanes.host.run(update, after=[one.arrival for one in due]))
 
-    def _update_batch(self, subgroup: Subgroup, batch: Batch, divisor: torch.Tensor | None) -> None:
+    def _update_batch(self, subgroup: Subgroup, batch: Batch, scales: Scales) -> None:
         row = subgroup.row
         group = self.groups[row.group]
         for is_first, which in self._which(subgroup, batch.spans):
@@ -121,6 +136,8 @@ class Update:
                 for kind in (MASTER, "transfer", *self.kernel.kinds(group))
             }
             masters, transfer = parts.pop(MASTER), parts.pop("transfer")
+            if scales.factor is not None:
+                torch._foreach_mul_(transfer, scales.factor)
             gradients = transfer
             if not row.is_wide:
                 gradients = _pick(self._cast_room(batch), which)
@@ -128,7 +145,7 @@ class Update:
             steps = [self._due(subgroup, batch.spans[n]).step for n in which]
             self.kernel.update(
                 group,
-                Tensors(masters, gradients, parts, [s for s in steps if s is not None], divisor),
+                Tensors(masters, gradients, parts, [s for s in steps if s is not None], scales.divisor),
                 is_first=is_first,
             )
             if not row.is_wide:
@@ -175,7 +192,6 @@ class Update:
         loaded = self.lanes.prefetch.run(load, after=[begin, slot.is_free])
         updated = self.lanes.compute.run(update, after=[loaded])
         slot.is_free = self.lanes.flush.run(store, after=[updated])
-        self._visible.append(updated)
         self._marks.append(slot.is_free)
 
     def _update_slot(self, subgroup: Subgroup, slot: Slot) -> None:
@@ -191,6 +207,8 @@ class Update:
             gradients = [
                 due.gradient[span.start : span.stop] for due, span in zip(given, spans, strict=True)
             ]
+            if self.scales.factor is not None:  # what the user sees of them stays
+                gradients = list(torch._foreach_mul(gradients, self.scales.factor))
             if not row.is_wide:
                 room = parts("gradient")
                 torch._foreach_copy_(room, gradients)
@@ -198,7 +216,7 @@ class Update:
             states = {kind: parts(kind) for kind in self.kernel.kinds(group)}
             steps = [one.step_there for one in given if one.step_there is not None]
             self.kernel.update(
-                group, Tensors(parts(MASTER), gradients, states, steps, self.divisor),
+                group, Tensors(parts(MASTER), gradients, states, steps, self.scales.divisor),
                 is_first=is_first,
             )  # fmt: skip
         for span, place in self._spans(subgroup):
