@@ -167,7 +167,35 @@ def test_clipping_by_the_optimizer_is_torchs_and_sends_nothing_again(dtype: torc
     assert one[1]._started()[1].sent_again == 0 < other[1]._started()[1].sent_again
 
 
-def test_clipping_holds_for_one_step_and_is_forgotten_with_the_gradients() -> None:
+def test_an_optimizer_loaded_without_its_model_leaves_the_parameters_what_they_are() -> None:
+    one, other = ours(torch.bfloat16), ours(torch.bfloat16)
+    hybrids.train(*one, range(2))
+    hybrids.train(*other, range(20, 25))
+    before = [p.detach().clone() for p in one[0].parameters()]
+    one[1].load_state_dict(other[1].state_dict())
+    for group in one[1].param_groups:
+        group["lr"] = 0.0
+    hybrids.train(*one, range(2, 3))
+    for was, now in zip(before, one[0].parameters(), strict=True):
+        assert hybrids.same(was, now)
+
+
+def test_clipping_holds_for_one_step() -> None:
+    here, there = ours(), theirs()
+    for step in range(3):
+        hybrids.loss_of(here[0], step).backward()
+        hybrids.loss_of(there[0], step).backward()
+        if step == 1:
+            here[1].clip_grad_norm_(0.01)
+            nn.utils.clip_grad_norm_(there[0].parameters(), 0.01)
+        here[1].step()
+        there[1].step()
+        here[0].zero_grad()
+        there[0].zero_grad()
+    assert hybrids.differences(here, there) == []
+
+
+def test_clipping_is_forgotten_with_the_gradients() -> None:
     one, other = ours(), ours()
     for model, optimizer in (one, other):
         hybrids.loss_of(model, 0).backward()

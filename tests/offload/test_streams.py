@@ -102,12 +102,16 @@ def test_an_update_on_streams_ties_every_copy_to_what_it_needs(notes: list[Any])
     other = HybridAdamW(theirs.parameters(), **options)
     assert hybrids.train(ours, one, range(2)) == hybrids.train(theirs, other, range(2))
     assert hybrids.differences((ours, one), (theirs, other)) == []
-    prefetch, compute, flush = "stream 2", "current", "stream 3"
+    gradients, parameters, prefetch = "stream 0", "stream 1", "stream 2"
+    compute, flush = "current", "stream 3"
     waited = {(note[0], recorded_by(notes, note[2])) for note in notes if note[1] == "waits"}
     assert (prefetch, flush) in waited  # a slot is loaded behind the store before
+    assert (prefetch, compute) in waited  # and into memory that nobody uses any more
+    assert (gradients, compute) in waited
+    assert (parameters, compute) in waited  # the backward, or a capture, may still read them
     assert (compute, prefetch) in waited
     assert (flush, compute) in waited
-    assert (compute, "stream 1") in waited  # the next forward comes behind new parameters
+    assert (compute, parameters) in waited  # the next forward comes behind new parameters
     stores = [n[2] for n in notes if n[:2] == (flush, "records")]
     assert {("host waits", number) for number in stores} <= set(notes)
 

@@ -45,6 +45,10 @@ class Lane(Protocol):
         """
         ...
 
+    def now(self) -> Mark:
+        """Behind all that the caller itself has had computed on the device."""
+        ...
+
 
 class Passed:
     """The mark of what is done already."""
@@ -87,7 +91,7 @@ class ThreadLane:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"holdfast-{name}")
         if threads is not None:
             before = torch.get_num_threads()
-            self._thread.submit(torch.set_num_threads, threads).result()
+            self._thread.submit(_compute_with, threads).result()
             torch.set_num_threads(before)  # what other threads begin with was changed as well
 
     def run(
@@ -96,6 +100,10 @@ class ThreadLane:
         """``uses`` are held by the work itself."""
         return ThreadMark(self._thread.submit(self._run, work, tuple(after)))
 
+    def now(self) -> Mark:
+        """On a CPU it is computed when the call returns."""
+        return Passed()
+
     def _run(self, work: Work, after: tuple[Mark, ...]) -> None:
         for mark in after:
             mark.wait()
@@ -103,6 +111,12 @@ class ThreadLane:
             time.sleep(self._random.random() * self._delay_s)
         with torch.no_grad():  # this is a matter of each thread
             work()
+
+
+def _compute_with(threads: int) -> None:
+    """Set how many of torch's threads compute for the calling one."""
+    torch.get_num_threads()  # what a thread asks first sets its own number to everybody's
+    torch.set_num_threads(threads)
 
 
 class StreamLane:
@@ -131,6 +145,10 @@ class StreamLane:
                 tensor.record_stream(stream)
             return EventMark(stream.record_event())
 
+    def now(self) -> Mark:
+        """On the stream that is the caller's."""
+        return EventMark(torch.cuda.current_stream(self._device).record_event())
+
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
@@ -151,10 +169,8 @@ class Lanes:
     device: torch.device
 
     def now(self) -> Mark:
-        """Behind all that the caller has enqueued on the device."""
-        if self.device.type != "cuda":
-            return Passed()
-        return EventMark(torch.cuda.current_stream(self.device).record_event())
+        """Behind all that the caller itself has had computed on the device."""
+        return self.compute.now()
 
     def follow(self, mark: Mark) -> None:
         """What the caller enqueues from now on comes behind ``mark``; on the CPU it waits."""

@@ -100,7 +100,7 @@ class Row:
         with torch.inference_mode(False):  # it is updated later, outside of any
             made = torch.zeros(self.elements, dtype=dtype, device="cpu")
         if self._is_pinned and self.elements:
-            _pin(made)
+            _pin(self, made)
         return made
 
     def flat(self, kind: str, place: Place) -> torch.Tensor:
@@ -217,7 +217,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _pin(memory: torch.Tensor) -> None:
+def _pin(row: Row, memory: torch.Tensor) -> None:
     # By the driver itself: torch's own pinned memory comes in powers of two.
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
@@ -230,4 +230,4 @@ def _pin(memory: torch.Tensor) -> None:
         ))  # fmt: skip
         return
     unregister: Callable[[int], Any] = cudart.cudaHostUnregister
-    weakref.finalize(memory.untyped_storage(), unregister, address).atexit = False
+    weakref.finalize(row, unregister, address).atexit = False

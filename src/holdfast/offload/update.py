@@ -92,7 +92,7 @@ class Update:
             for number, subgroup in enumerate(device):
                 self._on_device(subgroup, slots[number % len(slots)], begin)
             for subgroup in host:
-                self._on_host(subgroup, scales)
+                self._on_host(subgroup, scales, begin)
             for mark in self._marks:
                 mark.wait()
             for mark in self._visible:
@@ -115,7 +115,7 @@ class Update:
 
     # ── on the host ──────────────────────────────────────────────────────────────────────
 
-    def _on_host(self, subgroup: Subgroup, scales: Scales) -> None:
+    def _on_host(self, subgroup: Subgroup, scales: Scales, begin: Mark) -> None:
         due = [self.due[place] for place in subgroup.places if place in self.due]
 
         def update() -> None:
@@ -123,7 +123,7 @@ class Update:
             for batch in subgroup.batches:
                 self._update_batch(subgroup, batch, scales)
             self.spent("host_update", subgroup.cut.size, time.perf_counter() - began_s)
-            self._visible.append(self._to_device(subgroup))
+            self._visible.append(self._to_device(subgroup, begin))
 
         self._marks.append(self.lanes.host.run(update, after=[one.arrival for one in due]))
 
@@ -142,12 +142,13 @@ class Update:
             if not row.is_wide:
                 gradients = _pick(self._cast_room(batch), which)
                 torch._foreach_copy_(gradients, transfer)
-            steps = [self._due(subgroup, batch.spans[n]).step for n in which]
-            self.kernel.update(
-                group,
-                Tensors(masters, gradients, parts, [s for s in steps if s is not None], scales.divisor),
-                is_first=is_first,
-            )
+            steps = [
+                step
+                for n in which
+                if (step := self._due(subgroup, batch.spans[n]).step) is not None
+            ]
+            given = Tensors(masters, gradients, parts, steps, scales.divisor)
+            self.kernel.update(group, given, is_first=is_first)
             if not row.is_wide:
                 torch._foreach_copy_(transfer, masters)
 
@@ -161,7 +162,11 @@ class Update:
             at += aligned(span.stop - span.start)
         return found
 
-    def _to_device(self, subgroup: Subgroup) -> Mark:
+    def _to_device(self, subgroup: Subgroup, begin: Mark) -> Mark:
+        """Behind ``begin``: what comes before may still read the parameters, backward or capture.
+
+        That their gradient is there does not tell.
+        """
         row = subgroup.row
         source = row.memory(MASTER) if row.is_wide else row.transfer
 
@@ -170,7 +175,7 @@ class Update:
                 into = place.flat(place.local)[span.start : span.stop]
                 into.copy_(subgroup.part(source, span), non_blocking=True)
 
-        return self.lanes.parameters.run(copy)
+        return self.lanes.parameters.run(copy, after=[begin])
 
     # ── on the device ────────────────────────────────────────────────────────────────────
 
