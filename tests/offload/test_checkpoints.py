@@ -57,6 +57,17 @@ def test_either_optimizer_goes_on_from_the_others_checkpoint(
     assert differences(here, there) == []
 
 
+def test_a_restore_into_a_new_optimizer_reads_straight_into_its_rows(tmp_path: Path) -> None:
+    there, here = hybrid_state(0, torch.bfloat16), hybrid_state(1, torch.bfloat16)
+    train(there, range(3))
+    holdfast.save(tmp_path, there, step=2)
+    holdfast.load(tmp_path, here)
+    for row, place in here["optimizer"]._places.values():
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            kept = here["optimizer"].state[place.parameter][kind]
+            assert kept.data_ptr() == row.flat(kind, place).data_ptr()
+
+
 def test_a_restore_reads_into_the_rows_and_an_optimizer_that_stepped_follows_it(
     tmp_path: Path,
 ) -> None:

@@ -13,7 +13,8 @@ from torch import nn
 
 import hybrids
 from holdfast.errors import UsageError
-from holdfast.offload import HybridAdamW
+from holdfast.offload import HybridAdamW, states
+from holdfast.offload.rows import Place, Row
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
 
@@ -114,6 +115,27 @@ def test_a_model_loaded_between_steps_is_what_is_trained_on(dtype: torch.dtype) 
     hybrids.train(*one, range(2, 4))
     hybrids.train(*other, range(2, 4))
     assert hybrids.differences(one, other) == []
+
+
+def test_masters_are_compared_with_their_parameters_only_where_those_were_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    followed = []
+    follow = states.follow_parameter
+
+    def count(row: Row, place: Place, *, keep: bool) -> None:
+        followed.append(place.parameter)
+        follow(row, place, keep=keep)
+
+    monkeypatch.setattr(states, "follow_parameter", count)
+    model, optimizer = ours(torch.bfloat16)
+    parameters = list(model.parameters())
+    hybrids.train(model, optimizer, range(3))
+    assert len(followed) == len(parameters)
+    with torch.no_grad():
+        parameters[1].mul_(2)
+    hybrids.train(model, optimizer, range(3, 6))
+    assert len(followed) == len(parameters) + 1 and followed[-1] is parameters[1]
 
 
 def test_digits_below_16_bits_are_kept_where_the_parameter_did_not_change() -> None:

@@ -142,11 +142,8 @@ class Update:
             if not row.is_wide:
                 gradients = _pick(self._cast_room(batch), which)
                 torch._foreach_copy_(gradients, transfer)
-            steps = [
-                step
-                for n in which
-                if (step := self._due(subgroup, batch.spans[n]).step) is not None
-            ]
+            due = [self._due(subgroup, batch.spans[number]) for number in which]
+            steps = [one.step for one in due if one.step is not None]
             given = Tensors(masters, gradients, parts, steps, scales.divisor)
             self.kernel.update(group, given, is_first=is_first)
             if not row.is_wide:
