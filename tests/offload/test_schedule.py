@@ -97,7 +97,7 @@ def test_of_many_subgroups_no_other_place_to_meet_is_much_better(
     assert found.expected_s <= min(others) * 1.1
 
 
-@pytest.mark.parametrize("count", [130, 144, 171])
+@pytest.mark.parametrize("count", [130, 230, 330])
 def test_the_place_to_meet_is_found_far_from_where_the_rates_alone_would_have_it(
     count: int,
 ) -> None:
@@ -105,7 +105,7 @@ def test_the_place_to_meet_is_found_far_from_where_the_rates_alone_would_have_it
     narrow, sizes = replace(FAST, host_memory_bytes_s=86e9), [10**8] * count
     found = plan(sizes, narrow, device_slots=1)
     assert 0.5 < found.share < 0.62  # 0.76 where nothing is in the way of anything
-    for more in range(-12, 13):
+    for more in (-9, *range(-4, 5), 9):
         there = range(count - len(found.device) - more, count)
         other = Schedule(tuple(range(there.start)), tuple(reversed(there)), 0)
         other_s = timeline(sizes, other, narrow, device_slots=1).finished_s
