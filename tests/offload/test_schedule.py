@@ -60,7 +60,7 @@ def test_a_plan_is_never_slower_than_the_host_alone(
     assert found == alone or found.expected_s < alone.expected_s * (1 - LEAST_GAIN)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(few, machines, slots)
 def test_a_plan_is_near_the_best_of_all_orders_of_all_divisions(
     drawn: tuple[list[int], tuple[float, ...]], rates: Rates, device_slots: int
@@ -80,7 +80,7 @@ def test_a_plan_is_near_the_best_of_all_orders_of_all_divisions(
     assert found.expected_s <= best_s * FACTOR
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(50, 300), min_size=7, max_size=20), machines, slots)
 def test_of_many_subgroups_no_other_place_to_meet_is_much_better(
     sizes: list[int], rates: Rates, device_slots: int
