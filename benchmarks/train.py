@@ -180,7 +180,7 @@ def run_series(bench: Bench, systems: dict[str, System], rounds: int, intervals:
             dist.barrier()
             block = bench.with_saves(systems[name], SAVES[interval], interval)
             bench.discard(systems[name])
-            after = bench.alone(max(ALONE_STEPS, interval))
+            after = bench.alone(ALONE_STEPS)
         figures = compare(block, before, after, SAVES[interval], interval)
         before = after
         for figure, value in figures.items():
@@ -324,6 +324,9 @@ def main() -> int:
         choices=list(WORLDS),
         help="which, of three (all; quick: without DDP)",
     )
+    parser.add_argument(
+        "--join", action="store_true", help="show the worlds that were measured today before, too"
+    )
     parser.add_argument("--only", default="", help="systems with this in their name")
     parser.add_argument("--threads", type=int, default=2, help="DCP's writing threads a rank (2)")
     parser.add_argument(
@@ -347,6 +350,10 @@ def main() -> int:
     with harness.scratch(options.dir, (1 if options.quick else 16) << 30) as parent:
         facts = harness.machine_facts(parent, ["torch"])
         worlds = {name: run_world(name, options, parent) for name in options.worlds}
+    if options.join:
+        before = harness.read_results("train", facts)
+        worlds = (before["worlds"] if before.get("date") == harness.today() else {}) | worlds
+        worlds = {name: worlds[name] for name in WORLDS if name in worlds}
     checks = verdicts(worlds)
     result = {
         "rounds": options.rounds,
