@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +35,20 @@ class HoldfastInTraining:
     is_async = True
 
     def __init__(
-        self, root: Path, training: GptTraining, *, durable: bool, nice: tuple[int, int] = (0, 0)
-    ) -> None:
-        self._root = root / f"holdfast-{durable}-{nice[0]}-{nice[1]}"
+        self, root: Path, training: GptTraining, *, durable: bool, nice: tuple[int, int] = (0, 0),
+        is_held: bool = False,
+    ) -> None:  # fmt: skip
+        self._root = root / f"holdfast-{durable}-{nice[0]}-{nice[1]}-{is_held}"
         every_step = holdfast.Every(steps=1)
         self._checkpointer = holdfast.Checkpointer(
             self._root, {"model": training.model, "optimizer": training.optimizer},
             memory=every_step, storage=every_step if durable else None, keep=holdfast.Keep(last=1),
         )  # fmt: skip
         self._durable = durable
-        self._nice = nice
+        self._nice, self._is_held = nice, is_held
         self.settings = "Checkpointer.step, defaults"
+        if is_held:
+            self.settings = "Checkpointer.step, then before_update(): copied at once, by all cores"
         if any(nice):
             self.settings = f"copying at nice {nice[0]}, writing at nice {nice[1]}"
 
@@ -53,6 +57,8 @@ class HoldfastInTraining:
             lower_priorities(self._root, *self._nice)
         handle = self._checkpointer.step(step)
         assert handle is not None
+        if self._is_held:
+            self._checkpointer.before_update()
         wait = handle.wait_durable if self._durable else handle.wait_captured
         return Saving(self._checkpointer.before_update, wait)
 
@@ -155,10 +161,13 @@ class DcpInTraining(DcpAsync):
 Make = Callable[[Path, GptTraining], System]
 
 
-def ways_to_save(threads: int, nice: tuple[int, int] | None) -> dict[str, Make]:
+def ways_to_save(
+    threads: int, nice: tuple[int, int] | None, *, tries_held: bool = False
+) -> dict[str, Make]:
     """Every system by its name in the tables; ``threads``: what DCP writes with on each rank.
 
     ``nice``: try Holdfast with these priorities as well, of what copies and of what writes.
+    ``tries_held``: and with training held until the copy is done.
     """
     ways: dict[str, Make] = {
         MEMORY: lambda root, training: HoldfastInTraining(root, training, durable=False),
@@ -171,9 +180,15 @@ def ways_to_save(threads: int, nice: tuple[int, int] | None) -> dict[str, Make]:
         ),
     }  # fmt: skip
     if nice is not None:
-        ways["Holdfast, durable, nice"] = lambda root, training: HoldfastInTraining(
-            root, training, durable=True, nice=nice
-        )
+        for durable in (False, True):
+            ways[f"Holdfast, nice, {'durable' if durable else 'memory only'}"] = partial(
+                HoldfastInTraining, durable=durable, nice=nice
+            )
+    if tries_held:
+        for durable in (False, True):
+            ways[f"Holdfast, held, {'durable' if durable else 'memory only'}"] = partial(
+                HoldfastInTraining, durable=durable, is_held=True
+            )
     return ways
 
 

@@ -180,7 +180,7 @@ def run_series(bench: Bench, systems: dict[str, System], rounds: int, intervals:
             dist.barrier()
             block = bench.with_saves(systems[name], SAVES[interval], interval)
             bench.discard(systems[name])
-            after = bench.alone(max(ALONE_STEPS, interval))
+            after = bench.alone(ALONE_STEPS)
         figures = compare(block, before, after, SAVES[interval], interval)
         before = after
         for figure, value in figures.items():
@@ -221,7 +221,7 @@ def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any
                 for _ in range(WARM_UP_SAVES):
                     bench.with_saves(systems[name], 1, 1)
                     bench.discard(systems[name])
-                stored[name] = NOT_CHECKED if name == MEMORY else bench.check(systems[name])
+                stored[name] = NOT_CHECKED if "memory only" in name else bench.check(systems[name])
         except Exception as error:  # shown as failed, the others go on
             failed[name] = f"{type(error).__name__}: {error}"
             systems.pop(name, None)
@@ -247,7 +247,9 @@ def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any
 
 def chosen(options: argparse.Namespace) -> dict[str, Make]:
     """The systems to compare."""
-    every = ways_to_save(options.threads, options.nice and tuple(options.nice))
+    every = ways_to_save(
+        options.threads, options.nice and tuple(options.nice), tries_held=options.held
+    )
     return {name: make for name, make in every.items() if options.only.lower() in name.lower()}
 
 
@@ -322,11 +324,18 @@ def main() -> int:
         choices=list(WORLDS),
         help="which, of three (all; quick: without DDP)",
     )
+    parser.add_argument(
+        "--join", action="store_true", help="show the worlds that were measured today before, too"
+    )
     parser.add_argument("--only", default="", help="systems with this in their name")
     parser.add_argument("--threads", type=int, default=2, help="DCP's writing threads a rank (2)")
     parser.add_argument(
         "--nice", type=int, nargs=2, metavar=("COPYING", "WRITING"),
-        help="one more system: Holdfast with threads of these priorities",
+        help="two more systems: Holdfast with threads of these priorities",
+    )  # fmt: skip
+    parser.add_argument(
+        "--held", action="store_true",
+        help="two more systems: Holdfast, training held until all cores have copied",
     )  # fmt: skip
     parser.add_argument("--dir", help="a directory on the disk to measure (default: /tmp's)")
     harness.add_document_option(parser)
@@ -341,6 +350,10 @@ def main() -> int:
     with harness.scratch(options.dir, (1 if options.quick else 16) << 30) as parent:
         facts = harness.machine_facts(parent, ["torch"])
         worlds = {name: run_world(name, options, parent) for name in options.worlds}
+    if options.join:
+        before = harness.read_results("train", facts)
+        worlds = (before["worlds"] if before.get("date") == harness.today() else {}) | worlds
+        worlds = {name: worlds[name] for name in WORLDS if name in worlds}
     checks = verdicts(worlds)
     result = {
         "rounds": options.rounds,

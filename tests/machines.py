@@ -33,7 +33,7 @@ def worked_s(played: Timeline, rates: Rates) -> dict[Lane, float]:
     done: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
     for begin_s, end_s in pairwise(edges):
         busy = {
-            played.lanes[name]
+            played.tasks[name].lane
             for name, span in played.spans.items()
             if span.begin_s <= begin_s and end_s <= span.end_s
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_plan_is_never_slower_than_the_host_alone(
     assert found == alone or found.expected_s < alone.expected_s * (1 - LEAST_GAIN)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(few, machines, slots)
 def test_a_plan_is_near_the_best_of_all_orders_of_all_divisions(
     drawn: tuple[list[int], tuple[float, ...]], rates: Rates, device_slots: int
@@ -79,7 +80,7 @@ def test_a_plan_is_near_the_best_of_all_orders_of_all_divisions(
     assert found.expected_s <= best_s * FACTOR
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(50, 300), min_size=7, max_size=20), machines, slots)
 def test_of_many_subgroups_no_other_place_to_meet_is_much_better(
     sizes: list[int], rates: Rates, device_slots: int
@@ -94,6 +95,21 @@ def test_of_many_subgroups_no_other_place_to_meet_is_much_better(
         for cut in range(len(sizes) + 1)
     ]  # fmt: skip
     assert found.expected_s <= min(others) * 1.1
+
+
+@pytest.mark.parametrize("count", [130, 230, 330])
+def test_the_place_to_meet_is_found_far_from_where_the_rates_alone_would_have_it(
+    count: int,
+) -> None:
+    """One slot keeps the directions of the link from working at once."""
+    narrow, sizes = replace(FAST, host_memory_bytes_s=86e9), [10**8] * count
+    found = plan(sizes, narrow, device_slots=1)
+    assert 0.5 < found.share < 0.62  # 0.76 where nothing is in the way of anything
+    for more in (-9, *range(-4, 5), 9):
+        there = range(count - len(found.device) - more, count)
+        other = Schedule(tuple(range(there.start)), tuple(reversed(there)), 0)
+        other_s = timeline(sizes, other, narrow, device_slots=1).finished_s
+        assert found.expected_s <= other_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("count", [1, 2, 6, 7, 40])
@@ -156,12 +172,46 @@ def test_more_room_and_a_flush_that_nobody_awaits_are_never_slower() -> None:
 def test_a_schedule_is_kept_until_another_saves_enough() -> None:
     sizes = [10**8] * 20
     current = plan(sizes, FAST, device_slots=2)
-    slightly = Rates(49e9, 51e9, 1.62e9, 80e9)
-    assert replan(current, sizes, slightly, device_slots=2).device == current.device
-    slower = Rates(50e9, 50e9, 3.2e9, 80e9)
+    slightly = replace(FAST, h2d_bytes_s=49e9, d2h_bytes_s=51e9, host_update_elements_s=1.62e9)
+    assert replan(current, sizes, slightly, device_slots=2) is current
+    more = replace(FAST, host_update_elements_s=1.7e9)
+    kept = replan(current, sizes, more, device_slots=2)
+    assert kept == current
+    assert kept.expected_s != current.expected_s and kept.rates == more
+    slower = replace(FAST, host_update_elements_s=3.2e9)
     changed = replan(current, sizes, slower, device_slots=2)
     assert changed == plan(sizes, slower, device_slots=2)
     assert len(changed.device) < len(current.device)
+
+
+@given(listed, machines, st.floats(0.975, 1.025), st.floats(0.975, 1.025), slots)
+def test_rates_that_hardly_moved_need_no_look(
+    drawn: tuple[list[int], tuple[float, ...]], before: Rates, up: float, host: float,
+    device_slots: int,
+) -> None:  # fmt: skip
+    """What ``replan`` does not compute would have changed nothing, but for the plan's own slack."""
+    sizes, _ = drawn
+    current = plan(sizes, before, device_slots=device_slots)
+    now = replace(
+        before, h2d_bytes_s=before.h2d_bytes_s * up,
+        host_update_elements_s=before.host_update_elements_s * host,
+    )  # fmt: skip
+    assert replan(current, sizes, now, device_slots=device_slots) is current
+    kept_s = timeline(sizes, current, now, device_slots=device_slots).finished_s
+    best = plan(sizes, now, device_slots=device_slots)
+    assert best.expected_s >= kept_s * (1 - 2 * LEAST_CHANGE)
+
+
+def test_a_duration_in_a_step_tells_what_the_update_alone_takes() -> None:
+    narrow = replace(FAST, host_memory_bytes_s=60e9)
+    sizes = [10**8] * 20
+    found = plan(sizes, narrow, device_slots=1, device_share=0.5)
+    assert found.host_speed < 0.95
+    spans = timeline(sizes, found, narrow, device_slots=1).spans
+    took_s = sum(spans[Name("update", one)].end_s - spans[Name("update", one)].begin_s
+                 for one in found.host)  # fmt: skip
+    assert 10 * 10**8 / (took_s * found.host_speed) == pytest.approx(narrow.host_elements_s)
+    assert plan(sizes, narrow, device_slots=1, device_share=1).host_speed == 1.0
 
 
 @given(listed, machines, machines, slots)
@@ -174,7 +224,7 @@ def test_a_change_saves_what_it_should_and_a_kept_one_is_nearly_the_best(
     best = plan(sizes, now, device_slots=device_slots, ready_s=ready_s)
     kept_s = timeline(sizes, current, now, device_slots=device_slots, ready_s=ready_s).finished_s
     if found == current:
-        assert best.expected_s >= kept_s * (1 - LEAST_CHANGE)
+        assert best.expected_s >= kept_s * (1 - LEAST_CHANGE) * (1 - LEAST_GAIN)
     else:
         assert found == best and best.expected_s < kept_s * (1 - LEAST_CHANGE)
 

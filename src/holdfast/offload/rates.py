@@ -17,9 +17,8 @@ from holdfast.errors import UsageError
 
 Kind = Literal["h2d", "d2h", "host_update", "device_update", "host_cast"]
 
-#: How much of an estimate the newest durations make, once there are enough of them.
-WEIGHT = 0.2
-#: Of so many durations the one in the middle counts: two of them may be anything.
+#: Of so many durations the one in the middle counts: two of them may be anything. It makes up half
+#: of an estimate when there is but one, and a sixth in the end.
 RECENT = 5
 
 
@@ -99,7 +98,7 @@ class Estimate:
         if not (work > 0 and elapsed_s > 0 and 0 < work / elapsed_s < math.inf):
             return self
         recent = (*self.recent, work / elapsed_s)[-RECENT:]
-        weight = max(WEIGHT, 1 / (len(recent) + 1))
+        weight = 1 / (len(recent) + 1)
         return Estimate(self.rate ** (1 - weight) * median_low(recent) ** weight, recent)
 
 

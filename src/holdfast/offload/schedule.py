@@ -8,7 +8,7 @@ so that they meet where both are done at the same time. Where that is follows fr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import accumulate, chain, combinations
 
@@ -36,6 +36,11 @@ class Schedule:
     share: float
     #: How long the step takes by the model.
     expected_s: float = field(default=0.0, compare=False)
+    #: The part of its own rate at which the host updates beside the copies, by the model. A
+    #: duration measured in a step, times this, is what the update alone would have taken.
+    host_speed: float = field(default=1.0, compare=False)
+    #: What ``expected_s`` comes from.
+    rates: Rates | None = field(default=None, compare=False)
 
 
 def plan(
@@ -58,15 +63,14 @@ def plan(
 
     def trial(device: Sequence[int]) -> Schedule:
         found = _divided(sizes, order, device, ready_s)
-        played = timeline(sizes, found, rates, device_slots=device_slots, ready_s=ready_s)
-        return _expecting(found, played, flush_is_awaited)
+        return _expecting(found, sizes, rates, device_slots, ready_s, flush_is_awaited)
 
     if device_share is not None:
         return trial(_nearest(sizes, order, device_share))
     alone = trial(())
     if not device_slots or not sizes:
         return alone
-    best = min(_candidates(order, trial), key=lambda one: (one.expected_s, one.share))
+    best = min(_candidates(order, trial, rates), key=lambda one: (one.expected_s, one.share))
     return best if best.expected_s < alone.expected_s * (1 - LEAST_GAIN) else alone
 
 
@@ -74,17 +78,30 @@ def replan(
     current: Schedule, sizes: Sequence[int], rates: Rates, *, device_slots: int,
     ready_s: Sequence[float] = (), flush_is_awaited: bool = True,
 ) -> Schedule:  # fmt: skip
-    """The best schedule by the rates as they are now, or ``current``, expecting what it now does.
+    """The best schedule by the rates as they are now, or ``current``.
 
     Rates that waver are no reason to change: the best has to save ``LEAST_CHANGE`` of the step.
+    Where no rate moved enough for that, nothing is computed.
     """
+    if current.rates is not None and _are_near(current.rates, rates):
+        return current
+    kept = _expecting(current, sizes, rates, device_slots, ready_s, flush_is_awaited)
     better = plan(
         sizes, rates, device_slots=device_slots, ready_s=ready_s,
         flush_is_awaited=flush_is_awaited,
     )  # fmt: skip
-    played = timeline(sizes, current, rates, device_slots=device_slots, ready_s=ready_s)
-    kept = _expecting(current, played, flush_is_awaited)
     return better if better.expected_s < kept.expected_s * (1 - LEAST_CHANGE) else kept
+
+
+def _are_near(before: Rates, now: Rates) -> bool:
+    """Whether every schedule takes nearly what it took, so that none can save ``LEAST_CHANGE``.
+
+    With rates that are at most ``near`` times as high or low, so is what a schedule takes: one
+    that was the best can by now be slower than another by that twice.
+    """
+    near = (1 - LEAST_CHANGE) ** -0.5
+    pairs = ((getattr(before, one.name), getattr(now, one.name)) for one in fields(Rates))
+    return all(a == b or (a and b and 1 / near < a / b < near) for a, b in pairs)
 
 
 def timeline(
@@ -98,9 +115,17 @@ def timeline(
     return run(given, rates)
 
 
-def _expecting(schedule: Schedule, played: Timeline, flush_is_awaited: bool) -> Schedule:
-    expected_s = played.finished_s if flush_is_awaited else played.visible_s
-    return Schedule(schedule.host, schedule.device, schedule.share, expected_s)
+def _expecting(
+    schedule: Schedule, sizes: Sequence[int], rates: Rates, device_slots: int,
+    ready_s: Sequence[float], flush_is_awaited: bool,
+) -> Schedule:  # fmt: skip
+    """This schedule, and what it does by these rates."""
+    played = timeline(sizes, schedule, rates, device_slots=device_slots, ready_s=ready_s)
+    busy_s, worked_s = played.busy_s("host"), played.work_s("host")
+    return replace(
+        schedule, expected_s=played.finished_s if flush_is_awaited else played.visible_s,
+        host_speed=worked_s / busy_s if busy_s else 1.0, rates=rates,
+    )  # fmt: skip
 
 
 # ── where the ends meet ──────────────────────────────────────────────────────────────────────
@@ -130,28 +155,35 @@ def _nearest(sizes: Sequence[int], order: Sequence[int], share: float) -> Sequen
 
 
 def _candidates(
-    order: Sequence[int], trial: Callable[[Sequence[int]], Schedule]
+    order: Sequence[int], trial: Callable[[Sequence[int]], Schedule], rates: Rates
 ) -> Iterable[Schedule]:
     """Ways to divide the list among which the best is: all, or those where the ends meet.
 
-    The more the device takes, the longer it works and the shorter the host does. So the step is
-    shortest where it stops to fall, which is found by halving; sizes that differ make small waves
-    on the way, so a few to both sides are tried too.
+    The more the device takes, the longer it works and the shorter the host does. So from where
+    the rates alone would have them meet it goes downhill, by smaller and smaller strides; sizes
+    that differ make small waves on the way, so a few to both sides are tried too.
     """
     everyone = len(order)
     if everyone <= FEW:
         sets = (combinations(order[::-1], count) for count in range(1, everyone + 1))
         return map(trial, chain.from_iterable(sets))
     from_back = cache(lambda count: trial(order[everyone - count :]))
-    low, high = 0, everyone
-    while low < high:
-        middle = (low + high) // 2
-        if from_back(middle).expected_s > from_back(middle + 1).expected_s:
-            low = middle + 1
-        else:
-            high = middle
-    around = range(max(0, low - FEW // 2), min(everyone, low + FEW // 2) + 1)
+    at, stride = round(everyone * _guess(rates)), max(1, everyone // 16)
+    while stride:
+        near = {at, max(0, at - stride), min(everyone, at + stride)}
+        best = min(near, key=lambda count: (from_back(count).expected_s, count))
+        at, stride = (at, stride // 2) if best == at else (best, stride)
+    around = range(max(0, at - FEW // 2), min(everyone, at + FEW // 2) + 1)
     return map(from_back, {*around, everyone})
+
+
+def _guess(rates: Rates) -> float:
+    """The share with which both work equally long, if all their parts go on side by side."""
+    slowest_s = max(
+        rates.state_in_bytes / rates.h2d_bytes_s, rates.state_out_bytes / rates.d2h_bytes_s,
+        1 / rates.device_update_elements_s,
+    )  # fmt: skip
+    return 1 / (1 + slowest_s * rates.host_elements_s)
 
 
 def _check(

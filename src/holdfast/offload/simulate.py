@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -53,7 +54,7 @@ class Timeline:
     """All of a step: what ran when, on which lane."""
 
     spans: Mapping[Name, Span]
-    lanes: Mapping[Name, Lane]
+    tasks: Mapping[Name, Task]
 
     @property
     def finished_s(self) -> float:
@@ -67,9 +68,12 @@ class Timeline:
 
     def busy_s(self, lane: Lane) -> float:
         """How long a lane worked."""
-        return sum(
-            s.end_s - s.begin_s for name, s in self.spans.items() if self.lanes[name] == lane
-        )
+        of_lane = (span for name, span in self.spans.items() if self.tasks[name].lane == lane)
+        return sum(span.end_s - span.begin_s for span in of_lane)
+
+    def work_s(self, lane: Lane) -> float:
+        """How long it would have, if nothing had slowed it."""
+        return sum(task.work_s for task in self.tasks.values() if task.lane == lane)
 
 
 def tasks(
@@ -128,13 +132,14 @@ def _on_device(
 def run(given: Sequence[Task], rates: Rates) -> Timeline:
     """When everything happens. Tasks that wait for each other, or for none given, are an error."""
     play = _Play(given)
+    speeds = cache(lambda busy: {lane: speed(lane, busy, rates) for lane in busy})
     while play.begin():
-        play.go_on(rates)
+        play.go_on(speeds(frozenset(play.running)))
     if len(play.ends) < len(given):
         left = next(one.name for one in given if one.name not in play.ends)
         raise ValueError(f"{left} waits for something that never ends")
     spans = {name: Span(begin, play.ends[name]) for name, begin in play.begins.items()}
-    return Timeline(spans, {one.name: one.lane for one in given})
+    return Timeline(spans, {one.name: one for one in given})
 
 
 def speed(lane: Lane, busy: Collection[Lane], rates: Rates) -> float:
@@ -204,9 +209,8 @@ class _Play:
                     del self._waiting[lane]
         return bool(self.running)
 
-    def go_on(self, rates: Rates) -> None:
+    def go_on(self, speeds: Mapping[Lane, float]) -> None:
         """Until the next task ends, or could begin."""
-        speeds = {lane: speed(lane, self.running, rates) for lane in self.running}
         left_s = {lane: work / speeds[lane] for lane, (_, work) in self.running.items()}
         passed_s = min(*left_s.values(), self._due_s - self._now_s)
         self._now_s += passed_s
@@ -214,7 +218,7 @@ class _Play:
             if left_s[lane] <= passed_s:
                 self._end(task)
             else:
-                self.running[lane] = (task, work - passed_s * speeds[lane])
+                self.running[lane] = (task, max(0.0, work - passed_s * speeds[lane]))
 
     def _end(self, task: Task) -> None:
         del self.running[task.lane]
