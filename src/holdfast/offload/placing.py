@@ -115,8 +115,9 @@ class Placing:
 
     def learn(self, kind: Kind, work: float, elapsed_s: float) -> None:
         """So long took so much: the rates follow."""
-        if self.measured is not None:
-            self.measured = self.measured.after(kind, work, elapsed_s)
+        if self.measured is not None and self.schedule is not None:
+            speed = self.schedule.host_speed if kind == "host_update" else 1.0  # beside copies
+            self.measured = self.measured.after(kind, work, elapsed_s * speed)
 
     # ── room on the device ───────────────────────────────────────────────────────────────
 
