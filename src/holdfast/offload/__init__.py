@@ -1,0 +1,1 @@
+"""Optimizer state in host memory, updated on the host and on the device, wherever it is faster."""

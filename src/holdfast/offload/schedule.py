@@ -1,0 +1,205 @@
+"""PURE. Which subgroups are updated on the host, which on the device, and in which order.
+
+The list of subgroups is worked from both ends: the host from the front, the device from the back,
+so that they meet where both are done at the same time. Where that is follows from the model
+(``simulate``). A plan is never slower, by the model, than leaving everything to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from itertools import accumulate, chain, combinations
+
+from holdfast.errors import UsageError
+from holdfast.offload.rates import Rates
+from holdfast.offload.simulate import Timeline, run, tasks
+
+__all__ = ["Rates", "Schedule", "plan", "replan", "timeline"]
+
+#: The device is used when the model promises to save at least this part of the step.
+LEAST_GAIN = 0.02
+#: Another schedule is taken when it promises to save this part of the step.
+LEAST_CHANGE = 0.05
+#: With so few subgroups every way to divide them is tried, for one more or less is much then.
+FEW = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The subgroups of the host and of the device, each in its order; all of them, each once."""
+
+    host: tuple[int, ...]
+    device: tuple[int, ...]
+    #: The part of all elements that is updated on the device.
+    share: float
+    #: How long the step takes by the model.
+    expected_s: float = field(default=0.0, compare=False)
+    #: The part of its own rate at which the host updates beside the copies, by the model. A
+    #: duration measured in a step, times this, is what the update alone would have taken.
+    host_speed: float = field(default=1.0, compare=False)
+    #: What ``expected_s`` comes from.
+    rates: Rates | None = field(default=None, compare=False)
+
+
+def plan(
+    sizes: Sequence[int], rates: Rates, *, device_slots: int, device_share: float | None = None,
+    ready_s: Sequence[float] = (), flush_is_awaited: bool = True,
+) -> Schedule:  # fmt: skip
+    """The schedule that is done first; ``device_share`` fixes how much the device takes.
+
+    ``sizes`` are the elements of each subgroup. The device has room for the state of
+    ``device_slots`` of them. ``ready_s``: when each gradient lies on the device, seconds from the
+    beginning of the step (below 0: before it); the host then takes those that come first. Without
+    it the gradients are in their places, and the host begins with the first subgroup.
+    ``flush_is_awaited=False`` lets the last state come back behind the next forward.
+
+    With ``device_share`` the result depends on ``sizes`` and the order alone, on no rate.
+    Raises UsageError for a share, a size or a number of slots that cannot be.
+    """
+    _check(sizes, device_slots, device_share, ready_s)
+    order = sorted(range(len(sizes)), key=lambda one: (ready_s[one] if ready_s else 0.0, one))
+
+    def trial(device: Sequence[int]) -> Schedule:
+        found = _divided(sizes, order, device, ready_s)
+        return _expecting(found, sizes, rates, device_slots, ready_s, flush_is_awaited)
+
+    if device_share is not None:
+        return trial(_nearest(sizes, order, device_share))
+    alone = trial(())
+    if not device_slots or not sizes:
+        return alone
+    best = min(_candidates(order, trial, rates), key=lambda one: (one.expected_s, one.share))
+    return best if best.expected_s < alone.expected_s * (1 - LEAST_GAIN) else alone
+
+
+def replan(
+    current: Schedule, sizes: Sequence[int], rates: Rates, *, device_slots: int,
+    ready_s: Sequence[float] = (), flush_is_awaited: bool = True,
+) -> Schedule:  # fmt: skip
+    """The best schedule by the rates as they are now, or ``current``.
+
+    Rates that waver are no reason to change: the best has to save ``LEAST_CHANGE`` of the step.
+    Where no rate moved enough for that, nothing is computed.
+    """
+    if current.rates is not None and _are_near(current.rates, rates):
+        return current
+    kept = _expecting(current, sizes, rates, device_slots, ready_s, flush_is_awaited)
+    better = plan(
+        sizes, rates, device_slots=device_slots, ready_s=ready_s,
+        flush_is_awaited=flush_is_awaited,
+    )  # fmt: skip
+    return better if better.expected_s < kept.expected_s * (1 - LEAST_CHANGE) else kept
+
+
+def _are_near(before: Rates, now: Rates) -> bool:
+    """Whether every schedule takes nearly what it took, so that none can save ``LEAST_CHANGE``.
+
+    With rates that are at most ``near`` times as high or low, so is what a schedule takes: one
+    that was the best can by now be slower than another by that twice.
+    """
+    near = (1 - LEAST_CHANGE) ** -0.5
+    pairs = ((getattr(before, one.name), getattr(now, one.name)) for one in fields(Rates))
+    return all(a == b or (a and b and 1 / near < a / b < near) for a, b in pairs)
+
+
+def timeline(
+    sizes: Sequence[int], schedule: Schedule, rates: Rates, *, device_slots: int,
+    ready_s: Sequence[float] = (),
+) -> Timeline:  # fmt: skip
+    """A step by this schedule, played through by the model."""
+    given = tasks(
+        sizes, schedule.host, schedule.device, rates, device_slots=device_slots, ready_s=ready_s
+    )
+    return run(given, rates)
+
+
+def _expecting(
+    schedule: Schedule, sizes: Sequence[int], rates: Rates, device_slots: int,
+    ready_s: Sequence[float], flush_is_awaited: bool,
+) -> Schedule:  # fmt: skip
+    """This schedule, and what it does by these rates."""
+    played = timeline(sizes, schedule, rates, device_slots=device_slots, ready_s=ready_s)
+    busy_s, worked_s = played.busy_s("host"), played.work_s("host")
+    return replace(
+        schedule, expected_s=played.finished_s if flush_is_awaited else played.visible_s,
+        host_speed=worked_s / busy_s if busy_s else 1.0, rates=rates,
+    )  # fmt: skip
+
+
+# ── where the ends meet ──────────────────────────────────────────────────────────────────────
+
+
+def _divided(
+    sizes: Sequence[int], order: Sequence[int], device: Sequence[int], ready_s: Sequence[float]
+) -> Schedule:
+    """These on the device, from the back of ``order``, and the others on the host, from its front.
+
+    The device does not wait for a gradient that is yet to come while it has others.
+    """
+    there = set(device)
+    host = tuple(one for one in order if one not in there)
+    share = sum(sizes[one] for one in there) / max(1, sum(sizes))
+    from_back = (one for one in reversed(order) if one in there)
+    by_need = sorted(from_back, key=lambda one: max(0.0, ready_s[one]) if ready_s else 0.0)
+    return Schedule(host, tuple(by_need), share)
+
+
+def _nearest(sizes: Sequence[int], order: Sequence[int], share: float) -> Sequence[int]:
+    """So many from the back that they come nearest to this share; of two ways, fewer."""
+    reached = accumulate((sizes[one] for one in reversed(order)), initial=0)
+    wanted = share * sum(sizes)
+    count = min(enumerate(reached), key=lambda one: (abs(one[1] - wanted), one[0]))[0]
+    return order[len(order) - count :]
+
+
+def _candidates(
+    order: Sequence[int], trial: Callable[[Sequence[int]], Schedule], rates: Rates
+) -> Iterable[Schedule]:
+    """Ways to divide the list among which the best is: all, or those where the ends meet.
+
+    The more the device takes, the longer it works and the shorter the host does. So from where
+    the rates alone would have them meet it goes downhill, by smaller and smaller strides; sizes
+    that differ make small waves on the way, so a few to both sides are tried too.
+    """
+    everyone = len(order)
+    if everyone <= FEW:
+        sets = (combinations(order[::-1], count) for count in range(1, everyone + 1))
+        return map(trial, chain.from_iterable(sets))
+    from_back = cache(lambda count: trial(order[everyone - count :]))
+    at, stride = round(everyone * _guess(rates)), max(1, everyone // 16)
+    while stride:
+        near = {at, max(0, at - stride), min(everyone, at + stride)}
+        best = min(near, key=lambda count: (from_back(count).expected_s, count))
+        at, stride = (at, stride // 2) if best == at else (best, stride)
+    around = range(max(0, at - FEW // 2), min(everyone, at + FEW // 2) + 1)
+    return map(from_back, {*around, everyone})
+
+
+def _guess(rates: Rates) -> float:
+    """The share with which both work equally long, if all their parts go on side by side."""
+    slowest_s = max(
+        rates.state_in_bytes / rates.h2d_bytes_s, rates.state_out_bytes / rates.d2h_bytes_s,
+        1 / rates.device_update_elements_s,
+    )  # fmt: skip
+    return 1 / (1 + slowest_s * rates.host_elements_s)
+
+
+def _check(
+    sizes: Sequence[int], device_slots: int, device_share: float | None, ready_s: Sequence[float]
+) -> None:
+    if any(size < 0 for size in sizes):
+        raise UsageError(f"a subgroup of {min(sizes)} elements: sizes are 0 or more")
+    if device_slots < 0:
+        raise UsageError(f"device_slots={device_slots}: 0 or more subgroups fit on the device")
+    if ready_s and len(ready_s) != len(sizes):
+        raise UsageError(f"{len(ready_s)} times for the gradients of {len(sizes)} subgroups")
+    if device_share is None:
+        return
+    if not 0 <= device_share <= 1:
+        raise UsageError(f"device_share={device_share!r}: a number from 0 to 1, or None, is needed")
+    if device_share and not device_slots:
+        raise UsageError(
+            f"device_share={device_share!r}: the device has room for no subgroup (device_slots=0)"
+        )
