@@ -264,7 +264,14 @@ def _read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tu
     """Header and block checksums of one file, checked against what names it."""
     file.check_length()
     data_start = header_size(bytes(file.view(0, 8, bytearray())), file.name, file.size_bytes)
-    raw = bytes(file.view(0, data_start, bytearray()))
+    header = checked_header(file, bytes(file.view(0, data_start, bytearray())), identity)
+    at = data_start + header.table.offset
+    table = bytes(file.view(at, file.size_bytes, bytearray()))
+    return header, checked_table(file, header, table)
+
+
+def checked_header(file: ImageFile, raw: bytes, identity: Mapping[str, str]) -> Header:
+    """The header out of the bytes before the data; FormatError when it is not the one expected."""
     _expect(text(checksum(raw)), file.header_xxh3, f"header of {file.name}")
     header = parse_header(raw, file.name, file.size_bytes)
     for name, expected in identity.items():
@@ -273,10 +280,13 @@ def _read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tu
                 f"{file.name} is of {name} {header.metadata.get(name)!r}, {expected!r} was "
                 "expected: it is not the image it is said to be"
             )
-    at = data_start + header.table.offset
-    table = bytes(file.view(at, file.size_bytes, bytearray()))
-    _expect(text(checksum(table)), file.table_xxh3, f"block table of {file.name}")
-    return header, unpack_table(table, header.blocks)
+    return header
+
+
+def checked_table(file: ImageFile, header: Header, raw: bytes) -> tuple[int, ...]:
+    """The block checksums out of the bytes of the table. ChecksumMismatch."""
+    _expect(text(checksum(raw)), file.table_xxh3, f"block table of {file.name}")
+    return unpack_table(raw, header.blocks)
 
 
 def _expect(found: str, stored: str, what: str) -> None:
@@ -298,7 +308,7 @@ def _identity(source: Manifest | HeldGeneration) -> dict[str, str]:
     }
 
 
-def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
+def read_layout(data: bytes, hash_: str, where: str) -> Layout:
     """The layout whose very bytes have this hash."""
     _expect(table_hash(data), hash_, f"layout {where}")
     return Layout.from_json(data)
@@ -307,7 +317,7 @@ def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
 def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
     """A published checkpoint."""
     path = layout_path(manifest.layout)
-    layout = _read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
+    layout = read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
     parts = {part.rank: _stored(store, part) for part in manifest.parts}
     files: dict[int, ImageFile] = {}
     for named in manifest.images:
@@ -327,7 +337,7 @@ def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
         data = path.read_bytes()
     except OSError as error:
         raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
-    layout = _read_layout(data, held.layout, str(path))
+    layout = read_layout(data, held.layout, str(path))
     files: dict[int, ImageFile] = {
         s.rank: HeldImage(s.path, s.image_bytes, s.header_xxh3, s.table_xxh3) for s in held.slots
     }
