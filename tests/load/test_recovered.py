@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast import events
 from holdfast.errors import ChecksumMismatch, Fenced, NotFound, PeerError, TooManyLost
 from holdfast.format.checksum import checksum
 from holdfast.load import decoding
@@ -213,7 +214,13 @@ def test_a_source_of_a_decoded_range_that_dies_is_replaced_on_the_way(hosts: Hos
     file = degraded(hosts, 1, "h1")
     assert whole(file) == hosts.images[1]
     hosts.die("h0")
-    assert whole(file) == hosts.images[1]
+    told: list[events.Event] = []
+    unsubscribe = events.subscribe(lambda event, _: told.append(event))
+    assert whole(file) == whole(file) == hosts.images[1]
+    unsubscribe()
+    (event,) = told
+    assert isinstance(event, events.SourceDropped)
+    assert event.source == "h0, for what its group lost"
     hosts.die("h2")
     with pytest.raises(TooManyLost, match=r"h0 .*h1 .lost.*h2 .*Its parity replaces 2") as raised:
         whole(file)

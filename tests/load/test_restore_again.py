@@ -15,6 +15,7 @@ from holdfast.catalogue import layout_path
 from holdfast.errors import HoldfastError, RestoreError
 from holdfast.format.manifest import Generation
 from holdfast.geometry.layout import Layout
+from holdfast.load import restore
 from holdfast.load.choose import Candidate
 from holdfast.load.recovered import open_recovery
 from holdfast.load.restore import Restored, restore_first
@@ -132,3 +133,16 @@ def test_when_nothing_is_left_every_reason_is_told(run: Run) -> None:
     run.stored = ()
     with pytest.raises(RestoreError, match=r"(?s)keeper h0 at .*keeper h1 at .*keeper h2 at "):
         run.restore("new")
+
+
+def test_ranks_read_once_for_all_what_is_not_in_the_memory_of_each(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(restore, "read_once", lambda *_, **__: asked.append(True))
+    run.restore()
+    assert asked
+    asked.clear()
+    run.hosts.names = ["h0"]  # one host, which has it all
+    run.restore("h0")
+    assert not asked

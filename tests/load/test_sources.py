@@ -418,6 +418,19 @@ def test_an_image_whose_bytes_are_wrong_is_decoded_instead() -> None:
         assert second.holders == ("a0", "a1", "a2")
 
 
+def test_a_host_that_has_an_image_no_more_is_not_dropped_with_it() -> None:
+    known = Inventories(tuple(groups((3, 1))), (), {1: None})
+    (first,) = known.find().recoveries
+    fields = {"peer": "a1", "path": "/images/a7/1"}
+    for status, holders in ((410, 3), (404, 3), (0, 2), (503, 2)):
+        less_known = known.without(first.candidate, fields | {"status": status})
+        (second,) = less_known.find().recoveries
+        assert len(second.holders) == holders
+        assert [one.rank for one in second.sources if one.decoding] == [1]
+    gone = {"peer": "a1", "path": "/parity/a7/1/0", "status": 410}
+    assert len(known.without(first.candidate, gone).holdings) == 2
+
+
 def test_an_error_that_names_nothing_speaks_against_all_of_the_candidate() -> None:
     holdings = groups((3, 1)) + groups((3, 1))
     old = group({f"a{n}": [image(n)] for n in range(3)}, 1, step=6, attempt="a6")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from holdfast.errors import (
     StorageError,
     TooManyLost,
 )
+from holdfast.events import SourceDropped, emit
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
 from holdfast.load.peer_image import Ranges
 from holdfast.load.plan import BATCH_BYTES
@@ -32,6 +33,7 @@ from holdfast.storage.past_cache import aligned_memory
 
 #: What speaks against one source of a group, not against all of them.
 BROKEN = (PeerError, ArenaError, StorageError, FormatError, NotFound)
+K = TypeVar("K")
 _thread = threading.local()
 
 
@@ -140,9 +142,16 @@ class GroupReader:
         try:
             return ranges.view(before + part.start, before + part.stop, scratch("source", size))
         except BROKEN as error:
-            with self._lock:
-                self._gone.setdefault(member, str(error))
+            self._lose(self._gone, member, member, str(error))
             raise SourceGone from error
+
+    def _lose(self, known: dict[K, str], key: K, member: int, why: str) -> None:
+        """From now on it is not read; told once."""
+        with self._lock:
+            if key in known:
+                return
+            known[key] = why
+        emit(SourceDropped(source=f"{self.hosts[member]}, for what its group lost", reason=why))
 
     def _ranges(self, member: int, stripe: int, part: Part) -> tuple[Ranges, int]:
         """Where a part is read, and what stands there before the first coded byte."""
@@ -165,8 +174,8 @@ class GroupReader:
                 for part in source.parts:
                     if why := self._fault_of(source.member, step.stripe, part):
                         is_found = True
-                        with self._lock:
-                            self._wrong.setdefault((step.stripe, source.member), why)
+                        at = step.stripe, source.member
+                        self._lose(self._wrong, at, source.member, why)
         return is_found
 
     def _fault_of(self, member: int, stripe: int, part: Part) -> str:

@@ -10,7 +10,7 @@ that to the same question with one host fewer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ from holdfast.load.holdings import (
 )
 
 _SHOWN = 4
+#: What a peer answers that is there, and has no more what it is asked for.
+_GONE = (404, 410)
 
 
 class Found(NamedTuple):
@@ -61,13 +63,16 @@ class Inventories(Struct, frozen=True):
     def without(self, candidate: Candidate, fields: Mapping[str, Any]) -> Inventories:
         """What is left when ``candidate`` failed with an error of these ``fields``.
 
-        Without the host that did not give what it has; or without the image whose bytes were
-        wrong; else without all of that candidate. Always less than before.
+        Without the image whose bytes were wrong, or which its host has no more; or without the host
+        that did not give what it has; else without all of that candidate. Always less than before.
         """
-        left = tuple(one for one in self.holdings if one.host != fields.get("peer"))
-        for name in (fields.get("image"), fields.get("path")):
-            if left == self.holdings:
-                left = tuple(_less_image(one, candidate.attempt, str(name)) for one in left)
+        peer, path = fields.get("peer"), fields.get("path")
+        names = {fields.get("image"), path}
+        if fields.get("status") in _GONE:
+            names.add(f"{peer}{path}")
+        left = tuple(_less_images(one, candidate.attempt, names) for one in self.holdings)
+        if left == self.holdings:
+            left = tuple(one for one in left if one.host != peer)
         if left == self.holdings and (candidate.held or candidate.where == "memory"):
             left = tuple(_less_attempt(one, candidate.attempt) for one in left)
         if left != self.holdings:
@@ -87,14 +92,14 @@ def _less_attempt(holding: Holding, attempt: str) -> Holding:
     return replace(holding, parts=tuple(p for p in holding.parts if p.attempt != attempt))
 
 
-def _less_image(holding: Holding, attempt: str, name: str) -> Holding:
-    """The same without the image of this attempt that is called so in errors."""
+def _less_images(holding: Holding, attempt: str, names: Collection[object]) -> Holding:
+    """The same without the images of this attempt that are called so in errors."""
     parts = []
     for part in holding.parts:
         if part.attempt == attempt:
-            names = (image_name(holding.host, attempt, one.rank) for one in part.images)
-            both = zip(names, part.images, strict=True)
-            part = replace(part, images=tuple(one for called, one in both if called != name))
+            called = {one: image_name(holding.host, attempt, one.rank) for one in part.images}
+            kept = tuple(one for one, name in called.items() if name not in names)
+            part = replace(part, images=kept)
         parts.append(part)
     return replace(holding, parts=tuple(parts))
 
