@@ -150,8 +150,9 @@ def test_many_threads_read_one_lost_image(hosts: Hosts) -> None:
 
 
 def test_memory_is_bounded_however_much_is_asked_for(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    set_sizes(monkeypatch, 256, 1024)  # the block table alone is longer than a batch
     taken: list[int] = []
 
     def take(size_bytes: int) -> memoryview:
@@ -159,12 +160,15 @@ def test_memory_is_bounded_however_much_is_asked_for(
         return memoryview(bytearray(size_bytes))
 
     monkeypatch.setattr(decoding, "aligned_memory", take)
-    assert len(hosts.images[1]) > 3 * BATCH
-    thread = Thread(target=lambda: whole(degraded(hosts, 1, "h1")))
-    thread.start()
-    thread.join()
+    with Hosts(arena_dir / "hosts", 3, 1) as hosts:
+        assert len(hosts.images[1]) > 8 * 1024
+        found: list[bytes] = []
+        thread = Thread(target=lambda: found.append(whole(degraded(hosts, 1, "h1", here="h0"))))
+        thread.start()
+        thread.join()
+        assert found == [hosts.images[1]]
     assert taken
-    assert max(taken) <= BATCH
+    assert max(taken) <= 1024
 
 
 def test_a_range_outside_of_an_image_is_refused(hosts: Hosts) -> None:

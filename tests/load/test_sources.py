@@ -323,14 +323,33 @@ def test_images_of_one_rank_that_differ_are_both_left_alone() -> None:
     assert refusal.reason.endswith("a0, a1 hold different images of rank 1")
 
 
+def test_not_even_decoded_when_hosts_hold_different_images_of_a_rank() -> None:
+    holdings = groups((4, 2))
+    holdings[3] = _with_images(holdings[3], (image(1, seal="x"),))
+    assert find(holdings) == []
+    assert find(less(holdings, ["a3"]))
+
+
 def test_a_group_that_coded_another_image_does_not_vouch_for_this_one() -> None:
-    holdings = groups((3, 1))
+    holdings = groups((4, 2))
     (part,) = holdings[0].parts
     holdings[0] = replace(holdings[0], parts=(replace(part, images=(image(0, seal="x"),)),))
     (found,) = find(holdings)
     assert found.sources[0].image == image(0, seal="x")
     assert found.survives == 0
-    assert not find(less(holdings, ["a1"]))  # to the group, image 0 is lost as well
+    (found,) = find(less(holdings, ["a1"]))  # to the group, image 0 is lost as well
+    assert found.sources[1].decoding is not None
+    assert found.sources[1].decoding.absent == (0, 1)
+    assert not find(less(holdings, ["a1", "a2"]))
+
+
+def test_a_short_image_needs_the_parity_of_its_own_stripe_only() -> None:
+    hosts = {"a": [image(0, blocks=1)], "b": [image(1)], "c": [image(2)]}
+    holdings = group(hosts, 1)
+    (part,) = holdings[2].parts
+    holdings[2] = replace(holdings[2], parts=(replace(part, rows=()),))
+    assert find(less(holdings, ["a"]))  # all of it is in stripe 1, whose parity is on b
+    assert not find(less(holdings, ["b"]))
 
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────
