@@ -61,6 +61,22 @@ class Record(msgspec.Struct, frozen=True):
     sums: bytes
 
 
+class ToldPart(msgspec.Struct, frozen=True):
+    incarnation: int
+    step: int
+    attempt: str
+    world: int
+    layout: str
+    images: tuple[Image, ...]
+    parity: tuple[tuple[int, int], ...]
+
+
+class Told(msgspec.Struct, frozen=True):
+    host: str
+    parts: tuple[ToldPart, ...]
+    parents: dict[int, tuple[int, int] | None]
+
+
 def seal(record: Record) -> bytes:
     """The record behind its checksum."""
     body = msgspec.msgpack.encode(record)
@@ -286,6 +302,19 @@ class Hosts:
 
     def known(self, *, lost: Collection[str] = ()) -> Inventories:
         return Inventories(tuple(self.holding(host) for host in self.names if host not in lost))
+
+    def told(self, *lost: str) -> list[Told]:
+        """Their inventories, as keepers tell them."""
+        found = []
+        for holding in self.known(lost=lost).holdings:
+            (part,) = holding.parts
+            rows = tuple((row.stripe, row.row) for row in part.rows)
+            shown = ToldPart(
+                part.incarnation, part.step, part.attempt, part.world, part.layout, part.images,
+                rows,
+            )  # fmt: skip
+            found.append(Told(holding.host, (shown,), holding.parents))
+        return found
 
     def reach(self, here: str, asking: Puller | None = None) -> Reach:
         """From a host of these, or from one that holds nothing."""

@@ -5,32 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from holdfast.errors import PeerError
 from holdfast.format.manifest import Generation
 from holdfast.load.gathering import Gathering
-from holdfast.load.holdings import Image
 from holdfast.load.sources import Inventories
 from lost_hosts import GENERATION, Hosts, Record, set_sizes, unseal
 from peering import close_pullers
-
-
-class ToldPart(msgspec.Struct, frozen=True):
-    incarnation: int
-    step: int
-    attempt: str
-    world: int
-    layout: str
-    images: tuple[Image, ...]
-    parity: tuple[tuple[int, int], ...]
-
-
-class Told(msgspec.Struct, frozen=True):
-    host: str
-    parts: tuple[ToldPart, ...]
-    parents: dict[int, tuple[int, int] | None]
 
 
 class Asked:
@@ -39,20 +21,6 @@ class Asked:
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
         self.asked: list[tuple[str, int, int]] = []
-
-    def told(self, *lost: str) -> list[Told]:
-        found = []
-        for host in self.hosts.names:
-            whole = self.hosts.holding(host)
-            (part,) = whole.parts
-            rows = tuple((row.stripe, row.row) for row in part.rows)
-            shown = ToldPart(
-                part.incarnation, part.step, part.attempt, part.world, part.layout, part.images,
-                rows,
-            )  # fmt: skip
-            if host not in lost:
-                found.append(Told(host, (shown,), whole.parents))
-        return found
 
     def fetch(
         self, host: str, attempt: str, generation: Generation, stripe: int, row: int
@@ -72,7 +40,7 @@ def asked(arena_dir: Path) -> Iterator[Asked]:
 
 
 def test_nothing_is_asked_for_while_every_image_is_there(asked: Asked) -> None:
-    gathering = Gathering(asked.told(), asked.fetch)
+    gathering = Gathering(asked.hosts.told(), asked.fetch)
     known = gathering.with_rows(Inventories(gathering.holdings))
     assert known.holdings == gathering.holdings
     assert known.find().recoveries
@@ -80,14 +48,14 @@ def test_nothing_is_asked_for_while_every_image_is_there(asked: Asked) -> None:
 
 
 def test_the_records_of_what_lacks_an_image_are_asked_for_once(asked: Asked) -> None:
-    gathering = Gathering(asked.told("h1"), asked.fetch)
+    gathering = Gathering(asked.hosts.told("h1"), asked.fetch)
     known = gathering.with_rows(Inventories(gathering.holdings))
     assert known == gathering.with_rows(known) == asked.hosts.known(lost=["h1"])
     assert len(asked.asked) == 6
 
 
 def test_a_host_lost_on_the_way_makes_parity_needed(asked: Asked) -> None:
-    gathering = Gathering(asked.told(), asked.fetch)
+    gathering = Gathering(asked.hosts.told(), asked.fetch)
     known = gathering.with_rows(Inventories(gathering.holdings))
     (first,) = known.find().recoveries
     known = known.without(first.candidate, {"peer": "h2"})
@@ -108,6 +76,6 @@ def test_a_record_that_does_not_come_or_is_another_is_of_a_row_that_nobody_has(
             return asked.fetch("h3", attempt, generation, 3, 0)
         return asked.fetch(host, attempt, generation, stripe, row)
 
-    gathering = Gathering(asked.told("h1"), fetch)
+    gathering = Gathering(asked.hosts.told("h1"), fetch)
     known = gathering.with_rows(Inventories(gathering.holdings))
     assert [len(one.parts[0].rows) for one in known.holdings] == [0, 0, 2]

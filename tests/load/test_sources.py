@@ -386,6 +386,9 @@ def test_abandoned_generations_are_left_out_and_can_be_asked_for_by_name() -> No
     assert [one.candidate.step for one in known.find().recoveries] == [6]
     assert [one.candidate.step for one in known.find("1-7").recoveries] == [7]
     assert known.find(7).recoveries == ()
+    lacking = replace(known, holdings=tuple(less(list(holdings), ["a0", "a1"])))
+    assert lacking.find().refusals == lacking.find(7).refusals == ()
+    assert len(lacking.find("1-7").refusals) == 1
 
 
 def test_the_line_is_known_by_storage_first_and_by_every_host() -> None:

@@ -72,15 +72,19 @@ def held_row(record: Record) -> HeldRow:
 
 
 def checked_record(
-    record: Record, coding: Coding, attempt: str, stripe: int, row: int, where: str
+    record: Record, coding: Coding, attempt: str, stripe: int, row: int, host: str
 ) -> Record:
-    """The record itself, if it is the one of this row; FormatError when it is of another."""
+    """What ``host`` gave, if it is the record of this row; FormatError when it is of another."""
+    where = f"the record of row {row} of stripe {stripe} on {host}"
     is_this_one = record.attempt == attempt and held_row(record) == HeldRow(coding, stripe, row)
     if not is_this_one:
         raise FormatError(
-            f"{where} is no longer the record of that row: attempt {record.attempt}, row "
-            f"{record.row} of stripe {record.stripe} of {[one.host for one in record.members]}"
+            f"{where} is no longer that of attempt {attempt} in its group: it is of attempt "
+            f"{record.attempt}, row {record.row} of stripe {record.stripe}, and of the hosts "
+            f"{', '.join(one.host for one in record.members)}"
         )
     if len(record.sums) != 8 * block_count(coding.row_bytes(stripe)):
-        raise FormatError(f"{where} has {len(record.sums)} bytes of checksums for its row")
+        raise FormatError(
+            f"{where} has {len(record.sums)} bytes of checksums, which do not fit its row"
+        )
     return record

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.errors import ArenaError, HoldfastError, NotFound
+from holdfast.format.manifest import Generation
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout
 from holdfast.load.decoding import BROKEN, CodedImage, GroupReader, ParityRow
@@ -51,6 +52,14 @@ class Reach:
         if host not in self.peers:
             raise NotFound(f"nobody told where the keeper of {host} is asked; take another source")
         return self.peers[host]
+
+    def record(
+        self, host: str, attempt: str, generation: Generation, stripe: int, row: int
+    ) -> Record:
+        """The record of a row that a host holds. PeerError, FormatError or NotFound."""
+        path = f"/records/{attempt}/{stripe}/{row}"
+        data = self.puller.document(self.peer(host), path, generation=str(generation))
+        return self.read_record(data, f"{host}{path}")
 
 
 def open_recovery(
@@ -194,14 +203,9 @@ class _Opening:
     def _record(self, coding: Coding, host: str, stripe: int, row: int) -> Record:
         at = host, stripe, row
         if at not in self._records:
-            path = f"/records/{self._attempt}/{stripe}/{row}"
-            data = self._reach.puller.document(
-                self._reach.peer(host), path, generation=self._generation
-            )
-            record = self._reach.read_record(data, f"{host}{path}")
-            self._records[at] = checked_record(
-                record, coding, self._attempt, stripe, row, f"{host}{path}"
-            )
+            candidate = self._recovery.candidate
+            record = self._reach.record(host, self._attempt, candidate.generation, stripe, row)
+            self._records[at] = checked_record(record, coding, self._attempt, stripe, row, host)
         return self._records[at]
 
 

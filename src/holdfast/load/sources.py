@@ -54,11 +54,17 @@ class Inventories(Struct, frozen=True):
     parents: dict[int, tuple[int, int] | None] = {}
 
     def find(self, wanted: int | str | None = None) -> Found:
-        """What can be restored of ``wanted``, as ``choose`` takes it."""
-        found = find_all(self.holdings, self.stored)
-        by_candidate = {one.candidate: one for one in found.recoveries}
-        fit = choose(by_candidate, self._parents(), wanted)
-        return Found(tuple(by_candidate[one] for one in fit), found.refusals)
+        """What can be restored of ``wanted``, as ``choose`` takes it, and what of it cannot."""
+        found, parents = find_all(self.holdings, self.stored), self._parents()
+        can = {one.candidate: one for one in found.recoveries}
+        cannot = {
+            Candidate(one.incarnation, one.step, "memory", one.attempt): one
+            for one in found.refusals
+        }
+        return Found(
+            tuple(can[one] for one in choose(can, parents, wanted)),
+            tuple(cannot[one] for one in choose(cannot, parents, wanted)),
+        )
 
     def without(self, candidate: Candidate, fields: Mapping[str, Any]) -> Inventories:
         """What is left when ``candidate`` failed with an error of these ``fields``.
