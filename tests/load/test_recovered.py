@@ -16,7 +16,7 @@ from holdfast.errors import ChecksumMismatch, Fenced, NotFound, PeerError, TooMa
 from holdfast.format.checksum import checksum
 from holdfast.load import decoding
 from holdfast.load.degraded import DegradedImage
-from holdfast.load.peer_image import PeerImage
+from holdfast.load.peer_ranges import PeerImage
 from holdfast.load.recovered import MappedRanges, open_recovery
 from holdfast.load.source import HeldImage
 from lost_hosts import Hosts, Record, fetch, identity_of, seal, set_sizes, split_layout, unseal
@@ -276,10 +276,12 @@ def test_the_layout_is_taken_from_whoever_gives_it_rightly(hosts: Hosts) -> None
         served = hosts.served[host]
         served.do(served.server.offer_document, path, b"something else")
     recovery, reach = hosts.recovery(), hosts.reach("new")
-    with pytest.raises(ChecksumMismatch, match="layout h0"):
+    with pytest.raises(ChecksumMismatch, match="layout .* on h3: its bytes have the hash"):
         open_recovery(recovery, reach)
     served.do(served.server.offer_document, path, hosts.layout.to_json())
     hosts.check_all(open_recovery(recovery, reach))
+    (hosts.directory / "h0" / "layouts" / f"{hosts.layout.hash}.json").write_bytes(b"torn")
+    hosts.check_all(open_recovery(recovery, hosts.reach("h0")))
 
 
 # ── bytes that changed ───────────────────────────────────────────────────────────────────────

@@ -131,7 +131,7 @@ def test_when_nothing_is_left_every_reason_is_told(run: Run) -> None:
     for host in ("h0", "h1", "h2"):
         run.hosts.die(host)
     run.stored = ()
-    with pytest.raises(RestoreError, match=r"(?s)keeper h0 at .*keeper h1 at .*keeper h2 at "):
+    with pytest.raises(RestoreError, match=r"(?s)keeper h2 at .*keeper h1 at .*keeper h0 at "):
         run.restore("new")
 
 

@@ -23,7 +23,7 @@ from holdfast.errors import (
 )
 from holdfast.events import SourceDropped, emit
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
-from holdfast.load.peer_image import Ranges
+from holdfast.load.peer_ranges import Ranges
 from holdfast.load.plan import BATCH_BYTES
 from holdfast.load.source import ImageFile
 from holdfast.redundancy.backends import chosen

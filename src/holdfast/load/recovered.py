@@ -15,16 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from holdfast.errors import ArenaError, HoldfastError, NotFound
+from holdfast.errors import ArenaError, ChecksumMismatch, HoldfastError, NotFound
 from holdfast.format.manifest import Generation
 from holdfast.geometry.codec import MAX_BYTES
-from holdfast.geometry.layout import Layout
+from holdfast.geometry.layout import Layout, table_hash
 from holdfast.load.decoding import BROKEN, CodedImage, GroupReader, ParityRow
 from holdfast.load.degraded import DegradedImage
 from holdfast.load.holdings import Coding, Decoding, Image, Recovery, Row, Source, image_name
-from holdfast.load.peer_image import PeerImage, PeerRanges, Ranges
+from holdfast.load.peer_ranges import PeerImage, PeerRanges, Ranges
 from holdfast.load.records import Record, checked_record
-from holdfast.load.source import Checkpoint, HeldImage, ImageFile, read_layout
+from holdfast.load.source import Checkpoint, HeldImage, ImageFile
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
 
@@ -105,21 +105,31 @@ class _Opening:
         self._records: dict[tuple[str, int, int], Record] = {}
 
     def layout(self) -> Layout:
-        """From this host, or the first other one that gives it."""
-        wanted = self._recovery.layout
+        """From this host, or the first other one that gives it rightly."""
         failures: list[HoldfastError] = []
-        path = self._reach.arena / "layouts" / f"{wanted}.json"
-        if path.is_file():
-            return read_layout(path.read_bytes(), wanted, str(path))
-        for host in self._recovery.holders:
+        here = self._reach.host
+        for host in (here, *(one for one in self._recovery.holders if one != here)):
             try:
-                data = self._reach.puller.document(
-                    self._reach.peer(host), f"/layouts/{wanted}", most_bytes=MAX_BYTES
-                )
-                return read_layout(data, wanted, f"{host}/layouts/{wanted}")
+                return self._layout_of(host)
             except BROKEN as error:
                 failures.append(error)
-        raise failures[0]
+        raise failures[-1]
+
+    def _layout_of(self, host: str) -> Layout:
+        wanted = self._recovery.layout
+        if host == self._reach.host:
+            path = self._reach.arena / "layouts" / f"{wanted}.json"
+            if not path.is_file():
+                raise NotFound(f"there is no layout {path}", path=str(path))
+            data = path.read_bytes()
+        else:
+            peer = self._reach.peer(host)
+            data = self._reach.puller.document(peer, f"/layouts/{wanted}", most_bytes=MAX_BYTES)
+        if (found := table_hash(data)) != wanted:
+            raise ChecksumMismatch(
+                f"layout {wanted} on {host}: its bytes have the hash {found}", path=wanted
+            )
+        return Layout.from_json(data)
 
     def held(self, source: Source) -> ImageFile:
         """An image that some host has: this one, rather."""

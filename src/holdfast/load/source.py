@@ -73,7 +73,7 @@ class StoredImage:
 
     def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
         """See ``ImageFile``."""
-        return _read_head(self, expected)
+        return read_head(self, expected)
 
     def block_name(self, number: int) -> str:
         """See ``ImageFile``."""
@@ -125,7 +125,7 @@ class HeldImage:
 
     def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
         """See ``ImageFile``."""
-        return _read_head(self, expected)
+        return read_head(self, expected)
 
     def block_name(self, number: int) -> str:
         """See ``ImageFile``."""
@@ -260,7 +260,7 @@ class Checkpoint:
         self._tables[rank] = table
 
 
-def _read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+def read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
     """Header and block checksums of one file, checked against what names it."""
     file.check_length()
     data_start = header_size(bytes(file.view(0, 8, bytearray())), file.name, file.size_bytes)
@@ -308,7 +308,7 @@ def _identity(source: Manifest | HeldGeneration) -> dict[str, str]:
     }
 
 
-def read_layout(data: bytes, hash_: str, where: str) -> Layout:
+def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
     """The layout whose very bytes have this hash."""
     _expect(table_hash(data), hash_, f"layout {where}")
     return Layout.from_json(data)
@@ -317,7 +317,7 @@ def read_layout(data: bytes, hash_: str, where: str) -> Layout:
 def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
     """A published checkpoint."""
     path = layout_path(manifest.layout)
-    layout = read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
+    layout = _read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
     parts = {part.rank: _stored(store, part) for part in manifest.parts}
     files: dict[int, ImageFile] = {}
     for named in manifest.images:
@@ -337,7 +337,7 @@ def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
         data = path.read_bytes()
     except OSError as error:
         raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
-    layout = read_layout(data, held.layout, str(path))
+    layout = _read_layout(data, held.layout, str(path))
     files: dict[int, ImageFile] = {
         s.rank: HeldImage(s.path, s.image_bytes, s.header_xxh3, s.table_xxh3) for s in held.slots
     }
