@@ -276,7 +276,7 @@ def test_the_layout_is_taken_from_whoever_gives_it_rightly(hosts: Hosts) -> None
         served = hosts.served[host]
         served.do(served.server.offer_document, path, b"something else")
     recovery, reach = hosts.recovery(), hosts.reach("new")
-    with pytest.raises(ChecksumMismatch, match="layout .* on h3: its bytes have the hash"):
+    with pytest.raises(ChecksumMismatch, match=r"layout .* on h3: its bytes have the hash"):
         open_recovery(recovery, reach)
     served.do(served.server.offer_document, path, hosts.layout.to_json())
     hosts.check_all(open_recovery(recovery, reach))
