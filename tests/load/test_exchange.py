@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from holdfast.geometry.layout import (
     table_to_json,
 )
 from holdfast.load import exchange, plan, read, sharing, together
+from holdfast.load.decoding import GroupReader
 from holdfast.load.exchange import (
     Exchange,
     ExchangeBroke,
@@ -57,9 +59,12 @@ from holdfast.load.sharing import (
     touched,
 )
 from holdfast.load.source import Checkpoint, from_manifest
+from holdfast.redundancy.stripes import Rebuild
 from holdfast.storage.memory import MemoryStore
 from images import Array, images_of, publish_checkpoint, random_leaf, split_leaf
 from layouts import instances, layouts, mesh, on, unhurried
+from lost_hosts import Hosts, set_sizes
+from peering import close_pullers
 
 BLOCK = 256
 WAIT_S = 20.0
@@ -276,6 +281,37 @@ def _blocks_of_wants(
 def _blocks_of_slab(slab: plan.Slab) -> range:
     """Those between the first and the last wanted byte of a slab."""
     return range(slab.start // BLOCK, -(-slab.stop // BLOCK))
+
+
+def test_what_is_lost_is_decoded_once_for_all_ranks(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_sizes(monkeypatch, BLOCK, 4 * BLOCK)
+    decoded: Counter[int] = Counter()
+    fill = GroupReader.fill
+
+    def noting(self: GroupReader, step: Rebuild, into: memoryview) -> None:
+        decoded.update(range(step.start, step.stop, BLOCK))
+        fill(self, step, into)
+
+    with Hosts(arena_dir / "hosts", 4, 1) as hosts:
+        checkpoints = [hosts.open(here, lost=["h1"]) for here in ("h0", "h2", "h3")]
+        readers = [
+            Reader(
+                rank,
+                [LeafEntry(leaf.name, leaf.dtype, leaf.shape, "split", on(rank))
+                 for leaf in hosts.layout.leaves],
+            )
+            for rank in range(len(checkpoints))
+        ]  # fmt: skip
+        plans = [planned(one, readers)[rank] for rank, one in enumerate(checkpoints)]
+        monkeypatch.setattr(GroupReader, "fill", noting)
+        traffics = take_turns(checkpoints, readers, plans)
+        assert [one for one in traffics if not isinstance(one, Traffic)] == []
+        assert [reader.wrong(hosts.leaves) for reader in readers] == [[], [], []]
+    assert len(decoded) > 10
+    assert set(decoded.values()) == {1}
+    close_pullers()
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────

@@ -18,6 +18,10 @@ class Candidate(NamedTuple):
     attempt: str
     seal: str = ""
     """The checksum of its manifest, for what is in storage: of all that is to be read."""
+    held: int = 0
+    """How many of its images lie in memory as they are, where hosts tell of theirs."""
+    is_spread: bool = False
+    """Whether some image is not in this host's memory for all ranks: on another, or lost."""
 
     @property
     def generation(self) -> Generation:
@@ -30,7 +34,8 @@ def choose(
     parents: Mapping[int, tuple[int, int] | None],
     wanted: int | str | None,
 ) -> list[Candidate]:
-    """The candidates worth trying, in order: newest step first, memory before storage.
+    """The candidates worth trying, in order: newest step first, memory before storage; of two
+    such, the one that has more of its images in memory.
 
     ``wanted`` None: any descendant line of the newest incarnation; a step: that step in this
     line; "incarnation-step": that very generation, abandoned or not.
@@ -43,7 +48,8 @@ def choose(
     else:
         fit = [c for c in found if c.generation in line and wanted in (None, c.step)]
     return sorted(
-        fit, key=lambda c: (-c.step, -c.incarnation, c.where != "memory", c.attempt, c.seal)
+        fit,
+        key=lambda c: (-c.step, -c.incarnation, c.where != "memory", -c.held, c.attempt, c.seal),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -20,8 +21,10 @@ from holdfast.errors import (
     FormatError,
     HoldfastError,
     NotFound,
+    PeerError,
     RestoreError,
     StorageError,
+    TooManyLost,
 )
 from holdfast.events import Restored as RestoredEvent
 from holdfast.events import SourceDropped, ValuesDiffer, emit
@@ -44,7 +47,9 @@ from holdfast.state.restore import refuse
 from holdfast.world import World, agree
 
 #: Errors that speak against a source, not against the user's state: the next one is tried.
-SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound)
+SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound, PeerError, TooManyLost)
+#: What to try in order, now that a candidate failed with an error that all ranks were told.
+PlanAgain = Callable[[Candidate, HoldfastError], Sequence[Candidate]]
 #: Whose values are looked at for differences; each is an image to open.
 VALUES_COMPARED = 64
 
@@ -86,16 +91,21 @@ def restore_first(
     timeout_s: float,
     on_poison: Callable[[bool], None],
     request: Request | None = None,
+    plan_again: PlanAgain | None = None,
 ) -> Restored | None:
     """Try ``candidates`` in order, on all ranks alike; None when there are none.
 
+    ``plan_again``: asked on all ranks for what is left to try when one has failed; the rest of
+    ``candidates`` otherwise. Each time it must have less to go by (``Inventories.without``).
     ``request``: how the state sees what is stored, and which of it is wanted.
     ``on_poison(True)`` is called before the state is first changed and ``on_poison(False)`` when
     all ranks hold one generation. Raises StateMismatch when the state does not fit, RestoreError
     when no source was good.
     """
     reasons: list[str] = []
-    for candidate in candidates:
+    left = deque(candidates)
+    while left:
+        candidate = left.popleft()
         started_s = time.monotonic()
         phase = f"restore {candidate.incarnation}-{candidate.step} from {candidate.where}"
         try:
@@ -108,6 +118,8 @@ def restore_first(
                 incarnation=incarnation, step=candidate.step, rank=world.rank, source=name,
                 reason=str(error),
             ))  # fmt: skip
+            if plan_again is not None:
+                left = deque(plan_again(candidate, error))
             continue
         elapsed_s = time.monotonic() - started_s
         emit(RestoredEvent(
@@ -159,7 +171,8 @@ class _Attempt:
             on_poison(True)
             self._together("prepared", self._prepare)
             try:
-                if self.candidate.where == "storage":  # what is in memory is as near to every rank
+                # What is in the memory of one host is as near to every rank.
+                if self.candidate.where == "storage" or self.candidate.is_spread:
                     self.traffic = self._read_once()
                 self._together("read", self._read)
             finally:

@@ -73,7 +73,7 @@ class StoredImage:
 
     def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
         """See ``ImageFile``."""
-        return _read_head(self, expected)
+        return read_head(self, expected)
 
     def block_name(self, number: int) -> str:
         """See ``ImageFile``."""
@@ -125,7 +125,7 @@ class HeldImage:
 
     def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
         """See ``ImageFile``."""
-        return _read_head(self, expected)
+        return read_head(self, expected)
 
     def block_name(self, number: int) -> str:
         """See ``ImageFile``."""
@@ -260,11 +260,18 @@ class Checkpoint:
         self._tables[rank] = table
 
 
-def _read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+def read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
     """Header and block checksums of one file, checked against what names it."""
     file.check_length()
     data_start = header_size(bytes(file.view(0, 8, bytearray())), file.name, file.size_bytes)
-    raw = bytes(file.view(0, data_start, bytearray()))
+    header = checked_header(file, bytes(file.view(0, data_start, bytearray())), identity)
+    at = data_start + header.table.offset
+    table = bytes(file.view(at, file.size_bytes, bytearray()))
+    return header, checked_table(file, header, table)
+
+
+def checked_header(file: ImageFile, raw: bytes, identity: Mapping[str, str]) -> Header:
+    """The header out of the bytes before the data; FormatError when it is not the one expected."""
     _expect(text(checksum(raw)), file.header_xxh3, f"header of {file.name}")
     header = parse_header(raw, file.name, file.size_bytes)
     for name, expected in identity.items():
@@ -273,10 +280,13 @@ def _read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tu
                 f"{file.name} is of {name} {header.metadata.get(name)!r}, {expected!r} was "
                 "expected: it is not the image it is said to be"
             )
-    at = data_start + header.table.offset
-    table = bytes(file.view(at, file.size_bytes, bytearray()))
-    _expect(text(checksum(table)), file.table_xxh3, f"block table of {file.name}")
-    return header, unpack_table(table, header.blocks)
+    return header
+
+
+def checked_table(file: ImageFile, header: Header, raw: bytes) -> tuple[int, ...]:
+    """The block checksums out of the bytes of the table. ChecksumMismatch."""
+    _expect(text(checksum(raw)), file.table_xxh3, f"block table of {file.name}")
+    return unpack_table(raw, header.blocks)
 
 
 def _expect(found: str, stored: str, what: str) -> None:

@@ -1,0 +1,251 @@
+"""Open a generation that a ``Recovery`` says how to read: each image from its own source.
+
+In this host's arena where it lies there, from a peer, decoded, or out of storage: they are read
+alike, and nobody further up can tell.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from holdfast.errors import ArenaError, ChecksumMismatch, HoldfastError, NotFound
+from holdfast.format.manifest import Generation
+from holdfast.geometry.codec import MAX_BYTES
+from holdfast.geometry.layout import Layout, table_hash
+from holdfast.load.decoding import BROKEN, CodedImage, GroupReader, ParityRow
+from holdfast.load.degraded import DegradedImage
+from holdfast.load.holdings import Coding, Decoding, Image, Recovery, Row, Source, image_name
+from holdfast.load.peer_ranges import PeerImage, PeerRanges, Ranges
+from holdfast.load.records import Record, checked_record
+from holdfast.load.source import Checkpoint, HeldImage, ImageFile
+from holdfast.peers.calling import Peer
+from holdfast.peers.client import Puller
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How a rank on ``host`` reaches what the hosts of the run hold.
+
+    ``slots``: the paths of this host's slots by attempt and rank; ``rows``: its rows of parity, by
+    attempt, stripe and row, where it can map them; ``arena``: where its layouts lie. ``peers``: the
+    keepers of all hosts that answered, this one's too. ``read_record`` believes or refuses the
+    bytes of a record of parity; its second argument is what to call it in errors.
+    """
+
+    host: str
+    arena: Path
+    puller: Puller
+    peers: Mapping[str, Peer]
+    read_record: Callable[[bytes, str], Record]
+    slots: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    rows: Mapping[tuple[str, int, int], Ranges] = field(default_factory=dict)
+
+    def peer(self, host: str) -> Peer:
+        """The keeper of a host. NotFound when nobody told where it is."""
+        if host not in self.peers:
+            raise NotFound(f"nobody told where the keeper of {host} is asked; take another source")
+        return self.peers[host]
+
+    def record(
+        self, host: str, attempt: str, generation: Generation, stripe: int, row: int
+    ) -> Record:
+        """The record of a row that a host holds. PeerError, FormatError or NotFound."""
+        path = f"/records/{attempt}/{stripe}/{row}"
+        data = self.puller.document(self.peer(host), path, generation=str(generation))
+        return self.read_record(data, f"{host}{path}")
+
+
+def open_recovery(
+    recovery: Recovery, reach: Reach, open_stored: Callable[[], Checkpoint] | None = None
+) -> Checkpoint:
+    """The images of a recovery, to be read from its sources.
+
+    ``open_stored`` opens the checkpoint that images come from which no host has. Whatever speaks
+    against a source is raised here or while it is read, with ``fields`` for
+    ``Inventories.without``: PeerError, TooManyLost, NotFound, FormatError, ArenaError.
+    """
+    opening = _Opening(recovery, reach)
+    layout = opening.layout()
+    stored = open_stored() if open_stored and opening.has_stored else None
+    for source in recovery.sources:
+        if source.hosts:
+            opening.files[source.rank] = opening.held(source)
+    for source in recovery.sources:
+        if source.decoding is not None:
+            opening.files[source.rank] = opening.decoded(source, source.decoding)
+        elif not source.hosts and stored is not None:
+            opening.files[source.rank] = stored.files[source.rank]
+    return Checkpoint(layout, opening.files, recovery.world, opening.identity)
+
+
+class _Opening:
+    """One recovery, on one rank."""
+
+    def __init__(self, recovery: Recovery, reach: Reach) -> None:
+        self._recovery, self._reach = recovery, reach
+        candidate = recovery.candidate
+        self._attempt, self._generation = candidate.attempt, str(candidate.generation)
+        self.identity = {
+            "incarnation": str(candidate.incarnation),
+            "step": str(candidate.step),
+            "attempt": candidate.attempt,
+            "world": str(recovery.world),
+            "layout": recovery.layout,
+        }
+        self.has_stored = any(not one.hosts and one.decoding is None for one in recovery.sources)
+        self.files: dict[int, ImageFile] = {}
+        self._groups: dict[Coding, GroupReader] = {}
+        self._records: dict[tuple[str, int, int], Record] = {}
+
+    def layout(self) -> Layout:
+        """From this host, or the first other one that gives it rightly."""
+        failures: list[HoldfastError] = []
+        here = self._reach.host
+        for host in (here, *(one for one in self._recovery.holders if one != here)):
+            try:
+                return self._layout_of(host)
+            except BROKEN as error:
+                failures.append(error)
+        raise failures[-1]
+
+    def _layout_of(self, host: str) -> Layout:
+        wanted = self._recovery.layout
+        if host == self._reach.host:
+            path = self._reach.arena / "layouts" / f"{wanted}.json"
+            if not path.is_file():
+                raise NotFound(f"there is no layout {path}", path=str(path))
+            data = path.read_bytes()
+        else:
+            peer = self._reach.peer(host)
+            data = self._reach.puller.document(peer, f"/layouts/{wanted}", most_bytes=MAX_BYTES)
+        if (found := table_hash(data)) != wanted:
+            raise ChecksumMismatch(
+                f"layout {wanted} on {host}: its bytes have the hash {found}", path=wanted
+            )
+        return Layout.from_json(data)
+
+    def held(self, source: Source) -> ImageFile:
+        """An image that some host has: this one, rather."""
+        image, here = source.image, self._reach.host
+        assert image is not None
+        if here not in source.hosts:
+            peer = self._reach.peer(source.hosts[0])
+            return PeerImage(self._reach.puller, peer, self._attempt, self._generation, image)
+        name = image_name(here, self._attempt, image.rank)
+        try:
+            path = self._reach.slots[self._attempt, image.rank]
+            file = HeldImage(path, image.image_bytes, image.header_xxh3, image.table_xxh3)
+        except (ArenaError, KeyError) as error:
+            raise NotFound(f"{name} is no longer in this host's memory: {error}", path=name) from (
+                error
+            )
+        file.name = name
+        return file
+
+    def decoded(self, source: Source, way: Decoding) -> ImageFile:
+        """An image that is lost. All that are held are open already."""
+        if way.coding not in self._groups:
+            self._groups[way.coding] = self._group(way)
+        member = way.coding.members[way.member]
+        return DegradedImage(
+            self._groups[way.coding], way.member, way.image, member.images[way.image],
+            partial(self._head, way), image_name(member.host, self._attempt, source.rank),
+        )  # fmt: skip
+
+    def _group(self, way: Decoding) -> GroupReader:
+        coding = way.coding
+        images = {
+            (number, n): CodedImage(
+                self.files[coded.image.rank], coded.data_start,
+                self.identity | {"rank": str(coded.image.rank)},
+            )
+            for number, member in enumerate(coding.members)
+            for n, coded in enumerate(member.images)
+            if self._is_held(coded.image)
+        }  # fmt: skip
+        rows = {(row.stripe, row.row): self._row(coding, row) for row in way.rows}
+        return GroupReader(
+            coding.placement, [member.host for member in coding.members], images, rows
+        )
+
+    def _is_held(self, image: Image) -> bool:
+        source = self._recovery.sources[image.rank]
+        return bool(source.hosts) and source.image == image
+
+    def _row(self, coding: Coding, row: Row) -> ParityRow:
+        here = self._reach.host
+        host = here if here in row.hosts else row.hosts[0]
+        at = self._attempt, row.stripe, row.row
+        if host == here and at in self._reach.rows:
+            ranges = self._reach.rows[at]
+        else:
+            path = f"/parity/{self._attempt}/{row.stripe}/{row.row}"
+            ranges = PeerRanges(
+                self._reach.puller, self._reach.peer(host), path, self._generation,
+                coding.row_bytes(row.stripe), f"{host}{path}",
+            )  # fmt: skip
+
+        def sums() -> tuple[int, ...]:
+            found = self._record(coding, host, row.stripe, row.row).sums
+            return tuple(np.frombuffer(found, "<u8").tolist())
+
+        return ParityRow(ranges, sums)
+
+    def _head(self, way: Decoding) -> bytes:
+        """The header of a lost image, from the first record that has it rightly."""
+        failure: HoldfastError = NotFound("there is no record of its group's parity")
+        for host, row in _holders(way):
+            try:
+                record = self._record(way.coding, host, row.stripe, row.row)
+            except BROKEN as error:
+                failure = error
+            else:
+                return record.members[way.member].images[way.image].head
+        raise failure
+
+    def _record(self, coding: Coding, host: str, stripe: int, row: int) -> Record:
+        at = host, stripe, row
+        if at not in self._records:
+            candidate = self._recovery.candidate
+            record = self._reach.record(host, self._attempt, candidate.generation, stripe, row)
+            self._records[at] = checked_record(record, coding, self._attempt, stripe, row, host)
+        return self._records[at]
+
+
+def _holders(way: Decoding) -> Iterator[tuple[str, Row]]:
+    for row in way.rows:
+        for host in row.hosts:
+            yield host, row
+
+
+class MappedRanges:
+    """Bytes of a file in this host's shared memory, such as a row of parity."""
+
+    is_mapped = True
+
+    def __init__(self, path: Path, offset_bytes: int, size_bytes: int, name: str) -> None:
+        self.name, self.size_bytes = name, size_bytes
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                found = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            raise ArenaError(f"cannot map {name}: {error}") from error
+        self._view = memoryview(found)[offset_bytes : offset_bytes + size_bytes]
+        if len(self._view) < size_bytes:
+            raise ArenaError(f"{name} has {len(self._view)} bytes, not {size_bytes}")
+
+    def view(
+        self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
+    ) -> memoryview:
+        """See ``ImageFile``: the shared memory itself."""
+        return self._view[start:stop]

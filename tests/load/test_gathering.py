@@ -1,0 +1,81 @@
+"""What parity is made of is asked for when it is needed, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import PeerError
+from holdfast.format.manifest import Generation
+from holdfast.load.gathering import Gathering
+from holdfast.load.sources import Inventories
+from lost_hosts import GENERATION, Hosts, Record, set_sizes, unseal
+from peering import close_pullers
+
+
+class Asked:
+    """Hosts that are asked for records, and which were."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.asked: list[tuple[str, int, int]] = []
+
+    def fetch(
+        self, host: str, attempt: str, generation: Generation, stripe: int, row: int
+    ) -> Record:
+        assert (attempt, generation) == (self.hosts.attempt, GENERATION)
+        self.asked.append((host, stripe, row))
+        return unseal(self.hosts.records[host, stripe, row], "a record")
+
+
+@pytest.fixture
+def asked(arena_dir: Path) -> Iterator[Asked]:
+    with pytest.MonkeyPatch.context() as patch:
+        set_sizes(patch, 1024, 4096)
+        with Hosts(arena_dir / "hosts", 4, 2) as hosts:
+            yield Asked(hosts)
+    close_pullers()
+
+
+def test_nothing_is_asked_for_while_every_image_is_there(asked: Asked) -> None:
+    gathering = Gathering(asked.hosts.told(), asked.fetch)
+    known = gathering.with_rows(Inventories(gathering.holdings))
+    assert known.holdings == gathering.holdings
+    assert known.find().recoveries
+    assert not asked.asked
+
+
+def test_the_records_of_what_lacks_an_image_are_asked_for_once(asked: Asked) -> None:
+    gathering = Gathering(asked.hosts.told("h1"), asked.fetch)
+    known = gathering.with_rows(Inventories(gathering.holdings))
+    assert known == gathering.with_rows(known) == asked.hosts.known(lost=["h1"])
+    assert len(asked.asked) == 6
+
+
+def test_a_host_lost_on_the_way_makes_parity_needed(asked: Asked) -> None:
+    gathering = Gathering(asked.hosts.told(), asked.fetch)
+    known = gathering.with_rows(Inventories(gathering.holdings))
+    (first,) = known.find().recoveries
+    known = known.without(first.candidate, {"peer": "h2"})
+    assert not known.find().recoveries
+    known = gathering.with_rows(known)
+    assert known == asked.hosts.known(lost=["h2"])
+    (second,) = known.find().recoveries
+    assert second.survives == 1
+
+
+def test_a_record_that_does_not_come_or_is_another_is_of_a_row_that_nobody_has(
+    asked: Asked,
+) -> None:
+    def fetch(host: str, attempt: str, generation: Generation, stripe: int, row: int) -> Record:
+        if host == "h0":
+            raise PeerError("gone", peer=host)
+        if host == "h2":
+            return asked.fetch("h3", attempt, generation, 3, 0)
+        return asked.fetch(host, attempt, generation, stripe, row)
+
+    gathering = Gathering(asked.hosts.told("h1"), fetch)
+    known = gathering.with_rows(Inventories(gathering.holdings))
+    assert [len(one.parts[0].rows) for one in known.holdings] == [0, 0, 2]

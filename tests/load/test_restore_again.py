@@ -1,0 +1,148 @@
+"""A restore whose source fails goes on with what is left, down to storage, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import events
+from holdfast.catalogue import layout_path
+from holdfast.errors import HoldfastError, RestoreError
+from holdfast.format.manifest import Generation
+from holdfast.geometry.layout import Layout
+from holdfast.load import restore
+from holdfast.load.choose import Candidate
+from holdfast.load.recovered import open_recovery
+from holdfast.load.restore import Restored, restore_first
+from holdfast.load.source import Checkpoint
+from holdfast.load.sources import Inventories
+from holdfast.load.stored import catalogue_of, open_stored, stored
+from holdfast.storage.base import Store
+from holdfast.storage.open import open_store
+from holdfast.world import SoloWorld
+from lost_hosts import Hosts
+from peering import close_pullers
+
+ROOM = (64, 1100)
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    close_pullers()
+
+
+class Run:
+    """A state saved to storage, whose image is in the memory of host h0 too, with parity."""
+
+    def __init__(self, directory: Path) -> None:
+        self.weight = torch.randn(ROOM)
+        root = directory / "root"
+        holdfast.save(root, {"w": self.weight, "notes": {"n": 5}}, step=1200)
+        self.store: Store = open_store(root)
+        found = catalogue_of(self.store)
+        (manifest,) = found.manifests
+        layout = Layout.from_json(self.store.read(layout_path(manifest.layout)))
+        image = self.store.read(manifest.images[0].path)
+        self.hosts = Hosts(
+            directory / "hosts", 3, 2, layout=layout, images={0: image}, attempt=manifest.attempt,
+            ranks={"h0": [0], "h1": [], "h2": []},
+            generation=Generation(manifest.incarnation, manifest.step),
+        )  # fmt: skip
+        self.stored = tuple(stored(found))
+        self.parents = found.parents
+        self.known = Inventories()
+        self.tried: list[str] = []
+
+    def restore(self, here: str = "h2") -> tuple[Restored | None, dict[str, Any]]:
+        self.known = Inventories(self.hosts.known().holdings, self.stored, self.parents)
+        state: dict[str, Any] = {"w": torch.zeros(ROOM), "notes": {"n": 0}}
+
+        def open_checkpoint(candidate: Candidate) -> Checkpoint:
+            (recovery,) = (r for r in self.known.find().recoveries if r.candidate == candidate)
+            self.tried.append(recovery.text)
+            if not recovery.sources:
+                return open_stored(self.store, candidate, 0)
+            return open_recovery(recovery, self.hosts.reach(here))
+
+        def plan_again(candidate: Candidate, error: HoldfastError) -> list[Candidate]:
+            self.known = self.known.without(candidate, error.told_fields)
+            return self.candidates()
+
+        restored = restore_first(
+            SoloWorld(), state, self.candidates(), open_checkpoint, incarnation=4, timeout_s=60,
+            on_poison=lambda _: None, plan_again=plan_again,
+        )  # fmt: skip
+        return restored, state
+
+    def candidates(self) -> list[Candidate]:
+        return [one.candidate for one in self.known.find().recoveries]
+
+    def check(self, state: dict[str, Any]) -> None:
+        assert torch.equal(state["w"], self.weight)
+        assert state["notes"] == {"n": 5}
+
+
+@pytest.fixture
+def run(arena_dir: Path, tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    with made.hosts:
+        yield made
+
+
+def test_a_state_comes_from_a_peer(run: Run) -> None:
+    restored, state = run.restore()
+    assert restored is not None
+    assert (restored.source, restored.step) == ("memory", 1200)
+    run.check(state)
+
+
+def test_an_image_that_was_changed_is_decoded_instead(run: Run) -> None:
+    run.hosts.flip(0, len(run.hosts.images[0]) // 2)
+    dropped: list[events.Event] = []
+    unsubscribe = events.subscribe(lambda event, _: dropped.append(event))
+    restored, state = run.restore()
+    unsubscribe()
+    assert restored is not None
+    assert restored.source == "memory"
+    assert [text.partition(": ")[2] for text in run.tried] == [
+        "1 of 1 images from memory", "0 of 1 images from memory, of ranks 0 decoded from parity",
+    ]  # fmt: skip
+    run.check(state)
+    (event,) = (one for one in dropped if isinstance(one, events.SourceDropped))
+    assert "h0/images/" in event.reason
+
+
+def test_when_every_host_is_lost_storage_is_what_is_left(run: Run) -> None:
+    for host in ("h0", "h1", "h2"):
+        run.hosts.die(host)
+    restored, state = run.restore("new")
+    assert restored is not None
+    assert restored.source == "storage"
+    run.check(state)
+
+
+def test_when_nothing_is_left_every_reason_is_told(run: Run) -> None:
+    for host in ("h0", "h1", "h2"):
+        run.hosts.die(host)
+    run.stored = ()
+    with pytest.raises(RestoreError, match=r"(?s)keeper h2 at .*keeper h1 at .*keeper h0 at "):
+        run.restore("new")
+
+
+def test_ranks_read_once_for_all_what_is_not_in_the_memory_of_each(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(restore, "read_once", lambda *_, **__: asked.append(True))
+    run.restore()
+    assert asked
+    asked.clear()
+    run.hosts.names = ["h0"]  # one host, which has it all
+    run.restore("h0")
+    assert not asked

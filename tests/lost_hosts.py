@@ -1,0 +1,361 @@
+"""Hosts of one run on this machine: slots, parity and records in files, and a server for each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import numpy as np
+import pytest
+
+from holdfast.errors import ChecksumMismatch, FormatError
+from holdfast.format import checksum as checksums
+from holdfast.format.checksum import blocks, checksum
+from holdfast.format.image import header_size
+from holdfast.format.manifest import Generation
+from holdfast.geometry.box import Box
+from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.layout import Layout
+from holdfast.load import decoding, degraded, holdings, move, plan, read
+from holdfast.load.holdings import HeldPart, Holding, Image, Recovery
+from holdfast.load.plan import Want
+from holdfast.load.read import CARRIERS, read_wants
+from holdfast.load.records import held_row
+from holdfast.load.recovered import MappedRanges, Reach, open_recovery
+from holdfast.load.source import Checkpoint
+from holdfast.load.sources import Inventories
+from holdfast.peers.client import Puller
+from holdfast.redundancy.backends import chosen
+from holdfast.redundancy.erasure import Coder
+from holdfast.redundancy.stripes import Placement, stripes
+from holdfast.snapshot.arena import IMAGE_START, SlotFile
+from images import Array, images_of, random_leaf, seals, split_leaf
+from peering import Served, puller
+
+GENERATION = Generation(3, 1200)
+
+
+class ImageFact(msgspec.Struct, frozen=True):
+    rank: int
+    image_bytes: int
+    data_start: int
+    header_xxh3: str
+    table_xxh3: str
+    head: bytes
+
+
+class MemberFact(msgspec.Struct, frozen=True):
+    host: str
+    images: tuple[ImageFact, ...]
+
+
+class Record(msgspec.Struct, frozen=True):
+    attempt: str
+    parity: int
+    members: tuple[MemberFact, ...]
+    stripe: int
+    row: int
+    sums: bytes
+
+
+class ToldPart(msgspec.Struct, frozen=True):
+    incarnation: int
+    step: int
+    attempt: str
+    world: int
+    layout: str
+    images: tuple[Image, ...]
+    parity: tuple[tuple[int, int], ...]
+
+
+class Told(msgspec.Struct, frozen=True):
+    host: str
+    parts: tuple[ToldPart, ...]
+    parents: dict[int, tuple[int, int] | None]
+
+
+def seal(record: Record) -> bytes:
+    """The record behind its checksum."""
+    body = msgspec.msgpack.encode(record)
+    return checksum(body).to_bytes(8, "little") + body
+
+
+def unseal(data: bytes, where: str) -> Record:
+    """Believe a record, or say what is wrong with it."""
+    if checksum(data[8:]) != int.from_bytes(data[:8], "little"):
+        raise ChecksumMismatch(f"{where}: its bytes changed", path=where)
+    try:
+        return msgspec.msgpack.decode(data[8:], type=Record)
+    except msgspec.DecodeError as error:
+        raise FormatError(f"{where}: {error}") from None
+
+
+def set_sizes(patch: pytest.MonkeyPatch, block_bytes: int, batch_bytes: int) -> None:
+    """Blocks and batches so small that small images have several of both."""
+    for module in (checksums, plan, read, move, decoding, degraded, holdings):
+        patch.setattr(module, "BLOCK_BYTES", block_bytes)
+    for module in (plan, decoding, degraded):
+        patch.setattr(module, "BATCH_BYTES", batch_bytes)
+
+
+def split_layout(world: int, rows: int = 37) -> Layout:
+    """Two leaves, cut over the ranks unevenly, so that images differ in size."""
+    return Layout(
+        world, (split_leaf("b", "BF16", (5 * world + 1, 7), world),
+                split_leaf("w", "F32", (rows * world - 3, 33), world)),
+    )  # fmt: skip
+
+
+def random_leaves(layout: Layout, seed: int = 0) -> dict[str, Array]:
+    return {
+        leaf.name: random_leaf(leaf.dtype, leaf.shape, seed + n)
+        for n, leaf in enumerate(layout.leaves)
+    }
+
+
+class Group:
+    """The parity that hosts made of one attempt: by stripe and row, and the record of each."""
+
+    def __init__(
+        self, hosts: Mapping[str, Sequence[int]], images: Mapping[int, bytes], parity: int,
+        attempt: str,
+    ) -> None:  # fmt: skip
+        self.members = tuple(
+            MemberFact(host, tuple(_fact(rank, images[rank]) for rank in ranks))
+            for host, ranks in sorted(hosts.items())
+        )
+        sizes = tuple(tuple(one.image_bytes - one.data_start for one in member.images)
+                      for member in self.members)  # fmt: skip
+        self.placement = Placement(sizes, parity, checksums.BLOCK_BYTES)
+        coder = Coder(self.placement.columns, parity, chosen().backend)
+        self.rows: dict[tuple[int, int], tuple[str, bytearray, Record]] = {}
+        for stripe in stripes(self.placement):
+            rows = [bytearray(stripe.size_bytes) for _ in stripe.parity]
+            for source in stripe.data:
+                for part in source.parts:
+                    assert part.image is not None
+                    fact = self.members[source.member].images[part.image]
+                    coded = memoryview(images[fact.rank])[fact.data_start :]
+                    into = [memoryview(row)[part.at : part.at + part.stop - part.start]
+                            for row in rows]  # fmt: skip
+                    coder.add(source.number, coded[part.start : part.stop], into)
+            for number, (member, row) in enumerate(zip(stripe.parity, rows, strict=True)):
+                count = checksums.block_count(len(row))
+                sums = [checksum(memoryview(row)[a:b]) for _, a, b in blocks(0, count, len(row))]
+                record = Record(
+                    attempt, parity, self.members, stripe.number, number,
+                    np.array(sums, "<u8").tobytes(),
+                )  # fmt: skip
+                host = self.members[member].host
+                self.rows[stripe.number, number] = (host, row, record)
+
+
+def _fact(rank: int, image: bytes) -> ImageFact:
+    header, table = seals(image)
+    start = header_size(image[:8], "image", len(image))
+    return ImageFact(rank, len(image), start, header, table, image[:start])
+
+
+class Hosts:
+    """``count`` hosts ``h0``..., each with ``per_host`` ranks, in groups, and a server for each."""
+
+    def __init__(
+        self, directory: Path, count: int, parity: int, *, per_host: int = 1, groups: int = 1,
+        attempt: str = "a7", layout: Layout | None = None,
+        images: Mapping[int, bytes] | None = None, ranks: Mapping[str, Sequence[int]] | None = None,
+        generation: Generation = GENERATION,
+    ) -> None:  # fmt: skip
+        self.directory, self.attempt, self.generation = directory, attempt, generation
+        self.names = [f"h{n}" for n in range(count)]
+        self.ranks = dict(ranks or {
+            host: [*range(n * per_host, (n + 1) * per_host)] for n, host in enumerate(self.names)
+        })  # fmt: skip
+        self.layout = layout or split_layout(count * per_host)
+        self.leaves = {} if images else random_leaves(self.layout)
+        made = images or images_of(self.layout, self.leaves, generation=generation, attempt=attempt)
+        self.images = {rank: bytes(image) for rank, image in made.items()}
+        size = count // groups
+        self.groups = [
+            Group({host: self.ranks[host] for host in self.names[n * size : (n + 1) * size]},
+                  self.images, parity, attempt)
+            for n in range(groups)
+        ]  # fmt: skip
+        self.slots: dict[int, SlotFile] = {}
+        self.row_files: dict[tuple[str, int, int], Path] = {}
+        self.records: dict[tuple[str, int, int], bytes] = {}
+        self.served: dict[str, Served] = {}
+        self._puller = puller()
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Hosts:
+        for host in self.names:
+            arena = self.directory / host
+            (arena / "layouts").mkdir(parents=True)
+            (arena / "layouts" / f"{self.layout.hash}.json").write_bytes(self.layout.to_json())
+            for rank in self.ranks[host]:
+                self.slots[rank] = self._slot(arena, rank)
+        for group in self.groups:
+            for (stripe, row), (host, data, record) in group.rows.items():
+                path = self.directory / host / f"parity-{stripe}-{row}"
+                path.touch(0o600)
+                path.write_bytes(data)
+                self.row_files[host, stripe, row] = path
+                self.records[host, stripe, row] = seal(record)
+        for host in self.names:
+            self.served[host] = self._stack.enter_context(Served(name=host))
+            self.offer_all(host)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._stack.close()
+        for slot in self.slots.values():
+            slot.close()
+
+    def _slot(self, arena: Path, rank: int) -> SlotFile:
+        image = self.images[rank]
+        slot = SlotFile.create(arena / f"{rank}.slot", len(image) + 8192)
+        slot.image[: len(image)] = image
+        return slot
+
+    # ── what the servers offer ───────────────────────────────────────────────────────────
+
+    def offer_all(self, host: str) -> None:
+        for rank in self.ranks[host]:
+            self.offer_image(host, rank)
+        for owner, stripe, row in self.row_files:
+            if owner == host:
+                self.offer_row(host, stripe, row)
+        served = self.served[host]
+        path = f"/layouts/{self.layout.hash}"
+        served.do(served.server.offer_document, path, self.layout.to_json())
+
+    def offer_image(self, host: str, rank: int, generation: str = "") -> None:
+        served = self.served[host]
+        served.do(
+            served.server.offer_file, f"/images/{self.attempt}/{rank}", self.slots[rank].path,
+            offset_bytes=IMAGE_START, length_bytes=len(self.images[rank]),
+            generation=generation or str(self.generation),
+        )  # fmt: skip
+
+    def offer_row(self, host: str, stripe: int, row: int) -> None:
+        served, path = self.served[host], self.row_files[host, stripe, row]
+        size = path.stat().st_size
+        if size:
+            served.do(
+                served.server.offer_file, f"/parity/{self.attempt}/{stripe}/{row}", path,
+                offset_bytes=0, length_bytes=size, generation=str(self.generation),
+            )  # fmt: skip
+        served.do(
+            served.server.offer_document, f"/records/{self.attempt}/{stripe}/{row}",
+            self.records[host, stripe, row], generation=str(self.generation),
+        )  # fmt: skip
+
+    def withdraw(self, host: str, path: str) -> None:
+        served = self.served[host]
+        assert served.do(served.server.withdraw, path)
+
+    def die(self, host: str) -> None:
+        """Its keeper is gone."""
+        self.served[host].wait(self.served[host].server.close())
+
+    # ── what happens to bytes ────────────────────────────────────────────────────────────
+
+    def flip(self, rank: int, at: int) -> None:
+        """One bit of an image, in its slot."""
+        self.slots[rank].image[at] ^= 1
+
+    def flip_row(self, host: str, stripe: int, row: int, at: int) -> None:
+        path = self.row_files[host, stripe, row]
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+
+    def change_record(self, host: str, stripe: int, row: int, data: bytes) -> None:
+        self.records[host, stripe, row] = data
+        self.offer_row(host, stripe, row)
+
+    # ── restoring ────────────────────────────────────────────────────────────────────────
+
+    def holding(self, host: str) -> Holding:
+        images = tuple(
+            Image(rank, len(self.images[rank]), *seals(self.images[rank]))
+            for rank in self.ranks[host]
+        )
+        rows = tuple(
+            held_row(record)
+            for group in self.groups
+            for owner, _, record in group.rows.values()
+            if owner == host
+        )
+        part = HeldPart(
+            *self.generation, self.attempt, self.layout.world, self.layout.hash, images, rows
+        )
+        return Holding(host, (part,), {self.generation.incarnation: None})
+
+    def known(self, *, lost: Collection[str] = ()) -> Inventories:
+        return Inventories(tuple(self.holding(host) for host in self.names if host not in lost))
+
+    def told(self, *lost: str) -> list[Told]:
+        """Their inventories, as keepers tell them."""
+        found = []
+        for holding in self.known(lost=lost).holdings:
+            (part,) = holding.parts
+            rows = tuple((row.stripe, row.row) for row in part.rows)
+            shown = ToldPart(
+                part.incarnation, part.step, part.attempt, part.world, part.layout, part.images,
+                rows,
+            )  # fmt: skip
+            found.append(Told(holding.host, (shown,), holding.parents))
+        return found
+
+    def reach(self, here: str, asking: Puller | None = None) -> Reach:
+        """From a host of these, or from one that holds nothing."""
+        return Reach(
+            here, self.directory / here, asking or self._puller,
+            {host: served.peer for host, served in self.served.items()}, unseal,
+            {(self.attempt, rank): str(self.slots[rank].path) for rank in self.ranks.get(here, ())},
+            {(self.attempt, stripe, row): MappedRanges(path, 0, path.stat().st_size, path.name)
+             for (host, stripe, row), path in self.row_files.items()
+             if host == here and path.stat().st_size},
+        )  # fmt: skip
+
+    def recovery(self, *, lost: Collection[str] = ()) -> Recovery:
+        (found,) = self.known(lost=lost).find().recoveries
+        return found
+
+    def open(self, here: str, *, lost: Collection[str] = ()) -> Checkpoint:
+        return open_recovery(self.recovery(lost=lost), self.reach(here))
+
+    def check_all(self, checkpoint: Checkpoint) -> None:
+        """Every leaf, whole, bit for bit."""
+        assert fetch(checkpoint, self.layout) == {
+            name: leaf.tobytes() for name, leaf in self.leaves.items()
+        }
+
+
+def fetch(checkpoint: Checkpoint, layout: Layout) -> dict[str, bytes]:
+    """Every leaf, whole, as bytes."""
+    wants = [Want(leaf.name, Box.whole(leaf.shape), n) for n, leaf in enumerate(layout.leaves)]
+    found: dict[int, Array] = {
+        n: np.zeros(leaf.shape, CARRIERS[ITEMSIZE[leaf.dtype]])
+        for n, leaf in enumerate(layout.leaves)
+    }
+    read_wants(checkpoint, wants, found)
+    return {want.leaf: found[want.key].tobytes() for want in wants}
+
+
+def identity_of(hosts: Hosts, rank: int) -> dict[str, str]:
+    """What the header of an image says."""
+    return {
+        "incarnation": str(GENERATION.incarnation), "step": str(GENERATION.step),
+        "attempt": hosts.attempt, "world": str(hosts.layout.world),
+        "layout": hosts.layout.hash, "rank": str(rank),
+    }  # fmt: skip
