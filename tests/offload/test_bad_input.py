@@ -97,7 +97,9 @@ def test_an_update_that_broke_off_is_never_gone_on_from(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = hybrids.tiny()
-    optimizer = HybridAdamW(model.parameters(), subgroup_elements=700, device_share=share)
+    optimizer = HybridAdamW(
+        model.parameters(), subgroup_elements=700, device_share=share, lane_delay_s=0.005
+    )
     hybrids.train(model, optimizer, range(1))
     calls = []
 
@@ -110,6 +112,11 @@ def test_an_update_that_broke_off_is_never_gone_on_from(
     hybrids.loss_of(model, 1).backward()
     with pytest.raises(RuntimeError, match="the third call"):
         optimizer.step()
+    ended = len(calls)  # nothing is updated any more when it is raised
+    lanes = optimizer._started()[0]
+    for lane in (lanes.host, lanes.compute):
+        lane.run(lambda: None).wait()
+    assert len(calls) == ended
     monkeypatch.undo()
     with pytest.raises(UsageError, match=r"broke off .RuntimeError: the third call"):
         optimizer.step()
