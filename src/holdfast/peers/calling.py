@@ -60,7 +60,7 @@ class Task:
         return f"{self.span.replace('=', ' ') or 'all'} of {self.path}"
 
 
-def failed(peer: Peer, task: Task | None, phase: str, reason: str) -> PeerError:
+def failed(peer: Peer, task: Task | None, phase: str, reason: str, *, status: int = 0) -> PeerError:
     """The error that says who did not give what, and why."""
     what = task.what if task else "anything"
     return PeerError(
@@ -71,6 +71,7 @@ def failed(peer: Peer, task: Task | None, phase: str, reason: str) -> PeerError:
         path=task.path if task else "",
         range=task.span if task else "",
         phase=phase,
+        status=status,
     )
 
 
@@ -125,7 +126,9 @@ class Caller:
         expected = 206 if task.span else 200
         if answer.status != expected:
             reason = _REASONS.get(answer.status, "that is no answer to it")
-            raise failed(peer, task, "answer", f"{reason} (answer {answer.status})")
+            raise failed(
+                peer, task, "answer", f"{reason} (answer {answer.status})", status=answer.status
+            )
         self._check_length(peer, task, answer)
         return answer
 

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import socket
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import UsageError
@@ -55,15 +56,19 @@ class PeerServer:
     # ── what is offered ──────────────────────────────────────────────────────────────────
 
     def offer_file(
-        self, path: str, file: Path | int, *, offset_bytes: int, length_bytes: int, generation: str
-    ) -> None:
+        self, path: str, file: Path | int, *, offset_bytes: int, length_bytes: int,
+        generation: str, on_confirmed: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """Offer bytes of a file, in place of what the path stood for before.
 
+        ``on_confirmed`` is called, on the loop, when a peer has pulled all it wanted of them: who
+        offers them for one peer alone may then write them. It must neither wait nor raise.
         ArenaError when they are not there, UsageError when the names cannot be asked for.
         """
         self._service.resources.offer_file(
-            path, file, offset_bytes=offset_bytes, length_bytes=length_bytes, generation=generation
-        )
+            path, file, offset_bytes=offset_bytes, length_bytes=length_bytes,
+            generation=generation, on_confirmed=on_confirmed,
+        )  # fmt: skip
         self._break_withdrawn()
 
     def offer_document(self, path: str, data: bytes, *, generation: str = NO_GENERATION) -> None:

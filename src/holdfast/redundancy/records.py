@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import msgspec
@@ -24,7 +26,7 @@ from holdfast.format.tables import table_offset
 from holdfast.geometry.placements import MAX_RANKS
 from holdfast.peers.wire import check_peer
 from holdfast.redundancy.groups import MAX_GROUP
-from holdfast.redundancy.stripes import Placement, stored_by
+from holdfast.redundancy.stripes import Kept, Placement, stored_by
 
 #: Of the rules in docs/design/0006-redundancy.md.
 RULES_VERSION = 1
@@ -94,6 +96,48 @@ def placement_of(members: tuple[MemberFact, ...], parity: int) -> Placement:
     """The arithmetic of a group. UsageError where it can lose all its members."""
     sizes = tuple(tuple(image.coded_bytes for image in member.images) for member in members)
     return Placement(sizes, parity)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the members of a group agree on before parity of one generation is made."""
+
+    run_id: str
+    generation: Generation
+    attempt: str
+    world: int
+    layout: str
+    parity: int
+    members: tuple[MemberFact, ...]
+
+    def __post_init__(self) -> None:
+        """FormatError when no record could be made of them."""
+        kept = Kept(0, 0, self._stripe_bytes(0) if 0 < self.parity < len(self.members) else 0)
+        draft = self.record(kept, bytes(8 * block_count(kept.size_bytes)))
+        _refuse_faults(draft, "what a group agreed on")
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where every byte of the members' images and of their parity lies."""
+        return placement_of(self.members, self.parity)
+
+    def number_of(self, host: str) -> int:
+        """Which member a host is. UsageError when it is none."""
+        for number, member in enumerate(self.members):
+            if member.host == host:
+                return number
+        raise UsageError(f"{host} is not in the group {[one.host for one in self.members]!s:.200}")
+
+    def record(self, kept: Kept, sums: bytes) -> ParityRecord:
+        """The record of a row whose blocks have these checksums."""
+        return ParityRecord(
+            RULES_VERSION, self.run_id, self.generation.incarnation, self.generation.step,
+            self.attempt, self.world, self.layout, self.parity, self.members,
+            kept.stripe, kept.row, kept.size_bytes, sums,
+        )  # fmt: skip
+
+    def _stripe_bytes(self, stripe: int) -> int:
+        return stored_by(self.placement, stripe)[0].size_bytes
 
 
 def seal(record: ParityRecord) -> bytes:
