@@ -1,4 +1,4 @@
-"""How long from captured to protected, beside plain sockets that move the same bytes? Over loopback.
+"""How long from captured to protected, beside plain sockets with the same bytes? Over loopback.
 
 ``python benchmarks/exchange.py``, or ``--quick`` with 16 MB images. All members of a group are
 threads of one process, each with a server of its own, and exchange at once. The plain way sends the
@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -149,13 +150,14 @@ class Group:
         self.members = [Member(directory, number, size) for number in range(hosts)]
         self.terms = Terms(
             "benchmark", GENERATION, ATTEMPT, hosts, "0" * 32, parity,
-            tuple(one.fact for one in self.members),
+            tuple(one.fact for one in self.members), turn=0,
         )  # fmt: skip
         for one in self.members:
             one.make_room(self.terms)
 
     def exchange(self) -> None:
         """From captured to protected."""
+        self.terms = replace(self.terms, turn=self.terms.turn + 1)
         peers = {one.name: one.peer for one in self.members}
         each = [
             Exchange(

@@ -65,7 +65,7 @@ class Host:
     def __init__(self, name: str, directory: Path, images: dict[int, bytes]) -> None:
         self.name, self.directory, self.images = name, directory, images
         self.served = Served(name=name)
-        directory.mkdir()
+        directory.mkdir(parents=True)
         self.fact = MemberFact(name, tuple(fact_of(*one) for one in sorted(images.items())))
 
     def slot(self, rank: int) -> Path:
@@ -110,7 +110,7 @@ class Group:
         self.terms = Terms(
             "run", Generation(*map(int, GENERATION.split("-"))), ATTEMPT,
             max(1, sum(map(len, sizes))), "0" * 32, parity,
-            tuple(host.fact for host in self.hosts),
+            tuple(host.fact for host in self.hosts), turn=1,
         )  # fmt: skip
         self.placement = self.terms.placement
         self.budget = Budget()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -62,13 +64,12 @@ def end(host: Host) -> None:
 def check_failed(group: Group, *, because: str, host: str = "") -> None:
     """Somebody says why, in time; what has a seal is right, and not everything has one."""
     group.check_sealed()
-    told = [error for error in group.errors.values() if because in str(error)]
-    assert told, group.errors
+    assert any(because in str(error) for error in group.errors.values()), group.errors
     for error in group.errors.values():
         assert isinstance(error, NotProtected), error
         assert str(error).startswith("generation 3-1200 is captured but not protected, for host-")
         assert error.fields["generation"] == "3-1200"
-    assert not host or host in {error.fields["host"] for error in told}
+    assert not host or host in {error.fields["host"] for error in group.errors.values()}
 
 
 @SHAPES
@@ -119,7 +120,7 @@ def test_a_generation_that_is_withdrawn_in_the_middle_ends_it(shape: Any, arena_
     with Group(arena_dir, *shape) as group:
         group.budget.set_rate(SLOW_BYTES_S)
         group.run(in_the_middle(lambda group: group.hosts[1].withdraw_images(), 2 * MIB))
-        check_failed(group, because="it has withdrawn that", host="host-1")
+        check_failed(group, because="keeper host-1 at", host="host-1")
 
 
 @SHAPES
@@ -144,7 +145,9 @@ def test_a_slot_that_is_given_away_in_the_middle_spoils_nothing(
 
 def test_another_generation_is_not_taken_for_this_one(arena_dir: Path) -> None:
     with Group(arena_dir, *ONE) as group:
-        group.terms = Terms("run", Generation(3, 1201), "a0", 4, "0" * 32, 1, group.terms.members)
+        group.terms = Terms(
+            "run", Generation(3, 1201), "a0", 4, "0" * 32, 1, group.terms.members, 1
+        )
         group.run()
         assert not group.sealed
         for error in group.errors.values():
@@ -154,7 +157,9 @@ def test_another_generation_is_not_taken_for_this_one(arena_dir: Path) -> None:
 
 def test_another_attempt_is_not_taken_for_this_one(arena_dir: Path) -> None:
     with Group(arena_dir, *ONE) as group:
-        group.terms = Terms("run", Generation(3, 1200), "a1", 4, "0" * 32, 1, group.terms.members)
+        group.terms = Terms(
+            "run", Generation(3, 1200), "a1", 4, "0" * 32, 1, group.terms.members, 1
+        )
         group.run()
         assert not group.sealed and len(group.errors) == 3
         check_failed(group, because="it has nothing of that name")
@@ -195,8 +200,26 @@ def test_what_is_called_off_before_it_begins_does_nothing(arena_dir: Path) -> No
         assert all(set(row) <= {POISON} for row in group.hosts[0].rows.values())
 
 
+def test_without_another_thread_it_ends_and_nothing_goes_on(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Group(arena_dir, [[0], [5], [MIB], []], 3) as group:
+        exchange = group.exchange_of(group.hosts[1])
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name.endswith("-2"):
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            exchange.run()
+        assert not [one for one in threading.enumerate() if "-row-" in one.name]
+
+
 def test_a_row_that_nobody_makes_is_not_waited_for_without_end(arena_dir: Path) -> None:
-    sizes = [[], [20 * MIB], []]
+    sizes = [[], [], [20 * MIB]]
     with Group(arena_dir, sizes, 2) as group:
         exchange = group.exchange_of(group.hosts[1], patience_s=0.5)
         with pytest.raises(NotProtected, match=r"host-0 at .* made nothing of row 1 of stripe 0"):
@@ -218,6 +241,24 @@ def offered(host: Host) -> list[str]:
 
 
 @SHAPES
+def test_the_next_turn_of_the_same_attempt_begins_as_if_nothing_had_been(
+    shape: Any, arena_dir: Path
+) -> None:
+    with Group(arena_dir, *shape) as group:
+        group.budget.set_rate(MIB)
+
+        def cancel(group: Group) -> None:
+            group.exchanges["host-1"].cancel("try again")
+
+        group.run(in_the_middle(cancel))
+        assert group.errors
+        group.errors.clear()
+        group.sealed.clear()
+        group.terms = dataclasses.replace(group.terms, turn=2)
+        group.run().check_all()
+
+
+@SHAPES
 def test_nothing_stays_offered_but_what_was(shape: Any, arena_dir: Path) -> None:
     with Group(arena_dir, *shape) as group:
         group.run().check_all()
@@ -226,7 +267,7 @@ def test_nothing_stays_offered_but_what_was(shape: Any, arena_dir: Path) -> None
         for host in group.hosts:
             end(host)
         group.sealed.clear()
-        group.run()
+        group.run(patience_s=0.5)
         assert not group.sealed and all(not offered(host) for host in group.hosts)
 
 
@@ -283,8 +324,8 @@ def test_a_note_that_makes_no_sense_is_not_followed(
 ) -> None:
     with Group(arena_dir, [[3 * MIB], [], [2 * MIB]], 2) as group:
         one = group.hosts[1]
-        made = {h.name: group.exchange_of(h) for h in group.hosts if h is not one}
-        made[one.name] = group.exchange_of(one, offers=Mangled(one, mangle))
+        made = {h.name: group.exchange_of(h, patience_s=1.0) for h in group.hosts if h is not one}
+        made[one.name] = group.exchange_of(one, offers=Mangled(one, mangle), patience_s=1.0)
         group.run_these(made)
         check_failed(group, because="its note makes no sense", host="host-1")
 

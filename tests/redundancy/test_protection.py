@@ -79,6 +79,20 @@ class World:
             for name, host in self.hosts
         ))  # fmt: skip
 
+    def renumbered(self) -> World:
+        """This turn is 1, all earlier ones 0: else no world would ever come again."""
+        now = self.mind.turn
+
+        def again(turn: int) -> int:
+            return int(turn == now and now > 0)
+
+        hosts = tuple(
+            (name, replace(host, rows=tuple(row and (row[0], again(row[1])) for row in host.rows)))
+            for name, host in self.hosts
+        )
+        told = frozenset((again(turn), name) for turn, name in self.told)
+        return replace(self, hosts=hosts, told=told, mind=replace(self.mind, turn=again(now)))
+
     # ── what can happen ──────────────────────────────────────────────────────────────────
 
     def after(self, steps: int) -> Iterator[World]:
@@ -181,10 +195,15 @@ class World:
         return len(names) > 1 and (cover is None or len(cover.members - names) < self.parity)
 
     def is_whole(self, cover: Cover, half: int) -> bool:
-        """Whether all its members that are left have sealed it, and were enough to rebuild it."""
-        rows = {name: host.rows[half] for name, host in self.hosts}
-        left = [name for name in cover.members if name in rows]
-        return bool(left) and all((row := rows[name]) and row[0] == cover for name in left)
+        """Whether all its members that are left have sealed it, and have the images still.
+
+        Without the images it is nothing: they may go as soon as its turn has failed.
+        """
+        left = [host for name, host in self.hosts if name in cover.members]
+        return bool(left) and all(
+            (row := host.rows[half]) and row[0] == cover and cover.generation in host.slots
+            for host in left
+        )
 
 
 def world(
@@ -202,7 +221,7 @@ def reached(first: World, steps: int) -> set[World]:
     found, todo = {first}, [first]
     while todo:
         for one in todo.pop().after(steps):
-            checked = one.checked()
+            checked = one.checked().renumbered()
             if checked not in found:
                 found.add(checked)
                 todo.append(checked)
@@ -211,7 +230,7 @@ def reached(first: World, steps: int) -> set[World]:
 
 @pytest.mark.parametrize(
     ("hosts", "slots", "parity", "losses", "steps"),
-    [(2, 4, 1, 0, 4), (2, 3, 1, 1, 3), (3, 4, 1, 0, 3), (3, 3, 1, 1, 3), (3, 4, 2, 2, 2)],
+    [(2, 4, 1, 0, 4), (2, 3, 1, 1, 4), (3, 4, 1, 0, 3), (3, 3, 1, 1, 2), (3, 4, 2, 2, 2)],
 )
 def test_nothing_that_was_protected_is_lost_in_any_order_of_events(
     hosts: int, slots: int, parity: int, losses: int, steps: int
@@ -224,7 +243,7 @@ def test_nothing_that_was_protected_is_lost_in_any_order_of_events(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("hosts", "parity", "losses", "steps"), [(3, 1, 2, 3), (4, 1, 1, 2), (4, 2, 2, 2), (3, 2, 2, 3)]
+    ("hosts", "parity", "losses", "steps"), [(3, 1, 1, 3), (4, 1, 1, 2), (4, 2, 2, 2), (3, 2, 2, 3)]
 )
 def test_nothing_is_lost_in_larger_groups_either(
     hosts: int, parity: int, losses: int, steps: int
@@ -287,7 +306,7 @@ class Fresh(Protection):
 @pytest.mark.parametrize("kind", [SlotsGo, OneHalf, Hasty, Forgetful, Fresh])
 def test_without_any_one_of_the_rules_something_is_lost(kind: type[Protection]) -> None:
     with pytest.raises(Lost, match="was protected"):
-        reached(world(kind, 2, slots=3, losses=1), 3)
+        reached(world(kind, 2, slots=2, losses=1), 3)
 
 
 # ── and further, at random ───────────────────────────────────────────────────────────────────

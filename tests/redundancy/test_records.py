@@ -10,12 +10,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat
+from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
 from holdfast.format.checksum import checksum
 from holdfast.format.image import header_size, plan_image
+from holdfast.format.manifest import Generation
 from holdfast.peers.client import MOST_DOCUMENT_BYTES
 from holdfast.redundancy import records
-from holdfast.redundancy.records import ImageFact, MemberFact, ParityRecord, seal, unseal
+from holdfast.redundancy.records import ImageFact, MemberFact, ParityRecord, Terms, seal, unseal
+from holdfast.redundancy.stripes import Kept
 from images import assemble, seals
 
 MIB = 1 << 20
@@ -138,6 +140,32 @@ def test_a_record_with_anything_wrong_is_neither_read_nor_sealed(
     assert str(raised.value).startswith("the record of b is not a record of parity: ")
     with pytest.raises(FormatError, match=r"^this record of parity is not"):
         seal(record(**fields))
+
+
+def terms(**fields: Any) -> Terms:
+    made: dict[str, Any] = {
+        "run_id": "run", "generation": Generation(3, 1200), "attempt": "a-0_Z", "world": 4,
+        "layout": "0" * 32, "parity": 2, "members": FACTS, "turn": 7, **fields,
+    }  # fmt: skip
+    return Terms(**made)
+
+
+def test_what_a_group_agreed_on_makes_its_records() -> None:
+    assert terms().record(Kept(1, 1, 3 * MIB), bytes(24)) == record()
+    assert terms().placement == record().placement
+    assert [terms().number_of(host) for host in "abcd"] == [0, 1, 2, 3]
+    with pytest.raises(UsageError, match=r"e is not in the group \['a', 'b', 'c', 'd'\]"):
+        terms().number_of("e")
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [one[1:] for one in BAD if set(one[1]) <= set(Terms.__dataclass_fields__)],
+    ids=[one[0] for one in BAD if set(one[1]) <= set(Terms.__dataclass_fields__)],
+)
+def test_what_no_record_can_say_cannot_be_agreed_on(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(FormatError, match=match):
+        terms(**fields)
 
 
 @pytest.mark.parametrize("name", ParityRecord.__struct_fields__)

@@ -141,13 +141,17 @@ class PeerServer:
         self._service.sender.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
+            # Not ``sock_accept``: cancelled at that moment, it loses a connection it has taken.
+            await _readable(listener)
             try:
-                connected, address = await loop.sock_accept(listener)
+                connected, address = listener.accept()
+            except BlockingIOError:
+                continue
             except OSError:  # no descriptor left, say: those that are open may end meanwhile
                 await asyncio.sleep(_PAUSE_S)
                 continue
+            connected.setblocking(False)
             try:
                 self._welcome(connected, str(address[0]))
             except OSError:  # it is gone already: the others are still to be heard
@@ -179,6 +183,17 @@ class PeerServer:
             self._of_address[connection.address] -= 1
             if not self._of_address[connection.address]:
                 del self._of_address[connection.address]
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Wait until somebody knocks."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(listener, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(listener)
 
 
 _CROWDED = render_answer(Answer(status=refusals.CROWDED.status), is_last=True)

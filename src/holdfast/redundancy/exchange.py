@@ -100,11 +100,15 @@ class Exchange:
             )
             for kept in self._kept[1:]
         ]  # fmt: skip
-        for thread in threads:
-            thread.start()
+        try:
+            for thread in threads:
+                thread.start()
+        except RuntimeError as error:  # no more threads: those that run are to end
+            self._halt.stop(error)
         self._guarded(self._kept[0])
         for thread in threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
         if self._halt.reason is not None:
             raise self._error(self._halt.reason)
         return tuple(
@@ -112,7 +116,7 @@ class Exchange:
         )
 
     def cancel(self, why: str) -> None:
-        """End it, from any thread: ``run`` raises soon, and says why."""
+        """End it, from any thread: ``run`` raises when the question that it waits on has ended."""
         self._halt.stop(self._not_protected(why))
 
     def _guarded(self, kept: Kept) -> None:
@@ -127,6 +131,8 @@ class Exchange:
     def _encode(self, kept: Kept) -> bytes:
         outbox = self._outbox() if self.terms.parity > 1 else None
         try:
+            if outbox is not None:
+                outbox.begin()
             return Encoder(
                 self.terms, kept.stripe, peers=self._peers, coder=self._coder(),
                 row=self._memory(kept), staging=self._room.staging, outbox=outbox,
@@ -172,7 +178,7 @@ class Exchange:
         generation = generation_name(self.terms.generation)
         return NotProtected(
             f"generation {generation} is captured but not protected, for {self.own} cannot make "
-            f"its parity: {why}. What was protected before stays so; the next one is tried.",
+            f"its parity: {why.rstrip('.')}. What was protected before stays so; the next one is tried.",
             generation=generation, host=host,
         )  # fmt: skip
 

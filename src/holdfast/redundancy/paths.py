@@ -25,11 +25,14 @@ def record_path(attempt: str, stripe: int, row: int) -> str:
     return f"/records/{attempt}/{stripe}/{row}"
 
 
-def note_path(attempt: str, stripe: int, row: int) -> str:
-    """A document: which windows of a row that is being made can be fetched now."""
-    return f"/windows/{attempt}/{stripe}/{row}"
+def note_path(attempt: str, turn: int, stripe: int, row: int) -> str:
+    """A document: which windows of a row that is being made can be fetched now.
+
+    ``turn``: which try it is. What was withdrawn in an earlier one is not what is waited for now.
+    """
+    return f"/windows/{attempt}/{turn}/{stripe}/{row}"
 
 
-def window_path(attempt: str, stripe: int, row: int, window: int) -> str:
+def window_path(attempt: str, turn: int, stripe: int, row: int, window: int) -> str:
     """One of these windows."""
-    return f"/windows/{attempt}/{stripe}/{row}/{window}"
+    return f"{note_path(attempt, turn, stripe, row)}/{window}"

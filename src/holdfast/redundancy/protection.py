@@ -29,8 +29,9 @@ class Cover:
 class Protection:
     """What a coordinator knows of it. Every event gives another value.
 
-    Whoever takes over begins with ``protected``, as the records of all hosts tell it, and ``half``.
-    A member that is told to begin ends what it was coding first, and waits until that has ended.
+    Whoever takes over begins with ``half`` and with the newest ``protected`` of which all hosts
+    that are left have the images *and* sealed rows: rows alone may be of a turn that failed, whose
+    images were given up. A member that is told to begin ends what it was coding first.
     """
 
     members: frozenset[str]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -109,12 +109,13 @@ class Terms:
     layout: str
     parity: int
     members: tuple[MemberFact, ...]
+    turn: int
+    """Which try of the coordinator it is; see ``protection``."""
 
     def __post_init__(self) -> None:
         """FormatError when no record could be made of them."""
-        kept = Kept(0, 0, self._stripe_bytes(0) if 0 < self.parity < len(self.members) else 0)
-        draft = self.record(kept, bytes(8 * block_count(kept.size_bytes)))
-        _refuse_faults(draft, "what a group agreed on")
+        draft = self.record(Kept(0, 0, 0), b"")
+        _refuse_faults(draft, "what a group agreed on", (_own_faults, _group_faults))
 
     @cached_property
     def placement(self) -> Placement:
@@ -136,13 +137,10 @@ class Terms:
             kept.stripe, kept.row, kept.size_bytes, sums,
         )  # fmt: skip
 
-    def _stripe_bytes(self, stripe: int) -> int:
-        return stored_by(self.placement, stripe)[0].size_bytes
-
 
 def seal(record: ParityRecord) -> bytes:
     """The bytes of a record; FormatError when nobody could read it."""
-    _refuse_faults(record, "this record of parity")
+    _refuse_faults(record, "this record of parity", _ALL_FAULTS)
     body = msgspec.msgpack.encode(record)
     if _FRAME.size + len(body) > MAX_RECORD_BYTES:
         raise FormatError(
@@ -160,7 +158,7 @@ def unseal(data: Buffer, where: str) -> ParityRecord:
         record = msgspec.msgpack.decode(body, type=ParityRecord)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} is not a record of parity: {error}") from None
-    _refuse_faults(record, where)
+    _refuse_faults(record, where, _ALL_FAULTS)
     return record
 
 
@@ -199,8 +197,11 @@ def _refuse_newer(body: memoryview, where: str) -> None:
 # ── what no record may say, although each field has its type ─────────────────────────────────
 
 
-def _refuse_faults(record: ParityRecord, where: str) -> None:
-    for faults in (_own_faults, _group_faults, _row_faults):  # each may trust those before it
+_Faults = Callable[[ParityRecord], Iterator[str]]
+
+
+def _refuse_faults(record: ParityRecord, where: str, kinds: tuple[_Faults, ...]) -> None:
+    for faults in kinds:
         for fault in faults(record):
             raise FormatError(f"{where} is not a record of parity: {fault}")
 
@@ -284,3 +285,6 @@ def _row_faults(record: ParityRecord) -> Iterator[str]:
         yield f"its row has {record.size_bytes} bytes, those of its group have {kept.size_bytes}"
     if len(record.sums) != 8 * block_count(record.size_bytes):
         yield f"{len(record.sums)} bytes of checksums are not one for each block of its row"
+
+
+_ALL_FAULTS = (_own_faults, _group_faults, _row_faults)  # each may trust those before it

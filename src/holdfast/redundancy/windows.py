@@ -82,6 +82,7 @@ class Outbox:
         patience: Callable[[], float],
     ) -> None:  # fmt: skip
         self._terms, self._stripe = terms, stripe
+        self._generation = generation_name(terms.generation)
         self._rows = range(1, terms.parity)
         self._window_bytes, self._memory = window_bytes, memory
         self._file, self._offset_bytes = file, offset_bytes
@@ -89,6 +90,11 @@ class Outbox:
         self._sums: dict[int, dict[int, bytes]] = {row: {} for row in self._rows}
         self._left: set[tuple[int, int]] = set()
         """(window, row) of what is offered and was not taken yet."""
+
+    def begin(self) -> None:
+        """Say that nothing is made yet: whoever waits then learns at once if nothing will be."""
+        for row in self._rows:
+            self._note(row)
 
     def room(self, window: int, length: int) -> list[memoryview]:
         """Where the rows of a window are to be written, as soon as its place is free."""
@@ -100,24 +106,16 @@ class Outbox:
 
     def offer(self, window: int, rows: Sequence[memoryview]) -> None:
         """Its rows are made."""
-        terms = self._terms
-        generation = generation_name(terms.generation)
         for row, data in zip(self._rows, rows, strict=True):
             self._sums[row][window] = block_sums(data)
             with self._halt.changed:
                 self._left.add((window, row))
             self._offers.offer_file(
-                window_path(terms.attempt, self._stripe, row, window), self._file,
+                self._path(window, row), self._file,
                 offset_bytes=self._offset_bytes + self._at(window, row), length_bytes=len(data),
-                generation=generation, on_confirmed=partial(self._taken, window, row),
+                generation=self._generation, on_confirmed=partial(self._taken, window, row),
             )  # fmt: skip
-            sums = self._sums[row]
-            note = WindowNote(self._window_bytes, min(sums), tuple(sums.values()))
-            self._offers.offer_document(
-                note_path(terms.attempt, self._stripe, row),
-                msgspec.msgpack.encode(note),
-                generation=generation,
-            )
+            self._note(row)
 
     def finish(self) -> None:
         """Wait until all was taken."""
@@ -128,7 +126,20 @@ class Outbox:
         for row in self._rows:
             for window in list(self._sums[row]):
                 self._withdraw(window, row)
-            self._offers.withdraw(note_path(self._terms.attempt, self._stripe, row))
+            self._offers.withdraw(self._note_path(row))
+
+    def _note(self, row: int) -> None:
+        sums = self._sums[row]
+        note = WindowNote(self._window_bytes, min(sums, default=0), tuple(sums.values()))
+        self._offers.offer_document(
+            self._note_path(row), msgspec.msgpack.encode(note), generation=self._generation
+        )
+
+    def _note_path(self, row: int) -> str:
+        return note_path(self._terms.attempt, self._terms.turn, self._stripe, row)
+
+    def _path(self, window: int, row: int) -> str:
+        return window_path(self._terms.attempt, self._terms.turn, self._stripe, row, window)
 
     def _at(self, window: int, row: int) -> int:
         return (window % DEPTH * len(self._rows) + row - 1) * self._window_bytes
@@ -140,7 +151,7 @@ class Outbox:
             self._halt.changed.notify_all()
 
     def _withdraw(self, window: int, row: int) -> None:
-        self._offers.withdraw(window_path(self._terms.attempt, self._stripe, row, window))
+        self._offers.withdraw(self._path(window, row))
         self._sums[row].pop(window, None)
 
     def _wait(self, is_ready: Callable[[], bool]) -> None:
@@ -167,7 +178,7 @@ class Inbox:
         self._terms, self._kept, self._memory = terms, kept, memory
         self._encoder, self._fetcher, self._halt = encoder, fetcher, halt
         self._patience = patience
-        self._task = Task("GET", note_path(terms.attempt, kept.stripe, kept.row),
+        self._task = Task("GET", note_path(terms.attempt, terms.turn, kept.stripe, kept.row),
                           generation_name(terms.generation))  # fmt: skip
 
     def run(self) -> bytes:
@@ -210,8 +221,9 @@ class Inbox:
             note = msgspec.msgpack.decode(data, type=WindowNote)
         except (ValueError, RecursionError) as error:
             raise self._nonsense(str(error)) from None
-        if note.window_bytes % BLOCK_BYTES or not 0 < note.window_bytes <= MOST_WINDOW_BYTES:
-            raise self._nonsense(f"windows of {note.window_bytes} bytes")
+        is_whole = note.window_bytes % BLOCK_BYTES == 0
+        if not (is_whole and 0 < note.window_bytes <= MOST_WINDOW_BYTES and note.first >= 0):
+            raise self._nonsense(f"windows of {note.window_bytes} bytes from {note.first} on")
         return note
 
     def _fetch(self, at: int, note: WindowNote) -> bytes:
@@ -226,10 +238,11 @@ class Inbox:
             for number in range(window, window + len(news))
             if (start := number * note.window_bytes) < stop
         }
+        terms, kept = self._terms, self._kept
         self._fetcher.pull([
             Wanted(
                 self._encoder,
-                window_path(self._terms.attempt, self._kept.stripe, self._kept.row, number),
+                window_path(terms.attempt, terms.turn, kept.stripe, kept.row, number),
                 self._task.generation, 0, part,
             )
             for number, part in parts.items()
