@@ -123,7 +123,7 @@ class Member:
         placement = terms.placement
         kept = stored_by(placement, terms.number_of(self.name))
         self.rows = {(one.stripe, one.row): touched(one.size_bytes) for one in kept}
-        size = passing_bytes(placement.columns, placement.parity)
+        size = passing_bytes(placement.parity)
         self.passing.write_bytes(bytes(max(1, size)))
         self.passing.chmod(0o600)
         with self.passing.open("r+b") as file:

@@ -82,7 +82,7 @@ class Host:
             self.served.do(self.served.server.withdraw, image_path(ATTEMPT, rank))
 
     def make_room(self, placement: Placement, number: int) -> None:
-        passing = passing_bytes(placement.columns, placement.parity)
+        passing = passing_bytes(placement.parity)
         path = self.directory / "passing"
         path.write_bytes(bytes(BEFORE + passing))
         path.chmod(0o600)
@@ -218,7 +218,7 @@ class Group:
     def encoded(self) -> dict[tuple[int, int], bytes]:
         """All rows, made out of the images at once."""
         coder = Coder(self.placement.columns, self.terms.parity, chosen().backend)
-        found = {}
+        found: dict[tuple[int, int], bytes] = {}
         for stripe in stripes(self.placement):
             rows = [bytearray(stripe.size_bytes) for _ in stripe.parity]
             columns = []

@@ -104,10 +104,14 @@ def test_what_is_withdrawn_when_it_was_taken_breaks_nothing(
     """As whoever hands windows on does it: the answer to the last question still arrives."""
     random_file(arena_dir / "a", SIZE)
     into, client = bytearray(SIZE), puller()
+
+    def withdraw() -> None:
+        served.server.withdraw("/a")
+
     for _ in range(50):
         offering.offer_file(
             "/a", arena_dir / "a", offset_bytes=0, length_bytes=SIZE, generation=GENERATION,
-            on_confirmed=lambda: served.server.withdraw("/a") and None,
+            on_confirmed=withdraw,
         )  # fmt: skip
         client.pull([wanted(served, into)])
     assert served.counts()["interrupted"] == 0

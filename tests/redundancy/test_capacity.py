@@ -9,13 +9,12 @@ from hypothesis import strategies as st
 from holdfast.errors import ArenaError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.redundancy.capacity import (
-    MOST_WINDOW_BYTES,
+    WINDOW_BYTES,
     Capacity,
     capacity,
     check_room,
     passing_bytes,
     staging_bytes,
-    window_bytes,
 )
 from holdfast.redundancy.groups import MAX_GROUP, Division, Host, divide
 from holdfast.redundancy.stripes import Placement, stored_by
@@ -41,9 +40,7 @@ def test_two_generations_of_every_members_rows_fit(division: Division) -> None:
             rows = sum(kept.size_bytes for kept in stored_by(placement, member))
             assert rows <= taken.rows
             if group.parity:
-                passing = passing_bytes(placement.columns, group.parity)
-                assert 2 * rows + passing <= taken.shared
-                assert taken.private >= 2 * window_bytes(placement.columns)
+                assert 2 * rows + passing_bytes(group.parity) <= taken.shared
 
 
 @given(divisions(), st.randoms())
@@ -62,7 +59,7 @@ def test_hosts_that_change_groups_need_no_more(division: Division, draw: object)
 def test_a_share_of_parity_is_m_of_n_minus_m() -> None:
     hosts = [Host(f"h{n}", "", (1000 * MIB, 1000 * MIB)) for n in range(6)]
     assert capacity(divide(hosts, parity=2, group_size=6)) == Capacity(
-        1000 * MIB, 2000 * MIB + 2 * 8 * MIB, 2 * 4 * 8 * MIB
+        1000 * MIB, 2000 * MIB + 2 * 8 * MIB, 4 * MIB
     )
     assert capacity(divide(hosts, parity=1, group_size=6)).rows == 400 // 2 * 2 * MIB
     assert capacity(divide(hosts, parity=1, group_size=3)).rows == 1000 * MIB
@@ -82,9 +79,6 @@ def test_a_division_whose_parity_does_not_fit_is_refused_with_the_numbers() -> N
     assert raised.value.fields == {"needed_bytes": 200 * MIB, "free_bytes": 200 * MIB - 1}
 
 
-@given(st.integers(1, MAX_GROUP), st.integers(1, 4))
-def test_windows_are_of_whole_blocks_and_take_little_memory(columns: int, parity: int) -> None:
-    size = window_bytes(columns)
-    assert size % BLOCK_BYTES == 0 and BLOCK_BYTES <= size <= MOST_WINDOW_BYTES
-    assert staging_bytes(columns) == 2 * columns * size <= max(64, 2 * columns) * MIB
-    assert passing_bytes(columns, parity) == 2 * (parity - 1) * size
+def test_what_is_handed_on_and_received_takes_little_memory() -> None:
+    assert [passing_bytes(parity) for parity in (1, 2, 3)] == [0, 16 * MIB, 32 * MIB]
+    assert staging_bytes(MAX_GROUP) == 128 * MIB and WINDOW_BYTES % BLOCK_BYTES == 0

@@ -61,6 +61,10 @@ def end(host: Host) -> None:
     host.served.wait(host.served.server.close())
 
 
+def failures(group: Group) -> list[NotProtected]:
+    return [error for error in group.errors.values() if isinstance(error, NotProtected)]
+
+
 def check_failed(group: Group, *, because: str, host: str = "") -> None:
     """Somebody says why, in time; what has a seal is right, and not everything has one."""
     group.check_sealed()
@@ -69,7 +73,7 @@ def check_failed(group: Group, *, because: str, host: str = "") -> None:
         assert isinstance(error, NotProtected), error
         assert str(error).startswith("generation 3-1200 is captured but not protected, for host-")
         assert error.fields["generation"] == "3-1200"
-    assert not host or host in {error.fields["host"] for error in group.errors.values()}
+    assert not host or host in {one.fields["host"] for one in failures(group)}
 
 
 @SHAPES
@@ -297,7 +301,7 @@ def test_a_row_that_changes_on_its_way_gets_no_seal(arena_dir: Path) -> None:
         assert "host-2" in group.errors, "it keeps row 1 of stripe 1"
 
 
-def noted(**fields: Any) -> Callable[[bytes], bytes]:
+def noted(**fields: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
     def mangle(data: bytes) -> bytes:
         window_bytes, first, sums = msgspec.msgpack.decode(data)
         said = {"window_bytes": window_bytes, "first": first, "sums": sums}

@@ -86,10 +86,11 @@ class World:
         def again(turn: int) -> int:
             return int(turn == now and now > 0)
 
-        hosts = tuple(
-            (name, replace(host, rows=tuple(row and (row[0], again(row[1])) for row in host.rows)))
-            for name, host in self.hosts
-        )
+        def rows(host: Host) -> tuple[Row, Row]:
+            first, second = (row and (row[0], again(row[1])) for row in host.rows)
+            return first, second
+
+        hosts = tuple((name, replace(host, rows=rows(host))) for name, host in self.hosts)
         told = frozenset((again(turn), name) for turn, name in self.told)
         return replace(self, hosts=hosts, told=told, mind=replace(self.mind, turn=again(now)))
 
@@ -356,7 +357,7 @@ def test_other_hosts_code_anew_what_is_protected_and_it_stays_meanwhile() -> Non
     mind = mind.regroup(BOTH)
     assert mind.next == Cover(ONE, BOTH)
     mind = mind.begin()
-    assert (mind.coding_half, mind.slots_stay) == (1, {ONE})
+    assert mind.coding_half == 1 and mind.slots_stay == {ONE}
     assert mind.protected == Cover(ONE, frozenset("abc"))
     assert mind.has_sealed(1, "a").has_sealed(1, "b").protected == Cover(ONE, BOTH)
 

@@ -51,6 +51,8 @@ class Task:
     span: str = ""
     into: memoryview | None = None
     """Where the bytes of the range go; exactly so many must come."""
+    size_bytes: int = 0
+    """How many must come, where it is decided later where they go."""
     tag: str = ""
     tries: int = 0
 
@@ -151,10 +153,11 @@ class Caller:
         self._challenges[peer] = answer.challenge
 
     def _check_length(self, peer: Peer, task: Task, answer: Answer) -> None:
-        if task.into is None:
+        size = task.size_bytes if task.into is None else len(task.into)
+        if not size:
             return
         span = answer.span.partition("/")[0]
-        if (f"bytes={span}", answer.length_bytes) != (task.span, len(task.into)):
+        if (f"bytes={span}", answer.length_bytes) != (task.span, size):
             raise failed(
                 peer, task, "answer",
                 f"it answers with {answer.length_bytes} bytes, {span or 'no range'}",

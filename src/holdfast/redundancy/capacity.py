@@ -14,30 +14,22 @@ from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.redundancy.groups import Division
 from holdfast.redundancy.stripes import Placement
 
-AHEAD = 2
-"""Windows of all columns in memory: one comes in, one is coded."""
 DEPTH = 2
 """Windows of a row that are handed on at once: one is pulled while the next is made."""
 HALVES = 2
 """Generations: one is protected, one is being coded."""
-MOST_WINDOW_BYTES = 8 << 20
-_STAGED_BYTES = 32 << 20
-
-
-def window_bytes(columns: int) -> int:
-    """How many bytes of each column are coded at once: more only takes memory."""
-    share = _STAGED_BYTES // columns // BLOCK_BYTES * BLOCK_BYTES
-    return min(max(share, BLOCK_BYTES), MOST_WINDOW_BYTES)
+WINDOW_BYTES = 8 << 20
+"""As much of a row is handed on at once."""
 
 
 def staging_bytes(columns: int) -> int:
-    """Memory for what is pulled, until it is coded."""
-    return AHEAD * columns * window_bytes(columns)
+    """Memory for what is received, until it is coded: a block of each column."""
+    return columns * BLOCK_BYTES
 
 
-def passing_bytes(columns: int, parity: int) -> int:
+def passing_bytes(parity: int) -> int:
     """Memory, in a file, for the rows that are handed on; none with a parity of 1."""
-    return DEPTH * (parity - 1) * window_bytes(columns)
+    return DEPTH * (parity - 1) * WINDOW_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,7 @@ def capacity(division: Division) -> Capacity:
     placement = Placement(((),) * (columns + parity), parity)
     hosts = [host for group in division.groups for host in group.hosts]
     row = max(sum(map(placement.segment_bytes, host.image_bytes)) for host in hosts)
-    shared = HALVES * parity * row + passing_bytes(columns, parity)
+    shared = HALVES * parity * row + passing_bytes(parity)
     return Capacity(parity * row, shared, staging_bytes(columns))
 
 

@@ -18,12 +18,7 @@ from holdfast.errors import Fenced, HoldfastError, NotProtected, UsageError
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
 from holdfast.redundancy.backends import chosen
-from holdfast.redundancy.capacity import (
-    MOST_WINDOW_BYTES,
-    passing_bytes,
-    staging_bytes,
-    window_bytes,
-)
+from holdfast.redundancy.capacity import WINDOW_BYTES, passing_bytes, staging_bytes
 from holdfast.redundancy.encoding import Encoder
 from holdfast.redundancy.erasure import Coder
 from holdfast.redundancy.paths import generation_name
@@ -144,9 +139,9 @@ class Exchange:
 
     def _outbox(self) -> Outbox:
         return Outbox(
-            self.terms, self._number, window_bytes=window_bytes(self.terms.placement.columns),
-            memory=self._room.passing, file=self._room.file, offset_bytes=self._room.offset_bytes,
-            offers=self._offers, halt=self._halt, patience=self._patience,
+            self.terms, self._number, memory=self._room.passing, file=self._room.file,
+            offset_bytes=self._room.offset_bytes, offers=self._offers, halt=self._halt,
+            patience=self._patience,
         )  # fmt: skip
 
     def _fetch(self, kept: Kept) -> bytes:
@@ -164,7 +159,7 @@ class Exchange:
 
     def _patience(self) -> float:
         """Peers pull a window of every column first, at a rate that is probably ours."""
-        count = len(self.terms.members) * MOST_WINDOW_BYTES
+        count = len(self.terms.members) * WINDOW_BYTES
         return self._patience_s + self._budget.seconds(count)
 
     def _error(self, reason: BaseException) -> BaseException:
@@ -178,7 +173,8 @@ class Exchange:
         generation = generation_name(self.terms.generation)
         return NotProtected(
             f"generation {generation} is captured but not protected, for {self.own} cannot make "
-            f"its parity: {why.rstrip('.')}. What was protected before stays so; the next one is tried.",
+            f"its parity: {why.rstrip('.')}. What was protected before stays so; the next one is "
+            "tried.",
             generation=generation, host=host,
         )  # fmt: skip
 
@@ -188,7 +184,7 @@ def _check_room(placement: Placement, kept: tuple[Kept, ...], room: Room) -> Non
     columns, parity = placement.columns, placement.parity
     needed = {
         "what is pulled": (staging_bytes(columns), room.staging),
-        "what is handed on of other rows": (passing_bytes(columns, parity), room.passing),
+        "what is handed on of other rows": (passing_bytes(parity), room.passing),
     }
     for one in kept:
         memory = room.rows.get((one.stripe, one.row), memoryview(b""))

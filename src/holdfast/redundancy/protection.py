@@ -52,7 +52,9 @@ class Protection:
     @property
     def next(self) -> Cover | None:
         """What is to be coded now: the newest there is, also when its parity is of other hosts."""
-        generation = self.captured or (self.protected and self.protected.generation)
+        generation = self.captured
+        if generation is None and self.protected is not None:
+            generation = self.protected.generation
         if self.coding is not None or generation is None or len(self.members) < 2:
             return None
         cover = Cover(generation, self.members)

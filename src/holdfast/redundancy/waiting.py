@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from holdfast.errors import UsageError
+from holdfast.format.checksum import BLOCK_BYTES
+from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller, Wanted
-from holdfast.peers.pull import Pull
 from holdfast.peers.rate import TokenBucket
+from holdfast.peers.stream import Stream
 
+MOST_PIECE_BYTES = 16 << 20
 _NAP_S = 0.1
 """How long a wait for the budget sleeps at most: rates change."""
 
@@ -61,13 +65,21 @@ class Budget:
         return 0.0 if rate is None else count / rate
 
 
+class Cancelled(Protocol):
+    """What is under way, and can be ended from any thread."""
+
+    def cancel(self) -> None:
+        """Whoever waits for it is woken, with an error."""
+        ...
+
+
 class Halt:
     """Whether an exchange goes on; ``changed`` wakes whoever waits for something in it."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.reason: BaseException | None = None
-        self._pulls: set[Pull] = set()
+        self._pulls: set[Cancelled] = set()
 
     def stop(self, reason: BaseException) -> None:
         """End it: the first reason counts. From any thread."""
@@ -104,7 +116,7 @@ class Halt:
             self.changed.wait_for(lambda: self.reason is not None, seconds)
         self.check()
 
-    def add(self, pull: Pull) -> None:
+    def add(self, pull: Cancelled) -> None:
         """It is cancelled when the exchange ends."""
         with self.changed:
             self._pulls.add(pull)
@@ -112,7 +124,7 @@ class Halt:
         if is_over:
             pull.cancel()
 
-    def remove(self, pull: Pull) -> None:
+    def remove(self, pull: Cancelled) -> None:
         """It has ended."""
         with self.changed:
             self._pulls.discard(pull)
@@ -128,17 +140,11 @@ class Fetcher:
         self._patience = patience
         self.pulled_bytes = 0
 
-    def begin(self, wanted: Sequence[Wanted]) -> Pull:
-        """Begin as soon as the budget allows; ``finish`` it, whatever happens."""
-        count = sum(one.into.nbytes for one in wanted)
-        self._spend(count)
-        self.pulled_bytes += count
+    def pull(self, wanted: Sequence[Wanted]) -> None:
+        """Fill the memory of all that is wanted. PeerError of the first peer that failed."""
+        self.spend(sum(one.into.nbytes for one in wanted))
         pull = self.puller.begin(wanted, within_s=self._patience())
         self._halt.add(pull)
-        return pull
-
-    def finish(self, pull: Pull) -> None:
-        """Wait for its end. PeerError of the first peer that failed; Ended when all is over."""
         try:
             failures = pull.wait()
         finally:
@@ -147,19 +153,28 @@ class Fetcher:
         for failure in failures.values():
             raise failure
 
-    def drop(self, pull: Pull) -> None:
-        """End it, and wait until nothing is written any more."""
-        pull.cancel()
-        with suppress(Exception):
-            self.finish(pull)
+    @contextmanager
+    def stream(self, peer: Peer, path: str, generation: str, start: int) -> Iterator[Stream]:
+        """To be read within this; ``spend`` for what is asked."""
+        stream = self.puller.stream(peer, path, generation, start=start)
+        self._halt.add(stream)
+        try:
+            yield stream
+        finally:
+            self._halt.remove(stream)
+            stream.close()
 
-    def pull(self, wanted: Sequence[Wanted]) -> None:
-        """Begin and finish."""
-        self.finish(self.begin(wanted))
+    @property
+    def piece_bytes(self) -> int:
+        """How much to ask for at once: little, where a rate is to be kept."""
+        return MOST_PIECE_BYTES if self._budget.rate_bytes_s is None else BLOCK_BYTES
 
-    def _spend(self, left: int) -> None:
+    def spend(self, count: int) -> None:
+        """Wait until the budget allows so many bytes. Ended when all is over."""
+        self._halt.check()
+        self.pulled_bytes += count
+        left = count
         while left:
-            self._halt.check()
             granted, wait_s = self._budget.take(left)
             left -= granted
             if not granted:

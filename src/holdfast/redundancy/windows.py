@@ -22,7 +22,7 @@ from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
 from holdfast.peers import refusals
 from holdfast.peers.calling import Peer, Task, failed
 from holdfast.peers.client import Wanted
-from holdfast.redundancy.capacity import DEPTH, MOST_WINDOW_BYTES
+from holdfast.redundancy.capacity import DEPTH, WINDOW_BYTES
 from holdfast.redundancy.paths import generation_name, note_path, window_path
 from holdfast.redundancy.records import Terms
 from holdfast.redundancy.stripes import Kept
@@ -77,15 +77,13 @@ class Outbox:
     """
 
     def __init__(
-        self, terms: Terms, stripe: int, *, window_bytes: int, memory: memoryview,
-        file: Path | int, offset_bytes: int, offers: Offers, halt: Halt,
-        patience: Callable[[], float],
+        self, terms: Terms, stripe: int, *, memory: memoryview, file: Path | int,
+        offset_bytes: int, offers: Offers, halt: Halt, patience: Callable[[], float],
     ) -> None:  # fmt: skip
         self._terms, self._stripe = terms, stripe
         self._generation = generation_name(terms.generation)
         self._rows = range(1, terms.parity)
-        self._window_bytes, self._memory = window_bytes, memory
-        self._file, self._offset_bytes = file, offset_bytes
+        self._memory, self._file, self._offset_bytes = memory, file, offset_bytes
         self._offers, self._halt, self._patience = offers, halt, patience
         self._sums: dict[int, dict[int, bytes]] = {row: {} for row in self._rows}
         self._left: set[tuple[int, int]] = set()
@@ -104,15 +102,15 @@ class Outbox:
                 self._withdraw(window - DEPTH, row)
         return [self._memory[at : at + length] for at in map(partial(self._at, window), self._rows)]
 
-    def offer(self, window: int, rows: Sequence[memoryview]) -> None:
-        """Its rows are made."""
-        for row, data in zip(self._rows, rows, strict=True):
-            self._sums[row][window] = block_sums(data)
+    def offer(self, window: int, length: int, sums: Sequence[bytes]) -> None:
+        """Its rows are made, and have these checksums."""
+        for row, of_row in zip(self._rows, sums, strict=True):
+            self._sums[row][window] = of_row
             with self._halt.changed:
                 self._left.add((window, row))
             self._offers.offer_file(
                 self._path(window, row), self._file,
-                offset_bytes=self._offset_bytes + self._at(window, row), length_bytes=len(data),
+                offset_bytes=self._offset_bytes + self._at(window, row), length_bytes=length,
                 generation=self._generation, on_confirmed=partial(self._taken, window, row),
             )  # fmt: skip
             self._note(row)
@@ -130,7 +128,7 @@ class Outbox:
 
     def _note(self, row: int) -> None:
         sums = self._sums[row]
-        note = WindowNote(self._window_bytes, min(sums, default=0), tuple(sums.values()))
+        note = WindowNote(WINDOW_BYTES, min(sums, default=0), tuple(sums.values()))
         self._offers.offer_document(
             self._note_path(row), msgspec.msgpack.encode(note), generation=self._generation
         )
@@ -142,7 +140,7 @@ class Outbox:
         return window_path(self._terms.attempt, self._terms.turn, self._stripe, row, window)
 
     def _at(self, window: int, row: int) -> int:
-        return (window % DEPTH * len(self._rows) + row - 1) * self._window_bytes
+        return (window % DEPTH * len(self._rows) + row - 1) * WINDOW_BYTES
 
     def _taken(self, window: int, row: int) -> None:
         """Called on the loop of the server."""
@@ -221,8 +219,7 @@ class Inbox:
             note = msgspec.msgpack.decode(data, type=WindowNote)
         except (ValueError, RecursionError) as error:
             raise self._nonsense(str(error)) from None
-        is_whole = note.window_bytes % BLOCK_BYTES == 0
-        if not (is_whole and 0 < note.window_bytes <= MOST_WINDOW_BYTES and note.first >= 0):
+        if note.window_bytes != WINDOW_BYTES or note.first < 0:
             raise self._nonsense(f"windows of {note.window_bytes} bytes from {note.first} on")
         return note
 
