@@ -344,12 +344,13 @@ def test_whatever_happens_at_whatever_moment_no_wrong_byte_gets_a_seal(
     def act(group: Group) -> None:
         host = draw.choice([host for host in group.hosts if host.images])
         rank = draw.choice(list(host.images))
-        draw.choice([
+        choices: list[Callable[[], Any]] = [
             lambda: end(host),
             host.withdraw_images,
             lambda: flip(host.slot(rank), draw.randrange(BEFORE, BEFORE + len(host.images[rank]))),
             lambda: group.exchanges[host.name].cancel("why not"),
-        ])()  # fmt: skip
+        ]
+        draw.choice(choices)()
 
     with Group(arena_dir, *shape) as group:
         group.budget.set_rate(SLOW_BYTES_S)
