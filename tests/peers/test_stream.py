@@ -166,6 +166,22 @@ def test_an_answer_to_something_else_is_not_believed(script: Script) -> None:
         stream.close()
 
 
+def test_what_was_offered_anew_between_two_pieces_is_not_taken_for_one() -> None:
+    tags = iter("abc")
+
+    def script(peer: Scripted, to: socket.socket, request: Request, signature: str) -> None:
+        peer.send(to, peer.good(request, tag=next(tags) * 16), signature, bytes(10))
+
+    with Scripted(script) as peer:
+        stream = stream_of(peer)
+        stream.ask(10)
+        assert read(stream, 10) == bytes(10)
+        stream.ask(10)
+        with pytest.raises(PeerError, match="offered anew while it was pulled"):
+            read(stream, 10)
+        stream.close()
+
+
 def test_a_peer_that_is_not_there_is_named(served: Served) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

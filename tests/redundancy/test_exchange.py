@@ -19,6 +19,7 @@ SHAPES = {
     "four, two losses": ([[6 * MIB + 1, 5], [3 * MIB], [], [9 * MIB, MIB]], 2),
     "five, two losses": ([[7 * MIB], [12 * MIB + 77], [1], [2 * MIB, 2 * MIB], [8 * MIB]], 2),
     "five, three losses": ([[7 * MIB], [11 * MIB + 77], [1], [2 * MIB, 2 * MIB], [8 * MIB]], 3),
+    "several windows, handed on": ([[MIB], [41 * MIB + 3], [19 * MIB]], 2),
     "six, one loss": ([[n * MIB + n] for n in range(6)], 1),
     "six, three losses": ([[n * MIB + n, n] for n in range(6)], 3),
 }
