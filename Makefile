@@ -13,7 +13,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # What reaches the pure modules without processes, ranks or disks.
-PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py %/test_accidents.py, \
+PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py %/test_accidents.py \
+	%/test_exchange.py %/test_exchange_faults.py, \
 	$(wildcard $(addsuffix /test_*.py,tests/data tests/geometry tests/format tests/malformed tests/policy tests/redundancy tests/rules) \
 		tests/snapshot/test_comparing.py tests/snapshot/test_handoff*.py tests/snapshot/test_messages.py \
 		tests/load/test_plan.py tests/load/test_choose.py tests/load/test_sources.py tests/cli/test_doctor.py \

@@ -37,6 +37,7 @@ PUBLIC_NAMES = [
     "KeeperError",
     "NewerFormat",
     "NotFound",
+    "NotProtected",
     "PeerError",
     "PersistFailed",
     "RestoreError",

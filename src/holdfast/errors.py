@@ -15,6 +15,7 @@ HoldfastError
 ├── SaveError                 a save that did not reach what it promised; training is unharmed
 │   ├── SnapshotSkipped       no rank captured it
 │   ├── CaptureOvertaken      the state changed while it was copied; never sealed
+│   ├── NotProtected          captured, but parity of it could not be made
 │   └── PersistFailed         captured, but not durable
 ├── RestoreError              no rank was given a state it can train with
 │   ├── StatePoisoned         a restore broke off half-way; the objects must not be used
@@ -236,6 +237,17 @@ class CaptureOvertaken(SaveError):
     remedy = "Call checkpointer.before_update() before every update outside Optimizer.step."
 
 
+class NotProtected(SaveError):
+    """The snapshot was captured, but the hosts could not make parity of it."""
+
+    keys: ClassVar[dict[str, str]] = {
+        "generation": "what is not protected, as incarnation-step",
+        "host": "the host that gave wrong bytes or none; empty when no host is to blame",
+    }
+    cause = "A host of the group was lost, cut off or too slow, or bytes changed on their way."
+    remedy = "What was protected before stays so, and the next snapshot is tried. Look at the host."
+
+
 class PersistFailed(SaveError):
     """The snapshot was captured but did not become durable."""
 
@@ -313,6 +325,8 @@ class PeerError(HoldfastError):
         "range": "which bytes of it, as bytes=FIRST-LAST; empty for all",
         "phase": "how far it got: connect, request, answer or body; or cancelled; or client, for a "
         "fault on this side",
+        "status": "what it answered, as a status of HTTP: 404 for what it has not, 410 for what it "
+        "has no more; 0 when it gave no such answer",
     }
     cause = (
         "That host is gone, cut off or overloaded, its keeper has another secret or is of an "

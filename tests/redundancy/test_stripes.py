@@ -238,10 +238,9 @@ def test_bytes_that_an_image_has_not_are_refused(start: int, stop: int) -> None:
         needed_for(Placement(((3,), (10,)), 1), 1, 0, start, stop, ())
 
 
-def test_data_is_read_in_turns_in_which_everybody_sends_and_receives_once() -> None:
-    """In turn t, the member that makes a stripe's parity takes its column t."""
+def test_of_each_column_everybody_sends_one_and_receives_one() -> None:
     placement = Placement(((1000,),) * 7, 2)
-    for turn in range(placement.columns):
-        senders = [stripe.data[turn].member for stripe in stripes(placement)]
+    for column in range(placement.columns):
+        senders = [stripe.data[column].member for stripe in stripes(placement)]
         assert sorted(senders) == list(range(7))
         assert all(stripe.parity[0] == stripe.number for stripe in stripes(placement))

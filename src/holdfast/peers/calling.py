@@ -51,6 +51,8 @@ class Task:
     span: str = ""
     into: memoryview | None = None
     """Where the bytes of the range go; exactly so many must come."""
+    size_bytes: int = 0
+    """How many must come, where it is decided later where they go."""
     tag: str = ""
     tries: int = 0
 
@@ -60,7 +62,7 @@ class Task:
         return f"{self.span.replace('=', ' ') or 'all'} of {self.path}"
 
 
-def failed(peer: Peer, task: Task | None, phase: str, reason: str) -> PeerError:
+def failed(peer: Peer, task: Task | None, phase: str, reason: str, *, status: int = 0) -> PeerError:
     """The error that says who did not give what, and why."""
     what = task.what if task else "anything"
     return PeerError(
@@ -71,6 +73,7 @@ def failed(peer: Peer, task: Task | None, phase: str, reason: str) -> PeerError:
         path=task.path if task else "",
         range=task.span if task else "",
         phase=phase,
+        status=status,
     )
 
 
@@ -125,7 +128,9 @@ class Caller:
         expected = 206 if task.span else 200
         if answer.status != expected:
             reason = _REASONS.get(answer.status, "that is no answer to it")
-            raise failed(peer, task, "answer", f"{reason} (answer {answer.status})")
+            raise failed(
+                peer, task, "answer", f"{reason} (answer {answer.status})", status=answer.status
+            )
         self._check_length(peer, task, answer)
         return answer
 
@@ -148,10 +153,11 @@ class Caller:
         self._challenges[peer] = answer.challenge
 
     def _check_length(self, peer: Peer, task: Task, answer: Answer) -> None:
-        if task.into is None:
+        size = task.size_bytes if task.into is None else len(task.into)
+        if not size:
             return
         span = answer.span.partition("/")[0]
-        if (f"bytes={span}", answer.length_bytes) != (task.span, len(task.into)):
+        if (f"bytes={span}", answer.length_bytes) != (task.span, size):
             raise failed(
                 peer, task, "answer",
                 f"it answers with {answer.length_bytes} bytes, {span or 'no range'}",

@@ -21,6 +21,7 @@ from holdfast.peers.line import Broken, Line, Patience
 from holdfast.peers.pull import Lines, Pull, Share
 from holdfast.peers.resources import NO_GENERATION
 from holdfast.peers.signing import digest
+from holdfast.peers.stream import Stream
 from holdfast.peers.wire import check_names
 
 CHUNK_BYTES = 8 << 20
@@ -85,6 +86,11 @@ class Puller:
             )
             for peer, of_peer in by_peer.items()
         ])  # fmt: skip
+
+    def stream(self, peer: Peer, path: str, generation: str, *, start: int) -> Stream:
+        """Bytes of a file from ``start`` on, to be asked for and read piece by piece."""
+        check_names(path, generation)
+        return Stream(self._caller, self._lines, peer, path, generation, start=start)
 
     def _tasks(self, wanted: Sequence[Wanted]) -> list[Task]:
         chunks = cut(

@@ -125,6 +125,8 @@ class Connection:
                 await self._serve(request, signature, found, span)
         finally:
             self.sending = None
+        if request.method == "HEAD" and request.tag and found.on_confirmed is not None:
+            found.on_confirmed()  # only now: a withdrawal breaks what is being sent
         return not self._is_shut
 
     # ── in ───────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,8 @@ class Resource:
     offset_bytes: int = 0
     document: bytes = b""
     digest: str = ""
+    on_confirmed: Callable[[], None] | None = None
+    """Called when a peer has copied all it wanted, and was told that this offer still stands."""
     tag: str = field(default_factory=lambda: secrets.token_hex(8))
     is_withdrawn: bool = False
     users: int = 0
@@ -54,8 +56,9 @@ class Resources:
         return len(self._offered)
 
     def offer_file(
-        self, path: str, file: Path | int, *, offset_bytes: int, length_bytes: int, generation: str
-    ) -> Resource:
+        self, path: str, file: Path | int, *, offset_bytes: int, length_bytes: int,
+        generation: str, on_confirmed: Callable[[], None] | None = None,
+    ) -> Resource:  # fmt: skip
         """Offer bytes of a file; what the path stood for before is withdrawn.
 
         ``file`` is opened, or its descriptor duplicated, and stays open until the offer ends.
@@ -68,9 +71,10 @@ class Resources:
         except ArenaError:
             os.close(descriptor)
             raise
-        return self._offer(
-            Resource(path, generation, length_bytes, descriptor, offset_bytes=offset_bytes)
-        )
+        return self._offer(Resource(
+            path, generation, length_bytes, descriptor, offset_bytes=offset_bytes,
+            on_confirmed=on_confirmed,
+        ))  # fmt: skip
 
     def offer_document(
         self, path: str, data: bytes, *, generation: str = NO_GENERATION

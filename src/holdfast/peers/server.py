@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import socket
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from holdfast.errors import UsageError
@@ -55,15 +56,19 @@ class PeerServer:
     # ── what is offered ──────────────────────────────────────────────────────────────────
 
     def offer_file(
-        self, path: str, file: Path | int, *, offset_bytes: int, length_bytes: int, generation: str
-    ) -> None:
+        self, path: str, file: Path | int, *, offset_bytes: int, length_bytes: int,
+        generation: str, on_confirmed: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         """Offer bytes of a file, in place of what the path stood for before.
 
+        ``on_confirmed`` is called, on the loop, when a peer has pulled all it wanted of them: who
+        offers them for one peer alone may then write them. It must neither wait nor raise.
         ArenaError when they are not there, UsageError when the names cannot be asked for.
         """
         self._service.resources.offer_file(
-            path, file, offset_bytes=offset_bytes, length_bytes=length_bytes, generation=generation
-        )
+            path, file, offset_bytes=offset_bytes, length_bytes=length_bytes,
+            generation=generation, on_confirmed=on_confirmed,
+        )  # fmt: skip
         self._break_withdrawn()
 
     def offer_document(self, path: str, data: bytes, *, generation: str = NO_GENERATION) -> None:
@@ -136,13 +141,17 @@ class PeerServer:
         self._service.sender.close()
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
         while True:
+            # Not ``sock_accept``: cancelled at that moment, it loses a connection it has taken.
+            await _readable(listener)
             try:
-                connected, address = await loop.sock_accept(listener)
+                connected, address = listener.accept()
+            except BlockingIOError:
+                continue
             except OSError:  # no descriptor left, say: those that are open may end meanwhile
                 await asyncio.sleep(_PAUSE_S)
                 continue
+            connected.setblocking(False)
             try:
                 self._welcome(connected, str(address[0]))
             except OSError:  # it is gone already: the others are still to be heard
@@ -174,6 +183,17 @@ class PeerServer:
             self._of_address[connection.address] -= 1
             if not self._of_address[connection.address]:
                 del self._of_address[connection.address]
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Wait until somebody knocks."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(listener, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(listener)
 
 
 _CROWDED = render_answer(Answer(status=refusals.CROWDED.status), is_last=True)

@@ -12,6 +12,8 @@ import importlib.metadata
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
+import numpy as np
+
 from holdfast.redundancy.matrices import Row
 from holdfast.redundancy.numpy_coding import Bytes
 
@@ -19,6 +21,7 @@ from holdfast.redundancy.numpy_coding import Bytes
 MAX_BYTES = 1 << 30
 SYSTEM_NAMES = ("libisal.so.2",)
 _TABLE_BYTES = 32  # for one coefficient
+_XOR = [b"\1"]  # one source, added to one output
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "ec_init_tables": (_INT, _INT, _POINTER, _POINTER),
@@ -55,6 +58,9 @@ class IsalBackend:
         self, rows: Sequence[Row], sources: Sequence[Bytes], outputs: Sequence[Bytes], *, add: bool
     ) -> None:
         """See ``holdfast.redundancy.erasure.Backend``."""
+        if add and [*rows] == _XOR:  # half the time of a multiplication by 1
+            np.bitwise_xor(outputs[0], sources[0], out=outputs[0])
+            return
         tables = self._tables(b"".join(rows), len(rows))
         size = len(outputs[0])
         for start in range(0, size, MAX_BYTES):

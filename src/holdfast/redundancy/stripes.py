@@ -12,9 +12,8 @@ bytes, and never parity of its own data. Segments of several images of a host st
 other in the stripe, each at the same place in all stripes. **These rules are part of what keepers
 send each other**; see docs/design/0006-redundancy.md.
 
-Member s makes the parity of stripe s: it receives d segments and hands on m - 1 rows. In turn t it
-takes column t, from member s - 1 - t: all members send and receive at all times, and take the
-segments in the order in which they are captured.
+Member s makes the parity of stripe s: it receives d segments, column t from member s - 1 - t, and
+hands on m - 1 rows. So all members send and receive at all times.
 """
 
 from __future__ import annotations

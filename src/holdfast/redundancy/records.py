@@ -1,0 +1,290 @@
+"""PURE. A row of parity says itself what it is made of, or is not believed.
+
+A record lies beside each row. It names the rules, the generation, the members in order with the
+sizes and the headers of all their images, and the checksums of the row's own blocks: with it the
+row is decoded although members, and any later division, are gone. Its bytes are
+``[magic][length][xxh3 of the body][body]``, the body MessagePack. Whoever seals and whoever
+unseals checks the same rules. See docs/design/0006-redundancy.md.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import msgspec
+
+from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
+from holdfast.format.checksum import Buffer, block_count, checksum, text
+from holdfast.format.image import MAX_HEADER_BYTES, PAGE_BYTES
+from holdfast.format.manifest import MAX_IMAGE_BYTES, MAX_NUMBER, Generation
+from holdfast.format.tables import table_offset
+from holdfast.geometry.placements import MAX_RANKS
+from holdfast.peers.wire import check_peer
+from holdfast.redundancy.groups import MAX_GROUP
+from holdfast.redundancy.stripes import Kept, Placement, stored_by
+
+#: Of the rules in docs/design/0006-redundancy.md.
+RULES_VERSION = 1
+#: What peers take as one document.
+MAX_RECORD_BYTES = 64 << 20
+_FRAME = struct.Struct("<8sQQ")  # magic, bytes of the body, their checksum
+_MAGIC = b"HFPARIT1"
+_NAME = re.compile(r"[0-9A-Za-z_-]{1,128}")
+_LAYOUT = re.compile(r"[0-9a-f]{32}")
+_SUM = re.compile(r"[0-9a-f]{16}")
+_MAX_RUN_ID = 256
+
+
+class ImageFact(msgspec.Struct, frozen=True):
+    """One image of a member; what is coded of it is all behind the header."""
+
+    rank: int
+    image_bytes: int
+    data_start: int
+    header_xxh3: str
+    table_xxh3: str
+    head: bytes
+    """The header itself: with it, metadata survive what data survive."""
+
+    @property
+    def coded_bytes(self) -> int:
+        """The data and their block table."""
+        return self.image_bytes - self.data_start
+
+
+class MemberFact(msgspec.Struct, frozen=True):
+    """A host of the group, and its images in order of rank."""
+
+    host: str
+    images: tuple[ImageFact, ...]
+
+
+class ParityRecord(msgspec.Struct, frozen=True):
+    """What a row of parity is; ``sums`` are of its 1 MiB blocks, 8 bytes each, little endian."""
+
+    version: int
+    run_id: str
+    incarnation: int
+    step: int
+    attempt: str
+    world: int
+    layout: str
+    parity: int
+    members: tuple[MemberFact, ...]
+    stripe: int
+    row: int
+    size_bytes: int
+    sums: bytes
+
+    @property
+    def generation(self) -> Generation:
+        """(incarnation, step)."""
+        return Generation(self.incarnation, self.step)
+
+    @property
+    def placement(self) -> Placement:
+        """Where every byte of the members' images and of their parity lies."""
+        return placement_of(self.members, self.parity)
+
+
+def placement_of(members: tuple[MemberFact, ...], parity: int) -> Placement:
+    """The arithmetic of a group. UsageError where it can lose all its members."""
+    sizes = tuple(tuple(image.coded_bytes for image in member.images) for member in members)
+    return Placement(sizes, parity)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the members of a group agree on before parity of one generation is made."""
+
+    run_id: str
+    generation: Generation
+    attempt: str
+    world: int
+    layout: str
+    parity: int
+    members: tuple[MemberFact, ...]
+    turn: int
+    """Which try of the coordinator it is; see ``protection``."""
+
+    def __post_init__(self) -> None:
+        """FormatError when no record could be made of them."""
+        draft = self.record(Kept(0, 0, 0), b"")
+        _refuse_faults(draft, "what a group agreed on", (_own_faults, _group_faults))
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where every byte of the members' images and of their parity lies."""
+        return placement_of(self.members, self.parity)
+
+    def number_of(self, host: str) -> int:
+        """Which member a host is. UsageError when it is none."""
+        for number, member in enumerate(self.members):
+            if member.host == host:
+                return number
+        raise UsageError(f"{host} is not in the group {[one.host for one in self.members]!s:.200}")
+
+    def record(self, kept: Kept, sums: bytes) -> ParityRecord:
+        """The record of a row whose blocks have these checksums."""
+        return ParityRecord(
+            RULES_VERSION, self.run_id, self.generation.incarnation, self.generation.step,
+            self.attempt, self.world, self.layout, self.parity, self.members,
+            kept.stripe, kept.row, kept.size_bytes, sums,
+        )  # fmt: skip
+
+
+def seal(record: ParityRecord) -> bytes:
+    """The bytes of a record; FormatError when nobody could read it."""
+    _refuse_faults(record, "this record of parity", _ALL_FAULTS)
+    body = msgspec.msgpack.encode(record)
+    if _FRAME.size + len(body) > MAX_RECORD_BYTES:
+        raise FormatError(
+            f"a record of parity takes {len(body)} bytes with the headers of its group, more than "
+            f"{MAX_RECORD_BYTES}: take smaller groups"
+        )
+    return _FRAME.pack(_MAGIC, len(body), checksum(body)) + body
+
+
+def unseal(data: Buffer, where: str) -> ParityRecord:
+    """Read a record back; FormatError, ChecksumMismatch or NewerFormat name ``where``."""
+    body = _checked_body(data, where)
+    _refuse_newer(body, where)
+    try:
+        record = msgspec.msgpack.decode(body, type=ParityRecord)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where} is not a record of parity: {error}") from None
+    _refuse_faults(record, where, _ALL_FAULTS)
+    return record
+
+
+def _checked_body(data: Buffer, where: str) -> memoryview:
+    if len(data) > MAX_RECORD_BYTES:
+        raise FormatError(f"{where} has {len(data)} bytes, more than any record of parity")
+    body = memoryview(data)[_FRAME.size :]
+    magic, length, stored = _FRAME.unpack_from(data) if len(data) >= _FRAME.size else (b"", 0, 0)
+    if magic != _MAGIC or length != len(body):
+        raise FormatError(f"{where} is not a record of parity: it is cut short, or something else")
+    if (found := checksum(body)) != stored:
+        raise ChecksumMismatch(
+            f"{where}: stored checksum {text(stored)}, read {text(found)}; its bytes changed after "
+            "they were written",
+            path=where,
+        )
+    return body
+
+
+class _Claims(msgspec.Struct):
+    version: int
+
+
+def _refuse_newer(body: memoryview, where: str) -> None:
+    try:
+        version = msgspec.msgpack.decode(body, type=_Claims).version
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where} has no readable version: {error}") from None
+    if version > RULES_VERSION:
+        raise NewerFormat(
+            f"{where} follows version {version} of the rules of parity; this Holdfast knows "
+            f"{RULES_VERSION}: upgrade it"
+        )
+
+
+# ── what no record may say, although each field has its type ─────────────────────────────────
+
+
+_Faults = Callable[[ParityRecord], Iterator[str]]
+
+
+def _refuse_faults(record: ParityRecord, where: str, kinds: tuple[_Faults, ...]) -> None:
+    for faults in kinds:
+        for fault in faults(record):
+            raise FormatError(f"{where} is not a record of parity: {fault}")
+
+
+def _own_faults(record: ParityRecord) -> Iterator[str]:
+    if record.version != RULES_VERSION:
+        yield f"its version is {record.version}, there is none before {RULES_VERSION}"
+    if not (0 < len(record.run_id) <= _MAX_RUN_ID and record.run_id.isprintable()):
+        yield f"{record.run_id!r:.50} is no run's id"
+    for name in ("incarnation", "step"):
+        if not 0 <= (value := getattr(record, name)) <= MAX_NUMBER:
+            yield f"its {name} {value} is outside of 0 to {MAX_NUMBER}"
+    if not _NAME.fullmatch(record.attempt):
+        yield f"{record.attempt!r:.50} names no attempt"
+    if not 1 <= record.world <= MAX_RANKS:
+        yield f"it is of {record.world} ranks"
+    if not _LAYOUT.fullmatch(record.layout):
+        yield f"its layout {record.layout!r:.50} is not 32 hexadecimal digits"
+
+
+def _group_faults(record: ParityRecord) -> Iterator[str]:
+    members, count = record.members, len(record.members)
+    if not 2 <= count <= MAX_GROUP:
+        yield f"it is of a group of {count}"
+    if not 1 <= record.parity < count:
+        yield f"its parity is {record.parity} in a group of {count}"
+    if any(a.host >= b.host for a, b in pairwise(members)):
+        yield "its members are not in the order of their hosts, each once"
+    for member in members:
+        if not _is_host(member.host):
+            yield f"{member.host!r:.50} names no host"
+        yield from _order_faults(member)
+    ranks = [image.rank for member in members for image in member.images]
+    if len(set(ranks)) < len(ranks) or not all(0 <= rank < record.world for rank in ranks):
+        yield f"it has images of ranks {sorted(ranks)!s:.50}, and is of {record.world} ranks"
+    for member in members:
+        for image in member.images:
+            yield from _image_faults(image)
+
+
+def _is_host(name: str) -> bool:
+    try:
+        check_peer(name)
+    except UsageError:
+        return False
+    return True
+
+
+def _order_faults(member: MemberFact) -> Iterator[str]:
+    ranks = [image.rank for image in member.images]
+    if ranks != sorted(ranks):
+        yield f"the images of {member.host} are of ranks {ranks!s:.50}, not in order"
+
+
+def _image_faults(image: ImageFact) -> Iterator[str]:
+    of = f"of the image of rank {image.rank}"
+    if not 0 < image.data_start < image.image_bytes <= MAX_IMAGE_BYTES:
+        yield f"{image.image_bytes} bytes {of}, with data from {image.data_start} on, are none"
+    if image.data_start % PAGE_BYTES or image.data_start > MAX_HEADER_BYTES:
+        yield f"the data {of} begin at byte {image.data_start}"
+    if not (_SUM.fullmatch(image.header_xxh3) and _SUM.fullmatch(image.table_xxh3)):
+        yield f"{image.header_xxh3!r:.50} or {image.table_xxh3!r:.50} is no checksum {of}"
+    if len(image.head) != image.data_start or text(checksum(image.head)) != image.header_xxh3:
+        yield f"the header {of} is not the one that was captured"
+    if int.from_bytes(image.head[:8], "little") + 8 != image.data_start:
+        yield f"the header {of} does not end where its data begin"
+    try:
+        table_offset(image.coded_bytes)
+    except FormatError as error:
+        yield f"rank {image.rank}: {error}"
+
+
+def _row_faults(record: ParityRecord) -> Iterator[str]:
+    members = len(record.members)
+    if not (0 <= record.stripe < members and 0 <= record.row < record.parity):
+        yield f"there is no row {record.row} of stripe {record.stripe} in its group"
+        return
+    keeper = (record.stripe + record.row) % members
+    kept = stored_by(record.placement, keeper)[record.row]
+    if record.size_bytes != kept.size_bytes:
+        yield f"its row has {record.size_bytes} bytes, those of its group have {kept.size_bytes}"
+    if len(record.sums) != 8 * block_count(record.size_bytes):
+        yield f"{len(record.sums)} bytes of checksums are not one for each block of its row"
+
+
+_ALL_FAULTS = (_own_faults, _group_faults, _row_faults)  # each may trust those before it
