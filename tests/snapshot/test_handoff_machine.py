@@ -480,28 +480,6 @@ def test_mistakes_about_whose_slots_they_are_are_found_out(broken: type[Slots]) 
     expect_to_be_found_out(Broken)
 
 
-class BelievesThatPartsAreWhole(Coordinator):
-    def make_durable(self, step: int) -> list[Action]:
-        for attempt in self.attempts.parts():
-            if attempt.generation == (self.incarnation, step):
-                return self.debts.start(attempt)
-        return super().make_durable(step)
-
-
-class ForgetsThatAHostIsAway(Coordinator):
-    def detach(self, host: int, name: str) -> list[Action]:
-        self._lose(host)
-        return []
-
-
-@pytest.mark.parametrize("broken", [BelievesThatPartsAreWhole, ForgetsThatAHostIsAway])
-def test_a_keeper_that_is_mistaken_about_hosts_is_found_out(broken: type[Coordinator]) -> None:
-    class Broken(OnSeveralHosts):
-        coordinator = broken
-
-    expect_to_be_found_out(Broken)
-
-
 def expect_to_be_found_out(broken: type[Handoff]) -> None:
     # Sets of text come in another order in each process, so what is drawn is never quite the same.
     quick = settings(FAST, phases=[Phase.generate], max_examples=5000, print_blob=False)
