@@ -18,7 +18,7 @@ PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/tes
 	$(wildcard $(addsuffix /test_*.py,tests/data tests/geometry tests/format tests/malformed tests/policy tests/redundancy tests/rules) \
 		tests/snapshot/test_comparing.py tests/snapshot/test_handoff*.py tests/snapshot/test_messages.py \
 		tests/load/test_plan.py tests/load/test_choose.py tests/load/test_sources.py tests/cli/test_doctor.py \
-		tests/peers/test_admission.py tests/peers/test_wire.py tests/peers/test_rate.py tests/peers/test_cutting.py \
+		tests/peers/test_admission.py tests/peers/test_wire.py tests/peers/test_rate.py tests/peers/test_cutting.py tests/peers/test_control.py \
 		tests/offload/test_cutting.py tests/offload/test_rates.py tests/offload/test_rotation.py tests/offload/test_schedule.py tests/offload/test_simulate.py))
 
 .DEFAULT_GOAL := help

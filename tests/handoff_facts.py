@@ -77,3 +77,4 @@ class Record:
     writer: Writer
     image_bytes: int
     is_ring: bool = False
+    layout: str = "layout"

@@ -27,7 +27,12 @@ from holdfast.snapshot.actions import (
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
 from holdfast.snapshot.rings import LEAST_RING_BYTES, RingNeed
-from holdfast.snapshot.slots import Slot, Slots
+from holdfast.snapshot.slots import Slot, Slots, host_of
+
+
+def slots_of(attempt: Attempt) -> tuple[int, ...]:
+    """All of them, in one order."""
+    return tuple(sorted(attempt.slots.values()))
 
 
 class RealWorld:
@@ -84,7 +89,7 @@ class RealWorld:
         self.owed.clear()
         for process in self.processes:
             self.hang_up(process)
-        self.carry_out(self.keeper.begin(self.incarnation, f"{self.incarnation:08d}", world))
+        self.begin_incarnation()
         self.pinned = self.newest
         for rank in range(world):
             self.next_pid += 1
@@ -92,6 +97,13 @@ class RealWorld:
             self.processes.append(process)
             self.join(process)
         self.carry_out(self.keeper.adopt(self.now_s))
+
+    def begin_incarnation(self) -> None:
+        nonce = f"{self.incarnation:08d}"
+        self.carry_out(self.keeper.begin(self.incarnation, nonce, self.world, self.host_table()))
+
+    def host_table(self) -> tuple[m.HostPlace, ...]:
+        return ()
 
     def join(self, process: Process) -> None:
         process.connected = True
@@ -140,12 +152,12 @@ class RealWorld:
                 case GiveSlot(slot, rank, attempt):
                     self.give(slot, rank, attempt)
                 case StartPersist(attempt):
-                    self.persisting[attempt] = tuple(self.keeper.attempts[attempt].slots.values())
+                    self.persisting[attempt] = slots_of(self.keeper.attempts[attempt])
                 case AbortPersist(attempt):
                     del self.persisting[attempt]
                     self.ending.add(attempt)
                 case Note(attempt=attempt, what="complete"):
-                    self.newest = tuple(self.keeper.attempts[attempt].slots.values())
+                    self.newest = slots_of(self.keeper.attempts[attempt])
                     self.pinned = ()
                     self.carry_out(self.keeper.spares())
 
@@ -160,8 +172,9 @@ class RealWorld:
         assert is_ring or size <= self.capacities[slot], "the image does not fit into its slot"
         assert is_ring == attempt.is_ring, "some images are kept and others not"
         self.records[slot] = Record(
-            "writing", name, rank, generation, attempt.world, process.writer, size, is_ring
-        )
+            "writing", name, rank, generation, attempt.world, process.writer, size, is_ring,
+            attempt.layout,
+        )  # fmt: skip
         self.may_write[slot] = {process.pid}
         process.inbox.append(Grant(attempt.step, name, slot))
 
@@ -263,25 +276,26 @@ class RealWorld:
         # A ring that was never given to anybody says nothing of itself: it is a slot like others.
         self.rings = {s for s in self.rings if s in self.records and self.records[s].is_ring}
         slots, attempts = self.scan()
-        self.keeper.found(slots, attempts)
+        self.keeper.found(slots, attempts, may_be_parts=True)
         held = [a for a in attempts if len(a.slots) == a.world]
         newest = max(held, key=lambda a: (a.incarnation, a.step), default=None)
-        self.newest = () if newest is None else tuple(newest.slots.values())
+        self.newest = () if newest is None else slots_of(newest)
         self.pinned = ()
-        nonce = f"{self.incarnation:08d}"
-        self.carry_out(self.keeper.begin(self.incarnation, nonce, self.world))
+        self.begin_incarnation()
         self.carry_out(self.keeper.adopt(self.now_s))
 
     def restore(self, attempt: Attempt) -> None:
         assert self.keeper.pin(attempt.id)
-        self.pinned = tuple(attempt.slots.values())
+        self.pinned = slots_of(attempt)
 
-    def scan(self) -> tuple[list[Slot], list[Attempt]]:
-        """As ``keeper.memory.Memory.scan`` does it."""
+    def scan(self, host: int = 0) -> tuple[list[Slot], list[Attempt]]:
+        """As ``keeper.memory.Memory.scan`` does it on one host."""
         living = {p.writer for p in self.processes if p.alive}
         slots: list[Slot] = []
         attempts: dict[str, Attempt] = {}
         for id_, capacity in self.capacities.items():
+            if host_of(id_) != host:
+                continue
             slot = Slot(id_, capacity, "free")
             slots.append(slot)
             record = self.records.get(id_)
@@ -297,7 +311,7 @@ class RealWorld:
                 slot.state, slot.writer = "quarantined", record.writer
                 continue
             incarnation, step = record.generation
-            attempt = Attempt(record.attempt, incarnation, step, record.world, "layout")
+            attempt = Attempt(record.attempt, incarnation, step, record.world, record.layout)
             attempts.setdefault(record.attempt, attempt).slots[record.rank] = id_
         return slots, list(attempts.values())
 

@@ -61,6 +61,8 @@ class Life:
     #: How long every report of a sealed image takes: room to kill between two acts of a save.
     report_s: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    #: On which host each rank is, where they are to be on several.
+    hosts: tuple[str, ...] = ()
 
 
 class Net(nn.Module):
@@ -147,6 +149,8 @@ def _live(rank: int, life: Life, store: str, path: list[str], environment: dict[
     for name in [n for n in os.environ if n.startswith("HOLDFAST_")]:
         del os.environ[name]
     os.environ.update(environment)
+    if life.hosts:
+        os.environ["HOLDFAST_HOST_ID"] = life.hosts[rank]
     torch.set_num_threads(1)
     try:
         if life.world > 1 or life.layout == "fsdp":

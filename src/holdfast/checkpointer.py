@@ -191,6 +191,8 @@ class Checkpointer:
         return restored
 
     def _adopt(self, parent: Generation | None) -> None:
+        self._offers.close()
+
         def tell() -> bytes:
             pair = None if parent is None else (parent.incarnation, parent.step)
             self._saver.request(m.Adopt(parent=pair), m.Done, timeout_s=self.timeout_s)

@@ -25,6 +25,7 @@ from holdfast.rules import Rules
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import arena_dir
 from holdfast.snapshot.client import KeeperClient, find_or_start
+from holdfast.snapshot.hosts import LATER_S, HostFact, Hosts, hosts_of
 from holdfast.snapshot.saver import Saver
 from holdfast.snapshot.underway import Patience, Place
 from holdfast.state.describe import Describer
@@ -66,25 +67,33 @@ def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
     timeout_s = terms.timeout_s
     describer = Describer(state, world.rank, world.size, tells_frozen=True, rules=terms.rules)
     told = agree(world, "start: state", lambda: _plan(state, describer, terms), timeout_s=timeout_s)
-    plans = [msgpack.decode(each, type=tuple[bytes, bytes]) for each in told]
-    _require_one_plan([plan for plan, _ in plans])
-    refuse_unused([usage for _, usage in plans])
+    plans = [msgpack.decode(each, type=tuple[bytes, bytes, bytes]) for each in told]
+    _require_one_plan([plan for plan, _, _ in plans])
+    refuse_unused([usage for _, usage, _ in plans])
+    hosts = hosts_of([msgspec.json.decode(h, type=HostFact) for _, _, h in plans], world.rank)
     opened = tell_all(world, "start: root", lambda: _open_root(store, terms), timeout_s=timeout_s)
     run_id = opened.decode()
     arena = arena_dir(run_id, host_id())
     place = Place(run_id, 0, world.nonce, world.rank, world.size)
-    saver = Saver(describer, place, partial(_connect, terms, arena), _patience(timeout_s))
-    offers = Offers(store, world.rank, arena, partial(saver.request, timeout_s=timeout_s))
+    saver = Saver(describer, place, partial(_connect, terms, arena, hosts), _patience(timeout_s))
+    request = partial(saver.request, timeout_s=timeout_s)
+    offers = Offers(store, world.rank, arena, request, hosts)
     try:
-        begin = partial(_begin, world, saver, offers, timeout_s)
-        begun = tell_all(world, "start: incarnation", begin, timeout_s=timeout_s)
+        if hosts is None:
+            begin = partial(_begin, world, saver, offers, timeout_s)
+            begun = tell_all(world, "start: incarnation", begin, timeout_s=timeout_s)
+        else:
+            begun = _begin_on_hosts(world, hosts, saver, offers, timeout_s)
         incarnation, may_restore = msgspec.json.decode(begun, type=tuple[int, bool])
+        offers.incarnation = incarnation
         saver.place = Place(run_id, incarnation, world.nonce, world.rank, world.size)
         agree(world, "start: join", lambda: _join(saver), timeout_s=timeout_s)
     except BaseException:
         # A keeper that still hears from us would hold the root against the next try.
         saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
         raise
+    if hosts is not None:
+        hosts.within_s = LATER_S
     return Run(run_id, incarnation, may_restore, saver, offers)
 
 
@@ -97,19 +106,13 @@ def _plan(state: State, describer: Describer, terms: Terms) -> bytes:
     plan = msgspec.json.encode({
         "root": terms.root, "memory": str(terms.memory), "storage": str(terms.storage),
         "keep": str(terms.keep), "timeout_s": str(terms.timeout_s),
-        "compare_replicas": str(terms.compare_replicas), "host": host_id(),
+        "compare_replicas": str(terms.compare_replicas),
     })  # fmt: skip
-    return msgpack.encode((plan, usage))
+    return msgpack.encode((plan, usage, msgspec.json.encode(HostFact.of_this())))
 
 
 def _require_one_plan(plans: list[bytes]) -> None:
     ranks = [msgspec.json.decode(plan, type=dict[str, str]) for plan in plans]
-    hosts = sorted({plan["host"] for plan in ranks})
-    if len(hosts) > 1:
-        raise UsageError(
-            f"the ranks run on {len(hosts)} hosts ({', '.join(hosts)}); this version keeps "
-            "runs on one host"
-        )
     for rank, plan in enumerate(ranks):
         for name, value in plan.items():
             if value != ranks[0][name]:
@@ -147,6 +150,25 @@ def _begin(world: World, saver: Saver, offers: Offers, timeout_s: float) -> byte
     return msgspec.json.encode((begun.incarnation, offers.is_there_any()))
 
 
+def _begin_on_hosts(
+    world: World, hosts: Hosts, saver: Saver, offers: Offers, timeout_s: float
+) -> bytes:
+    """The same where ranks are on several hosts, whose keepers are told of each other first."""
+    request = partial(saver.request, timeout_s=timeout_s)
+    hosts.agree_on_secret(world, timeout_s)
+    newest = hosts.survey(world, request, timeout_s)
+
+    def begin(after: int) -> int:
+        message = m.Begin(nonce=world.nonce, world=world.size, hosts=hosts.table, after=after)
+        return saver.request(message, m.Begun, timeout_s=timeout_s).incarnation
+
+    n = hosts.begin(world, begin, request, newest, timeout_s)
+    return tell_all(
+        world, "start: sources", lambda: msgspec.json.encode((n, offers.is_there_any())),
+        timeout_s=timeout_s,
+    )  # fmt: skip
+
+
 def _join(saver: Saver) -> bytes:
     saver.reconnect()
     return b""
@@ -155,6 +177,7 @@ def _join(saver: Saver) -> bytes:
 def _connect(
     terms: Terms,
     arena: Path,
+    hosts: Hosts | None,
     place: Place,
     is_copying: bool,
     owes_durable: bool,
@@ -169,6 +192,9 @@ def _connect(
     try:
         hello = m.Hello(run_id=place.run_id, root=terms.root)
         client.request(hello, m.Welcome, timeout_s=terms.timeout_s)
+        if place.incarnation and hosts is not None:
+            part = hosts.part(place.incarnation, place.nonce)
+            client.request(part, m.Done, timeout_s=terms.timeout_s)
         if place.incarnation:
             join = m.Join(
                 incarnation=place.incarnation, nonce=place.nonce, rank=place.rank,

@@ -13,7 +13,8 @@ from holdfast.catalogue import catalogue
 from holdfast.errors import StorageError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.geometry.layout import Layout
-from holdfast.keeper.persister import ImageJob, Job, Persister
+from holdfast.keeper.images import ImageJob, Job
+from holdfast.keeper.persister import Persister
 from holdfast.load.verify import verify
 from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store

@@ -95,8 +95,8 @@ def test_the_keeper_listens_while_memory_is_given_back_and_makes_no_slot_before(
         memory.files[90] = memory.create(90, PAGE_BYTES)
         maker.remove(90)
         assert not memory.slot_path(90).exists()
-        coordinator.slots.capacity_bytes = PAGE_BYTES
-        (spare,) = of(coordinator.slots.spares(1), Allocate)[:1]
+        coordinator.slots.on(0).capacity_bytes = PAGE_BYTES
+        (spare,) = of(coordinator.slots.spares({0: 1}), Allocate)[:1]
         maker.make(spare.slot, spare.capacity_bytes)
         for _ in range(20):
             await asyncio.sleep(0.005)  # the loop is free all the while
@@ -125,8 +125,8 @@ def test_whatever_keeps_a_slot_from_being_made_nobody_waits_for_it_for_ever(
         memory, told = Memory(arena_dir, "run"), asyncio.Event()
         monkeypatch.setattr(memory, "create", fail)
         maker = SlotMaker(coordinator, memory, Background(), lambda _: told.set())
-        coordinator.slots.capacity_bytes = PAGE_BYTES
-        (spare,) = of(coordinator.slots.spares(1), Allocate)[:1]
+        coordinator.slots.on(0).capacity_bytes = PAGE_BYTES
+        (spare,) = of(coordinator.slots.spares({0: 1}), Allocate)[:1]
         maker.make(spare.slot, spare.capacity_bytes)
         await told.wait()
         assert spare.slot not in coordinator.slots

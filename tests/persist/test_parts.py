@@ -16,7 +16,8 @@ from holdfast.errors import ChecksumMismatch, StorageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.geometry.layout import Layout
-from holdfast.keeper.persister import ImageJob, Job, Persister
+from holdfast.keeper.images import ImageJob, Job
+from holdfast.keeper.persister import Persister
 from holdfast.load.read import verify_blocks
 from holdfast.load.source import from_manifest
 from holdfast.load.verify import verify

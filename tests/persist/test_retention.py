@@ -5,7 +5,8 @@ from __future__ import annotations
 from holdfast import events
 from holdfast.catalogue import catalogue, manifest_path
 from holdfast.format.manifest import Generation, Incarnation, seal
-from holdfast.keeper.persister import ImageJob, Job, Persister
+from holdfast.keeper.images import ImageJob, Job
+from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.persist.pins import pin, unpin
 from holdfast.policy.retention import Keep

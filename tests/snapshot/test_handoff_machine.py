@@ -6,6 +6,8 @@ What happens to the processes and slots is in ``handoff_world``, what is checked
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -21,6 +23,7 @@ from hypothesis.stateful import (
 from coordinators import CAPTURE_S, GRANT_S
 from handoff_checks import CheckedWorld
 from handoff_facts import Process, Save, is_idle
+from handoff_hosts import HostedWorld
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Action
 from holdfast.snapshot.attempts import Attempt
@@ -268,6 +271,37 @@ class Handoff(CheckedWorld, RuleBasedStateMachine):
             self.check_end()
 
 
+class OnSeveralHosts(HostedWorld, Handoff):
+    """The same where ranks are on several hosts, each with a keeper and memory of its own."""
+
+    @initialize(world=worlds, hosts=st.integers(1, 3))
+    def begin_with_hosts(self, world: int, hosts: int) -> None:
+        self.hosts = hosts
+        self.start(world)
+
+    begin_with = None  # type: ignore[assignment]
+
+    @precondition(lambda self: self.moves > 0 and len(self.in_reach) > 1)
+    @rule(data=st.data(), is_stored=st.booleans())
+    def a_host_is_lost(self, data: st.DataObject, is_stored: bool) -> None:
+        host = data.draw(st.sampled_from(sorted(self.in_reach - {0})))
+        self.lose_host(host, is_stored=is_stored)
+
+    @precondition(lambda self: bool(self.lost_hosts()))
+    @rule(data=st.data(), is_empty=st.booleans())
+    def a_host_returns(self, data: st.DataObject, is_empty: bool) -> None:
+        self.host_returns(data.draw(st.sampled_from(self.lost_hosts())), is_empty=is_empty)
+
+    @precondition(lambda self: self.moves > 2)
+    @rule(hosts=st.integers(1, 3))
+    def the_next_start_is_on_so_many_hosts(self, hosts: int) -> None:
+        for process in self.processes:
+            process.alive = False
+        self.hosts = hosts
+        self.begin(max(self.world, hosts))
+        self.moves = 0
+
+
 FAST = settings(
     max_examples=300, stateful_step_count=50, deadline=None, derandomize=True, database=None,
     suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
@@ -276,6 +310,17 @@ FAST = settings(
 
 def test_the_rules_hold_whatever_happens() -> None:
     run_state_machine_as_test(Handoff, settings=FAST)
+
+
+def test_the_rules_hold_on_several_hosts_of_which_some_are_lost_and_come_back() -> None:
+    run_state_machine_as_test(OnSeveralHosts, settings=FAST)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_rules_hold_on_several_hosts_for_long() -> None:
+    long = settings(FAST, max_examples=5000, stateful_step_count=100, derandomize=False)
+    run_state_machine_as_test(OnSeveralHosts, settings=long)
 
 
 @pytest.mark.slow
@@ -350,7 +395,7 @@ class TakesARingForAWholeSlot(Slots):
         super().take_back(attempt)
         for slot in self.values():
             if slot.state == "free":
-                slot.is_ring, slot.capacity_bytes = False, self.capacity_bytes
+                slot.is_ring, slot.capacity_bytes = False, self.on(0).capacity_bytes
 
 
 @pytest.mark.parametrize(
@@ -413,6 +458,24 @@ class ForgetsAllThatRingsMadeDurable(Coordinator):
 def test_a_keeper_that_is_mistaken_about_rings_is_found_out(broken: type[Coordinator]) -> None:
     class Broken(Handoff):
         coordinator = broken
+
+    expect_to_be_found_out(Broken)
+
+
+class GivesRanksAnyHostsSlots(Slots):
+    def begin(self, hosts: Mapping[int, int]) -> None:
+        super().begin(dict.fromkeys(hosts, 0))
+
+
+class KeepsCountingLostHosts(Slots):
+    def lose(self, host: int) -> None:
+        return
+
+
+@pytest.mark.parametrize("broken", [GivesRanksAnyHostsSlots, KeepsCountingLostHosts])
+def test_mistakes_about_whose_slots_they_are_are_found_out(broken: type[Slots]) -> None:
+    class Broken(OnSeveralHosts):
+        slots = broken
 
     expect_to_be_found_out(Broken)
 

@@ -42,7 +42,7 @@ def test_values_that_grow_over_the_next_size_of_a_slot_do_not_double_the_memory(
     capacities = set()
     for step in range(20):
         actions = keeper.ask_all(step, values=1_000_000 if step % 2 else 1_040_000)
-        capacities |= {keeper.c.slots.capacity_bytes}
+        capacities |= {keeper.c.slots.on(0).capacity_bytes}
         keeper.seal(0, granted(actions))
         keeper.with_memory(keeper.c.spares())
         assert len(keeper.c.slots) == 3

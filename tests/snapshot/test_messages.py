@@ -5,11 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 
 import pytest
-from hypothesis import given, reject, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import FormatError
+from holdfast.peers.wire import check_names
 from holdfast.snapshot import messages as m
+from holdfast.snapshot import offered
 
 ASK = m.Ask(step=7, table="0f" * 16, values_bytes=10, durable=True, exact=False)
 KINDS = sorted(m.Message.__subclasses__(), key=lambda kind: kind.__name__)
@@ -28,7 +30,7 @@ def messages(kind: type[m.Message]) -> st.SearchStrategy[m.Message]:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=20)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
 @given(seq=st.integers(0, 2**32), data=st.data())
 def test_every_message_arrives_as_it_was_said(
     kind: type[m.Message], seq: int, data: st.DataObject
@@ -71,3 +73,11 @@ def test_a_message_with_any_byte_changed_is_a_message_or_refused(at: int, byte: 
     body[at % len(body)] = byte
     with suppress(FormatError):
         m.unpack(bytes(body))
+
+
+def test_what_keepers_offer_goes_by_names_that_can_be_asked_for() -> None:
+    for path in (offered.INVENTORY, offered.image_path("0a1b", 3), offered.layout_path("ff")):
+        check_names(path, offered.generation_name(2, 40))
+    assert offered.image_path("0a1b", 3) == "/images/0a1b/3"
+    assert offered.layout_path("ff") == "/layouts/ff"
+    assert offered.generation_name(2, 40) == "2-40"

@@ -6,18 +6,22 @@ import asyncio
 import os
 import socket
 import struct
+from typing import TYPE_CHECKING
 
 from holdfast.errors import Fenced, UsageError
+from holdfast.keeper import control
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import process_start
 from holdfast.snapshot.slots import Writer
 
+if TYPE_CHECKING:  # a run on one host needs none of it
+    from holdfast.peers.control import ControlLine
+
 
 class Connection:
-    """One trainer at the other end of a socket."""
+    """One trainer that can be spoken to."""
 
-    def __init__(self, writer: asyncio.StreamWriter, process: Writer) -> None:
-        self.writer = writer
+    def __init__(self, process: Writer) -> None:
         self.process = process
         self.rank: int | None = None
         self.said_goodbye = False
@@ -29,15 +33,65 @@ class Connection:
 
     def send(self, message: m.Message, seq: int = 0) -> None:
         """Queue a message; a trainer that went away is noticed by its reader."""
-        if not self.writer.is_closing():
-            self.writer.write(m.pack(message, seq))
+        raise NotImplementedError
 
     async def drain(self) -> None:
         """Wait until what was sent has left, or cannot any more."""
+        raise NotImplementedError
+
+    def hang_up(self) -> None:
+        """End it."""
+        raise NotImplementedError
+
+
+class NearConnection(Connection):
+    """A trainer of this host, at the other end of a socket."""
+
+    def __init__(self, writer: asyncio.StreamWriter, process: Writer, number: int) -> None:
+        super().__init__(process)
+        self.writer = writer
+        self.number = number
+        """Names it to a coordinator on another host."""
+        self.was_announced = False
+
+    def send(self, message: m.Message, seq: int = 0) -> None:
+        """See ``Connection``."""
+        self.send_frame(m.pack(message, seq))
+
+    def send_frame(self, frame: bytes) -> None:
+        """Queue what another keeper has packed."""
+        if not self.writer.is_closing():
+            self.writer.write(frame)
+
+    async def drain(self) -> None:
+        """See ``Connection``."""
         try:
             await self.writer.drain()
         except ConnectionError:
             return
+
+    def hang_up(self) -> None:
+        """See ``Connection``."""
+        self.writer.close()
+
+
+class FarConnection(Connection):
+    """A trainer of another host, whose keeper hands on what is said."""
+
+    def __init__(self, line: ControlLine, number: int, process: Writer) -> None:
+        super().__init__(process)
+        self._line, self._number = line, number
+
+    def send(self, message: m.Message, seq: int = 0) -> None:
+        """See ``Connection``."""
+        self._line.send(control.pack(control.Tell(line=self._number, frame=m.pack(message, seq))))
+
+    async def drain(self) -> None:
+        """See ``Connection``: its line is drained as a whole."""
+
+    def hang_up(self) -> None:
+        """See ``Connection``."""
+        self._line.send(control.pack(control.HangUp(line=self._number)))
 
 
 class Ranks:
@@ -57,7 +111,7 @@ class Ranks:
         connection.rank = rank
         self._by_rank[rank] = connection
         if old is not None and old is not connection:
-            old.writer.close()  # its line broke unnoticed
+            old.hang_up()  # its line broke unnoticed
 
     def leave(self, connection: Connection) -> bool:
         """The connection broke; whether its rank is lost by that."""

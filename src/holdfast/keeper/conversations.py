@@ -6,6 +6,7 @@ One event loop owns the coordinator, so no two transitions overlap.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -16,15 +17,17 @@ from typing import Any
 from holdfast.errors import ArenaError, Fenced, HoldfastError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.keeper import limits
-from holdfast.keeper.connection import Connection, Ranks, peer_of
+from holdfast.keeper.connection import Connection, NearConnection, Ranks, peer_of
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.memory import Memory
+from holdfast.keeper.part import Part
 from holdfast.policy.retention import Keep
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Tell
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.slots import host_of
 
 
 class Conversations:
@@ -32,8 +35,9 @@ class Conversations:
 
     def __init__(
         self, coordinator: Coordinator, memory: Memory, ranks: Ranks, executor: Executor,
-        incarnations: Incarnations, root: RootAccess, root_url: str,
+        incarnations: Incarnations, root: RootAccess, part: Part, root_url: str,
     ) -> None:  # fmt: skip
+        self.part = part
         self.coordinator = coordinator
         self.memory = memory
         self.ranks = ranks
@@ -46,6 +50,8 @@ class Conversations:
         """Who waits for the end, and the number of the request."""
         self.persist_at_end = True
         self._beginning = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        executor.hands.connect(self)
 
     # ── lines ────────────────────────────────────────────────────────────────────────────
 
@@ -55,23 +61,45 @@ class Conversations:
         if process is None:
             writer.close()
             return
-        connection = Connection(writer, process)
-        self.open.add(connection)
+        connection = NearConnection(writer, process, next(self._numbers))
+        self.came(connection)
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "little")
                 if size > m.MAX_FRAME_BYTES:
                     break
-                seq, message = m.unpack(await reader.readexactly(size))
-                await self._hear(connection, seq, message)
+                body = await reader.readexactly(size)
+                seq, message = m.unpack(body)
+                if self.part.hand is not None and not isinstance(message, _FOR_THIS_HOST):
+                    self._hand_on(connection, seq, message, body)
+                else:
+                    await self.hear(connection, seq, message)
         except (asyncio.IncompleteReadError, ConnectionError, HoldfastError):
             pass  # a trainer that went away or talks nonsense is treated alike: it is gone
         finally:
-            self.open.discard(connection)
             writer.close()
-            self._gone(connection)
+            if self.part.hand is not None:
+                self.part.hand.gone(connection)
+            self.gone(connection)
 
-    def _gone(self, connection: Connection) -> None:
+    def _hand_on(
+        self, connection: NearConnection, seq: int, message: m.Message, body: bytes
+    ) -> None:
+        """To the coordinator on another host; told at once when that cannot be."""
+        assert self.part.hand is not None
+        try:
+            self.part.hand.hear(connection, seq, message, body)
+        except HoldfastError as error:
+            if seq:
+                connection.send(_refusal(error), seq)
+
+    def came(self, connection: Connection) -> None:
+        """Somebody connected, here or on another host."""
+        self.open.add(connection)
+
+    def gone(self, connection: Connection) -> None:
+        """A connection broke."""
+        self.open.discard(connection)
         if self.ranks.leave(connection):
             self.executor.carry_out(self.coordinator.lost(connection.rank or 0))
             self.answer_goodbyes(m.Done())  # they wait for everybody, and one will not come
@@ -82,7 +110,8 @@ class Conversations:
             connection.send(answer, seq)
         self.goodbyes.clear()
 
-    async def _hear(self, connection: Connection, seq: int, message: m.Message) -> None:
+    async def hear(self, connection: Connection, seq: int, message: m.Message) -> None:
+        """One message of a trainer, here or on another host; it is answered."""
         handler = _HANDLERS.get(type(message))
         try:
             if not connection.is_visible:
@@ -103,8 +132,7 @@ class Conversations:
         except HoldfastError as error:
             if not seq:
                 emit(Warned(message=f"process {connection.process.pid}: {error}"))
-            kind = type(error).__name__
-            answer = m.Refused(kind=kind, reason=str(error), fields=error.told_fields)
+            answer = _refusal(error)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             answer = m.Refused(kind="KeeperError", reason=f"{type(error).__name__}: {error}")
@@ -126,14 +154,23 @@ class Conversations:
 
     async def _begin(self, _: Connection, message: m.Begin, __: int) -> m.Message:
         async with self._beginning:
-            n = await self.incarnations.next_number()
-            await self.root.open()
+            n = max(await self.incarnations.next_number(), message.after + 1)
+            if not message.hosts:  # else one of theirs may have it, until all know of this start
+                await self.root.open()
             self.incarnations.begin(n)
             self.ranks.fence_off(n)
             self.answer_goodbyes(m.Done())
-            self.executor.carry_out(self.coordinator.begin(n, message.nonce, message.world))
+            await self.part.lead(n, message.hosts)
+            begun = self.coordinator.begin(n, message.nonce, message.world, message.hosts)
+            self.executor.carry_out(begun)
             self.executor.maker.drop_spares()
             return m.Begun(incarnation=n)
+
+    async def _survey(self, _: Connection, message: m.Survey, __: int) -> m.Message:
+        return await self.part.survey(message)
+
+    async def _take_part(self, _: Connection, message: m.TakePart, __: int) -> m.Message:
+        return await self.part.take(message)
 
     async def _join(self, connection: Connection, message: m.Join, _: int) -> m.Message:
         async with self._beginning:  # ranks that find a new keeper must not each begin anew
@@ -177,7 +214,7 @@ class Conversations:
         await self.root.open()
         self.incarnations.current = mine
         actions = self.coordinator.resume(
-            mine.n, mine.nonce, mine.world, mine.parent, time.monotonic()
+            mine.n, mine.nonce, mine.world, mine.parent, time.monotonic(), self.part.hosts
         )
         self.executor.carry_out(actions)
         return True
@@ -198,7 +235,8 @@ class Conversations:
             slots=tuple(
                 m.SlotInfo(
                     rank=rank,
-                    path=str(self.memory.slot_path(slot.id)),
+                    path=self.executor.path_of(slot.id),
+                    host=self.executor.hands.name_of(host_of(slot.id)),
                     image_bytes=slot.image_bytes,
                     header_xxh3=slot.header_xxh3,
                     table_xxh3=slot.table_xxh3,
@@ -214,6 +252,7 @@ class Conversations:
 
     async def _adopt(self, _: Connection, message: m.Adopt, __: int) -> m.Message:
         await self.incarnations.adopt(message.parent)
+        self.executor.hands.remember(self.incarnations.current)
         self.executor.carry_out(self.coordinator.adopt(time.monotonic()))
         return m.Done()
 
@@ -245,7 +284,7 @@ class Conversations:
     async def _captured(self, connection: Connection, message: m.Captured, _: int) -> None:
         rank = self.ranks.require(connection)
         self.executor.carry_out(self.coordinator.captured(rank, message, time.monotonic()))
-        self.executor.jobs.sealed(message.attempt)
+        self.executor.captured(message.attempt, rank)
 
     async def _abandon(self, connection: Connection, message: m.Abandon, _: int) -> None:
         rank = self.ranks.require(connection)
@@ -270,11 +309,19 @@ class Conversations:
         return m.Explanation(text=self.coordinator.explain(message.step))
 
 
-_ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory)
+def _refusal(error: HoldfastError) -> m.Refused:
+    return m.Refused(kind=type(error).__name__, reason=str(error), fields=error.told_fields)
+
+
+_ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory, m.Survey, m.TakePart)
+#: What a keeper answers itself, whoever coordinates.
+_FOR_THIS_HOST = (m.Hello, m.Begin, m.Survey, m.TakePart)
 _Handler = Callable[[Conversations, Connection, Any, int], Awaitable[m.Message | None]]
 _HANDLERS: dict[type[m.Message], _Handler] = {
     m.Hello: Conversations._hello,
     m.Begin: Conversations._begin,
+    m.Survey: Conversations._survey,
+    m.TakePart: Conversations._take_part,
     m.Join: Conversations._join,
     m.ListInventory: Conversations._inventory,
     m.Pin: Conversations._pin,

@@ -6,6 +6,7 @@ number is one more than any known: by either of them, or by an image in memory.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 
@@ -38,17 +39,19 @@ class RootAccess:
         self._outcome = outcome
         self._lock: Lock | None = None
         self.persister: Persister | None = None
+        self._opening = asyncio.Lock()
 
     async def open(self) -> Persister:
         """The persister, with the root's lock.
 
         RootBusy when another run has it, StorageError when the run's root is not there.
         """
-        if self._lock is None:
-            self._lock = await self._background.in_thread(self._lock_root)
-        if self.persister is None:
-            self.persister = Persister(self.store, Keep(), self._outcome)
-        return self.persister
+        async with self._opening:  # ranks that join at once must not each lock it
+            if self._lock is None:
+                self._lock = await self._background.in_thread(self._lock_root)
+            if self.persister is None:
+                self.persister = Persister(self.store, Keep(), self._outcome)
+            return self.persister
 
     def _lock_root(self) -> Lock:
         # First of all: a lock is a file, and would make a directory where a root has vanished.
@@ -61,6 +64,7 @@ class RootAccess:
             self.persister.stop()
         if self._lock is not None:
             self._lock.release()
+        self.persister = self._lock = None
 
 
 class Incarnations:
@@ -151,11 +155,19 @@ class Incarnations:
             if self.remembered(attempt.incarnation) is None:
                 self.repair(attempt.incarnation)
 
+    def begun_here(self) -> set[int]:
+        """Those whose beginning this keeper, or one before it on this host, was told of."""
+        remembered = {i.n for i in self._memory.incarnations()}
+        return remembered | {self._memory.begun(), self._coordinator.incarnation}
+
+    def known_here(self) -> set[int]:
+        """The same, and those whose images are in this host's memory."""
+        held = {a.incarnation for a in self._coordinator.attempts.complete()}
+        return self.begun_here() | held | {a.incarnation for a in self._memory.found()[1]}
+
     def _known(self) -> set[int]:
         """Blocks: it asks storage."""
         stored = self._root.store.list(INCARNATIONS) + self._root.store.list(MANIFESTS)
         heads = (name.split(".")[0].split("-")[0] for name in stored)
-        remembered = {i.n for i in self._memory.incarnations()}
-        remembered |= {self._memory.begun(), self._coordinator.incarnation}
         held = {a.incarnation for a in self._coordinator.attempts.complete()}
-        return {int(head) for head in heads if head.isdecimal()} | remembered | held
+        return {int(head) for head in heads if head.isdecimal()} | self.begun_here() | held

@@ -23,6 +23,9 @@ def check(message: m.Message, world: int) -> None:
             _within("world", message.world, 1, MAX_WORLD)
             if not message.nonce:
                 raise UsageError("an incarnation needs a nonce, this one is empty")
+            ranks = sorted(rank for host in message.hosts for rank in host.ranks)
+            if message.hosts and ranks != list(range(message.world)):
+                raise UsageError(f"each of {message.world} ranks is on one host, not {ranks[:8]}")
         case m.Join():
             _within("rank", message.rank, 0, world - 1)
             _within("compare_replicas", message.compare_replicas or 0, 0, MAX_STEP)

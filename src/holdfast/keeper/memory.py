@@ -40,6 +40,8 @@ class Memory:
         self.run_id = run_id
         self.boot_id = boot_id()
         self.files: dict[int, SlotFile] = {}
+        self.next_number = 0
+        """Of a slot, and higher than any there was since this process began."""
         for name in ("layouts", "incarnations"):
             (directory / name).mkdir(mode=0o700, exist_ok=True)
 
@@ -55,6 +57,7 @@ class Memory:
         with self._mutex:
             free = self.room_bytes()
             self._being_made[slot_id] = IMAGE_START + capacity_bytes
+            self.next_number = max(self.next_number, slot_id + 1)
         try:
             path = self.slot_path(slot_id)
             return SlotFile.create(path, capacity_bytes, free_bytes=free, leave_bytes=leave_bytes)
@@ -68,6 +71,7 @@ class Memory:
         ArenaError when there is not enough for the smallest. Nothing else may be made meanwhile.
         """
         room = self.room_bytes()
+        self.next_number = max(self.next_number, *(need.slot + 1 for need in needs))
         while True:
             sizes = share(room, needs, IMAGE_START)
             if not sizes:
@@ -115,8 +119,6 @@ class Memory:
 
     def scan(self) -> tuple[list[Slot], list[Attempt]]:
         """What an earlier keeper left: slots, and attempts with the images they have."""
-        slots: list[Slot] = []
-        attempts: dict[str, Attempt] = {}
         for path in sorted(self.directory.glob(f"*{SLOT_SUFFIX}")):
             try:
                 slot_id = int(path.stem)
@@ -128,8 +130,20 @@ class Memory:
                 path.unlink(missing_ok=True)  # half-made: its maker died before it was granted
                 continue
             self.files[slot_id] = file
+            self.next_number = max(self.next_number, slot_id + 1)
+        return self.found()
+
+    def found(self) -> tuple[list[Slot], list[Attempt]]:
+        """What all slots say of themselves now: nothing else is known to who comes later."""
+        slots: list[Slot] = []
+        attempts: dict[str, Attempt] = {}
+        for slot_id, file in sorted(self.files.items()):
             slots.append(self._take(slot_id, file, attempts))
         return slots, list(attempts.values())
+
+    def holds_images(self) -> bool:
+        """Whether any slot says that a whole image is in it."""
+        return any(slot.state == "captured" for slot in self.found()[0])
 
     def _take(self, slot_id: int, file: SlotFile, attempts: dict[str, Attempt]) -> Slot:
         slot = Slot(slot_id, file.capacity_bytes, "free")

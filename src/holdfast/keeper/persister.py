@@ -9,103 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.catalogue import (
     Catalogue,
     attempt_dir,
     catalogue,
-    image_path,
     manifest_path,
     part_dir,
-    part_path,
 )
-from holdfast.errors import ChecksumMismatch, HoldfastError, PersistFailed
-from holdfast.events import CheckpointPruned, CheckpointPublished, ImageDurable, PersistBroke, emit
+from holdfast.errors import HoldfastError, PersistFailed
+from holdfast.events import CheckpointPruned, CheckpointPublished, PersistBroke, emit
 from holdfast.format.features import needed
-from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, unseal
+from holdfast.format.manifest import Generation, Manifest, unseal
 from holdfast.format.values import from_bytes
-from holdfast.geometry.codec import has_frozen, has_listings
+from holdfast.geometry.codec import has_listings
+from holdfast.keeper.images import IMAGES_AT_ONCE, ImageJob, ImageWriter, Job, shown_values
 from holdfast.persist import commit
-from holdfast.persist.parts import Halves, Parts, Stored, halves_of
+from holdfast.persist.parts import Stored
 from holdfast.persist.pins import mend, pinned
-from holdfast.persist.source import MAX_VALUES_BYTES, ImageSource, WholeImage
-from holdfast.persist.writer import Arrival, Written, write_image
 from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store
-
-_IMAGES_AT_ONCE = 4
-
-
-@dataclass(slots=True)
-class ImageJob:
-    """One image on its way to storage."""
-
-    rank: int
-    memory: memoryview
-    """The whole image; empty when it passes through ``ring``."""
-    arrival: Arrival = field(default_factory=Arrival)
-    header_xxh3: str = ""
-    table_xxh3: str = ""
-    ring: ImageSource | None = None
-    chunk_bytes: int = 0
-    """What it is written in; 0: what was measured best."""
-    source: ImageSource = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.source = WholeImage(self.memory) if self.ring is None else self.ring
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the whole image."""
-        return self.source.size_bytes
-
-    def seal(self, header_xxh3: str, table_xxh3: str) -> None:
-        """The image is captured; these are its sealed checksums."""
-        self.header_xxh3, self.table_xxh3 = header_xxh3, table_xxh3
-        self.arrival.copied(self.size_bytes)
-
-
-@dataclass(slots=True)
-class Job:
-    """One attempt on its way to storage."""
-
-    attempt: str
-    generation: Generation
-    incarnation: Incarnation
-    world: int
-    layout: str
-    layout_data: bytes
-    images: dict[int, ImageJob]
-    is_complete: threading.Event = field(default_factory=threading.Event)
-    aborted: str = ""
-    is_publishing: bool = False
-    broke: Callable[[str], None] = lambda _: None
-    """Hears at once that an image cannot be written: who copies into a ring waits for that."""
-    #: A try of its own: an earlier one, cut off by a kill, may have left files behind.
-    directory: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.directory = f"{self.attempt}{secrets.token_hex(3)}"
-
-    @property
-    def has_rings(self) -> bool:
-        """Whether some image passes through a ring: its rank is held until it is written."""
-        return any(image.ring is not None for image in self.images.values())
-
-    def abort(self, reason: str) -> None:
-        """The attempt came to nothing."""
-        self.aborted = reason
-        self.is_complete.set()
-        for image in self.images.values():
-            image.arrival.abort(reason)
-
 
 Outcome = Callable[[str, str | None], None]
 
@@ -120,7 +48,7 @@ class Persister:
         self._stall_s = stall_s
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._sweeper = commit.Sweeper(store)
-        self._parts = Parts(store)
+        self._images = ImageWriter(store)
         self._thread = threading.Thread(target=self._work, name="holdfast-persist", daemon=True)
         self._thread.start()
 
@@ -168,15 +96,15 @@ class Persister:
         commit.record_incarnation(self.store, job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
         with ThreadPoolExecutor(_images_at_once(job)) as pool:
-            futures = [pool.submit(self._persist_image, job, i) for i in job.images.values()]
+            futures = [pool.submit(share.write) for share in job.shares]
+            futures += [pool.submit(self._persist_image, job, i) for i in job.images.values()]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             failures = [error for future in done if (error := future.exception()) is not None]
             if failures:
-                for image in job.images.values():
-                    image.arrival.abort(f"another image failed: {failures[0]}")
+                job.stop(f"another image failed: {failures[0]}")
                 job.broke(str(failures[0]))
                 raise failures[0]
-            stored = [future.result() for future in futures]
+            stored = [one for future in futures for one in future.result()]
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
         document = _values_document(job)
@@ -204,45 +132,8 @@ class Persister:
             elapsed_s=time.monotonic() - started_s,
         ))  # fmt: skip
 
-    def _persist_image(self, job: Job, image: ImageJob) -> Stored:
-        path = image_path(job.generation, job.directory, image.rank)
-        where = f"{path} (step {job.generation.step})"
-        started_s = time.monotonic()
-        # Only then: the header comes later than the file that is made for it.
-        apart = image.ring is None and has_frozen(job.layout_data)
-        halves = halves_of(image, where) if apart else None
-        if halves is not None:
-            return self._persist_halves(job, image, halves, path, where)
-        sink = self.store.create(path, image.size_bytes)
-        try:
-            written = write_image(
-                sink, image.source, image.arrival, where, chunk_bytes=image.chunk_bytes
-            )
-            _require_sealed(image, written, where)
-            sink.finish()
-        except BaseException:
-            sink.abort()
-            raise
-        ref = ImageRef(
-            path=path, rank=image.rank, size_bytes=image.size_bytes,
-            header_xxh3=image.header_xxh3, table_xxh3=image.table_xxh3,
-        )  # fmt: skip
-        _tell_durable(job, ref, started_s)
-        return Stored(ref)
-
-    def _persist_halves(
-        self, job: Job, image: ImageJob, halves: Halves, path: str, where: str
-    ) -> Stored:
-        """Store an image in two files; its frozen part, if one like it is stored, not again."""
-        started_s = time.monotonic()
-        image.source.begin(halves.header)
-        apart = part_path(job.generation, job.directory, image.rank)
-        stored, written = self._parts.write(image, halves, path, apart)
-        _require_sealed(image, written, where)
-        for ref in (stored.image, None if stored.is_reused else stored.part):
-            if ref is not None:
-                _tell_durable(job, ref, started_s)
-        return stored
+    def _persist_image(self, job: Job, image: ImageJob) -> list[Stored]:
+        return [self._images.write(job, image)]
 
     def _is_published(self, job: Job) -> bool:
         """Whether an earlier keeper published this attempt. PersistFailed if it was another's."""
@@ -269,7 +160,7 @@ class Persister:
 
     def _prune(self, job: Job) -> None:
         """Apply the retention policy; trouble here harms no checkpoint and is only reported."""
-        self._parts.forget()
+        self._images.parts.forget()
         try:
             found = catalogue(self.store)
             if mend(self.store, found):  # a keeper was killed while it pruned
@@ -285,7 +176,7 @@ class Persister:
             left = [m for m in found.manifests if m.generation not in gone]
             if not found.broken:  # an unreadable manifest may name what looks unnamed
                 self._sweeper.sweep(left)
-            self._parts.learn(left)
+            self._images.parts.learn(left)
         except Exception as error:  # whatever it is: the next attempt must be made durable
             emit(PersistBroke(
                 incarnation=job.generation.incarnation, step=job.generation.step,
@@ -304,39 +195,18 @@ class Persister:
         return condemned
 
 
-def _require_sealed(image: ImageJob, written: Written, where: str) -> None:
-    if written != Written(image.header_xxh3, image.table_xxh3):
-        raise ChecksumMismatch(
-            f"header or block table of {where} changed after the image was sealed: "
-            f"sealed {image.header_xxh3} and {image.table_xxh3}, written "
-            f"{written.header_xxh3} and {written.table_xxh3}. It is not published."
-        )
-
-
-def _tell_durable(job: Job, ref: ImageRef, started_s: float) -> None:
-    emit(ImageDurable(
-        incarnation=job.generation.incarnation, step=job.generation.step, rank=ref.rank,
-        elapsed_s=time.monotonic() - started_s, size_bytes=ref.size_bytes, image=ref.path,
-    ))  # fmt: skip
-
-
 def _images_at_once(job: Job) -> int:
     """Rings all at once: each rank is held until its own is written."""
-    return len(job.images) if job.has_rings else min(_IMAGES_AT_ONCE, len(job.images))
+    own = len(job.images) if job.has_rings else min(IMAGES_AT_ONCE, len(job.images))
+    return own + len(job.shares)
 
 
 def _values_document(job: Job) -> dict[str, Any]:
     """The values all ranks share, for people and tools that only read the manifest."""
     image = job.images.get(0)
-    if image is None:
-        return {}
-    header = image.source.header
-    assert header is not None  # it was written
-    start = header.data_start + header.values.offset
-    if header.values.size_bytes > MAX_VALUES_BYTES:
-        return {}
-    kept = image.source.kept(start, start + header.values.size_bytes)
-    document = from_bytes(kept, "rank 0's image")
+    far = b"".join(share.values for share in job.shares)  # of one at most
+    kept = far if image is None else shown_values(image)
+    document = from_bytes(kept, "rank 0's image") if kept else None
     return document if isinstance(document, dict) else {}
 
 

@@ -20,20 +20,25 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError
 from holdfast.events import KeeperStarted, KeeperStopped, emit, subscribe
+from holdfast.keeper import control
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Ranks
 from holdfast.keeper.conversations import Conversations
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.memory import Memory
+from holdfast.keeper.part import Part
 from holdfast.keeper.trace import open_trace
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import is_running, remove_arena
 from holdfast.snapshot.handoff import Coordinator
+from holdfast.snapshot.slots import host_of
 
 GRANT_DEADLINE_S = 30.0
 CAPTURE_DEADLINE_S = 600.0
 TICK_S = 0.1
+REFRESH_TICKS = 10
+"""What peers are told of this host's memory is that old at most."""
 LATE_S = 1.0
 """How long after its time to stop is over a keeper that hangs is ended."""
 EMPTY_IDLE_S = 2.0
@@ -63,7 +68,9 @@ class Keeper:
         self.memory = Memory(arena, run_id, arena_bytes)
         self.background = Background()
         self.ranks = Ranks()
-        self.executor = Executor(self.coordinator, self.memory, self.ranks, self.background)
+        self.executor = Executor(
+            self.coordinator, self.memory, self.ranks, self.background, self._superseded
+        )
         owner = f"run {run_id}, keeper {os.getpid()} on {host_id}"
         self.root_access = RootAccess(
             root, run_id, owner, self.background, self.executor.persist_ended
@@ -72,9 +79,13 @@ class Keeper:
             self.memory, self.coordinator, self.root_access, self.background
         )
         self.executor.connect(self.root_access, self.incarnations)
+        self.part = Part(
+            host_id, self.coordinator, self.memory, self.ranks, self.executor, self.incarnations,
+            self.root_access, self.background, self._told_to_end,
+        )  # fmt: skip
         self.conversations = Conversations(
             self.coordinator, self.memory, self.ranks, self.executor, self.incarnations,
-            self.root_access, root,
+            self.root_access, self.part, root,
         )  # fmt: skip
         self._ended = asyncio.Event()
         self._alone_since = time.monotonic()
@@ -86,12 +97,14 @@ class Keeper:
         """What was on its way to storage when the keeper was told to stop."""
         self._inode = os.stat(arena).st_ino
         self._last_trace = ""
+        self._is_over = False
+        self._ticks = 0
 
     async def run(self) -> None:
         """Take over what is in the arena, then serve until the run ends."""
         started_s = time.monotonic()
         slots, attempts = self.memory.scan()
-        self.coordinator.found(slots, attempts)
+        self.coordinator.found(slots, attempts, may_be_parts=True)
         await self.background.in_thread(self.incarnations.repair_held)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._told_to_stop)
         self._server = await self._listen()
@@ -144,14 +157,24 @@ class Keeper:
     async def _look_around(self) -> None:
         self.executor.carry_out(self.coordinator.tick(time.monotonic()))
         for slot in self.coordinator.slots.quarantined():
+            if host_of(slot.id):
+                self.executor.hands.watch(slot)
+                continue
             is_sealed = self.memory.is_sealed(slot.id, slot.attempt)
             if is_sealed or (slot.writer and not is_running(*slot.writer)):
                 self.executor.carry_out(self.coordinator.writer_gone(slot.id))
         if self._stop_by_s is None and self._is_homeless():
             self._stop_reason = f"its arena {self.arena} was removed"
             self._begin_to_stop()
+        if self.part.hand is not None:
+            self.part.hand.look_around()
+        self._ticks += 1
+        if self._ticks % REFRESH_TICKS == 0:
+            self.executor.offering.refresh()
         if self._stop_by_s is not None:
             await self._stop_if_done(self._stop_by_s)
+        elif self.part.hand is not None or self.part.is_bystander:
+            await self._end_if_left_alone()
         else:
             await self._end_if_done()
 
@@ -176,21 +199,61 @@ class Keeper:
                 self._persist_last(unsaved)
                 return
         self._server.close()
-        await self.background.in_thread(self._let_go, bool(unsaved))
+        # Of an attempt of several hosts, not all of which are in reach, there is a part here.
+        keep_arena = bool(unsaved) or bool(self.coordinator.attempts.parts())
+        self.executor.hands.say_all(control.End(keep_arena=keep_arena))
+        await self.background.in_thread(self._let_go, keep_arena)
         emit(KeeperStopped(reason="the run ended" if everyone_left else "nobody came back"))
         leaving = [connection for connection, _ in self.conversations.goodbyes]
         self.conversations.answer_goodbyes(self._last_words(unsaved))
         for connection in leaving:
             await connection.drain()
+        await self.executor.hands.finish()
         self._ended.set()
+
+    # ── as a hand of a coordinator elsewhere ─────────────────────────────────────────────
+
+    def _superseded(self, incarnation: int) -> None:
+        self.part.superseded(incarnation)
+
+    async def _told_to_end(self, keep_arena: bool) -> None:
+        """The coordinator says that the run is over; its last words for our ranks come next."""
+        self._server.close()
+        await self.background.in_thread(self._let_go, keep_arena)
+        emit(KeeperStopped(reason="the run ended"))
+        self._is_over = True
+
+    async def _end_if_left_alone(self) -> None:
+        """End after the run has, or when nobody came for a long time; what is only here stays."""
+        hand = self.part.hand
+        is_attached = hand is not None and hand.is_attached
+        if self._is_over:
+            if not is_attached:  # all that was to be handed on is
+                for connection in list(self.conversations.open):
+                    await connection.drain()
+                self._ended.set()
+            return
+        if is_attached or self.part.writings.is_busy:
+            self._alone_since = time.monotonic()
+        if self._is_forgotten():
+            self._server.close()
+            keep_arena = self.memory.holds_images()
+            await self.background.in_thread(self._let_go, keep_arena)
+            emit(KeeperStopped(reason="nobody came back"))
+            self._ended.set()
 
     def _is_forgotten(self) -> bool:
         if self.conversations.open:
             self._alone_since = time.monotonic()
         # Started by a process that then had no place in the run, it has nothing to keep.
-        held = self.coordinator.attempts.complete()
+        held = self.coordinator.attempts.complete() or self._holds_a_part()
         patience_s = self.idle_s if held else min(self.idle_s, EMPTY_IDLE_S)
         return time.monotonic() - self._alone_since > patience_s
+
+    def _holds_a_part(self) -> bool:
+        """Whether something is in memory here that others may need the rest of."""
+        decides = self.part.hand is None and not self.part.is_bystander
+        return bool(self.coordinator.attempts.parts()) if decides else self.memory.holds_images()
 
     def _is_saving(self) -> bool:
         return self._is_opening_root or self.coordinator.is_busy()
@@ -251,7 +314,8 @@ class Keeper:
         """
         is_late = time.monotonic() > stop_by_s
         persisting = {a.id for a in self.coordinator.attempts.values() if a.persisting}
-        if (self._is_opening_root or persisting & self._awaited) and not is_late:
+        is_writing = persisting & self._awaited or self.part.writings.is_busy
+        if (self._is_opening_root or is_writing) and not is_late:
             return
         unsaved = self.coordinator.debts.unpaid()
         may_persist = self.conversations.persist_at_end and not is_late
@@ -259,7 +323,7 @@ class Keeper:
             self._persist_last(unsaved)
             self._awaited.add(unsaved)
             return
-        needed = unsaved or persisting or self.conversations.open
+        needed = unsaved or persisting or self.conversations.open or self._holds_a_part()
         if not (needed or self._is_homeless()):
             await self.background.in_thread(remove_arena, self.arena)
         emit(KeeperStopped(reason=self._stop_reason + " and ran out of time" * is_late))

@@ -9,9 +9,11 @@ from typing import TypeVar
 from holdfast.catalogue import Catalogue
 from holdfast.errors import NotFound
 from holdfast.load.choose import Candidate, choose
+from holdfast.load.peer_image import Peers
 from holdfast.load.source import Checkpoint, from_memory
 from holdfast.load.stored import broken_manifests, catalogue_of, nothing_fits, open_stored, stored
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.hosts import Hosts
 from holdfast.storage.base import Store
 
 A = TypeVar("A", bound=m.Message)
@@ -21,7 +23,13 @@ Ask = Callable[[m.Message, type[A]], A]
 class Offers:
     """The sources of a run, on ``rank``: ``ask`` asks its keeper, whose slots lie in ``arena``."""
 
-    def __init__(self, store: Store, rank: int, arena: Path, ask: Ask[m.Message]) -> None:
+    def __init__(
+        self, store: Store, rank: int, arena: Path, ask: Ask[m.Message], hosts: Hosts | None = None
+    ) -> None:
+        self.incarnation = 0
+        """Of the asking: peers answer no other."""
+        self._hosts = hosts
+        self._peers: Peers | None = None
         self._store = store
         self._rank = rank
         self._arena = arena
@@ -49,8 +57,20 @@ class Offers:
             if held is None:
                 raise NotFound(f"{candidate.generation} is no longer in memory")
             self._ask(m.Pin(attempt=candidate.attempt), m.Done)
-            return from_memory(self._arena, held)
+            return from_memory(self._arena, held, self._reach_peers())
         return open_stored(self._store, candidate, self._rank)
+
+    def _reach_peers(self) -> Peers | None:
+        if self._hosts is not None and self._peers is None:
+            self._peers = Peers(
+                self._hosts.table, self._hosts.own_id, self._hosts.secret, self.incarnation
+            )
+        return self._peers
+
+    def close(self) -> None:
+        """Nothing more is read from peers."""
+        if self._peers is not None:
+            self._peers.close()
 
     def _candidates(self, found: Catalogue, step: int | str | None) -> list[Candidate]:
         inventory = self._held()

@@ -33,22 +33,22 @@ class Asks:
     def __init__(self, world: int) -> None:
         self._world = world
         self._by_step: dict[int, _Asked] = {}
-        self._declined: dict[int, str] = {}
+        self._declined: dict[int, tuple[str, bool]] = {}
         self._put_off: PutOff | None = None
 
     def add(self, rank: int, ask: m.Ask, now_s: float) -> None:
         """A rank wants to capture a step."""
         self._by_step.setdefault(ask.step, _Asked(now_s)).by_rank[rank] = ask
 
-    def decline(self, step: int, reason: str) -> bool:
+    def decline(self, step: int, reason: str, *, is_passing: bool = False) -> bool:
         """Some rank cannot save this step, and so nobody can; whether anybody had asked."""
-        self._declined[step] = reason
+        self._declined[step] = reason, is_passing
         for old in sorted(self._declined)[:-_DECLINED_STEPS]:
             del self._declined[old]
         return self.drop_step(step)
 
-    def why_declined(self, step: int) -> str | None:
-        """Why nobody can save this step; None when they can."""
+    def why_declined(self, step: int) -> tuple[str, bool] | None:
+        """Why nobody can save this step, and whether that passes; None when they can."""
         return self._declined.get(step)
 
     def put_off(self, step: int, asks: Mapping[int, m.Ask], since_s: float) -> None:
@@ -76,6 +76,10 @@ class Asks:
         """What this rank asked counts no more."""
         for asked in self._by_step.values():
             asked.by_rank.pop(rank, None)
+
+    def steps(self) -> list[int]:
+        """Those that somebody asked for, and that are not decided."""
+        return sorted(self._by_step)
 
     def drop_step(self, step: int) -> bool:
         """Nobody can save this step; whether anybody had asked."""

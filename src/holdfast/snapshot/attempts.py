@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.snapshot import messages as m
@@ -37,9 +37,25 @@ class Attempt:
         return self.phase in ("allocating", "capturing")
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the slots of all its ranks are in reach."""
+        return len(self.slots) == self.world
+
+    @property
+    def is_part(self) -> bool:
+        """Whether all its images were sealed, but not all are in reach."""
+        return self.phase == "complete" and not self.is_whole
+
+    @property
     def is_under_way(self) -> bool:
         """Whether it is being captured or persisted."""
         return self.persisting or self.phase != "complete"
+
+    def may_join(self, part: Attempt) -> bool:
+        """Whether ``part`` is another part of this very attempt."""
+        mine = (self.incarnation, self.step, self.world, self.layout)
+        theirs = (part.incarnation, part.step, part.world, part.layout)
+        return mine == theirs and not self.slots.keys() & part.slots.keys()
 
     @property
     def unsealed(self) -> list[int]:
@@ -74,18 +90,47 @@ class Attempts(dict[str, Attempt]):
         """What a restore reads from."""
 
     def found(self, attempts: Iterable[Attempt]) -> None:
-        """Take over those of an earlier keeper that are whole."""
+        """Take over what an earlier keeper left, or what another host holds.
+
+        Of an attempt of several hosts each holds a part: it is complete when all are found.
+        """
         for attempt in attempts:
-            if len(attempt.slots) == attempt.world:
+            known = self.get(attempt.id)
+            if known is None:
                 attempt.phase, attempt.sealed = "complete", set(attempt.slots)
                 self[attempt.id] = attempt
+            elif known.phase == "complete" and known.may_join(attempt):
+                known.slots |= attempt.slots
+                known.sealed |= set(attempt.slots)
+        self.recount()
+
+    def lose(self, is_lost: Callable[[int], bool]) -> None:
+        """These slots are out of reach, and what is in them."""
+        for attempt in self.values():
+            attempt.slots = {r: slot for r, slot in attempt.slots.items() if not is_lost(slot)}
+        for id_ in [a.id for a in self.values() if not a.slots and not a.is_under_way]:
+            del self[id_]
+        self.recount()
+
+    def drop_parts(self) -> None:
+        """The rest of what is not whole will not come any more."""
+        for attempt in self.parts():
+            if not attempt.persisting:
+                del self[attempt.id]
+
+    def recount(self) -> None:
+        """Find the newest again, of those that are in reach."""
         whole = self.complete()
         self.newest = whole[-1].id if whole else None
 
     def complete(self) -> list[Attempt]:
         """The generations all of whose images are in memory, oldest first."""
-        whole = [attempt for attempt in self.values() if attempt.phase == "complete"]
+        whole = (a for a in self.values() if a.phase == "complete" and a.is_whole)
         return sorted(whole, key=lambda attempt: attempt.generation)
+
+    def parts(self) -> list[Attempt]:
+        """Those of which all ranks' images were sealed, but some are not in reach."""
+        return [attempt for attempt in self.values() if attempt.is_part]
 
     def open(self) -> list[Attempt]:
         """Those that ranks may still seal."""

@@ -56,7 +56,7 @@ class Debts:
     def make_durable(self, step: int) -> list[Action]:
         """A step that was saved to memory only is to be made durable after all."""
         for attempt in self._attempts.values():
-            if attempt.generation == (self._incarnation, step):
+            if attempt.generation == (self._incarnation, step) and not attempt.is_part:
                 if attempt.durable:
                     return [] if attempt.is_under_way else self._told_durable(attempt)
                 if attempt.phase == "allocating":

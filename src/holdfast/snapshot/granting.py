@@ -6,6 +6,7 @@ them back. What happens to an attempt between the two is the coordinator's (``ha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from holdfast.errors import HoldfastError
@@ -18,7 +19,7 @@ from holdfast.snapshot.comparing import Comparing
 from holdfast.snapshot.debts import Debts
 from holdfast.snapshot.layouts import Layouts
 from holdfast.snapshot.rings import RingNeed
-from holdfast.snapshot.slots import NO_ROOM, NO_SLOT, Slots, Writer
+from holdfast.snapshot.slots import NO_ROOM, NO_SLOT, Slots, Writer, host_of
 
 ONLY_DURABLE = "Until there is room, no snapshot is kept in memory; only durable saves are made."
 STORAGE_IS_BUSY = (
@@ -27,7 +28,7 @@ STORAGE_IS_BUSY = (
 
 
 class Granting:
-    """The attempts of one host's ranks, and the slots that they are given.
+    """The attempts of a run's ranks, and the slots that they are given, each on its own host.
 
     ``keeper`` is a text no other keeper of the run has: a later one must not call its attempts
     by the names of those it finds.
@@ -38,6 +39,8 @@ class Granting:
         self.incarnation = 0
         self.nonce = ""
         self.world = 0
+        self.hosts: dict[int, int] = {}
+        """The host of each rank."""
         self.attempts = Attempts()
         self.slots = Slots(self.attempts)
         self.debts = Debts(self.attempts)
@@ -61,7 +64,7 @@ class Granting:
         except (MemoryError, ImportError) as error:  # of numpy, say, where memory is short
             return skip(step, f"its layout could not be divided: {error!r}")
         durable = durable or self.debts.is_to_be_durable(step, asks.values())
-        heads = sum(agreed.data_start(rank) for rank in asks)
+        heads = {rank: agreed.data_start(rank) for rank in asks}
         chosen, actions = self.slots.choose(sizes, self._now_s, heads)
         is_ring = chosen == NO_ROOM and durable
         if is_ring and not self.debts.is_storage_busy:
@@ -132,7 +135,7 @@ class Granting:
 
     def spares(self) -> list[Action]:
         """Slots to make ahead of need, once the first of their size are granted."""
-        return self.slots.spares(self.world)
+        return self.slots.spares(Counter(self.hosts.values()))
 
     def drop_spare(self, slot_id: int) -> bool:
         """A slot that is not begun to be made: forget it if nobody waits for it; whether so."""
@@ -140,6 +143,11 @@ class Granting:
             return False
         del self.slots[slot_id]
         return True
+
+    def is_awaited(self, slot_id: int) -> bool:
+        """Whether a save waits for this slot, or has waited for it in vain."""
+        slot = self.slots[slot_id]
+        return slot.is_late or not slot.is_spare
 
     def allocated(self, slot_id: int) -> list[Action]:
         """A slot file exists; grant what waited for it."""
@@ -156,9 +164,9 @@ class Granting:
         slot = self.slots.pop(slot_id)
         attempt = self.attempts.get(slot.attempt)
         if attempt is None:  # a spare: try again only for slots of another size
-            self.slots.capacity_bytes = 0
+            self.slots.on(host_of(slot_id)).capacity_bytes = 0
             return []
-        self.slots.lacked_room(reason, self._now_s)
+        self.slots.lacked_room(slot_id, reason, self._now_s)
         if not attempt.durable:
             return self._abort(attempt, self._too_small())
         del attempt.slots[slot.rank]

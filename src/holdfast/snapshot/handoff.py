@@ -8,7 +8,7 @@ carries them out. One rule is kept here in every state, those of the slots in ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Action, Note, Tell, skip, skip_all
@@ -16,57 +16,147 @@ from holdfast.snapshot.asks import Asks
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.granting import ONLY_DURABLE, Granting
 from holdfast.snapshot.layouts import Layouts
-from holdfast.snapshot.slots import NO_SLOT, Slot, Writer
+from holdfast.snapshot.slots import NO_SLOT, Slot, Writer, host_of
 
 __all__ = ["ONLY_DURABLE", "Coordinator"]
 
 
 class Coordinator(Granting):
-    """The state machine behind one host's slots; see the module's rules."""
+    """The state machine behind a run's slots; see the module's rules.
+
+    Its own host is number 0. The others are *away* until their keepers come to it (``attach``) and
+    when they are lost (``detach``): nothing is captured then, and nothing given away.
+    """
 
     def __init__(self, *, keeper: str, grant_deadline_s: float, capture_deadline_s: float) -> None:
         super().__init__(keeper)
         self.grant_deadline_s = grant_deadline_s
         self.capture_deadline_s = capture_deadline_s
         self.adopted = False
+        self.away: dict[int, str] = {}
+        """The hosts of this incarnation whose slots are out of reach, and their names."""
         self._is_taking_over = False
         """Not all ranks of an incarnation that another keeper served have come yet."""
+        self._parent: tuple[int, int] | None = None
+        """What an incarnation that is taken over went on from."""
         self._owes = False
 
     # ── what a new keeper finds ──────────────────────────────────────────────────────────
 
-    def found(self, slots: Iterable[Slot], attempts: Iterable[Attempt]) -> None:
-        """Take over slots an earlier keeper left; attempts may be incomplete."""
+    def found(
+        self, slots: Iterable[Slot], attempts: Iterable[Attempt], *, may_be_parts: bool = False
+    ) -> None:
+        """Take over slots an earlier keeper left; attempts may be incomplete.
+
+        ``may_be_parts``: the rest of them may be on other hosts.
+        """
         self.attempts.found(attempts)
+        if not may_be_parts:
+            self.attempts.drop_parts()
         for slot in slots:
             self.slots.found(slot)
 
+    def start_over(
+        self, slots: Iterable[Slot], attempts: Iterable[Attempt], next_number: int
+    ) -> None:
+        """Another keeper decided meanwhile: forget all but what the slots say.
+
+        ``next_number``: the first that was used for none.
+        """
+        self.attempts.clear()
+        self.attempts.pinned = None
+        for host in [0, *self.slots.others()]:
+            self.slots.lose(host)
+        self.slots.on(0).next = next_number
+        self.found(slots, attempts, may_be_parts=True)
+
+    # ── hosts ────────────────────────────────────────────────────────────────────────────
+
+    def attach(
+        self, host: int, slots: Iterable[Slot], attempts: Iterable[Attempt], next_number: int = 0
+    ) -> None:
+        """The keeper of another host came: these are its slots, and its parts of attempts.
+
+        ``next_number``: the first it has not used for a slot.
+        """
+        self.attempts.found(attempts)
+        for slot in slots:
+            self.slots.found(slot)
+        memory = self.slots.on(host)
+        memory.next = max(memory.next, next_number)
+        self.away.pop(host, None)
+        if not self.adopted or self._is_taking_over:
+            self.attempts.pinned = self.attempts.newest
+        if self._is_taking_over:
+            self.attempts.pin_parent(self.incarnation, self._parent)
+
+    def detach(self, host: int, name: str) -> list[Action]:
+        """The keeper of another host is lost: its ranks are, and its slots out of reach."""
+        actions: list[Action] = []
+        self.away[host] = name
+        reason = self._why_away()
+        for attempt in self.attempts.open():  # of each some slot is there, be it sealed
+            actions += self._abort(attempt, reason)
+        for rank in [rank for rank, where in self.hosts.items() if where == host]:
+            actions += self.lost(rank)
+        for step in self._asks.steps():
+            self._asks.decline(step, reason, is_passing=True)
+            actions += skip(step, reason)
+        self._lose(host)
+        return actions
+
+    def _lose(self, host: int) -> None:
+        self.slots.lose(host)
+        self.attempts.lose(lambda slot: host_of(slot) == host)
+
+    def _why_away(self) -> str:
+        names = ", ".join(self.away.values())
+        return f"the keeper of {names} is out of reach; no rank captures until it is back"
+
     # ── incarnations ─────────────────────────────────────────────────────────────────────
 
-    def begin(self, incarnation: int, nonce: str, world: int) -> list[Action]:
-        """A new incarnation: what the old one was still capturing comes to nothing."""
+    def begin(
+        self, incarnation: int, nonce: str, world: int, hosts: Sequence[m.HostPlace] = ()
+    ) -> list[Action]:
+        """A new incarnation: what the old one was still capturing comes to nothing.
+
+        ``hosts``: where its ranks are, this one first; none when all are here.
+        """
         actions: list[Action] = []
         for attempt in self.attempts.open():
             actions += self._abort(attempt, "a new incarnation began")
         self.incarnation, self.nonce, self.world = incarnation, nonce, world
         self.adopted = False
+        self._place(world, hosts)
         self.attempts.pinned = self.attempts.newest
         self.debts.begin(incarnation)
         self.comparing.begin(nonce)
-        self.slots.begin()
+        self.slots.begin(self.hosts)
         self._is_taking_over = self._owes = False
         self._joined.clear()
         self._asks = Asks(world)
         self._layouts = Layouts()
         return actions
 
+    def _place(self, world: int, hosts: Sequence[m.HostPlace]) -> None:
+        """Learn where the ranks are. Hosts are numbered anew: all others are to come again."""
+        for host in self.slots.others():
+            self._lose(host)
+        self.hosts = dict.fromkeys(range(world), 0)
+        self.hosts |= {rank: n for n, host in enumerate(hosts) for rank in host.ranks}
+        self.away = {n: host.id for n, host in enumerate(hosts) if n > 0}
+        if not self.away:
+            self.attempts.drop_parts()
+            self.slots.drop_lost()
+
     def resume(
-        self, incarnation: int, nonce: str, world: int, parent: tuple[int, int] | None, now_s: float
-    ) -> list[Action]:
+        self, incarnation: int, nonce: str, world: int, parent: tuple[int, int] | None,
+        now_s: float, hosts: Sequence[m.HostPlace] = (),
+    ) -> list[Action]:  # fmt: skip
         """Go on with an incarnation that another keeper served; ``parent``: what it came from."""
-        actions = self.begin(incarnation, nonce, world)
+        actions = self.begin(incarnation, nonce, world, hosts)
         self.attempts.pin_parent(incarnation, parent)
-        self._is_taking_over = True
+        self._is_taking_over, self._parent = True, parent
         return actions + self.adopt(now_s)
 
     def join(
@@ -133,9 +223,12 @@ class Coordinator(Granting):
         self._now_s = now_s
         if rank not in self._joined:
             return []
+        if self.away:  # whoever asks for this step when they are back is not to wait for us
+            self._asks.decline(ask.step, self._why_away(), is_passing=True)
         declined = self._asks.why_declined(ask.step)
         if declined is not None:
-            return skip(ask.step, declined, is_passing=False)
+            reason, is_passing = declined
+            return skip(ask.step, reason, is_passing=is_passing)
         self._asks.add(rank, ask, now_s)
         return self._decide_if_all_asked(now_s)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import FormatError
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -32,11 +32,53 @@ class Hello(Message, frozen=True, kw_only=True):
     root: str
 
 
+class HostPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A host of the run in this incarnation. The first in a table is the coordinator's."""
+
+    id: str
+    ranks: tuple[int, ...]
+    address: str = ""
+    port: int = 0
+    """Where its keeper serves its peers."""
+    control_port: int = 0
+    """Where the coordinator listens for the keepers of the other hosts; 0 elsewhere."""
+
+
 class Begin(Message, frozen=True, kw_only=True):
     """Rank 0: a new incarnation starts; all older ones are fenced off."""
 
     nonce: str
     world: int
+    hosts: tuple[HostPlace, ...] = ()
+    """Where its ranks are; none for a run on one host."""
+    after: int = 0
+    """The newest incarnation that the keeper of any other host knows."""
+
+
+class Survey(Message, frozen=True, kw_only=True):
+    """One rank of each host, before an incarnation begins: what do you know, where do you listen?
+
+    For a run on several hosts, whose keepers are to reach each other at ``address``.
+    """
+
+    secret: bytes
+    address: str
+    is_coordinator: bool
+
+
+class TakePart(Message, frozen=True, kw_only=True):
+    """This host's keeper is one of several in an incarnation: number ``host`` of the table.
+
+    Number 0 coordinates. The others do its bidding, and have its word for their ranks.
+    """
+
+    incarnation: int
+    nonce: str
+    hosts: tuple[HostPlace, ...]
+    host: int
+    secret: bytes
+    within_s: float = 0.0
+    """How long the coordinator is waited for."""
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -168,6 +210,14 @@ class Welcome(Message, frozen=True, kw_only=True):
     pid: int
 
 
+class Surveyed(Message, frozen=True, kw_only=True):
+    """The answer to ``Survey``: the newest incarnation it knows, and its ports."""
+
+    newest: int
+    port: int
+    control_port: int = 0
+
+
 class Begun(Message, frozen=True, kw_only=True):
     """The number of the new incarnation."""
 
@@ -194,6 +244,8 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     image_bytes: int
     header_xxh3: str
     table_xxh3: str
+    host: str = ""
+    """Whose memory it is in; "" for the asker's own."""
 
 
 class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +264,42 @@ class Inventory(Message, frozen=True, kw_only=True):
 
     generations: tuple[HeldGeneration, ...]
     parents: dict[int, tuple[int, int] | None]
+
+
+# ── keeper to keeper ─────────────────────────────────────────────────────────────────────
+
+
+class HeldImage(msgspec.Struct, frozen=True, kw_only=True):
+    """One image in a host's memory."""
+
+    rank: int
+    image_bytes: int
+    header_xxh3: str
+    table_xxh3: str
+
+
+class HeldPart(msgspec.Struct, frozen=True, kw_only=True):
+    """What one host holds of an attempt."""
+
+    incarnation: int
+    step: int
+    attempt: str
+    world: int
+    layout: str
+    images: tuple[HeldImage, ...]
+    parity: tuple[tuple[int, int], ...] = ()
+    """(stripe, row) of each row of parity."""
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """One host's whole inventory, as its keeper offers it to its peers."""
+
+    host: str
+    address: str
+    port: int
+    parts: tuple[HeldPart, ...]
+    parents: dict[int, tuple[int, int] | None]
+    newest_incarnation: int
 
 
 class Grant(Message, frozen=True, kw_only=True):
@@ -330,11 +418,11 @@ class FencedOff(Message, frozen=True, kw_only=True):
 class _Frame(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     message: (
-        Hello | Begin | Join | ListInventory | Pin | Adopt | Table | Ask | Progress | Captured
-        | Abandon | Withdraw | Decline | MakeDurable | Announce | Explain | Goodbye
-        | Welcome | Begun | Done | Refused | Inventory | Grant | LayoutAgreed | Skip | Complete
-        | ReplicasDiffer | Aborted | Freed | Durable | NotDurable | Announced | Explanation
-        | FencedOff
+        Hello | Begin | Survey | TakePart | Join | ListInventory | Pin | Adopt | Table | Ask
+        | Progress | Captured | Abandon | Withdraw | Decline | MakeDurable | Announce | Explain
+        | Goodbye | Surveyed | Welcome | Begun | Done | Refused | Inventory | Grant
+        | LayoutAgreed | Skip | Complete | ReplicasDiffer | Aborted | Freed | Durable
+        | NotDurable | Announced | Explanation | FencedOff
     )  # fmt: skip
 
 

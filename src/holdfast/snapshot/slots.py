@@ -6,11 +6,14 @@ Two rules hold in every state (invariants 2 and 3):
   given to nobody until the writer says that it stopped, or is dead.
 * A slot is given away only if it holds neither the newest generation captured on all ranks
   nor the one a restore reads from, and is not being captured or persisted.
+
+A slot lies on one host, which its number tells: ranks are given slots of their own host, and all
+ranks are given one or none is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +32,23 @@ NO_SLOT = "no free slot: every image in memory is still being persisted or resto
 NO_ROOM = "no memory"
 #: How long it is not tried again to make a slot after there was no room for one.
 LOOK_AGAIN_S = 5.0
+#: Bits of a slot's number that count on its host; those above are the host's own number.
+_NUMBER_BITS = 24
+
+
+def host_of(slot_id: int) -> int:
+    """The host a slot lies on, as numbered in this incarnation; 0 is the coordinator's."""
+    return slot_id >> _NUMBER_BITS
+
+
+def number_of(slot_id: int) -> int:
+    """The number of a slot on its own host, where it keeps it whoever is coordinator."""
+    return slot_id & ((1 << _NUMBER_BITS) - 1)
+
+
+def slot_id_of(host: int, number: int) -> int:
+    """The number in the run of a slot of this host."""
+    return host << _NUMBER_BITS | number
 
 
 class Writer(NamedTuple):
@@ -74,26 +94,65 @@ class Slot:
         self.attempt, self.rank, self.writer, self.incarnation = "", -1, None, 0
 
 
+@dataclass(slots=True)
+class HostMemory:
+    """What is known of the memory of one host."""
+
+    next: int = 0
+    """Number on its host of the next slot that is made."""
+    needed_bytes: int = 0
+    capacity_bytes: int = 0
+    """Of a slot made now."""
+    no_room: str = ""
+    """Why the last slot a save waited for could not be made; "" when it could."""
+    look_again_s: float = 0.0
+
+
 class Slots(dict[int, Slot]):
     """The slots by their numbers; ``attempts`` says what their images are worth."""
 
     def __init__(self, attempts: Attempts) -> None:
         super().__init__()
         self.attempts = attempts
-        self._next = 0
-        self._needed_bytes = 0
-        self.capacity_bytes = 0
-        """Of a slot made now."""
-        self.no_room = ""
-        """Why the last slot a save waited for could not be made; "" when it could."""
-        self._look_again_s = 0.0
+        self._hosts: dict[int, HostMemory] = {}
+        self._host_by_rank: dict[int, int] = {}
+
+    def on(self, host: int) -> HostMemory:
+        """What is known of this host's memory."""
+        return self._hosts.setdefault(host, HostMemory())
+
+    @property
+    def no_room(self) -> str:
+        """Why the last slot a save waited for could not be made, on any host; "" when all could."""
+        return next((memory.no_room for memory in self._hosts.values() if memory.no_room), "")
 
     def found(self, slot: Slot) -> None:
-        """Take over a slot of an earlier keeper."""
+        """Take over a slot of an earlier keeper, or of another host's."""
         self[slot.id] = slot
-        self._next = max(self._next, slot.id + 1)
-        if slot.state == "captured" and slot.attempt not in self.attempts:
-            slot.state = "free"
+        memory = self.on(host_of(slot.id))
+        memory.next = max(memory.next, number_of(slot.id) + 1)
+        self._free_if_lost(slot)
+
+    def drop_lost(self) -> None:
+        """Free what holds an image of an attempt that is not known any more."""
+        for slot in self.values():
+            self._free_if_lost(slot)
+
+    def _free_if_lost(self, slot: Slot) -> None:
+        if slot.state == "captured":
+            attempt = self.attempts.get(slot.attempt)
+            if attempt is None or attempt.slots.get(slot.rank) != slot.id:
+                slot.state = "free"
+
+    def lose(self, host: int) -> None:
+        """The slots of this host are out of reach, and given to nobody."""
+        for id_ in [id_ for id_ in self if host_of(id_) == host]:
+            del self[id_]
+        self._hosts.pop(host, None)
+
+    def others(self) -> list[int]:
+        """The hosts whose slots are known, but for the coordinator's own."""
+        return [host for host in self._hosts if host]
 
     def is_kept(self, slot: Slot) -> bool:
         """Whether the slot must not be given away now."""
@@ -107,65 +166,101 @@ class Slots(dict[int, Slot]):
     # ── giving away ──────────────────────────────────────────────────────────────────────
 
     def choose(
-        self, sizes: Mapping[int, int], now_s: float, ring_heads_bytes: int = 0
+        self, sizes: Mapping[int, int], now_s: float, ring_heads: Mapping[int, int] | None = None
     ) -> tuple[dict[int, Slot] | str, list[Action]]:
         """A slot for each rank, made where there is none; or why there is none for now.
 
-        ``ring_heads_bytes``: what the headers of all images would take in rings. The slots of a
-        first generation leave room for such rings: nothing is made durable without a second.
+        ``ring_heads``: what the header of each image would take in a ring. The slots of a first
+        generation leave room for such rings: nothing is made durable without a second.
         """
-        actions = self._resize(max(sizes.values()))
-        free = self._to_give()
-        if any(slot.is_late for slot in free[: len(sizes)]):
-            return BEING_MADE, actions  # waiting again would hold every step until it is made
-        usable = sum(self._fits(slot) and slot.state != "quarantined" for slot in self.values())
-        missing = max(0, len(sizes) - len(free))
-        if missing and self._kept_generations() >= SLOTS_PER_IMAGE:
-            return NO_SLOT, actions
-        if missing and self.no_room and now_s < self._look_again_s:
-            return NO_ROOM, actions
-        is_first = usable <= len(sizes) - missing
-        leave = ring_heads_bytes + len(sizes) * LEAST_RING_BYTES if is_first else 0
-        for _ in range(missing):
-            slot, allocate = self._make(leave)
-            actions.append(allocate)
-            free.append(slot)
-        chosen = dict(zip(sorted(sizes), free, strict=False))
-        surplus = max(0, usable - SLOTS_PER_IMAGE * len(sizes))
-        for slot in free[max(len(sizes), len(free) - surplus) :]:
-            if slot.state != "allocating":  # left over from a run on more ranks
-                actions.append(self._remove(slot))
+        actions: list[Action] = []
+        hosts = self._by_host(sizes)
+        for host, ranks in hosts.items():
+            actions += self._resize(host, max(sizes[rank] for rank in ranks))
+        reasons = {self._why_none(host, len(ranks), now_s) for host, ranks in hosts.items()}
+        for reason in (NO_ROOM, BEING_MADE, NO_SLOT):  # where one host has no room, waiting is vain
+            if reason in reasons:
+                return reason, actions
+        chosen: dict[int, Slot] = {}
+        for host, ranks in hosts.items():
+            heads_bytes = sum((ring_heads or {}).get(rank, 0) for rank in ranks)
+            chosen |= self._take(host, ranks, heads_bytes, actions)
         for slot in chosen.values():
             if slot.state != "allocating":
                 self.forget(slot)
                 slot.state = "granted"
         return chosen, actions
 
-    def lacked_room(self, reason: str, now_s: float) -> None:
+    def _by_host(self, ranks: Iterable[int]) -> dict[int, list[int]]:
+        hosts: dict[int, list[int]] = {}
+        for rank in sorted(ranks):
+            hosts.setdefault(self._host_by_rank.get(rank, 0), []).append(rank)
+        return hosts
+
+    def _why_none(self, host: int, count: int, now_s: float) -> str:
+        """Why this host has no slots for so many ranks now; "" when it has."""
+        free, memory = self._to_give(host), self.on(host)
+        if any(slot.is_late for slot in free[:count]):
+            return BEING_MADE  # waiting again would hold every step until it is made
+        if count <= len(free):
+            return ""
+        if self._kept_generations(host) >= SLOTS_PER_IMAGE:
+            return NO_SLOT
+        return NO_ROOM if memory.no_room and now_s < memory.look_again_s else ""
+
+    def _take(
+        self, host: int, ranks: list[int], heads_bytes: int, actions: list[Action]
+    ) -> dict[int, Slot]:
+        """Slots of this host for these of its ranks, made where there are too few."""
+        free, count = self._to_give(host), len(ranks)
+        of_host = [slot for slot in self.values() if host_of(slot.id) == host]
+        usable = sum(self._fits(slot) and slot.state != "quarantined" for slot in of_host)
+        missing = max(0, count - len(free))
+        is_first = usable <= count - missing
+        leave = heads_bytes + count * LEAST_RING_BYTES if is_first else 0
+        for _ in range(missing):
+            slot, allocate = self._make(host, leave)
+            actions.append(allocate)
+            free.append(slot)
+        surplus = max(0, usable - SLOTS_PER_IMAGE * count)
+        for slot in free[max(count, len(free) - surplus) :]:
+            if slot.state != "allocating":  # left over from a run on more ranks
+                actions.append(self._remove(slot))
+        return dict(zip(ranks, free, strict=False))
+
+    def lacked_room(self, slot_id: int, reason: str, now_s: float) -> None:
         """A slot that a save waited for could not be made: it is not tried again at every step."""
-        self.no_room, self._look_again_s = reason, now_s + LOOK_AGAIN_S
+        memory = self.on(host_of(slot_id))
+        memory.no_room, memory.look_again_s = reason, now_s + LOOK_AGAIN_S
 
     def choose_rings(self, needs: Mapping[int, RingNeed]) -> tuple[dict[int, Slot], list[Action]]:
         """A ring for each rank: those that are there, if they serve; else all are made anew.
 
         What else can be given away is of no use to these ranks, and makes room for them.
         """
-        ranks = sorted(needs)
-        idle = [s for s in self.values() if s.is_ring and s.state == "free"]
+        chosen: dict[int, Slot] = {}
+        actions: list[Action] = []
+        for host, ranks in self._by_host(needs).items():
+            of_host, more = self._choose_rings(host, {rank: needs[rank] for rank in ranks})
+            chosen |= of_host
+            actions += more
+        return chosen, actions
+
+    def _choose_rings(
+        self, host: int, needs: Mapping[int, RingNeed]
+    ) -> tuple[dict[int, Slot], list[Action]]:
+        of_host = [slot for slot in self.values() if host_of(slot.id) == host]
+        idle = [s for s in of_host if s.is_ring and s.state == "free"]
         serves = len(idle) == len(needs) and all(
-            needs[rank].head_bytes <= slot.capacity_bytes - slot.ring_bytes
-            for rank, slot in zip(ranks, idle, strict=True)
+            need.head_bytes <= slot.capacity_bytes - slot.ring_bytes
+            for need, slot in zip(needs.values(), idle, strict=True)
         )
         if serves:
             for slot in idle:
                 slot.state = "granted"
-            return dict(zip(ranks, idle, strict=True)), []
-        actions: list[Action] = [self._remove(s) for s in [*self.values()] if not self.is_kept(s)]
-        chosen = {}
-        for rank in ranks:
-            chosen[rank] = slot = Slot(self._next, 0, "allocating", is_ring=True)
-            self[slot.id] = slot
-            self._next += 1
+            return dict(zip(needs, idle, strict=True)), []
+        actions: list[Action] = [self._remove(s) for s in of_host if not self.is_kept(s)]
+        chosen = {rank: self._add(host, 0, is_ring=True) for rank in needs}
         made = (needs[rank]._replace(slot=slot.id) for rank, slot in chosen.items())
         return chosen, [*actions, AllocateRings(tuple(made))]
 
@@ -173,37 +268,49 @@ class Slots(dict[int, Slot]):
         """There is room for whole slots again: the memory of idle rings is given back."""
         return [self._remove(s) for s in [*self.values()] if s.is_ring and s.state == "free"]
 
-    def spares(self, world: int) -> list[Action]:
-        """Slots to make ahead of need, once the first of their size are granted."""
-        usable = sum(map(self._fits, self.values()))
-        count = SLOTS_PER_IMAGE * world - usable if self.capacity_bytes else 0
+    def spares(self, ranks: Mapping[int, int]) -> list[Action]:
+        """Slots to make ahead of need, once the first of their size are granted.
+
+        ``ranks``: how many there are, by host.
+        """
         if self.no_room:
             return []
-        return [self._make()[1] for _ in range(count)]
+        actions: list[Action] = []
+        for host, count in ranks.items():
+            if self.on(host).capacity_bytes:
+                usable = sum(host_of(s.id) == host and self._fits(s) for s in self.values())
+                missing = SLOTS_PER_IMAGE * count - usable
+                actions += [self._make(host)[1] for _ in range(missing)]
+        return actions
 
-    def _resize(self, needed_bytes: int) -> list[Action]:
+    def _resize(self, host: int, needed_bytes: int) -> list[Action]:
         """Give up the slots that are too small or far too large for images of this size."""
-        self._needed_bytes = needed_bytes
-        self.capacity_bytes = round_up(needed_bytes + needed_bytes // 64 + SLACK_BYTES, 2 << 20)
-        whole = [s for s in self.values() if not s.is_ring]
+        memory = self.on(host)
+        memory.needed_bytes = needed_bytes
+        memory.capacity_bytes = round_up(needed_bytes + needed_bytes // 64 + SLACK_BYTES, 2 << 20)
+        whole = [s for s in self.values() if host_of(s.id) == host and not s.is_ring]
         unfit = [s for s in whole if not self._fits(s) and not self.is_kept(s)]
         return [self._remove(slot) for slot in unfit]
 
-    def _to_give(self) -> list[Slot]:
+    def _to_give(self, host: int) -> list[Slot]:
         """What may be given away: first what is worth nothing, last what is not made yet."""
-        whole = (s for s in self.values() if not s.is_ring and not self.is_kept(s))
-        there = sorted(whole, key=self._worth)
-        spares = (slot for slot in self.values() if slot.is_spare)
-        return there + [slot for slot in spares if slot.capacity_bytes >= self._needed_bytes]
+        of_host = [slot for slot in self.values() if host_of(slot.id) == host]
+        there = sorted(
+            (s for s in of_host if not s.is_ring and not self.is_kept(s)), key=self._worth
+        )
+        needed_bytes = self.on(host).needed_bytes
+        return there + [s for s in of_host if s.is_spare and s.capacity_bytes >= needed_bytes]
 
-    def _kept_generations(self) -> int:
+    def _kept_generations(self, host: int) -> int:
         """Counted in generations: those kept from a run on more ranks have more slots each."""
-        held = (s for s in self.values() if s.state == "captured" and not s.is_ring)
+        of_host = (s for s in self.values() if host_of(s.id) == host)
+        held = (s for s in of_host if s.state == "captured" and not s.is_ring)
         return len({slot.attempt for slot in held if self.is_kept(slot)})
 
     def _fits(self, slot: Slot) -> bool:
         """Whether the slot has room for the images of now, and not far too much."""
-        is_of_size = self._needed_bytes <= slot.capacity_bytes <= 2 * self.capacity_bytes
+        memory = self.on(host_of(slot.id))
+        is_of_size = memory.needed_bytes <= slot.capacity_bytes <= 2 * memory.capacity_bytes
         return is_of_size and not slot.is_ring
 
     def _worth(self, slot: Slot) -> tuple[int, int, int, int]:
@@ -211,13 +318,18 @@ class Slots(dict[int, Slot]):
         attempt = self.attempts.get(slot.attempt)
         if attempt is None or slot.state == "free":
             return (0, 0, 0, slot.id)
-        return (1, attempt.incarnation, attempt.step, slot.id)
+        return (1 + attempt.is_whole, attempt.incarnation, attempt.step, slot.id)
 
-    def _make(self, leave_bytes: int = 0) -> tuple[Slot, Allocate]:
-        slot = Slot(self._next, self.capacity_bytes, "allocating")
-        self._next += 1
-        self[slot.id] = slot
+    def _make(self, host: int, leave_bytes: int = 0) -> tuple[Slot, Allocate]:
+        slot = self._add(host, self.on(host).capacity_bytes)
         return slot, Allocate(slot.id, slot.capacity_bytes, leave_bytes)
+
+    def _add(self, host: int, capacity_bytes: int, *, is_ring: bool = False) -> Slot:
+        memory = self.on(host)
+        slot = Slot(slot_id_of(host, memory.next), capacity_bytes, "allocating", is_ring=is_ring)
+        memory.next += 1
+        self[slot.id] = slot
+        return slot
 
     def _remove(self, slot: Slot) -> Remove:
         del self[slot.id]
@@ -240,9 +352,11 @@ class Slots(dict[int, Slot]):
             if id_ in self and self[id_].is_spare:
                 self[id_].is_late = True
 
-    def begin(self) -> None:
-        """Nobody of a new incarnation has waited for anything yet."""
-        self.no_room = ""
+    def begin(self, hosts: Mapping[int, int]) -> None:
+        """Nobody of a new incarnation has waited for anything yet. ``hosts``: of its ranks."""
+        self._host_by_rank = dict(hosts)
+        for memory in self._hosts.values():
+            memory.no_room = ""
         for slot in self.values():
             slot.is_late = False
 

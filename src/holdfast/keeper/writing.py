@@ -1,0 +1,152 @@
+"""The images that this keeper writes for a coordinator on another host, which publishes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+
+from holdfast.errors import ArenaError, HoldfastError
+from holdfast.format.manifest import Generation
+from holdfast.keeper import control
+from holdfast.keeper.background import Background
+from holdfast.keeper.images import IMAGES_AT_ONCE, ImageJob, ImageWriter, shown_values
+from holdfast.keeper.jobs import image_job
+from holdfast.keeper.memory import Memory
+from holdfast.persist import commit
+from holdfast.storage.base import Store
+
+Report = Callable[[control.Fact], None]
+
+
+class Writing:
+    """The images of one attempt, on their way to storage."""
+
+    def __init__(
+        self, order: control.Write, images: dict[int, ImageJob], layout_data: bytes
+    ) -> None:
+        self.attempt, self.directory = order.attempt, order.directory
+        self.generation = Generation(order.incarnation, order.step)
+        self.layout_data = layout_data
+        self.images = images
+
+    def stop(self, reason: str) -> None:
+        """Nothing more of it is to be written."""
+        for image in self.images.values():
+            image.arrival.abort(reason)
+
+    def run(self, writer: ImageWriter, written: Callable[[control.Written], None]) -> None:
+        """Write all of them; raises what went wrong with the first that failed. Blocks."""
+        has_rings = any(image.ring is not None for image in self.images.values())
+        count = len(self.images) if has_rings else min(IMAGES_AT_ONCE, len(self.images))
+
+        def write(image: ImageJob) -> None:
+            stored = writer.write(self, image)
+            written(control.Written(
+                directory=self.directory, image=stored.image, part=stored.part,
+                is_reused=stored.is_reused, values=b"" if image.rank else shown_values(image),
+            ))  # fmt: skip
+
+        with ThreadPoolExecutor(count) as pool:
+            futures = [pool.submit(write, image) for image in self.images.values()]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failures = [error for future in done if (error := future.exception()) is not None]
+            if failures:
+                self.stop(f"another image failed: {failures[0]}")
+                raise failures[0]
+
+
+class Writings:
+    """What is being written, by directory. On the keeper's loop; each has a thread of its own."""
+
+    def __init__(self, memory: Memory, store: Store, background: Background) -> None:
+        self._memory, self._store, self._background = memory, store, background
+        self._writer = ImageWriter(store)
+        self._under_way: dict[str, Writing] = {}
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is being written."""
+        return bool(self._under_way)
+
+    def start(self, order: control.Write, report: Report) -> None:
+        """Write these; ``report`` hears of each image, and of the end."""
+        try:
+            writing = self._prepare(order, report)
+        except (HoldfastError, KeyError) as error:
+            reason = str(error) if isinstance(error, HoldfastError) else "a slot of it is not there"
+            report(control.WritingEnded(directory=order.directory, reason=reason))
+            return
+        self._under_way[order.directory] = writing
+        thread = threading.Thread(
+            target=self._run, args=(writing, report), name="holdfast-persist", daemon=True
+        )
+        thread.start()
+
+    def _prepare(self, order: control.Write, report: Report) -> Writing:
+        images: dict[int, ImageJob] = {}
+        for each in order.images:
+            images[each.rank] = self._image(order, each, report)
+        return Writing(order, images, self._memory.layout(order.layout))
+
+    def _image(self, order: control.Write, each: control.ImageOrder, report: Report) -> ImageJob:
+        capacity_bytes = self._memory.files[each.slot].capacity_bytes
+        if not (0 <= each.ring_bytes < capacity_bytes) or (
+            not each.ring_bytes and each.image_bytes > capacity_bytes
+        ):
+            raise ArenaError(f"slot {each.slot} has no room for the image it is said to hold")
+
+        def freed(size_bytes: int) -> None:
+            told = control.RingFreed(attempt=order.attempt, rank=each.rank, size_bytes=size_bytes)
+            self._background.from_thread(lambda: report(told))
+
+        image = image_job(
+            self._memory, each.slot, each.rank, each.image_bytes, each.ring_bytes, freed
+        )
+        if each.header_xxh3:
+            image.seal(each.header_xxh3, each.table_xxh3)
+        return image
+
+    def _run(self, writing: Writing, report: Report) -> None:
+        """On a thread."""
+        reason = ""
+        try:
+            # A root that has vanished must not be made anew, by the first file of an image.
+            commit.require_root(self._store, self._memory.run_id)
+            self._writer.parts.forget()
+            writing.run(
+                self._writer, lambda said: self._background.from_thread(lambda: report(said))
+            )
+        except Exception as error:
+            known = isinstance(error, HoldfastError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+        self._background.from_thread(lambda: self._settle(writing, reason, report))
+
+    def _settle(self, writing: Writing, reason: str, report: Report) -> None:
+        self._under_way.pop(writing.directory, None)
+        for image in writing.images.values():
+            image.source.release()
+        report(control.WritingEnded(directory=writing.directory, reason=reason))
+
+    def copied(self, attempt: str, rank: int, size_bytes: int) -> None:
+        """The beginning of an image is final."""
+        for writing in self._under_way.values():
+            if writing.attempt == attempt and rank in writing.images:
+                writing.images[rank].arrival.copied(size_bytes)
+
+    def sealed(self, fact: control.Sealed) -> None:
+        """An image is captured."""
+        for writing in self._under_way.values():
+            if writing.attempt == fact.attempt and fact.rank in writing.images:
+                writing.images[fact.rank].seal(fact.header_xxh3, fact.table_xxh3)
+
+    def stop(self, directory: str, reason: str) -> None:
+        """These are not wanted any more."""
+        writing = self._under_way.get(directory)
+        if writing is not None:
+            writing.stop(reason)
+
+    def stop_all(self, reason: str) -> None:
+        """Nothing is wanted any more."""
+        for directory in self._under_way:
+            self.stop(directory, reason)

@@ -1,0 +1,179 @@
+"""The hosts of a run, as its ranks agree on them before it begins: who they are, and the secret.
+
+Keepers are told of each other by their trainers alone: at each start one rank of each host asks
+its keeper what it knows and where it listens, and tells it the table that comes of that.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.peers.secret import secret_from_environment
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import boot_id
+from holdfast.world import World, agree, host_id, tell_all
+
+ADDRESS = "HOLDFAST_HOST_ADDRESS"
+LOOPBACK = "127.0.0.1"
+_SECRET_BYTES = 32
+#: How long a keeper waits for the coordinator once the run has begun: saves are many.
+LATER_S = 1.0
+
+Request = Callable[[m.Message, type[m.Message]], m.Message]
+
+
+class HostFact(msgspec.Struct, frozen=True):
+    """What a rank says of the host it is on."""
+
+    id: str
+    machine: str
+    """Several hosts of a test are one machine."""
+    address: str
+
+    @classmethod
+    def of_this(cls) -> HostFact:
+        """For the host of this process."""
+        said = os.environ.get(ADDRESS, "").strip()
+        return cls(host_id(), boot_id(), said or _outward_address())
+
+
+def _outward_address() -> str:
+    """How this host is seen from that of the process group's store; "" when that is not known."""
+    store = os.environ.get("MASTER_ADDR", "")
+    if not store:
+        return ""
+    try:
+        found = socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, address = found[0]
+        with socket.socket(family, kind) as asking:
+            asking.connect(address)  # of a datagram socket: nothing is sent
+            return str(asking.getsockname()[0])
+    except OSError:
+        return ""
+
+
+@dataclass(slots=True)
+class Hosts:
+    """All hosts of this start, this rank's own among them; the first is that of rank 0."""
+
+    table: tuple[m.HostPlace, ...]
+    own: int
+    secret: bytes = b""
+    within_s: float = LATER_S
+    """How long a keeper that is told of its part waits for the coordinator."""
+
+    @property
+    def own_id(self) -> str:
+        """The name of this rank's host."""
+        return self.table[self.own].id
+
+    def speaks_for(self, rank: int) -> bool:
+        """Whether this rank is the one of its host that tells the keeper."""
+        return rank == min(self.table[self.own].ranks)
+
+    def part(self, incarnation: int, nonce: str) -> m.TakePart:
+        """What this host's keeper is to be told."""
+        return m.TakePart(
+            incarnation=incarnation, nonce=nonce, hosts=self.table, host=self.own,
+            secret=self.secret, within_s=self.within_s,
+        )  # fmt: skip
+
+    # ── agreeing ─────────────────────────────────────────────────────────────────────────
+
+    def agree_on_secret(self, world: World, timeout_s: float) -> None:
+        """From the file that all hosts have, or made by rank 0 for this start alone."""
+
+        def say() -> bytes:
+            found = secret_from_environment()
+            self.secret = found or b""
+            if found is not None:
+                return b""  # never over the store: a file is for those who do not trust that
+            return secrets.token_bytes(_SECRET_BYTES) if world.rank == 0 else b"none"
+
+        said = agree(world, "start: secret", say, timeout_s=timeout_s)
+        without = [rank for rank, secret in enumerate(said) if secret]
+        if 0 < len(without) < world.size:
+            raise UsageError(
+                f"HOLDFAST_SECRET_FILE is not set on ranks {without}, but on the others: set it on "
+                "every host, to a file with the same bytes, or nowhere"
+            )
+        self.secret = self.secret or said[0]
+
+    def survey(self, world: World, request: Request, timeout_s: float) -> int:
+        """Ask all keepers; the newest incarnation that any of them knows."""
+
+        def ask() -> bytes:
+            if not self.speaks_for(world.rank):
+                return b""
+            answer = request(
+                m.Survey(
+                    secret=self.secret, address=self.table[self.own].address,
+                    is_coordinator=self.own == 0,
+                ),
+                m.Surveyed,
+            )  # fmt: skip
+            assert isinstance(answer, m.Surveyed)
+            return msgspec.json.encode((answer.newest, answer.port, answer.control_port))
+
+        said = agree(world, "start: keepers", ask, timeout_s=timeout_s)
+        newest, table = 0, []
+        for place in self.table:
+            known, port, control_port = msgspec.json.decode(
+                said[min(place.ranks)], type=tuple[int, int, int]
+            )
+            newest = max(newest, known)
+            table.append(msgspec.structs.replace(place, port=port, control_port=control_port))
+        self.table = tuple(table)
+        return newest
+
+    def begin(
+        self, world: World, begin: Callable[[int], int], request: Request, newest: int,
+        timeout_s: float,
+    ) -> int:  # fmt: skip
+        """Begin an incarnation, and have all keepers take their part in it; its number."""
+        begun = tell_all(
+            world, "start: incarnation", lambda: str(begin(newest)).encode(), timeout_s=timeout_s
+        )
+        n = int(begun)
+        self.within_s = timeout_s / 2
+
+        def tell() -> bytes:
+            if self.own and self.speaks_for(world.rank):
+                request(self.part(n, world.nonce), m.Done)
+            return b""
+
+        agree(world, "start: hosts", tell, timeout_s=timeout_s)
+        return n
+
+
+def hosts_of(facts: Sequence[HostFact], rank: int) -> Hosts | None:
+    """The hosts of these ranks, in order of their lowest; None when all are on one.
+
+    UsageError when there are several and one of them does not know how the others reach it.
+    """
+    ranks: dict[str, list[int]] = {}
+    for number, fact in enumerate(facts):
+        ranks.setdefault(fact.id, []).append(number)
+    if len(ranks) == 1:
+        return None
+    is_one_machine = len({fact.machine for fact in facts}) == 1
+    table = []
+    for id_, numbers in ranks.items():
+        said = facts[numbers[0]].address
+        address = (said or LOOPBACK) if is_one_machine else said
+        if not is_one_machine and (not address or address.startswith("127.") or address == "::1"):
+            raise UsageError(
+                f"host {id_} does not know by which address the other hosts reach it (it found "
+                f"{address or 'none'}): set HOLDFAST_HOST_ADDRESS to it there, or MASTER_ADDR to "
+                "an address and no name of the host itself"
+            )
+        table.append(m.HostPlace(id=id_, ranks=tuple(numbers), address=address))
+    own = list(ranks).index(facts[rank].id)
+    return Hosts(tuple(table), own)

@@ -1,0 +1,147 @@
+"""Real keepers of several hosts, and a line to each as its one rank: no torch, no copying."""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+
+import msgspec
+
+from holdfast.format.image import image_bytes, plan_image
+from holdfast.geometry.layout import (
+    REPLICATE,
+    Instance,
+    LeafEntry,
+    Mesh,
+    merge,
+    table_from_json,
+    table_hash,
+    table_to_json,
+)
+from holdfast.persist import commit
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import SlotFile, arena_dir
+from holdfast.snapshot.client import KeeperClient, find_or_start
+from holdfast.snapshot.layouts import image_items
+from holdfast.storage.local import LocalStore
+from keepers import RUN, X, hear
+
+SECRET = b"thirty-two bytes that are random"
+NONCE = "0123456789abcdef"
+
+
+class Rank:
+    """The one rank of a host, with a line to its keeper."""
+
+    def __init__(self, root: Path, host: str, number: int, world: int) -> None:
+        commit.open_root(LocalStore(root), RUN)
+        self.root, self.host, self.number, self.world = root, host, number, world
+        self.table = table_to_json([
+            LeafEntry(
+                "w", "F32", (8,), "split",
+                Instance(Mesh((world,), tuple(range(world))), (REPLICATE,)),
+            )
+        ])  # fmt: skip
+        layout = merge([table_from_json(self.table)] * world)
+        self.image_bytes = image_bytes(plan_image(image_items(layout, number)), 10)
+        self.connect()
+
+    def connect(self) -> None:
+        """A line to this host's keeper, which is started if need be."""
+        self.heard: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+        line = find_or_start(
+            arena_dir(RUN, self.host), run_id=RUN, root=str(self.root), host_id=self.host,
+            timeout_s=30,
+        )  # fmt: skip
+        self.line = KeeperClient(line, self.heard.put, lambda _: None)
+        hello = m.Hello(run_id=RUN, root=str(self.root))
+        self.line.request(hello, m.Welcome, timeout_s=30)
+
+    def survey(self, secret: bytes = SECRET) -> m.Surveyed:
+        message = m.Survey(
+            secret=secret, address="127.0.0.1", is_coordinator=self.number == 0
+        )  # fmt: skip
+        return self.line.request(message, m.Surveyed, timeout_s=30)
+
+    def take_part(self, n: int, table: tuple[m.HostPlace, ...], **other: object) -> None:
+        message = m.TakePart(
+            incarnation=n, nonce=NONCE, hosts=table, host=self.number, secret=SECRET, within_s=20
+        )
+        self.line.request(msgspec.structs.replace(message, **other), m.Done, timeout_s=30)
+
+    def join(self, n: int, *, persist_at_end: bool = False) -> None:
+        message = m.Join(
+            incarnation=n, nonce=NONCE, rank=self.number, persist_at_end=persist_at_end
+        )
+        self.line.request(message, m.Done, timeout_s=30)
+        told = m.Table(hash=table_hash(self.table), data=self.table)
+        self.line.request(told, m.Done, timeout_s=30)
+
+    def ask(self, step: int) -> None:
+        self.line.send(m.Ask(
+            step=step, table=table_hash(self.table), values_bytes=10, durable=False, exact=True
+        ))  # fmt: skip
+
+    def seal(self) -> m.Grant:
+        grant = hear(self.heard, m.Grant)
+        slot = SlotFile.open(Path(grant.slot), writable=True)
+        record = slot.read_record()
+        assert record is not None and (record.state, record.attempt) == ("writing", grant.attempt)
+        slot.write_record(msgspec.structs.replace(
+            record, state="captured", image_bytes=self.image_bytes, header_xxh3=X, table_xxh3=X
+        ))  # fmt: skip
+        slot.close()
+        self.line.send(m.Captured(
+            attempt=grant.attempt, image_bytes=self.image_bytes, header_xxh3=X, table_xxh3=X
+        ))  # fmt: skip
+        return grant
+
+
+class Run:
+    """One rank on each of these hosts; the first is coordinated from."""
+
+    def __init__(self, root: Path, *hosts: str) -> None:
+        self.ranks = [Rank(root, host, n, len(hosts)) for n, host in enumerate(hosts)]
+        self.n = 0
+        self.table: tuple[m.HostPlace, ...] = ()
+
+    def begin(self, *, adopt: bool = True) -> None:
+        """A new incarnation with all of them in it."""
+        surveyed = [rank.survey() for rank in self.ranks]
+        self.table = tuple(
+            m.HostPlace(
+                id=rank.host, ranks=(rank.number,), address="127.0.0.1", port=said.port,
+                control_port=said.control_port,
+            )
+            for rank, said in zip(self.ranks, surveyed, strict=True)
+        )  # fmt: skip
+        begin = m.Begin(
+            nonce=NONCE, world=len(self.ranks), hosts=self.table,
+            after=max(said.newest for said in surveyed),
+        )  # fmt: skip
+        first = self.ranks[0].line
+        self.n = first.request(begin, m.Begun, timeout_s=30).incarnation
+        for rank in self.ranks[1:]:
+            rank.take_part(self.n, self.table)
+        for rank in self.ranks:
+            rank.join(self.n)
+        if adopt:
+            first.request(m.Adopt(parent=None), m.Done, timeout_s=30)
+
+    def capture(self, step: int) -> str:
+        """A whole save by ranks that seal without copying; the name of its attempt."""
+        for rank in self.ranks:
+            rank.ask(step)
+        attempts = {rank.seal().attempt for rank in self.ranks}
+        for rank in self.ranks:
+            hear(rank.heard, m.Complete)
+        (attempt,) = attempts
+        return attempt
+
+    def end(self) -> None:
+        """All leave in order."""
+        for rank in self.ranks[1:]:
+            rank.line.send(m.Goodbye(), 1 << 40)
+        self.ranks[0].line.request(m.Goodbye(), m.Done, timeout_s=30)
+        for rank in self.ranks:
+            rank.line.close()

@@ -1,0 +1,177 @@
+"""What a keeper does as one of several: as a hand, as a coordinator, and left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.errors import Fenced, KeeperError, PeerError, UsageError
+from holdfast.peers.calling import Peer
+from holdfast.peers.client import Puller, Wanted
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import SlotFile, arena_dir
+from holdfast.snapshot.offered import INVENTORY, generation_name, image_path
+from host_pairs import NONCE, SECRET, Rank, Run
+from keepers import RUN, hear
+from leftovers import keeper_pids
+from peering import wait_for
+
+
+def attempts_of(puller: Puller, peer: Peer) -> list[str]:
+    """What a keeper says that it holds."""
+    holding = msgspec.msgpack.decode(puller.document(peer, INVENTORY), type=m.Holding)
+    assert (holding.host, holding.port) == (peer.name, peer.port)
+    return [part.attempt for part in holding.parts]
+
+
+def is_gone(host: str) -> bool:
+    return not arena_dir(RUN, host).exists()
+
+
+def test_a_save_on_two_hosts_is_kept_by_both_and_offered_by_each(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    attempt = run.capture(1)
+    held = run.ranks[1].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
+    (generation,) = held.generations
+    assert (generation.attempt, generation.world) == (attempt, 2)
+    assert [slot.host for slot in generation.slots] == ["a", "b"]
+    puller = Puller(SECRET, incarnation=run.n)
+    for place, slot in zip(run.table, generation.slots, strict=True):
+        assert Path(slot.path).is_file() and f"@{place.id}" in slot.path
+        peer = Peer(place.id, place.address, place.port)
+        wait_for(lambda p=peer: attempt in attempts_of(puller, p), "the inventory")  # type: ignore[misc]
+        image = memoryview(bytearray(slot.image_bytes))
+        path, generation_1 = image_path(attempt, slot.rank), generation_name(run.n, 1)
+        puller.pull([Wanted(peer, path, generation_1, 0, image)])
+        file = SlotFile.open(Path(slot.path), writable=False)
+        assert image == file.image[: slot.image_bytes]
+        file.close()
+    # Written over, it is offered no longer.
+    for step in range(2, 6):
+        run.capture(step)
+    with pytest.raises(PeerError):
+        puller.pull([Wanted(peer, path, generation_1, 0, memoryview(bytearray(8)))])
+    puller.close()
+    run.end()
+    wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
+
+
+def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    run.capture(1)
+    attempt = run.capture(2)
+    (hand,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "b")]
+    os.kill(hand, signal.SIGTERM)
+    wait_for(lambda: hand not in keeper_pids(arena_dir), "the end of the hand", 20)
+    run.ranks[0].ask(3)
+    skip = hear(run.ranks[0].heard, m.Skip)
+    assert skip.step == 3 and skip.is_passing and "the keeper of b" in skip.reason
+    inventory = run.ranks[0].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
+    assert inventory.generations == ()
+    run.ranks[1].connect()
+    run.ranks[1].take_part(run.n, run.table)
+    run.ranks[1].join(run.n)
+    inventory = run.ranks[0].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
+    assert attempt in [held.attempt for held in inventory.generations]
+    run.capture(4)
+    run.end()
+    wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
+
+
+def _is_of(pid: int, host: str) -> bool:
+    return f"@{host}\0" in Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def test_a_coordinator_killed_is_replaced_and_its_hand_comes_back_to_it(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    attempt = run.capture(1)
+    (mind,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "a")]
+    os.kill(mind, signal.SIGKILL)
+    wait_for(lambda: not run.ranks[1].line.is_open, "what a rank hears when its keeper goes")
+    run.ranks[1].connect()  # its own is there, and can do nothing for it
+    with pytest.raises(KeeperError, match="keeper of a, which coordinates this run"):
+        run.ranks[1].take_part(run.n, run.table, within_s=0.1)
+    run.ranks[0].connect()
+    run.ranks[0].take_part(run.n, run.table)
+    run.ranks[0].join(run.n)
+    run.ranks[1].take_part(run.n, run.table)
+    run.ranks[1].join(run.n)
+    inventory = run.ranks[1].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
+    assert [held.attempt for held in inventory.generations] == [attempt]
+    run.capture(2)
+    run.end()
+
+
+def test_another_coordinator_has_the_root_and_the_older_one_decides_nothing_any_more(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    old = Run(tmp_path, "a", "b")
+    old.begin()
+    attempt = old.capture(1)
+    new = Run(tmp_path, "b", "a")
+    new.begin()
+    assert new.n == old.n + 1
+    inventory = new.ranks[1].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
+    assert [held.attempt for held in inventory.generations] == [attempt]
+    for rank in old.ranks:
+        assert hear(rank.heard, m.FencedOff).incarnation == new.n
+        rank.line.close()
+        rank.connect()
+        with pytest.raises(Fenced):
+            rank.take_part(old.n, old.table)
+        with pytest.raises(Fenced):
+            rank.join(old.n)
+        rank.line.close()
+    new.capture(2)
+    new.end()
+    wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
+
+
+def test_a_keeper_nobody_comes_back_to_ends_and_leaves_what_only_it_has(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_KEEPER_IDLE_S", "1")
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    run.capture(1)
+    (mind,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "a")]
+    os.kill(mind, signal.SIGKILL)
+    for rank in run.ranks:
+        rank.line.close()
+    wait_for(lambda: not keeper_pids(arena_dir), "the end of the hand", 30)
+    assert list(arena_dir.glob("*/*@b/*.slot"))
+
+
+def test_who_calls_a_keeper_by_a_wrong_name_or_secret_has_no_part(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    other = Rank(tmp_path, "c", 1, 2)
+    with pytest.raises(UsageError, match="this keeper is that of c"):
+        other.take_part(run.n, run.table)
+    with pytest.raises(UsageError, match="host 7 is none of 2"):
+        other.take_part(run.n, run.table, host=7)
+    table = (run.table[0], m.HostPlace(id="c", ranks=(1,), address="127.0.0.1"))
+    with pytest.raises(KeeperError, match="out of reach of c"):
+        other.take_part(run.n, table, secret=b"another secret of this run", within_s=1.0)
+    # Nor has one that knows the secret, and is none of the hosts that were agreed on.
+    with pytest.raises(KeeperError, match="out of reach of c"):
+        other.take_part(run.n, table, nonce=NONCE[::-1], within_s=1.0)
+    other.line.close()
+    run.capture(1)
+    run.end()
+    wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)

@@ -1,0 +1,265 @@
+"""Ranks on several hosts: each is given slots of its own host, all are given one or none is."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinators import Actions, Keeper, granted, of, told
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.actions import Allocate, AllocateRings, GiveSlot, StartPersist
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.slots import Slot, host_of, number_of, slot_id_of
+
+PLACES = (
+    m.HostPlace(id="a", ranks=(0, 3)),
+    m.HostPlace(id="b", ranks=(1,)),
+    m.HostPlace(id="c", ranks=(2,)),
+)
+HOST = {0: 0, 3: 0, 1: 1, 2: 2}
+
+
+class OnHosts(Keeper):
+    """A keeper of four ranks on hosts a, b and c, of which a is its own."""
+
+    def begin(self, incarnation: int, world: int) -> Actions:
+        self.world = world
+        actions = self.c.begin(incarnation, f"{incarnation:08x}", world, PLACES)
+        for host in (1, 2):
+            self.c.attach(host, (), ())
+        for rank in range(world):
+            self.c.join(rank, self.writer(rank))
+        return actions
+
+    def held_by(self, host: int, *, keep: bool = True) -> tuple[list[Slot], list[Attempt]]:
+        """What the slots of a host say now."""
+        slots: list[Slot] = []
+        attempts: dict[str, Attempt] = {}
+        for slot in self.c.slots.values():
+            if host_of(slot.id) == host and keep:
+                attempt = self.c.attempts.get(slot.attempt)
+                again = Slot(slot.id, slot.capacity_bytes, "free")
+                slots.append(again)
+                if slot.state == "captured" and attempt is not None:
+                    again.state, again.attempt, again.rank = "captured", slot.attempt, slot.rank
+                    said = Attempt(attempt.id, attempt.incarnation, attempt.step, 4, attempt.layout)
+                    attempts.setdefault(attempt.id, said).slots[slot.rank] = slot.id
+        return slots, list(attempts.values())
+
+
+@pytest.fixture
+def keeper() -> OnHosts:
+    return OnHosts(4)
+
+
+def test_a_slots_number_tells_its_host_and_its_number_there() -> None:
+    assert [slot_id_of(0, n) for n in range(3)] == [0, 1, 2]
+    for host, number in ((1, 0), (3, 77), (1000, (1 << 24) - 1)):
+        id_ = slot_id_of(host, number)
+        assert (host_of(id_), number_of(id_)) == (host, number)
+
+
+def test_every_rank_is_given_a_slot_of_its_own_host(keeper: OnHosts) -> None:
+    for step in range(1, 8):
+        attempt = keeper.capture(step)
+        slots = keeper.c.attempts[attempt].slots
+        assert {rank: host_of(slot) for rank, slot in slots.items()} == HOST
+        keeper.with_memory(keeper.c.spares())
+    counts = [sum(host_of(slot) == host for slot in keeper.c.slots) for host in range(3)]
+    assert counts == [6, 3, 3]
+
+
+def test_slots_of_each_host_are_as_large_as_its_own_images() -> None:
+    keeper = OnHosts(4)
+    for rank, values in ((0, 10), (1, 10_000_000), (2, 10), (3, 10)):
+        keeper.ask(rank, 1, values=values)
+    sizes = {host_of(id_): slot.capacity_bytes for id_, slot in keeper.c.slots.items()}
+    assert sizes[0] == sizes[2] < sizes[1]
+
+
+def test_no_room_on_one_host_is_no_slot_for_anybody(keeper: OnHosts) -> None:
+    keeper.has_memory = False
+    needed = of(keeper.ask_all(1), Allocate)
+    by_host = {host_of(each.slot): each.slot for each in needed}
+    assert by_host.keys() == {0, 1, 2}
+    keeper.c.allocated(by_host[0])
+    actions = keeper.c.allocation_failed(by_host[1], "on host b: too small")
+    assert not of(actions, GiveSlot)
+    (aborted,) = told(actions, m.Aborted)
+    assert "on host b" in aborted.reason
+    assert not keeper.c.attempts
+
+
+def test_a_durable_save_takes_rings_on_all_hosts_when_one_has_no_room(keeper: OnHosts) -> None:
+    keeper.has_memory = False
+    made = of(keeper.ask_all(1, durable=True, exact=True), Allocate)
+    actions: list[object] = []
+    for each in made:
+        if host_of(each.slot) == 2:
+            actions += keeper.c.allocation_failed(each.slot, "on host c: too small")
+        else:
+            actions += keeper.c.allocated(each.slot)
+    rings = [action for action in actions if isinstance(action, AllocateRings)]
+    assert sorted(host_of(ring.needs[0].slot) for ring in rings) == [0, 1, 2]
+    assert {host_of(n.slot) for ring in rings for n in ring.needs} == {0, 1, 2}
+    for ring in rings:
+        last = keeper.c.rings_made(
+            {n.slot: (n.head_bytes + (2 << 20), 2 << 20) for n in ring.needs}
+        )
+    assert {host_of(give.slot) for give in of(last, GiveSlot)} == {0, 1, 2}
+
+
+# ── a host is lost ───────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_being_captured_comes_to_nothing_when_a_host_is_lost(keeper: OnHosts) -> None:
+    attempt = granted(keeper.ask_all(1))
+    keeper.seal(1, attempt)
+    actions = keeper.c.detach(1, "b")
+    (aborted,) = told(actions, m.Aborted)
+    assert "the keeper of b is out of reach" in aborted.reason
+    assert {host_of(slot) for slot in keeper.c.slots} == {0, 2}
+
+
+def test_whoever_asks_while_a_host_is_away_is_answered_at_once(keeper: OnHosts) -> None:
+    keeper.ask(0, 5)
+    (waited,) = told(keeper.c.detach(2, "c"), m.Skip)
+    assert (waited.step, waited.is_passing) == (5, True)
+    (skip,) = told(keeper.ask(3, 6, durable=True, exact=True), m.Skip)
+    assert "the keeper of c" in skip.reason and skip.is_passing
+    # Back, and its rank asks for what the others were refused: it is not to wait for them.
+    keeper.c.attach(2, (), ())
+    keeper.c.join(2, keeper.writer(2))
+    (late,) = told(keeper.ask(2, 6), m.Skip)
+    assert late.is_passing
+    assert granted(keeper.ask_all(7))
+
+
+def test_nothing_is_complete_while_a_part_of_it_is_out_of_reach(keeper: OnHosts) -> None:
+    first, second = keeper.capture(1), keeper.capture(2)
+    held = keeper.held_by(1)
+    keeper.c.detach(1, "b")
+    assert keeper.c.attempts.complete() == []
+    assert keeper.c.debts.unpaid() == ""
+    assert not of(keeper.c.make_durable(2), StartPersist)
+    assert {part.id for part in keeper.c.attempts.parts()} == {first, second}
+    keeper.c.attach(1, *held)
+    assert [whole.id for whole in keeper.c.attempts.complete()] == [first, second]
+    assert keeper.c.attempts.newest == second
+
+
+def test_what_a_host_has_lost_is_given_up_when_captures_go_on(keeper: OnHosts) -> None:
+    keeper.capture(1)
+    lost = keeper.capture(2)
+    keeper.c.detach(1, "b")
+    keeper.c.attach(1, (), (), 7)
+    keeper.c.join(1, keeper.writer(1))
+    for step in (3, 4, 5):
+        keeper.capture(step)
+        keeper.with_memory(keeper.c.spares())
+    assert lost not in keeper.c.attempts
+    assert keeper.c.attempts.parts() == []
+    assert min(number_of(id_) for id_ in keeper.c.slots if host_of(id_) == 1) >= 7
+
+
+def test_an_attempt_is_not_completed_by_parts_of_another(keeper: OnHosts) -> None:
+    attempt = keeper.capture(1)
+    slots, parts = keeper.held_by(1)
+    keeper.c.detach(1, "b")
+    for wrong in (
+        Attempt(attempt, 1, 2, 4, parts[0].layout, slots=dict(parts[0].slots)),  # another step
+        Attempt(attempt, 1, 1, 4, parts[0].layout, slots={0: parts[0].slots[1]}),  # a rank twice
+    ):
+        keeper.c.attach(1, slots, [wrong])
+        assert keeper.c.attempts.complete() == []
+        assert keeper.c.slots[slots[0].id].state == "free"
+        slots[0].state = "captured"
+        keeper.c.detach(1, "b")
+
+
+def test_a_checkpoint_whose_receipts_were_all_in_counts_though_a_host_was_lost_since(
+    keeper: OnHosts,
+) -> None:
+    attempt = keeper.capture(1, durable=True)
+    keeper.c.detach(1, "b")
+    (durable,) = told(keeper.c.persisted(attempt), m.Durable)
+    assert durable.step == 1
+    assert not keeper.c.is_busy()
+
+
+# ── another start, another keeper ────────────────────────────────────────────────────────────
+
+
+def test_an_incarnation_finds_what_all_hosts_hold_when_they_come(keeper: OnHosts) -> None:
+    attempt = keeper.capture(1)
+    held = {host: keeper.held_by(host) for host in (1, 2)}
+    keeper.c.begin(2, "00000002", 4, PLACES)
+    assert set(keeper.c.away.values()) == {"b", "c"}
+    assert keeper.c.attempts.complete() == []
+    for host, (slots, parts) in held.items():
+        keeper.c.attach(host, slots, parts)
+    assert [whole.id for whole in keeper.c.attempts.complete()] == [attempt]
+    assert keeper.c.attempts.pinned == attempt
+    assert not keeper.c.away
+
+
+def test_a_start_on_one_host_drops_what_is_only_a_part(keeper: OnHosts) -> None:
+    attempt = keeper.capture(1)
+    keeper.c.begin(2, "00000002", 1)
+    assert attempt not in keeper.c.attempts
+    assert {slot.state for slot in keeper.c.slots.values()} == {"free"}
+
+
+def test_a_keeper_that_takes_over_keeps_what_the_incarnation_went_on_from(
+    keeper: OnHosts,
+) -> None:
+    parent, newest = keeper.capture(1), keeper.capture(2)
+    held = {host: keeper.held_by(host) for host in range(3)}
+    later = OnHosts(4).c
+    later.start_over(*held[0], 50)
+    later.resume(2, "n", 4, (1, 1), 0.0, PLACES)
+    for host in (1, 2):
+        later.attach(host, *held[host])
+    assert (later.attempts.newest, later.attempts.pinned) == (newest, parent)
+    for rank in range(4):
+        later.join(rank, keeper.writer(rank), owes_durable=rank == 2)
+    assert not later.away
+
+
+def test_a_keeper_that_decides_again_uses_no_number_twice(keeper: OnHosts) -> None:
+    keeper.c.start_over((), (), 9)
+    keeper.c.begin(2, "00000002", 4, PLACES)
+    for host in (1, 2):
+        keeper.c.attach(host, (), (), 5)
+    for rank in range(4):
+        keeper.c.join(rank, keeper.writer(rank))
+    keeper.c.adopt(0.0)
+    made = of(keeper.ask_all(1), Allocate)
+    assert sorted(made_slot.slot for made_slot in made) == [
+        9, 10, slot_id_of(1, 5), slot_id_of(2, 5),
+    ]  # fmt: skip
+
+
+def test_a_start_on_one_host_keeps_what_storage_is_still_writing(keeper: OnHosts) -> None:
+    attempt = keeper.capture(1, durable=True)
+    keeper.c.begin(2, "00000002", 1)
+    assert keeper.c.attempts[attempt].is_part
+    keeper.c.persist_failed(attempt, "a host is gone")
+    assert not keeper.c.is_busy()
+
+
+def test_an_attempt_of_which_nothing_is_in_reach_is_forgotten(keeper: OnHosts) -> None:
+    slot = Slot(slot_id_of(1, 0), 2 << 20, "captured", "old", 0, 4096)
+    keeper.c.attach(1, [slot], [Attempt("old", 1, 0, 2, "layout", slots={0: slot.id})])
+    assert "old" in keeper.c.attempts
+    keeper.c.detach(1, "b")
+    assert "old" not in keeper.c.attempts
+
+
+def test_no_spare_is_made_on_a_host_whose_slots_could_not_be_made(keeper: OnHosts) -> None:
+    attempt = granted(keeper.ask_all(1))
+    for rank in range(4):
+        keeper.seal(rank, attempt)
+    spares = of(keeper.c.spares(), Allocate)
+    on_b = [spare.slot for spare in spares if host_of(spare.slot) == 1]
+    keeper.c.allocation_failed(on_b[0], "full")
+    assert all(host_of(each.slot) != 1 for each in of(keeper.c.spares(), Allocate))
