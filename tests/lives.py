@@ -177,7 +177,7 @@ def _train(rank: int, life: Life) -> None:
     restored = checkpointer.restore()
     first = restored.step + 1 if restored else 0
     wrong = wrong_elements(model, state, restored.step) if restored else []
-    source = restored.source if restored else ""
+    source, handle = restored.source if restored else "", None
     _write(Path(life.directory) / f"restored-{rank}", f"{first - 1} {source} {wrong}")
     for step in range(first, first + life.steps):
         signpost.say("meet")
@@ -187,7 +187,11 @@ def _train(rank: int, life: Life) -> None:
         signpost.say("update")
         take_step(model, state, step)
         signpost.say("save", step)
-        checkpointer.step(step)
+        handle = checkpointer.step(step)
+    if handle is not None and life.options.get("parity"):
+        with suppress(holdfast.SnapshotSkipped):
+            handle.wait_protected(60)
+            assert handle.state in ("protected", "durable"), handle.state
     signpost.say("close")
     checkpointer.close()
     signpost.say("closed")

@@ -306,12 +306,26 @@ def test_saving_before_restoring_a_run_that_has_checkpoints_is_refused(tmp_path:
     again.close()
 
 
+def test_parity_on_one_host_warns_that_storage_alone_protects(tmp_path: Path) -> None:
+    heard: list[events.Event] = []
+    stop = events.subscribe(lambda event, _: heard.append(event))
+    state = build()
+    with holdfast.Checkpointer(tmp_path, state, storage=None, parity=1) as checkpointer:
+        train(state, 0)
+        handle = checkpointer.save(0)
+        handle.wait_captured(30)
+        with pytest.raises(holdfast.UsageError, match="on several hosts with parity=1"):
+            handle.wait_protected(1)
+    stop()
+    assert any(isinstance(e, events.Warned) and "only storage protects" in e.message for e in heard)
+
+
 def test_calls_that_mean_nothing_are_refused_with_what_to_do(tmp_path: Path) -> None:
     state = build()
     with pytest.raises(holdfast.UsageError, match="state is a dict"):
         holdfast.Checkpointer(tmp_path, {})
     with pytest.raises(holdfast.UsageError, match="parity"):
-        holdfast.Checkpointer(tmp_path, state, parity=1)
+        holdfast.Checkpointer(tmp_path, state, parity=-1)
     checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
     train(state, 0)
     handle = checkpointer.save(3)

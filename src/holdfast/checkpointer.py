@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 
-import msgspec
-
 from holdfast.errors import (
     Fenced,
     SaveError,
@@ -26,7 +24,6 @@ from holdfast.errors import (
 )
 from holdfast.events import RunStarted, emit
 from holdfast.format.manifest import Generation
-from holdfast.load.choose import Candidate
 from holdfast.load.compare import Request
 from holdfast.load.restore import Restored, restore_first
 from holdfast.meeting import Terms, meet
@@ -38,6 +35,7 @@ from holdfast.policy.arguments import (
     duration_s,
     step_number,
     wanted_step,
+    whole,
 )
 from holdfast.policy.due import Due, Pace
 from holdfast.policy.interval import Every
@@ -69,9 +67,10 @@ class Checkpointer:
     ``load_state_dict``, and plain values; it stays yours to change between saves.
 
     ``memory`` and ``storage`` say when ``step`` takes a snapshot and makes one durable; ``keep``
-    which checkpoints stay; ``rules`` what the tensors of the state are in checkpoints, where that
-    is something else than here; ``timeout_s`` bounds every wait for other ranks or the keeper, and
-    ten times as long each wait for their reading in a restore.
+    which checkpoints stay; ``parity`` how many hosts of a group can be lost with what they have in
+    memory, where ranks are on several; ``rules`` what the tensors of the state are in checkpoints,
+    where that is something else than here; ``timeout_s`` bounds every wait for other ranks or the
+    keeper, and ten times as long each wait for their reading in a restore.
 
     Parameters and optimizer state that several ranks hold are compared between them, another part
     at each save and all of it in ``compare_replicas`` saves (0: never). By default it is 50 saves
@@ -122,7 +121,7 @@ class Checkpointer:
         self.rules = rules
         terms = Terms(
             self.root, memory, storage, keep, self.timeout_s, rules,
-            count_of_saves("compare_replicas", compare_replicas),
+            count_of_saves("compare_replicas", compare_replicas), whole("parity", parity),
         )  # fmt: skip
         run = meet(self.world, open_store(self.root), state, terms)
         self.incarnation, self._may_restore = run.incarnation, run.may_restore
@@ -178,14 +177,11 @@ class Checkpointer:
                 "restore() comes before the first save: make a new Checkpointer to go back, so "
                 "that steps saved again are told apart from the old ones"
             )
-        listed = tell_all(
-            self.world, "restore: candidates",
-            lambda: msgspec.json.encode(self._offers.fitting(step)), timeout_s=self.timeout_s,
-        )  # fmt: skip
-        candidates = msgspec.json.decode(listed, type=list[Candidate])
+        candidates = self._offers.first(self.world, step, timeout_s=self.timeout_s)
         restored = restore_first(
             self.world, self.state, candidates, self._offers.open, incarnation=self.incarnation,
             timeout_s=self.timeout_s * _READ_PATIENCE, on_poison=self._poison, request=request,
+            plan_again=self._offers.plan_again(),
         )  # fmt: skip
         self._adopt(restored.generation if restored else None)
         return restored

@@ -80,6 +80,33 @@ class SnapshotCaptured(Event, frozen=True, kw_only=True):
     world: int
 
 
+class SnapshotProtected(Event, frozen=True, kw_only=True):
+    """This generation survives the loss of hosts; ``survives``: of which, in words."""
+
+    survives: str
+    elapsed_s: float
+    """Since parity of it was begun."""
+
+
+class SnapshotNotProtected(Event, frozen=True, kw_only=True):
+    """Parity of this generation could not be made; what was protected before stays so."""
+
+    reason: str
+
+
+class ProtectionPlanned(Event, frozen=True, kw_only=True):
+    """How the hosts of this start protect each other's snapshots.
+
+    ``survives``: in words, the losses of hosts that every protected snapshot survives. ``missing``:
+    what was asked for and is not reached, a sentence each.
+    """
+
+    parity: int
+    hosts: int
+    survives: str
+    missing: tuple[str, ...] = ()
+
+
 class SnapshotMissed(Event, frozen=True, kw_only=True):
     """No generation came of a save: it was skipped or abandoned on all ranks."""
 
@@ -200,7 +227,8 @@ class Warned(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | SaveReturned | FenceWaited | ImageCaptured | ImagePassed | SnapshotCaptured
-    | SnapshotMissed | ReplicasDiffer | ImageDurable | CheckpointPublished | PersistBroke
+    | SnapshotProtected | SnapshotNotProtected | ProtectionPlanned | SnapshotMissed | ReplicasDiffer
+    | ImageDurable | CheckpointPublished | PersistBroke
     | CheckpointPruned | Restored | SourceDropped | KeeperStarted | KeeperLost | KeeperStopped
     | ValuesDiffer | SinkFailed | Warned
 )  # fmt: skip

@@ -16,6 +16,8 @@ import msgspec
 from msgspec import msgpack
 
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.events import Warned, emit
+from holdfast.load.host_offers import HostOffers
 from holdfast.load.offers import Offers
 from holdfast.load.stored import run_id_of
 from holdfast.persist import commit
@@ -49,6 +51,7 @@ class Terms:
     timeout_s: float
     rules: Rules | None = None
     compare_replicas: int | None = None
+    parity: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,15 @@ def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
     run_id = opened.decode()
     arena = arena_dir(run_id, host_id())
     place = Place(run_id, 0, world.nonce, world.rank, world.size)
-    saver = Saver(describer, place, partial(_connect, terms, arena, hosts), _patience(timeout_s))
+    connect = partial(_connect, terms, arena, hosts)
+    parity = 0 if hosts is None else terms.parity
+    saver = Saver(describer, place, connect, _patience(timeout_s), parity=parity)
     request = partial(saver.request, timeout_s=timeout_s)
-    offers = Offers(store, world.rank, arena, request, hosts)
+    offers = (
+        Offers(store, world.rank, arena, request)
+        if hosts is None
+        else HostOffers(store, world.rank, arena, request, hosts)
+    )
     try:
         if hosts is None:
             begin = partial(_begin, world, saver, offers, timeout_s)
@@ -94,6 +103,11 @@ def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
         raise
     if hosts is not None:
         hosts.within_s = LATER_S
+    elif terms.parity and world.rank == 0:
+        emit(Warned(message=(
+            f"parity={terms.parity}, and all ranks are on one host: it has nobody to keep its "
+            "parity, only storage protects its snapshots"
+        )))  # fmt: skip
     return Run(run_id, incarnation, may_restore, saver, offers)
 
 
@@ -106,7 +120,7 @@ def _plan(state: State, describer: Describer, terms: Terms) -> bytes:
     plan = msgspec.json.encode({
         "root": terms.root, "memory": str(terms.memory), "storage": str(terms.storage),
         "keep": str(terms.keep), "timeout_s": str(terms.timeout_s),
-        "compare_replicas": str(terms.compare_replicas),
+        "compare_replicas": str(terms.compare_replicas), "parity": str(terms.parity),
     })  # fmt: skip
     return msgpack.encode((plan, usage, msgspec.json.encode(HostFact.of_this())))
 
@@ -162,7 +176,7 @@ def _begin_on_hosts(
         message = m.Begin(nonce=world.nonce, world=world.size, hosts=hosts.table, after=after)
         return saver.request(message, m.Begun, timeout_s=timeout_s).incarnation
 
-    n = hosts.begin(world, begin, request, newest, timeout_s)
+    n = offers.incarnation = hosts.begin(world, begin, request, newest, timeout_s)
     return tell_all(
         world, "start: sources", lambda: msgspec.json.encode((n, offers.is_there_any())),
         timeout_s=timeout_s,
@@ -201,6 +215,7 @@ def _connect(
                 keep_last=terms.keep.last, keep_every=terms.keep.every,
                 persist_at_end=terms.storage is not None, is_copying=is_copying,
                 owes_durable=owes_durable, compare_replicas=terms.compare_replicas,
+                parity=terms.parity,
             )  # fmt: skip
             client.request(join, m.Done, timeout_s=terms.timeout_s)
     except HoldfastError:

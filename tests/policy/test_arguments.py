@@ -136,8 +136,8 @@ def test_a_save_is_due_at_intervals_or_never(policy: Every | None) -> None:
         ("storage", "500", r"^storage='500': say holdfast\.Every"),
         ("keep", 3, r"^keep=3: say holdfast\.Keep"),
         ("keep", None, r"^keep=None: say holdfast\.Keep"),
-        ("parity", 1, r"^parity=1: .*use parity=0"),
-        ("parity", False, r"^parity=False: .*use parity=0"),
+        ("parity", -1, r"^parity=-1: say how many hosts .*0 to 127"),
+        ("parity", False, r"^parity=False: say how many hosts"),
     ],
 )
 def test_what_is_no_policy_is_refused_with_what_to_say(name: str, value: Any, said: str) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.errors import FormatError
 from holdfast.format.manifest import ImageRef
+from holdfast.redundancy.records import MemberFact
 from holdfast.snapshot.arena import SlotRecord
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.slots import Slot, Writer, slot_id_of
@@ -54,12 +55,22 @@ class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
 # ── hand to coordinator ──────────────────────────────────────────────────────────────────
 
 
+class HeldRows(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of parity that are whole, of one generation."""
+
+    half: int
+    attempt: str
+    members: tuple[str, ...]
+    """The hosts of whose images they are made."""
+
+
 class Holds(Fact, frozen=True, kw_only=True):
     """The first thing a hand says: what is in its memory."""
 
     arena: str
     slots: tuple[FoundSlot, ...]
     next_number: int
+    rows: tuple[HeldRows, ...] = ()
 
 
 class Came(Fact, frozen=True, kw_only=True):
@@ -147,6 +158,27 @@ class RingFreed(Fact, frozen=True, kw_only=True):
     attempt: str
     rank: int
     size_bytes: int
+
+
+class Heads(Fact, frozen=True, kw_only=True):
+    """The images of this host that parity is to be made of; ``reason``: why they are not told."""
+
+    turn: int
+    member: MemberFact | None
+    reason: str = ""
+
+
+class ParityMade(Fact, frozen=True, kw_only=True):
+    """All rows that this host keeps are whole and sealed."""
+
+    turn: int
+
+
+class ParityNotMade(Fact, frozen=True, kw_only=True):
+    """Some row of this host came to nothing."""
+
+    turn: int
+    reason: str
 
 
 class Superseded(Fact, frozen=True, kw_only=True):
@@ -260,6 +292,34 @@ class Watch(Fact, frozen=True, kw_only=True):
     start: int
 
 
+class TellHeads(Fact, frozen=True, kw_only=True):
+    """What images of this attempt are there, and what are their headers?"""
+
+    turn: int
+    attempt: str
+
+
+class MakeParity(Fact, frozen=True, kw_only=True):
+    """Make the rows that this host keeps, into this half of its memory for them."""
+
+    turn: int
+    half: int
+    incarnation: int
+    step: int
+    attempt: str
+    world: int
+    layout: str
+    parity: int
+    members: tuple[MemberFact, ...]
+
+
+class GiveUpParity(Fact, frozen=True, kw_only=True):
+    """They are not wanted any more."""
+
+    turn: int
+    reason: str
+
+
 class End(Fact, frozen=True, kw_only=True):
     """The run has ended. ``keep_arena``: something in memory could not be made durable."""
 
@@ -268,11 +328,12 @@ class End(Fact, frozen=True, kw_only=True):
 
 ToCoordinator = (
     Holds | Came | Said | Left | Made | NotMade | RingsMade | RingsNotMade | WriterGone
-    | LayoutNotKept | Written | WritingEnded | RingFreed | Superseded
+    | LayoutNotKept | Written | WritingEnded | RingFreed | Superseded | Heads | ParityMade
+    | ParityNotMade
 )  # fmt: skip
 ToHand = (
     Attached | Tell | HangUp | Make | MakeRings | Remove | Stamp | KeepLayout | KeepIncarnation
-    | Sealed | Write | StopWriting | Watch | End
+    | Sealed | Write | StopWriting | Watch | TellHeads | MakeParity | GiveUpParity | End
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

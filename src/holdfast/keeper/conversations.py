@@ -188,6 +188,8 @@ class Conversations:
             owes_durable=message.owes_durable,
         )  # fmt: skip
         self.executor.carry_out(joined)
+        if self.executor.hands.protecting is not None:
+            self.executor.hands.protecting.ask(message.parity)
         return m.Done()
 
     def _fenced(self, incarnation: int) -> Fenced:
@@ -253,6 +255,9 @@ class Conversations:
     async def _adopt(self, _: Connection, message: m.Adopt, __: int) -> m.Message:
         await self.incarnations.adopt(message.parent)
         self.executor.hands.remember(self.incarnations.current)
+        protecting = self.executor.hands.protecting
+        if protecting is not None:  # before a capture begins
+            protecting.will_adopt()
         self.executor.carry_out(self.coordinator.adopt(time.monotonic()))
         return m.Done()
 

@@ -175,6 +175,8 @@ class Executor:
             incarnation=coordinator.incarnation, step=note.step, world=coordinator.world,
             elapsed_s=note.elapsed_s,
         ))  # fmt: skip
+        if self.hands.protecting is not None:
+            self.hands.protecting.captured(note.attempt)
         self.carry_out(coordinator.spares())
 
     def _say(self, action: NoteUnlike | Warn) -> None:

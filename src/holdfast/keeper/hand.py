@@ -21,6 +21,7 @@ from holdfast.keeper.connection import NearConnection
 from holdfast.keeper.making import Nobody, SlotMaker
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.offering import Offering
+from holdfast.keeper.parity import Parity, protect, rows_of
 from holdfast.keeper.writing import Writings
 from holdfast.peers.calling import Peer
 from holdfast.peers.control import ControlLine, call
@@ -39,11 +40,12 @@ class Hand:
 
     def __init__(
         self, part: m.TakePart, memory: Memory, maker: SlotMaker, offering: Offering,
-        writings: Writings, background: Background, ended: Callable[[bool], Awaitable[None]],
+        writings: Writings, parity: Parity, background: Background,
+        ended: Callable[[bool], Awaitable[None]],
     ) -> None:  # fmt: skip
         self.part = part
         self._memory, self._maker = memory, maker
-        self._offering, self._writings = offering, writings
+        self._offering, self._writings, self._parity = offering, writings, parity
         self._background = background
         self._ended = ended
         self._line: ControlLine | None = None
@@ -108,7 +110,7 @@ class Hand:
         slots, attempts = self._memory.found()
         line.send(control.pack(control.Holds(
             arena=str(self._memory.directory), slots=control.describe(slots, attempts),
-            next_number=self._memory.next_number,
+            next_number=self._memory.next_number, rows=rows_of(self._parity),
         )))  # fmt: skip
         try:
             while True:
@@ -123,6 +125,7 @@ class Hand:
         self._is_attached.clear()
         self._watched.clear()
         self._writings.stop_all("the coordinator is out of reach")
+        self._parity.give_up("the coordinator is out of reach")
         self._maker.serve(Nobody())
         for connection in list(self._trainers.values()):
             connection.hang_up()
@@ -187,6 +190,8 @@ class Hand:
                     self._trainers[number].hang_up()
             case control.End(keep_arena=keep_arena):
                 await self._ended(keep_arena)
+            case control.TellHeads() | control.MakeParity() | control.GiveUpParity():
+                protect(self._parity, fact, self.part.hosts, lambda s: line.send(control.pack(s)))
             case control.Write() | control.StopWriting() | control.Sealed():
                 self._write(line, fact)
             case _:

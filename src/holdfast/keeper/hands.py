@@ -29,6 +29,7 @@ from holdfast.snapshot.handoff import Coordinator
 from holdfast.snapshot.slots import Slot, Writer, host_of, number_of, slot_id_of
 
 if TYPE_CHECKING:  # a run on one host needs none of it
+    from holdfast.keeper.protecting import Protecting
     from holdfast.peers.control import ControlLine
 
 
@@ -89,6 +90,8 @@ class Hands:
         self._hosts: Sequence[m.HostPlace] = ()
         self._incarnation = 0
         self._by_host: dict[int, FarHand] = {}
+        self.protecting: Protecting | None = None
+        """What makes parity of what all hosts have; None in a run on one."""
 
     def connect(self, talks: Talks) -> None:
         """Who hears the trainers of the other hosts."""
@@ -100,6 +103,8 @@ class Hands:
         for hand in list(self._by_host.values()):
             self._forget(hand, "a newer incarnation has begun")
             self._background.spawn(hand.line.finish())
+        if self.protecting is not None:
+            self.protecting.begin(hosts)
 
     def name_of(self, host: int) -> str:
         """What a host is called; "" in a run on one."""
@@ -109,7 +114,11 @@ class Hands:
 
     def say(self, slot_id: int, fact: control.Fact) -> None:
         """To the hand of a slot's host, if it is in reach."""
-        hand = self._by_host.get(host_of(slot_id))
+        self.say_host(host_of(slot_id), fact)
+
+    def say_host(self, host: int, fact: control.Fact) -> None:
+        """To the hand of this host, if it is in reach."""
+        hand = self._by_host.get(host)
         if hand is not None:
             hand.say(fact)
 
@@ -227,6 +236,8 @@ class Hands:
         slots, attempts = control.take(host, holds.slots)
         self._coordinator.attach(host, slots, attempts, holds.next_number)
         hand.say(control.Attached())
+        if self.protecting is not None:
+            self.protecting.attached(hand.name, holds.rows)
         return hand
 
     def _lose(self, hand: FarHand) -> None:
@@ -240,6 +251,8 @@ class Hands:
         )))  # fmt: skip
         del self._by_host[hand.host]
         self._carry_out(self._coordinator.detach(hand.host, hand.name))
+        if self.protecting is not None:
+            self.protecting.detached(hand.name)
         self._forget(hand, f"its keeper is out of reach: {why}")
 
     def _forget(self, hand: FarHand, reason: str) -> None:
@@ -256,6 +269,9 @@ class Hands:
                 self._hear_trainer(hand, fact)
             case control.Written() | control.WritingEnded() | control.RingFreed():
                 self._hear_writing(hand, fact)
+            case control.Heads() | control.ParityMade() | control.ParityNotMade():
+                if self.protecting is not None:
+                    self.protecting.hear(hand.name, fact)
             case control.Superseded(incarnation=n):
                 self._superseded(n)
             case control.Holds():

@@ -7,6 +7,7 @@ another version, or one with a fault, from taking the keeper or another rank's s
 from __future__ import annotations
 
 from holdfast.errors import UsageError
+from holdfast.policy.arguments import MAX_PARITY
 from holdfast.snapshot import messages as m
 
 MAX_WORLD = 1 << 20
@@ -28,6 +29,7 @@ def check(message: m.Message, world: int) -> None:
                 raise UsageError(f"each of {message.world} ranks is on one host, not {ranks[:8]}")
         case m.Join():
             _within("rank", message.rank, 0, world - 1)
+            _within("parity", message.parity, 0, MAX_PARITY - 1)
             _within("compare_replicas", message.compare_replicas or 0, 0, MAX_STEP)
         case m.Adopt(parent=parent) if parent is not None:
             _within("parent's incarnation", parent[0], 1, MAX_STEP)

@@ -40,6 +40,8 @@ class Memory:
         self.run_id = run_id
         self.boot_id = boot_id()
         self.files: dict[int, SlotFile] = {}
+        self.parity_bytes = 0
+        """What parity takes besides."""
         self.next_number = 0
         """Of a slot, and higher than any there was since this process began."""
         for name in ("layouts", "incarnations"):
@@ -99,7 +101,7 @@ class Memory:
         if self._limit_bytes is None:
             return free
         files = {n: IMAGE_START + file.capacity_bytes for n, file in [*self.files.items()]}
-        there = sum({**self._being_made, **files}.values())
+        there = sum({**self._being_made, **files}.values()) + self.parity_bytes
         return max(0, min(free, self._limit_bytes - there))
 
     def unlink(self, slot_id: int) -> SlotFile | None:

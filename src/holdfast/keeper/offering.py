@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -14,6 +15,7 @@ from holdfast.snapshot.arena import IMAGE_START
 from holdfast.snapshot.offered import INVENTORY, generation_name, image_path, layout_path
 
 if TYPE_CHECKING:  # a run on one host needs none of it
+    from holdfast.keeper.rows import KeptRow
     from holdfast.peers.server import PeerServer
 
 
@@ -22,6 +24,8 @@ class Offering:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
+        self.rows: Callable[[], Sequence[KeptRow]] = tuple
+        """The rows of parity that are kept here."""
         self._server: PeerServer | None = None
         self._paths: dict[int, str] = {}
         self._layouts: set[str] = set()
@@ -62,6 +66,11 @@ class Offering:
     def refresh(self) -> None:
         """Offer an inventory that has what was captured since; to be called now and then."""
         if self._server is not None and self._is_stale:
+            self._offer_inventory()
+
+    def rows_changed(self) -> None:
+        """Other rows of parity are kept than before."""
+        if self._server is not None:
             self._offer_inventory()
 
     def withdraw(self, slot: int) -> None:
@@ -105,7 +114,8 @@ class Offering:
         slots, attempts = self._memory.found()
         by_id = {slot.id: slot for slot in slots}
         records = self._memory.incarnations()
-        parts = tuple(
+        parity = self._parity()
+        parts = [
             m.HeldPart(
                 incarnation=attempt.incarnation, step=attempt.step, attempt=attempt.id,
                 world=attempt.world, layout=attempt.layout,
@@ -116,11 +126,26 @@ class Offering:
                     )
                     for rank, slot in sorted(attempt.slots.items())
                 ),
+                parity=parity.pop(attempt.id).parity if attempt.id in parity else (),
             )
             for attempt in attempts
-        )  # fmt: skip
+        ]  # fmt: skip
+        parts += parity.values()
         return m.Holding(
-            host=self._host, address=self._address, port=self._port, parts=parts,
+            host=self._host, address=self._address, port=self._port, parts=tuple(parts),
             parents={each.n: each.parent for each in records},
             newest_incarnation=max([self._memory.begun(), *(each.n for each in records)]),
         )  # fmt: skip
+
+    def _parity(self) -> dict[str, m.HeldPart]:
+        """What parity is kept of each attempt, as if there were no images of it."""
+        found: dict[str, m.HeldPart] = {}
+        for row in self.rows():
+            record, at = row.record, (row.record.stripe, row.record.row)
+            before = found[record.attempt].parity if record.attempt in found else ()
+            found[record.attempt] = m.HeldPart(
+                incarnation=record.incarnation, step=record.step, attempt=record.attempt,
+                world=record.world, layout=record.layout, images=(),
+                parity=tuple(sorted({*before, at})),
+            )  # fmt: skip
+        return found

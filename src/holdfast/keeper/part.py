@@ -26,6 +26,7 @@ from holdfast.snapshot.handoff import Coordinator
 if TYPE_CHECKING:
     from holdfast.keeper.hand import Hand
     from holdfast.keeper.network import Network
+    from holdfast.keeper.parity import Parity
 
 
 class Part:
@@ -47,6 +48,7 @@ class Part:
         self.is_bystander = False
         """Whether the run goes on elsewhere, without this host."""
         self.writings = Writings(memory, root.store, background)
+        self._parity: Parity | None = None
         self._network: Network | None = None
         self._prepared: Network | None = None
         self._changing = asyncio.Lock()
@@ -90,6 +92,8 @@ class Part:
                 await prepared.close()
             self._executor.hands.begin(incarnation, hosts)
             await self._use(prepared if hosts else None, incarnation)
+            if self._executor.hands.protecting is not None:
+                self._executor.hands.protecting.begin(hosts)
             self.hosts = hosts
 
     async def _take_over_memory(self, incarnation: int) -> None:
@@ -107,13 +111,30 @@ class Part:
         """Listen there from now on, and nowhere else."""
         old, self._network = self._network, network
         self._executor.offering.serve(None)
+        if self._parity is not None:
+            self._parity.serve(None, incarnation)
         if old is not None:
             await old.close()
         if network is not None:
             network.begin(incarnation)
+            self._take_up_parity().serve(network, incarnation)
             self._executor.offering.serve(
                 network.peers, self._host_id, network.address, network.port
             )
+
+    def _take_up_parity(self) -> Parity:
+        """What this host keeps for others; it is looked for when there are others."""
+        if self._parity is None:
+            from holdfast.keeper.parity import Parity  # a run on one host needs none of it
+            from holdfast.keeper.protecting import Protecting
+
+            executor = self._executor
+            self._parity = Parity(self._memory, self._background, executor.offering.rows_changed)
+            executor.offering.rows = self._parity.rows
+            executor.hands.protecting = Protecting(
+                self._coordinator, self._ranks, executor.hands, self._parity
+            )
+        return self._parity
 
     # ── being told ───────────────────────────────────────────────────────────────────────
 
@@ -178,7 +199,7 @@ class Part:
 
         self.hand = Hand(
             message, self._memory, self._executor.maker, self._executor.offering, self.writings,
-            self._background, self._ended,
+            self._take_up_parity(), self._background, self._ended,
         )  # fmt: skip
         return self.hand
 

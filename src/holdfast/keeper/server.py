@@ -168,6 +168,8 @@ class Keeper:
             self._begin_to_stop()
         if self.part.hand is not None:
             self.part.hand.look_around()
+        elif self.executor.hands.protecting is not None:
+            self.executor.hands.protecting.look()
         self._ticks += 1
         if self._ticks % REFRESH_TICKS == 0:
             self.executor.offering.refresh()

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from holdfast.catalogue import Catalogue
-from holdfast.errors import NotFound
+from holdfast.errors import HoldfastError, NotFound
 from holdfast.load.choose import Candidate, choose
-from holdfast.load.peer_image import Peers
 from holdfast.load.source import Checkpoint, from_memory
 from holdfast.load.stored import broken_manifests, catalogue_of, nothing_fits, open_stored, stored
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.hosts import Hosts
 from holdfast.storage.base import Store
+from holdfast.world import World, tell_all
 
 A = TypeVar("A", bound=m.Message)
 Ask = Callable[[m.Message, type[A]], A]
+#: See ``holdfast.load.restore``.
+PlanAgain = Callable[[Candidate, HoldfastError], Sequence[Candidate]]
 
 
 class Offers:
-    """The sources of a run, on ``rank``: ``ask`` asks its keeper, whose slots lie in ``arena``."""
+    """The sources of a run on one host: ``ask`` asks its keeper, whose slots lie in ``arena``."""
 
-    def __init__(
-        self, store: Store, rank: int, arena: Path, ask: Ask[m.Message], hosts: Hosts | None = None
-    ) -> None:
+    def __init__(self, store: Store, rank: int, arena: Path, ask: Ask[m.Message]) -> None:
         self.incarnation = 0
         """Of the asking: peers answer no other."""
-        self._hosts = hosts
-        self._peers: Peers | None = None
         self._store = store
         self._rank = rank
         self._arena = arena
@@ -40,13 +39,27 @@ class Offers:
         found = catalogue_of(self._store)
         return bool(self._candidates(found, None) or broken_manifests(found))
 
-    def fitting(self, step: int | str | None) -> list[Candidate]:
-        """What fits ``step``, best first. NotFound or RestoreError when nothing does and should."""
-        found = catalogue_of(self._store)
-        fit = self._candidates(found, step)
-        if not fit and (step is not None or broken_manifests(found)):
-            raise nothing_fits(self._store, found, step)
-        return fit
+    def first(
+        self, world: World, step: int | str | None, *, timeout_s: float
+    ) -> Sequence[Candidate]:
+        """What fits ``step``, best first; the same on all ranks, which all call it.
+
+        NotFound or RestoreError when nothing does and should.
+        """
+
+        def find() -> bytes:
+            found = catalogue_of(self._store)
+            fit = self._candidates(found, step)
+            if not fit and (step is not None or broken_manifests(found)):
+                raise nothing_fits(self._store, found, step)
+            return msgspec.json.encode(fit)
+
+        told = tell_all(world, "restore: candidates", find, timeout_s=timeout_s)
+        return msgspec.json.decode(told, type=list[Candidate])
+
+    def plan_again(self) -> PlanAgain | None:
+        """What finds out what is left when something has failed; None: the rest of ``first``."""
+        return None
 
     def open(self, candidate: Candidate) -> Checkpoint:
         """The images of ``candidate``; those in memory stay there. NotFound when they are gone."""
@@ -57,20 +70,11 @@ class Offers:
             if held is None:
                 raise NotFound(f"{candidate.generation} is no longer in memory")
             self._ask(m.Pin(attempt=candidate.attempt), m.Done)
-            return from_memory(self._arena, held, self._reach_peers())
+            return from_memory(self._arena, held)
         return open_stored(self._store, candidate, self._rank)
 
-    def _reach_peers(self) -> Peers | None:
-        if self._hosts is not None and self._peers is None:
-            self._peers = Peers(
-                self._hosts.table, self._hosts.own_id, self._hosts.secret, self.incarnation
-            )
-        return self._peers
-
     def close(self) -> None:
-        """Nothing more is read from peers."""
-        if self._peers is not None:
-            self._peers.close()
+        """Nothing more is read."""
 
     def _candidates(self, found: Catalogue, step: int | str | None) -> list[Candidate]:
         inventory = self._held()

@@ -23,7 +23,7 @@ from holdfast.format.split import PART_METADATA, join
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.snapshot.arena import SlotFile
-from holdfast.snapshot.messages import HeldGeneration, SlotInfo
+from holdfast.snapshot.messages import HeldGeneration
 from holdfast.storage.base import Store, short_read
 
 
@@ -330,36 +330,15 @@ def _stored(store: Store, ref: ImageRef) -> StoredImage:
     return StoredImage(store, ref.path, ref.size_bytes, ref.header_xxh3, ref.table_xxh3)
 
 
-class FarImages(Protocol):
-    """The way to what the keepers of other hosts offer."""
-
-    own: str
-    """The name of this host."""
-
-    def image(self, held: HeldGeneration, slot: SlotInfo) -> ImageFile:
-        """An image in another host's memory."""
-        ...
-
-    def layout(self, held: HeldGeneration) -> bytes:
-        """The bytes of the layout, from any host that has it."""
-        ...
-
-
-def from_memory(arena: Path, held: HeldGeneration, far: FarImages | None = None) -> Checkpoint:
-    """A generation in this host's arena, and in those of other hosts where ``far`` reaches them."""
+def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
+    """A generation in this host's arena."""
     path = arena / "layouts" / f"{held.layout}.json"
     try:
         data = path.read_bytes()
     except OSError as error:
-        if far is None:
-            raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
-        data = far.layout(held)
+        raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
     layout = _read_layout(data, held.layout, str(path))
-    files: dict[int, ImageFile] = {}
-    for s in held.slots:
-        if far is not None and s.host not in ("", far.own):
-            files[s.rank] = far.image(held, s)
-        else:
-            here = s.path if far is None else str(arena / Path(s.path).name)
-            files[s.rank] = HeldImage(here, s.image_bytes, s.header_xxh3, s.table_xxh3)
+    files: dict[int, ImageFile] = {
+        s.rank: HeldImage(s.path, s.image_bytes, s.header_xxh3, s.table_xxh3) for s in held.slots
+    }
     return Checkpoint(layout, files, held.world, _identity(held))

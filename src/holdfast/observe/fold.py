@@ -20,7 +20,7 @@ from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
 from holdfast.observe.divergence import divergence_of
-from holdfast.observe.report import KeeperLoss, Report, Restore, Save, Start
+from holdfast.observe.report import KeeperLoss, Protection, Report, Restore, Save, Start
 
 Progress = Callable[[int, int], None]
 
@@ -86,6 +86,7 @@ class _SaveSoFar:
     image_bytes: dict[int, int] = field(default_factory=dict)
     called_at_s: float = math.inf
     captured: _Reached | None = None
+    is_protected: bool = False
     durable: _Reached | None = None
     durable_bytes: int = 0
     reused_bytes: int = 0
@@ -127,6 +128,8 @@ class _SaveSoFar:
         # The manifest decides: a generation that is durable was captured, whoever says missed.
         if self.durable is not None:
             return "durable"
+        if self.is_protected:
+            return "protected"
         if self.captured is not None:
             return "captured"
         return "unfinished" if self.missed is None else "missed"
@@ -149,8 +152,10 @@ class _Fold:
         self._lost: dict[tuple[int, int], list[tuple[events.KeeperLost, float]]]
         self._lost = defaultdict(list)
         self._differ: dict[str, list[events.ReplicasDiffer]] = defaultdict(list)
+        self._planned: dict[int, events.ProtectionPlanned] = {}
         self._broke: list[str] = []
         self._warned: list[str] = []
+        self._unprotected: list[str] = []
 
     def line(self, line: bytes) -> None:
         try:
@@ -174,6 +179,8 @@ class _Fold:
                 self._lost[event.incarnation, event.rank].append((event, time_s))
             case events.PersistBroke():
                 self._broke.append(f"{event.incarnation}-{event.step}: {event.reason}")
+            case events.ProtectionPlanned():
+                self._planned[event.incarnation] = event
             case events.ReplicasDiffer():
                 self._differ[event.leaf].append(event)
             case events.CheckpointPruned():
@@ -204,6 +211,10 @@ class _Fold:
             case events.SnapshotCaptured():
                 save = self._saves[key]
                 save.captured = _first(save.captured, _Reached(time_s, event.elapsed_s))
+            case events.SnapshotProtected():
+                self._saves[key].is_protected = True
+            case events.SnapshotNotProtected():
+                self._unprotected.append(f"{event.incarnation}-{event.step}: {event.reason}")
             case events.CheckpointPublished():
                 save = self._saves[key]
                 save.durable = _first(save.durable, _Reached(time_s, event.elapsed_s))
@@ -227,6 +238,11 @@ class _Fold:
             persist_failures=tuple(dict.fromkeys(self._broke)),
             warnings=tuple(dict.fromkeys(self._warned)),
             pruned=self._pruned,
+            protection=tuple(
+                Protection(n, event.parity, event.hosts, event.survives, event.missing)
+                for n, event in sorted(self._planned.items())
+            ),
+            unprotected=tuple(dict.fromkeys(self._unprotected)),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
         )
 

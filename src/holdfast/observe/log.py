@@ -165,6 +165,10 @@ def _differ(event: Any) -> str:
 _INFO: dict[type[Event], Callable[[Any], str]] = {
     events.RunStarted: lambda e: f"joined run {e.run_id}, {e.world} ranks, pid {e.pid} on {e.host}",
     events.SnapshotMissed: lambda e: f"snapshot missed: {e.reason}",
+    events.SnapshotNotProtected: lambda e: f"not protected: {e.reason}",
+    events.ProtectionPlanned: lambda e: " ".join(
+        (f"protected snapshots survive {e.survives};", *e.missing)
+    ).rstrip("; "),
     events.ReplicasDiffer: _differ,
     events.CheckpointPublished: _published,
     events.PersistBroke: lambda e: f"not durable: {e.reason}",
@@ -181,7 +185,7 @@ _INFO: dict[type[Event], Callable[[Any], str]] = {
 #: What nobody may miss: of these every rank hears, so that rank 0 speaks for all.
 _OF_ALL = (
     events.SnapshotMissed, events.PersistBroke, events.KeeperLost, events.SourceDropped,
-    events.ReplicasDiffer,
+    events.ReplicasDiffer, events.SnapshotNotProtected,
 )  # fmt: skip
 #: Of these only the rank knows that says so.
 _OF_ONE_RANK = (events.Warned,)

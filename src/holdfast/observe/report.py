@@ -48,7 +48,7 @@ class Save:
     incarnation: int
     step: int
     state: str
-    """durable | captured | missed | unfinished (the ranks ended before it was captured)"""
+    """durable | protected | captured | missed | unfinished (the ranks ended before it was)"""
     ranks: int
     held_s: float | None
     fence_s: float | None
@@ -100,6 +100,20 @@ class KeeperLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class Protection:
+    """What losses of hosts the protected snapshots of an incarnation survive, in words.
+
+    ``missing``: what was asked for and was not reached, a sentence each.
+    """
+
+    incarnation: int
+    parity: int
+    hosts: int
+    survives: str
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """One quantity over all saves that have it."""
 
@@ -125,6 +139,9 @@ class Report:
     warnings: tuple[str, ...]
     pruned: int
     divergences: tuple[Divergence, ...] = ()
+    protection: tuple[Protection, ...] = ()
+    unprotected: tuple[str, ...] = ()
+    """Snapshots of which no parity could be made, and why."""
 
     @property
     def misses(self) -> tuple[Save, ...]:
@@ -171,6 +188,9 @@ def to_json(report: Report) -> dict[str, Any]:
 def render(report: Report, console: Console, *, last: int = 20) -> None:
     """Print the report as tables; only the ``last`` saves one by one, all of them for 0."""
     console.print(_heading(report))
+    if report.protection:
+        newest = report.protection[-1]
+        console.print(Text(f"protected snapshots of the last start survive {newest.survives}"))
     if report.saves:
         console.print(_save_table(report.saves[-last:] if last else report.saves))
         hidden = len(report.saves) - last if last else 0
@@ -187,7 +207,7 @@ def _heading(report: Report) -> Text:
     states = [save.state for save in report.saves]
     counts = (
         f"{states.count(state)} {state}"
-        for state in ("durable", "captured", "missed", "unfinished")
+        for state in ("durable", "protected", "captured", "missed", "unfinished")
         if state in states
     )
     starts = count_text(len(report.starts), "incarnation")
@@ -268,6 +288,8 @@ def _troubles(report: Report) -> list[str]:
         for loss in report.keeper_losses
     ]
     lines += [f"storage trouble at {failure}" for failure in report.persist_failures]
+    lines += [f"not protected {failure}" for failure in report.unprotected]
+    lines += [missing for one in report.protection[-1:] for missing in one.missing]
     lines += lines_of(report.divergences)
     lines += [f"warning: {message}" for message in report.warnings]
     if report.torn_lines:

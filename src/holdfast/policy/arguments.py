@@ -16,6 +16,8 @@ from holdfast.policy.retention import Keep
 
 #: Larger whole numbers are not exact in every reader of JSON.
 MAX_STEP = (1 << 53) - 1
+#: As many hosts as a group can have.
+MAX_PARITY = 128
 
 
 def _whole(value: Any) -> int | None:
@@ -88,5 +90,9 @@ def check_policies(memory: object, storage: object, keep: object, parity: object
             )
     if not isinstance(keep, Keep):
         raise UsageError(f"keep={keep!r}: say holdfast.Keep(last=...), or Keep() for all")
-    if parity != 0 or isinstance(parity, bool):
-        raise UsageError(f"parity={parity!r}: this version protects by storage only; use parity=0")
+    number = _whole(parity)
+    if number is None or not 0 <= number < MAX_PARITY:
+        raise UsageError(
+            f"parity={parity!r}: say how many hosts of a group may be lost with what they have in "
+            f"memory, 0 to {MAX_PARITY - 1}; 1 protects against the loss of any one"
+        )

@@ -80,7 +80,7 @@ class Attempt:
 
 
 class Attempts(dict[str, Attempt]):
-    """Attempts by their names, and the two whose slots must stay."""
+    """Attempts by their names, and those whose slots must stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,6 +88,10 @@ class Attempts(dict[str, Attempt]):
         """The newest generation that all ranks captured."""
         self.pinned: str | None = None
         """What a restore reads from."""
+        self.protects = False
+        """Whether hosts keep parity: what was restored from stays until something is protected."""
+        self.kept: frozenset[str] = frozenset()
+        """What parity is of, or is being made of: the newest that hosts can be lost of."""
 
     def found(self, attempts: Iterable[Attempt]) -> None:
         """Take over what an earlier keeper left, or what another host holds.
@@ -143,11 +147,23 @@ class Attempts(dict[str, Attempt]):
     def will_free_slots(self) -> bool:
         """Whether slots are kept only until storage has taken what is in them."""
         whole = (attempt for attempt in self.complete() if attempt.persisting)
-        return any(attempt.id not in (self.newest, self.pinned) for attempt in whole)
+        return any(not self._is_needed(attempt) for attempt in whole)
 
     def must_stay(self, attempt: Attempt) -> bool:
         """Whether its slots may not be given away now."""
-        return attempt.is_under_way or attempt.id in (self.newest, self.pinned)
+        return attempt.is_under_way or self._is_needed(attempt)
+
+    def _is_needed(self, attempt: Attempt) -> bool:
+        return attempt.id in (self.newest, self.pinned) or attempt.id in self.kept
+
+    def captured(self, id_: str) -> None:
+        """All ranks have this one: it is the newest, and with it what was restored from is free.
+
+        Where hosts keep parity, only when something newer is protected.
+        """
+        self.newest = id_
+        if not self.protects:
+            self.pinned = None
 
     def pin(self, id_: str) -> bool:
         """Keep the slots of this attempt until a new generation is complete."""

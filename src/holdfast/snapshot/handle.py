@@ -9,16 +9,25 @@ from collections.abc import Callable
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 from holdfast.policy.arguments import patience_s
 
-CAPTURED, DURABLE = "captured", "durable"
+CAPTURED, PROTECTED, DURABLE = "captured", "protected", "durable"
+
+_IMPLIED = {
+    CAPTURED: {CAPTURED},
+    PROTECTED: {CAPTURED, PROTECTED},
+    DURABLE: {CAPTURED, PROTECTED, DURABLE},  # storage survives hosts too
+}
 
 
 class SaveHandle:
     """One requested save. ``step`` is the step really saved, once that is known."""
 
-    def __init__(self, step: int, *, durable: bool, explain: Callable[[int], str]) -> None:
+    def __init__(
+        self, step: int, *, durable: bool, explain: Callable[[int], str], parity: int = 0
+    ) -> None:
         self.requested_step = step
         self.step = step
         self.durable = durable
+        self._has_parity = parity > 0
         self.differing: dict[str, tuple[int, ...]] = {}
         """Leaves found not to be the same on all ranks that hold them, and the ranks that stand
         apart, as the event ``ReplicasDiffer`` says them. Final when the save is captured. Each
@@ -30,12 +39,17 @@ class SaveHandle:
 
     @property
     def state(self) -> str:
-        """ "pending", "captured", "durable" or "failed"."""
+        """ "pending", "captured", "protected", "durable" or "failed".
+
+        A snapshot of which no parity could be made is captured, and no failure.
+        """
         with self._changed:
             if DURABLE in self._reached:
                 return DURABLE
-            if self._failed:
+            if self._failed.keys() - {PROTECTED}:
                 return "failed"
+            if PROTECTED in self._reached:
+                return PROTECTED
             return CAPTURED if CAPTURED in self._reached else "pending"
 
     def wait_captured(self, timeout_s: float | None = None) -> None:
@@ -50,16 +64,19 @@ class SaveHandle:
         self._wait(CAPTURED, timeout_s)
 
     def wait_protected(self, timeout_s: float | None = None) -> None:
-        """Wait until this snapshot survives the loss of this host: here, until it is durable.
+        """Wait until this snapshot survives the loss of this host.
 
-        UsageError for a snapshot that is not to be durable: memory of one host does not survive it.
+        With parity between hosts: until that is whole, or the snapshot is durable. Raises
+        NotProtected when it came to nothing, or when a newer one was protected instead. Without:
+        until it is durable; UsageError for a snapshot that is not to be durable, since memory of
+        one host does not survive it.
         """
-        if not self.durable:
+        if not (self.durable or self._has_parity):
             raise UsageError(
                 f"step {self.requested_step} is kept in this host's memory only; save it with "
-                "durable=True to have it survive the host"
+                "durable=True to have it survive the host, or train on several hosts with parity=1"
             )
-        self._wait(DURABLE, timeout_s)
+        self._wait(PROTECTED if self._has_parity else DURABLE, timeout_s)
 
     def wait_durable(self, timeout_s: float | None = None) -> None:
         """Wait until a manifest in storage names this snapshot.
@@ -74,7 +91,7 @@ class SaveHandle:
     def reach(self, what: str) -> None:
         """The keeper says that this is so."""
         with self._changed:
-            self._reached |= {CAPTURED, DURABLE} if what == DURABLE else {what}
+            self._reached |= _IMPLIED[what]
             self._changed.notify_all()
 
     def fail(self, error: HoldfastError, *, captured: bool) -> None:
@@ -82,7 +99,13 @@ class SaveHandle:
         with self._changed:
             self._failed[DURABLE] = error
             if not captured:
-                self._failed[CAPTURED] = error
+                self._failed[CAPTURED] = self._failed[PROTECTED] = error
+            self._changed.notify_all()
+
+    def not_protected(self, error: HoldfastError) -> None:
+        """It stays in memory, and no parity of it is made any more."""
+        with self._changed:
+            self._failed.setdefault(PROTECTED, error)
             self._changed.notify_all()
 
     def renew(self) -> None:

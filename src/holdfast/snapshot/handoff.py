@@ -287,7 +287,7 @@ class Coordinator(Granting):
             attempt.phase = "draining"  # nothing of it is in memory but what is not written yet
             return actions
         attempt.phase = "complete"
-        self.attempts.newest, self.attempts.pinned = attempt.id, None
+        self.attempts.captured(attempt.id)
         done = m.Complete(step=attempt.step, attempt=attempt.id, durable=attempt.durable)
         elapsed_s = now_s - attempt.started_s
         note = Note(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)

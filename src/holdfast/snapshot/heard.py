@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from holdfast.errors import CaptureOvertaken, PersistFailed, SnapshotSkipped
-from holdfast.events import PersistBroke, emit
+from holdfast.errors import CaptureOvertaken, NotProtected, PersistFailed, SnapshotSkipped
+from holdfast.events import PersistBroke, SnapshotNotProtected, emit
 from holdfast.geometry.layout import Layout
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.promises import Promises
@@ -42,6 +42,10 @@ class Heard:
                 self._aborted(current, message)
             case m.Complete() | m.Durable() | m.NotDurable() | m.ReplicasDiffer():
                 self._came_of_it(message, place)
+            case m.Protected(step=step):
+                self._promises.protected(step)
+            case m.Unprotected():
+                self._not_protected(message, place)
             case m.Freed(attempt=attempt, size_bytes=size_bytes):
                 if current is not None and _is_of(current, attempt):
                     current.room.freed(size_bytes)
@@ -117,6 +121,15 @@ class Heard:
             if place.rank in (0, *event.ranks):  # for the people; and whoever is meant
                 emit(event)
         self._promises.differ(message.step, {each.leaf: each.ranks for each in message.leaves})
+
+    def _not_protected(self, message: m.Unprotected, place: Place) -> None:
+        step, reason = message.step, message.reason
+        if place.rank == 0:  # every rank is told, and one tells the people
+            emit(SnapshotNotProtected(
+                incarnation=place.incarnation, step=step, rank=0, reason=reason
+            ))  # fmt: skip
+        error = NotProtected(f"step {step} is captured and not protected: {reason}")
+        self._promises.not_protected(step, error)
 
     def _not_durable(self, message: m.NotDurable, place: Place) -> None:
         if place.rank == 0:  # every rank is told, and one tells the people

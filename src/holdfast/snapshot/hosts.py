@@ -21,6 +21,7 @@ from holdfast.snapshot.arena import boot_id
 from holdfast.world import World, agree, host_id, tell_all
 
 ADDRESS = "HOLDFAST_HOST_ADDRESS"
+DOMAIN = "HOLDFAST_FAILURE_DOMAIN"
 LOOPBACK = "127.0.0.1"
 _SECRET_BYTES = 32
 #: How long a keeper waits for the coordinator once the run has begun: saves are many.
@@ -36,12 +37,15 @@ class HostFact(msgspec.Struct, frozen=True):
     machine: str
     """Several hosts of a test are one machine."""
     address: str
+    domain: str = ""
+    """A rack, a switch, a power feed: what it may fail with."""
 
     @classmethod
     def of_this(cls) -> HostFact:
         """For the host of this process."""
         said = os.environ.get(ADDRESS, "").strip()
-        return cls(host_id(), boot_id(), said or _outward_address())
+        domain = os.environ.get(DOMAIN, "").strip()
+        return cls(host_id(), boot_id(), said or _outward_address(), domain)
 
 
 def _outward_address() -> str:
@@ -174,6 +178,7 @@ def hosts_of(facts: Sequence[HostFact], rank: int) -> Hosts | None:
                 f"{address or 'none'}): set HOLDFAST_HOST_ADDRESS to it there, or MASTER_ADDR to "
                 "an address and no name of the host itself"
             )
-        table.append(m.HostPlace(id=id_, ranks=tuple(numbers), address=address))
+        domain = facts[numbers[0]].domain
+        table.append(m.HostPlace(id=id_, ranks=tuple(numbers), address=address, domain=domain))
     own = list(ranks).index(facts[rank].id)
     return Hosts(tuple(table), own)

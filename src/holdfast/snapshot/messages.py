@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import FormatError
 
-PROTOCOL = 5
+PROTOCOL = 6
 MAX_FRAME_BYTES = 256 << 20
 
 
@@ -38,6 +38,8 @@ class HostPlace(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     ranks: tuple[int, ...]
     address: str = ""
+    domain: str = ""
+    """What it fails together with: HOLDFAST_FAILURE_DOMAIN there."""
     port: int = 0
     """Where its keeper serves its peers."""
     control_port: int = 0
@@ -96,6 +98,8 @@ class Join(Message, frozen=True, kw_only=True):
     """Whether a durable save it was promised by an earlier keeper was never told to be durable."""
     compare_replicas: int | None = None
     """In how many saves all replicas are compared; 0: never, None: as is cheap."""
+    parity: int = 0
+    """How many hosts of a group may be lost with what they have in memory."""
 
 
 class ListInventory(Message, frozen=True, kw_only=True):
@@ -367,6 +371,21 @@ class Complete(Message, frozen=True, kw_only=True):
     durable: bool
 
 
+class Protected(Message, frozen=True, kw_only=True):
+    """This generation survives the loss of hosts: its parity is whole on all of them."""
+
+    step: int
+    attempt: str
+
+
+class Unprotected(Message, frozen=True, kw_only=True):
+    """Parity of this generation could not be made; the next one is tried."""
+
+    step: int
+    attempt: str
+    reason: str
+
+
 class Aborted(Message, frozen=True, kw_only=True):
     """The attempt is thrown away on all ranks."""
 
@@ -422,7 +441,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
         | Progress | Captured | Abandon | Withdraw | Decline | MakeDurable | Announce | Explain
         | Goodbye | Surveyed | Welcome | Begun | Done | Refused | Inventory | Grant
         | LayoutAgreed | Skip | Complete | ReplicasDiffer | Aborted | Freed | Durable
-        | NotDurable | Announced | Explanation | FencedOff
+        | NotDurable | Protected | Unprotected | Announced | Explanation | FencedOff
     )  # fmt: skip
 
 

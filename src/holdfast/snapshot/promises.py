@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from holdfast.errors import HoldfastError, PersistFailed, SnapshotSkipped
-from holdfast.snapshot.handle import CAPTURED, DURABLE, SaveHandle
+from holdfast.errors import HoldfastError, NotProtected, PersistFailed, SnapshotSkipped
+from holdfast.snapshot.handle import CAPTURED, DURABLE, PROTECTED, SaveHandle
 
 _KEPT_STEPS = 16
 
@@ -28,7 +28,8 @@ class Promises:
             self.join(step, handle)
         for old in [s for s, held in self._handles.items() if all(map(_is_settled, held))]:
             if len(self._handles) > _KEPT_STEPS and old != max(self._handles):
-                del self._handles[old]
+                for handle in self._handles.pop(old):
+                    handle.not_protected(_passed_over(old, "a later one"))
 
     def join(self, step: int, handle: SaveHandle) -> None:
         """``step`` was saved already, and is now promised to ``handle`` as well."""
@@ -40,13 +41,27 @@ class Promises:
         """``handle`` is as far as any other of its step."""
         for other in self._handles[step]:
             handle.differing = handle.differing or other.differing
-            if other.state in (CAPTURED, DURABLE):
+            if other.state in (CAPTURED, PROTECTED, DURABLE):
                 handle.reach(other.state)
 
     def captured(self, step: int) -> None:
         """All ranks have this step in memory."""
         for handle in self._handles.get(step, []):
             handle.reach(CAPTURED)
+
+    def protected(self, step: int) -> None:
+        """This step survives the loss of hosts; of earlier ones no parity is made any more."""
+        for one, handles in self._handles.items():
+            for handle in handles:
+                if one == step:
+                    handle.reach(PROTECTED)
+                elif one < step:
+                    handle.not_protected(_passed_over(one, f"step {step}"))
+
+    def not_protected(self, step: int, error: HoldfastError) -> None:
+        """Parity of this step could not be made."""
+        for handle in self._handles.get(step, []):
+            handle.not_protected(error)
 
     def differ(self, step: int, leaves: Mapping[str, tuple[int, ...]]) -> None:
         """In this step, these leaves are not the same on all ranks that hold them."""
@@ -72,12 +87,20 @@ class Promises:
         """Whatever is not settled comes to nothing."""
         for step, handles in list(self._handles.items()):
             for handle in handles:
-                is_captured = handle.state == CAPTURED
+                is_captured = handle.state in (CAPTURED, PROTECTED)
                 kind = PersistFailed if is_captured else SnapshotSkipped
                 if not _is_settled(handle):
                     handle.fail(kind(f"step {step}: {reason}"), captured=is_captured)
+                handle.not_protected(NotProtected(f"step {step} is captured: {reason}"))
 
 
 def _is_settled(handle: SaveHandle) -> bool:
-    wanted = DURABLE if handle.durable else CAPTURED
-    return handle.state in (wanted, DURABLE, "failed")
+    in_memory = () if handle.durable else (CAPTURED, PROTECTED)
+    return handle.state in (*in_memory, DURABLE, "failed")
+
+
+def _passed_over(step: int, instead: str) -> NotProtected:
+    return NotProtected(
+        f"step {step} is captured and no parity of it was made: {instead} was protected instead. "
+        "Wait for the newest snapshot, or save it with durable=True."
+    )

@@ -55,11 +55,13 @@ class Saver:
     """Takes snapshots of one state on one rank. Not for several training threads at once."""
 
     def __init__(
-        self, describer: Describer, place: Place, connect: Connect, patience: Patience
-    ) -> None:
+        self, describer: Describer, place: Place, connect: Connect, patience: Patience,
+        *, parity: int = 0,
+    ) -> None:  # fmt: skip
         self.describer = describer
         self.place = place
         self.patience = patience
+        self._parity = parity
         self.updates = 0
         """How many updates passed the fence; tells whether the state changed since a save."""
         self._connect = connect
@@ -94,7 +96,7 @@ class Saver:
         described_s = time.monotonic()
         stage(bindings.volatile)
         staged_s = time.monotonic()
-        handle = SaveHandle(step, durable=durable, explain=self.explain)
+        handle = self._handle(step, durable)
         capture = Capture(
             step=step,
             durable=durable,
@@ -118,6 +120,9 @@ class Saver:
         ))  # fmt: skip
         return handle
 
+    def _handle(self, step: int, durable: bool) -> SaveHandle:
+        return SaveHandle(step, durable=durable, explain=self.explain, parity=self._parity)
+
     def decline(self, step: int, durable: bool, error: Exception) -> SaveHandle:
         """This rank cannot save ``step``: tell the others, so that none waits for it."""
         reason = f"{type(error).__name__}: {error}"
@@ -126,13 +131,13 @@ class Saver:
         emit(SnapshotMissed(
             incarnation=self.place.incarnation, step=step, rank=self.place.rank, reason=reason
         ))  # fmt: skip
-        handle = SaveHandle(step, durable=durable, explain=self.explain)
+        handle = self._handle(step, durable)
         handle.fail(SnapshotSkipped(reason), captured=False)
         return handle
 
     def make_durable(self, step: int) -> SaveHandle:
         """The last save, asked for again with durable=True."""
-        handle = SaveHandle(step, durable=True, explain=self.explain)
+        handle = self._handle(step, True)
         self._promises.join(step, handle)
         try:
             self._wait_previous()

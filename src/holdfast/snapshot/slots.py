@@ -5,7 +5,8 @@ Two rules hold in every state (invariants 2 and 3):
 * A slot has at most one writer, and one whose writer may still live is *quarantined*: it is
   given to nobody until the writer says that it stopped, or is dead.
 * A slot is given away only if it holds neither the newest generation captured on all ranks
-  nor the one a restore reads from, and is not being captured or persisted.
+  nor the one a restore reads from, nor one that parity is of, and is not being captured or
+  persisted.
 
 A slot lies on one host, which its number tells: ranks are given slots of their own host, and all
 ranks are given one or none is.
@@ -23,6 +24,8 @@ from holdfast.snapshot.attempts import Attempt, Attempts
 from holdfast.snapshot.rings import LEAST_RING_BYTES, RingNeed
 
 SLOTS_PER_IMAGE = 3
+#: The newest, the one that parity is made of, the one that is protected, and the next.
+SLOTS_WITH_PARITY = 4
 #: Slack in a slot, so that plain values may grow without a new slot.
 SLACK_BYTES = 1 << 20
 BEING_MADE = "the memory for it is still being made: its slots were waited for in vain before"
@@ -117,6 +120,11 @@ class Slots(dict[int, Slot]):
         self._hosts: dict[int, HostMemory] = {}
         self._host_by_rank: dict[int, int] = {}
 
+    @property
+    def per_image(self) -> int:
+        """How many there are for each rank's image."""
+        return SLOTS_WITH_PARITY if self.attempts.protects else SLOTS_PER_IMAGE
+
     def on(self, host: int) -> HostMemory:
         """What is known of this host's memory."""
         return self._hosts.setdefault(host, HostMemory())
@@ -204,7 +212,7 @@ class Slots(dict[int, Slot]):
             return BEING_MADE  # waiting again would hold every step until it is made
         if count <= len(free):
             return ""
-        if self._kept_generations(host) >= SLOTS_PER_IMAGE:
+        if self._kept_generations(host) >= self.per_image:
             return NO_SLOT
         return NO_ROOM if memory.no_room and now_s < memory.look_again_s else ""
 
@@ -222,7 +230,7 @@ class Slots(dict[int, Slot]):
             slot, allocate = self._make(host, leave)
             actions.append(allocate)
             free.append(slot)
-        surplus = max(0, usable - SLOTS_PER_IMAGE * count)
+        surplus = max(0, usable - self.per_image * count)
         for slot in free[max(count, len(free) - surplus) :]:
             if slot.state != "allocating":  # left over from a run on more ranks
                 actions.append(self._remove(slot))
@@ -279,7 +287,7 @@ class Slots(dict[int, Slot]):
         for host, count in ranks.items():
             if self.on(host).capacity_bytes:
                 usable = sum(host_of(s.id) == host and self._fits(s) for s in self.values())
-                missing = SLOTS_PER_IMAGE * count - usable
+                missing = self.per_image * count - usable
                 actions += [self._make(host)[1] for _ in range(missing)]
         return actions
 

@@ -1,0 +1,269 @@
+"""This host's part in protecting a generation: it makes its rows, keeps and offers them.
+
+The exchange runs on threads of its own, one generation at a time. Whoever coordinates says which,
+into which half of the memory, and hears whether all rows of this host are sealed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+
+from holdfast.errors import ArenaError, HoldfastError, NotProtected
+from holdfast.events import Warned, emit
+from holdfast.format.image import header_size
+from holdfast.format.manifest import Generation
+from holdfast.keeper import control
+from holdfast.keeper.background import Background
+from holdfast.keeper.memory import Memory
+from holdfast.keeper.network import Network
+from holdfast.keeper.rows import KeptRow, RowMemory
+from holdfast.peers.calling import Peer
+from holdfast.peers.client import Puller
+from holdfast.peers.offering import Offering as ThreadOffering
+from holdfast.peers.server import PeerServer
+from holdfast.redundancy.capacity import staging_bytes
+from holdfast.redundancy.exchange import Exchange, Room
+from holdfast.redundancy.paths import generation_name, parity_path, record_path
+from holdfast.redundancy.records import ImageFact, MemberFact, Terms
+from holdfast.redundancy.stripes import stored_by
+from holdfast.redundancy.waiting import Budget
+from holdfast.snapshot import messages as m
+from holdfast.snapshot.arena import IMAGE_START
+
+Told = Callable[[control.Fact], None]
+
+
+class Parity:
+    """On the keeper's loop, but for the thread that makes parity.
+
+    ``changed`` is called when other rows are kept than before.
+    """
+
+    def __init__(self, memory: Memory, background: Background, changed: Callable[[], None]) -> None:
+        self._memory, self._background, self._changed = memory, background, changed
+        self._loop = asyncio.get_running_loop()
+        self._files = RowMemory(memory)
+        self._kept = self._files.scan()
+        self._server: PeerServer | None = None
+        self._puller: Puller | None = None
+        self._own = ""
+        self._staging = memoryview(b"")
+        self._budget = Budget()
+        self._run: _Run | None = None
+        self._next: _Run | None = None
+
+    def serve(self, network: Network | None, incarnation: int) -> None:
+        """Offer what is kept through this one from now on, or nothing more (None)."""
+        self.give_up("another start of the run has begun")
+        if self._puller is not None:
+            self._puller.close()
+        self._server, self._puller = None, None
+        if network is not None:
+            self._server, self._own = network.peers, network.name
+            self._puller = Puller(network.secret, incarnation=incarnation)
+            kept, self._kept = self._kept, []
+            for row in kept:
+                self._offer(row)
+                self._kept.append(row)
+
+    def rows(self) -> Sequence[KeptRow]:
+        """All rows that are kept, each whole."""
+        return self._kept
+
+    # ── what is asked of this host ───────────────────────────────────────────────────────
+
+    def member(self, attempt: str) -> MemberFact:
+        """The images of an attempt that are here. ArenaError or FormatError."""
+        slots, attempts = self._memory.found()
+        by_id = {slot.id: slot for slot in slots}
+        ranks = {rank: s for one in attempts if one.id == attempt for rank, s in one.slots.items()}
+        images = []
+        for rank, number in sorted(ranks.items()):
+            slot, image = by_id[number], self._memory.files[number].image
+            start = header_size(bytes(image[:8]), f"rank {rank}", slot.image_bytes)
+            images.append(ImageFact(
+                rank, slot.image_bytes, start, slot.header_xxh3, slot.table_xxh3,
+                bytes(image[:start]),
+            ))  # fmt: skip
+        return MemberFact(self._own, tuple(images))
+
+    def make(self, order: control.MakeParity, hosts: Sequence[m.HostPlace], tell: Told) -> None:
+        """Make the rows of this host, whatever it was making before."""
+        self.give_up("a newer turn has begun")
+        self._next = _Run(order, {h.id: Peer(h.id, h.address, h.port) for h in hosts}, tell)
+        if self._run is None:
+            self._begin()
+
+    def give_up(self, why: str) -> None:
+        """Make nothing any more; what is kept stays."""
+        self._next = None
+        if self._run is not None:
+            self._run.cancel(why)
+
+    # ── one turn ─────────────────────────────────────────────────────────────────────────
+
+    def _begin(self) -> None:
+        self._run, self._next = self._next, None
+        run = self._run
+        if run is None:
+            return
+        self._forget(run.order.half)
+        thread = threading.Thread(
+            target=self._work, args=(run,), name="holdfast-parity", daemon=True
+        )
+        thread.start()
+
+    def _work(self, run: _Run) -> None:
+        failure = ""
+        rows: list[KeptRow] = []
+        try:
+            rows = self._exchange(run)
+        except (HoldfastError, OSError) as error:
+            failure = str(error)
+        except Exception as error:  # whatever it is, the others wait for this host
+            failure = f"{type(error).__name__}: {error}"
+        self._background.from_thread(lambda: self._ended(run, rows, failure))
+
+    def _exchange(self, run: _Run) -> list[KeptRow]:
+        """On the thread: all rows, with their records beside them."""
+        order, server, puller = run.order, self._server, self._puller
+        if server is None or puller is None:
+            raise NotProtected("this keeper serves no peers")
+        terms = Terms(
+            self._memory.run_id, Generation(order.incarnation, order.step), order.attempt,
+            order.world, order.layout, order.parity, order.members, order.turn,
+        )  # fmt: skip
+        self._files.make(terms, self._own, order.half)
+        kept = stored_by(terms.placement, terms.number_of(self._own))
+        places = self._files.place(order.half, kept)
+        exchange = Exchange(
+            terms, self._own, peers={k: p for k, p in run.peers.items() if k != self._own},
+            room=self._room(terms, {(k.stripe, k.row): m for k, (_, m) in places.items()}),
+            offers=ThreadOffering(server, self._loop), puller=puller, budget=self._budget,
+        )  # fmt: skip
+        run.begin(exchange)
+        sealed = exchange.run()
+        return self._files.keep(order.half, ((places[s.kept][0], s.record) for s in sealed))
+
+    def _room(self, terms: Terms, rows: dict[tuple[int, int], memoryview]) -> Room:
+        needed = staging_bytes(terms.placement.columns)
+        if len(self._staging) < needed:
+            self._staging = memoryview(bytearray(needed))
+        passing = self._files.passing()
+        if passing is None:
+            return Room(rows, self._staging)
+        path, memory = passing
+        return Room(rows, self._staging, memory, path, IMAGE_START)
+
+    def _ended(self, run: _Run, rows: list[KeptRow], failure: str) -> None:
+        """On the loop again."""
+        self._run = None
+        for row in rows:
+            self._offer(row)
+        self._kept += rows
+        if rows:
+            self._changed()
+        turn = run.order.turn
+        if run.why:
+            failure = run.why
+        if failure:
+            run.tell(control.ParityNotMade(turn=turn, reason=failure))
+        else:
+            run.tell(control.ParityMade(turn=turn))
+        self._begin()
+
+    # ── offers ───────────────────────────────────────────────────────────────────────────
+
+    def _offer(self, row: KeptRow) -> None:
+        """Unless another row has its name, of the same images in another division of the hosts.
+
+        That one stays until its half is written.
+        """
+        if self._server is None or any(_name(row) == _name(one) for one in self._kept):
+            return
+        record, generation = row.record, generation_name(row.record.generation)
+        at = record.attempt, record.stripe, record.row
+        try:
+            if record.size_bytes:
+                self._server.offer_file(
+                    parity_path(*at), self._files.path(str(row.half)),
+                    offset_bytes=IMAGE_START + row.offset_bytes, length_bytes=record.size_bytes,
+                    generation=generation,
+                )  # fmt: skip
+            self._server.offer_document(record_path(*at), row.data, generation=generation)
+        except ArenaError as error:  # the arena was removed, say
+            emit(Warned(message=f"parity is not offered to peers: {error}"))
+
+    def _forget(self, half: int) -> None:
+        """Withdraw all that is in this half, before it is written."""
+        gone = [row for row in self._kept if row.half == half]
+        left = [row for row in self._kept if row.half != half]
+        if self._server is not None:
+            for row in gone:
+                self._server.withdraw(parity_path(*_name(row)))
+                self._server.withdraw(record_path(*_name(row)))
+        self._kept = []
+        for row in left:
+            if _name(row) in map(_name, gone):
+                self._offer(row)
+        self._kept = left
+        self._files.forget(half)
+        if gone:
+            self._changed()
+
+
+def protect(
+    parity: Parity, fact: control.Fact, hosts: Sequence[m.HostPlace],
+    tell: Callable[[control.Fact], None],
+) -> None:  # fmt: skip
+    """Have this host's parity do what the coordinator says; ``tell`` hears what comes of it."""
+    match fact:
+        case control.TellHeads(turn=turn, attempt=attempt):
+            try:
+                said = control.Heads(turn=turn, member=parity.member(attempt))
+            except (HoldfastError, KeyError) as error:
+                said = control.Heads(turn=turn, member=None, reason=str(error))
+            tell(said)
+        case control.MakeParity():
+            parity.make(fact, hosts, tell)
+        case control.GiveUpParity(reason=reason):
+            parity.give_up(reason)
+
+
+def rows_of(parity: Parity) -> tuple[control.HeldRows, ...]:
+    """What parity is kept here, as a coordinator is told."""
+    return tuple(
+        control.HeldRows(half=row.half, attempt=row.record.attempt, members=row.members)
+        for row in parity.rows()
+    )
+
+
+def _name(row: KeptRow) -> tuple[str, int, int]:
+    return row.record.attempt, row.record.stripe, row.record.row
+
+
+class _Run:
+    """One turn on this host, from when it is ordered."""
+
+    def __init__(self, order: control.MakeParity, peers: dict[str, Peer], tell: Told) -> None:
+        self.order, self.peers, self.tell = order, peers, tell
+        self.why = ""
+        """Why it is given up; "" while it is not."""
+        self._exchange: Exchange | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, exchange: Exchange) -> None:
+        """It can be cancelled from now on. NotProtected when it was given up before."""
+        with self._lock:
+            self._exchange = exchange
+            if self.why:
+                raise NotProtected(self.why)
+
+    def cancel(self, why: str) -> None:
+        """From any thread."""
+        with self._lock:
+            self.why = self.why or why
+            if self._exchange is not None:
+                self._exchange.cancel(why)

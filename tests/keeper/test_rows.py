@@ -1,0 +1,88 @@
+"""Memory for parity: made once, found again by the next keeper, and never more than fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from exchanging import Group
+from holdfast.errors import ArenaError
+from holdfast.keeper.memory import Memory
+from holdfast.keeper.rows import RowMemory, division_of
+from holdfast.redundancy.capacity import capacity
+from holdfast.redundancy.stripes import stored_by
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Path:
+    directory = tmp_path / "arena"
+    directory.mkdir(mode=0o700)
+    return directory
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Group]:
+    with Group(tmp_path / "group", [[3 * MIB], [2 * MIB], [5 * MIB], [MIB]], 2) as made:
+        yield made
+
+
+def test_rows_are_found_again_with_their_records_and_none_whose_half_was_begun_anew(
+    arena: Path, group: Group
+) -> None:
+    memory = RowMemory(Memory(arena, "run"))
+    terms, own = group.terms, "host-1"
+    memory.make(terms, own, 0)
+    kept = stored_by(terms.placement, terms.number_of(own))
+    sealed = group.run().check_all().sealed[own]
+    places = memory.place(0, kept)
+    for one in sealed:
+        places[one.kept][1][:] = group.hosts[1].rows[one.kept.stripe, one.kept.row]
+    memory.keep(0, [(places[one.kept][0], one.record) for one in sealed])
+    found = RowMemory(Memory(arena, "run"))
+    assert [(r.half, r.record.row) for r in found.scan()] == [(0, 0), (0, 1)]
+    assert {r.offset_bytes for r in found.scan()} == {places[one.kept][0] for one in sealed}
+    for one in sealed:
+        offset = places[one.kept][0]
+        again = found.place(0, kept)[one.kept]
+        assert again[0] == offset and again[1] == places[one.kept][1]
+    assert not RowMemory(Memory(arena, "other")).scan()  # and they are gone with that
+    memory.keep(0, [(places[one.kept][0], one.record) for one in sealed])
+    found.forget(1)
+    assert len(found.scan()) == 2
+    found.forget(0)
+    assert not found.scan()
+
+
+def test_a_record_that_is_cut_short_or_reaches_beyond_its_half_is_no_row(
+    arena: Path, group: Group
+) -> None:
+    memory = RowMemory(Memory(arena, "run"))
+    memory.make(group.terms, "host-0", 0)
+    sealed = group.run().sealed["host-0"]
+    (kept,) = memory.keep(0, [(0, sealed[0].record)])
+    memory.keep(1, [(1 << 40, sealed[0].record)])
+    (memory.directory / "0-0.record").write_bytes(kept.data[:-1])
+    (memory.directory / "x-y.record").write_bytes(b"")
+    assert not memory.scan() and not list(memory.directory.glob("*.record"))
+
+
+def test_what_parity_takes_counts_against_the_room_and_too_little_is_said_with_numbers(
+    arena: Path, group: Group
+) -> None:
+    needed = capacity(division_of(group.terms))
+    short = Memory(arena, "run", needed.shared - 1)
+    with pytest.raises(ArenaError, match=r"parity=2 in groups of 4 takes \d+ MiB") as raised:
+        RowMemory(short).make(group.terms, "host-0", 0)
+    assert raised.value.fields["needed_bytes"] == needed.shared
+    assert not list((arena / "parity").glob("*.rows"))
+    memory = Memory(arena, "run", needed.shared + (1 << 20))
+    RowMemory(memory).make(group.terms, "host-0", 1)
+    assert needed.shared <= memory.parity_bytes <= needed.shared + 3 * 8192
+    assert memory.room_bytes() == (1 << 20) - (memory.parity_bytes - needed.shared)
+    there = {p.name: p.stat().st_ino for p in (arena / "parity").glob("*.rows")}
+    RowMemory(memory).make(group.terms, "host-0", 0)  # once for all
+    assert there == {p.name: p.stat().st_ino for p in (arena / "parity").glob("*.rows")}
