@@ -277,3 +277,25 @@ def test_progress_never_goes_beyond_its_end(run: Path) -> None:
     read_report(run, progress=lambda done, total: calls.append((done, total)))
     assert calls
     assert all(0 < done <= total for done, total in calls)
+
+
+def test_what_is_protected_and_what_losses_that_survives_is_said(tmp_path: Path) -> None:
+    told = "on b: no network"
+    write(
+        tmp_path, "keeper-a.jsonl",
+        events.ProtectionPlanned(incarnation=1, parity=1, hosts=4, survives="any 1 of 4 hosts"),
+        events.SnapshotCaptured(incarnation=1, step=0, elapsed_s=0.5, world=4),
+        events.SnapshotProtected(incarnation=1, step=0, survives="any 1 of 4 hosts", elapsed_s=1),
+        events.SnapshotCaptured(incarnation=1, step=1, elapsed_s=0.5, world=4),
+        events.SnapshotNotProtected(incarnation=1, step=1, reason=told),
+    )  # fmt: skip
+    write(
+        tmp_path, "rank-0.jsonl",
+        events.SnapshotNotProtected(incarnation=1, step=1, rank=0, reason=told),
+    )  # fmt: skip
+    report = read_report(tmp_path)
+    assert [save.state for save in report.saves] == ["protected", "captured"]
+    assert report.unprotected == (f"1-1: {told}",)
+    shown = rendered(report)
+    assert "protected snapshots of the last start survive any 1 of 4 hosts" in shown
+    assert f"not protected 1-1: {told}" in shown
