@@ -88,6 +88,24 @@ def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
 
 
+def test_all_ranks_leave_in_order_however_long_the_coordinator_takes_to_free_its_memory(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    run.capture(1)
+    (arena,) = arena_dir.glob("*/*@a")
+    many = arena / "many"
+    many.mkdir()
+    for n in range(20_000):  # some tenths of a second, and so several looks around
+        (many / str(n)).touch()
+    run.ranks[0].line.send(m.Goodbye(), 1 << 40)
+    run.ranks[1].line.request(m.Goodbye(), m.Done, timeout_s=30)
+    for rank in run.ranks:
+        rank.line.close()
+    wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
+
+
 def _is_of(pid: int, host: str) -> bool:
     return f"@{host}\0" in Path(f"/proc/{pid}/cmdline").read_text()
 

@@ -97,7 +97,7 @@ class Keeper:
         """What was on its way to storage when the keeper was told to stop."""
         self._inode = os.stat(arena).st_ino
         self._last_trace = ""
-        self._is_over = False
+        self._is_over = self._has_let_go = False
         self._ticks = 0
 
     async def run(self) -> None:
@@ -163,7 +163,7 @@ class Keeper:
             is_sealed = self.memory.is_sealed(slot.id, slot.attempt)
             if is_sealed or (slot.writer and not is_running(*slot.writer)):
                 self.executor.carry_out(self.coordinator.writer_gone(slot.id))
-        if self._stop_by_s is None and self._is_homeless():
+        if not self._is_over and self._stop_by_s is None and self._is_homeless():
             self._stop_reason = f"its arena {self.arena} was removed"
             self._begin_to_stop()
         if self.part.hand is not None:
@@ -218,17 +218,18 @@ class Keeper:
 
     async def _told_to_end(self, keep_arena: bool) -> None:
         """The coordinator says that the run is over; its last words for our ranks come next."""
+        self._is_over = True  # from now on the arena is missed by nobody
         self._server.close()
         await self.background.in_thread(self._let_go, keep_arena)
         emit(KeeperStopped(reason="the run ended"))
-        self._is_over = True
+        self._has_let_go = True
 
     async def _end_if_left_alone(self) -> None:
         """End after the run has, or when nobody came for a long time; what is only here stays."""
         hand = self.part.hand
         is_attached = hand is not None and hand.is_attached
         if self._is_over:
-            if not is_attached:  # all that was to be handed on is
+            if self._has_let_go and not is_attached:  # all that was to be handed on is
                 for connection in list(self.conversations.open):
                     await connection.drain()
                 self._ended.set()
