@@ -158,6 +158,30 @@ def test_another_coordinator_has_the_root_and_the_older_one_decides_nothing_any_
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
 
 
+def test_the_next_start_may_be_on_one_host_which_was_not_the_coordinators(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    old = Run(tmp_path, "a", "b")
+    old.begin()
+    old.capture(1)
+    new = Rank(tmp_path, "b", 0, 1)
+    begin = m.Begin(nonce=NONCE[::-1], world=1)
+    begun = new.line.request(begin, m.Begun, timeout_s=30)
+    assert begun.incarnation == old.n + 1
+    for rank in old.ranks:
+        assert hear(rank.heard, m.FencedOff).incarnation == begun.incarnation
+        rank.line.close()
+    new.join(begun.incarnation, nonce=begin.nonce)
+    new.line.request(m.Adopt(parent=None), m.Done, timeout_s=30)
+    new.ask(2)
+    new.seal()
+    hear(new.heard, m.Complete)
+    new.line.request(m.Goodbye(), m.Done, timeout_s=30)
+    new.line.close()
+    (mind,) = keeper_pids(arena_dir)  # what it has of step 1 is not its own to throw away
+    os.kill(mind, signal.SIGTERM)
+
+
 def test_a_keeper_nobody_comes_back_to_ends_and_leaves_what_only_it_has(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,12 +155,17 @@ class Conversations:
     async def _begin(self, _: Connection, message: m.Begin, __: int) -> m.Message:
         async with self._beginning:
             n = max(await self.incarnations.next_number(), message.after + 1)
-            if not message.hosts:  # else one of theirs may have it, until all know of this start
+            # One of the hosts may have it, until all know of this start; or the coordinator whose
+            # hand this keeper still is, until it is told.
+            is_elsewhere = bool(message.hosts) or self.part.hand is not None
+            if not is_elsewhere:
                 await self.root.open()
             self.incarnations.begin(n)
             self.ranks.fence_off(n)
             self.answer_goodbyes(m.Done())
             await self.part.lead(n, message.hosts)
+            if is_elsewhere and not message.hosts:
+                await self.root.open()
             begun = self.coordinator.begin(n, message.nonce, message.world, message.hosts)
             self.executor.carry_out(begun)
             self.executor.maker.drop_spares()
