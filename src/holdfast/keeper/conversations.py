@@ -156,8 +156,8 @@ class Conversations:
         async with self._beginning:
             n = max(await self.incarnations.next_number(), message.after + 1)
             # One of the hosts may have it, until all know of this start; or the coordinator whose
-            # hand this keeper still is, until it is told.
-            is_elsewhere = bool(message.hosts) or self.part.hand is not None
+            # hand this keeper is, until it is told.
+            is_elsewhere = bool(message.hosts) or not self.root.may_open
             if not is_elsewhere:
                 await self.root.open()
             self.incarnations.begin(n)
@@ -216,6 +216,7 @@ class Conversations:
         mine = await self.incarnations.resumable(message)
         if mine is None:
             return False
+        self.root.may_open = True
         await self.root.open()
         self.incarnations.current = mine
         actions = self.coordinator.resume(
