@@ -155,6 +155,10 @@ class Superseded(Fact, frozen=True, kw_only=True):
     incarnation: int
 
 
+class Stopping(Fact, frozen=True, kw_only=True):
+    """The hand was told to stop: it awaits ``MayStop``, and the newest snapshot is to be saved."""
+
+
 # ── coordinator to hand ──────────────────────────────────────────────────────────────────
 
 
@@ -260,6 +264,10 @@ class Watch(Fact, frozen=True, kw_only=True):
     start: int
 
 
+class MayStop(Fact, frozen=True, kw_only=True):
+    """What was to be saved before a hand stops is, or cannot be."""
+
+
 class End(Fact, frozen=True, kw_only=True):
     """The run has ended. ``keep_arena``: something in memory could not be made durable."""
 
@@ -268,11 +276,11 @@ class End(Fact, frozen=True, kw_only=True):
 
 ToCoordinator = (
     Holds | Came | Said | Left | Made | NotMade | RingsMade | RingsNotMade | WriterGone
-    | LayoutNotKept | Written | WritingEnded | RingFreed | Superseded
+    | LayoutNotKept | Written | WritingEnded | RingFreed | Superseded | Stopping
 )  # fmt: skip
 ToHand = (
     Attached | Tell | HangUp | Make | MakeRings | Remove | Stamp | KeepLayout | KeepIncarnation
-    | Sealed | Write | StopWriting | Watch | End
+    | Sealed | Write | StopWriting | Watch | MayStop | End
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

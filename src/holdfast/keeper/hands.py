@@ -65,6 +65,7 @@ class FarHand:
         self.trainers: dict[int, _Trainer] = {}
         self.shares: dict[str, FarShare] = {}
         self.watched: set[tuple[int, str]] = set()
+        self.is_stopping = False
 
     def say(self, fact: control.Fact) -> None:
         """Queue it; a line that broke is noticed by who listens to it."""
@@ -140,6 +141,18 @@ class Hands:
             hand.say(control.Watch(
                 slot=number_of(slot.id), attempt=slot.attempt, pid=writer.pid, start=writer.start
             ))  # fmt: skip
+
+    @property
+    def are_stopping(self) -> bool:
+        """Whether one of them was told to stop, and awaits what is still to be saved."""
+        return any(hand.is_stopping for hand in self._by_host.values())
+
+    def let_stop(self) -> None:
+        """Nothing is to be saved any more before they stop."""
+        for hand in self._by_host.values():
+            if hand.is_stopping:
+                hand.is_stopping = False
+                hand.say(control.MayStop())
 
     async def finish(self) -> None:
         """End all lines, when what was said has arrived."""
@@ -258,6 +271,8 @@ class Hands:
                 self._hear_writing(hand, fact)
             case control.Superseded(incarnation=n):
                 self._superseded(n)
+            case control.Stopping():
+                hand.is_stopping = True
             case control.Holds():
                 raise FormatError("a hand tells once what it holds")
             case _:

@@ -90,6 +90,7 @@ class Keeper:
         self._ended = asyncio.Event()
         self._alone_since = time.monotonic()
         self._tried_at_end: set[str] = set()
+        self._saved_for_hands = False
         self._stop_by_s: float | None = None
         self._is_opening_root = False
         self._stop_reason = "it was told to stop"
@@ -176,7 +177,22 @@ class Keeper:
         elif self.part.hand is not None or self.part.is_bystander:
             await self._end_if_left_alone()
         else:
+            self._save_for_those_that_stop()
             await self._end_if_done()
+
+    def _save_for_those_that_stop(self) -> None:
+        """A hand that was told to stop goes when what is newest in memory is durable, once."""
+        hands, attempts = self.executor.hands, self.coordinator.attempts.values()
+        is_busy = self._is_opening_root or any(attempt.persisting for attempt in attempts)
+        if not hands.are_stopping or is_busy:
+            return
+        unsaved = self.coordinator.debts.unpaid()
+        if unsaved and self.conversations.persist_at_end and not self._saved_for_hands:
+            self._saved_for_hands = self._is_opening_root = True
+            self.background.spawn(self._open_and_persist(unsaved))
+            return
+        self._saved_for_hands = False
+        hands.let_stop()
 
     def _is_homeless(self) -> bool:
         """Whether the arena was removed: no trainer finds its slots, nor would a later keeper."""
@@ -316,7 +332,9 @@ class Keeper:
         is_late = time.monotonic() > stop_by_s
         persisting = {a.id for a in self.coordinator.attempts.values() if a.persisting}
         is_writing = persisting & self._awaited or self.part.writings.is_busy
-        if (self._is_opening_root or is_writing) and not is_late:
+        hand = self.part.hand
+        is_needed = hand is not None and hand.is_needed()
+        if (self._is_opening_root or is_writing or is_needed) and not is_late:
             return
         unsaved = self.coordinator.debts.unpaid()
         may_persist = self.conversations.persist_at_end and not is_late
@@ -325,6 +343,9 @@ class Keeper:
             self._awaited.add(unsaved)
             return
         needed = unsaved or persisting or self.conversations.open or self._holds_a_part()
+        if not needed:
+            self.executor.hands.say_all(control.End(keep_arena=False))
+        await self.executor.hands.finish()
         if not (needed or self._is_homeless()):
             await self.background.in_thread(remove_arena, self.arena)
         emit(KeeperStopped(reason=self._stop_reason + " and ran out of time" * is_late))
