@@ -179,7 +179,9 @@ class Hands:
     def _order(self, job: Job, host: int, share: FarShare) -> None:
         hand, attempt = self._by_host.get(host), self._coordinator.attempts.get(job.attempt)
         slots = self._coordinator.slots
-        if hand is None or attempt is None or not share.ranks <= attempt.slots.keys():
+        where = attempt.slots.items() if attempt is not None else ()
+        there = {rank for rank, slot in where if host_of(slot) == host}
+        if job.aborted or hand is None or attempt is None or not share.ranks <= there:
             share.end(job.aborted or "its keeper is out of reach")
             return
         hand.shares[job.directory] = share

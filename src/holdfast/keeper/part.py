@@ -88,6 +88,9 @@ class Part:
                 )
             if prepared is not None and not hosts:  # for a start that came to nothing
                 await prepared.close()
+            self._executor.jobs.abort_shared(
+                f"incarnation {incarnation} began before the keepers of all hosts had written it"
+            )
             self._executor.hands.begin(incarnation, hosts)
             await self._use(prepared if hosts else None, incarnation)
             self._root.may_open = True
