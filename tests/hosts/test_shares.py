@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,6 +17,7 @@ from holdfast.keeper.hands import Hands
 from holdfast.keeper.images import Job
 from holdfast.keeper.jobs import Jobs
 from holdfast.keeper.memory import Memory
+from holdfast.keeper.shares import FarShare
 from holdfast.keeper.writing import Writings
 from holdfast.snapshot.arena import SlotFile, SlotRecord
 from holdfast.snapshot.attempts import Attempt
@@ -94,3 +96,23 @@ def test_a_slot_that_holds_another_image_is_not_written(tmp_path: Path) -> None:
         assert isinstance(told, control.WritingEnded)
         assert told.reason == f"slot 0 holds no image of rank {rank} in attempt {attempt}"
     memory.files[0].close()
+
+
+def share(**limits: float) -> tuple[FarShare, list[str]]:
+    stopped: list[str] = []
+    return FarShare("b", frozenset({0}), lambda: None, stopped.append, **limits), stopped
+
+
+def test_a_host_that_writes_nothing_for_long_is_named() -> None:
+    one, stopped = share(stall_s=0.2)
+    with pytest.raises(PersistFailed, match="host b has written nothing"):
+        one.write()
+    assert stopped
+
+
+def test_a_host_that_does_not_stop_is_not_waited_for() -> None:
+    one, stopped = share(end_s=0.2)
+    threading.Timer(0.1, one.abort, ["not wanted"]).start()
+    with pytest.raises(PersistFailed, match="host b has written nothing"):
+        one.write()
+    assert stopped[0] == "not wanted"

@@ -322,6 +322,8 @@ class Hands:
                 if share is not None:
                     share.end(reason)
             case control.RingFreed():
+                for share in hand.shares.values():
+                    share.moved()
                 self._ring_freed(fact.attempt, fact.rank, fact.size_bytes)
 
     def _memory_changed(
