@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from holdfast.errors import Fenced, KeeperError, PeerError, UsageError
+from holdfast.keeper.network import Network
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller, Wanted
+from holdfast.peers.control import ControlLine
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import SlotFile, arena_dir
 from holdfast.snapshot.offered import INVENTORY, generation_name, image_path
@@ -73,6 +77,7 @@ def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     (hand,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "b")]
     os.kill(hand, signal.SIGTERM)
     wait_for(lambda: hand not in keeper_pids(arena_dir), "the end of the hand", 20)
+    taken = socket.create_server(("127.0.0.1", run.table[1].port))  # the next one has another
     run.ranks[0].ask(3)
     skip = hear(run.ranks[0].heard, m.Skip)
     assert skip.step == 3 and skip.is_passing and "the keeper of b" in skip.reason
@@ -82,7 +87,12 @@ def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     run.ranks[1].take_part(run.n, run.table)
     run.ranks[1].join(run.n)
     inventory = run.ranks[0].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
-    assert attempt in [held.attempt for held in inventory.generations]
+    (slot,) = (h.slots[1] for h in inventory.generations if h.attempt == attempt)
+    assert slot.port not in (0, run.table[1].port)
+    assert attempt in attempts_of(
+        Puller(SECRET, incarnation=run.n), Peer("b", "127.0.0.1", slot.port)
+    )
+    taken.close()
     run.capture(4)
     run.end()
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
@@ -195,6 +205,16 @@ def test_a_keeper_nobody_comes_back_to_ends_and_leaves_what_only_it_has(
         rank.line.close()
     wait_for(lambda: not keeper_pids(arena_dir), "the end of the hand", 30)
     assert list(arena_dir.glob("*/*@b/*.slot"))
+
+
+def test_a_coordinator_whose_port_is_taken_says_so() -> None:
+    async def welcome(_: ControlLine) -> None: ...
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        network = Network(SECRET, "a", "127.0.0.1")
+        with pytest.raises(KeeperError, match=f"port {port}, where they look for it"):
+            asyncio.run(network.listen_for_hands(welcome, port))
 
 
 def test_who_calls_a_keeper_by_a_wrong_name_or_secret_has_no_part(

@@ -60,6 +60,8 @@ class Holds(Fact, frozen=True, kw_only=True):
     arena: str
     slots: tuple[FoundSlot, ...]
     next_number: int
+    port: int = 0
+    """Where it gives images to others: not where the start agreed on, if that was taken."""
 
 
 class Came(Fact, frozen=True, kw_only=True):

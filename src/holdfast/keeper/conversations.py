@@ -243,6 +243,7 @@ class Conversations:
                     rank=rank,
                     path=self.executor.path_of(slot.id),
                     host=self.executor.hands.name_of(host_of(slot.id)),
+                    port=self._port_of(host_of(slot.id)),
                     image_bytes=slot.image_bytes,
                     header_xxh3=slot.header_xxh3,
                     table_xxh3=slot.table_xxh3,
@@ -250,6 +251,9 @@ class Conversations:
                 for rank, slot in slots
             ),
         )
+
+    def _port_of(self, host: int) -> int:
+        return self.executor.hands.port_of(host) if host else self.executor.offering.port
 
     async def _pin(self, _: Connection, message: m.Pin, __: int) -> m.Message:
         if not self.coordinator.pin(message.attempt):

@@ -110,7 +110,7 @@ class Hand:
         slots, attempts = self._memory.found()
         line.send(control.pack(control.Holds(
             arena=str(self._memory.directory), slots=control.describe(slots, attempts),
-            next_number=self._memory.next_number,
+            next_number=self._memory.next_number, port=self._offering.port,
         )))  # fmt: skip
         try:
             while True:

@@ -66,6 +66,7 @@ class FarHand:
         self.shares: dict[str, FarShare] = {}
         self.watched: set[tuple[int, str]] = set()
         self.is_stopping = False
+        self.port = 0
 
     def say(self, fact: control.Fact) -> None:
         """Queue it; a line that broke is noticed by who listens to it."""
@@ -105,6 +106,11 @@ class Hands:
     def name_of(self, host: int) -> str:
         """What a host is called; "" in a run on one."""
         return self._hosts[host].id if host < len(self._hosts) else ""
+
+    def port_of(self, host: int) -> int:
+        """Where a host's keeper gives images to others now; 0 when that is not known."""
+        hand = self._by_host.get(host)
+        return hand.port if hand is not None else 0
 
     # ── saying ───────────────────────────────────────────────────────────────────────────
 
@@ -239,6 +245,7 @@ class Hands:
         if host in self._by_host:
             self._lose(self._by_host[host])  # its line broke unnoticed
         hand = self._by_host[host] = FarHand(host, line, holds.arena)
+        hand.port = holds.port
         slots, attempts = control.take(host, holds.slots)
         self._coordinator.attach(host, slots, attempts, holds.next_number)
         hand.say(control.Attached())

@@ -63,26 +63,28 @@ class Peers:
     def image(self, held: HeldGeneration, slot: SlotInfo) -> PeerImage:
         """See ``FarImages``."""
         return PeerImage(
-            self._puller, self._peer(slot.host), image_path(held.attempt, slot.rank),
+            self._puller, self._peer(slot.host, slot.port), image_path(held.attempt, slot.rank),
             generation_name(held.incarnation, held.step), slot,
         )  # fmt: skip
 
     def layout(self, held: HeldGeneration) -> bytes:
         """See ``FarImages``. PeerError when no host gives it."""
         failure: PeerError | None = None
-        for name in dict.fromkeys(slot.host for slot in held.slots if slot.host != self.own):
+        far = [(slot.host, slot.port) for slot in held.slots if slot.host != self.own]
+        for name, port in dict.fromkeys(far):
             try:
                 return self._puller.document(
-                    self._peer(name), layout_path(held.layout), most_bytes=MAX_BYTES
+                    self._peer(name, port), layout_path(held.layout), most_bytes=MAX_BYTES
                 )
             except PeerError as error:
                 failure = error
         raise failure or PeerError(f"no other host has the layout {held.layout}")
 
-    def _peer(self, name: str) -> Peer:
+    def _peer(self, name: str, port: int) -> Peer:
         if name not in self._peers:
             raise PeerError(f"host {name} is none of this start of the run", peer=name)
-        return self._peers[name]
+        agreed = self._peers[name]
+        return Peer(name, agreed.host, port) if port else agreed
 
     def close(self) -> None:
         """End the connections that are idle."""
