@@ -120,6 +120,27 @@ def test_training_goes_on_when_keepers_of_several_hosts_are_killed_and_their_slo
     assert not list(arena_dir.glob("*/*@*"))
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stopped", ["ab", "b"])
+def test_keepers_told_to_stop_make_the_newest_snapshot_durable_together(
+    tmp_path: Path, arena_dir: Path, ending_keepers: None, stopped: str
+) -> None:
+    root = tmp_path / "run"
+    with Lives(root, seed=23) as lives:
+        lives.start(2, 100_000, storage=1_000_000, hosts=("a", "b"))
+        lives.wait_restored(2)
+        lives.wait_progress(2, 25)
+        completed = lives.end(2)
+        told = [keeper_of(arena_dir, host) for host in stopped]
+        for pid in reversed(told):  # the hand first
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while set(told) & set(keeper_pids(arena_dir)):
+            assert time.monotonic() < deadline, "a keeper did not stop"
+            time.sleep(0.05)
+        assert newest_stored(root) in (completed, completed - 1)
+
+
 def wait_snapshot(lives: Lives, root: Path) -> None:
     """Wait until steps that are made now become durable: all keepers work together again."""
     reached, deadline = read_progress(lives.directory, 2), time.monotonic() + 60

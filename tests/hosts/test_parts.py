@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from holdfast.errors import Fenced, KeeperError, PeerError, UsageError
+from holdfast.keeper.network import Network
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller, Wanted
+from holdfast.peers.control import ControlLine
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import SlotFile, arena_dir
 from holdfast.snapshot.offered import INVENTORY, generation_name, image_path
@@ -73,6 +77,7 @@ def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     (hand,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "b")]
     os.kill(hand, signal.SIGTERM)
     wait_for(lambda: hand not in keeper_pids(arena_dir), "the end of the hand", 20)
+    taken = socket.create_server(("127.0.0.1", run.table[1].port))  # the next one has another
     run.ranks[0].ask(3)
     skip = hear(run.ranks[0].heard, m.Skip)
     assert skip.step == 3 and skip.is_passing and "the keeper of b" in skip.reason
@@ -82,9 +87,32 @@ def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     run.ranks[1].take_part(run.n, run.table)
     run.ranks[1].join(run.n)
     inventory = run.ranks[0].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
-    assert attempt in [held.attempt for held in inventory.generations]
+    (slot,) = (h.slots[1] for h in inventory.generations if h.attempt == attempt)
+    assert slot.port not in (0, run.table[1].port)
+    assert attempt in attempts_of(
+        Puller(SECRET, incarnation=run.n), Peer("b", "127.0.0.1", slot.port)
+    )
+    taken.close()
     run.capture(4)
     run.end()
+    wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
+
+
+def test_all_ranks_leave_in_order_however_long_the_coordinator_takes_to_free_its_memory(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    run.capture(1)
+    (arena,) = arena_dir.glob("*/*@a")
+    many = arena / "many"
+    many.mkdir()
+    for n in range(20_000):  # some tenths of a second, and so several looks around
+        (many / str(n)).touch()
+    run.ranks[0].line.send(m.Goodbye(), 1 << 40)
+    run.ranks[1].line.request(m.Goodbye(), m.Done, timeout_s=30)
+    for rank in run.ranks:
+        rank.line.close()
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
 
 
@@ -140,6 +168,30 @@ def test_another_coordinator_has_the_root_and_the_older_one_decides_nothing_any_
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
 
 
+def test_the_next_start_may_be_on_one_host_which_was_not_the_coordinators(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    old = Run(tmp_path, "a", "b")
+    old.begin()
+    old.capture(1)
+    new = Rank(tmp_path, "b", 0, 1)
+    begin = m.Begin(nonce=NONCE[::-1], world=1)
+    begun = new.line.request(begin, m.Begun, timeout_s=30)
+    assert begun.incarnation == old.n + 1
+    for rank in old.ranks:
+        assert hear(rank.heard, m.FencedOff).incarnation == begun.incarnation
+        rank.line.close()
+    new.join(begun.incarnation, nonce=begin.nonce)
+    new.line.request(m.Adopt(parent=None), m.Done, timeout_s=30)
+    new.ask(2)
+    new.seal()
+    hear(new.heard, m.Complete)
+    new.line.request(m.Goodbye(), m.Done, timeout_s=30)
+    new.line.close()
+    for keeper in keeper_pids(arena_dir):  # what they have of step 1 is not theirs to throw away
+        os.kill(keeper, signal.SIGTERM)
+
+
 def test_a_keeper_nobody_comes_back_to_ends_and_leaves_what_only_it_has(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +205,16 @@ def test_a_keeper_nobody_comes_back_to_ends_and_leaves_what_only_it_has(
         rank.line.close()
     wait_for(lambda: not keeper_pids(arena_dir), "the end of the hand", 30)
     assert list(arena_dir.glob("*/*@b/*.slot"))
+
+
+def test_a_coordinator_whose_port_is_taken_says_so() -> None:
+    async def welcome(_: ControlLine) -> None: ...
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        network = Network(SECRET, "a", "127.0.0.1")
+        with pytest.raises(KeeperError, match=f"port {port}, where they look for it"):
+            asyncio.run(network.listen_for_hands(welcome, port))
 
 
 def test_who_calls_a_keeper_by_a_wrong_name_or_secret_has_no_part(

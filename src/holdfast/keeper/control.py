@@ -71,6 +71,8 @@ class Holds(Fact, frozen=True, kw_only=True):
     slots: tuple[FoundSlot, ...]
     next_number: int
     rows: tuple[HeldRows, ...] = ()
+    port: int = 0
+    """Where it gives images to others: not where the start agreed on, if that was taken."""
 
 
 class Came(Fact, frozen=True, kw_only=True):
@@ -185,6 +187,10 @@ class Superseded(Fact, frozen=True, kw_only=True):
     """A newer incarnation has begun elsewhere: this coordinator's time is over."""
 
     incarnation: int
+
+
+class Stopping(Fact, frozen=True, kw_only=True):
+    """The hand was told to stop: it awaits ``MayStop``, and the newest snapshot is to be saved."""
 
 
 # ── coordinator to hand ──────────────────────────────────────────────────────────────────
@@ -320,6 +326,10 @@ class GiveUpParity(Fact, frozen=True, kw_only=True):
     reason: str
 
 
+class MayStop(Fact, frozen=True, kw_only=True):
+    """What was to be saved before a hand stops is, or cannot be."""
+
+
 class End(Fact, frozen=True, kw_only=True):
     """The run has ended. ``keep_arena``: something in memory could not be made durable."""
 
@@ -328,12 +338,12 @@ class End(Fact, frozen=True, kw_only=True):
 
 ToCoordinator = (
     Holds | Came | Said | Left | Made | NotMade | RingsMade | RingsNotMade | WriterGone
-    | LayoutNotKept | Written | WritingEnded | RingFreed | Superseded | Heads | ParityMade
-    | ParityNotMade
+    | LayoutNotKept | Written | WritingEnded | RingFreed | Superseded | Stopping | Heads
+    | ParityMade | ParityNotMade
 )  # fmt: skip
 ToHand = (
     Attached | Tell | HangUp | Make | MakeRings | Remove | Stamp | KeepLayout | KeepIncarnation
-    | Sealed | Write | StopWriting | Watch | TellHeads | MakeParity | GiveUpParity | End
+    | Sealed | Write | StopWriting | Watch | TellHeads | MakeParity | GiveUpParity | MayStop | End
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -155,12 +155,17 @@ class Conversations:
     async def _begin(self, _: Connection, message: m.Begin, __: int) -> m.Message:
         async with self._beginning:
             n = max(await self.incarnations.next_number(), message.after + 1)
-            if not message.hosts:  # else one of theirs may have it, until all know of this start
+            # One of the hosts may have it, until all know of this start; or the coordinator whose
+            # hand this keeper is, until it is told.
+            is_elsewhere = bool(message.hosts) or not self.root.may_open
+            if not is_elsewhere:
                 await self.root.open()
             self.incarnations.begin(n)
             self.ranks.fence_off(n)
             self.answer_goodbyes(m.Done())
             await self.part.lead(n, message.hosts)
+            if is_elsewhere and not message.hosts:
+                await self.root.open()
             begun = self.coordinator.begin(n, message.nonce, message.world, message.hosts)
             self.executor.carry_out(begun)
             self.executor.maker.drop_spares()
@@ -213,6 +218,7 @@ class Conversations:
         mine = await self.incarnations.resumable(message)
         if mine is None:
             return False
+        self.root.may_open = True
         await self.root.open()
         self.incarnations.current = mine
         actions = self.coordinator.resume(
@@ -239,6 +245,7 @@ class Conversations:
                     rank=rank,
                     path=self.executor.path_of(slot.id),
                     host=self.executor.hands.name_of(host_of(slot.id)),
+                    port=self._port_of(host_of(slot.id)),
                     image_bytes=slot.image_bytes,
                     header_xxh3=slot.header_xxh3,
                     table_xxh3=slot.table_xxh3,
@@ -246,6 +253,9 @@ class Conversations:
                 for rank, slot in slots
             ),
         )
+
+    def _port_of(self, host: int) -> int:
+        return self.executor.hands.port_of(host) if host else self.executor.offering.port
 
     async def _pin(self, _: Connection, message: m.Pin, __: int) -> m.Message:
         if not self.coordinator.pin(message.attempt):

@@ -53,6 +53,8 @@ class Hand:
         self._trainers: dict[int, NearConnection] = {}
         self._watched: dict[int, tuple[str, int, int]] = {}
         self._why = "it was not tried yet"
+        self.is_stopping = self.may_stop = False
+        """Whether this keeper was told to stop, and the coordinator has saved what it wants to."""
         self.fenced = ""
         """Why this incarnation is over; "" while it is not."""
         self._following = asyncio.create_task(self._follow())
@@ -110,7 +112,8 @@ class Hand:
         slots, attempts = self._memory.found()
         line.send(control.pack(control.Holds(
             arena=str(self._memory.directory), slots=control.describe(slots, attempts),
-            next_number=self._memory.next_number, rows=rows_of(self._parity),
+            next_number=self._memory.next_number, port=self._offering.port,
+            rows=rows_of(self._parity),
         )))  # fmt: skip
         try:
             while True:
@@ -145,6 +148,14 @@ class Hand:
             except TimeoutError:
                 line.close("it does not let go")
         await self.stop()
+
+    def is_needed(self) -> bool:
+        """Whether this keeper, told to stop, is to stay: the coordinator is told, and may save."""
+        if not self.is_stopping:
+            self.is_stopping = True
+            if self._line is not None and self.is_attached:
+                self._line.send(control.pack(control.Stopping()))
+        return self.is_attached and not self.may_stop
 
     async def stop(self) -> None:
         """Follow no longer."""
@@ -182,12 +193,16 @@ class Hand:
         match fact:
             case control.Attached():
                 self._is_attached.set()
+                if self.is_stopping:
+                    line.send(control.pack(control.Stopping()))
             case control.Tell(line=number, frame=frame):
                 if number in self._trainers:
                     self._trainers[number].send_frame(frame)
             case control.HangUp(line=number):
                 if number in self._trainers:
                     self._trainers[number].hang_up()
+            case control.MayStop():
+                self.may_stop = True
             case control.End(keep_arena=keep_arena):
                 await self._ended(keep_arena)
             case control.TellHeads() | control.MakeParity() | control.GiveUpParity():

@@ -66,6 +66,8 @@ class FarHand:
         self.trainers: dict[int, _Trainer] = {}
         self.shares: dict[str, FarShare] = {}
         self.watched: set[tuple[int, str]] = set()
+        self.is_stopping = False
+        self.port = 0
 
     def say(self, fact: control.Fact) -> None:
         """Queue it; a line that broke is noticed by who listens to it."""
@@ -110,6 +112,11 @@ class Hands:
         """What a host is called; "" in a run on one."""
         return self._hosts[host].id if host < len(self._hosts) else ""
 
+    def port_of(self, host: int) -> int:
+        """Where a host's keeper gives images to others now; 0 when that is not known."""
+        hand = self._by_host.get(host)
+        return hand.port if hand is not None else 0
+
     # ── saying ───────────────────────────────────────────────────────────────────────────
 
     def say(self, slot_id: int, fact: control.Fact) -> None:
@@ -150,6 +157,18 @@ class Hands:
                 slot=number_of(slot.id), attempt=slot.attempt, pid=writer.pid, start=writer.start
             ))  # fmt: skip
 
+    @property
+    def are_stopping(self) -> bool:
+        """Whether one of them was told to stop, and awaits what is still to be saved."""
+        return any(hand.is_stopping for hand in self._by_host.values())
+
+    def let_stop(self) -> None:
+        """Nothing is to be saved any more before they stop."""
+        for hand in self._by_host.values():
+            if hand.is_stopping:
+                hand.is_stopping = False
+                hand.say(control.MayStop())
+
     async def finish(self) -> None:
         """End all lines, when what was said has arrived."""
         hands = list(self._by_host.values())
@@ -175,7 +194,9 @@ class Hands:
     def _order(self, job: Job, host: int, share: FarShare) -> None:
         hand, attempt = self._by_host.get(host), self._coordinator.attempts.get(job.attempt)
         slots = self._coordinator.slots
-        if hand is None or attempt is None or not share.ranks <= attempt.slots.keys():
+        where = attempt.slots.items() if attempt is not None else ()
+        there = {rank for rank, slot in where if host_of(slot) == host}
+        if job.aborted or hand is None or attempt is None or not share.ranks <= there:
             share.end(job.aborted or "its keeper is out of reach")
             return
         hand.shares[job.directory] = share
@@ -233,6 +254,7 @@ class Hands:
         if host in self._by_host:
             self._lose(self._by_host[host])  # its line broke unnoticed
         hand = self._by_host[host] = FarHand(host, line, holds.arena)
+        hand.port = holds.port
         slots, attempts = control.take(host, holds.slots)
         self._coordinator.attach(host, slots, attempts, holds.next_number)
         hand.say(control.Attached())
@@ -274,6 +296,8 @@ class Hands:
                     self.protecting.hear(hand.name, fact)
             case control.Superseded(incarnation=n):
                 self._superseded(n)
+            case control.Stopping():
+                hand.is_stopping = True
             case control.Holds():
                 raise FormatError("a hand tells once what it holds")
             case _:
@@ -321,6 +345,8 @@ class Hands:
                 if share is not None:
                     share.end(reason)
             case control.RingFreed():
+                for share in hand.shares.values():
+                    share.moved()
                 self._ring_freed(fact.attempt, fact.rank, fact.size_bytes)
 
     def _memory_changed(

@@ -11,7 +11,7 @@ import contextlib
 import time
 
 from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
-from holdfast.errors import ArenaError, HoldfastError
+from holdfast.errors import ArenaError, Fenced, HoldfastError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation
 from holdfast.keeper.background import Background
@@ -39,19 +39,33 @@ class RootAccess:
         self._outcome = outcome
         self._lock: Lock | None = None
         self.persister: Persister | None = None
+        self.may_open = True
+        """Not while another keeper decides: it is to have the lock."""
         self._opening = asyncio.Lock()
 
     async def open(self) -> Persister:
         """The persister, with the root's lock.
 
-        RootBusy when another run has it, StorageError when the run's root is not there.
+        RootBusy when another run has it, StorageError when the run's root is not there, Fenced
+        while another keeper of the run decides.
         """
         async with self._opening:  # ranks that join at once must not each lock it
+            self._require_time_left()
             if self._lock is None:
-                self._lock = await self._background.in_thread(self._lock_root)
+                lock = await self._background.in_thread(self._lock_root)
+                try:
+                    self._require_time_left()
+                except Fenced:
+                    await self._background.in_thread(lock.release)
+                    raise
+                self._lock = lock
             if self.persister is None:
                 self.persister = Persister(self.store, Keep(), self._outcome)
             return self.persister
+
+    def _require_time_left(self) -> None:
+        if not self.may_open:
+            raise Fenced("a newer start of this run is served elsewhere: this one is over")
 
     def _lock_root(self) -> Lock:
         # First of all: a lock is a file, and would make a directory where a root has vanished.

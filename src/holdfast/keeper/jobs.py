@@ -95,6 +95,12 @@ class Jobs:
             if not job.is_publishing:
                 job.abort(reason)
 
+    def abort_shared(self, reason: str) -> None:
+        """Hosts are numbered anew: what others write is not theirs to be told of any more."""
+        for job in self._jobs.values():
+            if job.shares and not job.is_publishing:
+                job.abort(reason)
+
     def ended(self, attempt_id: str) -> None:
         """The persister is done with it; its views of the slots are let go."""
         job = self._jobs.pop(attempt_id, None)

@@ -37,6 +37,13 @@ class Network:
         try:
             return await server.start(self.address, port)
         except OSError as error:
+            if port:
+                raise KeeperError(
+                    f"the keeper of {self.name} coordinates this run, and cannot listen for the "
+                    f"others at {self.address} port {port}, where they look for it: "
+                    f"{error.strerror or error}. End the process that has that port, or start the "
+                    "run again."
+                ) from error
             raise KeeperError(
                 f"the keeper of {self.name} cannot listen at {self.address} port {port}: "
                 f"{error.strerror or error}. Set HOLDFAST_HOST_ADDRESS to an address of this host "

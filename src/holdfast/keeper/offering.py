@@ -32,6 +32,11 @@ class Offering:
         self._is_stale = False
         self._host, self._address, self._port = "", "", 0
 
+    @property
+    def port(self) -> int:
+        """Where images of this host are to be had; 0 where nobody else needs them."""
+        return self._port
+
     def serve(
         self, server: PeerServer | None, host: str = "", address: str = "", port: int = 0
     ) -> None:

@@ -90,10 +90,14 @@ class Part:
                 )
             if prepared is not None and not hosts:  # for a start that came to nothing
                 await prepared.close()
+            self._executor.jobs.abort_shared(
+                f"incarnation {incarnation} began before the keepers of all hosts had written it"
+            )
             self._executor.hands.begin(incarnation, hosts)
             await self._use(prepared if hosts else None, incarnation)
             if self._executor.hands.protecting is not None:
                 self._executor.hands.protecting.begin(hosts)
+            self._root.may_open = True
             self.hosts = hosts
 
     async def _take_over_memory(self, incarnation: int) -> None:
@@ -208,12 +212,13 @@ class Part:
     async def _step_down(self, incarnation: int) -> None:
         """Decide nothing any more: another keeper does, in a newer incarnation."""
         self._ranks.fence_off(incarnation)
-        self._executor.jobs.abort_all(f"incarnation {incarnation} has begun elsewhere")
-        await self._background.in_thread(self._root.let_go)
-        self._executor.hands.begin(0, ())  # they wait for just that
         self._executor.maker.serve(Nobody())
         self._coordinator.start_over((), (), 0)
         self._coordinator.begin(incarnation, "", 0)  # nobody has a place in it here
+        self._executor.jobs.abort_all(f"incarnation {incarnation} has begun elsewhere")
+        self._root.may_open = False  # what is on its way there has been decided before
+        await self._background.in_thread(self._root.let_go)
+        self._executor.hands.begin(0, ())  # they wait for just that
         self.hosts = ()
 
     def superseded(self, incarnation: int) -> None:

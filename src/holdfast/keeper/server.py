@@ -90,6 +90,7 @@ class Keeper:
         self._ended = asyncio.Event()
         self._alone_since = time.monotonic()
         self._tried_at_end: set[str] = set()
+        self._saved_for_hands = False
         self._stop_by_s: float | None = None
         self._is_opening_root = False
         self._stop_reason = "it was told to stop"
@@ -97,7 +98,7 @@ class Keeper:
         """What was on its way to storage when the keeper was told to stop."""
         self._inode = os.stat(arena).st_ino
         self._last_trace = ""
-        self._is_over = False
+        self._is_over = self._has_let_go = False
         self._ticks = 0
 
     async def run(self) -> None:
@@ -163,7 +164,7 @@ class Keeper:
             is_sealed = self.memory.is_sealed(slot.id, slot.attempt)
             if is_sealed or (slot.writer and not is_running(*slot.writer)):
                 self.executor.carry_out(self.coordinator.writer_gone(slot.id))
-        if self._stop_by_s is None and self._is_homeless():
+        if not self._is_over and self._stop_by_s is None and self._is_homeless():
             self._stop_reason = f"its arena {self.arena} was removed"
             self._begin_to_stop()
         if self.part.hand is not None:
@@ -178,7 +179,22 @@ class Keeper:
         elif self.part.hand is not None or self.part.is_bystander:
             await self._end_if_left_alone()
         else:
+            self._save_for_those_that_stop()
             await self._end_if_done()
+
+    def _save_for_those_that_stop(self) -> None:
+        """A hand that was told to stop goes when what is newest in memory is durable, once."""
+        hands, attempts = self.executor.hands, self.coordinator.attempts.values()
+        is_busy = self._is_opening_root or any(attempt.persisting for attempt in attempts)
+        if not hands.are_stopping or is_busy:
+            return
+        unsaved = self.coordinator.debts.unpaid()
+        if unsaved and self.conversations.persist_at_end and not self._saved_for_hands:
+            self._saved_for_hands = self._is_opening_root = True
+            self.background.spawn(self._open_and_persist(unsaved))
+            return
+        self._saved_for_hands = False
+        hands.let_stop()
 
     def _is_homeless(self) -> bool:
         """Whether the arena was removed: no trainer finds its slots, nor would a later keeper."""
@@ -220,17 +236,18 @@ class Keeper:
 
     async def _told_to_end(self, keep_arena: bool) -> None:
         """The coordinator says that the run is over; its last words for our ranks come next."""
+        self._is_over = True  # from now on the arena is missed by nobody
         self._server.close()
         await self.background.in_thread(self._let_go, keep_arena)
         emit(KeeperStopped(reason="the run ended"))
-        self._is_over = True
+        self._has_let_go = True
 
     async def _end_if_left_alone(self) -> None:
         """End after the run has, or when nobody came for a long time; what is only here stays."""
         hand = self.part.hand
         is_attached = hand is not None and hand.is_attached
         if self._is_over:
-            if not is_attached:  # all that was to be handed on is
+            if self._has_let_go and not is_attached:  # all that was to be handed on is
                 for connection in list(self.conversations.open):
                     await connection.drain()
                 self._ended.set()
@@ -317,7 +334,9 @@ class Keeper:
         is_late = time.monotonic() > stop_by_s
         persisting = {a.id for a in self.coordinator.attempts.values() if a.persisting}
         is_writing = persisting & self._awaited or self.part.writings.is_busy
-        if (self._is_opening_root or is_writing) and not is_late:
+        hand = self.part.hand
+        is_needed = hand is not None and hand.is_needed()
+        if (self._is_opening_root or is_writing or is_needed) and not is_late:
             return
         unsaved = self.coordinator.debts.unpaid()
         may_persist = self.conversations.persist_at_end and not is_late
@@ -326,6 +345,9 @@ class Keeper:
             self._awaited.add(unsaved)
             return
         needed = unsaved or persisting or self.conversations.open or self._holds_a_part()
+        if not needed:
+            self.executor.hands.say_all(control.End(keep_arena=False))
+        await self.executor.hands.finish()
         if not (needed or self._is_homeless()):
             await self.background.in_thread(remove_arena, self.arena)
         emit(KeeperStopped(reason=self._stop_reason + " and ran out of time" * is_late))

@@ -90,7 +90,13 @@ class Writings:
         return Writing(order, images, self._memory.layout(order.layout))
 
     def _image(self, order: control.Write, each: control.ImageOrder, report: Report) -> ImageJob:
-        capacity_bytes = self._memory.files[each.slot].capacity_bytes
+        file = self._memory.files[each.slot]
+        record = file.read_record()
+        if record is None or (record.attempt, record.rank) != (order.attempt, each.rank):
+            raise ArenaError(
+                f"slot {each.slot} holds no image of rank {each.rank} in attempt {order.attempt}"
+            )
+        capacity_bytes = file.capacity_bytes
         if not (0 <= each.ring_bytes < capacity_bytes) or (
             not each.ring_bytes and each.image_bytes > capacity_bytes
         ):

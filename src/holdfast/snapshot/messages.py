@@ -250,6 +250,8 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     table_xxh3: str
     host: str = ""
     """Whose memory it is in; "" for the asker's own."""
+    port: int = 0
+    """Where that host's keeper gives it to others; 0: where the start agreed on."""
 
 
 class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,118 @@
+"""What a keeper of another host writes of an attempt: only what is meant, and not for ever."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from holdfast.errors import PersistFailed
+from holdfast.format.manifest import Incarnation
+from holdfast.keeper import control
+from holdfast.keeper.background import Background
+from holdfast.keeper.hands import Hands
+from holdfast.keeper.images import Job
+from holdfast.keeper.jobs import Jobs
+from holdfast.keeper.memory import Memory
+from holdfast.keeper.shares import FarShare
+from holdfast.keeper.writing import Writings
+from holdfast.snapshot.arena import SlotFile, SlotRecord
+from holdfast.snapshot.attempts import Attempt
+from holdfast.snapshot.slots import Slot, slot_id_of
+from holdfast.storage.local import LocalStore
+from keepers import RUN
+
+
+class Mind:
+    """A coordinator with one attempt, whose only image is in slot 0 of ``host``."""
+
+    def __init__(self, host: int) -> None:
+        slot = slot_id_of(host, 0)
+        self.attempt = Attempt("x", 1, 1, 1, "L")
+        self.attempt.slots = {0: slot}
+        coordinator = SimpleNamespace(
+            attempts={"x": self.attempt}, slots={slot: Slot(slot, 1 << 20, "captured")}
+        )
+        background = SimpleNamespace(from_thread=lambda call: call())
+        self.hands = Hands(
+            cast(Any, coordinator), cast(Any, background), lambda _: None, lambda *_: None,
+            lambda _: None,
+        )  # fmt: skip
+        self.said: list[control.Fact] = []
+        by_host = vars(self.hands)["_by_host"]
+        for n in (1, 2):
+            by_host[n] = SimpleNamespace(host=n, shares={}, say=self.said.append)
+        memory = SimpleNamespace(layout=lambda _: b"")
+        self.jobs = Jobs(
+            cast(Any, memory), cast(Any, coordinator), lambda *_: None, lambda *_: None,
+            self.hands.share,
+        )  # fmt: skip
+
+    def start(self) -> Job:
+        incarnation = Incarnation(run_id=RUN, n=1, nonce="n", parent=None, world=1, created_s=0.0)
+        return self.jobs.start(self.attempt, incarnation)
+
+
+def test_what_waits_for_storage_is_let_go_when_the_hosts_are_numbered_anew() -> None:
+    job = Mind(1).start()
+    assert not job.aborted
+    mind = Mind(1)
+    job = mind.start()
+    mind.jobs.abort_shared("a newer one began")
+    assert job.aborted == "a newer one began"
+    mind.said.clear()
+    with pytest.raises(PersistFailed, match="a newer one began"):
+        job.shares[0].write()
+    assert mind.said == []
+
+
+def test_no_host_is_told_to_write_what_lies_on_another() -> None:
+    mind = Mind(1)
+    job = mind.start()
+    mind.attempt.slots = {0: slot_id_of(2, 0)}
+    with pytest.raises(PersistFailed, match="out of reach"):
+        job.shares[0].write()
+    assert mind.said == []
+
+
+def test_a_slot_that_holds_another_image_is_not_written(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, RUN, None)
+    memory.files[0] = SlotFile.create(tmp_path / "00000.slot", 1 << 20)
+    memory.stamp(0, SlotRecord(state="captured", attempt="x", rank=1))
+    writings = Writings(memory, LocalStore(tmp_path / "root"), Background.__new__(Background))
+    said: list[control.Fact] = []
+    for attempt, rank in (("y", 1), ("x", 0)):
+        image = control.ImageOrder(rank=rank, slot=0, image_bytes=100, ring_bytes=0)
+        writings.start(
+            control.Write(
+                directory="d", attempt=attempt, incarnation=1, step=1, layout="L", images=(image,)
+            ),
+            said.append,
+        )
+        told = said.pop()
+        assert isinstance(told, control.WritingEnded)
+        assert told.reason == f"slot 0 holds no image of rank {rank} in attempt {attempt}"
+    memory.files[0].close()
+
+
+def share(**limits: float) -> tuple[FarShare, list[str]]:
+    stopped: list[str] = []
+    return FarShare("b", frozenset({0}), lambda: None, stopped.append, **limits), stopped
+
+
+def test_a_host_that_writes_nothing_for_long_is_named() -> None:
+    one, stopped = share(stall_s=0.2)
+    with pytest.raises(PersistFailed, match="host b has written nothing"):
+        one.write()
+    assert stopped
+
+
+def test_a_host_that_does_not_stop_is_not_waited_for() -> None:
+    one, stopped = share(end_s=0.2)
+    threading.Timer(0.1, one.abort, ["not wanted"]).start()
+    with pytest.raises(PersistFailed, match="host b has written nothing"):
+        one.write()
+    assert stopped[0] == "not wanted"

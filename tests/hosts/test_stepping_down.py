@@ -1,0 +1,93 @@
+"""A keeper whose incarnation is over decides nothing from then on, and leaves the root alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.catalogue import LOCK
+from holdfast.errors import Fenced
+from holdfast.keeper.server import Keeper
+from holdfast.persist import commit
+from holdfast.storage.base import Lock
+from holdfast.storage.local import LocalStore
+from keepers import RUN
+
+
+def keeper(directory: Path) -> Keeper:
+    """Not running: what it does is called here."""
+    root, arena = directory / "root", directory / "arena"
+    arena.mkdir()
+    commit.open_root(LocalStore(root), RUN)
+    return Keeper(arena, run_id=RUN, root=str(root), host_id="a", idle_s=60, stop_s=60)
+
+
+def is_free(directory: Path) -> bool:
+    LocalStore(directory / "root").lock(LOCK, "test").release()  # RootBusy if it is not
+    return True
+
+
+async def stood_down(one: Keeper) -> None:
+    one.part.superseded(2)
+    async with asyncio.timeout(10):
+        while one.coordinator.incarnation != 2 or not one.part.is_bystander:
+            await asyncio.sleep(0.01)
+        while one.root_access.persister is not None:
+            await asyncio.sleep(0.01)
+
+
+def test_it_decides_nothing_while_it_gives_the_lock_back_and_asks_for_it_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def life() -> None:
+        one = keeper(tmp_path)
+        one.coordinator.begin(1, "n", 1)
+        await one.root_access.open()
+        seen: list[tuple[int, int]] = []
+        let_go = one.root_access.let_go
+
+        def let_go_and_look() -> None:
+            seen.append((one.coordinator.incarnation, one.coordinator.world))
+            let_go()
+
+        monkeypatch.setattr(one.root_access, "let_go", let_go_and_look)
+        await stood_down(one)
+        assert seen == [(2, 0)]
+        assert is_free(tmp_path)
+        with pytest.raises(Fenced):
+            await one.root_access.open()
+        assert is_free(tmp_path)
+        await one.part.lead(3, ())  # its turn again
+        await one.root_access.open()
+        one.root_access.let_go()
+
+    asyncio.run(life())
+
+
+def test_a_lock_that_comes_after_its_time_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def life() -> None:
+        one = keeper(tmp_path)
+        one.coordinator.begin(1, "n", 1)
+        is_asked, may_lock = threading.Event(), threading.Event()
+        lock = one.root_access.store.lock
+
+        def slowly(name: str, owner: str) -> Lock:
+            is_asked.set()
+            may_lock.wait(10)
+            return lock(name, owner)
+
+        monkeypatch.setattr(one.root_access.store, "lock", slowly)
+        opening = asyncio.create_task(one.root_access.open())
+        await asyncio.to_thread(is_asked.wait, 10)
+        await stood_down(one)
+        may_lock.set()
+        with pytest.raises(Fenced):
+            await opening
+        assert is_free(tmp_path)
+
+    asyncio.run(life())
