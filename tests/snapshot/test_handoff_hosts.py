@@ -6,7 +6,13 @@ import pytest
 
 from coordinators import Actions, Keeper, granted, of, told
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Allocate, AllocateRings, GiveSlot, StartPersist
+from holdfast.snapshot.actions import (
+    Allocate,
+    AllocateRings,
+    GiveSlot,
+    KeepLayout,
+    StartPersist,
+)
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.slots import Slot, host_of, number_of, slot_id_of
 
@@ -145,6 +151,35 @@ def test_nothing_is_complete_while_a_part_of_it_is_out_of_reach(keeper: OnHosts)
     keeper.c.attach(1, *held)
     assert [whole.id for whole in keeper.c.attempts.complete()] == [first, second]
     assert keeper.c.attempts.newest == second
+
+
+def test_a_host_without_room_for_a_layout_says_so_when_its_ranks_may_be_copying(
+    keeper: OnHosts,
+) -> None:
+    keeper.capture(1)
+    keeper.with_memory(keeper.c.spares())
+    keeper.c.join(1, keeper.writer(1))  # the layout is told again
+    actions = keeper.ask_all(2)
+    (kept,), attempt = of(actions, KeepLayout), granted(actions)
+    given = keeper.slots(attempt)
+    (aborted,) = told(keeper.c.layout_not_kept(kept.hash, "on host b: no room", 1), m.Aborted)
+    assert (aborted.attempt, aborted.reason) == (attempt, "on host b: no room")
+    assert {keeper.c.slots[slot].state for slot in given} == {"quarantined"}
+    assert not given & keeper.slots(granted(keeper.ask_all(3)))
+    for rank in range(4):
+        keeper.c.abandon(rank, m.Abandon(attempt=attempt, reason="given up"))
+    assert {keeper.c.slots[slot].state for slot in given} == {"free"}
+
+
+def test_a_host_without_room_for_a_layout_frees_slots_nobody_was_told_of(keeper: OnHosts) -> None:
+    keeper.has_memory = False
+    actions = keeper.ask_all(1)
+    (kept,) = of(actions, KeepLayout)
+    first, *others = [made.slot for made in of(actions, Allocate)]
+    keeper.c.allocated(first)
+    assert told(keeper.c.layout_not_kept(kept.hash, "on host b: no room", 1), m.Aborted)
+    assert keeper.c.slots[first].state == "free"
+    assert all(keeper.c.slots[other].is_spare for other in others)
 
 
 def test_what_a_host_has_lost_is_given_up_when_captures_go_on(keeper: OnHosts) -> None:

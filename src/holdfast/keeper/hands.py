@@ -315,7 +315,7 @@ class Hands:
         coordinator, host = self._coordinator, hand.host
         match fact:
             case control.LayoutNotKept(hash=hash_, reason=reason):
-                return coordinator.layout_not_kept(hash_, f"on host {hand.name}: {reason}")
+                return coordinator.layout_not_kept(hash_, f"on host {hand.name}: {reason}", host)
             case control.RingsMade(made=made):
                 if self._are_made(host, list(made)):
                     return coordinator.rings_made(
