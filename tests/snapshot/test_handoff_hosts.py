@@ -280,6 +280,39 @@ def test_a_start_on_one_host_keeps_what_storage_is_still_writing(keeper: OnHosts
     assert keeper.c.attempts[attempt].is_part
     keeper.c.persist_failed(attempt, "a host is gone")
     assert not keeper.c.is_busy()
+    assert attempt not in keeper.c.attempts
+    assert {slot.state for slot in keeper.c.slots.values()} == {"free"}
+
+
+def test_an_attempt_is_forgotten_when_storage_has_it_and_nothing_of_it_is_in_reach(
+    keeper: OnHosts,
+) -> None:
+    slot = Slot(slot_id_of(1, 0), 2 << 20, "captured", "old", 0, 4096)
+    keeper.c.attach(1, [slot], [Attempt("old", 1, 0, 1, "layout", slots={0: slot.id})])
+    assert of(keeper.c.persist_newest(), StartPersist)
+    keeper.c.detach(1, "b")
+    assert keeper.c.attempts["old"].persisting
+    keeper.c.persisted("old")
+    assert "old" not in keeper.c.attempts
+
+
+def test_only_a_part_newer_than_all_that_is_whole_or_durable_is_worth_keeping(
+    keeper: OnHosts,
+) -> None:
+    keeper.capture(1)
+    assert not keeper.c.holds_newest_part()
+    keeper.c.detach(1, "b")
+    assert keeper.c.holds_newest_part()
+    keeper.c.attach(1, (), (), 7)
+    keeper.c.join(1, keeper.writer(1))
+    keeper.with_memory(keeper.c.spares())
+    second = keeper.capture(2, durable=True)
+    assert keeper.c.attempts.parts()
+    assert not keeper.c.holds_newest_part()
+    keeper.c.detach(1, "b")
+    assert keeper.c.holds_newest_part()  # storage has not taken it yet
+    keeper.c.persisted(second)
+    assert not keeper.c.holds_newest_part()
 
 
 def test_an_attempt_of_which_nothing_is_in_reach_is_forgotten(keeper: OnHosts) -> None:

@@ -128,6 +128,7 @@ class Executor:
             incarnation=attempt.incarnation, nonce=self._coordinator.nonce, step=attempt.step,
             attempt=attempt_id, rank=rank, world=attempt.world, layout=attempt.layout,
             writer_pid=writer.pid, writer_start=writer.start, ring_bytes=slot.ring_bytes,
+            hosts=attempt.hosts,
         )  # fmt: skip
         if host_of(slot_id):
             self.hands.say(slot_id, control.Stamp(slot=number_of(slot_id), record=record))
@@ -137,7 +138,7 @@ class Executor:
         grant = m.Grant(
             step=attempt.step, attempt=attempt_id, slot=self.path_of(slot_id),
             durable=attempt.durable, layout=attempt.layout, ring_bytes=slot.ring_bytes,
-            turn=attempt.asks[rank].turn,
+            turn=attempt.asks[rank].turn, hosts=attempt.hosts,
             compare=self._coordinator.comparing.part(attempt_id),
         )  # fmt: skip
         self._ranks.tell(grant, rank)

@@ -134,6 +134,7 @@ class Granting:
         self._next_attempt += 1
         name = f"{self.nonce[:8]}{self.keeper}{self._next_attempt:06x}"
         attempt = Attempt(name, self.incarnation, step, self.world, layout.hash, started_s=now_s)
+        attempt.hosts = len(set(self.hosts.values()))
         self.attempts[name] = attempt
         return attempt
 
