@@ -237,6 +237,25 @@ def test_an_incarnation_finds_what_all_hosts_hold_when_they_come(keeper: OnHosts
     assert not keeper.c.away
 
 
+def test_what_is_restored_from_stays_pinned_when_a_host_goes_and_comes_back_meanwhile(
+    keeper: OnHosts,
+) -> None:
+    older, newest = keeper.capture(1), keeper.capture(2)
+    held = {host: keeper.held_by(host) for host in (1, 2)}
+    keeper.c.begin(2, "00000002", 4, PLACES)
+    for host in (1, 2):
+        keeper.c.attach(host, *held[host])
+    assert keeper.c.attempts.pinned == newest
+    assert keeper.c.pin(older)
+    keeper.c.detach(1, "b")
+    keeper.c.attach(1, *held[1])
+    assert (keeper.c.attempts.pinned, keeper.c.attempts.newest) == (older, newest)
+    keeper.c.begin(3, "00000003", 4, PLACES)
+    for host in (1, 2):
+        keeper.c.attach(host, *held[host])
+    assert keeper.c.attempts.pinned == newest
+
+
 def test_a_start_on_one_host_drops_what_is_only_a_part(keeper: OnHosts) -> None:
     attempt = keeper.capture(1)
     keeper.c.begin(2, "00000002", 1)

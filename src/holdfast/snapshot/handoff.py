@@ -39,6 +39,8 @@ class Coordinator(Granting):
         """Not all ranks of an incarnation that another keeper served have come yet."""
         self._parent: tuple[int, int] | None = None
         """What an incarnation that is taken over went on from."""
+        self._is_pin_asked = False
+        """Whether the ranks said what they restore from, in this incarnation."""
         self._owes = False
 
     # ── what a new keeper finds ──────────────────────────────────────────────────────────
@@ -85,6 +87,8 @@ class Coordinator(Granting):
         memory = self.slots.on(host)
         memory.next = max(memory.next, next_number)
         self.away.pop(host, None)
+        if self._is_pin_asked:
+            return
         if not self.adopted or self._is_taking_over:
             self.attempts.pinned = self.attempts.newest
         if self._is_taking_over:
@@ -132,7 +136,7 @@ class Coordinator(Granting):
         self.debts.begin(incarnation)
         self.comparing.begin(nonce)
         self.slots.begin(self.hosts)
-        self._is_taking_over = self._owes = False
+        self._is_taking_over = self._owes = self._is_pin_asked = False
         self._joined.clear()
         self._asks = Asks(world)
         self._layouts = Layouts()
@@ -192,7 +196,9 @@ class Coordinator(Granting):
 
     def pin(self, attempt: str) -> bool:
         """Keep this attempt's slots until a new generation is complete."""
-        return self.attempts.pin(attempt)
+        is_there = self.attempts.pin(attempt)
+        self._is_pin_asked |= is_there
+        return is_there
 
     def lost(self, rank: int) -> list[Action]:
         """The rank's connection broke: what it had not sealed comes to nothing."""
