@@ -252,7 +252,7 @@ class Conversations:
 
     async def _adopt(self, _: Connection, message: m.Adopt, __: int) -> m.Message:
         await self.incarnations.adopt(message.parent)
-        self.executor.hands.remember(self.incarnations.current)
+        self.executor.hands.remember()
         self.executor.carry_out(self.coordinator.adopt(time.monotonic()))
         return m.Done()
 

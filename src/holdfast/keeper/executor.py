@@ -13,6 +13,7 @@ from holdfast.keeper.connection import Ranks
 from holdfast.keeper.hands import Hands
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Jobs
+from holdfast.keeper.learning import Learning
 from holdfast.keeper.making import SlotMaker
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.offering import Offering
@@ -59,6 +60,9 @@ class Executor:
     def connect(self, root: RootAccess, incarnations: Incarnations) -> None:
         """Where jobs go, and whose they are. (The root's persister reports back to this.)"""
         self._root, self._incarnations = root, incarnations
+        self.hands.learn_by(
+            Learning(self._memory, self._coordinator, incarnations, self._background)
+        )
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """All of them, in order."""

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from holdfast.errors import FormatError, HoldfastError, PeerError
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Incarnation, seal
 from holdfast.keeper import control
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Connection, FarConnection
 from holdfast.keeper.images import Job
+from holdfast.keeper.learning import Learning
 from holdfast.keeper.shares import FarShare
 from holdfast.persist.parts import Stored
 from holdfast.snapshot import messages as m
@@ -94,6 +94,10 @@ class Hands:
         """Who hears the trainers of the other hosts."""
         self._talks = talks
 
+    def learn_by(self, learning: Learning) -> None:
+        """Where what hands know is remembered."""
+        self._learning = learning
+
     def begin(self, incarnation: int, hosts: Sequence[m.HostPlace]) -> None:
         """The hands of this incarnation are to come; those of an older one are let go."""
         self._incarnation, self._hosts = incarnation, hosts
@@ -118,13 +122,11 @@ class Hands:
         for hand in self._by_host.values():
             hand.say(fact)
 
-    def remember(self, incarnation: Incarnation | None) -> None:
+    def remember(self) -> None:
         """Have the hands know what this incarnation went on from: one of them may lead the next."""
-        if incarnation is not None and self._by_host:
-            held = {attempt.incarnation for attempt in self._coordinator.attempts.values()}
-            self.say_all(control.KeepIncarnation(
-                n=incarnation.n, data=seal(incarnation), held=tuple(held)
-            ))  # fmt: skip
+        current = self._learning.current()
+        if current is not None:
+            self.say_all(current)
 
     def slot_path(self, slot_id: int) -> str:
         """Where a slot of another host lies there."""
@@ -226,7 +228,10 @@ class Hands:
         hand = self._by_host[host] = FarHand(host, line, holds.arena)
         slots, attempts = control.take(host, holds.slots)
         self._coordinator.attach(host, slots, attempts, holds.next_number)
-        hand.say(control.Attached())
+        hand.say(self._learning.welcome(attempts))
+        current = self._learning.current()
+        if current is not None:
+            hand.say(current)
         return hand
 
     def _lose(self, hand: FarHand) -> None:
@@ -256,6 +261,8 @@ class Hands:
                 self._hear_trainer(hand, fact)
             case control.Written() | control.WritingEnded() | control.RingFreed():
                 self._hear_writing(hand, fact)
+            case control.LayoutTold() | control.IncarnationTold():
+                self._learning.hear(hand.name, fact)
             case control.Superseded(incarnation=n):
                 self._superseded(n)
             case control.Holds():
