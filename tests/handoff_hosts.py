@@ -10,7 +10,7 @@ from handoff_checks import CheckedWorld
 from handoff_facts import Process
 from handoff_world import slots_of
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action, Allocate, AllocateRings
+from holdfast.snapshot.actions import Action, Allocate, AllocateRings, KeepLayout
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.slots import host_of, number_of
 
@@ -24,6 +24,8 @@ class HostedWorld(CheckedWorld):
     def start(self, world: int) -> None:
         self.in_reach = {0}
         self.next_number: dict[int, int] = {}
+        self.layouts_told: set[tuple[int, str]] = set()
+        """(host, layout): told to keep it, and its answer may be on its way."""
         super().start(world)
 
     def place_of(self, process: Process) -> int:
@@ -74,6 +76,7 @@ class HostedWorld(CheckedWorld):
         for slot in [slot for slot in self.allocating if host_of(slot) == host]:
             del self.allocating[slot]
         self.making_rings = [n for n in self.making_rings if host_of(n[0].slot) != host]
+        self.layouts_told = {told for told in self.layouts_told if told[0] != host}
 
     def lose_host(self, host: int, *, is_stored: bool) -> None:
         """Its line breaks; its ranks have nobody to speak to, and some of them still copy."""
@@ -106,7 +109,13 @@ class HostedWorld(CheckedWorld):
         self.attach(host)
         self.see_newest(before)
 
+    def find_no_room_for_layout(self, host: int, layout: str) -> None:
+        """The answer comes when the grants have left."""
+        self.layouts_told.remove((host, layout))
+        self.carry_out(self.keeper.layout_not_kept(layout, "no room", host))
+
     def restart_keeper(self) -> None:
+        self.layouts_told.clear()
         lost = set(range(1, self.hosts)) - self.in_reach
         super().restart_keeper()
         for host in lost & self.in_reach:
@@ -124,6 +133,8 @@ class HostedWorld(CheckedWorld):
         assert isinstance(actions, (list, tuple))
         for action in actions:
             self.check_host(action)
+            if isinstance(action, KeepLayout):
+                self.layouts_told |= {(host, action.hash) for host in self.in_reach - {0}}
             for slot in filter(host_of, _made(action)):
                 assert host_of(slot) in self.in_reach, "a slot is made out of reach"
                 number = number_of(slot)

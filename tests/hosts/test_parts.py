@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 from pathlib import Path
@@ -190,6 +191,50 @@ def test_the_next_start_may_be_on_one_host_which_was_not_the_coordinators(
     new.line.close()
     for keeper in keeper_pids(arena_dir):  # what they have of step 1 is not theirs to throw away
         os.kill(keeper, signal.SIGTERM)
+
+
+def test_a_coordinator_that_was_not_there_learns_what_only_its_hands_know(
+    tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Run(tmp_path, "a", "b")
+    old.begin()
+    attempt = old.capture(1)
+    shutil.rmtree(tmp_path / "incarnations")  # storage may be out of reach, or was then
+    monkeypatch.setattr("host_pairs.NONCE", NONCE[::-1])
+    new = Run(tmp_path, "c", "a", "b")
+    new.begin()
+    for host in "cab":
+        wait_for(lambda h=host: incarnations_of(h) == {old.n, new.n}, f"what {host} knows")  # type: ignore[misc]
+    inventory = new.ranks[0].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
+    (held,) = inventory.generations
+    assert held.attempt == attempt
+    layout = layout_in("b", held.layout)
+    assert layout.read_bytes() == layout_in("c", held.layout).read_bytes()
+    # Told again when it comes again, were it not there before.
+    _forget_incarnation("b", new.n)
+    (hand,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "b")]
+    os.kill(hand, signal.SIGKILL)
+    wait_for(lambda: hand not in keeper_pids(arena_dir), "the end of the hand", 20)
+    new.ranks[2].connect()
+    new.ranks[2].take_part(new.n, new.table)
+    wait_for(lambda: new.n in incarnations_of("b"), "what its coordinator knows")
+    for rank in (*old.ranks, *new.ranks):
+        rank.line.close()
+    for pid in keeper_pids(arena_dir):
+        os.kill(pid, signal.SIGTERM)
+
+
+def incarnations_of(host: str) -> set[int]:
+    """Those that this host's keeper remembers."""
+    return {int(path.stem) for path in (arena_dir(RUN, host) / "incarnations").glob("*.json")}
+
+
+def layout_in(host: str, hash_: str) -> Path:
+    return arena_dir(RUN, host) / "layouts" / f"{hash_}.json"
+
+
+def _forget_incarnation(host: str, n: int) -> None:
+    (arena_dir(RUN, host) / "incarnations" / f"{n}.json").unlink()
 
 
 def test_a_keeper_nobody_comes_back_to_ends_and_leaves_what_only_it_has(

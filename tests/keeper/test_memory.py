@@ -173,9 +173,22 @@ def test_a_generation_outlives_the_process_that_captured_it(memory: Memory) -> N
     assert sorted(attempt.slots) == [0, 1]
 
 
-def test_an_incomplete_generation_has_only_the_ranks_that_sealed(memory: Memory) -> None:
+def test_an_incomplete_generation_of_one_host_is_nothing(memory: Memory) -> None:
     leave(memory, captured(0), captured(1, state="writing"))
+    slots, attempts = scan(memory)
+    assert attempts == []
+    assert [slot.state for slot in slots] == ["free", "quarantined"]
+    found = Memory(memory.directory, "run")
+    found.scan()
+    assert not found.holds_images()
+
+
+def test_a_part_of_a_generation_of_several_hosts_has_the_ranks_that_are_here(
+    memory: Memory,
+) -> None:
+    leave(memory, captured(0, hosts=2), captured(1, state="writing", hosts=2))
     slots, (attempt,) = scan(memory)
+    assert (slots[0].state, attempt.hosts) == ("captured", 2)
     assert attempt.slots == {0: 0}
     assert attempt.world == 2
     assert slots[1].state == "quarantined"
@@ -197,12 +210,12 @@ def test_of_two_slots_for_one_rank_only_one_counts(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"step": 8}, {"incarnation": 3}, {"world": 3}, {"layout": "m" * 32}]
+    "other", [{"step": 8}, {"incarnation": 3}, {"world": 3}, {"layout": "m" * 32}, {"hosts": 3}]
 )
 def test_images_that_disagree_are_never_one_attempt_whatever_they_are_called(
     memory: Memory, other: dict[str, Any]
 ) -> None:
-    leave(memory, captured(0), captured(1, **other))
+    leave(memory, captured(0, hosts=2), captured(1, **{"hosts": 2} | other))
     slots, attempts = scan(memory)
     for attempt in attempts:
         assert len(attempt.slots) == 1

@@ -16,7 +16,14 @@ from holdfast.errors import Fenced, KeeperError, UsageError
 from holdfast.persist import commit
 from holdfast.snapshot import client as client_module
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import arena_dir, lock_dir, make_private_dir
+from holdfast.snapshot.arena import (
+    SlotFile,
+    SlotRecord,
+    boot_id,
+    lock_dir,
+    make_private_dir,
+)
+from holdfast.snapshot.arena import arena_dir as arena_of
 from holdfast.snapshot.client import KeeperClient, find_or_start
 from holdfast.storage.local import LocalStore
 
@@ -24,7 +31,7 @@ from holdfast.storage.local import LocalStore
 def connect(root: Path, run_id: str = "run", host: str = "host") -> KeeperClient:
     commit.open_root(LocalStore(root), run_id)
     line = find_or_start(
-        arena_dir(run_id, host), run_id=run_id, root=str(root), host_id=host, timeout_s=30
+        arena_of(run_id, host), run_id=run_id, root=str(root), host_id=host, timeout_s=30
     )
     client = KeeperClient(line, lambda _: None, lambda _: None)
     client.request(m.Hello(run_id=run_id, root=str(root)), m.Welcome, timeout_s=10)
@@ -121,7 +128,7 @@ def test_a_trainer_the_keeper_cannot_see_is_refused_and_told_why(
     commit.open_root(LocalStore(tmp_path), "run")
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", apart)
-        arena = arena_dir("run", "host")
+        arena = arena_of("run", "host")
         line = find_or_start(arena, run_id="run", root=str(tmp_path), host_id="host", timeout_s=30)
     client = KeeperClient(line, lambda _: None, lambda _: None)
     with pytest.raises(UsageError, match="share a pid namespace"):
@@ -166,3 +173,24 @@ def test_a_keeper_that_nobody_needs_makes_the_newest_snapshot_durable_and_ends(
         time.sleep(0.05)
     with holdfast.open(tmp_path) as found:
         assert found.step == 7
+
+
+def test_a_keeper_that_finds_only_some_ranks_images_of_one_host_ends_soon_and_leaves_nothing(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    """All were killed in the middle of a capture, when one rank of two had sealed its image."""
+    sealed = SlotRecord(
+        state="captured", boot_id=boot_id(), run_id="run", incarnation=1, step=1, attempt="a",
+        rank=0, world=2, layout="l" * 32, image_bytes=4096, header_xxh3="0" * 16,
+        table_xxh3="0" * 16,
+    )  # fmt: skip
+    arena = arena_of("run", "host")
+    make_private_dir(arena)
+    slot = SlotFile.create(arena / "00000.slot", 2 << 20)
+    slot.write_record(sealed)
+    slot.close()
+    connect(tmp_path).close()
+    deadline = time.monotonic() + 20
+    while arena.exists():
+        assert time.monotonic() < deadline, "the keeper waits for what cannot come"
+        time.sleep(0.05)

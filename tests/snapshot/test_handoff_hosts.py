@@ -6,7 +6,13 @@ import pytest
 
 from coordinators import Actions, Keeper, granted, of, told
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Allocate, AllocateRings, GiveSlot, StartPersist
+from holdfast.snapshot.actions import (
+    Allocate,
+    AllocateRings,
+    GiveSlot,
+    KeepLayout,
+    StartPersist,
+)
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.slots import Slot, host_of, number_of, slot_id_of
 
@@ -147,6 +153,35 @@ def test_nothing_is_complete_while_a_part_of_it_is_out_of_reach(keeper: OnHosts)
     assert keeper.c.attempts.newest == second
 
 
+def test_a_host_without_room_for_a_layout_says_so_when_its_ranks_may_be_copying(
+    keeper: OnHosts,
+) -> None:
+    keeper.capture(1)
+    keeper.with_memory(keeper.c.spares())
+    keeper.c.join(1, keeper.writer(1))  # the layout is told again
+    actions = keeper.ask_all(2)
+    (kept,), attempt = of(actions, KeepLayout), granted(actions)
+    given = keeper.slots(attempt)
+    (aborted,) = told(keeper.c.layout_not_kept(kept.hash, "on host b: no room", 1), m.Aborted)
+    assert (aborted.attempt, aborted.reason) == (attempt, "on host b: no room")
+    assert {keeper.c.slots[slot].state for slot in given} == {"quarantined"}
+    assert not given & keeper.slots(granted(keeper.ask_all(3)))
+    for rank in range(4):
+        keeper.c.abandon(rank, m.Abandon(attempt=attempt, reason="given up"))
+    assert {keeper.c.slots[slot].state for slot in given} == {"free"}
+
+
+def test_a_host_without_room_for_a_layout_frees_slots_nobody_was_told_of(keeper: OnHosts) -> None:
+    keeper.has_memory = False
+    actions = keeper.ask_all(1)
+    (kept,) = of(actions, KeepLayout)
+    first, *others = [made.slot for made in of(actions, Allocate)]
+    keeper.c.allocated(first)
+    assert told(keeper.c.layout_not_kept(kept.hash, "on host b: no room", 1), m.Aborted)
+    assert keeper.c.slots[first].state == "free"
+    assert all(keeper.c.slots[other].is_spare for other in others)
+
+
 def test_what_a_host_has_lost_is_given_up_when_captures_go_on(keeper: OnHosts) -> None:
     keeper.capture(1)
     lost = keeper.capture(2)
@@ -202,6 +237,25 @@ def test_an_incarnation_finds_what_all_hosts_hold_when_they_come(keeper: OnHosts
     assert not keeper.c.away
 
 
+def test_what_is_restored_from_stays_pinned_when_a_host_goes_and_comes_back_meanwhile(
+    keeper: OnHosts,
+) -> None:
+    older, newest = keeper.capture(1), keeper.capture(2)
+    held = {host: keeper.held_by(host) for host in (1, 2)}
+    keeper.c.begin(2, "00000002", 4, PLACES)
+    for host in (1, 2):
+        keeper.c.attach(host, *held[host])
+    assert keeper.c.attempts.pinned == newest
+    assert keeper.c.pin(older)
+    keeper.c.detach(1, "b")
+    keeper.c.attach(1, *held[1])
+    assert (keeper.c.attempts.pinned, keeper.c.attempts.newest) == (older, newest)
+    keeper.c.begin(3, "00000003", 4, PLACES)
+    for host in (1, 2):
+        keeper.c.attach(host, *held[host])
+    assert keeper.c.attempts.pinned == newest
+
+
 def test_a_start_on_one_host_drops_what_is_only_a_part(keeper: OnHosts) -> None:
     attempt = keeper.capture(1)
     keeper.c.begin(2, "00000002", 1)
@@ -245,6 +299,39 @@ def test_a_start_on_one_host_keeps_what_storage_is_still_writing(keeper: OnHosts
     assert keeper.c.attempts[attempt].is_part
     keeper.c.persist_failed(attempt, "a host is gone")
     assert not keeper.c.is_busy()
+    assert attempt not in keeper.c.attempts
+    assert {slot.state for slot in keeper.c.slots.values()} == {"free"}
+
+
+def test_an_attempt_is_forgotten_when_storage_has_it_and_nothing_of_it_is_in_reach(
+    keeper: OnHosts,
+) -> None:
+    slot = Slot(slot_id_of(1, 0), 2 << 20, "captured", "old", 0, 4096)
+    keeper.c.attach(1, [slot], [Attempt("old", 1, 0, 1, "layout", slots={0: slot.id})])
+    assert of(keeper.c.persist_newest(), StartPersist)
+    keeper.c.detach(1, "b")
+    assert keeper.c.attempts["old"].persisting
+    keeper.c.persisted("old")
+    assert "old" not in keeper.c.attempts
+
+
+def test_only_a_part_newer_than_all_that_is_whole_or_durable_is_worth_keeping(
+    keeper: OnHosts,
+) -> None:
+    keeper.capture(1)
+    assert not keeper.c.holds_newest_part()
+    keeper.c.detach(1, "b")
+    assert keeper.c.holds_newest_part()
+    keeper.c.attach(1, (), (), 7)
+    keeper.c.join(1, keeper.writer(1))
+    keeper.with_memory(keeper.c.spares())
+    second = keeper.capture(2, durable=True)
+    assert keeper.c.attempts.parts()
+    assert not keeper.c.holds_newest_part()
+    keeper.c.detach(1, "b")
+    assert keeper.c.holds_newest_part()  # storage has not taken it yet
+    keeper.c.persisted(second)
+    assert not keeper.c.holds_newest_part()
 
 
 def test_an_attempt_of_which_nothing_is_in_reach_is_forgotten(keeper: OnHosts) -> None:

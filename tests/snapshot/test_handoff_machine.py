@@ -292,6 +292,12 @@ class OnSeveralHosts(HostedWorld, Handoff):
     def a_host_returns(self, data: st.DataObject, is_empty: bool) -> None:
         self.host_returns(data.draw(st.sampled_from(self.lost_hosts())), is_empty=is_empty)
 
+    @precondition(lambda self: bool(self.layouts_told))
+    @rule(data=st.data())
+    def a_host_has_no_room_for_a_layout(self, data: st.DataObject) -> None:
+        told = data.draw(st.sampled_from(sorted(self.layouts_told)))
+        self.find_no_room_for_layout(*told)
+
     @precondition(lambda self: self.moves > 2)
     @rule(hosts=st.integers(1, 3))
     def the_next_start_is_on_so_many_hosts(self, hosts: int) -> None:
@@ -476,6 +482,18 @@ class KeepsCountingLostHosts(Slots):
 def test_mistakes_about_whose_slots_they_are_are_found_out(broken: type[Slots]) -> None:
     class Broken(OnSeveralHosts):
         slots = broken
+
+    expect_to_be_found_out(Broken)
+
+
+class TakesGrantsThatLeftForUntold(Coordinator):
+    def layout_not_kept(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
+        return super().layout_not_kept(hash_, reason)
+
+
+def test_a_keeper_that_takes_grants_that_left_for_untold_is_found_out() -> None:
+    class Broken(OnSeveralHosts):
+        coordinator = TakesGrantsThatLeftForUntold
 
     expect_to_be_found_out(Broken)
 

@@ -183,6 +183,19 @@ class ParityNotMade(Fact, frozen=True, kw_only=True):
     reason: str
 
 
+class LayoutTold(Fact, frozen=True, kw_only=True):
+    """A layout that the coordinator asked for."""
+
+    hash: str
+    data: bytes
+
+
+class IncarnationTold(Fact, frozen=True, kw_only=True):
+    """An incarnation that the coordinator asked for; a document."""
+
+    data: bytes
+
+
 class Superseded(Fact, frozen=True, kw_only=True):
     """A newer incarnation has begun elsewhere: this coordinator's time is over."""
 
@@ -197,7 +210,10 @@ class Stopping(Fact, frozen=True, kw_only=True):
 
 
 class Attached(Fact, frozen=True, kw_only=True):
-    """What the hand holds is known: it may speak for its ranks."""
+    """What the hand holds is known: it may speak for its ranks, once it has told these."""
+
+    tell_layouts: tuple[str, ...] = ()
+    tell_incarnations: tuple[int, ...] = ()
 
 
 class Tell(Fact, frozen=True, kw_only=True):
@@ -338,8 +354,8 @@ class End(Fact, frozen=True, kw_only=True):
 
 ToCoordinator = (
     Holds | Came | Said | Left | Made | NotMade | RingsMade | RingsNotMade | WriterGone
-    | LayoutNotKept | Written | WritingEnded | RingFreed | Superseded | Stopping | Heads
-    | ParityMade | ParityNotMade
+    | LayoutNotKept | LayoutTold | IncarnationTold | Written | WritingEnded | RingFreed
+    | Superseded | Stopping | Heads | ParityMade | ParityNotMade
 )  # fmt: skip
 ToHand = (
     Attached | Tell | HangUp | Make | MakeRings | Remove | Stamp | KeepLayout | KeepIncarnation

@@ -264,7 +264,7 @@ class Conversations:
 
     async def _adopt(self, _: Connection, message: m.Adopt, __: int) -> m.Message:
         await self.incarnations.adopt(message.parent)
-        self.executor.hands.remember(self.incarnations.current)
+        self.executor.hands.remember()
         protecting = self.executor.hands.protecting
         if protecting is not None:  # before a capture begins
             protecting.will_adopt()

@@ -13,6 +13,7 @@ from holdfast.keeper.connection import Ranks
 from holdfast.keeper.hands import Hands
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Jobs
+from holdfast.keeper.learning import Learning
 from holdfast.keeper.making import SlotMaker
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.offering import Offering
@@ -59,6 +60,9 @@ class Executor:
     def connect(self, root: RootAccess, incarnations: Incarnations) -> None:
         """Where jobs go, and whose they are. (The root's persister reports back to this.)"""
         self._root, self._incarnations = root, incarnations
+        self.hands.learn_by(
+            Learning(self._memory, self._coordinator, incarnations, self._background)
+        )
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """All of them, in order."""
@@ -128,6 +132,7 @@ class Executor:
             incarnation=attempt.incarnation, nonce=self._coordinator.nonce, step=attempt.step,
             attempt=attempt_id, rank=rank, world=attempt.world, layout=attempt.layout,
             writer_pid=writer.pid, writer_start=writer.start, ring_bytes=slot.ring_bytes,
+            hosts=attempt.hosts,
         )  # fmt: skip
         if host_of(slot_id):
             self.hands.say(slot_id, control.Stamp(slot=number_of(slot_id), record=record))
@@ -137,7 +142,7 @@ class Executor:
         grant = m.Grant(
             step=attempt.step, attempt=attempt_id, slot=self.path_of(slot_id),
             durable=attempt.durable, layout=attempt.layout, ring_bytes=slot.ring_bytes,
-            turn=attempt.asks[rank].turn,
+            turn=attempt.asks[rank].turn, hosts=attempt.hosts,
             compare=self._coordinator.comparing.part(attempt_id),
         )  # fmt: skip
         self._ranks.tell(grant, rank)

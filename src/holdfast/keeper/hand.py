@@ -18,6 +18,7 @@ from holdfast.format.manifest import Incarnation, unseal
 from holdfast.keeper import control
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import NearConnection
+from holdfast.keeper.learning import tell
 from holdfast.keeper.making import Nobody, SlotMaker
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.offering import Offering
@@ -192,6 +193,8 @@ class Hand:
     async def _do(self, line: ControlLine, fact: control.ToHand) -> None:
         match fact:
             case control.Attached():
+                for known in tell(self._memory, fact):
+                    line.send(control.pack(known))
                 self._is_attached.set()
                 if self.is_stopping:
                     line.send(control.pack(control.Stopping()))

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from holdfast.errors import FormatError, HoldfastError, PeerError
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Incarnation, seal
 from holdfast.keeper import control
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Connection, FarConnection
 from holdfast.keeper.images import Job
+from holdfast.keeper.learning import Learning
 from holdfast.keeper.shares import FarShare
 from holdfast.persist.parts import Stored
 from holdfast.snapshot import messages as m
@@ -99,6 +99,10 @@ class Hands:
         """Who hears the trainers of the other hosts."""
         self._talks = talks
 
+    def learn_by(self, learning: Learning) -> None:
+        """Where what hands know is remembered."""
+        self._learning = learning
+
     def begin(self, incarnation: int, hosts: Sequence[m.HostPlace]) -> None:
         """The hands of this incarnation are to come; those of an older one are let go."""
         self._incarnation, self._hosts = incarnation, hosts
@@ -134,13 +138,11 @@ class Hands:
         for hand in self._by_host.values():
             hand.say(fact)
 
-    def remember(self, incarnation: Incarnation | None) -> None:
+    def remember(self) -> None:
         """Have the hands know what this incarnation went on from: one of them may lead the next."""
-        if incarnation is not None and self._by_host:
-            held = {attempt.incarnation for attempt in self._coordinator.attempts.values()}
-            self.say_all(control.KeepIncarnation(
-                n=incarnation.n, data=seal(incarnation), held=tuple(held)
-            ))  # fmt: skip
+        current = self._learning.current()
+        if current is not None:
+            self.say_all(current)
 
     def slot_path(self, slot_id: int) -> str:
         """Where a slot of another host lies there."""
@@ -257,7 +259,10 @@ class Hands:
         hand.port = holds.port
         slots, attempts = control.take(host, holds.slots)
         self._coordinator.attach(host, slots, attempts, holds.next_number)
-        hand.say(control.Attached())
+        hand.say(self._learning.welcome(attempts))
+        current = self._learning.current()
+        if current is not None:
+            hand.say(current)
         if self.protecting is not None:
             self.protecting.attached(hand.name, holds.rows)
         return hand
@@ -294,6 +299,8 @@ class Hands:
             case control.Heads() | control.ParityMade() | control.ParityNotMade():
                 if self.protecting is not None:
                     self.protecting.hear(hand.name, fact)
+            case control.LayoutTold() | control.IncarnationTold():
+                self._learning.hear(hand.name, fact)
             case control.Superseded(incarnation=n):
                 self._superseded(n)
             case control.Stopping():
@@ -357,7 +364,7 @@ class Hands:
         coordinator, host = self._coordinator, hand.host
         match fact:
             case control.LayoutNotKept(hash=hash_, reason=reason):
-                return coordinator.layout_not_kept(hash_, f"on host {hand.name}: {reason}")
+                return coordinator.layout_not_kept(hash_, f"on host {hand.name}: {reason}", host)
             case control.RingsMade(made=made):
                 if self._are_made(host, list(made)):
                     return coordinator.rings_made(

@@ -136,12 +136,19 @@ class Memory:
         return self.found()
 
     def found(self) -> tuple[list[Slot], list[Attempt]]:
-        """What all slots say of themselves now: nothing else is known to who comes later."""
+        """What all slots say of themselves now: nothing else is known to who comes later.
+
+        What is not all here is nothing when its ranks were all on this host.
+        """
         slots: list[Slot] = []
         attempts: dict[str, Attempt] = {}
         for slot_id, file in sorted(self.files.items()):
             slots.append(self._take(slot_id, file, attempts))
-        return slots, list(attempts.values())
+        lost = {a.id for a in attempts.values() if a.hosts == 1 and not a.is_whole}
+        for slot in slots:
+            if slot.state == "captured" and slot.attempt in lost:
+                slot.state = "free"
+        return slots, [attempt for attempt in attempts.values() if attempt.id not in lost]
 
     def holds_images(self) -> bool:
         """Whether any slot says that a whole image is in it."""
@@ -167,9 +174,10 @@ class Memory:
         slot.image_bytes = record.image_bytes
         slot.header_xxh3, slot.table_xxh3 = record.header_xxh3, record.table_xxh3
         said = Attempt(record.attempt, record.incarnation, record.step, record.world, record.layout)
+        said.hosts = record.hosts
         attempt = attempts.setdefault(record.attempt, said)
-        same = (attempt.incarnation, attempt.step, attempt.world, attempt.layout)
-        if same != (said.incarnation, said.step, said.world, said.layout) or (
+        same = (attempt.generation, attempt.world, attempt.layout, attempt.hosts)
+        if same != (said.generation, said.world, said.layout, said.hosts) or (
             record.rank in attempt.slots
         ):
             # Not of one attempt, whatever its name says: never a mixture.

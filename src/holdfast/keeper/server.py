@@ -218,7 +218,7 @@ class Keeper:
                 return
         self._server.close()
         # Of an attempt of several hosts, not all of which are in reach, there is a part here.
-        keep_arena = bool(unsaved) or bool(self.coordinator.attempts.parts())
+        keep_arena = bool(unsaved) or self.coordinator.holds_newest_part()
         self.executor.hands.say_all(control.End(keep_arena=keep_arena))
         await self.background.in_thread(self._let_go, keep_arena)
         emit(KeeperStopped(reason="the run ended" if everyone_left else "nobody came back"))
@@ -272,7 +272,7 @@ class Keeper:
     def _holds_a_part(self) -> bool:
         """Whether something is in memory here that others may need the rest of."""
         decides = self.part.hand is None and not self.part.is_bystander
-        return bool(self.coordinator.attempts.parts()) if decides else self.memory.holds_images()
+        return self.coordinator.holds_newest_part() if decides else self.memory.holds_images()
 
     def _is_saving(self) -> bool:
         return self._is_opening_root or self.coordinator.is_busy()

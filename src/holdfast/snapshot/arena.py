@@ -56,6 +56,8 @@ class SlotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     writer_start: int = 0
     ring_bytes: int = 0
     """Images only pass through the last so many bytes: none is ever whole in this slot."""
+    hosts: int = 1
+    """On how many hosts the ranks are: on one, what is not all here is nothing."""
 
 
 def boot_id() -> str:

@@ -30,6 +30,7 @@ class Attempt:
     is_ring: bool = False
     """Its images pass through rings to storage: it is never a snapshot, and never complete."""
     moved_s: float = 0.0  # when storage last took something out of a ring
+    hosts: int = 1  # that its ranks were on when it was captured
 
     @property
     def is_open(self) -> bool:

@@ -115,6 +115,7 @@ class Copier:
             attempt=grant.attempt, rank=place.rank, world=place.world, layout=grant.layout,
             image_bytes=seal.image_bytes, header_xxh3=seal.header_xxh3,
             table_xxh3=seal.table_xxh3, writer_pid=os.getpid(), writer_start=self._process_start,
+            hosts=grant.hosts,
         )  # fmt: skip
 
 

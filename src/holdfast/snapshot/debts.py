@@ -26,6 +26,8 @@ class Debts:
         self._passed: Attempt | None = None
         """The newest that was made durable through rings: no snapshot tells of it."""
         self.are_open = False
+        self.newest_paid = (0, -1)
+        """The newest generation that this keeper made durable."""
 
     def begin(self, incarnation: int) -> None:
         """A new incarnation owes nothing of the old one."""
@@ -118,6 +120,7 @@ class Debts:
     def persisted(self, attempt: Attempt) -> list[Action]:
         """A manifest names the attempt; what was owed meanwhile comes next."""
         attempt.persisting = False
+        self.newest_paid = max(self.newest_paid, attempt.generation)
         if attempt.is_ring and (self._passed is None or not self._is_behind(attempt)):
             self._passed = attempt
         return self._told_durable(attempt) + self.pay()

@@ -106,17 +106,23 @@ class Granting:
         data = layout.to_json()
         return [KeepLayout(layout.hash, data), Tell(m.LayoutAgreed(hash=layout.hash, data=data))]
 
-    def layout_not_kept(self, hash_: str, reason: str) -> list[Action]:
-        """The arena had no room for this layout: no image under it could be read again."""
+    def layout_not_kept(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
+        """An arena had no room for this layout: no image under it could be read again.
+
+        The keeper's own says so before any grant of what was decided last is told; that of
+        another host when the grants have long left.
+        """
         self._layouts.told = ""
         actions: list[Action] = []
         decided_now = next(reversed(self.attempts), "")
         for attempt in self.attempts.open():
-            if attempt.layout == hash_:
-                if attempt.id == decided_now:  # others under this layout may be copying already
-                    for slot_id in attempt.slots.values():
-                        self.slots[slot_id].writer = None  # no grant was told yet
-                actions += self._abort(attempt, reason)
+            if attempt.layout != hash_:
+                continue
+            is_untold = attempt.phase == "allocating" if host else attempt.id == decided_now
+            if is_untold:  # others under this layout may be copying already
+                for slot_id in attempt.slots.values():
+                    self.slots[slot_id].writer = None
+            actions += self._abort(attempt, reason)
         return actions
 
     def _slot_freed(self) -> list[Action]:
@@ -128,6 +134,7 @@ class Granting:
         self._next_attempt += 1
         name = f"{self.nonce[:8]}{self.keeper}{self._next_attempt:06x}"
         attempt = Attempt(name, self.incarnation, step, self.world, layout.hash, started_s=now_s)
+        attempt.hosts = len(set(self.hosts.values()))
         self.attempts[name] = attempt
         return attempt
 

@@ -39,6 +39,8 @@ class Coordinator(Granting):
         """Not all ranks of an incarnation that another keeper served have come yet."""
         self._parent: tuple[int, int] | None = None
         """What an incarnation that is taken over went on from."""
+        self._is_pin_asked = False
+        """Whether the ranks said what they restore from, in this incarnation."""
         self._owes = False
 
     # ── what a new keeper finds ──────────────────────────────────────────────────────────
@@ -85,6 +87,8 @@ class Coordinator(Granting):
         memory = self.slots.on(host)
         memory.next = max(memory.next, next_number)
         self.away.pop(host, None)
+        if self._is_pin_asked:
+            return
         if not self.adopted or self._is_taking_over:
             self.attempts.pinned = self.attempts.newest
         if self._is_taking_over:
@@ -132,7 +136,7 @@ class Coordinator(Granting):
         self.debts.begin(incarnation)
         self.comparing.begin(nonce)
         self.slots.begin(self.hosts)
-        self._is_taking_over = self._owes = False
+        self._is_taking_over = self._owes = self._is_pin_asked = False
         self._joined.clear()
         self._asks = Asks(world)
         self._layouts = Layouts()
@@ -192,7 +196,9 @@ class Coordinator(Granting):
 
     def pin(self, attempt: str) -> bool:
         """Keep this attempt's slots until a new generation is complete."""
-        return self.attempts.pin(attempt)
+        is_there = self.attempts.pin(attempt)
+        self._is_pin_asked |= is_there
+        return is_there
 
     def lost(self, rank: int) -> list[Action]:
         """The rank's connection broke: what it had not sealed comes to nothing."""
@@ -337,7 +343,9 @@ class Coordinator(Granting):
         attempt = self.attempts[attempt_id]
         if attempt.is_ring:
             self._let_go(attempt)
-        return self.debts.persisted(attempt) + self._slot_freed()
+        actions = self.debts.persisted(attempt)
+        self._forget_if_lost(attempt)
+        return actions + self._slot_freed()
 
     def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
         """The attempt is captured, but storage would not take it."""
@@ -346,6 +354,7 @@ class Coordinator(Granting):
             return self.persist_ended(attempt_id)
         if not attempt.is_ring:
             actions = self.debts.failed(attempt, reason)
+            self._forget_if_lost(attempt)
         elif attempt.is_open:  # whoever copies waits for room that does not come
             attempt.persisting = False
             actions = self._abort(attempt, f"it could not be written: {reason}")
@@ -353,6 +362,13 @@ class Coordinator(Granting):
             self._let_go(attempt)
             actions = self.debts.failed(attempt, reason)
         return actions + self._slot_freed()
+
+    def _forget_if_lost(self, attempt: Attempt) -> None:
+        """Storage is done with it: a part is kept only if the rest of it may still come."""
+        may_come = bool(attempt.slots) and any(self.hosts.values())
+        if attempt.is_part and not may_come:
+            del self.attempts[attempt.id]
+            self.slots.drop_lost()
 
     def write_broke(self, attempt_id: str, reason: str) -> list[Action]:
         """Storage failed in the middle; what is written is still to be cleared away there."""
@@ -377,6 +393,12 @@ class Coordinator(Granting):
     def is_busy(self) -> bool:
         """Whether something is being captured or persisted."""
         return any(attempt.is_under_way for attempt in self.attempts.values())
+
+    def holds_newest_part(self) -> bool:
+        """Whether something newer than all that is whole or durable is here, but in part only."""
+        newest = self.attempts.newest_complete()
+        known = max(self.debts.newest_paid, newest.generation if newest else (0, -1))
+        return any(part.generation > known for part in self.attempts.parts())
 
     def explain(self, step: int) -> str:
         """In words: what the save of ``step`` waits for."""

@@ -322,6 +322,8 @@ class Grant(Message, frozen=True, kw_only=True):
     """(turn, of so many, None: as is cheap): which part of what ranks hold alike is summed."""
     turn: int = 0
     """The request that it answers."""
+    hosts: int = 1
+    """On how many hosts the ranks are."""
 
 
 class Freed(Message, frozen=True, kw_only=True):
