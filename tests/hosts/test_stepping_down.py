@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.catalogue import LOCK
-from holdfast.errors import Fenced
+from holdfast.errors import Fenced, RootBusy
 from holdfast.keeper.server import Keeper
 from holdfast.persist import commit
 from holdfast.storage.base import Lock
@@ -89,5 +89,23 @@ def test_a_lock_that_comes_after_its_time_is_given_back(
         with pytest.raises(Fenced):
             await opening
         assert is_free(tmp_path)
+
+    asyncio.run(life())
+
+
+def test_a_lock_that_another_keeper_of_the_run_holds_names_it_and_the_remedy(
+    tmp_path: Path,
+) -> None:
+    async def life() -> None:
+        one = keeper(tmp_path)
+        lock = one.root_access.store.lock(LOCK, f"run {RUN}, keeper 7 on b")
+        with pytest.raises(RootBusy, match=r"keeper 7 on b\..*of this very run.*End that keeper"):
+            await one.root_access.open()
+        lock.release()
+        lock = one.root_access.store.lock(LOCK, "another run")
+        with pytest.raises(RootBusy) as caught:
+            await one.root_access.open()
+        assert "this very run" not in str(caught.value)
+        lock.release()
 
     asyncio.run(life())

@@ -11,7 +11,7 @@ import contextlib
 import time
 
 from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
-from holdfast.errors import ArenaError, Fenced, HoldfastError
+from holdfast.errors import ArenaError, Fenced, HoldfastError, RootBusy
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation
 from holdfast.keeper.background import Background
@@ -70,7 +70,17 @@ class RootAccess:
     def _lock_root(self) -> Lock:
         # First of all: a lock is a file, and would make a directory where a root has vanished.
         commit.require_root(self.store, self._run_id)
-        return self.store.lock(LOCK, self._owner)
+        try:
+            return self.store.lock(LOCK, self._owner)
+        except RootBusy as busy:
+            if not str(busy.fields.get("owner", "")).startswith(f"run {self._run_id}, "):
+                raise
+            raise RootBusy(
+                f"{busy} It is a keeper of this very run: if its host is out of reach of the "
+                "others, it has not heard of this start, and goes on until it has or nobody came "
+                "to it for long. End that keeper, or that host.",
+                **busy.fields,
+            ) from busy
 
     def let_go(self) -> None:
         """Finish what is queued, and give the root back. Blocks."""
