@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
 from holdfast.offload.gradients import Gradients
+from holdfast.offload.grouping import find_groups
 from holdfast.offload.kernels import Kernel
 from holdfast.offload.lanes import Lanes, make_lanes
 from holdfast.offload.loading import hide_from_casts, load_state, unhidden
@@ -72,6 +73,8 @@ class HybridOptimizer(Optimizer):
         self._places: dict[torch.Tensor, tuple[Row, Place]] = {}
         self._lanes: Lanes | None = None
         self._gradients: Gradients | None = None
+        self._numbered: list[int] = []
+        """The groups as rows have their numbers."""
         self._hooks: list[Any] = []
         self._broken = ""
         self._factor: torch.Tensor | None = None
@@ -114,8 +117,10 @@ class HybridOptimizer(Optimizer):
         for kind in (MASTER, *self._kernel.kinds(self.param_groups[row.group])):
             row.memory(kind)
         for place in row.places:
+            is_new = place.parameter not in self._places  # else it was in a group taken out since
             self._places[place.parameter] = row, place
-            self._watch(place)
+            if is_new:
+                self._watch(place)
         if self._gradients is not None:
             self._gradients.forget()
         self._placing.add(row)
@@ -222,16 +227,18 @@ class HybridOptimizer(Optimizer):
 
     def _with_gradient(self) -> list[Place]:
         found = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                place = self._places[parameter][1]
-                problem = self._problem(place, place.gradient)
-                if problem:
-                    raise UsageError(f"{place.name} {problem}")
-                found.append(place)
+        for place in self._find_groups():
+            if place.parameter.grad is None:
+                continue
+            problem = self._problem(place, place.gradient)
+            if problem:
+                raise UsageError(f"{place.name} {problem}")
+            found.append(place)
         return found
+
+    def _find_groups(self) -> list[Place]:
+        self._numbered = [id(group) for group in self.param_groups]
+        return find_groups(type(self).__name__, self.param_groups, self._places)
 
     def _problem(self, place: Place, gradient: torch.Tensor | None) -> str:
         """Why a parameter cannot be updated with its gradient, in words; "" if it can."""
@@ -309,6 +316,8 @@ class HybridOptimizer(Optimizer):
 
     def make_state(self, parameter: torch.Tensor) -> None:
         """Give a parameter all the state it will have, so that a restore reads into it."""
+        if self._numbered != [id(group) for group in self.param_groups]:
+            self._find_groups()
         row, place = self._places[parameter]
         kinds = self._kernel.kinds(self.param_groups[row.group])
         make_state(row, place, self.state[parameter], kinds, self._kernel.counts_steps)
@@ -330,6 +339,7 @@ class HybridOptimizer(Optimizer):
         if "_places" not in self.__dict__:
             raise UsageError(_NOT_COPIED.format(type(self).__name__))
         super().__setstate__(state)
+        self._find_groups()
         for parameter, given in list(self.state.items()):
             found = unhidden(given)
             if found is not None and parameter in self._places:

@@ -69,7 +69,10 @@ class Place:
 
 
 class Row:
-    """Parameters of the group with this number, of one dtype, and the memory for their state."""
+    """Parameters of one group, of one dtype, and the memory for their state.
+
+    ``group`` is its number, as it was when last looked for.
+    """
 
     def __init__(self, places: Sequence[Place], group: int, *, is_pinned: bool) -> None:
         self.places, self.group = tuple(places), group
