@@ -76,11 +76,13 @@ class HybridOptimizer(Optimizer):
         self._numbered: list[int] = []
         """The groups as rows have their numbers."""
         self._hooks: list[Any] = []
-        self._broken = ""
+        self.broken_off = ""
+        """Why its parameters and state are no state of any step: an update broke off half-way."""
         self._factor: torch.Tensor | None = None
         """What the next step multiplies gradients by: they were clipped."""
         self._placing = Placing(kernel, options)
         super().__init__(params, defaults)
+        self.register_state_dict_pre_hook(_refuse_broken)
 
     # ── what it is for ───────────────────────────────────────────────────────────────────
 
@@ -193,9 +195,7 @@ class HybridOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and what was sent of them."""
-        self._factor = None
-        if self._gradients is not None:
-            self._gradients.forget()
+        self._forget()
         super().zero_grad(set_to_none)
 
     # ── the step ─────────────────────────────────────────────────────────────────────────
@@ -211,19 +211,18 @@ class HybridOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._broken:
-            raise UsageError(
-                f"an update of this {type(self).__name__} broke off ({self._broken}), and some of "
-                "its parameters have it and some not: make it anew and restore a checkpoint"
-            )
+        _refuse_broken(self)
         places = self._with_gradient()
         found_inf = getattr(self, "found_inf", None)  # a gradient scaler sets it for the step
         if places and not (found_inf is not None and bool(found_inf.item())):
             self._update(places)
+        self._forget()
+        return loss
+
+    def _forget(self) -> None:
         self._factor = None
         if self._gradients is not None:
             self._gradients.forget()
-        return loss
 
     def _with_gradient(self) -> list[Place]:
         found = []
@@ -269,20 +268,49 @@ class HybridOptimizer(Optimizer):
     def _update(self, places: list[Place]) -> None:
         lanes, gradients = self._started()
         host, device, slots = self._placing.ready(self.param_groups, lanes, places)
-        due = {place: self._due(place) for place in places}
+        due: dict[Place, Due] = {}
+        update = Update(
+            lanes, self._kernel, self.param_groups, due,
+            Scales(self._factor, getattr(self, "grad_scale", None)), self._placing.learn,
+        )  # fmt: skip
+        self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
         try:
-            if self._kernel.counts_steps:
-                self._count(list(due.values()), lanes.device)
+            for place in places:
+                update.had[place] = tuple(self.state[place.parameter])
+                due[place] = self._due(place)
             self._bring(due, gradients)
-            Update(
-                lanes, self._kernel, self.param_groups, due,
-                Scales(self._factor, getattr(self, "grad_scale", None)), self._placing.learn,
-            ).run(host, device, slots)  # fmt: skip
+            if self._kernel.counts_steps:
+                update.steps = [one.step for one in due.values() if one.step is not None]
+                update.steps_before = update.steps[0].item()
+                self._count(list(due.values()), update.steps, lanes.device)
+            update.run(host, device, slots)
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._settle(update, f"{type(error).__name__}: {error}")
             raise
-        for place in places:
+        self._end(due)
+
+    def _end(self, due: Mapping[Place, Due]) -> None:
+        """All is updated."""
+        for place in due:
             place.seen = _seen(place)
+        self.broken_off = ""
+
+    def _settle(self, update: Update, why: str) -> None:
+        """What an update is that raised: none at all, or a whole one, or a part of one."""
+        self.broken_off = why
+        if update.is_complete:
+            self._end(update.due)
+            self._forget()
+        elif not update.has_begun:
+            if update.steps and update.steps[0].item() != update.steps_before:
+                torch._foreach_sub_(update.steps, 1)
+            for place, had in update.had.items():  # else a first update is none when tried again
+                state = self.state[place.parameter]
+                for kind in state.keys() - had:
+                    del state[kind]
+                if not state:
+                    del self.state[place.parameter]
+            self.broken_off = ""
 
     def _due(self, place: Place) -> Due:
         row, _ = self._places[place.parameter]
@@ -296,8 +324,7 @@ class HybridOptimizer(Optimizer):
             del self.state[place.parameter]
         return Due(place.flat(gradient), is_first, state.get("step"))
 
-    def _count(self, due: list[Due], device: torch.device) -> None:
-        steps = [one.step for one in due if one.step is not None]
+    def _count(self, due: list[Due], steps: list[torch.Tensor], device: torch.device) -> None:
         torch._foreach_add_(steps, 1)
         there = torch.stack(steps).to(device, non_blocking=True).unbind()
         for one, step in zip(due, there, strict=True):
@@ -355,6 +382,14 @@ _NOT_COPIED = (
     "a {} is bound to its parameters' memory on the host and cannot be pickled or copied: "
     "make another, and give it the state_dict() of this one"
 )
+
+
+def _refuse_broken(optimizer: Any) -> None:
+    if optimizer.broken_off:
+        raise UsageError(
+            f"an update of this {type(optimizer).__name__} broke off ({optimizer.broken_off}), and "
+            "some of its parameters have it and some not: make it anew and restore a checkpoint"
+        )
 
 
 def _seen(place: Place) -> tuple[int, int]:

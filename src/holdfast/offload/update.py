@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -78,6 +79,15 @@ class Update:
     """Of the gradients on the device."""
     spent: Spent
     _marks: list[Mark] = field(default_factory=list)
+    had: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    """What was in each parameter's state before."""
+    steps: list[torch.Tensor] = field(default_factory=list)
+    """Which are counted, once the first is not ``steps_before`` any more."""
+    steps_before: float = 0.0
+    has_begun: bool = False
+    """Whether anything may have been updated."""
+    is_complete: bool = False
+    """Whether everything was, and all memory is final: ``run`` may have been interrupted yet."""
     _visible: list[Mark] = field(default_factory=list)
     """Behind new parameters: what is computed next comes behind them."""
     _scratch: torch.Tensor | None = None
@@ -86,20 +96,30 @@ class Update:
         self, host: Sequence[Subgroup], device: Sequence[Subgroup], slots: Sequence[Slot]
     ) -> None:
         """Update these subgroups, in this order on each side; all memory is final on return."""
+        is_given = False
         try:
             begin = self.lanes.now()
             scales = self.scales.on_host()
+            self.has_begun = True
             for number, subgroup in enumerate(device):
                 self._on_device(subgroup, slots[number % len(slots)], begin)
             for subgroup in host:
                 self._on_host(subgroup, scales, begin)
-            for mark in self._marks:
-                mark.wait()
-            for mark in self._visible:
-                self.lanes.follow(mark)
+            is_given = True
+            self._finish()
         except BaseException:
             self._drain()
+            if is_given:
+                with suppress(Exception):  # it is the first error that is raised
+                    self._finish()
             raise
+
+    def _finish(self) -> None:
+        for mark in self._marks:
+            mark.wait()
+        for mark in self._visible:
+            self.lanes.follow(mark)
+        self.is_complete = True
 
     def _drain(self) -> None:
         """Until no lane writes anywhere any more, whatever they raise."""
