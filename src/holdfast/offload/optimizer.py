@@ -21,7 +21,7 @@ from holdfast.offload.gradients import Gradients
 from holdfast.offload.grouping import find_groups
 from holdfast.offload.kernels import Kernel
 from holdfast.offload.lanes import Lanes, make_lanes
-from holdfast.offload.loading import hide_from_casts, load_state, unhidden
+from holdfast.offload.loading import Fitting, hide_from_casts, load_state, unhidden
 from holdfast.offload.placing import Placing
 from holdfast.offload.rows import MASTER, Place, Row, check_parameter
 from holdfast.offload.states import begin_state, make_state
@@ -353,10 +353,14 @@ class HybridOptimizer(Optimizer):
         """Take the state of this optimizer, or of the one of torch that it stands for.
 
         Masters that are not in it are what the parameters are when the next step is taken: load
-        those before it.
+        those before it. ValueError for state that does not fit; then nothing was changed.
         """
+        self._find_groups()
         # Last of all such hooks: torch would cast the state to the parameters' dtype and device.
-        hook = self.register_load_state_dict_pre_hook(lambda _, given: hide_from_casts(given))
+        fit = Fitting(self._places, lambda group: self._kernel.kinds({**self.defaults, **group}))
+        hook = self.register_load_state_dict_pre_hook(
+            lambda _, given: hide_from_casts(fit.fitting(given, self.param_groups))
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -366,6 +370,9 @@ class HybridOptimizer(Optimizer):
         if "_places" not in self.__dict__:
             raise UsageError(_NOT_COPIED.format(type(self).__name__))
         super().__setstate__(state)
+        for group in self.param_groups:  # those of an older torch lack some
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         self._find_groups()
         for parameter, given in list(self.state.items()):
             found = unhidden(given)

@@ -99,6 +99,11 @@ class Row:
         """The kinds of memory there are."""
         return tuple(self._memory)
 
+    @property
+    def storages(self) -> list[int]:
+        """Addresses of all memory for state."""
+        return [memory.untyped_storage().data_ptr() for memory in self._memory.values()]
+
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):  # it is updated later, outside of any
             made = torch.zeros(self.elements, dtype=dtype, device="cpu")
