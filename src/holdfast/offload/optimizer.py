@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
+from holdfast.offload.clipping import Clipped, clip
 from holdfast.offload.gradients import Gradients
 from holdfast.offload.grouping import find_groups
 from holdfast.offload.kernels import Kernel
@@ -78,8 +79,8 @@ class HybridOptimizer(Optimizer):
         self._hooks: list[Any] = []
         self.broken_off = ""
         """Why its parameters and state are no state of any step: an update broke off half-way."""
-        self._factor: torch.Tensor | None = None
-        """What the next step multiplies gradients by: they were clipped."""
+        self._clipped: Clipped | None = None
+        """What the next step multiplies gradients by."""
         self._placing = Placing(kernel, options)
         super().__init__(params, defaults)
         self.register_state_dict_pre_hook(_refuse_broken)
@@ -182,15 +183,15 @@ class HybridOptimizer(Optimizer):
         """As torch.nn.utils.clip_grad_norm_ on all its parameters, with no gradient sent again.
 
         The next step clips them where it uses them, in the same arithmetic; the gradients
-        themselves stay. Returns their norm before.
+        themselves stay, unless this is called twice. Call it last before the step: those that
+        are written to, or made anew, in between are not clipped. Returns their norm before.
         """
         gradients = [
             p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        self._factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if self._clipped is not None:
+            self._clipped.apply(gradients)
+        norm, self._clipped = clip(gradients, max_norm, norm_type)
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,7 +221,7 @@ class HybridOptimizer(Optimizer):
         return loss
 
     def _forget(self) -> None:
-        self._factor = None
+        self._clipped = None
         if self._gradients is not None:
             self._gradients.forget()
 
@@ -269,10 +270,9 @@ class HybridOptimizer(Optimizer):
         lanes, gradients = self._started()
         host, device, slots = self._placing.ready(self.param_groups, lanes, places)
         due: dict[Place, Due] = {}
-        update = Update(
-            lanes, self._kernel, self.param_groups, due,
-            Scales(self._factor, getattr(self, "grad_scale", None)), self._placing.learn,
-        )  # fmt: skip
+        factor = None if self._clipped is None else self._clipped.factor
+        scales = Scales(factor, getattr(self, "grad_scale", None))
+        update = Update(lanes, self._kernel, self.param_groups, due, scales, self._placing.learn)
         self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
         try:
             for place in places:
@@ -316,13 +316,15 @@ class HybridOptimizer(Optimizer):
         row, _ = self._places[place.parameter]
         group = self.param_groups[row.group]
         gradient = place.gradient
-        assert gradient is not None
+        whole = place.parameter.grad
+        assert gradient is not None and whole is not None
+        is_clipped = self._clipped is not None and self._clipped.has(whole)
         kinds = self._kernel.kinds(group)
         state = self.state[place.parameter]
         is_first = begin_state(row, place, state, kinds, self._kernel.counts_steps, _seen(place))
         if not state:
             del self.state[place.parameter]
-        return Due(place.flat(gradient), is_first, state.get("step"))
+        return Due(place.flat(gradient), is_first, is_clipped, state.get("step"))
 
     def _count(self, due: list[Due], steps: list[torch.Tensor], device: torch.device) -> None:
         torch._foreach_add_(steps, 1)

@@ -31,6 +31,7 @@ class Due:
     gradient: torch.Tensor
     """On the device, in the order of the row."""
     is_first: bool
+    is_clipped: bool = False
     step: torch.Tensor | None = None
     step_there: torch.Tensor | None = None
     """The same number on the device."""
@@ -43,7 +44,7 @@ class Scales:
     """What becomes of gradients first, as tensors of one number; None: nothing."""
 
     factor: torch.Tensor | None = None
-    """They are multiplied by this, and rounded to their own dtype: they were clipped."""
+    """Those clipped are multiplied by this, and rounded to their own dtype."""
     divisor: torch.Tensor | None = None
     """Then, in FP32, they are divided by that: they were scaled."""
 
@@ -156,13 +157,14 @@ class Update:
                 for kind in (MASTER, "transfer", *self.kernel.kinds(group))
             }
             masters, transfer = parts.pop(MASTER), parts.pop("transfer")
-            if scales.factor is not None:
-                torch._foreach_mul_(transfer, scales.factor)
+            due = [self._due(subgroup, batch.spans[number]) for number in which]
+            clipped = [n for n, one in enumerate(due) if one.is_clipped]
+            if scales.factor is not None and clipped:
+                torch._foreach_mul_(_pick(transfer, clipped), scales.factor)
             gradients = transfer
             if not row.is_wide:
                 gradients = _pick(self._cast_room(batch), which)
                 torch._foreach_copy_(gradients, transfer)
-            due = [self._due(subgroup, batch.spans[number]) for number in which]
             steps = [one.step for one in due if one.step is not None]
             given = Tensors(masters, gradients, parts, steps, scales.divisor)
             self.kernel.update(group, given, is_first=is_first)
@@ -229,8 +231,11 @@ class Update:
             gradients = [
                 due.gradient[span.start : span.stop] for due, span in zip(given, spans, strict=True)
             ]
-            if self.scales.factor is not None:  # what the user sees of them stays
-                gradients = list(torch._foreach_mul(gradients, self.scales.factor))
+            clipped = [n for n, due in enumerate(given) if due.is_clipped]
+            if self.scales.factor is not None and clipped:  # what the user sees of them stays
+                made = torch._foreach_mul(_pick(gradients, clipped), self.scales.factor)
+                for number, one in zip(clipped, made, strict=True):
+                    gradients[number] = one
             if not row.is_wide:
                 room = parts("gradient")
                 torch._foreach_copy_(room, gradients)
