@@ -42,8 +42,8 @@ def begin_state(
                 row.flat(kind, place).zero_()
         elif not is_ours(row, place, given, kind):
             put(row, place, kind, given)
-    if counts and isinstance(state.get("step"), torch.Tensor):
-        state["step"] = _count(state["step"])
+    if counts and "step" in state:
+        state["step"] = _count(place, state["step"])
     make_state(row, place, state, kinds, counts)
     if seen != place.seen or not (row.is_wide or has_master):
         follow_parameter(row, place, keep=has_master)
@@ -93,9 +93,10 @@ def follow_parameter(row: Row, place: Place, *, keep: bool) -> None:
         master.copy_(parameter)
 
 
-def _count(step: torch.Tensor) -> torch.Tensor:
-    is_ours = step.device.type == "cpu" and step.dtype == torch.float32
-    return step if is_ours else step.to("cpu", torch.float32)
+def _count(place: Place, step: Any) -> torch.Tensor:
+    if isinstance(step, torch.Tensor) and step.device.type == "cpu" and step.dtype == torch.float32:
+        return step
+    return torch.tensor(count_of(place, step), dtype=torch.float32, device="cpu")
 
 
 def _names(row: Row, kinds: Sequence[str]) -> tuple[str, ...]:
