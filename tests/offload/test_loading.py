@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import holdfast
 import hybrids
 from holdfast.offload import HybridAdamW
 
@@ -95,3 +97,57 @@ def test_options_that_an_older_torch_did_not_write_are_the_defaults() -> None:
     hybrids.train(*here, range(2, 4))
     hybrids.train(*there, range(2, 4))
     assert hybrids.differences(here, there) == []
+
+
+@pytest.mark.parametrize("step", [2, 2.0, torch.tensor(2), torch.tensor([2.0]).squeeze().double()])
+def test_a_number_of_steps_put_there_by_others_is_taken(step: Any) -> None:
+    one, other = ours(), ours()
+    hybrids.train(*one, range(2))
+    hybrids.train(*other, range(2))
+    for state in one[1].state.values():
+        state["step"] = step
+    hybrids.train(*one, range(2, 4))
+    hybrids.train(*other, range(2, 4))
+    assert hybrids.differences(one, other) == []
+
+
+def test_steps_that_are_no_number_are_refused_before_the_update() -> None:
+    model, optimizer = ours()
+    hybrids.train(model, optimizer, range(1))
+    last = optimizer.param_groups[1]["params"][-1]
+    kept = optimizer.state[last]["step"]
+    optimizer.state[last]["step"] = "one"
+    hybrids.loss_of(model, 1).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match="'step' given for parameter 2 of group 1 is no number"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.state[last]["step"] = kept
+    optimizer.step()
+
+
+def test_a_snapshot_under_way_is_waited_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(6)))
+    optimizer = HybridAdamW(model.parameters(), 1e-3)
+
+    def train() -> None:
+        model(torch.ones(2, 700)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    given = copy.deepcopy(optimizer.state_dict())
+    for state in given["state"].values():
+        state["exp_avg"].fill_(9.0)
+    train()
+    was = {name: optimizer.state[p]["exp_avg"].clone() for name, p in model.named_parameters()}
+    with holdfast.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as checkpointer:
+        handle = checkpointer.save(1, durable=True)
+        optimizer.load_state_dict(given)
+        handle.wait_durable(timeout_s=60)
+    other = nn.Sequential(*(nn.Linear(700, 700) for _ in range(6)))
+    restored = torch.optim.AdamW(other.parameters())
+    holdfast.load(tmp_path, {"model": other, "optimizer": restored})
+    for name, parameter in other.named_parameters():
+        assert torch.equal(restored.state[parameter]["exp_avg"], was[name])

@@ -27,6 +27,7 @@ from holdfast.offload.placing import Placing
 from holdfast.offload.rows import MASTER, Place, Row, check_parameter
 from holdfast.offload.states import begin_state, make_state
 from holdfast.offload.update import Due, Scales, Update
+from holdfast.snapshot.opened import fence_all
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
@@ -356,8 +357,10 @@ class HybridOptimizer(Optimizer):
 
         Masters that are not in it are what the parameters are when the next step is taken: load
         those before it. ValueError for state that does not fit; then nothing was changed.
+        A snapshot under way is waited for, as before a step: state is put where it is taken from.
         """
         self._find_groups()
+        fence_all()
         # Last of all such hooks: torch would cast the state to the parameters' dtype and device.
         fit = Fitting(self._places, lambda group: self._kernel.kinds({**self.defaults, **group}))
         hook = self.register_load_state_dict_pre_hook(
