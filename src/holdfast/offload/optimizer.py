@@ -17,14 +17,17 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
+from holdfast.offload.clipping import Clipped, clip
 from holdfast.offload.gradients import Gradients
+from holdfast.offload.grouping import find_groups
 from holdfast.offload.kernels import Kernel
 from holdfast.offload.lanes import Lanes, make_lanes
-from holdfast.offload.loading import hide_from_casts, load_state, unhidden
+from holdfast.offload.loading import Fitting, hide_from_casts, load_state, unhidden
 from holdfast.offload.placing import Placing
 from holdfast.offload.rows import MASTER, Place, Row, check_parameter
 from holdfast.offload.states import begin_state, make_state
 from holdfast.offload.update import Due, Scales, Update
+from holdfast.snapshot.opened import fence_all
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 
@@ -72,12 +75,16 @@ class HybridOptimizer(Optimizer):
         self._places: dict[torch.Tensor, tuple[Row, Place]] = {}
         self._lanes: Lanes | None = None
         self._gradients: Gradients | None = None
+        self._numbered: list[int] = []
+        """The groups as rows have their numbers."""
         self._hooks: list[Any] = []
-        self._broken = ""
-        self._factor: torch.Tensor | None = None
-        """What the next step multiplies gradients by: they were clipped."""
+        self.broken_off = ""
+        """Why its parameters and state are no state of any step: an update broke off half-way."""
+        self._clipped: Clipped | None = None
+        """What the next step multiplies gradients by."""
         self._placing = Placing(kernel, options)
         super().__init__(params, defaults)
+        self.register_state_dict_pre_hook(_refuse_broken)
 
     # ── what it is for ───────────────────────────────────────────────────────────────────
 
@@ -114,8 +121,10 @@ class HybridOptimizer(Optimizer):
         for kind in (MASTER, *self._kernel.kinds(self.param_groups[row.group])):
             row.memory(kind)
         for place in row.places:
+            is_new = place.parameter not in self._places  # else it was in a group taken out since
             self._places[place.parameter] = row, place
-            self._watch(place)
+            if is_new:
+                self._watch(place)
         if self._gradients is not None:
             self._gradients.forget()
         self._placing.add(row)
@@ -175,22 +184,20 @@ class HybridOptimizer(Optimizer):
         """As torch.nn.utils.clip_grad_norm_ on all its parameters, with no gradient sent again.
 
         The next step clips them where it uses them, in the same arithmetic; the gradients
-        themselves stay. Returns their norm before.
+        themselves stay, unless this is called twice. Call it last before the step: those that
+        are written to, or made anew, in between are not clipped. Returns their norm before.
         """
         gradients = [
             p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
-        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        self._factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if self._clipped is not None:
+            self._clipped.apply(gradients)
+        norm, self._clipped = clip(gradients, max_norm, norm_type)
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and what was sent of them."""
-        self._factor = None
-        if self._gradients is not None:
-            self._gradients.forget()
+        self._forget()
         super().zero_grad(set_to_none)
 
     # ── the step ─────────────────────────────────────────────────────────────────────────
@@ -206,32 +213,33 @@ class HybridOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._broken:
-            raise UsageError(
-                f"an update of this {type(self).__name__} broke off ({self._broken}), and some of "
-                "its parameters have it and some not: make it anew and restore a checkpoint"
-            )
+        _refuse_broken(self)
         places = self._with_gradient()
         found_inf = getattr(self, "found_inf", None)  # a gradient scaler sets it for the step
         if places and not (found_inf is not None and bool(found_inf.item())):
             self._update(places)
-        self._factor = None
+        self._forget()
+        return loss
+
+    def _forget(self) -> None:
+        self._clipped = None
         if self._gradients is not None:
             self._gradients.forget()
-        return loss
 
     def _with_gradient(self) -> list[Place]:
         found = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                place = self._places[parameter][1]
-                problem = self._problem(place, place.gradient)
-                if problem:
-                    raise UsageError(f"{place.name} {problem}")
-                found.append(place)
+        for place in self._find_groups():
+            if place.parameter.grad is None:
+                continue
+            problem = self._problem(place, place.gradient)
+            if problem:
+                raise UsageError(f"{place.name} {problem}")
+            found.append(place)
         return found
+
+    def _find_groups(self) -> list[Place]:
+        self._numbered = [id(group) for group in self.param_groups]
+        return find_groups(type(self).__name__, self.param_groups, self._places)
 
     def _problem(self, place: Place, gradient: torch.Tensor | None) -> str:
         """Why a parameter cannot be updated with its gradient, in words; "" if it can."""
@@ -262,35 +270,64 @@ class HybridOptimizer(Optimizer):
     def _update(self, places: list[Place]) -> None:
         lanes, gradients = self._started()
         host, device, slots = self._placing.ready(self.param_groups, lanes, places)
-        due = {place: self._due(place) for place in places}
+        due: dict[Place, Due] = {}
+        factor = None if self._clipped is None else self._clipped.factor
+        scales = Scales(factor, getattr(self, "grad_scale", None))
+        update = Update(lanes, self._kernel, self.param_groups, due, scales, self._placing.learn)
+        self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
         try:
-            if self._kernel.counts_steps:
-                self._count(list(due.values()), lanes.device)
+            for place in places:
+                update.had[place] = tuple(self.state[place.parameter])
+                due[place] = self._due(place)
             self._bring(due, gradients)
-            Update(
-                lanes, self._kernel, self.param_groups, due,
-                Scales(self._factor, getattr(self, "grad_scale", None)), self._placing.learn,
-            ).run(host, device, slots)  # fmt: skip
+            if self._kernel.counts_steps:
+                update.steps = [one.step for one in due.values() if one.step is not None]
+                update.steps_before = update.steps[0].item()
+                self._count(list(due.values()), update.steps, lanes.device)
+            update.run(host, device, slots)
         except BaseException as error:
-            self._broken = f"{type(error).__name__}: {error}"
+            self._settle(update, f"{type(error).__name__}: {error}")
             raise
-        for place in places:
+        self._end(due)
+
+    def _end(self, due: Mapping[Place, Due]) -> None:
+        """All is updated."""
+        for place in due:
             place.seen = _seen(place)
+        self.broken_off = ""
+
+    def _settle(self, update: Update, why: str) -> None:
+        """What an update is that raised: none at all, or a whole one, or a part of one."""
+        self.broken_off = why
+        if update.is_complete:
+            self._end(update.due)
+            self._forget()
+        elif not update.has_begun:
+            if update.steps and update.steps[0].item() != update.steps_before:
+                torch._foreach_sub_(update.steps, 1)
+            for place, had in update.had.items():  # else a first update is none when tried again
+                state = self.state[place.parameter]
+                for kind in state.keys() - had:
+                    del state[kind]
+                if not state:
+                    del self.state[place.parameter]
+            self.broken_off = ""
 
     def _due(self, place: Place) -> Due:
         row, _ = self._places[place.parameter]
         group = self.param_groups[row.group]
         gradient = place.gradient
-        assert gradient is not None
+        whole = place.parameter.grad
+        assert gradient is not None and whole is not None
+        is_clipped = self._clipped is not None and self._clipped.has(whole)
         kinds = self._kernel.kinds(group)
         state = self.state[place.parameter]
         is_first = begin_state(row, place, state, kinds, self._kernel.counts_steps, _seen(place))
         if not state:
             del self.state[place.parameter]
-        return Due(place.flat(gradient), is_first, state.get("step"))
+        return Due(place.flat(gradient), is_first, is_clipped, state.get("step"))
 
-    def _count(self, due: list[Due], device: torch.device) -> None:
-        steps = [one.step for one in due if one.step is not None]
+    def _count(self, due: list[Due], steps: list[torch.Tensor], device: torch.device) -> None:
         torch._foreach_add_(steps, 1)
         there = torch.stack(steps).to(device, non_blocking=True).unbind()
         for one, step in zip(due, there, strict=True):
@@ -309,6 +346,8 @@ class HybridOptimizer(Optimizer):
 
     def make_state(self, parameter: torch.Tensor) -> None:
         """Give a parameter all the state it will have, so that a restore reads into it."""
+        if self._numbered != [id(group) for group in self.param_groups]:
+            self._find_groups()
         row, place = self._places[parameter]
         kinds = self._kernel.kinds(self.param_groups[row.group])
         make_state(row, place, self.state[parameter], kinds, self._kernel.counts_steps)
@@ -317,10 +356,16 @@ class HybridOptimizer(Optimizer):
         """Take the state of this optimizer, or of the one of torch that it stands for.
 
         Masters that are not in it are what the parameters are when the next step is taken: load
-        those before it.
+        those before it. ValueError for state that does not fit; then nothing was changed.
+        A snapshot under way is waited for, as before a step: state is put where it is taken from.
         """
+        self._find_groups()
+        fence_all()
         # Last of all such hooks: torch would cast the state to the parameters' dtype and device.
-        hook = self.register_load_state_dict_pre_hook(lambda _, given: hide_from_casts(given))
+        fit = Fitting(self._places, lambda group: self._kernel.kinds({**self.defaults, **group}))
+        hook = self.register_load_state_dict_pre_hook(
+            lambda _, given: hide_from_casts(fit.fitting(given, self.param_groups))
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -330,6 +375,10 @@ class HybridOptimizer(Optimizer):
         if "_places" not in self.__dict__:
             raise UsageError(_NOT_COPIED.format(type(self).__name__))
         super().__setstate__(state)
+        for group in self.param_groups:  # those of an older torch lack some
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self._find_groups()
         for parameter, given in list(self.state.items()):
             found = unhidden(given)
             if found is not None and parameter in self._places:
@@ -345,6 +394,14 @@ _NOT_COPIED = (
     "a {} is bound to its parameters' memory on the host and cannot be pickled or copied: "
     "make another, and give it the state_dict() of this one"
 )
+
+
+def _refuse_broken(optimizer: Any) -> None:
+    if optimizer.broken_off:
+        raise UsageError(
+            f"an update of this {type(optimizer).__name__} broke off ({optimizer.broken_off}), and "
+            "some of its parameters have it and some not: make it anew and restore a checkpoint"
+        )
 
 
 def _seen(place: Place) -> tuple[int, int]:

@@ -69,7 +69,10 @@ class Place:
 
 
 class Row:
-    """Parameters of the group with this number, of one dtype, and the memory for their state."""
+    """Parameters of one group, of one dtype, and the memory for their state.
+
+    ``group`` is its number, as it was when last looked for.
+    """
 
     def __init__(self, places: Sequence[Place], group: int, *, is_pinned: bool) -> None:
         self.places, self.group = tuple(places), group
@@ -95,6 +98,11 @@ class Row:
     def kinds(self) -> tuple[str, ...]:
         """The kinds of memory there are."""
         return tuple(self._memory)
+
+    @property
+    def storages(self) -> list[int]:
+        """Addresses of all memory for state."""
+        return [memory.untyped_storage().data_ptr() for memory in self._memory.values()]
 
     def _allocate(self, dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False):  # it is updated later, outside of any

@@ -20,7 +20,7 @@ State = dict[str, Any]
 def make_state(row: Row, place: Place, state: State, kinds: Sequence[str], counts: bool) -> None:
     """Give it every tensor it will have, as views of the row."""
     for kind in _names(row, kinds):
-        if not _is_ours(row, place, state.get(kind), kind):
+        if not is_ours(row, place, state.get(kind), kind):
             state[kind] = row.state(kind, place)
     if counts and "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
@@ -40,10 +40,10 @@ def begin_state(
         if given is None:
             if kind != MASTER:
                 row.flat(kind, place).zero_()
-        elif not _is_ours(row, place, given, kind):
+        elif not is_ours(row, place, given, kind):
             put(row, place, kind, given)
-    if counts and isinstance(state.get("step"), torch.Tensor):
-        state["step"] = _count(state["step"])
+    if counts and "step" in state:
+        state["step"] = _count(place, state["step"])
     make_state(row, place, state, kinds, counts)
     if seen != place.seen or not (row.is_wide or has_master):
         follow_parameter(row, place, keep=has_master)
@@ -52,13 +52,34 @@ def begin_state(
 
 def put(row: Row, place: Place, kind: str, given: torch.Tensor) -> None:
     """Copy a state tensor that is shaped as the parameter into its row."""
+    check_given(place, kind, given)
+    into = torch.as_strided(row.memory(kind), place.shape, place.stride, place.start)
+    into.copy_(local_of(given))
+
+
+def check_given(place: Place, kind: str, given: torch.Tensor) -> None:
+    """ValueError for a state tensor that is not shaped as its parameter, or no dense real one."""
     local = local_of(given)
     if tuple(local.shape) != place.shape:
         raise ValueError(
             f"the state {kind!r} given for {place.name} has the shape {list(local.shape)} here, "
             f"its parameter {list(place.shape)}"
         )
-    torch.as_strided(row.memory(kind), place.shape, place.stride, place.start).copy_(local)
+    if local.is_complex() or local.is_quantized or local.layout is not torch.strided:
+        raise ValueError(
+            f"the state {kind!r} given for {place.name} is {local.dtype} of the layout "
+            f"{local.layout}: dense real numbers are needed"
+        )
+
+
+def count_of(place: Place, given: Any) -> float:
+    """How many steps were taken. ValueError for what is no number."""
+    if isinstance(given, torch.Tensor) and given.numel() == 1 and not given.is_complex():
+        return float(given.item())
+    if isinstance(given, (int, float)):
+        return float(given)
+    what = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else f"{given!r:.60}"
+    raise ValueError(f"the state 'step' given for {place.name} is no number: {what}")
 
 
 def follow_parameter(row: Row, place: Place, *, keep: bool) -> None:
@@ -72,9 +93,10 @@ def follow_parameter(row: Row, place: Place, *, keep: bool) -> None:
         master.copy_(parameter)
 
 
-def _count(step: torch.Tensor) -> torch.Tensor:
-    is_ours = step.device.type == "cpu" and step.dtype == torch.float32
-    return step if is_ours else step.to("cpu", torch.float32)
+def _count(place: Place, step: Any) -> torch.Tensor:
+    if isinstance(step, torch.Tensor) and step.device.type == "cpu" and step.dtype == torch.float32:
+        return step
+    return torch.tensor(count_of(place, step), dtype=torch.float32, device="cpu")
 
 
 def _names(row: Row, kinds: Sequence[str]) -> tuple[str, ...]:
@@ -82,7 +104,8 @@ def _names(row: Row, kinds: Sequence[str]) -> tuple[str, ...]:
     return tuple(kinds) if row.is_wide else (MASTER, *kinds)
 
 
-def _is_ours(row: Row, place: Place, given: Any, kind: str) -> bool:
+def is_ours(row: Row, place: Place, given: Any, kind: str) -> bool:
+    """Whether it is the view of the row that a parameter's state of this kind is."""
     if not isinstance(given, torch.Tensor):
         return False
     local = local_of(given)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,7 @@ class Due:
     gradient: torch.Tensor
     """On the device, in the order of the row."""
     is_first: bool
+    is_clipped: bool = False
     step: torch.Tensor | None = None
     step_there: torch.Tensor | None = None
     """The same number on the device."""
@@ -42,7 +44,7 @@ class Scales:
     """What becomes of gradients first, as tensors of one number; None: nothing."""
 
     factor: torch.Tensor | None = None
-    """They are multiplied by this, and rounded to their own dtype: they were clipped."""
+    """Those clipped are multiplied by this, and rounded to their own dtype."""
     divisor: torch.Tensor | None = None
     """Then, in FP32, they are divided by that: they were scaled."""
 
@@ -78,6 +80,15 @@ class Update:
     """Of the gradients on the device."""
     spent: Spent
     _marks: list[Mark] = field(default_factory=list)
+    had: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    """What was in each parameter's state before."""
+    steps: list[torch.Tensor] = field(default_factory=list)
+    """Which are counted, once the first is not ``steps_before`` any more."""
+    steps_before: float = 0.0
+    has_begun: bool = False
+    """Whether anything may have been updated."""
+    is_complete: bool = False
+    """Whether everything was, and all memory is final: ``run`` may have been interrupted yet."""
     _visible: list[Mark] = field(default_factory=list)
     """Behind new parameters: what is computed next comes behind them."""
     _scratch: torch.Tensor | None = None
@@ -86,20 +97,30 @@ class Update:
         self, host: Sequence[Subgroup], device: Sequence[Subgroup], slots: Sequence[Slot]
     ) -> None:
         """Update these subgroups, in this order on each side; all memory is final on return."""
+        is_given = False
         try:
             begin = self.lanes.now()
             scales = self.scales.on_host()
+            self.has_begun = True
             for number, subgroup in enumerate(device):
                 self._on_device(subgroup, slots[number % len(slots)], begin)
             for subgroup in host:
                 self._on_host(subgroup, scales, begin)
-            for mark in self._marks:
-                mark.wait()
-            for mark in self._visible:
-                self.lanes.follow(mark)
+            is_given = True
+            self._finish()
         except BaseException:
             self._drain()
+            if is_given:
+                with suppress(Exception):  # it is the first error that is raised
+                    self._finish()
             raise
+
+    def _finish(self) -> None:
+        for mark in self._marks:
+            mark.wait()
+        for mark in self._visible:
+            self.lanes.follow(mark)
+        self.is_complete = True
 
     def _drain(self) -> None:
         """Until no lane writes anywhere any more, whatever they raise."""
@@ -136,13 +157,14 @@ class Update:
                 for kind in (MASTER, "transfer", *self.kernel.kinds(group))
             }
             masters, transfer = parts.pop(MASTER), parts.pop("transfer")
-            if scales.factor is not None:
-                torch._foreach_mul_(transfer, scales.factor)
+            due = [self._due(subgroup, batch.spans[number]) for number in which]
+            clipped = [n for n, one in enumerate(due) if one.is_clipped]
+            if scales.factor is not None and clipped:
+                torch._foreach_mul_(_pick(transfer, clipped), scales.factor)
             gradients = transfer
             if not row.is_wide:
                 gradients = _pick(self._cast_room(batch), which)
                 torch._foreach_copy_(gradients, transfer)
-            due = [self._due(subgroup, batch.spans[number]) for number in which]
             steps = [one.step for one in due if one.step is not None]
             given = Tensors(masters, gradients, parts, steps, scales.divisor)
             self.kernel.update(group, given, is_first=is_first)
@@ -209,8 +231,11 @@ class Update:
             gradients = [
                 due.gradient[span.start : span.stop] for due, span in zip(given, spans, strict=True)
             ]
-            if self.scales.factor is not None:  # what the user sees of them stays
-                gradients = list(torch._foreach_mul(gradients, self.scales.factor))
+            clipped = [n for n, due in enumerate(given) if due.is_clipped]
+            if self.scales.factor is not None and clipped:  # what the user sees of them stays
+                made = torch._foreach_mul(_pick(gradients, clipped), self.scales.factor)
+                for number, one in zip(clipped, made, strict=True):
+                    gradients[number] = one
             if not row.is_wide:
                 room = parts("gradient")
                 torch._foreach_copy_(room, gradients)

@@ -37,8 +37,8 @@ def _end_captures() -> None:
         each.end_capture(timeout_s=_AT_EXIT_S)
 
 
-def _fence_all(*_: object) -> None:
-    """Before any torch optimizer of this process steps: nothing is overtaken.
+def fence_all(*_: object) -> None:
+    """Before any torch optimizer of this process steps, or has state put in: nothing is overtaken.
 
     The hook is the global one: it also sees optimizers that were not handed over but share
     parameters, and it survives pickling and copying of an optimizer.
@@ -47,6 +47,6 @@ def _fence_all(*_: object) -> None:
         each.fence()
 
 
-register_optimizer_step_pre_hook(_fence_all)
+register_optimizer_step_pre_hook(fence_all)
 # A forked child (a data loader's worker) has neither the capture thread nor anything to fence.
 os.register_at_fork(after_in_child=opened.clear)

@@ -82,6 +82,8 @@ class Describer:
     def describe(self) -> Description:
         """The state as it is now. UnsupportedState names what cannot be stored."""
         objects = sort_objects(self.state)
+        for key, optimizer in objects.optimizers.items():
+            optimizers.check_whole(key, optimizer)
         return self._describe_again(objects) or self._describe_anew(objects)
 
     def _describe_again(self, objects: Objects) -> Description | None:

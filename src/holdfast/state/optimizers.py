@@ -60,6 +60,21 @@ def check_storable(key: str, optimizer: Optimizer) -> None:
             )
 
 
+def check_whole(key: str, optimizer: Optimizer) -> None:
+    """UnsupportedState for an optimizer that says that an update of it broke off half-way.
+
+    ``broken_off``: an attribute of those that know; why it did, or "".
+    """
+    why = getattr(optimizer, "broken_off", "")
+    if why:
+        raise UnsupportedState(
+            f"an update of {key!r} broke off ({why}): some of its parameters have it and some not, "
+            "which is the state of no step. Restore a checkpoint into a model and an optimizer "
+            "made anew",
+            where=key,
+        )
+
+
 def named(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
     """The optimizer's parameters by name; UnsupportedState for one that no module owns."""
     found: dict[str, torch.Tensor] = {}

@@ -1,0 +1,113 @@
+"""An update that raised: it was none, or a whole one, or nothing goes on from it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import holdfast
+import hybrids
+from holdfast.errors import UnsupportedState, UsageError
+from holdfast.offload import HybridAdamW, HybridSGD, kernels
+from holdfast.offload.lanes import ThreadMark
+from holdfast.offload.optimizer import HybridOptimizer
+
+SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
+
+
+def adamw(model: nn.Module) -> HybridAdamW:
+    return HybridAdamW(model.parameters(), 1e-2, **SMALL)
+
+
+def sgd(model: nn.Module) -> HybridSGD:
+    return HybridSGD(model.parameters(), 1e-2, momentum=0.9, dampening=0.5, **SMALL)
+
+
+def test_half_an_update_is_neither_saved_nor_given_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = hybrids.tiny()
+    optimizer = adamw(model)
+    hybrids.train(model, optimizer, range(1))
+    state = {"model": model, "optimizer": optimizer}
+    real = kernels._fused_adamw
+    calls = []
+
+    def failing(*args: Any, **options: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise RuntimeError("the third call")
+        real(*args, **options)
+
+    with holdfast.Checkpointer(tmp_path, state) as checkpointer:
+        checkpointer.save(0, durable=True).wait_durable(timeout_s=60)
+        hybrids.loss_of(model, 1).backward()
+        monkeypatch.setattr(kernels, "_fused_adamw", failing)
+        with pytest.raises(RuntimeError, match="the third call"):
+            optimizer.step()
+        with pytest.raises(UnsupportedState, match=r"'optimizer' broke off .RuntimeError: the"):
+            checkpointer.save(1, durable=True)
+    with pytest.raises(UsageError, match=r"HybridAdamW broke off .RuntimeError: the third call"):
+        optimizer.state_dict()
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize("after", [0, 2])
+def test_an_update_interrupted_when_its_work_was_all_given_is_a_whole_one(
+    make: Any, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ((model, make(model)) for model in (hybrids.tiny(), hybrids.tiny()))
+    hybrids.train(*other, range(3))
+    hybrids.train(*one, range(2))
+    hybrids.loss_of(one[0], 2).backward()
+    waits = []
+
+    def wait(mark: ThreadMark) -> None:
+        if threading.current_thread() is threading.main_thread():
+            waits.append(1)
+            if len(waits) == after + 1:
+                raise KeyboardInterrupt
+        mark.future.result()
+
+    monkeypatch.setattr(ThreadMark, "wait", wait)
+    with pytest.raises(KeyboardInterrupt):
+        one[1].step()
+    monkeypatch.undo()
+    one[1].zero_grad()
+    assert not one[1].broken_off
+    assert hybrids.differences(one, other) == []
+    hybrids.train(*one, range(3, 5))
+    hybrids.train(*other, range(3, 5))
+    assert hybrids.differences(one, other) == []
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("where", ["_bring", "_count"])
+def test_an_update_interrupted_before_it_began_is_none(
+    make: Any, steps_before: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ((model, make(model)) for model in (hybrids.tiny(), hybrids.tiny()))
+    for pair in (one, other):
+        hybrids.train(*pair, range(steps_before))
+        hybrids.loss_of(pair[0], 7).backward()
+    if where == "_count" and make is sgd:
+        where = "_due"
+    real = getattr(HybridOptimizer, where)
+
+    def interrupted(*args: Any) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HybridOptimizer, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one[1].step()
+    monkeypatch.undo()
+    assert hybrids.differences(one, other) == []
+    one[1].step()
+    other[1].step()
+    assert hybrids.differences(one, other) == []
