@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -136,6 +137,40 @@ def test_masters_are_compared_with_their_parameters_only_where_those_were_change
         parameters[1].mul_(2)
     hybrids.train(model, optimizer, range(3, 6))
     assert len(followed) == len(parameters) + 1 and followed[-1] is parameters[1]
+
+
+def _by_data(parameter: torch.Tensor) -> None:
+    parameter.data.clamp_(-0.01, 0.01)
+
+
+def _by_another_optimizer(parameter: torch.Tensor) -> None:
+    torch.optim.SGD([parameter], 0.5, fused=True).step()
+
+
+def _by_new_memory(parameter: torch.Tensor) -> None:
+    for _ in range(2):  # the second is apt to get the memory that the first gave back
+        parameter.data = parameter.data * 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [_by_data, _by_another_optimizer, _by_new_memory])
+def test_parameters_that_others_change_behind_versions_stay_changed(
+    change: Callable[[torch.Tensor], None], dtype: torch.dtype
+) -> None:
+    here, there = ours(dtype), ours(dtype)
+    for step in range(3):
+        for model, optimizer in (here, there):
+            hybrids.loss_of(model, step).backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                change(parameter)
+                if model is there[0]:  # told
+                    parameter.data = parameter.data.clone()
+                    optimizer._places[parameter][1].seen = ()
+            optimizer.zero_grad()
+    hybrids.train(*here, range(3, 4))
+    hybrids.train(*there, range(3, 4))
+    assert hybrids.differences(here, there) == []
 
 
 def test_digits_below_16_bits_are_kept_where_the_parameter_did_not_change() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
@@ -74,6 +76,36 @@ def test_a_gpt_under_fsdp2_is_updated_as_by_torch_and_goes_on_in_any_world(
     assert run_ranks(2, _same_as_torch, str(tmp_path)) == [[], []]
     for world in (1, 2, 3):
         assert run_ranks(world, _resume, str(tmp_path)) == [[]] * world
+
+
+def _inputs(step: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+
+
+def _changed_by_others(rank: int, world: int) -> list[str]:
+    """In place, as a DTensor: its own version moves, and that of its local tensor does not."""
+    mesh = init_device_mesh("cpu", (world,))
+    models = []
+    for make in (HybridAdamW, partial(torch.optim.AdamW, fused=True)):
+        model = fully_shard(hybrids.tiny(seed=3), mesh=mesh)
+        optimizer = make(model.parameters(), 1e-3)
+        for step in range(3):
+            model(_inputs(step * world + rank, 3, 33)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+        models.append((model, optimizer))
+    return hybrids.differences(models[0], models[1])
+
+
+def _on_meshes(rank: int, world: int) -> list[str]:
+    return _changed_by_others(rank, world)
+
+
+def test_parameters_changed_in_place_on_a_mesh_stay_changed() -> None:
+    assert run_ranks(2, _on_meshes) == [[], []]
 
 
 def _ddp(rank: int, world: int, options: dict[str, Any], early: bool | None) -> list[str]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
+from holdfast.offload.checksums import changed, note
 from holdfast.offload.gradients import Gradients
 from holdfast.offload.kernels import Kernel
 from holdfast.offload.lanes import Lanes, make_lanes
@@ -262,7 +263,8 @@ class HybridOptimizer(Optimizer):
     def _update(self, places: list[Place]) -> None:
         lanes, gradients = self._started()
         host, device, slots = self._placing.ready(self.param_groups, lanes, places)
-        due = {place: self._due(place) for place in places}
+        others = changed(places)
+        due = {place: self._due(place, is_changed=place in others) for place in places}
         try:
             if self._kernel.counts_steps:
                 self._count(list(due.values()), lanes.device)
@@ -275,16 +277,16 @@ class HybridOptimizer(Optimizer):
             self._broken = f"{type(error).__name__}: {error}"
             raise
         for place in places:
-            place.seen = _seen(place)
+            note(place)
 
-    def _due(self, place: Place) -> Due:
+    def _due(self, place: Place, *, is_changed: bool) -> Due:
         row, _ = self._places[place.parameter]
         group = self.param_groups[row.group]
         gradient = place.gradient
         assert gradient is not None
         kinds = self._kernel.kinds(group)
         state = self.state[place.parameter]
-        is_first = begin_state(row, place, state, kinds, self._kernel.counts_steps, _seen(place))
+        is_first = begin_state(row, place, state, kinds, self._kernel.counts_steps, is_changed)
         if not state:
             del self.state[place.parameter]
         return Due(place.flat(gradient), is_first, state.get("step"))
@@ -345,8 +347,3 @@ _NOT_COPIED = (
     "a {} is bound to its parameters' memory on the host and cannot be pickled or copied: "
     "make another, and give it the state_dict() of this one"
 )
-
-
-def _seen(place: Place) -> tuple[int, int]:
-    local = place.local
-    return local.data_ptr(), local._version

@@ -38,8 +38,10 @@ class Place:
     shape: tuple[int, ...] = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     size: int = field(init=False)
-    seen: tuple[int, int] = (-1, -1)
-    """Address and version of the parameter when its master was last known to be its own."""
+    seen: tuple[int, ...] = ()
+    """Address and versions of the parameter when its master was last known to be its own."""
+    bits: torch.Tensor | None = None
+    """The checksum of its elements then."""
 
     def __post_init__(self) -> None:
         local = local_of(self.parameter)
