@@ -41,11 +41,10 @@ class Gradients:
         self.sent_again = 0
         """How many gradients had changed after they were sent, all in all."""
 
-    def send(self, row: Row, place: Place, ranges: Sequence[Range]) -> Mark:
-        """Begin to copy these parts of a gradient as it is now."""
+    def send(self, row: Row, place: Place, flat: torch.Tensor, ranges: Sequence[Range]) -> Mark:
+        """Begin to copy these parts of a gradient, ``flat``, as it is now."""
         gradient, local = place.parameter.grad, place.gradient
         assert gradient is not None and local is not None
-        flat = place.flat(local)
         bits = _bits(flat)
         into = row.transfer[place.start : place.start + place.size]
 

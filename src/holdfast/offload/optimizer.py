@@ -23,7 +23,7 @@ from holdfast.offload.kernels import Kernel
 from holdfast.offload.lanes import Lanes, make_lanes
 from holdfast.offload.loading import hide_from_casts, load_state, unhidden
 from holdfast.offload.placing import Placing
-from holdfast.offload.rows import MASTER, Place, Row, check_parameter
+from holdfast.offload.rows import MASTER, Place, Row, check_parameter, mesh_problem
 from holdfast.offload.states import begin_state, make_state
 from holdfast.offload.update import Due, Scales, Update
 
@@ -154,13 +154,15 @@ class HybridOptimizer(Optimizer):
     def _send_early(self, parameter: torch.Tensor) -> None:
         row, place = self._places[parameter]
         gradient = place.gradient
-        if gradient is None or self._problem(place, gradient) or not self._is_early(parameter):
+        if gradient is None or self._problem(place, gradient) or not self._is_early(place):
             return
         ranges = self._placing.on_host(place)
         if ranges:
-            self._started()[1].send(row, place, ranges)
+            self._started()[1].send(row, place, place.flat(gradient), ranges)
 
-    def _is_early(self, parameter: torch.Tensor) -> bool:
+    def _is_early(self, place: Place) -> bool:
+        if not place.is_reduced:
+            return False
         wanted = self._options.get("early_gradients")
         if wanted is not None:
             return wanted
@@ -168,6 +170,7 @@ class HybridOptimizer(Optimizer):
             return True
         # A plain one may be averaged over the ranks yet, by DDP; a sharded one was, where its mesh
         # is of all ranks.
+        parameter = place.parameter
         ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
         return ranks == dist.get_world_size()
 
@@ -212,16 +215,17 @@ class HybridOptimizer(Optimizer):
                 f"an update of this {type(self).__name__} broke off ({self._broken}), and some of "
                 "its parameters have it and some not: make it anew and restore a checkpoint"
             )
-        places = self._with_gradient()
+        gradients = self._with_gradient()
         found_inf = getattr(self, "found_inf", None)  # a gradient scaler sets it for the step
-        if places and not (found_inf is not None and bool(found_inf.item())):
-            self._update(places)
+        if gradients and not (found_inf is not None and bool(found_inf.item())):
+            self._update(gradients)
         self._factor = None
         if self._gradients is not None:
             self._gradients.forget()
         return loss
 
-    def _with_gradient(self) -> list[Place]:
+    def _with_gradient(self) -> dict[Place, torch.Tensor]:
+        """The parameters to be updated, with this rank's elements of their gradients."""
         found = []
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -232,12 +236,14 @@ class HybridOptimizer(Optimizer):
                 if problem:
                     raise UsageError(f"{place.name} {problem}")
                 found.append(place)
-        return found
+        return {place: place.reduced() for place in found}  # in the same order on all ranks
 
     def _problem(self, place: Place, gradient: torch.Tensor | None) -> str:
         """Why a parameter cannot be updated with its gradient, in words; "" if it can."""
         local, row = place.local, self._places[place.parameter][0]
         assert gradient is not None
+        if problem := mesh_problem(place):
+            return problem
         if gradient.layout is not torch.strided:
             return (
                 f"has a gradient of the layout {gradient.layout}: {type(self).__name__} updates "
@@ -260,11 +266,15 @@ class HybridOptimizer(Optimizer):
             )
         return ""
 
-    def _update(self, places: list[Place]) -> None:
+    def _update(self, found: Mapping[Place, torch.Tensor]) -> None:
+        places = list(found)
         lanes, gradients = self._started()
         host, device, slots = self._placing.ready(self.param_groups, lanes, places)
         others = changed(places)
-        due = {place: self._due(place, is_changed=place in others) for place in places}
+        due = {
+            place: self._due(place, gradient, is_changed=place in others)
+            for place, gradient in found.items()
+        }
         try:
             if self._kernel.counts_steps:
                 self._count(list(due.values()), lanes.device)
@@ -279,11 +289,9 @@ class HybridOptimizer(Optimizer):
         for place in places:
             note(place)
 
-    def _due(self, place: Place, *, is_changed: bool) -> Due:
+    def _due(self, place: Place, gradient: torch.Tensor, *, is_changed: bool) -> Due:
         row, _ = self._places[place.parameter]
         group = self.param_groups[row.group]
-        gradient = place.gradient
-        assert gradient is not None
         kinds = self._kernel.kinds(group)
         state = self.state[place.parameter]
         is_first = begin_state(row, place, state, kinds, self._kernel.counts_steps, is_changed)
@@ -305,7 +313,7 @@ class HybridOptimizer(Optimizer):
         for place, found in ranges.items():
             mark = marks.get(place)
             row = self._places[place.parameter][0]
-            due[place].arrival = mark or gradients.send(row, place, found)
+            due[place].arrival = mark or gradients.send(row, place, due[place].gradient, found)
 
     # ── its state ────────────────────────────────────────────────────────────────────────
 

@@ -58,6 +58,23 @@ class Place:
         found = self.parameter.grad
         return None if found is None else local_of(found)
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the gradient is laid out over the ranks as the parameter is."""
+        parameter, gradient = self.parameter, self.parameter.grad
+        if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
+            return True
+        return gradient.placements == parameter.placements
+
+    def reduced(self) -> torch.Tensor:
+        """This rank's elements of the gradient, laid out so: all ranks have to ask for it."""
+        parameter, gradient = self.parameter, self.parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and not self.is_reduced:
+            found: torch.Tensor = gradient.redistribute(placements=parameter.placements).to_local()
+            return found
+        assert gradient is not None
+        return local_of(gradient)
+
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """All elements of the parameter, or of what is shaped as it, in the order they lie here."""
         if not self.size:
@@ -200,6 +217,22 @@ def check_parameter(place: Place, device: torch.device | None) -> None:
         problem = "has gaps in its memory, or elements that share it: make it contiguous first"
     if problem:
         raise UsageError(f"{name} {problem}")
+
+
+def mesh_problem(place: Place) -> str:
+    """Why a parameter's gradient is no gradient of it on its mesh, in words; "" if it is one."""
+    parameter, gradient = place.parameter, place.parameter.grad
+    if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
+        kinds = [
+            "DTensor" if isinstance(one, DTensor) else "plain tensor"
+            for one in (parameter, gradient)
+        ]
+        return f"is a {kinds[0]}, its gradient a {kinds[1]}: they have to be alike"
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        meshes = parameter.device_mesh, gradient.device_mesh
+        if meshes[0] != meshes[1]:
+            return f"is on {meshes[0]}, its gradient on {meshes[1]}: they have to be on the same"
+    return ""
 
 
 def _strides(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
