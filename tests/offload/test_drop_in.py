@@ -265,13 +265,19 @@ def test_clipping_is_forgotten_with_the_gradients() -> None:
     assert hybrids.differences(one, other) == []
 
 
-def test_gradients_changed_behind_versions_are_noticed() -> None:
+@pytest.mark.parametrize("how", ["mul_", "neg_", "turned"])
+def test_gradients_changed_behind_versions_are_noticed(how: str) -> None:
     here, there = ours(device_share=0.0), theirs()
     for model, optimizer in (here, there):
         hybrids.loss_of(model, 0).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad.data.mul_(0.5)
+            if how == "mul_":
+                parameter.grad.data.mul_(0.5)
+            elif how == "neg_":  # with as many negative as positive the sum stays
+                parameter.grad.data.neg_()
+            else:
+                parameter.grad.data.copy_(parameter.grad.flip(0))
         optimizer.step()
         optimizer.zero_grad()
     assert hybrids.differences(here, there) == []
