@@ -259,6 +259,12 @@ class HybridOptimizer(Optimizer):
                 f"has the shape {list(local.shape)} here now, and had {list(place.shape)} when the "
                 "optimizer was made: shard the module first, then make the optimizer"
             )
+        if not place.lies_so(local):
+            return (
+                f"lies in memory with the strides {list(local.stride())} now, and with "
+                f"{list(place.stride)} when the optimizer was made: convert the module to its "
+                "memory format first, then make the optimizer"
+            )
         if gradient.dtype != local.dtype or gradient.device != local.device:
             return (
                 f"is {local.dtype} on {local.device}, its gradient {gradient.dtype} on "

@@ -75,11 +75,24 @@ class Place:
         assert gradient is not None
         return local_of(gradient)
 
+    def lies_so(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements are in memory in the order they have in the row."""
+        return not self.size or (
+            _strides(tensor.shape, tensor.stride()) == _strides(self.shape, self.stride)
+        )
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The parameter's memory itself, to be written to, in the order of the row."""
+        local = self.local
+        assert self.lies_so(local), "what is written to a copy is lost"
+        return self.flat(local)
+
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All elements of the parameter, or of what is shaped as it, in the order they lie here."""
+        """All elements of what is shaped as the parameter in the order of the row; maybe a copy."""
         if not self.size:
             return tensor.reshape(-1)
-        if _strides(tensor.shape, tensor.stride()) != _strides(self.shape, self.stride):
+        if not self.lies_so(tensor):
             there = torch.empty_strided(
                 self.shape, self.stride, dtype=tensor.dtype, device=tensor.device
             )
