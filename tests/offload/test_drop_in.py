@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -402,6 +404,30 @@ def test_it_is_collected_and_its_hooks_do_nothing_then() -> None:
     gc.collect()
     assert gone() is None
     hybrids.loss_of(model, 1).backward()
+    for parameter in model.parameters():
+        assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+FORKS = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from holdfast.offload import HybridAdamW
+parameter = torch.nn.Parameter(torch.ones(40))
+optimizer = HybridAdamW([parameter], 0.1, threads=1)
+parameter.sum().backward()
+optimizer.step()
+if os.fork() == 0:
+    signal.alarm(30)
+    before = parameter.detach().clone()
+    optimizer.step()
+    os._exit(int(torch.equal(before, parameter)))
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_forked_process_steps_with_threads_of_its_own() -> None:
+    assert subprocess.run([sys.executable, "-c", FORKS], timeout=60, check=False).returncode == 0
 
 
 def test_it_cannot_be_copied() -> None:

@@ -7,6 +7,7 @@ See docs/design/0010-hybrid-optimizer.md.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
@@ -78,6 +79,8 @@ class HybridOptimizer(Optimizer):
         self._factor: torch.Tensor | None = None
         """What the next step multiplies gradients by: they were clipped."""
         self._placing = Placing(kernel, options)
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        _LIVING.add(self)
         super().__init__(params, defaults)
 
     # ── what it is for ───────────────────────────────────────────────────────────────────
@@ -356,6 +359,22 @@ class HybridOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(_NOT_COPIED.format(type(self).__name__))
 
+
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+#: Threads do not live on in a forked process, and it would wait for them forever.
+_LIVING: weakref.WeakSet[HybridOptimizer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for optimizer in _LIVING:
+        optimizer._lanes = optimizer._gradients = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 _NOT_COPIED = (
     "a {} is bound to its parameters' memory on the host and cannot be pickled or copied: "
