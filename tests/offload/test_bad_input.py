@@ -58,6 +58,19 @@ def test_a_parameter_of_another_shape_is_refused() -> None:
         optimizer.step()
 
 
+def test_a_parameter_whose_elements_lie_in_another_order_is_refused() -> None:
+    model = nn.Conv2d(3, 8, 3)
+    optimizer = HybridAdamW(model.named_parameters())
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
+    with pytest.raises(UsageError, match=r"weight lies in memory with the strides \[27, 1, 9, 3\]"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
+
+
 def test_unknown_options_and_impossible_ones_are_refused() -> None:
     parameters = [nn.Parameter(torch.ones(4))]
     unknown: dict[str, Any] = {"fused": True}

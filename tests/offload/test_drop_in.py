@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -138,6 +141,40 @@ def test_masters_are_compared_with_their_parameters_only_where_those_were_change
     assert len(followed) == len(parameters) + 1 and followed[-1] is parameters[1]
 
 
+def _by_data(parameter: torch.Tensor) -> None:
+    parameter.data.clamp_(-0.01, 0.01)
+
+
+def _by_another_optimizer(parameter: torch.Tensor) -> None:
+    torch.optim.SGD([parameter], 0.5, fused=True).step()
+
+
+def _by_new_memory(parameter: torch.Tensor) -> None:
+    for _ in range(2):  # the second is apt to get the memory that the first gave back
+        parameter.data = parameter.data * 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("change", [_by_data, _by_another_optimizer, _by_new_memory])
+def test_parameters_that_others_change_behind_versions_stay_changed(
+    change: Callable[[torch.Tensor], None], dtype: torch.dtype
+) -> None:
+    here, there = ours(dtype), ours(dtype)
+    for step in range(3):
+        for model, optimizer in (here, there):
+            hybrids.loss_of(model, step).backward()
+            optimizer.step()
+            for parameter in model.parameters():
+                change(parameter)
+                if model is there[0]:  # told
+                    parameter.data = parameter.data.clone()
+                    optimizer._places[parameter][1].seen = ()
+            optimizer.zero_grad()
+    hybrids.train(*here, range(3, 4))
+    hybrids.train(*there, range(3, 4))
+    assert hybrids.differences(here, there) == []
+
+
 def test_digits_below_16_bits_are_kept_where_the_parameter_did_not_change() -> None:
     model, optimizer = ours(torch.bfloat16)
     hybrids.train(model, optimizer, range(3))
@@ -230,13 +267,19 @@ def test_clipping_is_forgotten_with_the_gradients() -> None:
     assert hybrids.differences(one, other) == []
 
 
-def test_gradients_changed_behind_versions_are_noticed() -> None:
+@pytest.mark.parametrize("how", ["mul_", "neg_", "turned"])
+def test_gradients_changed_behind_versions_are_noticed(how: str) -> None:
     here, there = ours(device_share=0.0), theirs()
     for model, optimizer in (here, there):
         hybrids.loss_of(model, 0).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
-            parameter.grad.data.mul_(0.5)
+            if how == "mul_":
+                parameter.grad.data.mul_(0.5)
+            elif how == "neg_":  # with as many negative as positive the sum stays
+                parameter.grad.data.neg_()
+            else:
+                parameter.grad.data.copy_(parameter.grad.flip(0))
         optimizer.step()
         optimizer.zero_grad()
     assert hybrids.differences(here, there) == []
@@ -361,6 +404,30 @@ def test_it_is_collected_and_its_hooks_do_nothing_then() -> None:
     gc.collect()
     assert gone() is None
     hybrids.loss_of(model, 1).backward()
+    for parameter in model.parameters():
+        assert not getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+FORKS = """
+import os, signal, sys
+import torch
+torch.set_num_threads(1)
+from holdfast.offload import HybridAdamW
+parameter = torch.nn.Parameter(torch.ones(40))
+optimizer = HybridAdamW([parameter], 0.1, threads=1)
+parameter.sum().backward()
+optimizer.step()
+if os.fork() == 0:
+    signal.alarm(30)
+    before = parameter.detach().clone()
+    optimizer.step()
+    os._exit(int(torch.equal(before, parameter)))
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def test_a_forked_process_steps_with_threads_of_its_own() -> None:
+    assert subprocess.run([sys.executable, "-c", FORKS], timeout=60, check=False).returncode == 0
 
 
 def test_it_cannot_be_copied() -> None:

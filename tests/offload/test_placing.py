@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import hybrids
 from holdfast.offload import HybridAdamW, placing
@@ -33,6 +34,15 @@ def test_on_a_cpu_all_is_on_the_host_unless_told_otherwise() -> None:
     optimizer = HybridAdamW(model.parameters(), subgroup_elements=700)
     schedule = optimizer._placing.schedule
     assert schedule is not None and schedule.share == 0.0
+
+
+def test_a_rank_without_elements_has_nothing_to_measure() -> None:
+    parameter = nn.Parameter(torch.ones(0, 4))
+    optimizer = HybridAdamW([parameter])
+    optimizer._placing._set(None)  # as on a GPU before the first step
+    parameter.grad = torch.ones(0, 4)
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 1
 
 
 def test_another_schedule_at_every_step_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

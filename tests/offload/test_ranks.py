@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 import hybrids
 from holdfast.demo.model import make_model
+from holdfast.errors import UsageError
 from holdfast.offload import HybridAdamW
 from launch import run_ranks
 
@@ -74,6 +85,99 @@ def test_a_gpt_under_fsdp2_is_updated_as_by_torch_and_goes_on_in_any_world(
     assert run_ranks(2, _same_as_torch, str(tmp_path)) == [[], []]
     for world in (1, 2, 3):
         assert run_ranks(world, _resume, str(tmp_path)) == [[]] * world
+
+
+MAKES: tuple[Any, ...] = (HybridAdamW, partial(torch.optim.AdamW, fused=True))
+
+
+def _inputs(step: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(step))
+
+
+def _changed_by_others(rank: int, world: int) -> list[str]:
+    """In place, as a DTensor: its own version moves, and that of its local tensor does not."""
+    mesh = init_device_mesh("cpu", (world,))
+    models = []
+    for make in MAKES:
+        model = hybrids.tiny(seed=3)
+        fully_shard(model, mesh=mesh)
+        optimizer = make(model.parameters(), 1e-3)
+        for step in range(3):
+            model(_inputs(step * world + rank, 3, 33)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.05, 0.05)
+        models.append((model, optimizer))
+    return hybrids.differences(models[0], models[1])
+
+
+def _sequence_parallel(rank: int, world: int) -> list[str]:
+    """The gradients of norms come as partial sums."""
+    mesh = init_device_mesh("cpu", (world,))
+    plan = {
+        "0": SequenceParallel(),
+        "1": ColwiseParallel(input_layouts=Shard(1)),
+        "2": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    models = []
+    for make in MAKES:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8))
+        parallelize_module(model, mesh, plan)
+        if make is not HybridAdamW:  # torch steps on sums that nobody made
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(_reduce)
+        optimizer = make(model.parameters(), 1e-2)
+        for step in range(3):
+            x = _inputs(step, 2, 4 * world, 8)[:, rank * 4 : rank * 4 + 4]
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append((model, optimizer))
+    return hybrids.differences(models[0], models[1])
+
+
+def _reduce(parameter: torch.Tensor) -> None:
+    assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+    parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world,))
+    placed = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    plain = nn.Parameter(torch.ones(4))
+    found = []
+    other = init_device_mesh("cpu", (world, 1))
+    for parameter, gradient, said in (
+        (placed, torch.ones(4), "is a DTensor, its gradient a plain tensor"),
+        (plain, placed.detach(), "is a plain tensor, its gradient a DTensor"),
+        (placed, distribute_tensor(torch.ones(4), other, [Replicate()] * 2), "its gradient on"),
+    ):
+        optimizer = HybridAdamW([parameter])
+        try:
+            parameter.grad = gradient
+        except (TypeError, RuntimeError) as error:
+            found.append(f"torch: {error}")
+            continue
+        try:
+            optimizer.step()
+            found.append(f"not refused: {said}")
+        except UsageError as error:
+            if said not in str(error):
+                found.append(str(error))
+    return found
+
+
+def _on_meshes(rank: int, world: int) -> list[str]:
+    return [
+        *_changed_by_others(rank, world), *_sequence_parallel(rank, world), *_refused(rank, world)
+    ]  # fmt: skip
+
+
+def test_parameters_on_a_mesh_follow_others_and_their_gradients_are_reduced() -> None:
+    assert run_ranks(2, _on_meshes) == [[], []]
 
 
 def _ddp(rank: int, world: int, options: dict[str, Any], early: bool | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 A gradient is copied as soon as it is complete. Whatever changes it afterwards, clipping, a scaler,
 the next micro-batch, an average over ranks, shows by its version or, as writes through ``.data``
-and some of torch's own kernels move none, by the sum of its bits; it is then copied once more.
+and some of torch's own kernels move none, by a checksum of its bits; it is then copied once more.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from holdfast.offload.checksums import checksum
 from holdfast.offload.lanes import Lanes, Mark
 from holdfast.offload.rows import Place, Row
 
 #: Elements of a parameter: from, to.
 Range = tuple[int, int]
-_BITS = {4: torch.int32, 2: torch.int16}
 
 
 @dataclass(slots=True)
@@ -41,12 +41,11 @@ class Gradients:
         self.sent_again = 0
         """How many gradients had changed after they were sent, all in all."""
 
-    def send(self, row: Row, place: Place, ranges: Sequence[Range]) -> Mark:
-        """Begin to copy these parts of a gradient as it is now."""
+    def send(self, row: Row, place: Place, flat: torch.Tensor, ranges: Sequence[Range]) -> Mark:
+        """Begin to copy these parts of a gradient, ``flat``, as it is now."""
         gradient, local = place.parameter.grad, place.gradient
         assert gradient is not None and local is not None
-        flat = place.flat(local)
-        bits = _bits(flat)
+        bits = checksum(flat)
         into = row.transfer[place.start : place.start + place.size]
 
         def copy() -> None:
@@ -63,7 +62,7 @@ class Gradients:
         if not same:
             return {}
         before = torch.stack([self._sent[place].bits for place in same])
-        now = torch.stack([_bits(place.flat(_local(place))) for place in same])
+        now = torch.stack([checksum(place.flat(_local(place))) for place in same])
         are_same = (before == now).tolist()
         self.sent_again += are_same.count(False)
         return {
@@ -91,8 +90,3 @@ def _local(place: Place) -> torch.Tensor:
     found = place.gradient
     assert found is not None
     return found
-
-
-def _bits(flat: torch.Tensor) -> torch.Tensor:
-    """One number of all bits: whole numbers, so that the order in which they are added is none."""
-    return flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)

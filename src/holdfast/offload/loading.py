@@ -102,5 +102,5 @@ def load_state(
             state[kind] = row.state(kind, place)
         elif value is not None:
             state[kind] = value
-    place.seen = (-1, -1)
+    place.seen = ()
     return state

@@ -7,6 +7,7 @@ See docs/design/0010-hybrid-optimizer.md.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypedDict
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
+from holdfast.offload.checksums import changed, note
 from holdfast.offload.clipping import Clipped, clip
 from holdfast.offload.gradients import Gradients
 from holdfast.offload.grouping import find_groups
@@ -24,7 +26,7 @@ from holdfast.offload.kernels import Kernel
 from holdfast.offload.lanes import Lanes, make_lanes
 from holdfast.offload.loading import Fitting, hide_from_casts, load_state, unhidden
 from holdfast.offload.placing import Placing
-from holdfast.offload.rows import MASTER, Place, Row, check_parameter
+from holdfast.offload.rows import MASTER, Place, Row, check_parameter, mesh_problem
 from holdfast.offload.states import begin_state, make_state
 from holdfast.offload.update import Due, Scales, Update
 from holdfast.snapshot.opened import fence_all
@@ -83,6 +85,8 @@ class HybridOptimizer(Optimizer):
         self._clipped: Clipped | None = None
         """What the next step multiplies gradients by."""
         self._placing = Placing(kernel, options)
+        weakref.finalize(self, _remove, self._hooks).atexit = False
+        _LIVING.add(self)
         super().__init__(params, defaults)
         self.register_state_dict_pre_hook(_refuse_broken)
 
@@ -162,13 +166,15 @@ class HybridOptimizer(Optimizer):
     def _send_early(self, parameter: torch.Tensor) -> None:
         row, place = self._places[parameter]
         gradient = place.gradient
-        if gradient is None or self._problem(place, gradient) or not self._is_early(parameter):
+        if gradient is None or self._problem(place, gradient) or not self._is_early(place):
             return
         ranges = self._placing.on_host(place)
         if ranges:
-            self._started()[1].send(row, place, ranges)
+            self._started()[1].send(row, place, place.flat(gradient), ranges)
 
-    def _is_early(self, parameter: torch.Tensor) -> bool:
+    def _is_early(self, place: Place) -> bool:
+        if not place.is_reduced:
+            return False
         wanted = self._options.get("early_gradients")
         if wanted is not None:
             return wanted
@@ -176,6 +182,7 @@ class HybridOptimizer(Optimizer):
             return True
         # A plain one may be averaged over the ranks yet, by DDP; a sharded one was, where its mesh
         # is of all ranks.
+        parameter = place.parameter
         ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
         return ranks == dist.get_world_size()
 
@@ -214,10 +221,10 @@ class HybridOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         _refuse_broken(self)
-        places = self._with_gradient()
+        gradients = self._with_gradient()
         found_inf = getattr(self, "found_inf", None)  # a gradient scaler sets it for the step
-        if places and not (found_inf is not None and bool(found_inf.item())):
-            self._update(places)
+        if gradients and not (found_inf is not None and bool(found_inf.item())):
+            self._update(gradients)
         self._forget()
         return loss
 
@@ -226,7 +233,8 @@ class HybridOptimizer(Optimizer):
         if self._gradients is not None:
             self._gradients.forget()
 
-    def _with_gradient(self) -> list[Place]:
+    def _with_gradient(self) -> dict[Place, torch.Tensor]:
+        """The parameters to be updated, with this rank's elements of their gradients."""
         found = []
         for place in self._find_groups():
             if place.parameter.grad is None:
@@ -235,7 +243,7 @@ class HybridOptimizer(Optimizer):
             if problem:
                 raise UsageError(f"{place.name} {problem}")
             found.append(place)
-        return found
+        return {place: place.reduced() for place in found}  # in the same order on all ranks
 
     def _find_groups(self) -> list[Place]:
         self._numbered = [id(group) for group in self.param_groups]
@@ -245,6 +253,8 @@ class HybridOptimizer(Optimizer):
         """Why a parameter cannot be updated with its gradient, in words; "" if it can."""
         local, row = place.local, self._places[place.parameter][0]
         assert gradient is not None
+        if problem := mesh_problem(place):
+            return problem
         if gradient.layout is not torch.strided:
             return (
                 f"has a gradient of the layout {gradient.layout}: {type(self).__name__} updates "
@@ -260,6 +270,12 @@ class HybridOptimizer(Optimizer):
                 f"has the shape {list(local.shape)} here now, and had {list(place.shape)} when the "
                 "optimizer was made: shard the module first, then make the optimizer"
             )
+        if not place.lies_so(local):
+            return (
+                f"lies in memory with the strides {list(local.stride())} now, and with "
+                f"{list(place.stride)} when the optimizer was made: convert the module to its "
+                "memory format first, then make the optimizer"
+            )
         if gradient.dtype != local.dtype or gradient.device != local.device:
             return (
                 f"is {local.dtype} on {local.device}, its gradient {gradient.dtype} on "
@@ -267,18 +283,20 @@ class HybridOptimizer(Optimizer):
             )
         return ""
 
-    def _update(self, places: list[Place]) -> None:
+    def _update(self, found: Mapping[Place, torch.Tensor]) -> None:
+        places = list(found)
         lanes, gradients = self._started()
         host, device, slots = self._placing.ready(self.param_groups, lanes, places)
+        others = changed(places)
         due: dict[Place, Due] = {}
         factor = None if self._clipped is None else self._clipped.factor
         scales = Scales(factor, getattr(self, "grad_scale", None))
         update = Update(lanes, self._kernel, self.param_groups, due, scales, self._placing.learn)
         self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
         try:
-            for place in places:
+            for place, gradient in found.items():
                 update.had[place] = tuple(self.state[place.parameter])
-                due[place] = self._due(place)
+                due[place] = self._due(place, gradient, is_changed=place in others)
             self._bring(due, gradients)
             if self._kernel.counts_steps:
                 update.steps = [one.step for one in due.values() if one.step is not None]
@@ -293,7 +311,7 @@ class HybridOptimizer(Optimizer):
     def _end(self, due: Mapping[Place, Due]) -> None:
         """All is updated."""
         for place in due:
-            place.seen = _seen(place)
+            note(place)
         self.broken_off = ""
 
     def _settle(self, update: Update, why: str) -> None:
@@ -313,16 +331,15 @@ class HybridOptimizer(Optimizer):
                     del self.state[place.parameter]
             self.broken_off = ""
 
-    def _due(self, place: Place) -> Due:
+    def _due(self, place: Place, gradient: torch.Tensor, *, is_changed: bool) -> Due:
         row, _ = self._places[place.parameter]
         group = self.param_groups[row.group]
-        gradient = place.gradient
         whole = place.parameter.grad
-        assert gradient is not None and whole is not None
+        assert whole is not None
         is_clipped = self._clipped is not None and self._clipped.has(whole)
         kinds = self._kernel.kinds(group)
         state = self.state[place.parameter]
-        is_first = begin_state(row, place, state, kinds, self._kernel.counts_steps, _seen(place))
+        is_first = begin_state(row, place, state, kinds, self._kernel.counts_steps, is_changed)
         if not state:
             del self.state[place.parameter]
         return Due(place.flat(gradient), is_first, is_clipped, state.get("step"))
@@ -340,7 +357,7 @@ class HybridOptimizer(Optimizer):
         for place, found in ranges.items():
             mark = marks.get(place)
             row = self._places[place.parameter][0]
-            due[place].arrival = mark or gradients.send(row, place, found)
+            due[place].arrival = mark or gradients.send(row, place, due[place].gradient, found)
 
     # ── its state ────────────────────────────────────────────────────────────────────────
 
@@ -390,6 +407,22 @@ class HybridOptimizer(Optimizer):
         raise UsageError(_NOT_COPIED.format(type(self).__name__))
 
 
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
+#: Threads do not live on in a forked process, and it would wait for them forever.
+_LIVING: weakref.WeakSet[HybridOptimizer] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for optimizer in _LIVING:
+        optimizer._lanes = optimizer._gradients = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 _NOT_COPIED = (
     "a {} is bound to its parameters' memory on the host and cannot be pickled or copied: "
     "make another, and give it the state_dict() of this one"
@@ -402,8 +435,3 @@ def _refuse_broken(optimizer: Any) -> None:
             f"an update of this {type(optimizer).__name__} broke off ({optimizer.broken_off}), and "
             "some of its parameters have it and some not: make it anew and restore a checkpoint"
         )
-
-
-def _seen(place: Place) -> tuple[int, int]:
-    local = place.local
-    return local.data_ptr(), local._version

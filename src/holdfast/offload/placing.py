@@ -100,7 +100,9 @@ class Placing:
         """By the rates as they are measured, where the share is not fixed."""
         self._steps += 1
         sizes = [subgroup.cut.size for subgroup in self.subgroups]
-        if self.schedule is None:
+        if self.schedule is None and not self.subgroups:
+            self._fix([])  # this rank has no elements
+        elif self.schedule is None:
             row = max((one.row for one in self.subgroups), key=lambda row: row.elements)
             if self.measured is None:
                 rates = measure(lanes, self._kernel, groups[row.group], row.dtype)

@@ -38,8 +38,10 @@ class Place:
     shape: tuple[int, ...] = field(init=False)
     stride: tuple[int, ...] = field(init=False)
     size: int = field(init=False)
-    seen: tuple[int, int] = (-1, -1)
-    """Address and version of the parameter when its master was last known to be its own."""
+    seen: tuple[int, ...] = ()
+    """Address and versions of the parameter when its master was last known to be its own."""
+    bits: torch.Tensor | None = None
+    """The checksum of its elements then."""
 
     def __post_init__(self) -> None:
         local = local_of(self.parameter)
@@ -56,11 +58,41 @@ class Place:
         found = self.parameter.grad
         return None if found is None else local_of(found)
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether the gradient is laid out over the ranks as the parameter is."""
+        parameter, gradient = self.parameter, self.parameter.grad
+        if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
+            return True
+        return gradient.placements == parameter.placements
+
+    def reduced(self) -> torch.Tensor:
+        """This rank's elements of the gradient, laid out so: all ranks have to ask for it."""
+        parameter, gradient = self.parameter, self.parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and not self.is_reduced:
+            found: torch.Tensor = gradient.redistribute(placements=parameter.placements).to_local()
+            return found
+        assert gradient is not None
+        return local_of(gradient)
+
+    def lies_so(self, tensor: torch.Tensor) -> bool:
+        """Whether its elements are in memory in the order they have in the row."""
+        return not self.size or (
+            _strides(tensor.shape, tensor.stride()) == _strides(self.shape, self.stride)
+        )
+
+    @property
+    def own(self) -> torch.Tensor:
+        """The parameter's memory itself, to be written to, in the order of the row."""
+        local = self.local
+        assert self.lies_so(local), "what is written to a copy is lost"
+        return self.flat(local)
+
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All elements of the parameter, or of what is shaped as it, in the order they lie here."""
+        """All elements of what is shaped as the parameter in the order of the row; maybe a copy."""
         if not self.size:
             return tensor.reshape(-1)
-        if _strides(tensor.shape, tensor.stride()) != _strides(self.shape, self.stride):
+        if not self.lies_so(tensor):
             there = torch.empty_strided(
                 self.shape, self.stride, dtype=tensor.dtype, device=tensor.device
             )
@@ -206,6 +238,22 @@ def check_parameter(place: Place, device: torch.device | None) -> None:
         problem = "has gaps in its memory, or elements that share it: make it contiguous first"
     if problem:
         raise UsageError(f"{name} {problem}")
+
+
+def mesh_problem(place: Place) -> str:
+    """Why a parameter's gradient is no gradient of it on its mesh, in words; "" if it is one."""
+    parameter, gradient = place.parameter, place.parameter.grad
+    if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
+        kinds = [
+            "DTensor" if isinstance(one, DTensor) else "plain tensor"
+            for one in (parameter, gradient)
+        ]
+        return f"is a {kinds[0]}, its gradient a {kinds[1]}: they have to be alike"
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        meshes = parameter.device_mesh, gradient.device_mesh
+        if meshes[0] != meshes[1]:
+            return f"is on {meshes[0]}, its gradient on {meshes[1]}: they have to be on the same"
+    return ""
 
 
 def _strides(shape: Sequence[int], stride: Sequence[int]) -> list[int]:

@@ -27,11 +27,12 @@ def make_state(row: Row, place: Place, state: State, kinds: Sequence[str], count
 
 
 def begin_state(
-    row: Row, place: Place, state: State, kinds: Sequence[str], counts: bool, seen: tuple[int, int]
+    row: Row, place: Place, state: State, kinds: Sequence[str], counts: bool, is_changed: bool
 ) -> bool:
     """See that a parameter's state is in its row, and its master true; whether this is its first.
 
     Tensors that others put in the state are copied, kinds that are missing begin at zero.
+    ``is_changed``: the parameter may not be what its master says.
     """
     is_first = any(kind not in state for kind in kinds)
     has_master = MASTER in state
@@ -45,7 +46,7 @@ def begin_state(
     if counts and "step" in state:
         state["step"] = _count(place, state["step"])
     make_state(row, place, state, kinds, counts)
-    if seen != place.seen or not (row.is_wide or has_master):
+    if is_changed or not (row.is_wide or has_master):
         follow_parameter(row, place, keep=has_master)
     return is_first
 

@@ -191,7 +191,7 @@ class Update:
 
         def copy() -> None:
             for span, place in self._spans(subgroup):
-                into = place.flat(place.local)[span.start : span.stop]
+                into = place.own[span.start : span.stop]
                 into.copy_(subgroup.part(source, span), non_blocking=True)
 
         return self.lanes.parameters.run(copy, after=[begin])
@@ -247,7 +247,7 @@ class Update:
                 is_first=is_first,
             )  # fmt: skip
         for span, place in self._spans(subgroup):
-            into = place.flat(place.local)[span.start : span.stop]
+            into = place.own[span.start : span.stop]
             into.copy_(subgroup.inside(slot.part(MASTER, size), span))
 
     # ── of what is due ───────────────────────────────────────────────────────────────────
