@@ -69,9 +69,9 @@ class Rank:
         )
         self.line.request(msgspec.structs.replace(message, **other), m.Done, timeout_s=30)
 
-    def join(self, n: int, *, persist_at_end: bool = False, nonce: str = NONCE) -> None:
+    def join(self, n: int, *, persist_at_end: bool = False, nonce: str = "") -> None:
         message = m.Join(
-            incarnation=n, nonce=nonce, rank=self.number, persist_at_end=persist_at_end
+            incarnation=n, nonce=nonce or NONCE, rank=self.number, persist_at_end=persist_at_end
         )
         self.line.request(message, m.Done, timeout_s=30)
         told = m.Table(hash=table_hash(self.table), data=self.table)

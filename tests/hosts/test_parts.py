@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -78,7 +79,7 @@ def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     (hand,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "b")]
     os.kill(hand, signal.SIGTERM)
     wait_for(lambda: hand not in keeper_pids(arena_dir), "the end of the hand", 20)
-    taken = socket.create_server(("127.0.0.1", run.table[1].port))  # the next one has another
+    taken = _take_port(run.table[1].port)  # the next one has another
     run.ranks[0].ask(3)
     skip = hear(run.ranks[0].heard, m.Skip)
     assert skip.step == 3 and skip.is_passing and "the keeper of b" in skip.reason
@@ -90,9 +91,9 @@ def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     inventory = run.ranks[0].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
     (slot,) = (h.slots[1] for h in inventory.generations if h.attempt == attempt)
     assert slot.port not in (0, run.table[1].port)
-    assert attempt in attempts_of(
-        Puller(SECRET, incarnation=run.n), Peer("b", "127.0.0.1", slot.port)
-    )
+    puller = Puller(SECRET, incarnation=run.n)
+    assert attempt in attempts_of(puller, Peer("b", "127.0.0.1", slot.port))
+    puller.close()
     taken.close()
     run.capture(4)
     run.end()
@@ -115,6 +116,19 @@ def test_all_ranks_leave_in_order_however_long_the_coordinator_takes_to_free_its
     for rank in run.ranks:
         rank.line.close()
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
+
+
+def _take_port(port: int) -> socket.socket:
+    """Listen there; a process that ends has no command line any more before its sockets close."""
+    found: list[socket.socket] = []
+
+    def is_free() -> bool:
+        with contextlib.suppress(OSError):
+            found.append(socket.create_server(("127.0.0.1", port)))
+        return bool(found)
+
+    wait_for(is_free, f"port {port}", 20)
+    return found[0]
 
 
 def _is_of(pid: int, host: str) -> bool:

@@ -99,8 +99,8 @@ def test_an_update_interrupted_before_it_began_is_none(
         where = "_due"
     real = getattr(HybridOptimizer, where)
 
-    def interrupted(*args: Any) -> None:
-        real(*args)
+    def interrupted(*args: Any, **options: Any) -> None:
+        real(*args, **options)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(HybridOptimizer, where, interrupted)
