@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 import signal
@@ -78,8 +77,8 @@ def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     attempt = run.capture(2)
     (hand,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "b")]
     os.kill(hand, signal.SIGTERM)
-    wait_for(lambda: hand not in keeper_pids(arena_dir), "the end of the hand", 20)
-    taken = _take_port(run.table[1].port)  # the next one has another
+    wait_for(lambda: _is_dead(hand), "the end of the hand", 20)
+    taken = socket.create_server(("127.0.0.1", run.table[1].port))  # the next one has another
     run.ranks[0].ask(3)
     skip = hear(run.ranks[0].heard, m.Skip)
     assert skip.step == 3 and skip.is_passing and "the keeper of b" in skip.reason
@@ -118,17 +117,13 @@ def test_all_ranks_leave_in_order_however_long_the_coordinator_takes_to_free_its
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
 
 
-def _take_port(port: int) -> socket.socket:
-    """Listen there; a process that ends has no command line any more before its sockets close."""
-    found: list[socket.socket] = []
-
-    def is_free() -> bool:
-        with contextlib.suppress(OSError):
-            found.append(socket.create_server(("127.0.0.1", port)))
-        return bool(found)
-
-    wait_for(is_free, f"port {port}", 20)
-    return found[0]
+def _is_dead(pid: int) -> bool:
+    """Its sockets are closed, too: the command line of a process that ends goes before them."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in "ZX"
 
 
 def _is_of(pid: int, host: str) -> bool:
@@ -228,7 +223,7 @@ def test_a_coordinator_that_was_not_there_learns_what_only_its_hands_know(
     _forget_incarnation("b", new.n)
     (hand,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "b")]
     os.kill(hand, signal.SIGKILL)
-    wait_for(lambda: hand not in keeper_pids(arena_dir), "the end of the hand", 20)
+    wait_for(lambda: _is_dead(hand), "the end of the hand", 20)
     new.ranks[2].connect()
     new.ranks[2].take_part(new.n, new.table)
     wait_for(lambda: new.n in incarnations_of("b"), "what its coordinator knows")
