@@ -73,13 +73,14 @@ def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
     plans = [msgpack.decode(each, type=tuple[bytes, bytes, bytes]) for each in told]
     _require_one_plan([plan for plan, _, _ in plans])
     refuse_unused([usage for _, usage, _ in plans])
-    hosts = hosts_of([msgspec.json.decode(h, type=HostFact) for _, _, h in plans], world.rank)
+    facts = [msgspec.json.decode(fact, type=HostFact) for _, _, fact in plans]
+    hosts = hosts_of(facts, world.rank, were_more=terms.parity > 0)
     opened = tell_all(world, "start: root", lambda: _open_root(store, terms), timeout_s=timeout_s)
     run_id = opened.decode()
     arena = arena_dir(run_id, host_id())
     place = Place(run_id, 0, world.nonce, world.rank, world.size)
     connect = partial(_connect, terms, arena, hosts)
-    parity = 0 if hosts is None else terms.parity
+    parity = terms.parity if hosts is not None and hosts.are_several else 0
     saver = Saver(describer, place, connect, _patience(timeout_s), parity=parity)
     request = partial(saver.request, timeout_s=timeout_s)
     offers = (
@@ -103,7 +104,7 @@ def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
         raise
     if hosts is not None:
         hosts.within_s = LATER_S
-    elif terms.parity and world.rank == 0:
+    if terms.parity > parity and world.rank == 0:
         emit(Warned(message=(
             f"parity={terms.parity}, and all ranks are on one host: it has nobody to keep its "
             "parity, only storage protects its snapshots"

@@ -113,3 +113,29 @@ def test_five_hosts_go_on_without_any_two_lost_at_random_moments(
             least = protected(root)[1]
             lose(lives, arena_dir, hosts, *draw.sample(hosts, draw.randint(1, 2)))
             completed = lives.end(5)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_of_two_hosts_either_goes_on_alone_from_memory(
+    tmp_path: Path, arena_dir: Path, lost: str
+) -> None:
+    root, hosts = tmp_path / "run", ("a", "b")
+    (left,) = {*hosts} - {lost}
+    with Lives(root, seed=34) as lives:
+        lives.start(2, 100_000, storage=100_000, hosts=hosts, options=PARITY)
+        lives.wait_restored(2)
+        wait_protected(lives, root, 1)
+        least = protected(root)[1]
+        lose(lives, arena_dir, hosts, lost)
+        completed = lives.end(2)
+        lives.start(1, 100_000, storage=100_000, hosts=(left,), options=PARITY)
+        step, source = lives.wait_restored(1)
+        assert source == "memory" and least <= step <= completed
+        # It takes snapshots again, and goes on from them once more.
+        lives.wait_progress(1, step + 20)
+        lives.kill([0])
+        completed = lives.end(1)
+        lives.start(1, 100_000, storage=100_000, hosts=(left,), options=PARITY)
+        again, source = lives.wait_restored(1)
+        assert source == "memory" and step + 15 <= again <= completed

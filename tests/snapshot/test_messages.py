@@ -29,6 +29,9 @@ def messages(kind: type[m.Message]) -> st.SearchStrategy[m.Message]:
     return st.from_type(kind)
 
 
+st.register_type_strategy(float, st.floats(allow_nan=False))  # not equal to itself
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 @settings(max_examples=20, suppress_health_check=[HealthCheck.filter_too_much])
 @given(seq=st.integers(0, 2**32), data=st.data())

@@ -149,7 +149,7 @@ class Coordinator(Granting):
         self.hosts = dict.fromkeys(range(world), 0)
         self.hosts |= {rank: n for n, host in enumerate(hosts) for rank in host.ranks}
         self.away = {n: host.id for n, host in enumerate(hosts) if n > 0}
-        if not self.away:
+        if not hosts:
             self.attempts.drop_parts()
             self.slots.drop_lost()
 

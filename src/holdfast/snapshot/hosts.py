@@ -78,6 +78,11 @@ class Hosts:
         """The name of this rank's host."""
         return self.table[self.own].id
 
+    @property
+    def are_several(self) -> bool:
+        """Whether there is another host than this one."""
+        return len(self.table) > 1
+
     def speaks_for(self, rank: int) -> bool:
         """Whether this rank is the one of its host that tells the keeper."""
         return rank == min(self.table[self.own].ranks)
@@ -157,15 +162,16 @@ class Hosts:
         return n
 
 
-def hosts_of(facts: Sequence[HostFact], rank: int) -> Hosts | None:
+def hosts_of(facts: Sequence[HostFact], rank: int, *, were_more: bool = False) -> Hosts | None:
     """The hosts of these ranks, in order of their lowest; None when all are on one.
 
+    ``were_more``: an earlier start may have been on several, whose memory this one has parity of.
     UsageError when there are several and one of them does not know how the others reach it.
     """
     ranks: dict[str, list[int]] = {}
     for number, fact in enumerate(facts):
         ranks.setdefault(fact.id, []).append(number)
-    if len(ranks) == 1:
+    if len(ranks) == 1 and not were_more:
         return None
     is_one_machine = len({fact.machine for fact in facts}) == 1
     table = []
