@@ -1,7 +1,7 @@
 """How long from captured to protected, beside plain sockets with the same bytes? Over loopback.
 
-``python benchmarks/exchange.py``, or ``--quick`` with 16 MB images. All members of a group are
-threads of one process, each with a server of its own, and exchange at once. The plain way sends the
+``python benchmarks/exchange.py``, or ``--quick`` with 16 MB images. Each member of a
+group is a process, as keepers are, and all exchange at once. The plain way sends the
 same ranges of the same files by ``sendfile`` and receives them with ``recv_into``, one connection
 for each column and each row, and does nothing with them. Parity is compared with a direct
 encoding before anything is timed.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import mmap
+import multiprocessing
 import os
 import shutil
 import socket
@@ -19,13 +20,15 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import harness
+import processes
 
 from holdfast.format.checksum import blocks, checksum, pack_table, text
 from holdfast.format.image import fill_in, plan_image
@@ -52,7 +55,7 @@ _ASKED = struct.Struct("<QQ")  # from, how many
 WAYS = ("holdfast", "plain")
 PLACE, TITLE = "## The keeper\n", "## From captured to protected\n"
 LEAD = (
-    "`python benchmarks/exchange.py`: all members of a group, in one process, make each other's\n"
+    "`python benchmarks/exchange.py`: all members of a group, a process each, make each other's\n"
     "parity over loopback, beside plain sockets with `sendfile` that move the same bytes.\n"
 )
 
@@ -95,155 +98,178 @@ def touched(size: int) -> memoryview:
 
 
 class Member:
-    """A keeper's part: its image, its memory, its server and its client."""
+    """A keeper's part, in a process of its own: its image, memory, server and client."""
 
     def __init__(self, directory: Path, number: int, size: int) -> None:
-        self.name, self.image = f"host-{number}", directory / f"{number}.image"
+        self.name, self.number = f"host-{number}", number
+        self.image = image_of(directory, number)
         self.fact = MemberFact(self.name, (make_image(self.image, number, size),))
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self.server: PeerServer = self._wait(self._serve(number))
-        self.puller = Puller(SECRET, incarnation=1, connections=1)
-        self.passing = directory / f"{number}.passing"
+        self._server: PeerServer = self._wait(self._serve())
+        self._puller = Puller(SECRET, incarnation=1)
+        self._directory = directory
+        self._plain_port = serve(self.image)
 
-    async def _serve(self, number: int) -> PeerServer:
+    async def _serve(self) -> PeerServer:
         server = PeerServer(SECRET, name=self.name, incarnation=1)
         server.offer_file(
-            image_path(ATTEMPT, number), self.image, offset_bytes=0,
+            image_path(ATTEMPT, self.number), self.image, offset_bytes=0,
             length_bytes=self.image.stat().st_size, generation=generation_name(GENERATION),
         )  # fmt: skip
-        self.peer = Peer(self.name, "127.0.0.1", await server.start("127.0.0.1"))
+        self._port = await server.start("127.0.0.1")
         return server
 
     def _wait(self, made: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(made, self._loop).result()
 
-    def make_room(self, terms: Terms) -> None:
-        """Memory for its parity."""
-        placement = terms.placement
-        kept = stored_by(placement, terms.number_of(self.name))
-        self.rows = {(one.stripe, one.row): touched(one.size_bytes) for one in kept}
-        size = passing_bytes(placement.parity)
-        self.passing.write_bytes(bytes(max(1, size)))
-        self.passing.chmod(0o600)
-        with self.passing.open("r+b") as file:
-            passing = memoryview(mmap.mmap(file.fileno(), max(1, size)))[:size]
-        staging = touched(staging_bytes(placement.columns))
-        self.room = Room(self.rows, staging, passing, self.passing)
-
     @property
-    def extra_bytes(self) -> int:
-        """All that it takes beside its image, for one generation."""
-        return sum(map(len, (*self.rows.values(), self.room.staging, self.room.passing)))
+    def told(self) -> tuple[MemberFact, Peer, int]:
+        """What the others must know."""
+        return self.fact, Peer(self.name, "127.0.0.1", self._port), self._plain_port
 
-    def close(self) -> None:
-        """End its server and its client."""
-        self.puller.close()
-        self._wait(self.server.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
+    def meet(self, terms: Terms, peers: Sequence[Peer], ports: Sequence[int]) -> int:
+        """Take memory for parity, and open the plain connections; how much memory."""
+        self._terms = terms
+        self._peers = {one.host: one for one in peers if one.host != self.name}
+        placement = terms.placement
+        kept = stored_by(placement, self.number)
+        self._rows = {(one.stripe, one.row): touched(one.size_bytes) for one in kept}
+        size = passing_bytes(placement.parity)
+        file = self._directory / f"{self.number}.passing"
+        file.write_bytes(bytes(max(1, size)))
+        file.chmod(0o600)
+        with file.open("r+b") as opened:
+            passing = memoryview(mmap.mmap(opened.fileno(), max(1, size)))[:size]
+        staging = touched(staging_bytes(placement.columns))
+        self._room = Room(self._rows, staging, passing, file)
+        self._open = [
+            (socket.create_connection(("127.0.0.1", ports[one.member])), one, touched(8 * MIB))
+            for one in ranges(terms, self.number)
+        ]
+        return sum(map(len, (*self._rows.values(), staging, passing)))
 
-
-class Group:
-    """All members of a group; ``exchange`` is what is measured."""
-
-    def __init__(self, directory: Path, hosts: int, parity: int, size: int) -> None:
-        self.members = [Member(directory, number, size) for number in range(hosts)]
-        self.terms = Terms(
-            "benchmark", GENERATION, ATTEMPT, hosts, "0" * 32, parity,
-            tuple(one.fact for one in self.members), turn=0,
-        )  # fmt: skip
-        for one in self.members:
-            one.make_room(self.terms)
-
-    def exchange(self) -> None:
+    def holdfast(self) -> None:
         """From captured to protected."""
-        self.terms = replace(self.terms, turn=self.terms.turn + 1)
-        peers = {one.name: one.peer for one in self.members}
-        each = [
-            Exchange(
-                self.terms, one.name, peers=peers, room=one.room, puller=one.puller,
-                offers=Offering(one.server, one._loop), budget=Budget(),
-            )
-            for one in self.members
-        ]  # fmt: skip
-        at_once([one.run for one in each])
+        self._terms = replace(self._terms, turn=self._terms.turn + 1)
+        Exchange(
+            self._terms, self.name, peers=self._peers, room=self._room, puller=self._puller,
+            offers=Offering(self._server, self._loop), budget=Budget(),
+        ).run()  # fmt: skip
+
+    def plain(self) -> None:
+        """The same ranges from the same members, and nothing else."""
+        with ThreadPoolExecutor(len(self._open)) as threads:
+            for done in [threads.submit(receive, *one) for one in self._open]:
+                done.result()
 
     def check(self) -> None:
         """SystemExit unless all rows are what a direct encoding gives."""
-        coder = Coder(self.terms.placement.columns, self.terms.parity, chosen().backend)
-        for stripe in stripes(self.terms.placement):
+        terms = self._terms
+        coder = Coder(terms.placement.columns, terms.parity, chosen().backend)
+        for stripe in stripes(terms.placement):
+            own = [row for row, keeper in enumerate(stripe.parity) if keeper == self.number]
+            if not own:
+                continue
             rows = [bytearray(stripe.size_bytes) for _ in stripe.parity]
             columns = []
             for source in stripe.data:
-                member, start = self.members[source.member], self.data_start(source.member)
-                image = memoryview(member.image.read_bytes())
+                start = data_start(terms, source.member)
+                image = memoryview(image_of(self._directory, source.member).read_bytes())
                 columns.append([image[start + p.start : start + p.stop] for p in source.parts])
             coder.encode([parts[0] if parts else b"" for parts in columns], rows)
-            for row, (keeper, expected) in enumerate(zip(stripe.parity, rows, strict=True)):
-                if self.members[keeper].rows[stripe.number, row] != expected:
+            for row in own:
+                if self._rows[stripe.number, row] != rows[row]:
                     raise SystemExit(f"row {row} of stripe {stripe.number} is wrong")
 
-    def data_start(self, member: int) -> int:
-        """Where the data of a member's image begin."""
-        return self.members[member].fact.images[0].data_start
 
-    def ranges(self, member: int) -> list[Range]:
-        """What a member receives: the columns of its stripe, and the further rows that it keeps.
+def image_of(directory: Path, number: int) -> Path:
+    """Where a member's image lies."""
+    return directory / f"{number}.image"
 
-        Rows are as long as a part of the image of whoever encodes them, which is sent instead.
-        """
-        stripe = stripes(self.terms.placement)[member]
-        columns = [
-            Range(source.member, self.data_start(source.member) + part.start,
-                  part.stop - part.start)
-            for source in stripe.data for part in source.parts
-        ]  # fmt: skip
-        kept = stored_by(self.terms.placement, member)[1:]
-        return columns + [Range(one.stripe, 0, one.size_bytes) for one in kept]
+
+def data_start(terms: Terms, member: int) -> int:
+    """Where the data of a member's image begin."""
+    return terms.members[member].images[0].data_start
+
+
+def ranges(terms: Terms, member: int) -> list[Range]:
+    """What a member receives: the columns of its stripe, and the further rows that it keeps.
+
+    Rows are as long as a part of the image of whoever encodes them, which is sent instead.
+    """
+    stripe = stripes(terms.placement)[member]
+    columns = [
+        Range(source.member, data_start(terms, source.member) + part.start, part.stop - part.start)
+        for source in stripe.data for part in source.parts
+    ]  # fmt: skip
+    kept = stored_by(terms.placement, member)[1:]
+    return columns + [Range(one.stripe, 0, one.size_bytes) for one in kept]
+
+
+def serve_orders(orders: Connection, directory: Path, number: int, size: int) -> None:
+    """The process of a member: it does what it is told, and says when it has."""
+    processes.end_with_parent()
+    member = Member(directory, number, size)
+    orders.send(member.told)
+    orders.send(member.meet(*orders.recv()))
+    while (order := orders.recv()) is not None:
+        try:
+            getattr(member, order)()
+            orders.send("")
+        except BaseException as error:
+            orders.send(f"{type(error).__name__}: {error}")
+
+
+class Group:
+    """All members of a group, each a process."""
+
+    def __init__(self, directory: Path, hosts: int, parity: int, size: int) -> None:
+        context = multiprocessing.get_context("fork")
+        self._orders, self._processes = [], []
+        for number in range(hosts):
+            here, there = context.Pipe()
+            process = context.Process(target=serve_orders, args=(there, directory, number, size))
+            process.start()
+            there.close()
+            self._orders.append(here)
+            self._processes.append(process)
+        told = [one.recv() for one in self._orders]
+        self.terms = Terms(
+            "benchmark", GENERATION, ATTEMPT, hosts, "0" * 32, parity,
+            tuple(fact for fact, _, _ in told), turn=0,
+        )  # fmt: skip
+        for one in self._orders:
+            one.send((self.terms, [peer for _, peer, _ in told], [port for _, _, port in told]))
+        self.extra_bytes = max(one.recv() for one in self._orders)
+        self.moved_bytes = sum(
+            one.size for member in range(hosts) for one in ranges(self.terms, member)
+        )
+
+    def all_do(self, order: str) -> None:
+        """All at once; SystemExit with what went wrong on any."""
+        for one in self._orders:
+            one.send(order)
+        if wrong := [said for one in self._orders if (said := one.recv())]:
+            raise SystemExit("\n".join(wrong))
 
     def close(self) -> None:
-        """End all members."""
-        for one in self.members:
-            one.close()
-
-
-def at_once(calls: Sequence[Callable[[], object]]) -> None:
-    """Each on a thread; the first error of any."""
-    with ThreadPoolExecutor(len(calls)) as threads:
-        for done in [threads.submit(call) for call in calls]:
-            done.result()
+        """End all of them."""
+        for one in self._orders:
+            one.send(None)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
 
 
 # ── plain sockets ────────────────────────────────────────────────────────────────────────────
 
 
-class Plain:
-    """The same ranges between the same members, and nothing else."""
-
-    def __init__(self, group: Group) -> None:
-        ports = [self.serve(one.image) for one in group.members]
-        self.open = [
-            (socket.create_connection(("127.0.0.1", ports[one.member])), one, touched(8 * MIB))
-            for member in range(len(group.members))
-            for one in group.ranges(member)
-        ]
-        self.moved_bytes = sum(one.size for _, one, _ in self.open)
-
-    @staticmethod
-    def serve(path: Path) -> int:
-        """A server of one file, each connection on a thread; its port."""
-        listener = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=accept, args=(listener, path), daemon=True).start()
-        return int(listener.getsockname()[1])
-
-    def exchange(self) -> None:
-        """All ranges at once."""
-        at_once([lambda one=one: receive(*one) for one in self.open])  # type: ignore[misc]
-
-    def close(self) -> None:
-        """Hang up."""
-        for connected, _, _ in self.open:
-            connected.close()
+def serve(path: Path) -> int:
+    """A server of one file, each connection on a thread; its port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=accept, args=(listener, path), daemon=True).start()
+    return int(listener.getsockname()[1])
 
 
 def accept(listener: socket.socket, path: Path) -> None:
@@ -277,33 +303,28 @@ def receive(connected: socket.socket, one: Range, into: memoryview) -> None:
 def measure(hosts: int, parity: int, size: int, rounds: int) -> dict[str, Any]:
     """Seconds of both ways, alternating; bytes moved; memory taken."""
     directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="holdfast-bench-"))
-    group = plain = None
+    group = None
     try:
         group = Group(directory, hosts, parity, size)
-        group.exchange()
-        group.check()
-        plain = Plain(group)
-        ways: dict[str, Group | Plain] = {"holdfast": group, "plain": plain}
+        group.all_do("holdfast")
+        group.all_do("check")
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         for turn, way in harness.alternate(WAYS, rounds + 1):
             with harness.machine_alone():
                 began = time.perf_counter()
-                ways[way].exchange()
+                group.all_do(way)
                 took = time.perf_counter() - began
             if turn:  # the first one finds nothing warm
                 seconds[way].append(took)
-        images = [one.fact.images[0].image_bytes for one in group.members]
         return {
-            "moved_bytes": plain.moved_bytes,
-            "image_bytes": images[0],
-            "extra_bytes": max(one.extra_bytes for one in group.members),
-            "row_bytes": max(sum(map(len, one.rows.values())) for one in group.members),
+            "moved_bytes": group.moved_bytes,
+            "image_bytes": group.terms.members[0].images[0].image_bytes,
+            "extra_bytes": group.extra_bytes,
             "seconds": {way: harness.summary(each) for way, each in seconds.items()},
         }
     finally:
-        for one in (group, plain):
-            if one is not None:
-                one.close()
+        if group is not None:
+            group.close()
         shutil.rmtree(directory)
 
 

@@ -179,7 +179,8 @@ def _train(rank: int, life: Life) -> None:
     wrong = wrong_elements(model, state, restored.step) if restored else []
     source, handle = restored.source if restored else "", None
     _write(Path(life.directory) / f"restored-{rank}", f"{first - 1} {source} {wrong}")
-    for step in range(first, first + life.steps):
+
+    def advance(step: int) -> holdfast.SaveHandle | None:
         signpost.say("meet")
         if dist.is_initialized() and life.meets:
             dist.barrier()  # stands for the collectives of a backward
@@ -187,11 +188,21 @@ def _train(rank: int, life: Life) -> None:
         signpost.say("update")
         take_step(model, state, step)
         signpost.say("save", step)
-        handle = checkpointer.step(step)
-    if handle is not None and life.options.get("parity"):
-        with suppress(holdfast.SnapshotSkipped):
+        return checkpointer.step(step)
+
+    last = first + life.steps
+    for step in range(first, last):
+        handle = advance(step)
+    while handle is not None and life.options.get("parity"):
+        try:
             handle.wait_protected(60)
+        except holdfast.SnapshotSkipped:  # of a step; not of many in a row
+            last += 1
+            assert last < first + life.steps + 50
+            handle = advance(last - 1)
+        else:
             assert handle.state in ("protected", "durable"), handle.state
+            break
     signpost.say("close")
     checkpointer.close()
     signpost.say("closed")

@@ -242,7 +242,7 @@ class NotProtected(SaveError):
 
     keys: ClassVar[dict[str, str]] = {
         "generation": "what is not protected, as incarnation-step",
-        "host": "the host that gave wrong bytes or none; empty when no host is to blame",
+        "host": "the host whose keeper says so; empty when no host is to blame",
     }
     cause = "A host of the group was lost, cut off or too slow, or bytes changed on their way."
     remedy = "What was protected before stays so, and the next snapshot is tried. Look at the host."

@@ -123,7 +123,7 @@ def _plan(state: State, describer: Describer, terms: Terms) -> bytes:
         "keep": str(terms.keep), "timeout_s": str(terms.timeout_s),
         "compare_replicas": str(terms.compare_replicas), "parity": str(terms.parity),
     })  # fmt: skip
-    return msgpack.encode((plan, usage, msgspec.json.encode(HostFact.of_this())))
+    return msgpack.encode((plan, usage, msgspec.json.encode(HostFact.of_this(describer.world))))
 
 
 def _require_one_plan(plans: list[bytes]) -> None:

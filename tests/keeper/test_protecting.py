@@ -27,6 +27,8 @@ class FakeParity:
         self.orders: list[control.MakeParity] = []
         self.given_up: list[str] = []
         self.tell: Any = None
+        self.port = 0
+        self.is_dropped = False
 
     def rows(self) -> list[Any]:
         return self.kept
@@ -41,6 +43,13 @@ class FakeParity:
     def give_up(self, why: str) -> None:
         self.given_up.append(why)
 
+    def drop(self) -> None:
+        self.is_dropped = True
+
+    def keep(self, attempt: str, half: int, *members: str) -> None:
+        record = SimpleNamespace(attempt=attempt, parity=1)
+        self.kept.append(SimpleNamespace(half=half, members=members, record=record))
+
 
 def member(number: int) -> MemberFact:
     fact = ImageFact(number, 8192, 4096, "0" * 16, "0" * 16, b"")
@@ -53,12 +62,14 @@ class Play:
     def __init__(self) -> None:
         self.attempts = Attempts()
         self.coordinator = SimpleNamespace(
-            attempts=self.attempts, away={}, adopted=True, incarnation=2
+            attempts=self.attempts, away={}, adopted=True, incarnation=2, pin_again=lambda: None
         )
         self.said: list[tuple[int, control.Fact]] = []
         self.told: list[m.Message] = []
         self.parity = FakeParity()
-        hands: Any = SimpleNamespace(say_host=lambda host, fact: self.said.append((host, fact)))
+        hands: Any = SimpleNamespace(
+            say_host=lambda host, fact: self.said.append((host, fact)), port_of=lambda host: host
+        )
         ranks: Any = SimpleNamespace(tell=lambda message, _: self.told.append(message))
         parity: Any = self.parity
         coordinator: Any = self.coordinator
@@ -174,7 +185,11 @@ def test_a_host_out_of_reach_ends_its_turn_and_nothing_begins_until_it_is_back(p
 
 
 def rows(attempt: str, half: int) -> tuple[control.HeldRows, ...]:
-    return (control.HeldRows(half=half, attempt=attempt, members=("h0", "h1", "h2")),)
+    return (held(attempt, half, "h0", "h1", "h2"),)
+
+
+def held(attempt: str, half: int, *members: str) -> control.HeldRows:
+    return control.HeldRows(half=half, attempt=attempt, members=members, parity=1)
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -184,10 +199,8 @@ def test_a_coordinator_that_takes_over_keeps_what_all_hosts_have_sealed(
     play.hold("old", 7, incarnation=1)
     play.hold("new", 8, incarnation=1)  # rows of it are on one host only: its turn was cut short
     play.attempts.recount()
-    own: Any = SimpleNamespace(
-        half=half, members=("h0", "h1", "h2"), record=SimpleNamespace(attempt="old")
-    )
-    play.parity.kept = [own]
+    play.attempts.pinned = "new"
+    play.parity.keep("old", half, "h0", "h1", "h2")
     play.protecting.attached("h1", rows("old", half))
     play.protecting.attached("h2", (*rows("old", half), *rows("new", 1 - half)))
     play.protecting.ask(1)
@@ -216,8 +229,55 @@ def test_what_was_restored_from_with_a_host_missing_stays_until_something_is_pro
     assert not play.attempts.must_stay(play.attempts["restored"])
 
 
+@pytest.mark.parametrize("whole", [0, 1])
+def test_rows_of_a_turn_that_was_cut_short_are_not_taken_for_those_that_are_complete(
+    play: Play, whole: int
+) -> None:
+    play.hold("old", 7, incarnation=1)
+    play.attempts.recount()
+    play.attempts.pinned = "old"
+    wider = ("h0", "h1", "h2", "h3")  # one more was there, and is lost
+    play.parity.keep("old", whole, "h0", "h1", "h2")
+    play.parity.keep("old", 1 - whole, *wider)
+    play.protecting.attached("h1", (held("old", 1 - whole, *wider), *rows("old", whole)))
+    play.protecting.attached("h2", rows("old", whole))
+    play.protecting.ask(1)
+    assert not play.said, "it is protected: nothing is coded"
+    play.capture("a", 8)
+    play.tell_heads()
+    assert play.parity.orders[-1].half == 1 - whole
+    assert play.attempts.kept == {"old", "a"}
+
+
+def test_a_generation_that_is_captured_again_is_protected_as_what_it_is(play: Play) -> None:
+    play.protecting.ask(1)
+    play.capture("first", 7)
+    play.tell_heads()
+    play.capture("again", 7)
+    assert play.attempts.kept == {"first", "again"}
+    play.make(0, 1, 2)
+    assert play.told == [m.Protected(step=7, attempt="first")]
+    play.tell_heads()
+    assert play.parity.orders[-1].attempt == "again"
+    assert play.attempts.kept == {"first", "again"}
+    play.make(0, 1, 2)
+    assert play.told[-1] == m.Protected(step=7, attempt="again")
+    assert play.attempts.kept == {"again"}
+
+
+def test_hosts_hear_where_the_others_listen_now(play: Play) -> None:
+    play.parity.port = 99
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    assert play.parity.orders[-1].ports == (99, 1, 2)
+
+
 def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) -> None:
     play.protecting.ask(0)
     play.attempts.pinned = "old"
     play.capture("a", 1)
-    assert not play.said and play.attempts.pinned is None and not play.attempts.kept
+    assert {type(fact) for _, fact in play.said} == {control.DropParity}
+    assert play.parity.is_dropped and len(play.said) == 2  # of the others
+    play.capture("b", 2)
+    assert len(play.said) == 2 and play.attempts.pinned is None and not play.attempts.kept

@@ -320,7 +320,7 @@ def test_a_peer_that_does_not_even_connect_ends_by_its_deadline() -> None:
         began_s = time.monotonic()
         with pytest.raises(PeerError, match=r"no connection in 0\.3 s|no answer"):
             puller(patience=Patience(connect_s=0.3, answer_s=0.3)).pull([wanted(peer, 0, 10)])
-        assert time.monotonic() - began_s < 5
+        assert time.monotonic() - began_s < 30
         for one in waiting:
             one.close()
 
@@ -329,14 +329,14 @@ def test_a_pull_can_be_cancelled_and_nothing_is_written_after_its_end(arena_dir:
     with Served() as served:
         random_file(arena_dir / "a", 32 * MIB)
         served.offer("/a", arena_dir / "a")
-        served.do(served.server.set_rate, 8 * MIB)
+        served.do(served.server.set_rate, MIB)
         one = wanted(served.peer, 0, 32 * MIB)
         pull = puller(chunk_bytes=MIB).begin([one])
         wait_for(lambda: pull.received_bytes > 0, "bytes")
         pull.cancel()
         began_s = time.monotonic()
         failures = pull.wait()
-        assert time.monotonic() - began_s < 2
+        assert time.monotonic() - began_s < 20, "all of it takes 32 s"
         assert failures[served.peer].fields["phase"] == "cancelled"
         before = bytes(one.into)
         time.sleep(0.1)

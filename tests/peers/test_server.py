@@ -235,7 +235,7 @@ def test_a_head_that_trickles_in_is_cut_off_and_others_are_served(arena_dir: Pat
                 slow.socket.sendall(raw[:1])
                 assert caller.learn().status(span="bytes=0-9") == 206
                 assert caller.body(10) == data[:10]
-                assert time.monotonic() - began_s < 5
+                assert time.monotonic() - began_s < 60
                 time.sleep(0.02)
             assert slow.hear()[0].status == 408
 
@@ -303,11 +303,11 @@ def test_the_rate_of_all_together_is_bounded_and_can_be_changed(arena_dir: Path)
         caller.ask(span=f"bytes=0-{2 * MIB - 1}")
         assert caller.body(2 * MIB) == data
         assert time.monotonic() - began_s > 0.35  # 0.5 s less what may leave at once
-        served.do(served.server.set_rate, 100_000)
+        served.do(served.server.set_rate, 20_000)
         caller.ask(span=f"bytes=0-{2 * MIB - 1}")
         served.do(served.server.set_rate, None)
         assert caller.body(2 * MIB) == data
-        assert time.monotonic() - began_s < 10
+        assert time.monotonic() - began_s < 60, "it would have taken 100 s"
 
 
 def test_a_rate_at_which_nothing_leaves_is_refused(served: Served) -> None:

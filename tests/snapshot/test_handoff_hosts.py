@@ -279,6 +279,44 @@ def test_a_keeper_that_takes_over_keeps_what_the_incarnation_went_on_from(
     assert not later.away
 
 
+def test_a_keeper_that_takes_over_keeps_a_part_that_the_incarnation_went_on_from(
+    keeper: OnHosts,
+) -> None:
+    parent = keeper.capture(1)
+    held = {host: keeper.held_by(host) for host in range(2)}  # the third host is lost
+    places = (m.HostPlace(id="a", ranks=(0, 2)), m.HostPlace(id="b", ranks=(1,)))
+    later = OnHosts(4).c
+    later.start_over(*held[0], 50)
+    later.resume(2, "n", 3, (1, 1), 0.0, places)
+    later.attach(1, *held[1])
+    assert later.attempts[parent].is_part
+    assert later.attempts.pinned == parent and later.attempts.must_stay(later.attempts[parent])
+
+
+def test_where_hosts_keep_parity_a_capture_alone_does_not_free_what_was_restored_from(
+    keeper: OnHosts,
+) -> None:
+    parent = keeper.capture(1)
+    held = {host: keeper.held_by(host) for host in (1, 2)}
+    keeper.c.resume(2, "n", 4, (1, 1), 0.0, PLACES)
+    for host in (1, 2):
+        keeper.c.attach(host, *held[host])
+    own = Attempt("own", 2, 2, 1, "l", phase="complete", slots={0: 99})
+    keeper.c.attempts["own"] = own
+    keeper.c.attempts.protects = True
+    keeper.c.attempts.pinned = None
+    keeper.c.pin_again()
+    assert keeper.c.attempts.pinned == parent
+    keeper.c.attempts.protects = False
+    keeper.c.pin_again()
+    assert keeper.c.attempts.pinned is None
+    keeper.c.begin(3, "o", 4, PLACES)
+    keeper.c.attempts.protects = True
+    keeper.c.attempts.pinned = None
+    keeper.c.pin_again()
+    assert keeper.c.attempts.pinned is None, "nothing was taken over: the ranks say it"
+
+
 def test_a_keeper_that_decides_again_uses_no_number_twice(keeper: OnHosts) -> None:
     keeper.c.start_over((), (), 9)
     keeper.c.begin(2, "00000002", 4, PLACES)
@@ -301,6 +339,20 @@ def test_a_start_on_one_host_keeps_what_storage_is_still_writing(keeper: OnHosts
     assert not keeper.c.is_busy()
     assert attempt not in keeper.c.attempts
     assert {slot.state for slot in keeper.c.slots.values()} == {"free"}
+
+
+def test_on_the_one_host_that_is_left_a_part_outlives_what_storage_makes_of_it(
+    keeper: OnHosts,
+) -> None:
+    attempt = keeper.capture(1, durable=True)
+    keeper.c.begin(2, "00000002", 1, (m.HostPlace(id="a", ranks=(0,)),))  # with parity
+    assert keeper.c.pin(attempt)
+    keeper.c.persist_failed(attempt, "a host is gone")
+    assert keeper.c.attempts[attempt].is_part and keeper.c.pin(attempt)
+    assert keeper.c.attempts.must_stay(keeper.c.attempts[attempt])
+    assert "free" not in {
+        keeper.c.slots[n].state for n in keeper.c.attempts[attempt].slots.values()
+    }
 
 
 def test_an_attempt_is_forgotten_when_storage_has_it_and_nothing_of_it_is_in_reach(

@@ -56,12 +56,14 @@ class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldRows(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of parity that are whole, of one generation."""
+    """A row of parity that is whole."""
 
     half: int
     attempt: str
     members: tuple[str, ...]
     """The hosts of whose images they are made."""
+    parity: int
+    """Each of them keeps so many."""
 
 
 class Holds(Fact, frozen=True, kw_only=True):
@@ -333,6 +335,12 @@ class MakeParity(Fact, frozen=True, kw_only=True):
     layout: str
     parity: int
     members: tuple[MemberFact, ...]
+    ports: tuple[int, ...]
+    """Of the keepers of these members, where they give images now; 0 where that is as agreed."""
+
+
+class DropParity(Fact, frozen=True, kw_only=True):
+    """Nothing can be rebuilt any more from what is kept: its memory is free."""
 
 
 class GiveUpParity(Fact, frozen=True, kw_only=True):

@@ -182,6 +182,8 @@ class Executor:
         ))  # fmt: skip
         if self.hands.protecting is not None:
             self.hands.protecting.captured(note.attempt)
+        else:
+            self._memory.drop_parity()
         self.carry_out(coordinator.spares())
 
     def _say(self, action: NoteUnlike | Warn) -> None:

@@ -40,7 +40,7 @@ class Memory:
         self.run_id = run_id
         self.boot_id = boot_id()
         self.files: dict[int, SlotFile] = {}
-        self.parity_bytes = 0
+        self.parity_bytes = sum(path.stat().st_size for path in self._rows())
         """What parity takes besides."""
         self.next_number = 0
         """Of a slot, and higher than any there was since this process began."""
@@ -103,6 +103,16 @@ class Memory:
         files = {n: IMAGE_START + file.capacity_bytes for n, file in [*self.files.items()]}
         there = sum({**self._being_made, **files}.values()) + self.parity_bytes
         return max(0, min(free, self._limit_bytes - there))
+
+    def drop_parity(self) -> None:
+        """Of an earlier start on several hosts; nobody uses it now."""
+        if self.parity_bytes:
+            for path in self._rows():
+                path.unlink(missing_ok=True)
+            self.parity_bytes = 0
+
+    def _rows(self) -> list[Path]:
+        return list((self.directory / "parity").glob("*.rows"))
 
     def unlink(self, slot_id: int) -> SlotFile | None:
         """Forget a slot and remove its name; closing what is returned gives the memory back.

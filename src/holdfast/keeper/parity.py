@@ -18,7 +18,7 @@ from holdfast.keeper import control
 from holdfast.keeper.background import Background
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.network import Network
-from holdfast.keeper.rows import KeptRow, RowMemory
+from holdfast.keeper.rows import HALVES, KeptRow, RowMemory
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
 from holdfast.peers.offering import Offering as ThreadOffering
@@ -68,6 +68,11 @@ class Parity:
                 self._offer(row)
                 self._kept.append(row)
 
+    @property
+    def port(self) -> int:
+        """Where this keeper gives images and rows to others; 0 while it does not."""
+        return 0 if self._server is None else self._server.port
+
     def rows(self) -> Sequence[KeptRow]:
         """All rows that are kept, each whole."""
         return self._kept
@@ -92,7 +97,9 @@ class Parity:
     def make(self, order: control.MakeParity, hosts: Sequence[m.HostPlace], tell: Told) -> None:
         """Make the rows of this host, whatever it was making before."""
         self.give_up("a newer turn has begun")
-        self._next = _Run(order, {h.id: Peer(h.id, h.address, h.port) for h in hosts}, tell)
+        ports = {member.host: port for member, port in zip(order.members, order.ports, strict=True)}
+        peers = {h.id: Peer(h.id, h.address, ports.get(h.id) or h.port) for h in hosts}
+        self._next = _Run(order, peers, tell)
         if self._run is None:
             self._begin()
 
@@ -101,6 +108,14 @@ class Parity:
         self._next = None
         if self._run is not None:
             self._run.cancel(why)
+
+    def drop(self) -> None:
+        """Keep no rows any more, and take no memory for them."""
+        self.give_up("no host keeps parity any more")
+        if self._run is None:  # a thread that writes there: the next capture asks again
+            for half in HALVES:
+                self._forget(half)
+            self._files.drop()
 
     # ── one turn ─────────────────────────────────────────────────────────────────────────
 
@@ -230,12 +245,19 @@ def protect(
             parity.make(fact, hosts, tell)
         case control.GiveUpParity(reason=reason):
             parity.give_up(reason)
+        case control.DropParity():
+            parity.drop()
 
 
 def rows_of(parity: Parity) -> tuple[control.HeldRows, ...]:
     """What parity is kept here, as a coordinator is told."""
     return tuple(
-        control.HeldRows(half=row.half, attempt=row.record.attempt, members=row.members)
+        control.HeldRows(
+            half=row.half,
+            attempt=row.record.attempt,
+            members=row.members,
+            parity=row.record.parity,
+        )
         for row in parity.rows()
     )
 

@@ -25,8 +25,9 @@ from holdfast.keeper.connection import Ranks
 from holdfast.keeper.hands import Hands
 from holdfast.keeper.parity import Parity, protect, rows_of
 from holdfast.redundancy.groups import MAX_GROUP, Division, Host, divide
-from holdfast.redundancy.protection import Cover, Protection
+from holdfast.redundancy.protection import Captured, Protection
 from holdfast.redundancy.records import MemberFact
+from holdfast.redundancy.takeover import HostRow, Present, take_over
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
@@ -50,11 +51,10 @@ class Protecting:
         self._asked = 0
         self._state: Protection | None = None
         self._rows: dict[str, tuple[control.HeldRows, ...]] = {}
-        self._names: dict[Generation, str] = {}
-        """The attempts of the generations that are looked at."""
         self._heads: dict[str, MemberFact] = {}
         self._groups: list[list[str]] = []
         self._survives = ""
+        self._is_dropped = False
         self._began_s = self._again_s = 0.0
 
     # ── what there is to protect ─────────────────────────────────────────────────────────
@@ -63,9 +63,8 @@ class Protecting:
         """Another incarnation: nothing is protected by it until it is known what there is."""
         if self._state is not None and self._state.coding is not None:
             self._parity.give_up("another start of the run has begun")
-        self._hosts, self._asked, self._state = hosts, 0, None
+        self._hosts, self._asked, self._state, self._is_dropped = hosts, 0, None, False
         self._rows.clear()
-        self._names.clear()
         self._groups.clear()
         attempts = self._coordinator.attempts
         attempts.protects, attempts.kept = False, frozenset()
@@ -85,7 +84,7 @@ class Protecting:
     def detached(self, host: str) -> None:
         """It is out of reach."""
         self._rows.pop(host, None)
-        self._fail(f"the keeper of {host} is out of reach")
+        self._fail(f"the keeper of {host} is out of reach", host)
 
     def will_adopt(self) -> None:
         """What this start goes on from is known, and no capture has begun."""
@@ -103,57 +102,52 @@ class Protecting:
 
     def captured(self, attempt_id: str) -> None:
         """All ranks have captured this one."""
+        if not self._asked:
+            self._drop()
         attempt = self._coordinator.attempts.get(attempt_id)
         if self._state is None or attempt is None:
             return
-        generation = self._name(attempt)
         self._again_s = 0.0
-        self._change(self._state.has_captured(generation))
+        self._change(self._state.has_captured(_captured(attempt)))
         self.look()
 
-    def _name(self, attempt: Attempt) -> Generation:
-        generation = Generation(*attempt.generation)
-        self._names[generation] = attempt.id
-        return generation
+    def _drop(self) -> None:
+        """Nobody keeps parity any more, and with this capture none is needed that was kept."""
+        if self._is_dropped:
+            return
+        self._is_dropped = True
+        if self._hosts:
+            self._say_all(control.DropParity())
+        else:
+            self._parity.drop()
 
     def _take_over(self) -> None:
-        """What was protected before, and in which half of the memory it lies."""
+        """What is protected, in which half of the memory it lies, and what is to be coded."""
+        self._coordinator.pin_again()
         attempts = self._coordinator.attempts
-        rows = self._rows | {self._hosts[0].id: rows_of(self._parity)}
-        covers = [self._cover(attempt, rows) for attempt in attempts.complete()]
-        whole = [cover for cover in covers if cover is not None]
-        cover = whole[-1] if whole else None
-        pinned = attempts.get(attempts.pinned or attempts.newest or "")
-        # What was restored from may have lost images: then its rows must stay, whatever else is.
-        kept = "" if cover is None else self._names[cover.generation]
-        if pinned is not None and not pinned.is_whole:
-            kept, cover = pinned.id, None
-        self._groups = _groups_of(rows, kept)
-        halves = {one.half for held in rows.values() for one in held if one.attempt == kept}
-        half = min(halves, default=1)
-        self._state = Protection(
-            frozenset(host.id for host in self._hosts), protected=cover, half=half,
+        ids = frozenset(host.id for host in self._hosts)
+        taken = take_over(
+            ids, [self._present(one) for one in (*attempts.parts(), *attempts.complete())],
+            [
+                HostRow(host, one.half, one.attempt, one.parity, frozenset(one.members))
+                for host, held in (self._rows | {self._hosts[0].id: rows_of(self._parity)}).items()
+                for one in held
+            ],
+            restored=attempts.pinned or "", incarnation=self._coordinator.incarnation,
             turn=secrets.randbelow(1 << 30),
         )  # fmt: skip
+        self._groups = [sorted(group) for group in taken.groups]
+        self._state = taken.state
         self._plan()
-        if pinned is not None and pinned.is_whole:
-            self._change(self._state.has_captured(self._name(pinned)))
-        else:
-            self._change(self._state)
+        whole = attempts.newest_complete()
+        if whole is None or whole.incarnation != self._coordinator.incarnation:
+            pinned = attempts.get(attempts.pinned or "", whole)
+            whole = pinned if pinned is not None and pinned.is_whole else None
+        self._change(taken.state if whole is None else taken.state.has_captured(_captured(whole)))
 
-    def _cover(
-        self, attempt: Attempt, rows: dict[str, tuple[control.HeldRows, ...]]
-    ) -> Cover | None:
-        """Of this generation, if all hosts whose images or rows it is made of are there."""
-        keeping = {
-            host for host, held in rows.items() if any(o.attempt == attempt.id for o in held)
-        }
-        needed = {self._hosts[host_of(slot)].id for slot in attempt.slots.values()}
-        needed |= {
-            host for held in rows.values() for one in held if one.attempt == attempt.id
-            for host in one.members
-        }  # fmt: skip
-        return Cover(self._name(attempt), frozenset(keeping)) if needed <= keeping else None
+    def _present(self, attempt: Attempt) -> Present:
+        hosts = frozenset(self._hosts[host_of(slot)].id for slot in attempt.slots.values())
+        return Present(_captured(attempt), hosts, attempt.is_whole)
 
     def _plan(self) -> None:
         level = self._divide({}).level
@@ -179,14 +173,13 @@ class Protecting:
     def _change(self, state: Protection) -> None:
         """Whatever it was, slots that are needed for it stay, and no others."""
         self._state = state
-        self._names = {g: name for g, name in self._names.items() if g in state.slots_stay}
-        self._coordinator.attempts.kept = frozenset(self._names.values())
+        self._coordinator.attempts.kept = frozenset(one.attempt for one in state.slots_stay)
 
     def _go_on(self) -> None:
         state = self._state
         if state is None or (cover := state.next) is None or time.monotonic() < self._again_s:
             return
-        attempt = self._coordinator.attempts.get(self._names.get(cover.generation, ""))
+        attempt = self._coordinator.attempts.get(cover.captured.attempt)
         if attempt is None or not attempt.is_whole or attempt.phase != "complete":
             return
         self._change(state.begin())
@@ -212,7 +205,7 @@ class Protecting:
             return
         match fact:
             case control.Heads(turn=state.turn, member=None, reason=reason):
-                self._fail(f"{host} cannot read its images: {reason}")
+                self._fail(f"{host} cannot read its images: {reason}", host)
             case control.Heads(turn=state.turn, member=member) if member is not None:
                 self._heads[host] = member
                 if len(self._heads) == len(self._hosts):
@@ -220,12 +213,12 @@ class Protecting:
             case control.ParityMade(turn=turn):
                 self._made(state.has_sealed(turn, host))
             case control.ParityNotMade(turn=state.turn, reason=reason):
-                self._fail(f"on {host}: {reason}")
+                self._fail(f"on {host}: {reason}", host)
 
     def _order(self, state: Protection) -> None:
         """All hosts are told what all members of their group have."""
         assert state.coding is not None
-        attempt = self._coordinator.attempts[self._names[state.coding.generation]]
+        attempt = self._coordinator.attempts[state.coding.captured.attempt]
         try:
             division = self._divide(self._heads)
         except HoldfastError as error:
@@ -234,37 +227,40 @@ class Protecting:
         numbers = {place.id: number for number, place in enumerate(self._hosts)}
         for group in division.groups:
             members = tuple(self._heads[host.id] for host in group.hosts)
+            ports = tuple(self._port(numbers[host.id]) for host in group.hosts)
             order = control.MakeParity(
                 turn=state.turn, half=state.coding_half, incarnation=attempt.incarnation,
                 step=attempt.step, attempt=attempt.id, world=attempt.world,
-                layout=attempt.layout, parity=group.parity, members=members,
+                layout=attempt.layout, parity=group.parity, members=members, ports=ports,
             )  # fmt: skip
             for host in group.hosts:
                 self._say(numbers[host.id], host.id, order)
+
+    def _port(self, number: int) -> int:
+        return self._hands.port_of(number) if number else self._parity.port
 
     def _made(self, state: Protection) -> None:
         cover = state.protected
         if state.coding is not None or cover is None:  # some host is still at it
             self._change(state)
             return
-        attempt = self._names[cover.generation]
+        generation, attempt = cover.captured
         self._change(state)
         self._coordinator.attempts.pinned = None  # all hosts have something as good
         emit(SnapshotProtected(
-            incarnation=cover.generation.incarnation, step=cover.generation.step,
+            incarnation=generation.incarnation, step=generation.step,
             survives=self._survives, elapsed_s=time.monotonic() - self._began_s,
         ))  # fmt: skip
-        if cover.generation.incarnation == self._coordinator.incarnation:
-            self._ranks.tell(m.Protected(step=cover.generation.step, attempt=attempt), None)
+        if generation.incarnation == self._coordinator.incarnation:
+            self._ranks.tell(m.Protected(step=generation.step, attempt=attempt), None)
         self._go_on()
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, reason: str, host: str = "") -> None:
         """Give up this turn, on all hosts; the next one is tried."""
         state = self._state
         if state is None or state.coding is None:
             return
-        generation = state.coding.generation
-        attempt = self._names.get(generation, "")
+        generation, attempt = state.coding.captured
         self._say_all(control.GiveUpParity(turn=state.turn, reason=reason))
         self._change(state.has_failed(state.turn))
         self._again_s = time.monotonic() + _AGAIN_S
@@ -272,13 +268,12 @@ class Protecting:
             incarnation=generation.incarnation, step=generation.step, reason=reason
         ))  # fmt: skip
         if generation.incarnation == self._coordinator.incarnation:
-            told = m.Unprotected(step=generation.step, attempt=attempt, reason=reason)
+            told = m.Unprotected(
+                step=generation.step, attempt=attempt, reason=reason, host=host
+            )  # fmt: skip
             self._ranks.tell(told, None)
         self.look()
 
 
-def _groups_of(rows: dict[str, tuple[control.HeldRows, ...]], attempt: str) -> list[list[str]]:
-    """The groups that made parity of an attempt."""
-    groups = {one.members for held in rows.values() for one in held if one.attempt == attempt}
-    hosts = [host for group in groups for host in group]
-    return [list(group) for group in sorted(groups)] if len(set(hosts)) == len(hosts) else []
+def _captured(attempt: Attempt) -> Captured:
+    return Captured(Generation(*attempt.generation), attempt.id)

@@ -101,6 +101,14 @@ class RowMemory:
         for path in self.directory.glob(f"{half}-*{_RECORD}"):
             path.unlink(missing_ok=True)
 
+    def drop(self) -> None:
+        """Give all of the memory back."""
+        for file in self._files.values():
+            file.path.unlink(missing_ok=True)
+            file.close()
+        self._files.clear()
+        self._count()
+
     def make(self, terms: Terms, own: str, half: int) -> None:
         """Have room for both generations of such rows; slow. ArenaError says how much it takes."""
         division = division_of(terms)

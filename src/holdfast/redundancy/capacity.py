@@ -72,7 +72,7 @@ def _too_small(division: Division, host: str, needed: Capacity, free: int) -> Ar
         f"parity={division.asked} in groups of {smallest} takes {needed.shared >> 20} MiB of "
         f"shared memory on each host: {HALVES} generations of {needed.rows >> 20} MiB, and what is "
         f"handed on. {host} has {free >> 20} MiB free. Enlarge it (docker: --shm-size, Kubernetes: "
-        "an emptyDir with medium Memory), take larger groups, or a smaller parity.",
+        "an emptyDir with medium Memory), train on more hosts, or take a smaller parity.",
         needed_bytes=needed.shared,
         free_bytes=free,
     )

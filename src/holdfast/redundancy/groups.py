@@ -107,7 +107,7 @@ class Division:
         return (
             f"not every domain can be lost: {label} has {count} hosts of one group of "
             f"{len(group.hosts)}, and parity={group.parity} replaces {group.parity}. Spread the "
-            "hosts over more domains, or take smaller groups or a larger parity"
+            "hosts over more domains, or take a larger parity"
         )
 
 

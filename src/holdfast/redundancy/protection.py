@@ -10,18 +10,26 @@ of the next has a seal. See docs/design/0006-redundancy.md and the search in the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from holdfast.format.manifest import Generation
 
 
+class Captured(NamedTuple):
+    """What all ranks have whole in memory: which generation, by which try to capture it."""
+
+    generation: Generation
+    attempt: str
+
+
 @dataclass(frozen=True, slots=True)
 class Cover:
-    """Parity of a generation over one division of the hosts, which another division does not end.
+    """Parity of a snapshot over one division of the hosts, which another division does not end.
 
     ``members``: all hosts that keep rows of it.
     """
 
-    generation: Generation
+    captured: Captured
     members: frozenset[str]
 
 
@@ -29,16 +37,16 @@ class Cover:
 class Protection:
     """What a coordinator knows of it. Every event gives another value.
 
-    Whoever takes over begins with ``half`` and with the newest ``protected`` of which all hosts
-    that are left have the images *and* sealed rows: rows alone may be of a turn that failed, whose
-    images were given up. A member that is told to begin ends what it was coding first.
+    Whoever takes over begins with what ``takeover.take_over`` finds. A member that is told to begin
+    ends what it was coding first.
     """
 
     members: frozenset[str]
     """Of the division of now; its hosts code what comes next."""
-    captured: Generation | None = None
+    captured: Captured | None = None
     """The newest that all ranks have captured."""
     protected: Cover | None = None
+    """Complete, or all that is left of what was: it stays until something newer is complete."""
     half: int = 1
     """Which half of the parity memory holds the rows of ``protected``."""
     coding: Cover | None = None
@@ -52,12 +60,12 @@ class Protection:
     @property
     def next(self) -> Cover | None:
         """What is to be coded now: the newest there is, also when its parity is of other hosts."""
-        generation = self.captured
-        if generation is None and self.protected is not None:
-            generation = self.protected.generation
-        if self.coding is not None or generation is None or len(self.members) < 2:
+        captured = self.captured
+        if captured is None and self.protected is not None:
+            captured = self.protected.captured
+        if self.coding is not None or captured is None or len(self.members) < 2:
             return None
-        cover = Cover(generation, self.members)
+        cover = Cover(captured, self.members)
         return None if cover == self.protected else cover
 
     @property
@@ -66,19 +74,20 @@ class Protection:
         return 1 - self.half
 
     @property
-    def slots_stay(self) -> frozenset[Generation]:
-        """Of these generations no image may be written over, on any host."""
+    def slots_stay(self) -> frozenset[Captured]:
+        """Of these no image may be written over, on any host."""
         covers = (self.protected, self.coding)
-        found = {cover.generation for cover in covers if cover is not None}
+        found = {cover.captured for cover in covers if cover is not None}
         return frozenset(found if self.captured is None else {*found, self.captured})
 
     # ── what happens ─────────────────────────────────────────────────────────────────────
 
-    def has_captured(self, generation: Generation) -> Protection:
-        """All ranks have it whole in memory."""
-        if self.captured is not None and generation <= self.captured:
+    def has_captured(self, captured: Captured) -> Protection:
+        """All ranks have it whole in memory; a generation that is captured again is newer."""
+        known = self.captured
+        if known is not None and (captured == known or captured.generation < known.generation):
             return self
-        return replace(self, captured=generation)
+        return replace(self, captured=captured)
 
     def begin(self) -> Protection:
         """All members begin with ``next``, in ``coding_half``; seals are told with ``turn``."""
@@ -102,7 +111,3 @@ class Protection:
         if turn != self.turn:
             return self
         return replace(self, coding=None, sealed=frozenset())
-
-    def regroup(self, members: frozenset[str]) -> Protection:
-        """Other hosts from now on. What is protected stays as it is until they have coded anew."""
-        return replace(self, members=members, coding=None, sealed=frozenset())

@@ -145,7 +145,7 @@ def seal(record: ParityRecord) -> bytes:
     if _FRAME.size + len(body) > MAX_RECORD_BYTES:
         raise FormatError(
             f"a record of parity takes {len(body)} bytes with the headers of its group, more than "
-            f"{MAX_RECORD_BYTES}: take smaller groups"
+            f"{MAX_RECORD_BYTES}: take fewer ranks of a host, or tensors"
         )
     return _FRAME.pack(_MAGIC, len(body), checksum(body)) + body
 

@@ -177,11 +177,13 @@ class Attempts(dict[str, Attempt]):
         """Pin what ``incarnation`` went on from, unless it has a whole generation of its own.
 
         For a keeper that was not there when it was restored from; until all ranks have captured
-        something newer it is all that the run has.
+        something newer it is all that the run has. Where hosts keep parity that is not enough:
+        it stays, also a part of it, until something newer is protected.
         """
         whole = self.complete()
-        if any(attempt.incarnation == incarnation for attempt in whole):
+        if not self.protects and any(attempt.incarnation == incarnation for attempt in whole):
             self.pinned = None
-        for attempt in whole:
-            if attempt.generation == parent and self.pinned is not None:
+            return
+        for attempt in (*self.parts(), *whole):
+            if attempt.generation == parent:
                 self.pinned = attempt.id

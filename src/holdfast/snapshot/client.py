@@ -140,6 +140,10 @@ def _give_up_sending_after(line: socket.socket, patience_s: float) -> None:
     line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole_s, micro_s))
 
 
+class NeverSaid(KeeperError):
+    """The keeper had hung up before a word of this was said: another one may be asked."""
+
+
 class KeeperClient:
     """One connection. ``listener(message)`` hears what the keeper says by itself."""
 
@@ -186,7 +190,8 @@ class KeeperClient:
             self._break(f"it read nothing for {SEND_S:g} s")
             raise KeeperError(f"the keeper went away: {self._broken}") from error
         except OSError as error:
-            raise KeeperError(f"the keeper went away: {error}") from error
+            self._break(str(error))
+            raise NeverSaid(f"the keeper went away: {error}") from error
         finally:
             self._sending.release()
 

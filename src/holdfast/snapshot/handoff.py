@@ -39,6 +39,8 @@ class Coordinator(Granting):
         """Not all ranks of an incarnation that another keeper served have come yet."""
         self._parent: tuple[int, int] | None = None
         """What an incarnation that is taken over went on from."""
+        self._knows_hosts = False
+        """Whether hosts that are lost may be made up for by the parity of others."""
         self._is_pin_asked = False
         """Whether the ranks said what they restore from, in this incarnation."""
         self._owes = False
@@ -94,6 +96,11 @@ class Coordinator(Granting):
         if self._is_taking_over:
             self.attempts.pin_parent(self.incarnation, self._parent)
 
+    def pin_again(self) -> None:
+        """It is known only now whether hosts keep parity, which keeps what was restored from."""
+        if self._parent is not None and not self._is_pin_asked:
+            self.attempts.pin_parent(self.incarnation, self._parent)
+
     def detach(self, host: int, name: str) -> list[Action]:
         """The keeper of another host is lost: its ranks are, and its slots out of reach."""
         actions: list[Action] = []
@@ -137,6 +144,7 @@ class Coordinator(Granting):
         self.comparing.begin(nonce)
         self.slots.begin(self.hosts)
         self._is_taking_over = self._owes = self._is_pin_asked = False
+        self._parent = None
         self._joined.clear()
         self._asks = Asks(world)
         self._layouts = Layouts()
@@ -149,6 +157,7 @@ class Coordinator(Granting):
         self.hosts = dict.fromkeys(range(world), 0)
         self.hosts |= {rank: n for n, host in enumerate(hosts) for rank in host.ranks}
         self.away = {n: host.id for n, host in enumerate(hosts) if n > 0}
+        self._knows_hosts = bool(hosts)
         if not hosts:
             self.attempts.drop_parts()
             self.slots.drop_lost()
@@ -364,9 +373,8 @@ class Coordinator(Granting):
         return actions + self._slot_freed()
 
     def _forget_if_lost(self, attempt: Attempt) -> None:
-        """Storage is done with it: a part is kept only if the rest of it may still come."""
-        may_come = bool(attempt.slots) and any(self.hosts.values())
-        if attempt.is_part and not may_come:
+        """Storage is done with it: a part is kept only where other hosts make up for the rest."""
+        if attempt.is_part and not (attempt.slots and self._knows_hosts):
             del self.attempts[attempt.id]
             self.slots.drop_lost()
 

@@ -128,7 +128,10 @@ class Heard:
             emit(SnapshotNotProtected(
                 incarnation=place.incarnation, step=step, rank=0, reason=reason
             ))  # fmt: skip
-        error = NotProtected(f"step {step} is captured and not protected: {reason}")
+        error = NotProtected(
+            f"step {step} is captured and not protected: {reason}",
+            generation=f"{place.incarnation}-{step}", host=message.host,
+        )  # fmt: skip
         self._promises.not_protected(step, error)
 
     def _not_durable(self, message: m.NotDurable, place: Place) -> None:

@@ -41,11 +41,18 @@ class HostFact(msgspec.Struct, frozen=True):
     """A rack, a switch, a power feed: what it may fail with."""
 
     @classmethod
-    def of_this(cls) -> HostFact:
-        """For the host of this process."""
-        said = os.environ.get(ADDRESS, "").strip()
+    def of_this(cls, ranks: int) -> HostFact:
+        """For the host of this process, in a run of so many ranks."""
+        address = os.environ.get(ADDRESS, "").strip()
         domain = os.environ.get(DOMAIN, "").strip()
-        return cls(host_id(), boot_id(), said or _outward_address(), domain)
+        if not address and not _are_all_here(ranks):
+            address = _outward_address()
+        return cls(host_id(), boot_id(), address, domain)
+
+
+def _are_all_here(ranks: int) -> bool:
+    """Whether nobody needs to reach this host: no name is looked up then, which may take long."""
+    return ranks == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks)
 
 
 def _outward_address() -> str:
@@ -59,7 +66,7 @@ def _outward_address() -> str:
         with socket.socket(family, kind) as asking:
             asking.connect(address)  # of a datagram socket: nothing is sent
             return str(asking.getsockname()[0])
-    except OSError:
+    except (OSError, UnicodeError):  # no such name, or none that could be one
         return ""
 
 

@@ -388,6 +388,8 @@ class Unprotected(Message, frozen=True, kw_only=True):
     step: int
     attempt: str
     reason: str
+    host: str = ""
+    """Whose keeper says so; "" where none is to blame."""
 
 
 class Aborted(Message, frozen=True, kw_only=True):

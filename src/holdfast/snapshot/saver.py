@@ -28,7 +28,7 @@ from holdfast.events import FenceWaited, KeeperLost, SaveReturned, SnapshotMisse
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.asking import Asking
 from holdfast.snapshot.capture import Overtaking, Stopped, computation_so_far, stage
-from holdfast.snapshot.client import KeeperClient
+from holdfast.snapshot.client import KeeperClient, NeverSaid
 from holdfast.snapshot.collected import Work, end_worker, weakly, when_collected, work_off
 from holdfast.snapshot.copier import Copier
 from holdfast.snapshot.handle import SaveHandle
@@ -234,7 +234,10 @@ class Saver:
 
     def request(self, message: m.Message, answer: type[A], *, timeout_s: float) -> A:
         """Ask the keeper something, connecting first if need be."""
-        return self._line.ensure().request(message, answer, timeout_s=timeout_s)
+        try:
+            return self._line.ensure().request(message, answer, timeout_s=timeout_s)
+        except NeverSaid:  # it died just now, and nobody had noticed
+            return self._line.ensure().request(message, answer, timeout_s=timeout_s)
 
     def reconnect(self) -> None:
         """Take this rank's place, as ``self.place`` now says, at the keeper."""
