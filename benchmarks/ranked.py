@@ -36,15 +36,16 @@ class HoldfastInTraining:
 
     def __init__(
         self, root: Path, training: GptTraining, *, durable: bool, nice: tuple[int, int] = (0, 0),
-        is_held: bool = False,
+        is_held: bool = False, parity: int = 0,
     ) -> None:  # fmt: skip
-        self._root = root / f"holdfast-{durable}-{nice[0]}-{nice[1]}-{is_held}"
+        self._root = root / f"holdfast-{durable}-{nice[0]}-{nice[1]}-{is_held}-{parity}"
         every_step = holdfast.Every(steps=1)
         self._checkpointer = holdfast.Checkpointer(
             self._root, {"model": training.model, "optimizer": training.optimizer},
             memory=every_step, storage=every_step if durable else None, keep=holdfast.Keep(last=1),
+            parity=parity,
         )  # fmt: skip
-        self._durable = durable
+        self._durable, self._parity = durable, parity
         self._nice, self._is_held = nice, is_held
         self.settings = "Checkpointer.step, defaults"
         if is_held:
@@ -60,6 +61,8 @@ class HoldfastInTraining:
         if self._is_held:
             self._checkpointer.before_update()
         wait = handle.wait_durable if self._durable else handle.wait_captured
+        if self._parity:
+            wait = handle.wait_protected
         return Saving(self._checkpointer.before_update, wait)
 
     def read(self, step: int) -> Iterator[tuple[str, Tensor]]:
@@ -162,13 +165,20 @@ Make = Callable[[Path, GptTraining], System]
 
 
 def ways_to_save(
-    threads: int, nice: tuple[int, int] | None, *, tries_held: bool = False
+    threads: int, nice: tuple[int, int] | None, *, tries_held: bool = False, hosts: bool = False
 ) -> dict[str, Make]:
     """Every system by its name in the tables; ``threads``: what DCP writes with on each rank.
+
+    ``hosts``: what protecting each other costs hosts; the others know nothing like it.
 
     ``nice``: try Holdfast with these priorities as well, of what copies and of what writes.
     ``tries_held``: and with training held until the copy is done.
     """
+    if hosts:
+        return {
+            MEMORY: partial(HoldfastInTraining, durable=False),
+            PROTECTED: partial(HoldfastInTraining, durable=False, parity=1),
+        }
     ways: dict[str, Make] = {
         MEMORY: lambda root, training: HoldfastInTraining(root, training, durable=False),
         DURABLE: lambda root, training: HoldfastInTraining(root, training, durable=True),
@@ -193,3 +203,4 @@ def ways_to_save(
 
 
 MEMORY, DURABLE = "Holdfast, memory only", "Holdfast, durable"
+PROTECTED = "Holdfast, memory only, parity=1"

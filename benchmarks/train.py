@@ -34,7 +34,12 @@ from holdfast.errors import HoldfastError
 
 clock = time.perf_counter
 #: One rank computes with all cores; two have half of them each.
-WORLDS = {"1 rank": ("plain", 1), "2 ranks, DDP": ("ddp", 2), "2 ranks, FSDP2": ("fsdp", 2)}
+WORLDS = {
+    "1 rank": ("plain", 1), "2 ranks, DDP": ("ddp", 2), "2 ranks, FSDP2": ("fsdp", 2),
+    "2 hosts, FSDP2": ("fsdp", 2),
+}  # fmt: skip
+HOSTS = ("2 hosts, FSDP2",)
+"""Each rank is a host, with a keeper of its own, on this one machine."""
 INTERVALS = (1, 10)
 SAVES = {1: 4, 10: 1}
 """How many saves a block has."""
@@ -248,8 +253,9 @@ def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any
 def chosen(options: argparse.Namespace) -> dict[str, Make]:
     """The systems to compare."""
     every = ways_to_save(
-        options.threads, options.nice and tuple(options.nice), tries_held=options.held
-    )
+        options.threads, options.nice and tuple(options.nice), tries_held=options.held,
+        hosts="HOLDFAST_HOST_ID" in os.environ,
+    )  # fmt: skip
     return {name: make for name, make in every.items() if options.only.lower() in name.lower()}
 
 
@@ -257,9 +263,11 @@ def chosen(options: argparse.Namespace) -> dict[str, Make]:
 
 
 def rank_main(
-    kind: str, rank: int, world: int, root: str, options: argparse.Namespace, result: str
+    name: str, rank: int, world: int, root: str, options: argparse.Namespace, result: str
 ) -> None:
     """A process: join the group, measure, and leave what rank 0 found."""
+    if name in HOSTS:
+        os.environ["HOLDFAST_HOST_ID"] = f"host-{rank}"
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(world))
     os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     os.environ["HOLDFAST_KEEPER_IDLE_S"] = "60"  # of a benchmark that was interrupted
@@ -268,7 +276,7 @@ def rank_main(
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5)
     )
-    found = measure(kind, Path(root), options)
+    found = measure(WORLDS[name][0], Path(root), options)
     if rank == 0:
         Path(result).write_text(json.dumps(found))
     dist.barrier()
@@ -277,10 +285,11 @@ def rank_main(
 
 def run_world(name: str, options: argparse.Namespace, parent: Path) -> dict[str, Any]:
     """All ranks of one world, in processes of their own."""
-    kind, world = WORLDS[name]
-    root, result = parent / kind, parent / f"{kind}.json"
+    world = WORLDS[name][1]
+    root = parent / name.replace(", ", "-").replace(" ", "-")
+    result = root.with_suffix(".json")
     root.mkdir()
-    arguments = [(kind, rank, world, str(root), options, str(result)) for rank in range(world)]
+    arguments = [(name, rank, world, str(root), options, str(result)) for rank in range(world)]
     run_ranks(name, rank_main, arguments)
     found: dict[str, Any] = json.loads(result.read_text())
     return found
@@ -322,7 +331,7 @@ def main() -> int:
         "--worlds",
         nargs="*",
         choices=list(WORLDS),
-        help="which, of three (all; quick: without DDP)",
+        help="which (all; quick: without DDP)",
     )
     parser.add_argument(
         "--join", action="store_true", help="show the worlds that were measured today before, too"
@@ -345,15 +354,17 @@ def main() -> int:
     options = parser.parse_args()
     if options.quick:
         options.rounds = min(options.rounds, 2)
-        options.worlds = options.worlds or ["1 rank", "2 ranks, FSDP2"]
+        options.worlds = options.worlds or ["1 rank", "2 ranks, FSDP2", *HOSTS]
     options.worlds = options.worlds or list(WORLDS)
     with harness.scratch(options.dir, (1 if options.quick else 16) << 30) as parent:
         facts = harness.machine_facts(parent, ["torch"])
         worlds = {name: run_world(name, options, parent) for name in options.worlds}
     if options.join:
         before = harness.read_results("train", facts)
-        worlds = (before["worlds"] if before.get("date") == harness.today() else {}) | worlds
-        worlds = {name: worlds[name] for name in WORLDS if name in worlds}
+        old = before["worlds"] if before.get("date") == harness.today() else {}
+        for name, found in worlds.items():  # at other intervals, say
+            found["figures"] = old.get(name, {}).get("figures", {}) | found["figures"]
+        worlds = {name: (old | worlds)[name] for name in WORLDS if name in old | worlds}
     checks = verdicts(worlds)
     result = {
         "rounds": options.rounds,
