@@ -307,7 +307,7 @@ class SlotsGo(Protection):
     """The images of what is protected are written over."""
 
     @property
-    def slots_stay(self) -> frozenset[Generation]:
+    def slots_stay(self) -> frozenset[Captured]:
         return frozenset({self.captured} if self.captured else ())
 
 
@@ -341,17 +341,6 @@ def test_without_any_one_of_the_rules_something_is_lost(kind: type[Protection]) 
         reached(world(kind, 2, slots=2, losses=1), 3)
 
 
-def any_row(
-    members: frozenset[str], presents: Sequence[Present], rows: Iterable[HostRow], **told: Any
-) -> Taken:
-    """A host with any row of a snapshot counts, whatever half and turn it is of."""
-    of_any = [
-        row._replace(half=max(o.half for o in rows if o.attempt == row.attempt), members=members)
-        for row in rows
-    ]  # fmt: skip
-    return take_over(members, presents, of_any, **told)
-
-
 def newest_first(
     members: frozenset[str], presents: Sequence[Present], rows: Iterable[HostRow], **told: Any
 ) -> Taken:
@@ -367,7 +356,7 @@ def images_alone(
     return take_over(members, presents, (), **told)
 
 
-@pytest.mark.parametrize("taken", [any_row, newest_first, images_alone])
+@pytest.mark.parametrize("taken", [newest_first, images_alone])
 def test_whoever_takes_over_otherwise_loses_something(taken: Callable[..., Taken]) -> None:
     with pytest.raises(Lost, match="was protected"):
         reached(world(Protection, 2, losses=1, restarts=1, taken=taken), 2)

@@ -367,7 +367,8 @@ ToCoordinator = (
 )  # fmt: skip
 ToHand = (
     Attached | Tell | HangUp | Make | MakeRings | Remove | Stamp | KeepLayout | KeepIncarnation
-    | Sealed | Write | StopWriting | Watch | TellHeads | MakeParity | GiveUpParity | MayStop | End
+    | Sealed | Write | StopWriting | Watch | TellHeads | MakeParity | GiveUpParity | DropParity
+    | MayStop | End
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -48,7 +48,7 @@ class Parity:
         self._kept = self._files.scan()
         self._server: PeerServer | None = None
         self._puller: Puller | None = None
-        self._own = ""
+        self._own, self._port = "", 0
         self._staging = memoryview(b"")
         self._budget = Budget()
         self._run: _Run | None = None
@@ -59,9 +59,9 @@ class Parity:
         self.give_up("another start of the run has begun")
         if self._puller is not None:
             self._puller.close()
-        self._server, self._puller = None, None
+        self._server, self._puller, self._port = None, None, 0
         if network is not None:
-            self._server, self._own = network.peers, network.name
+            self._server, self._own, self._port = network.peers, network.name, network.port
             self._puller = Puller(network.secret, incarnation=incarnation)
             kept, self._kept = self._kept, []
             for row in kept:
@@ -71,7 +71,7 @@ class Parity:
     @property
     def port(self) -> int:
         """Where this keeper gives images and rows to others; 0 while it does not."""
-        return 0 if self._server is None else self._server.port
+        return self._port
 
     def rows(self) -> Sequence[KeptRow]:
         """All rows that are kept, each whole."""

@@ -1,0 +1,117 @@
+"""What a coordinator that takes over finds protected: complete rows, of one turn, in one half."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast.format.manifest import Generation
+from holdfast.redundancy.protection import Captured, Cover
+from holdfast.redundancy.takeover import HostRow, Present, Taken, take_over
+
+
+def what(name: str, incarnation: int = 1) -> Captured:
+    return Captured(Generation(incarnation, int(name[1:])), name)
+
+
+def whole(name: str, hosts: str, incarnation: int = 1) -> Present:
+    return Present(what(name, incarnation), frozenset(hosts), True)
+
+
+def part(name: str, hosts: str, incarnation: int = 1) -> Present:
+    return Present(what(name, incarnation), frozenset(hosts), False)
+
+
+def rows(name: str, half: int, keepers: str, members: str, *, parity: int = 1) -> list[HostRow]:
+    """All the rows that these keepers have to have."""
+    return [
+        HostRow(host, half, name, parity, frozenset(members))
+        for host in keepers for _ in range(parity)
+    ]  # fmt: skip
+
+
+def taken(
+    members: str, presents: Iterable[Present], *held: list[HostRow], restored: str = "",
+    incarnation: int = 2,
+) -> Taken:  # fmt: skip
+    return take_over(
+        frozenset(members), tuple(presents), [row for some in held for row in some],
+        restored=restored, incarnation=incarnation, turn=7,
+    )  # fmt: skip
+
+
+def test_the_half_is_the_one_where_all_rows_are() -> None:
+    for half in (0, 1):
+        found = taken(
+            "abcd", [whole("p5", "abc")], rows("p5", half, "abc", "abc"),
+            rows("p5", 1 - half, "ad", "abcd"), restored="p5",
+        )  # fmt: skip
+        assert found.state.protected == Cover(what("p5"), frozenset("abc"))
+        assert (found.state.half, found.state.turn) == (half, 7)
+        assert found.groups == (frozenset("abc"),)
+        assert found.state.next == Cover(what("p5"), frozenset("abcd")), "and it is coded anew"
+
+
+def test_of_two_that_are_complete_it_is_that_of_the_hosts_of_now() -> None:
+    for half in (0, 1):
+        found = taken(
+            "abc", [whole("p5", "ab")], rows("p5", half, "abc", "abc"),
+            rows("p5", 1 - half, "ab", "ab"),
+        )  # fmt: skip
+        assert found.state.half == half and found.state.next is None
+
+
+def test_the_half_that_is_being_written_over_does_not_count() -> None:
+    found = taken("abc", [whole("p5", "ab")], rows("p5", 1, "abc", "abc"), rows("p5", 0, "b", "ab"))
+    assert found.state.half == 1
+
+
+def test_a_host_counts_with_all_of_its_rows_or_not() -> None:
+    torn = rows("p5", 0, "ab", "abc", parity=2) + rows("p5", 0, "c", "abc", parity=2)[:1]
+    found = taken("abc", [whole("p5", "abc"), whole("p3", "abc")], torn,
+                  rows("p3", 1, "abc", "abc", parity=2))  # fmt: skip
+    assert found.state.protected == Cover(what("p3"), frozenset("abc"))
+    assert found.state.half == 1
+
+
+def test_what_survives_more_losses_counts_and_of_equals_the_newer_one() -> None:
+    presents = [whole("p3", "abc"), whole("p5", "abc")]
+    older, newer = rows("p3", 0, "abc", "abc"), rows("p5", 1, "abc", "abc")
+    assert taken("abc", presents, older, newer).state.half == 1
+    assert taken("abc", presents, older, newer[:2]).state.half == 0
+    assert taken("abc", presents, newer[:1]).state.protected is None
+
+
+def test_with_hosts_lost_what_was_restored_from_stays_unless_something_own_is_protected() -> None:
+    lost = [part("p5", "ab"), whole("p3", "ab"), whole("q6", "ab", incarnation=2)]
+    old, parent = rows("p3", 0, "ab", "ab"), rows("p5", 1, "ab", "abc")
+    found = taken("ab", lost, old, parent, restored="p5")
+    assert found.state.protected == Cover(what("p5"), frozenset("abc"))
+    assert found.state.half == 1
+    own = rows("q6", 0, "ab", "ab")
+    found = taken("ab", lost, own, parent, restored="p5")
+    assert found.state.protected == Cover(what("q6", 2), frozenset("ab"))
+    assert found.state.half == 0
+
+
+def test_what_can_be_rebuilt_stays_although_something_newer_is_whole_and_not_protected() -> None:
+    found = taken(
+        "ab", [part("p5", "ab"), whole("q6", "ab", incarnation=2)], rows("p5", 0, "ab", "abc"),
+        restored="q6", incarnation=3,
+    )  # fmt: skip
+    assert found.state.protected == Cover(what("p5"), frozenset("abc")) and found.state.half == 0
+
+
+def test_every_group_has_to_have_its_rows() -> None:
+    two = rows("p5", 0, "ab", "ab") + rows("p5", 0, "cd", "cd")
+    found = taken("abcd", [whole("p5", "abcd")], two)
+    assert found.state.protected == Cover(what("p5"), frozenset("abcd"))
+    assert set(found.groups) == {frozenset("ab"), frozenset("cd")}
+    assert taken("abcd", [whole("p5", "abcd")], two[:2]).state.protected is None
+    assert taken("abcd", [whole("p5", "abcd")], two[2:]).state.protected is None
+    assert taken("abcd", [part("p5", "ab")], two[:1]).state.protected is not None
+
+
+def test_nothing_is_protected_where_nothing_can_be_rebuilt() -> None:
+    assert taken("ab", []).state.protected is None
+    found = taken("ab", [part("p5", "a")], rows("p5", 1, "a", "abc"), restored="p5")
+    assert found.state.protected is None and found.state.half == 1
