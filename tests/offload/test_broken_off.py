@@ -14,7 +14,7 @@ import hybrids
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.offload import HybridAdamW, HybridSGD, kernels
 from holdfast.offload.lanes import ThreadMark
-from holdfast.offload.optimizer import HybridOptimizer
+from holdfast.offload.stepping import Stepping
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
 
@@ -96,14 +96,14 @@ def test_an_update_interrupted_before_it_began_is_none(
         hybrids.train(*pair, range(steps_before))
         hybrids.loss_of(pair[0], 7).backward()
     if where == "_count" and make is sgd:
-        where = "_due"
-    real = getattr(HybridOptimizer, where)
+        where = "_begin"
+    real = getattr(Stepping, where)
 
     def interrupted(*args: Any, **options: Any) -> None:
         real(*args, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(HybridOptimizer, where, interrupted)
+    monkeypatch.setattr(Stepping, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
         one[1].step()
     monkeypatch.undo()

@@ -14,7 +14,8 @@ __all__ = ["HybridAdamW", "HybridOptimizer", "HybridSGD", "Kernel", "Options", "
 if TYPE_CHECKING:
     from .adamw import HybridAdamW
     from .kernels import Kernel, Tensors
-    from .optimizer import HybridOptimizer, Options
+    from .optimizer import HybridOptimizer
+    from .options import Options
     from .sgd import HybridSGD
 else:  # the schedule and its simulator below this package load no torch
     import importlib
@@ -24,7 +25,7 @@ else:  # the schedule and its simulator below this package load no torch
         "HybridOptimizer": ".optimizer",
         "HybridSGD": ".sgd",
         "Kernel": ".kernels",
-        "Options": ".optimizer",
+        "Options": ".options",
         "Tensors": ".kernels",
     }
 

@@ -9,54 +9,27 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypedDict
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UsageError
-from holdfast.offload.checksums import changed, note
 from holdfast.offload.clipping import Clipped, clip
+from holdfast.offload.early import Watch, is_complete
 from holdfast.offload.gradients import Gradients
 from holdfast.offload.grouping import find_groups
 from holdfast.offload.kernels import Kernel
 from holdfast.offload.lanes import Lanes, make_lanes
 from holdfast.offload.loading import Fitting, hide_from_casts, load_state, unhidden
+from holdfast.offload.options import KNOWN, Options, Parameters
 from holdfast.offload.placing import Placing
-from holdfast.offload.rows import MASTER, Place, Row, check_parameter, mesh_problem
-from holdfast.offload.states import begin_state, make_state
-from holdfast.offload.update import Due, Scales, Update
+from holdfast.offload.problems import check_parameter, gradient_problem
+from holdfast.offload.rows import MASTER, Place, Row
+from holdfast.offload.states import make_state
+from holdfast.offload.stepping import Stepping
 from holdfast.snapshot.opened import fence_all
-
-Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
-
-
-class Options(TypedDict, total=False):
-    """Where and how it updates; nothing of it changes what is computed, but for last bits."""
-
-    device_share: float | None
-    """The part of all elements updated on the device: 0 to 1. None: what is fastest by measure.
-
-    With a number each step updates the same elements in the same place, so runs are reproducible:
-    a GPU's kernels and the CPU's differ in last bits. On the CPU None is 0.
-    """
-    subgroup_elements: int
-    """How many elements are updated in one place at a time."""
-    device_slots: int
-    """For the state of how many subgroups there is room on the device, during a step."""
-    threads: int | None
-    """Of the CPU, for updates. None: this rank's share of the cores, less two; without a GPU, all
-    that torch uses."""
-    early_gradients: bool | None
-    """Whether gradients go to the host during the backward. None: where they are complete then."""
-    lane_delay_s: float
-    """For tests: everything begins up to so much later, by chance."""
-
-
-_KNOWN = frozenset(Options.__annotations__)
 
 
 class HybridOptimizer(Optimizer):
@@ -69,7 +42,7 @@ class HybridOptimizer(Optimizer):
     def __init__(
         self, params: Parameters, defaults: dict[str, Any], kernel: Kernel, options: Options
     ) -> None:
-        unknown = sorted(options.keys() - _KNOWN)
+        unknown = sorted(options.keys() - KNOWN)
         if unknown:
             raise TypeError(f"{type(self).__name__} has no option {unknown[0]!r}")
         self._kernel = kernel
@@ -79,13 +52,11 @@ class HybridOptimizer(Optimizer):
         self._gradients: Gradients | None = None
         self._numbered: list[int] = []
         """The groups as rows have their numbers."""
-        self._hooks: list[Any] = []
-        self.broken_off = ""
-        """Why its parameters and state are no state of any step: an update broke off half-way."""
         self._clipped: Clipped | None = None
         """What the next step multiplies gradients by."""
         self._placing = Placing(kernel, options)
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._stepping = Stepping(kernel, self._placing, self._places)
+        self._watch = Watch(self._send_early)
         _LIVING.add(self)
         super().__init__(params, defaults)
         self.register_state_dict_pre_hook(_refuse_broken)
@@ -128,7 +99,7 @@ class HybridOptimizer(Optimizer):
             is_new = place.parameter not in self._places  # else it was in a group taken out since
             self._places[place.parameter] = row, place
             if is_new:
-                self._watch(place)
+                self._watch.add(place.parameter)
         if self._gradients is not None:
             self._gradients.forget()
         self._placing.add(row)
@@ -148,43 +119,20 @@ class HybridOptimizer(Optimizer):
             self._gradients = Gradients(self._lanes)
         return self._lanes, self._gradients
 
-    # ── gradients, as they become ready ──────────────────────────────────────────────────
-
-    def _watch(self, place: Place) -> None:
-        if not place.parameter.requires_grad or not place.parameter.is_leaf:
-            return  # then it is sent at the step
-        known = weakref.ref(self)
-
-        def ready(parameter: torch.Tensor) -> None:
-            optimizer = known()
-            if optimizer is not None:
-                optimizer._send_early(parameter)
-
-        self._hooks.append(place.parameter.register_post_accumulate_grad_hook(ready))
+    # ── gradients ────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
     def _send_early(self, parameter: torch.Tensor) -> None:
+        """Of a backward: this gradient is ready."""
         row, place = self._places[parameter]
         gradient = place.gradient
-        if gradient is None or self._problem(place, gradient) or not self._is_early(place):
+        if gradient is None or self._problem(row, place, gradient):
+            return
+        if not is_complete(place, self._options.get("early_gradients")):
             return
         ranges = self._placing.on_host(place)
         if ranges:
             self._started()[1].send(row, place, place.flat(gradient), ranges)
-
-    def _is_early(self, place: Place) -> bool:
-        if not place.is_reduced:
-            return False
-        wanted = self._options.get("early_gradients")
-        if wanted is not None:
-            return wanted
-        if not dist.is_initialized():
-            return True
-        # A plain one may be averaged over the ranks yet, by DDP; a sharded one was, where its mesh
-        # is of all ranks.
-        parameter = place.parameter
-        ranks = parameter.device_mesh.size() if isinstance(parameter, DTensor) else 1
-        return ranks == dist.get_world_size()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -228,6 +176,23 @@ class HybridOptimizer(Optimizer):
         self._forget()
         return loss
 
+    def _update(self, found: dict[Place, torch.Tensor]) -> None:
+        lanes, gradients = self._started()
+        divisor = getattr(self, "grad_scale", None)
+        try:
+            self._stepping.step(
+                found, self.param_groups, self.state, lanes, gradients, self._clipped, divisor
+            )
+        except BaseException:
+            if not self.broken_off and self._stepping.is_done:
+                self._forget()
+            raise
+
+    @property
+    def broken_off(self) -> str:
+        """Why its parameters and state are no state of any step: an update broke off half-way."""
+        return self._stepping.broken_off
+
     def _forget(self) -> None:
         self._clipped = None
         if self._gradients is not None:
@@ -239,125 +204,20 @@ class HybridOptimizer(Optimizer):
         for place in self._find_groups():
             if place.parameter.grad is None:
                 continue
-            problem = self._problem(place, place.gradient)
+            gradient = place.gradient
+            assert gradient is not None
+            problem = self._problem(self._places[place.parameter][0], place, gradient)
             if problem:
                 raise UsageError(f"{place.name} {problem}")
             found.append(place)
         return {place: place.reduced() for place in found}  # in the same order on all ranks
 
+    def _problem(self, row: Row, place: Place, gradient: torch.Tensor) -> str:
+        return gradient_problem(type(self).__name__, row, place, gradient)
+
     def _find_groups(self) -> list[Place]:
         self._numbered = [id(group) for group in self.param_groups]
         return find_groups(type(self).__name__, self.param_groups, self._places)
-
-    def _problem(self, place: Place, gradient: torch.Tensor | None) -> str:
-        """Why a parameter cannot be updated with its gradient, in words; "" if it can."""
-        local, row = place.local, self._places[place.parameter][0]
-        assert gradient is not None
-        if problem := mesh_problem(place):
-            return problem
-        if gradient.layout is not torch.strided:
-            return (
-                f"has a gradient of the layout {gradient.layout}: {type(self).__name__} updates "
-                "by dense gradients. Make the embedding with sparse=False"
-            )
-        if local.dtype != row.dtype or local.device != row.device:
-            return (
-                f"is {local.dtype} on {local.device} now, and was {row.dtype} on {row.device} when "
-                "the optimizer was made: convert and move the module first, then make the optimizer"
-            )
-        if tuple(local.shape) != place.shape:
-            return (
-                f"has the shape {list(local.shape)} here now, and had {list(place.shape)} when the "
-                "optimizer was made: shard the module first, then make the optimizer"
-            )
-        if not place.lies_so(local):
-            return (
-                f"lies in memory with the strides {list(local.stride())} now, and with "
-                f"{list(place.stride)} when the optimizer was made: convert the module to its "
-                "memory format first, then make the optimizer"
-            )
-        if gradient.dtype != local.dtype or gradient.device != local.device:
-            return (
-                f"is {local.dtype} on {local.device}, its gradient {gradient.dtype} on "
-                f"{gradient.device}: they have to be alike"
-            )
-        return ""
-
-    def _update(self, found: Mapping[Place, torch.Tensor]) -> None:
-        places = list(found)
-        lanes, gradients = self._started()
-        host, device, slots = self._placing.ready(self.param_groups, lanes, places)
-        others = changed(places)
-        due: dict[Place, Due] = {}
-        factor = None if self._clipped is None else self._clipped.factor
-        scales = Scales(factor, getattr(self, "grad_scale", None))
-        update = Update(lanes, self._kernel, self.param_groups, due, scales, self._placing.learn)
-        self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
-        try:
-            for place, gradient in found.items():
-                update.had[place] = tuple(self.state[place.parameter])
-                due[place] = self._due(place, gradient, is_changed=place in others)
-            self._bring(due, gradients)
-            if self._kernel.counts_steps:
-                update.steps = [one.step for one in due.values() if one.step is not None]
-                update.steps_before = update.steps[0].item()
-                self._count(list(due.values()), update.steps, lanes.device)
-            update.run(host, device, slots)
-        except BaseException as error:
-            self._settle(update, f"{type(error).__name__}: {error}")
-            raise
-        self._end(due)
-
-    def _end(self, due: Mapping[Place, Due]) -> None:
-        """All is updated."""
-        for place in due:
-            note(place)
-        self.broken_off = ""
-
-    def _settle(self, update: Update, why: str) -> None:
-        """What an update is that raised: none at all, or a whole one, or a part of one."""
-        self.broken_off = why
-        if update.is_complete:
-            self._end(update.due)
-            self._forget()
-        elif not update.has_begun:
-            if update.steps and update.steps[0].item() != update.steps_before:
-                torch._foreach_sub_(update.steps, 1)
-            for place, had in update.had.items():  # else a first update is none when tried again
-                state = self.state[place.parameter]
-                for kind in state.keys() - had:
-                    del state[kind]
-                if not state:
-                    del self.state[place.parameter]
-            self.broken_off = ""
-
-    def _due(self, place: Place, gradient: torch.Tensor, *, is_changed: bool) -> Due:
-        row, _ = self._places[place.parameter]
-        group = self.param_groups[row.group]
-        whole = place.parameter.grad
-        assert whole is not None
-        is_clipped = self._clipped is not None and self._clipped.has(whole)
-        kinds = self._kernel.kinds(group)
-        state = self.state[place.parameter]
-        is_first = begin_state(row, place, state, kinds, self._kernel.counts_steps, is_changed)
-        if not state:
-            del self.state[place.parameter]
-        return Due(place.flat(gradient), is_first, is_clipped, state.get("step"))
-
-    def _count(self, due: list[Due], steps: list[torch.Tensor], device: torch.device) -> None:
-        torch._foreach_add_(steps, 1)
-        there = torch.stack(steps).to(device, non_blocking=True).unbind()
-        for one, step in zip(due, there, strict=True):
-            one.step_there = step
-
-    def _bring(self, due: Mapping[Place, Due], gradients: Gradients) -> None:
-        """See that all gradients the host needs are on their way, as they are now."""
-        ranges = {place: found for place in due if (found := self._placing.on_host(place))}
-        marks = gradients.true(ranges)
-        for place, found in ranges.items():
-            mark = marks.get(place)
-            row = self._places[place.parameter][0]
-            due[place].arrival = mark or gradients.send(row, place, due[place].gradient, found)
 
     # ── its state ────────────────────────────────────────────────────────────────────────
 
@@ -405,11 +265,6 @@ class HybridOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise UsageError(_NOT_COPIED.format(type(self).__name__))
-
-
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 #: Threads do not live on in a forked process, and it would wait for them forever.

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
 from holdfast.offload.cutting import Cut, Span, batches, cut, starts
 from holdfast.state.tensors import local_of
 
 #: What is called so in an optimizer's state.
 MASTER = "master"
-WIDTHS = (torch.float32, torch.bfloat16, torch.float16)
 #: Elements that are updated at once on the CPU: gradient, master and moments of so many are in
 #: its cache between the cast, the update and the cast back (twice as fast as without).
 BATCH_ELEMENTS = 1 << 18
@@ -216,61 +214,8 @@ class Subgroup:
         return stretch[start + span.start : start + span.stop]
 
 
-def check_parameter(place: Place, device: torch.device | None) -> None:
-    """UsageError for a parameter that cannot be updated here."""
-    local, name = place.local, place.name
-    problem = ""
-    if local.is_meta:
-        problem = "is on the meta device: materialise the module first, then make the optimizer"
-    elif local.dtype not in WIDTHS:
-        problem = (
-            f"is of {local.dtype}, and masters are FP32: parameters are float32, bfloat16 or "
-            "float16. Give the others to an optimizer of torch"
-        )
-    elif local.device.type not in ("cpu", "cuda"):
-        problem = f"is on {local.device}: the CPU and CUDA are supported"
-    elif device is not None and local.device != device:
-        problem = (
-            f"is on {local.device}, others are on {device}: one optimizer is for one device. Make "
-            "one for each, or move the module first"
-        )
-    elif not _is_dense(local):
-        problem = "has gaps in its memory, or elements that share it: make it contiguous first"
-    if problem:
-        raise UsageError(f"{name} {problem}")
-
-
-def mesh_problem(place: Place) -> str:
-    """Why a parameter's gradient is no gradient of it on its mesh, in words; "" if it is one."""
-    parameter, gradient = place.parameter, place.parameter.grad
-    if isinstance(parameter, DTensor) != isinstance(gradient, DTensor):
-        kinds = [
-            "DTensor" if isinstance(one, DTensor) else "plain tensor"
-            for one in (parameter, gradient)
-        ]
-        return f"is a {kinds[0]}, its gradient a {kinds[1]}: they have to be alike"
-    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-        meshes = parameter.device_mesh, gradient.device_mesh
-        if meshes[0] != meshes[1]:
-            return f"is on {meshes[0]}, its gradient on {meshes[1]}: they have to be on the same"
-    return ""
-
-
 def _strides(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [step for size, step in zip(shape, stride, strict=True) if size > 1]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    expected = 1
-    for stride, size in sorted(
-        (stride, size)
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        if size != 1
-    ):
-        if stride != expected and tensor.numel():
-            return False
-        expected *= size
-    return True
 
 
 def _pin(row: Row, memory: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ from typing import Unpack
 import torch
 
 from holdfast.offload import kernels
-from holdfast.offload.optimizer import HybridOptimizer, Options, Parameters
+from holdfast.offload.optimizer import HybridOptimizer
+from holdfast.offload.options import Options, Parameters
 
 
 class HybridSGD(HybridOptimizer):

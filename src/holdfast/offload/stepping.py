@@ -1,0 +1,132 @@
+"""One step of an optimizer: whole, or none, or a part that nothing goes on from.
+
+What is due is collected, gradients are brought to the host, the update runs. An interrupt may come
+between any two lines; what it leaves is undone, or made whole, or known to be broken off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from holdfast.offload.checksums import changed, note
+from holdfast.offload.clipping import Clipped
+from holdfast.offload.gradients import Gradients
+from holdfast.offload.kernels import Kernel
+from holdfast.offload.lanes import Lanes
+from holdfast.offload.placing import Placing
+from holdfast.offload.rows import Place, Row
+from holdfast.offload.states import begin_state
+from holdfast.offload.update import Due, Scales, Update
+
+#: The state of an optimizer, by parameter.
+States = dict[torch.Tensor, dict[str, Any]]
+
+
+class Stepping:
+    """Takes the steps of one optimizer, whose ``places`` these are.
+
+    ``broken_off``: why its parameters and state are those of no step; "" where they are.
+    """
+
+    def __init__(
+        self, kernel: Kernel, placing: Placing, places: Mapping[torch.Tensor, tuple[Row, Place]]
+    ) -> None:
+        self._kernel, self._placing, self._places = kernel, placing, places
+        self.broken_off = ""
+        self.is_done = False
+        """Whether the last update that raised was a whole one all the same."""
+
+    def step(
+        self, found: Mapping[Place, torch.Tensor], groups: Sequence[dict[str, Any]],
+        state: States, lanes: Lanes, gradients: Gradients, clipped: Clipped | None,
+        divisor: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        """Update these, each with this rank's elements of its gradient.
+
+        ``divisor``: what the gradients were multiplied by, by a gradient scaler.
+        """
+        places = list(found)
+        host, device, slots = self._placing.ready(groups, lanes, places)
+        others = changed(places)
+        due: dict[Place, Due] = {}
+        scales = Scales(None if clipped is None else clipped.factor, divisor)
+        update = Update(lanes, self._kernel, groups, due, scales, self._placing.learn)
+        self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
+        try:
+            for place, gradient in found.items():
+                update.had[place] = tuple(state[place.parameter])
+                is_first = self._begin(place, groups, state, is_changed=place in others)
+                due[place] = _due(place, gradient, is_first, state, clipped)
+            self._bring(due, gradients)
+            if self._kernel.counts_steps:
+                update.steps = [one.step for one in due.values() if one.step is not None]
+                update.steps_before = update.steps[0].item()
+                self._count(list(due.values()), update.steps, lanes.device)
+            update.run(host, device, slots)
+        except BaseException as error:
+            self._settle(update, state, f"{type(error).__name__}: {error}")
+            raise
+        self._end(due)
+
+    def _begin(
+        self, place: Place, groups: Sequence[dict[str, Any]], state: States, *, is_changed: bool
+    ) -> bool:
+        """Give a parameter its state, and its master what it is; whether this is its first."""
+        row, _ = self._places[place.parameter]
+        kinds = self._kernel.kinds(groups[row.group])
+        own = state[place.parameter]
+        is_first = begin_state(row, place, own, kinds, self._kernel.counts_steps, is_changed)
+        if not own:
+            del state[place.parameter]
+        return is_first
+
+    def _count(self, due: list[Due], steps: list[torch.Tensor], device: torch.device) -> None:
+        torch._foreach_add_(steps, 1)
+        there = torch.stack(steps).to(device, non_blocking=True).unbind()
+        for one, step in zip(due, there, strict=True):
+            one.step_there = step
+
+    def _bring(self, due: Mapping[Place, Due], gradients: Gradients) -> None:
+        """See that all gradients the host needs are on their way, as they are now."""
+        ranges = {place: found for place in due if (found := self._placing.on_host(place))}
+        marks = gradients.true(ranges)
+        for place, found in ranges.items():
+            mark = marks.get(place)
+            row = self._places[place.parameter][0]
+            due[place].arrival = mark or gradients.send(row, place, due[place].gradient, found)
+
+    def _end(self, due: Mapping[Place, Due]) -> None:
+        """All is updated."""
+        for place in due:
+            note(place)
+        self.broken_off = ""
+
+    def _settle(self, update: Update, state: States, why: str) -> None:
+        """What an update is that raised: none at all, or a whole one, or a part of one."""
+        self.broken_off = why
+        self.is_done = update.is_complete
+        if update.is_complete:
+            self._end(update.due)
+        elif not update.has_begun:
+            if update.steps and update.steps[0].item() != update.steps_before:
+                torch._foreach_sub_(update.steps, 1)
+            for place, had in update.had.items():  # else a first update is none when tried again
+                own = state[place.parameter]
+                for kind in own.keys() - had:
+                    del own[kind]
+                if not own:
+                    del state[place.parameter]
+            self.broken_off = ""
+
+
+def _due(
+    place: Place, gradient: torch.Tensor, is_first: bool, state: States, clipped: Clipped | None
+) -> Due:
+    whole = place.parameter.grad
+    assert whole is not None
+    is_clipped = clipped is not None and clipped.has(whole)
+    step = state[place.parameter].get("step") if place.parameter in state else None
+    return Due(place.flat(gradient), is_first, is_clipped, step)
