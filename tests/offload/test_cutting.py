@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.offload.cutting import ALIGNED, Span, aligned, batches, cut, starts
+from holdfast.offload.cutting import ALIGNED, Span, aligned, batches, cut, merged, starts
 
 SIZES = st.lists(st.integers(0, 200), max_size=12)
 LONGEST = st.integers(1, 300)
@@ -56,3 +56,14 @@ def test_batches_have_the_same_elements_and_are_no_longer_than_asked(
         assert all(0 < sum(s.stop - s.start for s in some) <= aligned(batch) for some in found)
         room = [sum(aligned(s.stop - s.start) for s in some) for some in found]
         assert all(size <= aligned(batch) for size in room)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=12))
+def test_ranges_that_touch_are_one(parts: list[tuple[int, int]]) -> None:
+    ranges, at = [], 0
+    for gap, size in parts:
+        ranges.append((at + gap, at + gap + size))
+        at += gap + size
+    found = list(merged(ranges))
+    assert [n for a, b in found for n in range(a, b)] == [n for a, b in ranges for n in range(a, b)]
+    assert len(found) == sum(n == 0 or bool(gap) for n, (gap, _) in enumerate(parts))

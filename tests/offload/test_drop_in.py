@@ -307,7 +307,8 @@ def test_gradients_are_sent_during_the_backward_and_only_once() -> None:
     hybrids.train(model, optimizer, range(2))
     hybrids.loss_of(model, 2).backward()
     gradients = optimizer._started()[1]
-    assert len(gradients._sent) == len(list(model.parameters()))
+    large = [place for _, place in optimizer._places.values() if place.small is None]
+    assert len(gradients._sent) == len(large) > 3
     optimizer.step()
     assert gradients.sent_again == 0
     assert not gradients._sent

@@ -7,7 +7,7 @@ differ; so cut, every element goes through the code that it goes through uncut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 #: Elements of FP32 in a cache line, which every vector divides.
@@ -81,3 +81,17 @@ def batches(spans: Sequence[Span], longest: int) -> list[list[Span]]:
                 found.append([])
                 room = step
     return [batch for batch in found if batch]
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The same elements in as few ranges as there can be; ``ranges`` are in order."""
+    last: tuple[int, int] | None = None
+    for start, stop in ranges:
+        if last is not None and last[1] == start:
+            last = last[0], stop
+        else:
+            if last is not None:
+                yield last
+            last = start, stop
+    if last is not None:
+        yield last

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.offload.checksums import checksum
+from holdfast.offload.checksums import Bits, are_same, checksum
 from holdfast.offload.lanes import Lanes, Mark
 from holdfast.offload.rows import Place, Row
+from holdfast.offload.small import Small
 
 #: Elements of a parameter: from, to.
 Range = tuple[int, int]
@@ -27,7 +28,7 @@ class _Arrival:
     gradient: torch.Tensor
     """The very tensor, held so that no other can come to stand in its place unseen."""
     version: int
-    bits: torch.Tensor
+    bits: Bits
     ranges: tuple[Range, ...]
     mark: Mark
 
@@ -56,18 +57,25 @@ class Gradients:
         self._sent[place] = _Arrival(gradient, local._version, bits, tuple(ranges), mark)
         return mark
 
+    def send_small(self, row: Row, small: Small, flats: Mapping[Place, torch.Tensor]) -> Mark:
+        """Copy the gradients of these small parameters of a row, as they are now."""
+        together = small.gathered(flats)
+        into = row.transfer[small.start : small.stop]
+
+        def copy() -> None:
+            into.copy_(together, non_blocking=True)
+
+        return self._lanes.gradients.run(copy, after=[self._lanes.now()], uses=[together])
+
     def true(self, wanted: Mapping[Place, Sequence[Range]]) -> dict[Place, Mark]:
         """The marks of those whose gradient still is what was sent, all that is wanted of it."""
         same = [place for place, ranges in wanted.items() if self._is_same(place, ranges)]
-        if not same:
-            return {}
-        before = torch.stack([self._sent[place].bits for place in same])
-        now = torch.stack([checksum(place.flat(_local(place))) for place in same])
-        are_same = (before == now).tolist()
-        self.sent_again += are_same.count(False)
+        before = [self._sent[place].bits for place in same]
+        found = are_same(before, [checksum(place.flat(_local(place))) for place in same])
+        self.sent_again += found.count(False)
         return {
             place: self._sent[place].mark
-            for place, is_same in zip(same, are_same, strict=True)
+            for place, is_same in zip(same, found, strict=True)
             if is_same
         }
 

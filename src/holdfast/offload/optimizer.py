@@ -27,6 +27,7 @@ from holdfast.offload.options import KNOWN, Options, Parameters
 from holdfast.offload.placing import Placing
 from holdfast.offload.problems import check_parameter, gradient_problem
 from holdfast.offload.rows import MASTER, Place, Row
+from holdfast.offload.small import limit
 from holdfast.offload.states import make_state
 from holdfast.offload.stepping import Stepping
 from holdfast.snapshot.opened import fence_all
@@ -90,7 +91,8 @@ class HybridOptimizer(Optimizer):
             by_dtype.setdefault(parameter.dtype, []).append(place)
         for places in by_dtype.values():
             is_pinned = places[0].local.is_cuda
-            self._take_row(Row(places, number, is_pinned=is_pinned))
+            small = limit(self._placing.longest)
+            self._take_row(Row(places, number, is_pinned=is_pinned, small=small))
 
     def _take_row(self, row: Row) -> None:
         for kind in (MASTER, *self._kernel.kinds(self.param_groups[row.group])):
@@ -98,7 +100,7 @@ class HybridOptimizer(Optimizer):
         for place in row.places:
             is_new = place.parameter not in self._places  # else it was in a group taken out since
             self._places[place.parameter] = row, place
-            if is_new:
+            if is_new and place.small is None:
                 self._watch.add(place.parameter)
         if self._gradients is not None:
             self._gradients.forget()

@@ -9,6 +9,7 @@ import torch
 
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
+from holdfast.offload.cutting import merged
 from holdfast.offload.gradients import Range
 from holdfast.offload.kernels import Group, Kernel
 from holdfast.offload.lanes import Lanes
@@ -33,11 +34,11 @@ class Placing:
     def __init__(self, kernel: Kernel, options: Mapping[str, Any]) -> None:
         self._kernel = kernel
         self._share: float | None = options.get("device_share")
-        self._longest: int = options.get("subgroup_elements", SUBGROUP_ELEMENTS)
+        self.longest: int = options.get("subgroup_elements", SUBGROUP_ELEMENTS)
         self._slots: int = options.get("device_slots", DEVICE_SLOTS)
-        if self._longest < 1 or self._slots < 0:
+        if self.longest < 1 or self._slots < 0:
             raise UsageError(
-                f"subgroup_elements={self._longest} and device_slots={self._slots}: at least one "
+                f"subgroup_elements={self.longest} and device_slots={self._slots}: at least one "
                 "element, and 0 or more slots"
             )
         self.subgroups: list[Subgroup] = []
@@ -50,7 +51,7 @@ class Placing:
 
     def add(self, row: Row) -> None:
         """Subgroups of another row."""
-        self.subgroups += row.cut(self._longest)
+        self.subgroups += row.cut(self.longest)
         if self._share is None and any(place.local.is_cuda for place in row.places):
             self._set(None)  # at the next step, when the lanes can be measured
         else:
@@ -69,7 +70,7 @@ class Placing:
             for span, place in zip(subgroup.spans, subgroup.places, strict=True):
                 self._ranges.setdefault(place, []).append((span.start, span.stop))
         for place, ranges in self._ranges.items():
-            self._ranges[place] = _merged(ranges)
+            self._ranges[place] = list(merged(sorted(ranges)))
 
     def on_host(self, place: Place) -> list[Range]:
         """Which of a parameter's elements are updated on the host, as far as is known."""
@@ -144,14 +145,3 @@ class Placing:
                     "smaller."
                 ))  # fmt: skip
         return slots
-
-
-def _merged(ranges: Sequence[Range]) -> list[Range]:
-    """The same elements in as few ranges as there can be."""
-    found: list[Range] = []
-    for start, stop in sorted(ranges):
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
-        else:
-            found.append((start, stop))
-    return found

@@ -16,7 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.events import Warned, emit
-from holdfast.offload.cutting import Cut, Span, batches, cut, starts
+from holdfast.offload.checksums import Bits
+from holdfast.offload.cutting import ALIGNED, Cut, Span, batches, cut, merged, starts
+from holdfast.offload.small import Small
 from holdfast.state.tensors import local_of
 
 #: What is called so in an optimizer's state.
@@ -38,17 +40,29 @@ class Place:
     size: int = field(init=False)
     seen: tuple[int, ...] = ()
     """Address and versions of the parameter when its master was last known to be its own."""
-    bits: torch.Tensor | None = None
+    bits: Bits | None = None
     """The checksum of its elements then."""
+    small: Small | None = None
+    """The small ones it is one of."""
+    views: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The state tensors it was given, views of its row."""
+    is_placed: bool = field(init=False)
+    """Whether it is a DTensor."""
 
     def __post_init__(self) -> None:
         local = local_of(self.parameter)
+        self.is_placed = isinstance(self.parameter, DTensor)
         self.shape, self.stride, self.size = tuple(local.shape), local.stride(), local.numel()
 
     @property
     def local(self) -> torch.Tensor:
         """The parameter's elements of this rank."""
         return local_of(self.parameter)
+
+    @property
+    def raw(self) -> torch.Tensor:
+        """The same, its address and version: not to be computed with."""
+        return self.local if self.is_placed else self.parameter
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -75,6 +89,8 @@ class Place:
 
     def lies_so(self, tensor: torch.Tensor) -> bool:
         """Whether its elements are in memory in the order they have in the row."""
+        if tensor.stride() == self.stride and tensor.shape == self.shape:
+            return True
         return not self.size or (
             _strides(tensor.shape, tensor.stride()) == _strides(self.shape, self.stride)
         )
@@ -101,22 +117,38 @@ class Place:
 class Row:
     """Parameters of one group, of one dtype, and the memory for their state.
 
-    ``group`` is its number, as it was when last looked for.
+    ``group`` is its number, as it was when last looked for. Those of fewer elements than ``small``
+    lie last, and of them those that end on a whole vector first: the others have padding.
     """
 
-    def __init__(self, places: Sequence[Place], group: int, *, is_pinned: bool) -> None:
-        self.places, self.group = tuple(places), group
-        at = starts([place.size for place in places])
-        for place, start in zip(places, at, strict=False):
+    def __init__(
+        self, places: Sequence[Place], group: int, *, is_pinned: bool, small: int = 0
+    ) -> None:
+        self.group = group
+        self.places = tuple(
+            sorted(places, key=lambda one: one.size < small and 1 + bool(one.size % ALIGNED))
+        )
+        at = starts([place.size for place in self.places])
+        for place, start in zip(self.places, at, strict=False):
             place.start = start
         self.elements = at[-1]
         self.dtype, self.device = places[0].parameter.dtype, places[0].local.device
+        self.small = self._small(small)
         self.is_wide = self.dtype == torch.float32
         """Whether the parameters themselves have all digits of their masters."""
         self._is_pinned = is_pinned
         self._memory: dict[str, torch.Tensor] = {}
         self.transfer = self._allocate(self.dtype)
         """Gradients that came from the device; then, where narrow, parameters that go there."""
+
+    def _small(self, limit: int) -> Small | None:
+        found = [place for place in self.places if place.size < limit]
+        if not found:
+            return None
+        made = Small(found, found[0].start, self.elements, self.dtype, self.device)
+        for place in found:
+            place.small = made
+        return made
 
     def memory(self, kind: str) -> torch.Tensor:
         """All elements of one kind of state, or ``MASTER``; zeros when first asked for."""
@@ -141,6 +173,10 @@ class Row:
             _pin(self, made)
         return made
 
+    def address(self, kind: str, place: Place) -> int:
+        """Where the state of a parameter begins in memory; 0 where it has no elements."""
+        return self.memory(kind).data_ptr() + 4 * place.start if place.size else 0
+
     def flat(self, kind: str, place: Place) -> torch.Tensor:
         """The elements of one parameter in their row."""
         return self.memory(kind)[place.start : place.start + place.size]
@@ -150,7 +186,9 @@ class Row:
         memory = self.memory(kind)
         local = torch.as_strided(memory, place.shape, place.stride, place.start)
         parameter = place.parameter
-        return _placed(local, parameter) if isinstance(parameter, DTensor) else local
+        made = _placed(local, parameter) if isinstance(parameter, DTensor) else local
+        place.views[kind] = made
+        return made
 
     def cut(self, longest: int) -> list[Subgroup]:
         """The subgroups of so many elements."""
@@ -169,10 +207,14 @@ def _placed(local: torch.Tensor, like: DTensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Parts of parameters that are updated in one call on the CPU."""
+    """Parts of parameters that are updated in one call on the CPU.
+
+    ``runs``: where they lie in the row, those that have no padding between them as one.
+    """
 
     spans: tuple[Span, ...]
-    views: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    runs: tuple[tuple[int, int], ...]
+    views: dict[tuple[str, bool], list[torch.Tensor]] = field(default_factory=dict)
 
 
 class Subgroup:
@@ -190,19 +232,28 @@ class Subgroup:
     @cached_property
     def batches(self) -> list[Batch]:
         """Its elements in portions for the CPU."""
-        return [Batch(tuple(found)) for found in batches(self.spans, BATCH_ELEMENTS)]
+        return [
+            Batch(tuple(found), tuple(merged(map(self.where, found))))
+            for found in batches(self.spans, BATCH_ELEMENTS)
+        ]
 
-    def of_batch(self, kind: str, batch: Batch) -> list[torch.Tensor]:
-        """The memory of one kind (or "transfer") of each span of a batch."""
-        if kind not in batch.views:  # made once: a model has tens of thousands
+    def where(self, span: Span) -> tuple[int, int]:
+        """From where to where a span lies in the row."""
+        start = self.row.places[span.parameter].start
+        return start + span.start, start + span.stop
+
+    def of_batch(self, kind: str, batch: Batch, *, joined: bool) -> list[torch.Tensor]:
+        """The memory of one kind (or "transfer") of each span of a batch, or each of its runs."""
+        if (kind, joined) not in batch.views:  # made once: a model has tens of thousands
             whole = self.row.transfer if kind == "transfer" else self.row.memory(kind)
-            batch.views[kind] = [self.part(whole, span) for span in batch.spans]
-        return batch.views[kind]
+            where = batch.runs if joined else map(self.where, batch.spans)
+            batch.views[kind, joined] = [whole[start:stop] for start, stop in where]
+        return batch.views[kind, joined]
 
     def part(self, whole: torch.Tensor, span: Span) -> torch.Tensor:
         """The elements of a span in memory of all the row."""
-        start = self.row.places[span.parameter].start
-        return whole[start + span.start : start + span.stop]
+        start, stop = self.where(span)
+        return whole[start:stop]
 
     def stretch(self, whole: torch.Tensor) -> torch.Tensor:
         """All of the subgroup in memory of all the row."""

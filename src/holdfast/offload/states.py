@@ -34,6 +34,8 @@ def begin_state(
     Tensors that others put in the state are copied, kinds that are missing begin at zero.
     ``is_changed``: the parameter may not be what its master says.
     """
+    if not is_changed and _is_in_place(row, place, state, kinds, counts):
+        return False
     is_first = any(kind not in state for kind in kinds)
     has_master = MASTER in state
     for kind in _names(row, kinds):
@@ -49,6 +51,19 @@ def begin_state(
     if is_changed or not (row.is_wide or has_master):
         follow_parameter(row, place, keep=has_master)
     return is_first
+
+
+def _is_in_place(row: Row, place: Place, state: State, kinds: Sequence[str], counts: bool) -> bool:
+    """Whether all of it are the very views that were made of the row."""
+    for kind in _names(row, kinds):
+        given = state.get(kind)
+        if (
+            given is None
+            or given is not place.views.get(kind)
+            or not is_ours(row, place, given, kind)
+        ):
+            return False
+    return not counts or _is_count(state.get("step"))
 
 
 def put(row: Row, place: Place, kind: str, given: torch.Tensor) -> None:
@@ -95,9 +110,16 @@ def follow_parameter(row: Row, place: Place, *, keep: bool) -> None:
 
 
 def _count(place: Place, step: Any) -> torch.Tensor:
-    if isinstance(step, torch.Tensor) and step.device.type == "cpu" and step.dtype == torch.float32:
+    if _is_count(step):
+        assert isinstance(step, torch.Tensor)
         return step
     return torch.tensor(count_of(place, step), dtype=torch.float32, device="cpu")
+
+
+def _is_count(step: Any) -> bool:
+    return (
+        isinstance(step, torch.Tensor) and step.dtype == torch.float32 and step.device.type == "cpu"
+    )
 
 
 def _names(row: Row, kinds: Sequence[str]) -> tuple[str, ...]:
@@ -109,10 +131,9 @@ def is_ours(row: Row, place: Place, given: Any, kind: str) -> bool:
     """Whether it is the view of the row that a parameter's state of this kind is."""
     if not isinstance(given, torch.Tensor):
         return False
-    local = local_of(given)
-    ours = row.flat(kind, place)
+    local = local_of(given) if place.is_placed else given
     return (
-        local.data_ptr() == ours.data_ptr()
+        local.data_ptr() == row.address(kind, place)
         and local.dtype == torch.float32
-        and tuple(local.shape) == place.shape
+        and local.shape == place.shape
     )

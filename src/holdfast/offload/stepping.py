@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from holdfast.offload.checksums import changed, note
 from holdfast.offload.clipping import Clipped
 from holdfast.offload.gradients import Gradients
 from holdfast.offload.kernels import Kernel
 from holdfast.offload.lanes import Lanes
+from holdfast.offload.noting import changed, note
 from holdfast.offload.placing import Placing
 from holdfast.offload.rows import Place, Row
+from holdfast.offload.small import Small
 from holdfast.offload.states import begin_state
 from holdfast.offload.update import Due, Scales, Update
 
@@ -64,7 +65,7 @@ class Stepping:
             if self._kernel.counts_steps:
                 update.steps = [one.step for one in due.values() if one.step is not None]
                 update.steps_before = update.steps[0].item()
-                self._count(list(due.values()), update.steps, lanes.device)
+                self._count(list(due.values()), update.steps, lanes.device, bool(device))
             update.run(host, device, slots)
         except BaseException as error:
             self._settle(update, state, f"{type(error).__name__}: {error}")
@@ -83,15 +84,34 @@ class Stepping:
             del state[place.parameter]
         return is_first
 
-    def _count(self, due: list[Due], steps: list[torch.Tensor], device: torch.device) -> None:
+    def _count(
+        self, due: list[Due], steps: list[torch.Tensor], device: torch.device, is_needed: bool
+    ) -> None:
+        """One more step of each; ``is_needed``: on the device, too."""
         torch._foreach_add_(steps, 1)
-        there = torch.stack(steps).to(device, non_blocking=True).unbind()
-        for one, step in zip(due, there, strict=True):
-            one.step_there = step
+        all_ = torch.stack(steps)
+        for one, count in zip(due, all_.tolist(), strict=True):
+            one.count = count
+        if is_needed:
+            there = all_.to(device, non_blocking=True).unbind()
+            for one, step in zip(due, there, strict=True):
+                one.step_there = step
 
     def _bring(self, due: Mapping[Place, Due], gradients: Gradients) -> None:
         """See that all gradients the host needs are on their way, as they are now."""
-        ranges = {place: found for place in due if (found := self._placing.on_host(place))}
+        ranges = {}
+        small: dict[Small, Row] = {}
+        for place in due:
+            found = self._placing.on_host(place)
+            if found and place.small is not None:
+                small[place.small] = self._places[place.parameter][0]
+            elif found:
+                ranges[place] = found
+        for one, row in small.items():
+            flats = {place: due[place].gradient for place in due if place.small is one}
+            arrival = gradients.send_small(row, one, flats)
+            for place in flats:
+                due[place].arrival = arrival
         marks = gradients.true(ranges)
         for place, found in ranges.items():
             mark = marks.get(place)
@@ -100,8 +120,7 @@ class Stepping:
 
     def _end(self, due: Mapping[Place, Due]) -> None:
         """All is updated."""
-        for place in due:
-            note(place)
+        note(due)
         self.broken_off = ""
 
     def _settle(self, update: Update, state: States, why: str) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +36,8 @@ class Due:
     step: torch.Tensor | None = None
     step_there: torch.Tensor | None = None
     """The same number on the device."""
+    count: float = 0.0
+    """The same number."""
     arrival: Mark = field(default_factory=Passed)
     """Behind the gradient's copy to the host."""
 
@@ -138,47 +141,80 @@ class Update:
 
     def _on_host(self, subgroup: Subgroup, scales: Scales, begin: Mark) -> None:
         due = [self.due[place] for place in subgroup.places if place in self.due]
+        alike = due[0] if self._are_alike(subgroup, due) else None
 
         def update() -> None:
             began_s = time.perf_counter()
             for batch in subgroup.batches:
-                self._update_batch(subgroup, batch, scales)
+                if alike is not None:
+                    self._update_runs(subgroup, batch, alike, scales)
+                else:
+                    self._update_spans(subgroup, batch, scales)
             self.spent("host_update", subgroup.cut.size, time.perf_counter() - began_s)
             self._visible.append(self._to_device(subgroup, begin))
 
-        self._marks.append(self.lanes.host.run(update, after=[one.arrival for one in due]))
+        marks = {id(one.arrival): one.arrival for one in due}
+        self._marks.append(self.lanes.host.run(update, after=list(marks.values())))
 
-    def _update_batch(self, subgroup: Subgroup, batch: Batch, scales: Scales) -> None:
-        row = subgroup.row
-        group = self.groups[row.group]
-        for is_first, which in self._which(subgroup, batch.spans):
-            parts = {
-                kind: _pick(subgroup.of_batch(kind, batch), which)
-                for kind in (MASTER, "transfer", *self.kernel.kinds(group))
-            }
-            masters, transfer = parts.pop(MASTER), parts.pop("transfer")
+    def _are_alike(self, subgroup: Subgroup, due: Sequence[Due]) -> bool:
+        """Whether all of a subgroup is due, and the same is to be done with it."""
+        first = due[0]
+        return len(due) == len(subgroup.places) and all(
+            one.count == first.count
+            and one.is_first == first.is_first
+            and one.is_clipped == first.is_clipped
+            for one in due
+        )
+
+    def _update_runs(self, subgroup: Subgroup, batch: Batch, due: Due, scales: Scales) -> None:
+        """All of a batch, and what lies one behind the other as one."""
+        parts = self._parts(subgroup, batch, joined=True)
+        factor = scales.factor if due.is_clipped else None
+        steps = [] if due.step is None else [due.step] * len(parts[MASTER])
+        self._update_on_host(subgroup, parts, steps, factor, scales.divisor, due.is_first)
+
+    def _update_spans(self, subgroup: Subgroup, batch: Batch, scales: Scales) -> None:
+        """What is due of a batch, each span as what is to be done with its parameter."""
+        all_ = self._parts(subgroup, batch, joined=False)
+        for what, which in self._which(subgroup, batch.spans).items():
+            parts = {kind: _pick(tensors, which) for kind, tensors in all_.items()}
             due = [self._due(subgroup, batch.spans[number]) for number in which]
-            clipped = [n for n, one in enumerate(due) if one.is_clipped]
-            if scales.factor is not None and clipped:
-                torch._foreach_mul_(_pick(transfer, clipped), scales.factor)
-            gradients = transfer
-            if not row.is_wide:
-                gradients = _pick(self._cast_room(batch), which)
-                torch._foreach_copy_(gradients, transfer)
             steps = [one.step for one in due if one.step is not None]
-            given = Tensors(masters, gradients, parts, steps, scales.divisor)
-            self.kernel.update(group, given, is_first=is_first)
-            if not row.is_wide:
-                torch._foreach_copy_(transfer, masters)
+            factor = scales.factor if what.is_clipped else None
+            self._update_on_host(subgroup, parts, steps, factor, scales.divisor, what.is_first)
 
-    def _cast_room(self, batch: Batch) -> list[torch.Tensor]:
+    def _parts(
+        self, subgroup: Subgroup, batch: Batch, *, joined: bool
+    ) -> dict[str, list[torch.Tensor]]:
+        kinds = (MASTER, "transfer", *self.kernel.kinds(self.groups[subgroup.row.group]))
+        return {kind: subgroup.of_batch(kind, batch, joined=joined) for kind in kinds}
+
+    def _update_on_host(
+        self, subgroup: Subgroup, parts: dict[str, list[torch.Tensor]], steps: list[torch.Tensor],
+        factor: torch.Tensor | None, divisor: torch.Tensor | None, is_first: bool,
+    ) -> None:  # fmt: skip
+        """One call of the kernel, and what is before and behind it."""
+        row = subgroup.row
+        masters, transfer = parts.pop(MASTER), parts.pop("transfer")
+        if factor is not None:
+            torch._foreach_mul_(transfer, factor)
+        gradients = transfer
+        if not row.is_wide:
+            gradients = self._cast_room(transfer)
+            torch._foreach_copy_(gradients, transfer)
+        given = Tensors(masters, gradients, parts, steps, divisor)
+        self.kernel.update(self.groups[row.group], given, is_first=is_first)
+        if not row.is_wide:
+            torch._foreach_copy_(transfer, masters)
+
+    def _cast_room(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Memory for the gradients of a batch in FP32: the same for all, so that it is cached."""
         if self._scratch is None:
             self._scratch = torch.empty(aligned(BATCH_ELEMENTS), dtype=torch.float32, device="cpu")
         found, at = [], 0
-        for span in batch.spans:
-            found.append(self._scratch[at : at + span.stop - span.start])
-            at += aligned(span.stop - span.start)
+        for one in like:
+            found.append(self._scratch[at : at + one.numel()])
+            at += aligned(one.numel())
         return found
 
     def _to_device(self, subgroup: Subgroup, begin: Mark) -> Mark:
@@ -190,11 +226,39 @@ class Update:
         source = row.memory(MASTER) if row.is_wide else row.transfer
 
         def copy() -> None:
-            for span, place in self._spans(subgroup):
-                into = place.own[span.start : span.stop]
-                into.copy_(subgroup.part(source, span), non_blocking=True)
+            self._write(subgroup, source[subgroup.cut.start : subgroup.cut.stop])
 
         return self.lanes.parameters.run(copy, after=[begin])
+
+    def _write(self, subgroup: Subgroup, source: torch.Tensor) -> None:
+        """The new parameters: ``source`` is all of a subgroup."""
+        small: list[tuple[Span, Place]] = []
+        for span, place in self._spans(subgroup):
+            if place.small is not None:
+                small.append((span, place))
+                continue
+            into = place.own[span.start : span.stop]
+            into.copy_(subgroup.inside(source, span), non_blocking=True)
+        if small:
+            self._write_small(subgroup, small, source)
+
+    def _write_small(
+        self, subgroup: Subgroup, small: Sequence[tuple[Span, Place]], source: torch.Tensor
+    ) -> None:
+        """First to where it is kept in mind what they are, beside them: all at once, if all is."""
+        of = subgroup.row.small
+        assert of is not None
+        where = [subgroup.where(span) for span, _ in small]
+        noted = [of.piece(start, stop) for start, stop in where]
+        start, stop = max(of.start, subgroup.cut.start), subgroup.cut.stop
+        if sum(aligned(b - a) for a, b in where) == stop - start:
+            from_ = source[start - subgroup.cut.start :]
+            of.piece(start, stop).copy_(from_, non_blocking=True)
+        else:
+            parts = [subgroup.inside(source, span) for span, _ in small]
+            torch._foreach_copy_(noted, parts, non_blocking=True)
+        own = [place.own[span.start : span.stop] for span, place in small]
+        torch._foreach_copy_(own, noted)
 
     # ── on the device ────────────────────────────────────────────────────────────────────
 
@@ -221,7 +285,7 @@ class Update:
     def _update_slot(self, subgroup: Subgroup, slot: Slot) -> None:
         row, size = subgroup.row, subgroup.cut.size
         group = self.groups[row.group]
-        for is_first, which in self._which(subgroup, subgroup.spans):
+        for what, which in self._which(subgroup, subgroup.spans).items():
             spans = [subgroup.spans[n] for n in which]
 
             def parts(kind: str, spans: list[Span] = spans) -> list[torch.Tensor]:
@@ -231,11 +295,8 @@ class Update:
             gradients = [
                 due.gradient[span.start : span.stop] for due, span in zip(given, spans, strict=True)
             ]
-            clipped = [n for n, due in enumerate(given) if due.is_clipped]
-            if self.scales.factor is not None and clipped:  # what the user sees of them stays
-                made = torch._foreach_mul(_pick(gradients, clipped), self.scales.factor)
-                for number, one in zip(clipped, made, strict=True):
-                    gradients[number] = one
+            if self.scales.factor is not None and what.is_clipped:  # what the user sees stays
+                gradients = list(torch._foreach_mul(gradients, self.scales.factor))
             if not row.is_wide:
                 room = parts("gradient")
                 torch._foreach_copy_(room, gradients)
@@ -244,11 +305,9 @@ class Update:
             steps = [one.step_there for one in given if one.step_there is not None]
             self.kernel.update(
                 group, Tensors(parts(MASTER), gradients, states, steps, self.scales.divisor),
-                is_first=is_first,
+                is_first=what.is_first,
             )  # fmt: skip
-        for span, place in self._spans(subgroup):
-            into = place.own[span.start : span.stop]
-            into.copy_(subgroup.inside(slot.part(MASTER, size), span))
+        self._write(subgroup, slot.part(MASTER, size))
 
     # ── of what is due ───────────────────────────────────────────────────────────────────
 
@@ -261,17 +320,21 @@ class Update:
             if place in self.due:
                 yield span, place
 
-    def _which(self, subgroup: Subgroup, spans: Sequence[Span]) -> Iterator[tuple[bool, list[int]]]:
-        """The numbers of the spans that are due: those that have state already, then the others."""
-        places = subgroup.row.places
-        for is_first in (False, True):
-            found = [
-                number
-                for number, span in enumerate(spans)
-                if (due := self.due.get(places[span.parameter])) and due.is_first == is_first
-            ]
-            if found:
-                yield is_first, found
+    def _which(self, subgroup: Subgroup, spans: Sequence[Span]) -> dict[_What, list[int]]:
+        """The numbers of the spans that are due, by what is to be done."""
+        found: dict[_What, list[int]] = {}
+        for number, span in enumerate(spans):
+            due = self.due.get(subgroup.row.places[span.parameter])
+            if due is not None:
+                found.setdefault(_What(due.is_first, due.is_clipped), []).append(number)
+        return found
+
+
+class _What(NamedTuple):
+    """What is to be done in one call."""
+
+    is_first: bool
+    is_clipped: bool
 
 
 def _pick(tensors: list[torch.Tensor], which: Sequence[int]) -> list[torch.Tensor]:

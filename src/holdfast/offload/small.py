@@ -1,0 +1,82 @@
+"""The small parameters of a row: handled all at once, for each alone costs more than its bytes.
+
+They lie last in their row, so that one copy takes the gradients of all to the host and one brings
+the new parameters back, to memory beside them which keeps what was written: so whether others wrote
+to them is compared bit by bit. Their gradients go at the step, in a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from holdfast.offload.cutting import aligned
+
+if TYPE_CHECKING:
+    from holdfast.offload.rows import Place
+
+#: A parameter is small with fewer elements than these, if that is little for a subgroup.
+SMALL_ELEMENTS = 1 << 13
+#: That is: at most this part of one.
+PART_OF_SUBGROUP = 16
+
+
+def limit(subgroup_elements: int) -> int:
+    """With fewer elements than this a parameter is small."""
+    return min(SMALL_ELEMENTS, subgroup_elements // PART_OF_SUBGROUP)
+
+
+@dataclass(eq=False)
+class Small:
+    """Small parameters that lie one behind the other, from ``start`` to ``stop`` of a row."""
+
+    places: Sequence[Place]
+    start: int
+    stop: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def noted(self) -> torch.Tensor:
+        """What was written to the parameters when they were last updated, where they are."""
+        with torch.inference_mode(False):
+            return torch.zeros(self.stop - self.start, dtype=self.dtype, device=self.device)
+
+    @cached_property
+    def _pieces(self) -> list[torch.Tensor]:
+        """Views of it: of each parameter, and of what pads it."""
+        sizes = [
+            size for place in self.places for size in (place.size, aligned(place.size) - place.size)
+        ]
+        return list(self.noted.split(sizes))
+
+    def piece(self, start: int, stop: int) -> torch.Tensor:
+        """The noted elements at this place of the row."""
+        return self.noted[start - self.start : stop - self.start]
+
+    def gathered(self, flats: Mapping[Place, torch.Tensor]) -> torch.Tensor:
+        """These, each for a parameter, in one tensor as in the row; for the others anything."""
+        parts = list(self._pieces)
+        for number, place in enumerate(self.places):
+            flat = flats.get(place)
+            if flat is not None:
+                parts[2 * number] = flat
+        return torch.cat(parts)
+
+    def changed(self, doubtful: Iterable[Place]) -> set[Place]:
+        """Those of them whose parameter is not what was noted."""
+        flats = {place: place.flat(place.local) for place in doubtful}
+        as_integers = torch.int32 if self.dtype.itemsize == 4 else torch.int16
+        differs = self.gathered(flats).view(as_integers) != self.noted.view(as_integers)
+        if not bool(differs.any()):
+            return set()
+        here = differs.cpu()
+        return {
+            place
+            for place in flats
+            if bool(here[place.start - self.start :][: place.size].any())
+        }  # fmt: skip
