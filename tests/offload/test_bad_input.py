@@ -142,12 +142,23 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.Monke
         def cudaHostRegister(self, *_: int) -> int:
             return 2
 
+    launched: list[Any] = []
+    real = torch.ones
+
+    def ones(*size: int, **options: Any) -> torch.Tensor:
+        if options.get("device") == "cuda":
+            launched.append(size)
+            raise RuntimeError("CUDA error: out of memory")  # the one that was left behind
+        return real(*size, **options)
+
     said: list[Event] = []
+    monkeypatch.setattr(torch, "ones", ones)
     end = subscribe(lambda event, _: said.append(event))
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
     rows.Row([rows.Place(torch.ones(40), "w")], 0, is_pinned=True)
     end()
     assert "could not be pinned (CUDA error 2)" in getattr(said[0], "message", "")
+    assert launched, "the next who launches gets an error that is none of theirs"
 
 
 def test_an_update_needs_no_work_where_nothing_has_a_gradient() -> None:

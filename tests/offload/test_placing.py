@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ import torch
 from torch import nn
 
 import hybrids
-from holdfast.offload import HybridAdamW, placing
+from holdfast.events import Event, subscribe
+from holdfast.offload import HybridAdamW, placing, schedule
 from holdfast.offload.kernels import AdamW
 from holdfast.offload.lanes import host_threads, make_lanes
 from holdfast.offload.measure import measure
-from holdfast.offload.rates import Rates
+from holdfast.offload.rates import Measured, Rates
 from holdfast.offload.schedule import Schedule
+from holdfast.offload.update import Slot
 
 GROUP: dict[str, Any] = dict(torch.optim.AdamW([torch.zeros(0)]).defaults)
 
@@ -32,8 +35,8 @@ def test_rates_are_measured_on_the_lanes_themselves(dtype: torch.dtype) -> None:
 def test_on_a_cpu_all_is_on_the_host_unless_told_otherwise() -> None:
     model = hybrids.tiny()
     optimizer = HybridAdamW(model.parameters(), subgroup_elements=700)
-    schedule = optimizer._placing.schedule
-    assert schedule is not None and schedule.share == 0.0
+    found = optimizer._placing.schedule
+    assert found is not None and found.share == 0.0
 
 
 def test_a_rank_without_elements_has_nothing_to_measure() -> None:
@@ -48,12 +51,12 @@ def test_a_rank_without_elements_has_nothing_to_measure() -> None:
 def test_another_schedule_at_every_step_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
-    def replan(current: Schedule, sizes: Any, *_: Any, **__: Any) -> Schedule:
+    def replanning(current: Schedule, sizes: Any, *_: Any, **__: Any) -> Iterator[Schedule]:
         calls.append(1)
         numbers = [(n + len(calls)) % len(sizes) for n in range(len(sizes))]
-        return Schedule(tuple(numbers[:3]), tuple(numbers[3:]), 0.5)
+        yield Schedule(tuple(numbers[:3]), tuple(numbers[3:]), 0.5)
 
-    monkeypatch.setattr(placing, "replan", replan)
+    monkeypatch.setattr(placing, "replanning", replanning)
     monkeypatch.setattr(placing, "_REPLAN_STEPS", 1)
     monkeypatch.setattr(placing, "measure", lambda *_: Rates(1e9, 1e9, 1e9, 1e9))
     ours, theirs = hybrids.tiny(), hybrids.tiny()
@@ -65,6 +68,107 @@ def test_another_schedule_at_every_step_changes_no_bit(monkeypatch: pytest.Monke
     measured = one._placing.measured
     assert len(calls) == 7 and measured is not None
     assert measured.rates.host_update_elements_s != 1e9
+
+
+def _planned(**options: Any) -> tuple[nn.Module, HybridAdamW]:
+    """As on a GPU that is so fast that all goes there."""
+    model = hybrids.tiny()
+    optimizer = HybridAdamW(model.parameters(), subgroup_elements=700, **options)
+    optimizer._placing._set(None)
+    return model, optimizer
+
+
+FAST = Rates(1e12, 1e12, 1e6, 1e12)
+
+
+def test_a_device_that_was_full_is_never_planned_with_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def full(*_: object) -> None:
+        asked.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(placing, "Slot", full)
+    monkeypatch.setattr(placing, "_REPLAN_STEPS", 1)
+    monkeypatch.setattr(placing, "measure", lambda *_: FAST)
+    model, optimizer = _planned()
+    theirs = hybrids.tiny()
+    other = torch.optim.AdamW(theirs.parameters(), fused=True)
+    hybrids.train(model, optimizer, range(40))
+    hybrids.train(theirs, other, range(40))
+    assert hybrids.differences((model, optimizer), (theirs, other)) == []
+    added = nn.Parameter(torch.ones(900))
+    optimizer.add_param_group({"params": [added]})
+    hybrids.train(model, optimizer, range(40, 44))
+    found = optimizer._placing.schedule
+    assert asked == [1] and found is not None and found.device == ()
+
+
+def test_a_device_with_room_for_one_subgroup_is_used_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[int] = []
+
+    def slot(*given: Any) -> Any:
+        if len(made) == 1:
+            made.append(0)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        made.append(1)
+        return Slot(*given)
+
+    monkeypatch.setattr(placing, "Slot", slot)
+    monkeypatch.setattr(placing, "measure", lambda *_: FAST)
+    model, optimizer = _planned()
+    theirs = hybrids.tiny()
+    other = torch.optim.AdamW(theirs.parameters(), fused=True)
+    hybrids.train(model, optimizer, range(5))
+    hybrids.train(theirs, other, range(5))
+    assert hybrids.differences((model, optimizer), (theirs, other)) == []
+    assert made == [1, 0, 1, 1, 1, 1]
+
+
+def test_no_memory_to_measure_with_leaves_all_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    said: list[Event] = []
+    end = subscribe(lambda event, _: said.append(event))
+    monkeypatch.setattr(placing, "measure", full)
+    model, optimizer = _planned()
+    hybrids.train(model, optimizer, range(3))
+    end()
+    assert optimizer._placing.schedule is not None and optimizer._placing.schedule.share == 0.0
+    assert [getattr(event, "message", "")[:30] for event in said] == [
+        "no room on cpu to measure how "
+    ]
+
+
+def test_another_schedule_is_looked_for_one_way_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[int] = []
+    tried: list[int] = []
+    real = schedule._expecting
+
+    def count(*given: Any) -> Schedule:
+        tried.append(1)
+        return real(*given)
+
+    monkeypatch.setattr(placing, "measure", lambda *_: Rates(1e9, 1e9, 1e9, 1e12))
+    model, optimizer = _planned()
+    hybrids.train(model, optimizer, range(1))
+    monkeypatch.setattr(schedule, "_expecting", count)
+    monkeypatch.setattr(optimizer._placing, "learn", lambda *_: None)
+    placed = optimizer._placing
+    assert placed.measured is not None and placed.schedule is not None
+    before = placed.schedule.share
+    placed.measured = Measured(Rates(1e9, 1e9, 1e7, 1e12))  # the host became slow
+    for step in range(1, 60):
+        hybrids.train(model, optimizer, range(step, step + 1))
+        ways.append(len(tried))
+        tried.clear()
+    assert sum(ways) > 3 and max(ways) <= 2  # what the current one takes comes with the first
+    assert placed.schedule is not None and placed.schedule.share > before
 
 
 def test_updates_leave_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

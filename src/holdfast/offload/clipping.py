@@ -24,6 +24,11 @@ class Clipped:
         found = self._seen.get(id(gradient))
         return found is not None and found[0]() is gradient and found[1:] == _marks(gradient)
 
+    def is_overtaken(self, gradient: torch.Tensor) -> bool:
+        """Whether this was one of them, and something was written to it since."""
+        found = self._seen.get(id(gradient))
+        return found is not None and found[0]() is gradient and found[1:] != _marks(gradient)
+
     def apply(self, gradients: Iterable[torch.Tensor]) -> None:
         """Multiply those of them that it is for, as torch's own clipping would have."""
         own = [local_of(gradient) for gradient in gradients if self.has(gradient)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,21 @@ from holdfast.offload.rows import Place, Row
 
 
 def find_groups(
-    kind: str, groups: Sequence[Mapping[str, Any]], places: Mapping[torch.Tensor, tuple[Row, Place]]
-) -> list[Place]:
+    kind: str, groups: Sequence[Mapping[str, Any]],
+    places: Mapping[torch.Tensor, tuple[Row, Place]], waiting: Collection[torch.Tensor] = (),
+) -> list[Place]:  # fmt: skip
     """Give every row the number its group has now; the places that are in a group, in order.
 
-    UsageError for parameters nobody made room for, and for a row whose parameters are in two.
+    ``waiting``: parameters that have no memory yet, as they need none. UsageError for parameters
+    nobody made room for, and for a row whose parameters are in two.
     """
     found: dict[Row, int] = {}
     there: list[Place] = []
     for number, group in enumerate(groups):
         for position, parameter in enumerate(group["params"]):
             known = places.get(parameter)
+            if known is None and parameter in waiting:
+                continue
             if known is None:
                 raise UsageError(
                     f"parameter {position} of group {number} is not one that this {kind} was "

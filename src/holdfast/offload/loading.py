@@ -69,6 +69,15 @@ def _given_for(
             yield number, parameter, options
 
 
+def given_for(given: StateDict, groups: Sequence[Mapping[str, Any]]) -> set[torch.Tensor]:
+    """The parameters that a state_dict has state for."""
+    return {
+        parameter
+        for number, parameter, _ in _given_for(given, groups)
+        if given["state"].get(number)
+    }
+
+
 def _apart(
     row: Row, place: Place, kind: str, value: Any, kinds: Sequence[str], memory: Set[int]
 ) -> Any:

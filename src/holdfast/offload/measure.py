@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -55,8 +56,7 @@ def measure(
 
 def _copies(device: torch.device, elements: int) -> tuple[Work, Work]:
     """To the device and from there."""
-    is_pinned = device.type == "cuda"
-    here, back = (torch.zeros(elements, device="cpu", pin_memory=is_pinned) for _ in range(2))
+    here, back = (_host_memory(elements, is_pinned=device.type == "cuda") for _ in range(2))
     there, source = (torch.zeros(elements, device=device) for _ in range(2))
 
     def up() -> None:
@@ -66,6 +66,13 @@ def _copies(device: torch.device, elements: int) -> tuple[Work, Work]:
         back.copy_(source, non_blocking=True)
 
     return up, down
+
+
+def _host_memory(elements: int, *, is_pinned: bool) -> torch.Tensor:
+    if is_pinned:
+        with suppress(RuntimeError):  # no more of it: the state itself is as slow then
+            return torch.zeros(elements, device="cpu", pin_memory=True)
+    return torch.zeros(elements, device="cpu")
 
 
 def _update(

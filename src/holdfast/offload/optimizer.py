@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from holdfast.offload.gradients import Gradients
 from holdfast.offload.grouping import find_groups
 from holdfast.offload.kernels import Kernel
 from holdfast.offload.lanes import Lanes, make_lanes
-from holdfast.offload.loading import Fitting, hide_from_casts, load_state, unhidden
+from holdfast.offload.loading import Fitting, given_for, hide_from_casts, load_state, unhidden
 from holdfast.offload.options import KNOWN, Options, Parameters
 from holdfast.offload.placing import Placing
 from holdfast.offload.problems import check_parameter, gradient_problem
@@ -30,6 +30,7 @@ from holdfast.offload.rows import MASTER, Place, Row
 from holdfast.offload.small import limit
 from holdfast.offload.states import make_state
 from holdfast.offload.stepping import Stepping
+from holdfast.offload.tier import tier_of
 from holdfast.snapshot.opened import fence_all
 
 
@@ -51,12 +52,16 @@ class HybridOptimizer(Optimizer):
         self._places: dict[torch.Tensor, tuple[Row, Place]] = {}
         self._lanes: Lanes | None = None
         self._gradients: Gradients | None = None
+        self._waiting: dict[torch.Tensor, str] = {}
+        """Frozen parameters, with their names: memory is made when they first have a gradient."""
+        self._device: torch.device | None = None
         self._numbered: list[int] = []
         """The groups as rows have their numbers."""
         self._clipped: Clipped | None = None
         """What the next step multiplies gradients by."""
-        self._placing = Placing(kernel, options)
-        self._stepping = Stepping(kernel, self._placing, self._places)
+        self._tier = tier_of(options)
+        self._placing = Placing(kernel, options, self._tier)
+        self._stepping = Stepping(kernel, self._placing, self._places, self._tier)
         self._watch = Watch(self._send_early)
         _LIVING.add(self)
         super().__init__(params, defaults)
@@ -82,17 +87,43 @@ class HybridOptimizer(Optimizer):
         names = group.get("param_names") or [
             f"parameter {position} of group {number}" for position in range(len(group["params"]))
         ]
-        by_dtype: dict[torch.dtype, list[Place]] = {}
         device = self._device
-        for name, parameter in zip(names, group["params"], strict=True):
-            place = Place(parameter, name)
+        places = [Place(*pair) for pair in zip(group["params"], names, strict=True)]
+        for place in places:
             device = device or place.local.device
             check_parameter(place, device)
-            by_dtype.setdefault(parameter.dtype, []).append(place)
-        for places in by_dtype.values():
-            is_pinned = places[0].local.is_cuda
+        self._device = device
+        self._make_rows([place for place in places if not self._may_wait(place)], number)
+        self._waiting.update(
+            (place.parameter, place.name) for place in places if self._may_wait(place)
+        )
+
+    def _may_wait(self, place: Place) -> bool:
+        """A frozen parameter takes no memory until it is updated."""
+        parameter = place.parameter
+        is_frozen = not parameter.requires_grad and parameter.grad is None
+        return is_frozen and parameter not in self._places
+
+    def _take_waiting(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+        """Make memory for the frozen parameters that need it now, by the groups they are in."""
+        for number, group in enumerate(self.param_groups):
+            found = [p for p in group["params"] if p in self._waiting and wanted(p)]
+            places = [Place(parameter, self._waiting[parameter]) for parameter in found]
+            for place in places:
+                check_parameter(place, self._device)
+            self._make_rows(places, number)
+            for parameter in found:
+                del self._waiting[parameter]
+
+    def _make_rows(self, places: list[Place], number: int) -> None:
+        by_dtype: dict[torch.dtype, list[Place]] = {}
+        for place in places:
+            by_dtype.setdefault(place.parameter.dtype, []).append(place)
+        for alike in by_dtype.values():
+            is_pinned = alike[0].local.is_cuda
             small = limit(self._placing.longest)
-            self._take_row(Row(places, number, is_pinned=is_pinned, small=small))
+            make = None if self._tier is None else self._tier.make
+            self._take_row(Row(alike, number, is_pinned=is_pinned, small=small, make=make))
 
     def _take_row(self, row: Row) -> None:
         for kind in (MASTER, *self._kernel.kinds(self.param_groups[row.group])):
@@ -105,10 +136,6 @@ class HybridOptimizer(Optimizer):
         if self._gradients is not None:
             self._gradients.forget()
         self._placing.add(row)
-
-    @property
-    def _device(self) -> torch.device | None:
-        return next((row.device for row, _ in self._places.values()), None)
 
     def _started(self) -> tuple[Lanes, Gradients]:
         """The lanes, made when first needed: an optimizer that never steps starts no thread."""
@@ -125,10 +152,13 @@ class HybridOptimizer(Optimizer):
 
     @torch.no_grad()
     def _send_early(self, parameter: torch.Tensor) -> None:
-        """Of a backward: this gradient is ready."""
+        """Of a backward: this gradient is ready. It goes if no more is expected to come to it."""
         row, place = self._places[parameter]
         gradient = place.gradient
-        if gradient is None or self._problem(row, place, gradient):
+        place.backwards += 1
+        if place.backwards < place.expected or gradient is None:
+            return
+        if self._problem(row, place, gradient):
             return
         if not is_complete(place, self._options.get("early_gradients")):
             return
@@ -142,15 +172,31 @@ class HybridOptimizer(Optimizer):
 
         The next step clips them where it uses them, in the same arithmetic; the gradients
         themselves stay, unless this is called twice. Call it last before the step: those that
-        are written to, or made anew, in between are not clipped. Returns their norm before.
+        are made anew in between are not clipped. Returns their norm before.
+        UsageError, here or at the step, for those that were written to in between.
         """
         gradients = [
             p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
         if self._clipped is not None:
+            self._check_clipped()
             self._clipped.apply(gradients)
         norm, self._clipped = clip(gradients, max_norm, norm_type)
         return norm
+
+    def _check_clipped(self) -> None:
+        """UsageError where a gradient was clipped, and then something was added to it."""
+        if self._clipped is None:
+            return
+        for _, place in self._places.values():
+            gradient = place.parameter.grad
+            if gradient is not None and self._clipped.is_overtaken(gradient):
+                raise UsageError(
+                    f"the gradient of {place.name} was written to after clip_grad_norm_, by a "
+                    "backward perhaps. What was there before is not clipped yet: the step does "
+                    "that. Call clip_grad_norm_ last before the step, or zero_grad of the "
+                    "optimizer in between, or clip with torch.nn.utils.clip_grad_norm_"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and what was sent of them."""
@@ -171,11 +217,12 @@ class HybridOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         _refuse_broken(self)
+        self._check_clipped()
         gradients = self._with_gradient()
         found_inf = getattr(self, "found_inf", None)  # a gradient scaler sets it for the step
         if gradients and not (found_inf is not None and bool(found_inf.item())):
             self._update(gradients)
-        self._forget()
+        self._forget(is_stepped=True)
         return loss
 
     def _update(self, found: dict[Place, torch.Tensor]) -> None:
@@ -187,7 +234,7 @@ class HybridOptimizer(Optimizer):
             )
         except BaseException:
             if not self.broken_off and self._stepping.is_done:
-                self._forget()
+                self._forget(is_stepped=True)
             raise
 
     @property
@@ -195,13 +242,19 @@ class HybridOptimizer(Optimizer):
         """Why its parameters and state are no state of any step: an update broke off half-way."""
         return self._stepping.broken_off
 
-    def _forget(self) -> None:
+    def _forget(self, *, is_stepped: bool = False) -> None:
         self._clipped = None
+        for _, place in self._places.values():
+            if is_stepped and place.backwards:
+                place.expected = place.backwards
+            place.backwards = 0
         if self._gradients is not None:
             self._gradients.forget()
 
     def _with_gradient(self) -> dict[Place, torch.Tensor]:
         """The parameters to be updated, with this rank's elements of their gradients."""
+        if self._waiting:
+            self._take_waiting(lambda parameter: parameter.grad is not None)
         found = []
         for place in self._find_groups():
             if place.parameter.grad is None:
@@ -219,17 +272,25 @@ class HybridOptimizer(Optimizer):
 
     def _find_groups(self) -> list[Place]:
         self._numbered = [id(group) for group in self.param_groups]
-        return find_groups(type(self).__name__, self.param_groups, self._places)
+        return find_groups(type(self).__name__, self.param_groups, self._places, self._waiting)
 
     # ── its state ────────────────────────────────────────────────────────────────────────
 
     def make_state(self, parameter: torch.Tensor) -> None:
         """Give a parameter all the state it will have, so that a restore reads into it."""
+        self._take_group_of({parameter})
         if self._numbered != [id(group) for group in self.param_groups]:
             self._find_groups()
         row, place = self._places[parameter]
         kinds = self._kernel.kinds(self.param_groups[row.group])
         make_state(row, place, self.state[parameter], kinds, self._kernel.counts_steps)
+
+    def _take_group_of(self, parameters: Collection[torch.Tensor]) -> None:
+        """Make memory for these and, where one was frozen, for the frozen ones grouped with it."""
+        for group in self.param_groups if self._waiting else ():
+            if any(p in self._waiting and p in parameters for p in group["params"]):
+                of = set(group["params"])
+                self._take_waiting(of.__contains__)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of this optimizer, or of the one of torch that it stands for.
@@ -238,6 +299,7 @@ class HybridOptimizer(Optimizer):
         those before it. ValueError for state that does not fit; then nothing was changed.
         A snapshot under way is waited for, as before a step: state is put where it is taken from.
         """
+        self._take_group_of(given_for(state_dict, self.param_groups))
         self._find_groups()
         fence_all()
         # Last of all such hooks: torch would cast the state to the parameters' dtype and device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Any, TypedDict
 
@@ -28,6 +29,13 @@ class Options(TypedDict, total=False):
     that torch uses."""
     early_gradients: bool | None
     """Whether gradients go to the host during the backward. None: where they are complete then."""
+    host_memory_bytes: int | None
+    """How much of the masters and moments is in memory at a time; the rest is in ``storage_path``.
+
+    Every step then works through them in the opposite order of the one before. None: all of it.
+    """
+    storage_path: str | os.PathLike[str] | None
+    """A directory on a fast disk of this host: files without a name there hold all the state."""
     lane_delay_s: float
     """For tests: everything begins up to so much later, by chance."""
 

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from holdfast.events import Warned, emit
 from holdfast.offload.checksums import Bits
 from holdfast.offload.cutting import ALIGNED, Cut, Span, batches, cut, merged, starts
+from holdfast.offload.paging import Paged
 from holdfast.offload.small import Small
+from holdfast.snapshot.pinning import register
 from holdfast.state.tensors import local_of
 
 #: What is called so in an optimizer's state.
@@ -44,6 +46,10 @@ class Place:
     """The checksum of its elements then."""
     small: Small | None = None
     """The small ones it is one of."""
+    backwards: int = 0
+    """How many backwards made its gradient ready since the last step."""
+    expected: int = 1
+    """How many there were before that."""
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     """The state tensors it was given, views of its row."""
     is_placed: bool = field(init=False)
@@ -119,11 +125,13 @@ class Row:
 
     ``group`` is its number, as it was when last looked for. Those of fewer elements than ``small``
     lie last, and of them those that end on a whole vector first: the others have padding.
+    ``make``: makes memory that lies in a file.
     """
 
     def __init__(
-        self, places: Sequence[Place], group: int, *, is_pinned: bool, small: int = 0
-    ) -> None:
+        self, places: Sequence[Place], group: int, *, is_pinned: bool, small: int = 0,
+        make: Callable[[int], Paged] | None = None,
+    ) -> None:  # fmt: skip
         self.group = group
         self.places = tuple(
             sorted(places, key=lambda one: one.size < small and 1 + bool(one.size % ALIGNED))
@@ -137,6 +145,7 @@ class Row:
         self.is_wide = self.dtype == torch.float32
         """Whether the parameters themselves have all digits of their masters."""
         self._is_pinned = is_pinned
+        self._make, self._paged = make, dict[str, Paged]()
         self._memory: dict[str, torch.Tensor] = {}
         self.transfer = self._allocate(self.dtype)
         """Gradients that came from the device; then, where narrow, parameters that go there."""
@@ -153,8 +162,19 @@ class Row:
     def memory(self, kind: str) -> torch.Tensor:
         """All elements of one kind of state, or ``MASTER``; zeros when first asked for."""
         if kind not in self._memory:
-            self._memory[kind] = self._allocate(torch.float32)
+            self._memory[kind] = self._allocate_state(kind)
         return self._memory[kind]
+
+    def _allocate_state(self, kind: str) -> torch.Tensor:
+        if self._make is None or not self.elements:
+            return self._allocate(torch.float32)
+        self._paged[kind] = self._make(self.elements)
+        return self._paged[kind].tensor
+
+    @property
+    def paged(self) -> list[Paged]:
+        """Of its memory for state what lies in files."""
+        return list(self._paged.values())
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -273,7 +293,7 @@ def _pin(row: Row, memory: torch.Tensor) -> None:
     # By the driver itself: torch's own pinned memory comes in powers of two.
     cudart: Any = torch.cuda.cudart()
     address = memory.data_ptr()
-    status = int(cudart.cudaHostRegister(address, memory.nbytes, 0))
+    status = register(address, memory.nbytes)
     if status:
         emit(Warned(
             message=f"{memory.nbytes >> 20} MiB of an optimizer's state could not be pinned (CUDA "

@@ -7,16 +7,15 @@ so that they meet where both are done at the same time. Where that is follows fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from itertools import accumulate, chain, combinations
 
 from holdfast.errors import UsageError
 from holdfast.offload.rates import Rates
 from holdfast.offload.simulate import Timeline, run, tasks
 
-__all__ = ["Rates", "Schedule", "plan", "replan", "timeline"]
+__all__ = ["Rates", "Schedule", "plan", "replan", "replanning", "timeline"]
 
 #: The device is used when the model promises to save at least this part of the step.
 LEAST_GAIN = 0.02
@@ -59,19 +58,11 @@ def plan(
     Raises UsageError for a share, a size or a number of slots that cannot be.
     """
     _check(sizes, device_slots, device_share, ready_s)
-    order = sorted(range(len(sizes)), key=lambda one: (ready_s[one] if ready_s else 0.0, one))
-
-    def trial(device: Sequence[int]) -> Schedule:
-        found = _divided(sizes, order, device, ready_s)
-        return _expecting(found, sizes, rates, device_slots, ready_s, flush_is_awaited)
-
     if device_share is not None:
-        return trial(_nearest(sizes, order, device_share))
-    alone = trial(())
-    if not device_slots or not sizes:
-        return alone
-    best = min(_candidates(order, trial, rates), key=lambda one: (one.expected_s, one.share))
-    return best if best.expected_s < alone.expected_s * (1 - LEAST_GAIN) else alone
+        order = _ordered(sizes, ready_s)
+        fixed = _divided(sizes, order, _nearest(sizes, order, device_share), ready_s)
+        return _expecting(fixed, sizes, rates, device_slots, ready_s, flush_is_awaited)
+    return min(_trials(sizes, rates, device_slots, ready_s, flush_is_awaited), key=_better)
 
 
 def replan(
@@ -83,14 +74,30 @@ def replan(
     Rates that waver are no reason to change: the best has to save ``LEAST_CHANGE`` of the step.
     Where no rate moved enough for that, nothing is computed.
     """
-    if current.rates is not None and _are_near(current.rates, rates):
-        return current
-    kept = _expecting(current, sizes, rates, device_slots, ready_s, flush_is_awaited)
-    better = plan(
-        sizes, rates, device_slots=device_slots, ready_s=ready_s,
+    *_, found = replanning(
+        current, sizes, rates, device_slots=device_slots, ready_s=ready_s,
         flush_is_awaited=flush_is_awaited,
     )  # fmt: skip
-    return better if better.expected_s < kept.expected_s * (1 - LEAST_CHANGE) else kept
+    return found
+
+
+def replanning(
+    current: Schedule, sizes: Sequence[int], rates: Rates, *, device_slots: int,
+    ready_s: Sequence[float] = (), flush_is_awaited: bool = True,
+) -> Iterator[Schedule]:  # fmt: skip
+    """``replan`` little by little: each turn plays one way through, the last yields the answer.
+
+    The turns before it yield ``current``. A way takes a millisecond for 25 subgroups or so.
+    """
+    if current.rates is not None and _are_near(current.rates, rates):
+        yield current
+        return
+    kept = _expecting(current, sizes, rates, device_slots, ready_s, flush_is_awaited)
+    best = kept
+    for one in _trials(sizes, rates, device_slots, ready_s, flush_is_awaited):
+        yield current
+        best = min(best, one, key=_better)
+    yield best if best.expected_s < kept.expected_s * (1 - LEAST_CHANGE) else kept
 
 
 def _are_near(before: Rates, now: Rates) -> bool:
@@ -128,6 +135,34 @@ def _expecting(
     )  # fmt: skip
 
 
+def _better(one: Schedule) -> tuple[float, float]:
+    return one.expected_s, one.share
+
+
+def _ordered(sizes: Sequence[int], ready_s: Sequence[float]) -> list[int]:
+    """All subgroups in the order in which their gradients come."""
+    return sorted(range(len(sizes)), key=lambda one: (ready_s[one] if ready_s else 0.0, one))
+
+
+def _trials(
+    sizes: Sequence[int], rates: Rates, device_slots: int, ready_s: Sequence[float],
+    flush_is_awaited: bool,
+) -> Iterator[Schedule]:  # fmt: skip
+    """The host alone, and all ways that are worth trying and promise more than it."""
+    order = _ordered(sizes, ready_s)
+
+    def trial(device: Sequence[int]) -> Schedule:
+        found = _divided(sizes, order, device, ready_s)
+        return _expecting(found, sizes, rates, device_slots, ready_s, flush_is_awaited)
+
+    alone = trial(())
+    yield alone
+    if not device_slots or not sizes:
+        return
+    for one in _candidates(order, trial, rates):
+        yield one if one.expected_s < alone.expected_s * (1 - LEAST_GAIN) else alone
+
+
 # ── where the ends meet ──────────────────────────────────────────────────────────────────────
 
 
@@ -156,7 +191,7 @@ def _nearest(sizes: Sequence[int], order: Sequence[int], share: float) -> Sequen
 
 def _candidates(
     order: Sequence[int], trial: Callable[[Sequence[int]], Schedule], rates: Rates
-) -> Iterable[Schedule]:
+) -> Iterator[Schedule]:
     """Ways to divide the list among which the best is: all, or those where the ends meet.
 
     The more the device takes, the longer it works and the shorter the host does. So from where
@@ -166,15 +201,20 @@ def _candidates(
     everyone = len(order)
     if everyone <= FEW:
         sets = (combinations(order[::-1], count) for count in range(1, everyone + 1))
-        return map(trial, chain.from_iterable(sets))
-    from_back = cache(lambda count: trial(order[everyone - count :]))
+        yield from map(trial, chain.from_iterable(sets))
+        return
+    known: dict[int, Schedule] = {}
     at, stride = round(everyone * _guess(rates)), max(1, everyone // 16)
     while stride:
         near = {at, max(0, at - stride), min(everyone, at + stride)}
-        best = min(near, key=lambda count: (from_back(count).expected_s, count))
+        for count in sorted(near - known.keys()):
+            known[count] = trial(order[everyone - count :])
+            yield known[count]
+        best = min(near, key=lambda count: (known[count].expected_s, count))
         at, stride = (at, stride // 2) if best == at else (best, stride)
     around = range(max(0, at - FEW // 2), min(everyone, at + FEW // 2) + 1)
-    return map(from_back, {*around, everyone})
+    for count in sorted({*around, everyone} - known.keys()):
+        yield trial(order[everyone - count :])
 
 
 def _guess(rates: Rates) -> float:

@@ -41,7 +41,7 @@ def begin_state(
     for kind in _names(row, kinds):
         given = state.get(kind)
         if given is None:
-            if kind != MASTER:
+            if kind != MASTER and kind in place.views:  # else it is as it was made
                 row.flat(kind, place).zero_()
         elif not is_ours(row, place, given, kind):
             put(row, place, kind, given)

@@ -20,6 +20,7 @@ from holdfast.offload.placing import Placing
 from holdfast.offload.rows import Place, Row
 from holdfast.offload.small import Small
 from holdfast.offload.states import begin_state
+from holdfast.offload.tier import Tier
 from holdfast.offload.update import Due, Scales, Update
 
 #: The state of an optimizer, by parameter.
@@ -33,9 +34,11 @@ class Stepping:
     """
 
     def __init__(
-        self, kernel: Kernel, placing: Placing, places: Mapping[torch.Tensor, tuple[Row, Place]]
-    ) -> None:
+        self, kernel: Kernel, placing: Placing, places: Mapping[torch.Tensor, tuple[Row, Place]],
+        tier: Tier | None,
+    ) -> None:  # fmt: skip
         self._kernel, self._placing, self._places = kernel, placing, places
+        self._tier = tier
         self.broken_off = ""
         self.is_done = False
         """Whether the last update that raised was a whole one all the same."""
@@ -51,10 +54,11 @@ class Stepping:
         """
         places = list(found)
         host, device, slots = self._placing.ready(groups, lanes, places)
+        turn = None if self._tier is None else self._tier.turn(host)
         others = changed(places)
         due: dict[Place, Due] = {}
         scales = Scales(None if clipped is None else clipped.factor, divisor)
-        update = Update(lanes, self._kernel, groups, due, scales, self._placing.learn)
+        update = Update(lanes, self._kernel, groups, due, scales, self._placing.learn, turn)
         self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
         try:
             for place, gradient in found.items():
@@ -66,7 +70,7 @@ class Stepping:
                 update.steps = [one.step for one in due.values() if one.step is not None]
                 update.steps_before = update.steps[0].item()
                 self._count(list(due.values()), update.steps, lanes.device, bool(device))
-            update.run(host, device, slots)
+            update.run(host if turn is None else turn.order, device, slots)
         except BaseException as error:
             self._settle(update, state, f"{type(error).__name__}: {error}")
             raise

@@ -20,6 +20,7 @@ from holdfast.offload.kernels import Group, Kernel, Tensors
 from holdfast.offload.lanes import Lanes, Mark, Passed
 from holdfast.offload.rates import Kind
 from holdfast.offload.rows import BATCH_ELEMENTS, MASTER, Batch, Place, Subgroup
+from holdfast.offload.tier import Turn
 
 #: (what was done, how much of it, how long it took)
 Spent = Callable[[Kind, float, float], None]
@@ -82,6 +83,8 @@ class Update:
     scales: Scales
     """Of the gradients on the device."""
     spent: Spent
+    turn: Turn | None = None
+    """What comes from storage and goes there; None: nothing."""
     _marks: list[Mark] = field(default_factory=list)
     had: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     """What was in each parameter's state before."""
@@ -124,13 +127,15 @@ class Update:
         for mark in self._visible:
             self.lanes.follow(mark)
         self.is_complete = True
+        if self.turn is not None:  # all is true already, wherever it is
+            self.turn.finish()
 
     def _drain(self) -> None:
         """Until no lane writes anywhere any more, whatever they raise."""
         lanes = self.lanes
         for lane in (
             lanes.gradients, lanes.host, lanes.parameters, lanes.prefetch, lanes.compute,
-            lanes.flush,
+            lanes.flush, *(self.turn.lanes if self.turn is not None else ()),
         ):  # fmt: skip
             try:
                 lane.run(_nothing).wait()
@@ -153,8 +158,13 @@ class Update:
             self.spent("host_update", subgroup.cut.size, time.perf_counter() - began_s)
             self._visible.append(self._to_device(subgroup, begin))
 
-        marks = {id(one.arrival): one.arrival for one in due}
-        self._marks.append(self.lanes.host.run(update, after=list(marks.values())))
+        after = list({id(one.arrival): one.arrival for one in due}.values())
+        if self.turn is not None:
+            after += self.turn.before(subgroup)
+        updated = self.lanes.host.run(update, after=after)
+        self._marks.append(updated)
+        if self.turn is not None:
+            self.turn.behind(subgroup, updated)
 
     def _are_alike(self, subgroup: Subgroup, due: Sequence[Due]) -> bool:
         """Whether all of a subgroup is due, and the same is to be done with it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 
 import torch
 
@@ -14,15 +15,28 @@ def pin_memory(slot: SlotFile) -> bool:
     """Register a slot's pages with the CUDA driver; without it copies work, only slower."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(slot.map))
     size = slot.capacity_bytes + IMAGE_START
-    status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
-    if int(status) != 0:
+    status = register(address, size)
+    if status:
         emit(Warned(
             message=f"{size >> 20} MiB of shared memory could not be pinned (CUDA error "
-            f"{int(status)}): copies from the GPU will be slow. Raise the memlock limit."
+            f"{status}): copies from the GPU will be slow. Raise the memlock limit."
         ))  # fmt: skip
         return False
     slot.is_pinned = True
     return True
+
+
+def register(address: int, size_bytes: int) -> int:
+    """Pin memory by the driver itself; 0, or the number of the error that it gave.
+
+    The driver keeps an error for whoever asks next, which is the next kernel launched: so one that
+    nobody needs is launched, and the error is gone.
+    """
+    status = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
+    if status:
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda").add_(1)
+    return status
 
 
 def unpin_memory(slot: SlotFile) -> None:

@@ -44,46 +44,35 @@ class _Descriptors:
         self.close()
 
 
-class DirectSink:
-    """A new file ``target`` of known size, to be filled; FileExistsError when the name is taken.
+class DirectFile:
+    """A new file ``target``, written to anywhere the best way; FileExistsError if there is one.
 
-    The directory must exist. Errors show ``path`` and ``url``.
+    The directory must exist. Every method raises OSError.
     """
 
-    def __init__(self, target: str, size_bytes: int, *, path: str, url: str) -> None:
-        self._path = path
-        self._url = url
-        self._target = target
+    def __init__(self, target: str) -> None:
         self._descriptors = _Descriptors(target)
-        try:
-            _reserve(self._descriptors.buffered, size_bytes)
-        except BaseException:
-            self._descriptors.close()
-            os.unlink(target)
-            raise
         self._is_direct = self._descriptors.direct is not None
-        self._filling = Filling(path, size_bytes, self._descriptors.close)
+
+    @property
+    def buffered(self) -> int:
+        """A descriptor of it that goes through the page cache."""
+        return self._descriptors.buffered
+
+    def reserve(self, size_bytes: int) -> None:
+        """Give it this length, and the room for that."""
+        _reserve(self._descriptors.buffered, size_bytes)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._descriptors.close()
 
     def write(self, offset_bytes: int, data: memoryview) -> None:
-        rest = flat(data)
-        with (
-            self._filling.writing(offset_bytes, len(rest)),
-            reporting("write", self._path, self._url),
-        ):
-            while rest:
-                count = self._write_some(offset_bytes, rest)
-                offset_bytes += count
-                rest = rest[count:]
-
-    def finish(self) -> None:
-        with self._filling.finishing(), reporting("fsync", self._path, self._url):
-            os.fsync(self._descriptors.buffered)  # of the file, whichever way it was written
-            sync_directory(os.path.dirname(self._target))
-
-    def abort(self) -> None:
-        if self._filling.abort():
-            with suppress(OSError):
-                os.unlink(self._target)
+        """Write all of ``data``, flat bytes."""
+        while data:
+            count = self._write_some(offset_bytes, data)
+            offset_bytes += count
+            data = data[count:]
 
     def _write_some(self, offset_bytes: int, data: memoryview) -> int:
         """Write a first part of ``data`` the best way it can go; returns its length.
@@ -129,6 +118,44 @@ class DirectSink:
 
     def _write_buffered(self, offset_bytes: int, data: memoryview) -> int:
         return write_once(self._descriptors.buffered, offset_bytes, data)
+
+
+class DirectSink:
+    """A new file ``target`` of known size, to be filled; FileExistsError when the name is taken.
+
+    The directory must exist. Errors show ``path`` and ``url``.
+    """
+
+    def __init__(self, target: str, size_bytes: int, *, path: str, url: str) -> None:
+        self._path = path
+        self._url = url
+        self._target = target
+        self._file = DirectFile(target)
+        try:
+            self._file.reserve(size_bytes)
+        except BaseException:
+            self._file.close()
+            os.unlink(target)
+            raise
+        self._filling = Filling(path, size_bytes, self._file.close)
+
+    def write(self, offset_bytes: int, data: memoryview) -> None:
+        rest = flat(data)
+        with (
+            self._filling.writing(offset_bytes, len(rest)),
+            reporting("write", self._path, self._url),
+        ):
+            self._file.write(offset_bytes, rest)
+
+    def finish(self) -> None:
+        with self._filling.finishing(), reporting("fsync", self._path, self._url):
+            os.fsync(self._file.buffered)  # of the file, whichever way it was written
+            sync_directory(os.path.dirname(self._target))
+
+    def abort(self) -> None:
+        if self._filling.abort():
+            with suppress(OSError):
+                os.unlink(self._target)
 
 
 def _reserve(descriptor: int, size_bytes: int) -> None:
