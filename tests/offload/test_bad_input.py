@@ -100,6 +100,9 @@ def test_without_room_on_the_device_all_is_updated_on_the_host(
     other = torch.optim.AdamW(theirs.parameters(), fused=True)
     hybrids.train(ours, one, range(3))
     hybrids.train(theirs, other, range(3))
+    one.add_param_group({"params": [nn.Parameter(torch.ones(900))]})
+    hybrids.train(ours, one, range(3, 4))
+    hybrids.train(theirs, other, range(3, 4))
     end()
     assert hybrids.differences((ours, one), (theirs, other)) == []
     assert [getattr(event, "message", "")[:7] for event in said] == ["no room"]

@@ -91,6 +91,21 @@ def test_what_others_write_to_them_is_seen_though_no_version_moves(
     assert pair.differences() == []
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_master_that_was_changed_by_hand_is_kept_though_its_neighbours_are_updated(
+    share: float,
+) -> None:
+    pair = Pair(torch.bfloat16, device_share=share)
+    pair.step(0)
+
+    def change(of: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state[of[3]]["master"].mul_(2)
+
+    pair.step(1, leave_out={3}, before=change)
+    pair.step(2)
+    assert pair.differences() == []
+
+
 def test_a_loaded_state_and_one_of_another_count_are_its_own() -> None:
     pair = Pair()
     pair.step(0)
