@@ -72,14 +72,42 @@ def test_a_batch_that_is_thrown_away_is_not_counted(monkeypatch: pytest.MonkeyPa
     assert early == len(sent) > 3
 
 
+def _clip(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    if isinstance(optimizer, HybridAdamW):
+        return optimizer.clip_grad_norm_(max_norm)
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_backward_behind_clipping_adds_to_what_was_clipped(again: bool, share: float) -> None:
+    here, there = hybrids.tiny(), theirs()
+    one = HybridAdamW(here.parameters(), 1e-2, subgroup_elements=700, device_share=share)
+    for model, optimizer in ((here, one), there):
+        for step in range(3):
+            hybrids.loss_of(model, 3 * step).backward()
+            _clip(model, optimizer, 0.01)
+            for micro in (1, 2):
+                hybrids.loss_of(model, 3 * step + micro).backward()
+            if again:
+                _clip(model, optimizer, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert hybrids.differences((here, one), there) == []
+
+
 @pytest.mark.parametrize("then", ["step", "clip_grad_norm_"])
-def test_a_backward_behind_clipping_is_refused_before_anything_is_updated(then: str) -> None:
+def test_what_else_is_written_behind_clipping_is_refused_before_anything_is_updated(
+    then: str,
+) -> None:
     model, optimizer = ours()
     hybrids.train(model, optimizer, range(2))
     before = [p.detach().clone() for p in model.parameters()]
     hybrids.loss_of(model, 2).backward()
     optimizer.clip_grad_norm_(0.01)
-    hybrids.loss_of(model, 3).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.add_(1)
     with pytest.raises(UsageError, match=r"of parameter 0 of group 0 was written to after clip"):
         optimizer.step() if then == "step" else optimizer.clip_grad_norm_(0.01)
     assert all(hybrids.same(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -25,9 +25,16 @@ class Clipped:
         return found is not None and found[0]() is gradient and found[1:] == _marks(gradient)
 
     def is_overtaken(self, gradient: torch.Tensor) -> bool:
-        """Whether this was one of them, and something was written to it since."""
+        """Whether this was one of them, and something but zeros was written to it since."""
         found = self._seen.get(id(gradient))
-        return found is not None and found[0]() is gradient and found[1:] != _marks(gradient)
+        if found is None or found[0]() is not gradient or found[1:] == _marks(gradient):
+            return False
+        return bool(local_of(gradient).any())
+
+    def settle(self, gradient: torch.Tensor) -> None:
+        """More is about to be added to it: what is there is clipped now, if it is to be."""
+        self.apply([gradient])
+        self._seen.pop(id(gradient), None)
 
     def apply(self, gradients: Iterable[torch.Tensor]) -> None:
         """Multiply those of them that it is for, as torch's own clipping would have."""

@@ -13,10 +13,16 @@ from holdfast.offload.rows import Place
 
 
 class Watch:
-    """Hooks on parameters that hold neither them nor their optimizer, of which ``ready`` is."""
+    """Hooks on parameters that hold neither them nor their optimizer, of which these methods are.
 
-    def __init__(self, ready: Callable[[torch.Tensor], None]) -> None:
-        self._ready = weakref.WeakMethod(ready)
+    ``coming``: more will be added to a gradient that is there; it is asked for by ``add_coming``.
+    """
+
+    def __init__(
+        self, ready: Callable[[torch.Tensor], None], coming: Callable[[torch.Tensor], None]
+    ) -> None:
+        self._ready, self._coming = weakref.WeakMethod(ready), weakref.WeakMethod(coming)
+        self._is_coming: dict[int, weakref.ref[torch.Tensor]] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
@@ -32,6 +38,22 @@ class Watch:
                 hear(parameter)
 
         self._hooks.append(parameter.register_post_accumulate_grad_hook(ready))
+
+    def add_coming(self, parameter: torch.Tensor) -> None:
+        """Say so before a backward adds to its gradient, from now on."""
+        known, of = self._coming, self._is_coming.get(id(parameter))
+        if of is not None and of() is parameter:
+            return
+        if not parameter.requires_grad or not parameter.is_leaf:
+            return
+        self._is_coming[id(parameter)] = of = weakref.ref(parameter)
+
+        def coming(_: torch.Tensor) -> None:
+            hear, parameter = known(), of()
+            if hear is not None and parameter is not None and parameter.grad is not None:
+                hear(parameter)
+
+        self._hooks.append(parameter.register_hook(coming))
 
 
 def _remove(hooks: list[torch.utils.hooks.RemovableHandle]) -> None:

@@ -62,7 +62,7 @@ class HybridOptimizer(Optimizer):
         self._tier = tier_of(options)
         self._placing = Placing(kernel, options, self._tier)
         self._stepping = Stepping(kernel, self._placing, self._places, self._tier)
-        self._watch = Watch(self._send_early)
+        self._watch = Watch(self._send_early, self._settle_clipped)
         _LIVING.add(self)
         super().__init__(params, defaults)
         self.register_state_dict_pre_hook(_refuse_broken)
@@ -172,30 +172,38 @@ class HybridOptimizer(Optimizer):
 
         The next step clips them where it uses them, in the same arithmetic; the gradients
         themselves stay, unless this is called twice. Call it last before the step: those that
-        are made anew in between are not clipped. Returns their norm before.
-        UsageError, here or at the step, for those that were written to in between.
+        are made anew in between are not clipped; those that a backward adds to are clipped before
+        it does. Returns their norm before.
+        UsageError, here or at the step, for those that were written to in another way in between.
         """
-        gradients = [
-            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for parameter in parameters:
+            self._watch.add_coming(parameter)
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if self._clipped is not None:
             self._check_clipped()
             self._clipped.apply(gradients)
         norm, self._clipped = clip(gradients, max_norm, norm_type)
         return norm
 
+    @torch.no_grad()
+    def _settle_clipped(self, parameter: torch.Tensor) -> None:
+        """Of a backward: this gradient is added to next."""
+        if self._clipped is not None and parameter.grad is not None:
+            self._clipped.settle(parameter.grad)
+
     def _check_clipped(self) -> None:
-        """UsageError where a gradient was clipped, and then something was added to it."""
+        """UsageError where a gradient was to be clipped, and something else came before that."""
         if self._clipped is None:
             return
         for _, place in self._places.values():
             gradient = place.parameter.grad
             if gradient is not None and self._clipped.is_overtaken(gradient):
                 raise UsageError(
-                    f"the gradient of {place.name} was written to after clip_grad_norm_, by a "
-                    "backward perhaps. What was there before is not clipped yet: the step does "
-                    "that. Call clip_grad_norm_ last before the step, or zero_grad of the "
-                    "optimizer in between, or clip with torch.nn.utils.clip_grad_norm_"
+                    f"the gradient of {place.name} was written to after clip_grad_norm_, and "
+                    "what was there before is not clipped yet: the step does that. Call "
+                    "clip_grad_norm_ last before the step, or zero_grad of the optimizer in "
+                    "between, or clip with torch.nn.utils.clip_grad_norm_"
                 )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

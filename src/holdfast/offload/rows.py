@@ -52,6 +52,9 @@ class Place:
     """How many there were before that."""
     views: dict[str, torch.Tensor] = field(default_factory=dict)
     """The state tensors it was given, views of its row."""
+    addresses: dict[str, int] = field(default_factory=dict)
+    """Where those lay then."""
+    _own: torch.Tensor | None = None
     is_placed: bool = field(init=False)
     """Whether it is a DTensor."""
 
@@ -104,9 +107,14 @@ class Place:
     @property
     def own(self) -> torch.Tensor:
         """The parameter's memory itself, to be written to, in the order of the row."""
+        if self._own is not None and self._own.data_ptr() == self.raw.data_ptr():
+            return self._own
         local = self.local
         assert self.lies_so(local), "what is written to a copy is lost"
-        return self.flat(local)
+        own = self.flat(local)
+        if self.small is not None:  # thousands of them; of a large one it could hold old memory
+            self._own = own
+        return own
 
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """All elements of what is shaped as the parameter in the order of the row; maybe a copy."""
@@ -207,7 +215,7 @@ class Row:
         local = torch.as_strided(memory, place.shape, place.stride, place.start)
         parameter = place.parameter
         made = _placed(local, parameter) if isinstance(parameter, DTensor) else local
-        place.views[kind] = made
+        place.views[kind], place.addresses[kind] = made, local.data_ptr()
         return made
 
     def cut(self, longest: int) -> list[Subgroup]:

@@ -69,7 +69,7 @@ class Small:
 
     def changed(self, doubtful: Iterable[Place]) -> set[Place]:
         """Those of them whose parameter is not what was noted."""
-        flats = {place: place.flat(place.local) for place in doubtful}
+        flats = {place: place.own for place in doubtful}
         as_integers = torch.int32 if self.dtype.itemsize == 4 else torch.int16
         differs = self.gathered(flats).view(as_integers) != self.noted.view(as_integers)
         if not bool(differs.any()):
