@@ -18,10 +18,19 @@ import pytest
 from holdfast.cli import main
 from holdfast.cli.doctor import arena_facts, place_facts
 from holdfast.cli.doctor.arena_facts import clear, probe_arenas
-from holdfast.cli.doctor.facts import Arena
+from holdfast.cli.doctor.facts import Arena, Meeting, Protected
 from holdfast.cli.doctor.host_facts import cores_quota, memory_bytes, memory_limit_bytes, probe_host
 from holdfast.cli.doctor.place_facts import measure, mounted_at, probe_place
+from holdfast.cli.doctor.run_facts import probe_hosts, probe_meetings, probe_protected
 from holdfast.cli.doctor.torch_facts import driver, probe_torch
+from holdfast.events import (
+    Event,
+    ProtectionPlanned,
+    RunStarted,
+    SnapshotNotProtected,
+    SnapshotProtected,
+    to_record,
+)
 from holdfast.snapshot.arena import (
     SlotFile,
     SlotRecord,
@@ -306,17 +315,22 @@ def test_the_arena_of_a_killed_run_is_shown_and_cleared_only_when_asked(
     said = capsys.readouterr().out
     assert f"snapshot 2-41 of {root}, which is nowhere else" in said
     assert f"rm -r {arena}" in said
-    assert main(["doctor", "--clear-stale"]) == 2, "nobody to ask"
+    assert main(["doctor", "--clean", "--yes"]) == 0
     said = capsys.readouterr().out
-    assert str(arena) in said and "2-41, NOT in storage" in said
+    assert f"stays  {arena}" in said and "2-41, NOT in storage" in said
+    assert "0 arenas cleared" in said and "1 arena left for the snapshots there" in said
     assert arena.exists()
-    assert main(["doctor", "--clear-stale", "--yes", "--json"]) == 0
+    assert clear(found) == arena_facts.NEWS, "it is looked at again under the lock"
+    assert main(["doctor", "--clean", "--lose-snapshots"]) == 2, "nobody to ask"
+    assert f"goes   {arena}" in capsys.readouterr().out
+    assert arena.exists()
+    assert main(["doctor", "--clean", "--lose-snapshots", "--yes", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["cleared"] == [
         {"path": str(arena), "newest": "2-41", "size_bytes": found.size_bytes}
     ]
     assert list(arena_home().iterdir()) == []
-    assert main(["doctor", "--clear-stale", "--yes"]) == 0
+    assert main(["doctor", "--clean", "--yes"]) == 0
     assert "nothing is stale" in capsys.readouterr().out
     assert (root / "manifests" / "2-40.json").exists()
 
@@ -330,6 +344,9 @@ def test_a_snapshot_that_storage_has_too_is_said_to_be_there(
     put_snapshot(arena, 50, boot_id="another boot")
     kill(keepers[0])
     assert (only_arena().newest, only_arena().newest_is_durable) == ("2-40", True)
+    assert only_arena().has_news is False
+    assert main(["doctor", "--clean", "--yes"]) == 0
+    assert list(arena_home().iterdir()) == []
 
 
 def test_an_arena_that_a_process_has_mapped_or_writes_to_is_never_cleared(arena_dir: Path) -> None:
@@ -366,10 +383,10 @@ def test_before_anything_is_cleared_it_is_shown_and_a_person_is_asked(
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     for name in ("r@here", ".r@here.4711"):
         make_private_dir(arena_home() / name)
-    assert main(["doctor", "--clear-stale"]) == 0
+    assert main(["doctor", "--clean"]) == 0
     said = capsys.readouterr()
     assert "half removed" in said.out and "no whole snapshot" in said.out
-    assert "lose the snapshots" in said.err
+    assert "Clear this?" in said.err
     assert len(list(arena_home().iterdir())) == 2
 
 
@@ -385,7 +402,7 @@ def test_what_came_back_to_life_meanwhile_is_left_alone(
             return "y\n"
 
     monkeypatch.setattr(sys, "stdin", Slow())
-    assert main(["doctor", "--clear-stale"]) == 0
+    assert main(["doctor", "--clean"]) == 0
     assert "was left alone: a keeper has it" in capsys.readouterr().out
     assert arena.exists()
 
@@ -407,3 +424,89 @@ def test_half_made_slots_and_foreign_directories_do_not_hide_the_rest(arena_dir:
     whole, foreign = probe_arenas(arena_home())
     assert whole.newest == "2-7"
     assert "only this user" in foreign.fault and not foreign.is_stale
+
+
+def make_arena(root: Path, **change: Any) -> Path:
+    """The arena of a dead run of ``root``, with one image."""
+    arena = arena_home() / "r@here"
+    make_private_dir(arena)
+    (arena / "root").write_text(str(root))
+    put_snapshot(arena, 41, ranks=(0,), **change)
+    return arena
+
+
+def test_a_hosts_part_of_what_several_hosts_hold_is_never_cleaned_away_unless_storage_is_newer(
+    tmp_path: Path, arena_dir: Path, capsys: Out
+) -> None:
+    fill(LocalStore(tmp_path), [(2, 40)])
+    arena = make_arena(tmp_path, hosts=2)
+    found = only_arena()
+    assert (found.newest, found.part, found.has_news) == ("", "2-41", True)
+    assert main(["doctor", "--clean", "--yes"]) == 0
+    said = capsys.readouterr().out
+    assert "part of snapshot 2-41, NOT in storage" in said and arena.exists()
+    fill(LocalStore(tmp_path), [(2, 60)])
+    assert (only_arena().part, only_arena().has_news) == ("2-41", False)
+    assert main(["doctor", "--clean", "--yes"]) == 0
+    assert "not newer than storage" in capsys.readouterr().out and not arena.exists()
+
+
+def test_an_arena_whose_storage_cannot_be_asked_stays(tmp_path: Path, arena_dir: Path) -> None:
+    """Not mounted, perhaps."""
+    arena = make_arena(tmp_path / "not mounted", hosts=2)
+    assert only_arena().has_news is None
+    assert main(["doctor", "--clean", "--yes"]) == 0
+    assert arena.exists()
+    (arena / "root").unlink()
+    assert only_arena().has_news is None and clear(only_arena()) == arena_facts.NEWS
+
+
+# ── hosts ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_events(root: Path, *events: Event) -> None:
+    (root / "events").mkdir(parents=True)
+    lines = [json.dumps(to_record(event, 1.0)) for event in events]
+    torn = lines[-1][:20]
+    (root / "events" / "keeper-a.jsonl").write_text("\n".join([*lines, torn]))
+
+
+def test_the_protection_of_the_newest_start_is_read_from_its_events(tmp_path: Path) -> None:
+    def began(n: int, host: str) -> RunStarted:
+        return RunStarted(incarnation=n, rank=0, run_id="r", world=2, host=host, pid=1)
+
+    assert probe_protected(str(tmp_path)) is None and probe_hosts(str(tmp_path)) == ()
+    planned = ProtectionPlanned(parity=1, hosts=2, survives="any 1 of 2 hosts", incarnation=3)
+    old = ProtectionPlanned(parity=1, hosts=4, survives="any 1 of 4 hosts", incarnation=2)
+    write_events(
+        tmp_path, began(2, "c"), began(3, "a"), began(3, "b"), planned, old,
+        SnapshotProtected(survives="", elapsed_s=1.0, incarnation=2, step=90),
+        SnapshotProtected(survives="", elapsed_s=1.0, incarnation=3, step=8),
+        SnapshotProtected(survives="", elapsed_s=1.0, incarnation=3, step=9),
+        SnapshotNotProtected(reason="old", incarnation=3, step=7),
+    )  # fmt: skip
+    assert probe_hosts(str(tmp_path)) == ("a", "b")
+    assert probe_protected(str(tmp_path)) == Protected(3, 1, 2, "any 1 of 2 hosts", newest="3-9")
+
+
+def launcher(proc: Path, pid: int, *words: str) -> None:
+    (proc / str(pid)).mkdir(parents=True)
+    (proc / str(pid) / "cmdline").write_text("\0".join(words) + "\0")
+
+
+def test_where_launchers_meet_is_on_their_command_lines_and_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launcher(
+        tmp_path, 11, "python", "-m", "torch.distributed.run", "--rdzv-endpoint", "127.0.0.1:1"
+    )
+    launcher(tmp_path, 12, "python", "/usr/bin/torchrun", "--rdzv_endpoint=127.0.0.1:1", "train.py")
+    launcher(tmp_path, 13, "vim", "--rdzv_endpoint=x:1")
+    launcher(tmp_path, 14, "torchrun", "--standalone", "train.py")
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "no such name.invalid:29400")
+    here, unknown = probe_meetings(("b",), tmp_path)
+    assert here == Meeting("127.0.0.1:1", (11, 12), is_here=True)
+    assert unknown == Meeting("no such name.invalid:29400", (), is_here=None)
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", "192.0.2.1:29400")  # nobody's, by RFC 5737
+    assert [one.is_here for one in probe_meetings((), tmp_path)] == [True, False]
+    assert probe_meetings(("192.0.2.1",), tmp_path)[1].on == "192.0.2.1"

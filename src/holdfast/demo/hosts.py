@@ -8,11 +8,7 @@ ranks as there are hosts. Where they meet is a store in this process, on none of
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
 
 from holdfast.demo.phases import Phases
 from holdfast.demo.records import Incarnation
@@ -23,9 +19,9 @@ from holdfast.demo.verdict import (
     judge_hosts_lost,
     judge_reference,
 )
-from holdfast.events import AnyEvent, Event, ProtectionPlanned, SnapshotProtected, SourceDropped
+from holdfast.events import ProtectionPlanned, SnapshotProtected, SourceDropped
+from holdfast.observe.told import told
 
-E = TypeVar("E", bound=Event)
 HOSTS = ("a", "b", "c", "d", "e")
 #: After which step hosts are lost: so that memory has what no checkpoint has, and the next
 #: checkpoint is some steps away.
@@ -57,13 +53,13 @@ class HostsDemo(Phases):
             if run.wait_for_step(lose_two) is not resumed:
                 raise PhaseFailed("training was restarted once more, without a loss", run.log)
         with self.phase("3/3  Two hosts are lost at once: more than parity=1 replaces"):
-            second, newest = self._lose(run, hosts, 2, lose_two)
+            second, _ = self._lose(run, hosts, 2, lose_two)
             row = judge_host_lost(first, resumed, least, reference)
             self.add(f"{count} hosts, until one is lost", None, first.killed)
             self.add("from memory of the others, until two are lost", row, resumed, first)
             stored = max(run.published(), default=None)
             again = run.wait_for_next(resumed)
-            self.screen.say(f"memory cannot give step {newest}: {why_not(run.root, newest)}")
+            self.screen.say(why_not(run.root, resumed.n))
             self.say_resumed(second, again)
             run.wait_for_end()
             row = judge_hosts_lost(second, again, stored, (first.killed, resumed), reference)
@@ -124,34 +120,23 @@ def _hosts_text(many: int) -> str:
 
 def newest_protected(root: Path, incarnation: int) -> int | None:
     """The newest step of this start that somebody said is protected."""
-    told = _events(root, SnapshotProtected)
-    return max((e.step for e in told if e.incarnation == incarnation), default=None)
+    steps = (e.step for e in told(root, SnapshotProtected) if e.incarnation == incarnation)
+    return max(steps, default=None)
 
 
 def survival(root: Path, incarnation: int) -> str:
     """What the protected snapshots of this start survive, in words."""
-    told = [e.survives for e in _events(root, ProtectionPlanned) if e.incarnation == incarnation]
-    return f"a protected snapshot survives the loss of {told[-1]}" if told else "nothing is planned"
+    found = [e.survives for e in told(root, ProtectionPlanned) if e.incarnation == incarnation]
+    return (
+        f"a protected snapshot survives the loss of {found[-1]}" if found else "no parity is kept"
+    )
 
 
-def why_not(root: Path, step: int) -> str:
-    """Why a restore did not take ``step`` from memory; it tells before it reads anything else."""
-    told = [e.reason for e in _events(root, SourceDropped)
-            if e.step == step and e.source.startswith("memory ")]  # fmt: skip
-    return told[-1] if told else "nobody said why"
-
-
-def _events(root: Path, kind: type[E]) -> Iterator[E]:
-    name = f'"{kind.__name__}"'.encode()
-    for path in sorted((root / "events").glob("*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            if name in line:
-                try:
-                    event = _decode(line)
-                except msgspec.DecodeError:  # cut off by a kill
-                    continue
-                if isinstance(event, kind):
-                    yield event
-
-
-_decode = msgspec.json.Decoder(AnyEvent).decode
+def why_not(root: Path, incarnation: int) -> str:
+    """Which step of that start memory cannot give, and why: one that was protected if there is."""
+    found = [
+        e for e in told(root, SourceDropped) if e.source.startswith(f"memory {incarnation}-")
+    ]  # fmt: skip
+    # Of a protected step it is known on which hosts its images were.
+    one = max(found, key=lambda e: ("of its group" in e.reason, e.step), default=None)
+    return "memory has nothing" if one is None else f"memory cannot give {one.step}: {one.reason}"
