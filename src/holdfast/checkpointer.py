@@ -18,7 +18,6 @@ from typing import NoReturn
 from holdfast.errors import (
     Fenced,
     HoldfastError,
-    Preempted,
     SaveError,
     SnapshotSkipped,
     StatePoisoned,
@@ -43,7 +42,7 @@ from holdfast.policy.arguments import (
 from holdfast.policy.due import Due, Pace
 from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
-from holdfast.preemption import Preemption
+from holdfast.preemption import Preemption, grace, preempted
 from holdfast.rules import Rules
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.handle import SaveHandle
@@ -130,12 +129,15 @@ class Checkpointer:
         terms = Terms(
             self.root, memory, storage, keep, self.timeout_s, rules,
             count_of_saves("compare_replicas", compare_replicas), whole("parity", parity),
-            None if grace_s is None else duration_s("grace_s", grace_s),
+            grace(grace_s),
         )  # fmt: skip
         run = meet(self.world, open_store(self.root), state, terms)
         self.incarnation, self._may_restore = run.incarnation, run.may_restore
         self._saver, self._offers = run.saver, run.offers
-        self._preemption = self._prepare_to_end(terms.grace_s)
+        self._preemption = (
+            None if terms.grace_s is None
+            else Preemption(terms.grace_s, self._saver, is_alone=self.world.size == 1)
+        )  # fmt: skip
         self._stop_tracing = follow_run(self.root, self.world.rank)
         # Of a Checkpointer that nobody closes; its Saver ends by itself as well.
         # The collector ends it on whatever thread it runs: that one waits for nothing.
@@ -341,35 +343,18 @@ class Checkpointer:
                 "again, or start the process anew."
             )
 
-    # ── told to end ──────────────────────────────────────────────────────────────────────
-
-    def _prepare_to_end(self, grace_s: float | None) -> Preemption | None:
-        if grace_s is None:
-            return None
-        try:
-            return Preemption(grace_s, self._saver, is_alone=self.world.size == 1)
-        except UsageError:
-            self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
-            raise
-
     def _leave(self, step: int, preemption: Preemption) -> NoReturn:
         """The last step is saved: wait for storage, as long as there is time, and let go."""
         try:
+            if not self._saver.end_capture(timeout_s=preemption.remaining_s):
+                raise SnapshotSkipped(f"the capture of step {step} has not ended yet")
             self._keep_promises(preemption.remaining_s)
         except Exception as error:
             self._hang_up()  # without a goodbye: the keeper is to keep what is in memory
-            raise Preempted(
-                f"told to end by SIGTERM after step {step}, which is not in storage: {error} The "
-                "keeper goes on with it as long as it lives.",
-                step=step, is_durable=False,
-            ) from error  # fmt: skip
+            raise preempted(step, error) from error
         with suppress(HoldfastError):  # of a rank that is gone: what is durable stays so
             self.close(max(_HANG_UP_S, preemption.remaining_s))
-        raise Preempted(
-            f"told to end by SIGTERM: step {step} was the last one, and is in storage. The next "
-            "start of the run goes on from it.",
-            step=step, is_durable=True,
-        )  # fmt: skip
+        raise preempted(step, None)
 
     # ── the end ──────────────────────────────────────────────────────────────────────────
 

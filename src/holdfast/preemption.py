@@ -8,6 +8,7 @@ already, the newest snapshot in memory is made durable for it. See docs/design/0
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -16,7 +17,8 @@ import weakref
 from collections.abc import Callable
 from types import FrameType
 
-from holdfast.errors import UsageError
+from holdfast.errors import Preempted, UsageError
+from holdfast.policy.arguments import duration_s
 from holdfast.policy.due import step_ahead
 from holdfast.snapshot.saver import Saver
 
@@ -32,6 +34,33 @@ _MARGIN, _MOST_MARGIN_S = 0.1, 1.0
 _wakeups: set[int] = set()
 
 
+def grace(grace_s: float | None) -> float | None:
+    """``grace_s`` checked; UsageError for what is no time, or where signals cannot be caught."""
+    if grace_s is None:
+        return None
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "grace_s= catches SIGTERM, which Python allows on the main thread only: make the "
+            "Checkpointer there, or leave grace_s away"
+        )
+    return duration_s("grace_s", grace_s)
+
+
+def preempted(step: int, failure: Exception | None) -> Preempted:
+    """What is raised after the last step; ``failure``: why it is not in storage."""
+    if failure is not None:
+        return Preempted(
+            f"told to end by SIGTERM after step {step}, which is not in storage: {failure}. What "
+            "of it is in memory stays there, and its keeper goes on as long as it lives.",
+            step=step, is_durable=False,
+        )  # fmt: skip
+    return Preempted(
+        f"told to end by SIGTERM: step {step} was the last one, and is in storage. The next start "
+        "of the run goes on from it.",
+        step=step, is_durable=True,
+    )  # fmt: skip
+
+
 class Preemption:
     """On one rank, from the start of saving until ``end``. Made on the main thread."""
 
@@ -45,18 +74,15 @@ class Preemption:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         self._let_go = _catch(weakref.WeakMethod(self._told), writing)
-        watcher = threading.Thread(
-            target=_watch,
-            args=(reading, weakref.ref(self)),
-            name="holdfast-preemption",
-            daemon=True,
-        )
-        watcher.start()
+        threading.Thread(
+            target=_watch, args=(reading, weakref.ref(self)), name="holdfast-preempted", daemon=True
+        ).start()
 
     def is_last(self, step: int, step_s: float) -> bool:
         """Whether this step, which ends now, is the last one; ``step_s``: how long one takes."""
         self._progress = step, time.monotonic(), step_s
-        found = self._told_at_s is not None if self._is_alone else self._is_announced(step)
+        is_told = self._told_at_s is not None
+        found = is_told if self._is_alone else self._saver.was_announced(step, PREEMPTED)
         if found:
             self._told_at_s = self._told_at_s or time.monotonic()
             self._is_at_end.set()
@@ -73,9 +99,6 @@ class Preemption:
         """SIGTERM means again what it meant before."""
         self._is_at_end.set()
         self._let_go()
-
-    def _is_announced(self, step: int) -> bool:
-        return self._saver.was_announced(step, PREEMPTED)
 
     def _told(self) -> None:
         """In the signal's handler: takes no lock, for whatever was interrupted may hold it."""
@@ -105,17 +128,15 @@ class Preemption:
 
 def _watch(reading: int, owner: weakref.ref[Preemption]) -> None:
     """Wait for SIGTERM, also while the main thread is in a call that runs no Python."""
-    try:
-        while heard := os.read(reading, 64):
-            preemption = owner()
-            if preemption is None:
-                return
-            if signal.SIGTERM in heard:
-                preemption.prepare()
-                return
-            del preemption
-    finally:
-        os.close(reading)
+    is_told = False
+    # To the end, though one SIGTERM is enough: a pipe nobody reads would make signals complain.
+    while heard := os.read(reading, 64):
+        preemption = owner()
+        if preemption is not None and signal.SIGTERM in heard and not is_told:
+            is_told = True
+            preemption.prepare()
+        del preemption
+    os.close(reading)
 
 
 def _catch(told: weakref.WeakMethod[Callable[[], None]], writing: int) -> Callable[[], None]:
@@ -132,13 +153,7 @@ def _catch(told: weakref.WeakMethod[Callable[[], None]], writing: int) -> Callab
         act()
         _write(writing, number)
 
-    try:
-        signal.signal(signal.SIGTERM, handler)
-    except ValueError as error:
-        raise UsageError(
-            "grace_s= catches SIGTERM, which Python allows on the main thread only: make the "
-            "Checkpointer there, or leave grace_s away"
-        ) from error
+    signal.signal(signal.SIGTERM, handler)
     _wake(writing)
 
     def let_go() -> None:
@@ -151,6 +166,7 @@ def _catch(told: weakref.WeakMethod[Callable[[], None]], writing: int) -> Callab
         if signal.getsignal(signal.SIGTERM) is handler:
             signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
         _stop_waking()
+        _wakeups.discard(writing)
         os.close(writing)
 
     return let_go
@@ -167,15 +183,19 @@ def _wake(writing: int) -> None:
     """Signals are written there at once, unless an event loop already has them for itself."""
     former = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     if former == -1:
-        if not _wakeups:
-            os.register_at_fork(after_in_child=_stop_waking)
         _wakeups.add(writing)
+        _mind_forks()
     else:
-        signal.set_wakeup_fd(former)
+        signal.set_wakeup_fd(former, warn_on_full_buffer=False)
+
+
+@functools.cache
+def _mind_forks() -> None:
+    os.register_at_fork(after_in_child=_stop_waking)
 
 
 def _stop_waking() -> None:
     """A child that was forked off must not tell its parent of its own signals."""
     former = signal.set_wakeup_fd(-1)
     if former not in _wakeups and former != -1:
-        signal.set_wakeup_fd(former)
+        signal.set_wakeup_fd(former, warn_on_full_buffer=False)

@@ -130,6 +130,16 @@ TROUBLE = [
     (memory(kind="ext4"), "shared memory", "warn", "on ext4", "/dev/shm"),
     (memory(free_bytes=11 * GB), "shared memory", "bad", "needs 12.0 GB", "--shm-size"),
     (
+        replace(
+            memory(free_bytes=4 * GB),
+            root=replace(ROOT, hosts=tuple("abcd"), protected=PROTECTED),
+        ),
+        "shared memory",
+        "bad",
+        "needs 4.67 GB (4 images a rank, and parity of two generations)",
+        "emptyDir",
+    ),
+    (
         replace(memory(size_bytes=64 << 20, free_bytes=64 << 20), root=None),
         "shared memory",
         "bad",

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,37 @@ def test_a_script_alone_is_ended_so_too_and_children_of_it_as_they_always_were(
     _, said = process.communicate(timeout=40)
     assert process.returncode == 1 and "Preempted" in said, said
     assert newest_stored(tmp_path / "run") == read_progress(directory, 1)
+
+
+def test_signals_can_be_caught_on_the_main_thread_only_and_elsewhere_it_is_said_at_once(
+    tmp_path: Path,
+) -> None:
+    _, state = build("plain")
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(lambda: holdfast.Checkpointer(tmp_path / "run", state, grace_s=1.0))
+        with pytest.raises(holdfast.UsageError, match="on the main thread only"):
+            made.result()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_last_step_that_storage_does_not_take_is_said_not_to_be_there(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    model, state = build("plain")
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", state, grace_s=2.0)
+    take_step(model, state, 0)
+    checkpointer.save(0).wait_captured(30)
+    (pid,) = keeper_pids(arena_dir)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        take_step(model, state, 1)
+        with pytest.raises(holdfast.Preempted, match="after step 1, which is not in storage") as it:
+            checkpointer.step(1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert it.value.fields == {"step": 1, "is_durable": False}
+    os.kill(pid, signal.SIGTERM)
 
 
 def test_a_forked_child_dies_of_sigterm_and_its_parent_hears_nothing_of_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -66,3 +67,23 @@ def test_without_the_rendezvous_store_the_agents_end_and_a_new_launch_goes_on_fr
             step, source = next_agents.restored(0, 2)
             assert source == "memory" and step in (completed, completed - 1)
     assert not processes.kill_all(arena_dir / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_host_that_is_taken_back_costs_no_step_and_the_others_go_on_from_storage(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    root = tmp_path / "run"
+    options = PARITY | {"grace_s": 25.0}
+    life = Lives(root, seed=43).plan(3, 100_000, storage=None, options=options)
+    with Store() as store, Agents(life, arena_dir, store, hosts="abc", most=3) as agents:
+        agents.restored(0, 3)
+        agents.wait_protected(0, 10, root)
+        taken = agents.agents.pop("b")
+        taken.send_signal(signal.SIGTERM)  # which its launcher passes on
+        assert taken.wait(60)
+        assert not list(arena_dir.glob("b/*/*@b"))
+        completed = agents.progress(0)
+        assert agents.restored(1, 2) == (completed, "storage")
+        agents.wait_protected(1, completed + 5, root)

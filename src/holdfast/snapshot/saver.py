@@ -196,10 +196,9 @@ class Saver:
             raise SnapshotSkipped(f"the capture of step {capture.step} has not ended yet")
         return time.monotonic() - started_s
 
-    def end_capture(self, *, timeout_s: float) -> None:
-        """Wait until the capture under way is told to the keeper, or was given up."""
-        if self._current is not None:
-            self._current.resolved.wait(timeout_s)
+    def end_capture(self, *, timeout_s: float) -> bool:
+        """Wait until the capture under way is told to the keeper, or was given up; if it was."""
+        return self._current is None or self._current.resolved.wait(timeout_s)
 
     def previous_was_skipped(self) -> bool:
         """Whether no rank captured the save before: known alike on every rank by now."""

@@ -21,8 +21,9 @@ from holdfast.events import (
 )
 from holdfast.observe.told import told
 
-ENDPOINT = "PET_RDZV_ENDPOINT"
-_OPTIONS = ("--rdzv-endpoint", "--rdzv_endpoint")
+ENDPOINT, NODES = "PET_RDZV_ENDPOINT", "PET_NNODES"
+_ENDPOINT = ("--rdzv-endpoint", "--rdzv_endpoint")
+_NODES = ("--nnodes",)
 _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
@@ -56,7 +57,7 @@ def probe_meetings(hosts: Collection[str], proc: Path = Path("/proc")) -> tuple[
     """The endpoints of all launchers that can be seen, and of this very environment."""
     found: dict[str, list[int]] = {}
     said = os.environ.get(ENDPOINT, "").strip()
-    if said:
+    if said and _are_several(os.environ.get(NODES, "2")):
         found[said] = []
     for pid, endpoint in _launchers(proc):
         found.setdefault(endpoint, []).append(pid)
@@ -71,17 +72,23 @@ def _launchers(proc: Path) -> Iterator[tuple[int, str]]:
         except OSError:
             continue
         is_launcher = any(word in _LAUNCHERS or Path(word).name == "torchrun" for word in words[:4])
-        endpoint = _option(words) if is_launcher else ""
-        if endpoint:
+        endpoint = _option(words, _ENDPOINT) if is_launcher else ""
+        if endpoint and _are_several(_option(words, _NODES)):
             yield int(name), endpoint
 
 
-def _option(words: list[str]) -> str:
+def _option(words: list[str], names: tuple[str, ...]) -> str:
     for number, word in enumerate(words):
         name, has_value, value = word.partition("=")
-        if name in _OPTIONS:
+        if name in names:
             return value if has_value else "".join(words[number + 1 : number + 2])
     return ""
+
+
+def _are_several(nodes: str) -> bool:
+    """Of "4" or "2:4"; torchrun's own is one."""
+    most = nodes.rpartition(":")[2].strip()
+    return most.isdecimal() and int(most) > 1
 
 
 def _meeting(endpoint: str, launchers: tuple[int, ...], hosts: Collection[str]) -> Meeting:
