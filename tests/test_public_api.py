@@ -40,6 +40,7 @@ PUBLIC_NAMES = [
     "NotProtected",
     "PeerError",
     "PersistFailed",
+    "Preempted",
     "RestoreError",
     "RestorePlan",
     "Restored",

@@ -13,9 +13,11 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
+from typing import NoReturn
 
 from holdfast.errors import (
     Fenced,
+    HoldfastError,
     SaveError,
     SnapshotSkipped,
     StatePoisoned,
@@ -40,6 +42,7 @@ from holdfast.policy.arguments import (
 from holdfast.policy.due import Due, Pace
 from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
+from holdfast.preemption import Preemption, grace, preempted
 from holdfast.rules import Rules
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.handle import SaveHandle
@@ -77,6 +80,9 @@ class Checkpointer:
     for each replica, which keeps a part to a fiftieth of what a rank copies. What is not the same
     is told by the event ``ReplicasDiffer`` and by the save's handle; the save goes on.
 
+    ``grace_s``: what there is between SIGTERM and the end. With it a SIGTERM to any rank makes
+    ``step`` save one last step on all of them, wait until it is in storage, and raise Preempted.
+
     Raises UsageError for arguments that mean nothing or differ between ranks, UnsupportedState
     for what cannot be stored, KeeperError and StorageError when keeper or root cannot be reached:
     at the start these are yours to mend, later they only cost a snapshot. A process that is forked
@@ -95,6 +101,7 @@ class Checkpointer:
         rules: Rules | None = None,
         timeout_s: float = 120.0,
         compare_replicas: int | None = None,
+        grace_s: float | None = None,
     ) -> None:
         check_rules("rules", rules)
         check_policies(memory, storage, keep, parity)
@@ -122,10 +129,15 @@ class Checkpointer:
         terms = Terms(
             self.root, memory, storage, keep, self.timeout_s, rules,
             count_of_saves("compare_replicas", compare_replicas), whole("parity", parity),
+            grace(grace_s),
         )  # fmt: skip
         run = meet(self.world, open_store(self.root), state, terms)
         self.incarnation, self._may_restore = run.incarnation, run.may_restore
         self._saver, self._offers = run.saver, run.offers
+        self._preemption = (
+            None if terms.grace_s is None
+            else Preemption(terms.grace_s, self._saver, is_alone=self.world.size == 1)
+        )  # fmt: skip
         self._stop_tracing = follow_run(self.root, self.world.rank)
         # Of a Checkpointer that nobody closes; its Saver ends by itself as well.
         # The collector ends it on whatever thread it runs: that one waits for nothing.
@@ -207,14 +219,21 @@ class Checkpointer:
         """Call after each optimizer step, on all ranks; saves when a policy says so.
 
         Returns the save's handle, None when none was due. Never waits for storage, and never
-        raises because a snapshot failed.
+        raises because a snapshot failed. With ``grace_s``, Preempted once a rank was told to end.
         """
         self._check_usable()
         step = step_number(step)
         self._pace.learn(time.monotonic())
+        preemption = self._preemption
+        if preemption is not None and preemption.is_last(step, self._pace.step_s):
+            self._step(step, is_last=True)
+            self._leave(step, preemption)
+        return self._step(step, is_last=False)
+
+    def _step(self, step: int, *, is_last: bool) -> SaveHandle | None:
         durable, in_memory = (self._is_due(due, step) for due in self._dues)
         try:
-            durable = bool(self._carried_over()) or durable
+            durable = bool(self._carried_over()) or durable or is_last
             if not (durable or in_memory):
                 return None
             return self._save(step, durable=durable, exact=False)
@@ -324,6 +343,19 @@ class Checkpointer:
                 "again, or start the process anew."
             )
 
+    def _leave(self, step: int, preemption: Preemption) -> NoReturn:
+        """The last step is saved: wait for storage, as long as there is time, and let go."""
+        try:
+            if not self._saver.end_capture(timeout_s=preemption.remaining_s):
+                raise SnapshotSkipped(f"the capture of step {step} has not ended yet")
+            self._keep_promises(preemption.remaining_s)
+        except Exception as error:
+            self._hang_up()  # without a goodbye: the keeper is to keep what is in memory
+            raise preempted(step, error) from error
+        with suppress(HoldfastError):  # of a rank that is gone: what is durable stays so
+            self.close(max(_HANG_UP_S, preemption.remaining_s))
+        raise preempted(step, None)
+
     # ── the end ──────────────────────────────────────────────────────────────────────────
 
     def close(self, timeout_s: float = 600.0) -> None:
@@ -340,6 +372,7 @@ class Checkpointer:
             self._keep_promises(timeout_s)
         finally:
             self._is_closed = True
+            self._forget_signals()
             opened.discard(self._saver)
             try:
                 self._saver.close(timeout_s=timeout_s)
@@ -401,11 +434,16 @@ class Checkpointer:
         """Leave without a goodbye: what is in memory stays there for the next start."""
         if not self._is_closed and self._process == os.getpid():
             self._is_closed = True
+            self._forget_signals()
             opened.discard(self._saver)
             try:
                 self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
             finally:
                 self._stop_tracing(_LAST_EVENTS_S)
+
+    def _forget_signals(self) -> None:
+        if self._preemption is not None:
+            self._preemption.end()
 
 
 def _is_mistake(error: Exception) -> bool:

@@ -23,6 +23,7 @@ HoldfastError
 ├── ArenaError                shared memory is missing, too small, or not ours
 ├── KeeperError               the keeper could not be started or does not answer
 │   └── Fenced                a newer incarnation has taken over; this one must stop
+├── Preempted                 the process was told to end; what it had done is saved
 ├── PeerError                 another host's keeper did not give what it was asked for
 └── DeadlineExceeded          a wait ended; the message names the ranks and phase missing
 
@@ -311,6 +312,21 @@ class Fenced(KeeperError):
     retryable = False
     cause = "The run was started again while this process still lived."
     remedy = "End this process. The newer one has the run, and nothing this one saves will count."
+
+
+class Preempted(HoldfastError):
+    """This process was told to end by SIGTERM; its last step is saved, and nothing more is."""
+
+    retryable = True
+    keys: ClassVar[dict[str, str]] = {
+        "step": "the last step, which all ranks saved",
+        "is_durable": "whether it is in storage; else it is in memory at most",
+    }
+    cause = (
+        "SIGTERM came, to this rank or to another, and the Checkpointer was made with grace_s: a "
+        "scheduler takes the machine back, or the job was ended."
+    )
+    remedy = "Let it end the process. The next start goes on after this step."
 
 
 class PeerError(HoldfastError):

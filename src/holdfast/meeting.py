@@ -52,6 +52,7 @@ class Terms:
     rules: Rules | None = None
     compare_replicas: int | None = None
     parity: int = 0
+    grace_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ def _plan(state: State, describer: Describer, terms: Terms) -> bytes:
         "root": terms.root, "memory": str(terms.memory), "storage": str(terms.storage),
         "keep": str(terms.keep), "timeout_s": str(terms.timeout_s),
         "compare_replicas": str(terms.compare_replicas), "parity": str(terms.parity),
+        "grace_s": str(terms.grace_s),
     })  # fmt: skip
     return msgpack.encode((plan, usage, msgspec.json.encode(HostFact.of_this(describer.world))))
 

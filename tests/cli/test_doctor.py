@@ -12,7 +12,17 @@ import pytest
 
 from holdfast.cli import EXIT_CODES, doctor, main
 from holdfast.cli.doctor import judge
-from holdfast.cli.doctor.facts import Arena, Facts, Host, Place, Root, Speeds, Torch
+from holdfast.cli.doctor.facts import (
+    Arena,
+    Facts,
+    Host,
+    Meeting,
+    Place,
+    Protected,
+    Root,
+    Speeds,
+    Torch,
+)
 from holdfast.cli.doctor.finding import Finding, worst
 from holdfast.storage.local import LocalStore
 from roots import fill, leave_behind
@@ -62,6 +72,8 @@ ARENA = Arena(
     users=(80, 81),
 )
 GOOD = Facts(HOST, SHM, DISK, TORCH, Speeds(2 * GB, 4 * GB, 10 * GB, 20 * GB), {}, (ARENA,), ROOT)
+PROTECTED = Protected(2, 1, 4, "any 1 of 4 hosts", newest="2-57")
+MEETING = Meeting("head:29400", (4711,), is_here=False)
 DEAD = replace(ARENA, keeper_pid=0, keeper_state="", answers=None, users=())
 
 
@@ -93,6 +105,10 @@ def arena(base: Arena = ARENA, **change: Any) -> Facts:
     return replace(GOOD, arenas=(replace(base, **change),))
 
 
+def meeting(**change: Any) -> Facts:
+    return replace(GOOD, meetings=(replace(MEETING, **change),))
+
+
 def found(facts: Facts, about: str) -> list[Finding]:
     return [one for one in judge(facts) if one.about == about]
 
@@ -113,6 +129,16 @@ TROUBLE = [
     (memory(fault="Permission denied"), "shared memory", "bad", "Permission", "HOLDFAST_ARENA_DIR"),
     (memory(kind="ext4"), "shared memory", "warn", "on ext4", "/dev/shm"),
     (memory(free_bytes=11 * GB), "shared memory", "bad", "needs 12.0 GB", "--shm-size"),
+    (
+        replace(
+            memory(free_bytes=4 * GB),
+            root=replace(ROOT, hosts=tuple("abcd"), protected=PROTECTED),
+        ),
+        "shared memory",
+        "bad",
+        "needs 4.67 GB (4 images a rank, and parity of two generations)",
+        "emptyDir",
+    ),
     (
         replace(memory(size_bytes=64 << 20, free_bytes=64 << 20), root=None),
         "shared memory",
@@ -206,7 +232,53 @@ TROUBLE = [
     (arena(keeper_pid=0, root_exists=False), "arena", "warn", "is gone", "where it runs"),
     (arena(root_exists=False), "arena", "warn", "its root /data/run is gone", "kill 77"),
     (arena(DEAD), "arena", "warn", "holds snapshot 2-57", "rm -r /dev/shm/holdfast-0/r@here"),
-    (arena(DEAD, newest=""), "arena", "warn", "no whole snapshot", "holdfast doctor --clear-stale"),
+    (arena(DEAD, newest=""), "arena", "warn", "no whole snapshot", "holdfast doctor --clean, or"),
+    (
+        arena(DEAD, newest="", part="2-57", has_news=True),
+        "arena",
+        "warn",
+        "this host's part of snapshot 2-57 of /data/run, newer than storage",
+        "on its hosts to restore from it; or give the memory back: holdfast doctor --clean "
+        "--lose-snapshots",
+    ),
+    (
+        arena(DEAD, newest="", part="2-57", root_exists=False, has_news=None),
+        "arena",
+        "warn",
+        "no run restores 2-57 from it",
+        "--lose-snapshots",
+    ),
+    (
+        root(hosts=("a", "b")),
+        "protection",
+        "warn",
+        "the loss of none of them",
+        "parity=1",
+    ),
+    (
+        root(protected=replace(PROTECTED, missing=("parity=2 needs 5 hosts, there are 4",))),
+        "protection",
+        "warn",
+        "snapshot 2-57 survives the loss of any 1 of 4 hosts (parity=1, start 2); parity=2 needs",
+        "several-hosts.md",
+    ),
+    (
+        root(protected=replace(PROTECTED, reason="b did not answer")),
+        "protection",
+        "warn",
+        "newer ones are not protected: b did not answer",
+        "Look at the host",
+    ),
+    (
+        meeting(is_here=True),
+        "rendezvous",
+        "warn",
+        "meet at head:29400 (torchrun: 4711), on this machine, where the run trains: with that "
+        "host all launchers end",
+        "--rdzv-conf=is_host=0",
+    ),
+    (meeting(on="b", launchers=()), "rendezvous", "warn", "head:29400, on b, where", "outlives"),
+    (meeting(is_here=None), "rendezvous", "warn", "has no address here", "--rdzv-endpoint"),
     (
         arena(DEAD, newest_is_durable=False),
         "arena",
@@ -253,6 +325,24 @@ def test_what_is_fine_is_said_too() -> None:
     shared = settings(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", HOLDFAST_LOG="debug")
     with_it = replace(torch("2.13", cuda=False), settings=shared.settings)
     assert worst(judge(with_it)) == "ok"
+
+
+def test_the_level_of_protection_and_the_place_where_launchers_meet_are_said() -> None:
+    (said,) = found(root(protected=PROTECTED, hosts=tuple("abcd")), "protection")
+    assert said.severity == "ok"
+    assert said.text.startswith("snapshot 2-57 survives the loss of any 1 of 4 hosts")
+    (none,) = found(root(protected=replace(PROTECTED, newest="")), "protection")
+    assert none.text == "no snapshot of 4 hosts was protected yet (parity=1, start 2)"
+    (alone,) = found(root(hosts=("a",)), "protection")
+    assert "survive the run's processes" in alone.text
+    assert not found(GOOD, "protection") and not found(root(exists=False), "protection")
+    (met,) = found(meeting(), "rendezvous")
+    assert met.severity == "ok" and "a new launch goes on from memory" in met.text
+
+
+def test_parts_and_parity_in_a_living_arena_are_said() -> None:
+    (kept,) = found(arena(newest="", part="2-57", parity_bytes=3 * GB), "arena")
+    assert "answers, part of 2-57, 3.00 GB of it parity, 2 trainers" in kept.text
 
 
 def test_memory_that_this_run_holds_already_counts_as_free_for_it() -> None:

@@ -306,17 +306,22 @@ def test_the_arena_of_a_killed_run_is_shown_and_cleared_only_when_asked(
     said = capsys.readouterr().out
     assert f"snapshot 2-41 of {root}, which is nowhere else" in said
     assert f"rm -r {arena}" in said
-    assert main(["doctor", "--clear-stale"]) == 2, "nobody to ask"
+    assert main(["doctor", "--clean", "--yes"]) == 0
     said = capsys.readouterr().out
-    assert str(arena) in said and "2-41, NOT in storage" in said
+    assert f"stays  {arena}" in said and "2-41, NOT in storage" in said
+    assert "0 arenas cleared" in said and "1 arena left for the snapshots there" in said
     assert arena.exists()
-    assert main(["doctor", "--clear-stale", "--yes", "--json"]) == 0
+    assert clear(found) == arena_facts.NEWS, "it is looked at again under the lock"
+    assert main(["doctor", "--clean", "--lose-snapshots"]) == 2, "nobody to ask"
+    assert f"goes   {arena}" in capsys.readouterr().out
+    assert arena.exists()
+    assert main(["doctor", "--clean", "--lose-snapshots", "--yes", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["cleared"] == [
         {"path": str(arena), "newest": "2-41", "size_bytes": found.size_bytes}
     ]
     assert list(arena_home().iterdir()) == []
-    assert main(["doctor", "--clear-stale", "--yes"]) == 0
+    assert main(["doctor", "--clean", "--yes"]) == 0
     assert "nothing is stale" in capsys.readouterr().out
     assert (root / "manifests" / "2-40.json").exists()
 
@@ -330,6 +335,9 @@ def test_a_snapshot_that_storage_has_too_is_said_to_be_there(
     put_snapshot(arena, 50, boot_id="another boot")
     kill(keepers[0])
     assert (only_arena().newest, only_arena().newest_is_durable) == ("2-40", True)
+    assert only_arena().has_news is False
+    assert main(["doctor", "--clean", "--yes"]) == 0
+    assert list(arena_home().iterdir()) == []
 
 
 def test_an_arena_that_a_process_has_mapped_or_writes_to_is_never_cleared(arena_dir: Path) -> None:
@@ -366,10 +374,10 @@ def test_before_anything_is_cleared_it_is_shown_and_a_person_is_asked(
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     for name in ("r@here", ".r@here.4711"):
         make_private_dir(arena_home() / name)
-    assert main(["doctor", "--clear-stale"]) == 0
+    assert main(["doctor", "--clean"]) == 0
     said = capsys.readouterr()
     assert "half removed" in said.out and "no whole snapshot" in said.out
-    assert "lose the snapshots" in said.err
+    assert "Clear this?" in said.err
     assert len(list(arena_home().iterdir())) == 2
 
 
@@ -385,7 +393,7 @@ def test_what_came_back_to_life_meanwhile_is_left_alone(
             return "y\n"
 
     monkeypatch.setattr(sys, "stdin", Slow())
-    assert main(["doctor", "--clear-stale"]) == 0
+    assert main(["doctor", "--clean"]) == 0
     assert "was left alone: a keeper has it" in capsys.readouterr().out
     assert arena.exists()
 
@@ -407,3 +415,38 @@ def test_half_made_slots_and_foreign_directories_do_not_hide_the_rest(arena_dir:
     whole, foreign = probe_arenas(arena_home())
     assert whole.newest == "2-7"
     assert "only this user" in foreign.fault and not foreign.is_stale
+
+
+def make_arena(root: Path, **change: Any) -> Path:
+    """The arena of a dead run of ``root``, with one image."""
+    arena = arena_home() / "r@here"
+    make_private_dir(arena)
+    (arena / "root").write_text(str(root))
+    put_snapshot(arena, 41, ranks=(0,), **change)
+    return arena
+
+
+def test_a_hosts_part_of_what_several_hosts_hold_is_never_cleaned_away_unless_storage_is_newer(
+    tmp_path: Path, arena_dir: Path, capsys: Out
+) -> None:
+    fill(LocalStore(tmp_path), [(2, 40)])
+    arena = make_arena(tmp_path, hosts=2)
+    found = only_arena()
+    assert (found.newest, found.part, found.has_news) == ("", "2-41", True)
+    assert main(["doctor", "--clean", "--yes"]) == 0
+    said = capsys.readouterr().out
+    assert "part of snapshot 2-41, NOT in storage" in said and arena.exists()
+    fill(LocalStore(tmp_path), [(2, 60)])
+    assert (only_arena().part, only_arena().has_news) == ("2-41", False)
+    assert main(["doctor", "--clean", "--yes"]) == 0
+    assert "not newer than storage" in capsys.readouterr().out and not arena.exists()
+
+
+def test_an_arena_whose_storage_cannot_be_asked_stays(tmp_path: Path, arena_dir: Path) -> None:
+    """Not mounted, perhaps."""
+    arena = make_arena(tmp_path / "not mounted", hosts=2)
+    assert only_arena().has_news is None
+    assert main(["doctor", "--clean", "--yes"]) == 0
+    assert arena.exists()
+    (arena / "root").unlink()
+    assert only_arena().has_news is None and clear(only_arena()) == arena_facts.NEWS

@@ -64,6 +64,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"compare_replicas": -1}, "compare_replicas=-1: a number of saves from 0 on"),
     ({"compare_replicas": True}, "compare_replicas=True"),
     ({"compare_replicas": 2.5}, "compare_replicas=2.5"),
+    ({"grace_s": 0}, "grace_s=0: a number of seconds above 0"),
+    ({"grace_s": "30"}, "grace_s='30'"),
 ]
 
 

@@ -32,6 +32,8 @@ from holdfast.demo.verdict import (
     Interruption,
     Row,
     judge_all_killed,
+    judge_host_lost,
+    judge_hosts_lost,
     judge_one_killed,
     judge_other_world,
     judge_reference,
@@ -152,6 +154,35 @@ def test_a_state_with_another_checksum_is_seen(kill: Interruption, reference: In
     assert row.broken
 
 
+@pytest.mark.parametrize(("step", "source", "is_kept"), [
+    (4, "memory", True), (5, "memory", True), (3, "memory", False), (6, "memory", False),
+    (4, "storage", False),
+])  # fmt: skip
+def test_after_the_loss_of_a_host_memory_gives_a_protected_step_or_a_newer_one(
+    step: int, source: str, is_kept: bool, kill: Interruption, reference: Incarnation
+) -> None:
+    resumed = _incarnation(2, range(step + 1, LAST + 1), world=3, restored=(step, source))
+    row = judge_host_lost(kill, resumed, 4, reference)
+    assert (not row.broken) == is_kept, row.broken
+    assert row.world == "FSDP2 3 hosts"
+
+
+def test_a_state_restored_on_fewer_hosts_is_compared_or_the_promise_is_not_kept(
+    kill: Interruption, reference: Incarnation
+) -> None:
+    resumed = _incarnation(2, range(5, LAST + 1), world=3, restored=(4, "memory"))
+    del reference.states[4]
+    assert "compared with none" in judge_host_lost(kill, resumed, 4, reference).broken[0]
+    # From storage it is that of whoever saved it, not of the reference.
+    saved = _incarnation(2, range(6), world=3)
+    saved.states[4] = "4"
+    stored = _incarnation(3, range(5, LAST + 1), world=1, restored=(4, "storage"))
+    assert judge_hosts_lost(kill, stored, 4, (saved,), reference).broken == ()
+    saved.states[4] = "another"
+    assert judge_hosts_lost(kill, stored, 4, (saved,), reference).broken
+    assert judge_hosts_lost(kill, stored, 4, (), reference).broken
+
+
 def test_a_reference_that_misses_a_step_or_a_checkpoint_is_seen() -> None:
     assert judge_reference(_incarnation(1, range(10)), 10, [4, 9], 5).broken == ()
     assert judge_reference(_incarnation(1, range(10)), 10, [4], 5).broken
@@ -213,8 +244,8 @@ def shared_memory(arena_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return arena_dir
 
 
-def _run(out: Path, *, as_json: bool = True) -> int:
-    return main(Namespace(out=str(out), seed=3, json=as_json))
+def _run(out: Path, *, as_json: bool = True, hosts: int | None = None) -> int:
+    return main(Namespace(out=str(out), seed=3, json=as_json, hosts=hosts))
 
 
 def test_a_phase_that_fails_shows_the_log_and_ends_the_demo(
@@ -263,4 +294,25 @@ def test_a_training_run_is_killed_and_resumes_exactly_on_any_ranks(
         ("FSDP2 x TP 2x2", "storage", True),
     ]
     assert (tmp_path / "out" / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert list(shared_memory.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_hosts_are_lost_and_training_goes_on_from_memory_then_from_storage(
+    tmp_path: Path, shared_memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = _run(tmp_path / "out", hosts=4)
+    captured = capsys.readouterr()
+    print(captured.err)
+    result: dict[str, Any] = json.loads(captured.out)
+    assert code == 0
+    assert result["as_promised"] and result["hosts"] == 4
+    assert [(r["world"], r["source"], r["has_same_state"]) for r in result["rows"]] == [
+        ("FSDP2 4 ranks", "", None),
+        ("FSDP2 3 hosts", "memory", True),
+        ("FSDP2 1 host", "storage", True),
+    ]
+    assert "survives the loss of any 1 of 4 hosts" in captured.err
+    assert "did not answer, and its parity replaces 1" in captured.err
     assert list(shared_memory.iterdir()) == []

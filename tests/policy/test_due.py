@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.policy.due import Due, Pace
+from holdfast.policy.due import Due, Pace, step_ahead
 from holdfast.policy.interval import Every
 
 
@@ -44,6 +44,15 @@ def test_a_save_is_announced_half_a_second_ahead_and_at_least_two_steps() -> Non
         assert due.to_announce(7, 60.0, step_s) == 7 + ahead
         assert due.to_announce(8, 61.0, step_s) is None  # until that step has passed
         assert due.to_announce(8 + ahead, 61.0, step_s) == 8 + 2 * ahead
+
+
+def test_the_last_step_is_the_next_one_where_ranks_can_still_hear_of_it() -> None:
+    assert step_ahead(7, since_s=3.0, pace_s=10.0) == 8
+    assert step_ahead(7, since_s=9.8, pace_s=10.0) == 9
+    assert step_ahead(7, since_s=0.05, pace_s=0.1) == 13
+    assert step_ahead(7, since_s=0.0, pace_s=0.0) == 507
+    # A step that takes longer than steps do, an evaluation say, ends at any moment.
+    assert step_ahead(7, since_s=600.0, pace_s=1.0) == 9
 
 
 def test_the_pace_is_that_of_the_last_steps() -> None:

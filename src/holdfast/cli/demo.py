@@ -15,11 +15,18 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "demo",
         "train a small GPT, kill it in several ways, and show that it resumes exactly",
         "holdfast demo --out runs/demo",
+        "holdfast demo --hosts 4",
     )
     command.add_argument(
         "--out", metavar="DIR", help="where the runs, the table and the plot go", default=None
     )
     command.add_argument("--seed", type=int, default=0, help="decides when to kill (default 0)")
+    command.add_argument(
+        "--hosts",
+        type=int,
+        choices=(4,),
+        help="train on so many simulated hosts instead; lose one of them, then two at once",
+    )
     command.set_defaults(run=run)
 
 

@@ -6,7 +6,7 @@ import argparse
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the demo with the options ``out``, ``seed`` and ``json``; 0 when all is as promised."""
+    """Run the demo with the options ``out``, ``seed``, ``hosts``, ``json``; 0: all as promised."""
     from holdfast.demo.orchestrate import run_demo  # not for the trainers, which also pass here
 
-    return run_demo(options.out, seed=options.seed, as_json=options.json)
+    return run_demo(options.out, seed=options.seed, as_json=options.json, hosts=options.hosts)

@@ -2,6 +2,7 @@
 
 1 a reference without failures; 2 one trainer is killed; 3 in the same run everything is killed
 and shared memory removed; 4 the checkpoint of that moment on 1 rank, 3 ranks, and a mesh of 4.
+What is done on several hosts is in ``hosts``.
 """
 
 from __future__ import annotations
@@ -15,21 +16,20 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from holdfast.demo.hosts import HostsDemo
+from holdfast.demo.phases import Phases
 from holdfast.demo.records import Incarnation
-from holdfast.demo.result import Curve, Fall, Result
+from holdfast.demo.result import Result
 from holdfast.demo.runs import DURABLE_EVERY, STEPS, PhaseFailed, Run
 from holdfast.demo.screen import Screen
 from holdfast.demo.verdict import (
     Interruption,
-    Row,
     judge_all_killed,
     judge_one_killed,
     judge_other_world,
     judge_reference,
-    resume_time,
 )
 from holdfast.errors import ArenaError, UsageError
 
@@ -46,23 +46,26 @@ MARKER = ".holdfast-demo"
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def run_demo(out: str | None, *, seed: int, as_json: bool) -> int:
+def run_demo(out: str | None, *, seed: int, as_json: bool, hosts: int | None = None) -> int:
     """Everything, from an empty directory to the table; 0 when all is as promised.
+
+    On this host, or on so many simulated ``hosts``.
 
     Raises UsageError for an ``out`` that holds something else, or without matplotlib.
     """
     directory = _clear(Path(out) if out else DEFAULT_OUT)
     screen = Screen(to_stderr=as_json)
-    result = Result(seed)
+    result = Result(seed, hosts)
     with _shared_memory() as arenas, _ended_by_sigterm():
-        demo = Demo(directory, arenas, screen, random.Random(seed), result)
+        kind = Demo if hosts is None else HostsDemo
+        demo = kind(directory, arenas, screen, random.Random(seed), result)
         started_s = time.monotonic()
         try:
             demo.do_all()
         except PhaseFailed as failure:
             result.failure = str(failure)
             screen.end()
-            for log in (failure.log, *arenas.glob("*/*/*/keeper.log")):
+            for log in (failure.log, *arenas.rglob("keeper.log")):
                 screen.show_log(log)
         finally:
             screen.end()
@@ -85,76 +88,63 @@ def _report(result: Result, directory: Path, screen: Screen, *, as_json: bool) -
         print(text)
 
 
-@dataclass(slots=True)
-class Demo:
-    """The phases. Each adds its lines to the result."""
-
-    out: Path
-    arenas: Path
-    screen: Screen
-    chance: random.Random
-    result: Result
-    runs: list[Run] = field(default_factory=list)
+class Demo(Phases):
+    """Trainers killed on one host, and the checkpoint taken to other ranks."""
 
     def do_all(self) -> None:
         """All phases, in order."""
         kill_one, kill_all = self.chance.choice(KILL_ONE), self.chance.choice(KILL_ALL)
-        with self._phase("1/4  The reference: FSDP2 on 2 ranks, nothing fails"):
+        with self.phase("1/4  The reference: FSDP2 on 2 ranks, nothing fails"):
             reference = self._run_reference(kill_one)
-        run = self._new_run("killed")
-        with self._phase("2/4  The same again, and one trainer is killed at a random moment"):
+        run = self.new_run("killed")
+        with self.phase("2/4  The same again, and one trainer is killed at a random moment"):
             first = self._kill_one(run, kill_one)
             resumed = run.wait_for_next(first.killed)
-            self._say_resumed(first, resumed)
+            self.say_resumed(first, resumed)
             if run.wait_for_step(kill_all) is not resumed:
                 raise PhaseFailed("training was restarted once more, without a kill", run.log)
-        with self._phase("3/4  Everything is killed, keeper included, and shared memory cleared"):
+        with self.phase("3/4  Everything is killed, keeper included, and shared memory cleared"):
             second = self._kill_all(run, resumed)
             row = judge_one_killed(first, resumed, reference)
-            self._add("killed run, until a trainer is killed", None, first.killed)
-            self._add("killed run, from memory, until all is killed", row, resumed, first)
+            self.add("killed run, until a trainer is killed", None, first.killed)
+            self.add("killed run, from memory, until all is killed", row, resumed, first)
             newest, saved = self._set_aside(run)
             run.launch(RANKS)
             again = run.wait_for_next(resumed)
-            self._say_resumed(second, again)
+            self.say_resumed(second, again)
             run.wait_for_end()
             row = judge_all_killed(second, again, newest, reference)
-            self._add("killed run, from storage", row, again, second)
+            self.add("killed run, from storage", row, again, second)
         for name, ranks, layout, world in OTHER_WORLDS:
-            with self._phase(f"4/4  The same checkpoint on other ranks: {world}"):
+            with self.phase(f"4/4  The same checkpoint on other ranks: {world}"):
                 third, moved = self._resume_elsewhere(name, ranks, layout, saved, resumed)
                 row = judge_other_world(third, world, moved, newest, reference)
-                self._add(f"from storage on {world}", row, moved)
-
-    def clear_up(self) -> None:
-        """End what still runs, and remove its memory."""
-        for run in self.runs:
-            run.kill_all()
+                self.add(f"from storage on {world}", row, moved)
 
     # ── parts of phases ──────────────────────────────────────────────────────────────────
 
     def _run_reference(self, kill_after: int) -> Incarnation:
-        run = self._new_run("reference")
+        run = self.new_run("reference")
         # Where the killed run will come back: its state is compared there, not only its losses.
         around = range(kill_after - 1, kill_after + 3)
         run.launch(RANKS, "--checksum-after", *map(str, around))
         reference = run.wait_for_end()
         row = judge_reference(reference, STEPS, run.published(), DURABLE_EVERY)
-        self._add("reference: FSDP2 2 ranks", row, reference)
+        self.add("reference: FSDP2 2 ranks", row, reference)
         return reference
 
     def _kill_one(self, run: Run, after: int) -> Interruption:
         rank = self.chance.randrange(RANKS)
         run.launch(RANKS)
         killed = run.wait_for_step(after)
-        part = self._let_pass_part_of_a_step(killed)
+        part = self.let_pass_part_of_a_step(killed)
         kill = Interruption("one trainer", killed, time.monotonic())
         run.kill_rank(rank)
         self.screen.say(f"step {after} made, {part:.0%} into the next: SIGKILL to rank {rank}")
         return kill
 
     def _kill_all(self, run: Run, killed: Incarnation) -> Interruption:
-        part = self._let_pass_part_of_a_step(killed)
+        part = self.let_pass_part_of_a_step(killed)
         kill = Interruption("everything", killed, time.monotonic())
         run.kill_all()
         self.screen.say(f"step {killed.last_updated} made, {part:.0%} into the next:")
@@ -170,51 +160,14 @@ class Demo:
     def _resume_elsewhere(
         self, name: str, ranks: int, layout: str, saved: Path, killed: Incarnation
     ) -> tuple[Interruption, Incarnation]:
-        run = self._new_run(name)
+        run = self.new_run(name)
         shutil.copytree(saved, run.root)
         start = Interruption("everything", killed, time.monotonic())
         run.launch(ranks, "--layout", layout)
         resumed = run.wait_for_next(killed)
-        self._say_resumed(start, resumed)
+        self.say_resumed(start, resumed)
         run.wait_for_end()
         return start, resumed
-
-    def _let_pass_part_of_a_step(self, running: Incarnation) -> float:
-        """So that the kill falls anywhere in a step, not always at its beginning; the part."""
-        part = self.chance.random()
-        time.sleep(part * running.step_s)
-        return part
-
-    # ── what is shown and kept ───────────────────────────────────────────────────────────
-
-    @contextmanager
-    def _phase(self, title: str) -> Iterator[None]:
-        self.screen.begin(title, STEPS)
-        started_s = time.monotonic()
-        yield
-        self.screen.end()
-        self.result.phases_s[title] = time.monotonic() - started_s
-
-    def _new_run(self, name: str) -> Run:
-        run = Run(self.out / "runs" / name, self.arenas / name, self.screen)
-        self.runs.append(run)
-        return run
-
-    def _say_resumed(self, kill: Interruption, resumed: Incarnation) -> None:
-        at, elapsed_s = resumed.restored, resume_time(kill, resumed)
-        how = f"resumed after step {at.step} from {at.source}" if at else "began afresh"
-        self.screen.say(f"{how}; first new step done after {elapsed_s or 0:.1f} s")
-
-    def _add(
-        self, label: str, row: Row | None, run: Incarnation, kill: Interruption | None = None
-    ) -> None:
-        """A line of the table, and the curve behind it."""
-        is_bitwise = row is None or row.is_bitwise
-        self.result.curves.append(Curve(label, run.losses, is_bitwise=is_bitwise))
-        if row is not None:
-            self.result.rows.append(row)
-        if kill is not None and kill.killed.last_updated is not None and run.restored is not None:
-            self.result.falls.append(Fall(kill.what, kill.killed.last_updated, run.restored.step))
 
 
 # ── files and processes around it ────────────────────────────────────────────────────────────

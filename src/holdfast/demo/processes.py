@@ -21,6 +21,9 @@ from pathlib import Path
 MAX_RESTARTS = 5
 #: If even our own end is violent, a keeper without trainers goes by itself after this long.
 KEEPER_IDLE_S = 120
+#: How agents meet. Without a word for 2 s four times a host is lost (torchrun's own: 5 s, three
+#: times), and once there are enough hosts others are waited for 3 s (30 s).
+RENDEZVOUS = "is_host=0,keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=3"
 _SOURCE = str(Path(__file__).resolve().parents[2])
 _FOREIGN = ("HOLDFAST_", "TORCHELASTIC_", "MASTER_", "PET_")
 
@@ -29,16 +32,44 @@ def start_torchrun(
     module: str, arguments: Sequence[str], *, ranks: int, arena: Path, log: Path
 ) -> subprocess.Popen[bytes]:
     """``torchrun`` with ``ranks`` trainers on this host; all they print goes to ``log``."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(MAX_RESTARTS), "--module", module, *arguments]
+    options = ["--standalone", "--nproc-per-node", str(ranks)]
+    return _start([*options, *_ways(module, arguments)], _environment(arena), log)
+
+
+def start_agent(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    host: str,
+    most: int,
+    endpoint: str,
+    arena: Path,
+    log: Path,
+) -> subprocess.Popen[bytes]:
+    """The ``torchrun`` of one simulated host: one trainer, in a run of 1 to ``most`` hosts.
+
+    ``endpoint`` is where the agents meet; who listens there is on none of the hosts.
+    """
+    options = ["--nnodes", f"1:{most}", "--nproc-per-node", "1", "--rdzv-id", "demo"]
+    options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
+    options += ["--rdzv-conf", RENDEZVOUS, "--monitor-interval", "0.1"]
+    environment = _environment(arena) | {"HOLDFAST_HOST_ID": host}
+    return _start([*options, *_ways(module, arguments)], environment, log)
+
+
+def _ways(module: str, arguments: Sequence[str]) -> list[str]:
+    common = ["--local-addr", "127.0.0.1", "--max-restarts", str(MAX_RESTARTS)]
+    return [*common, "--module", module, *arguments]
+
+
+def _start(options: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
-            command,
+            [sys.executable, "-m", "torch.distributed.run", *options],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(arena),
+            env=environment,
             start_new_session=True,  # the terminal's Ctrl-C is for us, and we end them in order
         )
 

@@ -36,6 +36,8 @@ class Result:
     """Everything the demo found. The first curve is the reference."""
 
     seed: int
+    hosts: int | None = None
+    """On how many simulated hosts; None: on this one."""
     rows: list[Row] = field(default_factory=list)
     curves: list[Curve] = field(default_factory=list)
     falls: list[Fall] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Result:
             "as_promised": self.is_as_promised,
             "failure": self.failure,
             "seed": self.seed,
+            "hosts": self.hosts,
             "tolerance": TOLERANCE,
             "rows": [asdict(row) for row in self.rows],
             "phases_s": {name: round(elapsed_s, 2) for name, elapsed_s in self.phases_s.items()},

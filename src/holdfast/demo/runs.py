@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast.catalogue import catalogue
@@ -32,7 +32,10 @@ class PhaseFailed(Exception):
 
 
 class Run:
-    """Trainers with one root and one arena, through all their incarnations."""
+    """Trainers with one root, through all their incarnations: on this host, or on simulated ones.
+
+    ``arena`` is the memory of this host. Of simulated hosts each has its own below it.
+    """
 
     def __init__(self, directory: Path, arena: Path, screen: Screen) -> None:
         self.arena = arena
@@ -42,22 +45,35 @@ class Run:
         self._directory = directory
         self._screen = screen
         self._shown: dict[int, int] = {}  # incarnation -> how many of its losses
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self._launchers: dict[Path, subprocess.Popen[bytes]] = {}  # by arena
         directory.mkdir(parents=True, exist_ok=True)
 
     def launch(self, ranks: int, *options: str) -> None:
         """Start, or start again, ``ranks`` trainers."""
-        arguments = ["--root", str(self.root), "--journals", str(self._directory)]
-        arguments += ["--steps", str(STEPS), "--durable-every", str(DURABLE_EVERY), *options]
-        self._launcher = processes.start_torchrun(
-            TRAINER, arguments, ranks=ranks, arena=self.arena, log=self.log
+        self._launchers[self.arena] = processes.start_torchrun(
+            TRAINER, self._arguments(options), ranks=ranks, arena=self.arena, log=self.log
         )
+
+    def launch_host(self, host: str, most: int, endpoint: str, *options: str) -> None:
+        """Start a simulated host with one trainer, of up to ``most`` that meet at ``endpoint``."""
+        arena = self.arena / host
+        arena.mkdir(parents=True, exist_ok=True)
+        self._launchers[arena] = processes.start_agent(
+            TRAINER, self._arguments(options), host=host, most=most, endpoint=endpoint,
+            arena=arena, log=self.log,
+        )  # fmt: skip
+
+    def _arguments(self, options: Sequence[str]) -> list[str]:
+        arguments = ["--root", str(self.root), "--journals", str(self._directory)]
+        return [
+            *arguments, "--steps", str(STEPS), "--durable-every", str(DURABLE_EVERY), *options
+        ]  # fmt: skip
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Show progress until ``is_over``; PhaseFailed when that can no longer come."""
         lines, heard_s = -1, time.monotonic()
         while True:
-            code = self._launcher.poll() if self._launcher else 0
+            code = self._ended()
             self.journals.look()  # after the poll: what an ended launcher left is all there
             self._show_progress()
             if is_over():
@@ -67,9 +83,15 @@ class Run:
             if self.journals.lines != lines:
                 lines, heard_s = self.journals.lines, time.monotonic()
             elif time.monotonic() - heard_s > SILENCE_S:
-                processes.ask_where(self.arena, TRAINER)
+                for arena in self._launchers:
+                    processes.ask_where(arena, TRAINER)
                 raise PhaseFailed(f"no rank made progress for {SILENCE_S:.0f} s", self.log)
             time.sleep(POLL_S)
+
+    def _ended(self) -> int | None:
+        """The exit code of a launcher that has ended; None while all run."""
+        codes = [launcher.poll() for launcher in self._launchers.values()]
+        return max((code for code in codes if code is not None), key=abs, default=None)
 
     def _show_progress(self) -> None:
         newest = self.journals.newest()
@@ -98,10 +120,11 @@ class Run:
     def wait_for_end(self) -> Incarnation:
         """Wait for the last step, and until every process has gone by itself."""
         self.wait(lambda: self.journals.newest().is_finished)
-        if left := processes.wait_for_end(self.arena, timeout_s=ENDING_S):
-            raise PhaseFailed(f"still running after the end of training: {left}", self.log)
-        if self._launcher is not None and (code := self._launcher.wait()):
-            raise PhaseFailed(f"torchrun ended with exit code {code}", self.log)
+        for arena, launcher in self._launchers.items():
+            if left := processes.wait_for_end(arena, timeout_s=ENDING_S):
+                raise PhaseFailed(f"still running after the end of training: {left}", self.log)
+            if code := launcher.wait():
+                raise PhaseFailed(f"torchrun ended with exit code {code}", self.log)
         return self.journals.newest()
 
     def kill_rank(self, rank: int) -> None:
@@ -111,11 +134,20 @@ class Run:
             raise PhaseFailed(f"rank {rank} (process {pid}) was gone before its kill", self.log)
 
     def kill_all(self) -> None:
-        """SIGKILL to launcher, trainers and keeper. None is left, nor any shared memory."""
-        processes.kill_all(self.arena)
-        if self._launcher is not None:
-            self._launcher.wait()
+        """SIGKILL to launchers, trainers and keepers. None is left, nor any shared memory."""
+        self._kill(list(self._launchers))
         processes.remove_arena(self.arena)
+
+    def lose_hosts(self, hosts: Sequence[str]) -> None:
+        """These simulated hosts are gone, with their launchers, trainers, keepers and memory."""
+        self._kill([self.arena / host for host in hosts])
+
+    def _kill(self, arenas: list[Path]) -> None:
+        for arena in arenas:
+            processes.kill_all(arena)
+        for arena in arenas:
+            self._launchers.pop(arena).wait()
+            processes.remove_arena(arena)
         self.journals.look()
 
     def published(self) -> list[int]:

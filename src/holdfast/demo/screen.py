@@ -78,7 +78,7 @@ class Screen:
             table.add_row(*_cells(row))
         self._console.print()
         self._console.print(table)
-        self._console.print(_NOTES, markup=False)
+        self._console.print(_NOTES if result.hosts is None else _HOSTS_NOTES, markup=False)
         for row in result.rows:
             for fault in row.broken:
                 self._say_fault(f"{row.what} ({row.world}): {fault}")
@@ -133,4 +133,14 @@ state       as restored: parameters, moments, schedule, counters; by checksum,
 losses      after resuming, against the reference: identical bit for bit on the
             same ranks. Elsewhere gradients, sums of float32, are taken in another
             order and rounded otherwise, by 6e-08 of a sum; promised: {TOLERANCE:.0e}
+"""
+_HOSTS_NOTES = f"""
+resumed on  what is left, as the launchers of the other hosts start it again
+step, lost  resumed after this step; as many that had been made were made again
+secs        from the loss to the end of the first step. The launchers take a host
+            for lost after 8 s of silence, wait 3 s for others, and start anew
+state       as restored: parameters, moments, schedule, counters; by checksum, bit
+            for bit that of the reference; from storage, that of the ranks that saved it
+losses      after resuming, against the reference. On fewer ranks gradients are
+            summed in another order; promised: {TOLERANCE:.0e}
 """

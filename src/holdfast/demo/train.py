@@ -52,6 +52,7 @@ def main() -> None:
         state,
         memory=holdfast.Every(steps=1),
         storage=holdfast.Every(steps=options.durable_every),
+        parity=options.parity,
     )
     n = ckpt.incarnation
     journal = Journal(options.journals, dist.get_rank())
@@ -95,6 +96,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--durable-every", type=int, required=True)
     parser.add_argument("--checksum-after", type=int, nargs="*", default=())
+    parser.add_argument("--parity", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.demo.records import Incarnation
 
@@ -118,6 +118,44 @@ def judge_other_world(
     return _row(start, world, resumed, reference, broken, is_bitwise=False)
 
 
+def judge_host_lost(
+    kill: Interruption, resumed: Incarnation, protected: int, reference: Incarnation
+) -> Row:
+    """One host was lost with its memory: back from the others', at a protected step or after it."""
+    broken = _faults_of_course(resumed, _first(resumed), resumed.last_updated)
+    at, made = resumed.restored, kill.killed.last_updated
+    if at is None or at.source != "memory":
+        broken.append(f"memory was promised, it {_how(resumed)}")
+    elif made is None or not protected <= at.step <= made:
+        broken.append(f"step {protected} was protected and {made} made, it {_how(resumed)}")
+    row = _row(kill, _hosts(resumed), resumed, reference, broken, is_bitwise=False)
+    return _with_known_state(row)
+
+
+def judge_hosts_lost(
+    kill: Interruption,
+    resumed: Incarnation,
+    newest: int | None,
+    before: Sequence[Incarnation],
+    reference: Incarnation,
+) -> Row:
+    """More were lost than parity replaces: back from the newest checkpoint.
+
+    Its state is compared with what the ranks that made it had, on their number of hosts.
+    """
+    broken = _faults_of_storage(resumed, newest, reference)
+    states = {step: state for one in before for step, state in one.states.items()}
+    row = _row(kill, _hosts(resumed), resumed, reference, broken, is_bitwise=False, states=states)
+    return _with_known_state(row)
+
+
+def _with_known_state(row: Row) -> Row:
+    """A state that nobody could compare is no promise kept."""
+    if row.has_same_state is None and row.resumed_at is not None:
+        return replace(row, broken=(*row.broken, "the restored state was compared with none"))
+    return row
+
+
 def _row(
     kill: Interruption,
     world: str,
@@ -126,6 +164,7 @@ def _row(
     broken: list[str],
     *,
     is_bitwise: bool = True,
+    states: Mapping[int, str] | None = None,
 ) -> Row:
     at, made = resumed.restored, kill.killed.last_updated
     losses = compare(resumed.losses, reference.losses)
@@ -133,9 +172,9 @@ def _row(
         broken.append(f"{losses.steps - losses.identical} losses are not those of the reference")
     if not is_bitwise and not losses.largest <= TOLERANCE:  # a NaN is not within it either
         broken.append(f"losses differ from the reference by up to {losses.largest:.1e}")
-    is_same = _has_same_state(resumed, reference)
+    is_same = _has_same_state(resumed, reference.states if states is None else states)
     if is_same is False:
-        broken.append("the restored state is not that of the reference")
+        broken.append("the restored state is not the one that was saved")
     return Row(
         what=kill.what, world=world, resumed_at=at.step if at else None,
         source=at.source if at else "",
@@ -151,9 +190,9 @@ def resume_time(kill: Interruption, resumed: Incarnation) -> float | None:
     return None if going_s is None else going_s - resumed.checking_s - kill.time_s
 
 
-def _has_same_state(resumed: Incarnation, reference: Incarnation) -> bool | None:
+def _has_same_state(resumed: Incarnation, states: Mapping[int, str]) -> bool | None:
     at = resumed.restored
-    wanted = reference.states.get(at.step) if at is not None else None
+    wanted = states.get(at.step) if at is not None else None
     return None if at is None or wanted is None else resumed.states.get(at.step) == wanted
 
 
@@ -190,3 +229,7 @@ def _how(resumed: Incarnation) -> str:
 
 def _world(run: Incarnation) -> str:
     return f"FSDP2 {run.world} rank{'s' if run.world != 1 else ''}"
+
+
+def _hosts(run: Incarnation) -> str:
+    return f"FSDP2 {run.world} host{'s' if run.world != 1 else ''}"

@@ -314,7 +314,10 @@ class Conversations:
         self.executor.carry_out(self.coordinator.withdraw(rank, message.step))
 
     async def _make_durable(self, _: Connection, message: m.MakeDurable, __: int) -> None:
-        self.executor.carry_out(self.coordinator.make_durable(message.step))
+        if message.newest:
+            self.executor.carry_out(self.coordinator.persist_newest())
+        else:
+            self.executor.carry_out(self.coordinator.make_durable(message.step))
 
     async def _announce(self, _: Connection, message: m.Announce, __: int) -> None:
         announced = m.Announced(step=message.step, which=message.which)

@@ -6,6 +6,8 @@ and the step is announced to all ranks ahead, so that all act on it.
 
 from __future__ import annotations
 
+import math
+
 from holdfast.policy.interval import Every
 
 #: How far ahead of every rank a timed save is announced.
@@ -47,6 +49,15 @@ class Due:
 
     def _is_time(self, now_s: float) -> bool:
         return self._policy is not None and self._policy.is_due_by_time(now_s, self._timed_at_s)
+
+
+def step_ahead(step: int, since_s: float, pace_s: float) -> int:
+    """A step that every rank can still be told of, ``since_s`` after ``step`` has ended here.
+
+    The next one, if that takes long enough still.
+    """
+    pace_s = max(1e-3, pace_s)
+    return step + max(1, math.ceil((min(since_s, pace_s) + ANNOUNCE_AHEAD_S) / pace_s))
 
 
 class Pace:

@@ -183,13 +183,14 @@ class Decline(Message, frozen=True, kw_only=True):
 
 
 class MakeDurable(Message, frozen=True, kw_only=True):
-    """The captured ``step`` is to be made durable after all."""
+    """The captured ``step`` is to be made durable after all; ``newest``: whatever is newest."""
 
     step: int
+    newest: bool = False
 
 
 class Announce(Message, frozen=True, kw_only=True):
-    """Rank 0: a timed save is due; all ranks act on it at ``step``. ``which`` policy: its name."""
+    """A save is due; all ranks act on it at ``step``. ``which`` policy: its name, or why."""
 
     step: int
     which: str

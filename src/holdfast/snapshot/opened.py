@@ -22,7 +22,7 @@ class Open(Protocol):
         """Wait until an update may overwrite the state."""
         ...
 
-    def end_capture(self, *, timeout_s: float) -> None:
+    def end_capture(self, *, timeout_s: float) -> bool:
         """Wait until the snapshot under way is taken or given up."""
         ...
 

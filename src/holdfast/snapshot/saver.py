@@ -196,10 +196,9 @@ class Saver:
             raise SnapshotSkipped(f"the capture of step {capture.step} has not ended yet")
         return time.monotonic() - started_s
 
-    def end_capture(self, *, timeout_s: float) -> None:
-        """Wait until the capture under way is told to the keeper, or was given up."""
-        if self._current is not None:
-            self._current.resolved.wait(timeout_s)
+    def end_capture(self, *, timeout_s: float) -> bool:
+        """Wait until the capture under way is told to the keeper, or was given up; if it was."""
+        return self._current is None or self._current.resolved.wait(timeout_s)
 
     def previous_was_skipped(self) -> bool:
         """Whether no rank captured the save before: known alike on every rank by now."""
@@ -219,13 +218,23 @@ class Saver:
         return answer.text
 
     def announce(self, step: int, which: str) -> None:
-        """Rank 0: a timed save is due at ``step``, ahead of every rank, by the policy ``which``."""
+        """A save is due at ``step``, ahead of every rank, by the policy ``which``."""
         with contextlib.suppress(KeeperError):  # the next try is as good
             self._line.send(m.Announce(step=step, which=which))
 
     def take_announced(self, step: int, which: str) -> bool:
         """Whether rank 0 announced that the policy ``which`` is due at ``step``; asked once."""
         return self._heard.take_announced(step, which)
+
+    def was_announced(self, step: int | None, which: str) -> bool:
+        """Whether ``which`` was announced for ``step`` or an earlier one; None: for any."""
+        announced = tuple(self._heard.announced)
+        return any(name == which and (step is None or n <= step) for n, name in announced)
+
+    def make_newest_durable(self) -> None:
+        """What is newest in memory is to be in storage; said from any thread, not waited for."""
+        with contextlib.suppress(KeeperError):
+            self._line.send(m.MakeDurable(step=0, newest=True))
 
     @property
     def is_fenced(self) -> str:

@@ -1,7 +1,7 @@
 """``holdfast doctor``: what this machine can do, what is wrong, and what to do about it.
 
 Facts are found out X, and printed here. Nothing
-is changed, unless stale arenas are to be cleared.
+is changed, unless stale arenas are to be cleaned away.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from dataclasses import asdict, replace
 
 from rich.markup import escape
 
-from holdfast.cli.ask import confirmed
-from holdfast.cli.doctor.arena_facts import clear, probe_arenas
+from holdfast.cli.doctor.arena_facts import probe_arenas
 from holdfast.cli.doctor.arena_findings import judge_arenas
-from holdfast.cli.doctor.facts import Arena, Facts, Torch
+from holdfast.cli.doctor.cleaning import clean
+from holdfast.cli.doctor.facts import Facts, Torch
 from holdfast.cli.doctor.finding import Finding, worst
 from holdfast.cli.doctor.host_facts import probe_host, settings
 from holdfast.cli.doctor.host_findings import judge_host
 from holdfast.cli.doctor.place_facts import measure, probe_place
 from holdfast.cli.doctor.root_facts import probe_root
+from holdfast.cli.doctor.run_facts import probe_meetings
+from holdfast.cli.doctor.run_findings import judge_run
 from holdfast.cli.doctor.storage_findings import judge_storage
 from holdfast.cli.doctor.torch_facts import probe_torch
 from holdfast.cli.output import Commands, SlowProgress, add_command, print_json, stdout
-from holdfast.observe.units import count_text, size_text
+from holdfast.observe.units import count_text
 from holdfast.snapshot.arena import arena_home
 from holdfast.storage.open import normal_root
 
@@ -41,7 +43,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "tell what this machine can do and what is wrong, with the remedy",
         "holdfast doctor",
         "holdfast doctor runs/gpt --quick",
-        "holdfast doctor --clear-stale",
+        "holdfast doctor --clean",
     )
     command.add_argument(
         "root", metavar="ROOT", nargs="?", help="the directory given to Checkpointer, or to be"
@@ -57,18 +59,23 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "--quick", action="store_true", help="measure no speed and do not load torch"
     )
     command.add_argument(
-        "--clear-stale",
+        "--clean",
         action="store_true",
-        help="give back the shared memory of dead runs; snapshots in it are lost",
+        help="give back the shared memory of dead runs that holds nothing newer than storage",
     )
-    command.add_argument("--yes", action="store_true", help="do not ask before clearing")
+    command.add_argument(
+        "--lose-snapshots",
+        action="store_true",
+        help="with --clean: also where snapshots are lost with it, which are listed",
+    )
+    command.add_argument("--yes", action="store_true", help="do not ask before cleaning")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine, or clear; 11 when something is bad."""
-    if args.clear_stale:
-        return _clear(args)
+    if args.clean or args.lose_snapshots:
+        return clean(args)
     with SlowProgress("examining") as progress:
         facts = examine(args.root, quick=args.quick, keeps=args.keep, progress=progress)
     findings = judge(facts)
@@ -89,6 +96,7 @@ def examine(
 ) -> Facts:
     """Find everything out. ``quick``: without measuring speed and without loading torch."""
     storage = probe_place(normal_root(root or "."))
+    found = None if root is None else probe_root(root, keeps=keeps)
     facts = Facts(
         host=probe_host(),
         memory=probe_place(str(arena_home().parent)),
@@ -96,7 +104,8 @@ def examine(
         torch=Torch(),
         settings=settings(),
         arenas=probe_arenas(arena_home()),
-        root=None if root is None else probe_root(root, keeps=keeps),
+        root=found,
+        meetings=probe_meetings(() if found is None else found.hosts),
     )
     progress(1, 3)
     facts = replace(facts, torch=probe_torch(ask=not quick))
@@ -106,7 +115,8 @@ def examine(
 
 def judge(facts: Facts) -> list[Finding]:
     """What the facts mean, in the order in which a person looks at them."""
-    return [*judge_host(facts), *judge_storage(facts), *judge_arenas(facts)]
+    run = judge_run(facts)
+    return [*judge_host(facts), *judge_storage(facts), *run, *judge_arenas(facts)]
 
 
 def _print(findings: list[Finding]) -> None:
@@ -120,36 +130,3 @@ def _print(findings: list[Finding]) -> None:
             console.print(f"{'':{width + 6}}  -> {escape(one.remedy)}", soft_wrap=True)
     counts = {word: sum(one.severity == word for one in findings) for word in ("bad", "warn")}
     console.print(f"{counts['bad']} bad, {count_text(counts['warn'], 'warning')}")
-
-
-def _clear(args: argparse.Namespace) -> int:
-    stale = [one for one in probe_arenas(arena_home()) if one.is_stale or one.is_grave]
-    if not args.json:
-        for one in stale:
-            stdout().print(_stale_text(one), soft_wrap=True)
-    question = "Clear this, and lose the snapshots in it?"
-    if stale and not confirmed(question, yes=args.yes, as_json=args.json):
-        return 0
-    left = {one.path: reason for one in stale if (reason := clear(one))}
-    cleared = [one for one in stale if one.path not in left]
-    freed = sum(one.size_bytes for one in cleared)
-    if args.json:
-        rows = [{"path": x.path, "newest": x.newest, "size_bytes": x.size_bytes} for x in cleared]
-        print_json({"cleared": rows, "left": left, "size_bytes": freed})
-        return 0
-    for path, reason in left.items():
-        stdout().print(f"{escape(path)} was left alone: {reason}", soft_wrap=True)
-    none = "nothing is stale" if not stale else ""
-    stdout().print(none or f"{count_text(len(cleared), 'arena')} cleared, {size_text(freed)} freed")
-    return 0
-
-
-def _stale_text(arena: Arena) -> str:
-    if arena.is_grave:
-        held = "half removed"
-    elif not arena.newest:
-        held = "no whole snapshot"
-    else:
-        durable = {True: "in storage too", False: "NOT in storage", None: "perhaps not in storage"}
-        held = f"newest snapshot {arena.newest}, {durable[arena.newest_is_durable]}"
-    return f"{escape(arena.path)}  {size_text(arena.size_bytes)}  {held}"

@@ -1,7 +1,8 @@
 """Find the arenas of this user, their keepers, and what they hold; clear those of dead runs.
 
 An arena of a dead run is what the next start restores from, so it is only cleared on request: when
-nobody holds its lock, nobody listens on its socket, and no process has any of it mapped.
+nobody holds its lock, nobody listens on its socket, no process has any of it mapped, and nothing in
+it is newer than what storage has, unless that is to be lost.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from holdfast.catalogue import catalogue
+from holdfast.catalogue import catalogue, is_root
 from holdfast.cli.doctor.facts import Arena
 from holdfast.cli.held import holders
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import Generation
 from holdfast.keeper.__main__ import ROOT_NAME
+from holdfast.redundancy.records import MAX_RECORD_BYTES, unseal
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import (
     SLOT_SUFFIX,
@@ -35,6 +37,7 @@ from holdfast.snapshot.client import connect_socket
 from holdfast.storage.open import open_store
 
 ANSWER_TIMEOUT_S = 2.0
+NEWS = "it holds a snapshot that storage is not known to have, or a newer one"
 
 
 def probe_arenas(home: Path) -> tuple[Arena, ...]:
@@ -66,13 +69,15 @@ def _look_into(path: Path) -> Arena:
     keeper_pid = next(iter(holders(path / "lock")), 0) or _listener(path)
     root = _root_of(path, keeper_pid)
     records = list(_records(path))
-    newest = _newest(records)
+    newest, part = _newest(records), _newest_part(path, records)
     return Arena(
         path=str(path), run_id=run_id, host_id=host_id, size_bytes=size_bytes,
         keeper_pid=keeper_pid, keeper_state=_state(keeper_pid) if keeper_pid else "",
         answers=_answers(path, run_id, root), root=root,
         root_exists=Path(root).is_dir() if root else None,
         newest="" if newest is None else str(newest), newest_is_durable=_is_durable(root, newest),
+        part="" if part is None else str(part), has_news=_has_news(root, newest, part),
+        parity_bytes=sum(file.lstat().st_blocks * 512 for file in path.glob("parity/*.rows")),
         users=tuple(sorted({*_mapping(path), *_writing(records)} - {keeper_pid})),
     )  # fmt: skip
 
@@ -105,6 +110,40 @@ def _newest(records: Iterable[SlotRecord]) -> Generation | None:
     whole = [key for key, have in ranks.items() if have == set(range(key[3]))]
     step, incarnation = max(whole, default=(0, 0, "", 0))[:2]
     return Generation(incarnation, step) if whole else None
+
+
+def _newest_part(path: Path, records: Iterable[SlotRecord]) -> Generation | None:
+    """The newest generation of several hosts of which an image, or parity, lies here."""
+    images = [
+        Generation(one.incarnation, one.step) for one in records
+        if one.state == "captured" and one.hosts > 1
+    ]  # fmt: skip
+    return max([*images, *_parity(path)], default=None)
+
+
+def _parity(path: Path) -> Iterator[Generation]:
+    for file in sorted(path.glob("parity/*.record")):
+        with suppress(OSError, HoldfastError):  # half-written: of nothing
+            if file.lstat().st_size <= MAX_RECORD_BYTES:
+                record = unseal(file.read_bytes(), str(file))
+                yield Generation(record.incarnation, record.step)
+
+
+def _has_news(root: str, *held: Generation | None) -> bool | None:
+    """Whether any of it is newer than all that storage has; None when that cannot be told."""
+    newest = max((one for one in held if one is not None), default=None)
+    if newest is None:
+        return False
+    if not root or not Path(root).is_dir():
+        return None
+    try:
+        store = open_store(root)
+        if not is_root(store):
+            return None
+        stored = catalogue(store).latest
+    except HoldfastError:
+        return None
+    return stored is None or newest > stored
 
 
 def _is_durable(root: str, newest: Generation | None) -> bool | None:
@@ -174,10 +213,11 @@ def _writing(records: Iterable[SlotRecord]) -> set[int]:
     }
 
 
-def clear(arena: Arena) -> str:
+def clear(arena: Arena, *, may_lose: bool = False) -> str:
     """Remove a stale arena; "" when it is gone, else why it was left alone.
 
-    Under its lock, and after looking again: a keeper may have been started since.
+    Under its lock, and after looking again: a keeper may have been started since, and have gone.
+    ``may_lose``: what is newer than storage, too.
     """
     path = Path(arena.path)
     if arena.is_grave:
@@ -193,13 +233,13 @@ def clear(arena: Arena) -> str:
         return "a keeper has it"
     try:
         # Nobody can take it from here on: a keeper needs the lock, a trainer a keeper.
-        if not _is_free(path):
+        records = list(_records(path))
+        if _mapping(path) or _writing(records):
             return "it is in use"
+        held = _newest(records), _newest_part(path, records)
+        if not may_lose and _has_news(arena.root, *held) is not False:
+            return NEWS
         remove_arena(path)
     finally:
         os.close(lock)
     return ""
-
-
-def _is_free(path: Path) -> bool:
-    return not (_mapping(path) or _writing(_records(path)))

@@ -28,7 +28,7 @@ def _judge(arena: Arena) -> Finding:
     if arena.is_grave:
         return Finding(
             "warn", "arena", f"{arena.path} is half removed, {size_text(arena.size_bytes)}",
-            f"holdfast doctor --clear-stale, or rm -r {_quoted(arena)}",
+            f"holdfast doctor --clean, or rm -r {_quoted(arena)}",
         )  # fmt: skip
     if arena.is_stale:
         return _stale(arena, name)
@@ -55,6 +55,10 @@ def _kept(arena: Arena, name: str) -> Finding:
             "Put the root back, or end the keeper" + (f": kill {pid}" if pid else " where it runs"),
         )
     newest = f", newest snapshot {arena.newest}" if arena.newest else ""
+    if arena.part and arena.part != arena.newest:
+        newest += f", part of {arena.part}"
+    if arena.parity_bytes:
+        newest += f", {size_text(arena.parity_bytes)} of it parity"
     used = f", {count_text(len(arena.users), 'trainer')}" if arena.users else ""
     return Finding("ok", "arena", f"{name}: its keeper, {keeper}, answers{newest}{used}")
 
@@ -79,12 +83,16 @@ def _silent(arena: Arena, name: str) -> Finding:
 
 
 def _stale(arena: Arena, name: str) -> Finding:
-    clear = f"holdfast doctor --clear-stale, or rm -r {_quoted(arena)}"
+    lose = "" if arena.may_go else " --lose-snapshots"
+    clear = f"holdfast doctor --clean{lose}, or rm -r {_quoted(arena)}"
     dead = f"{name}: its run and keeper are dead"
-    if not arena.newest:
+    if arena.part and arena.part != arena.newest and arena.root_exists is not False:
+        return _part(arena, dead, clear)
+    if not (arena.newest or arena.part):
         return Finding("warn", "arena", f"{dead}, and it holds no whole snapshot", clear)
     if arena.root_exists is False:  # and with it the name under which a run looks for its arena
-        text = f"{dead}, its root {arena.root} is gone, and no run restores {arena.newest} from it"
+        held = arena.newest or arena.part
+        text = f"{dead}, its root {arena.root} is gone, and no run restores {held} from it"
         return Finding("warn", "arena", text, clear)
     where = {True: ", which is in storage too", False: ", which is nowhere else", None: ""}
     of = f" of {arena.root}" if arena.root else ""
@@ -93,6 +101,18 @@ def _stale(arena: Arena, name: str) -> Finding:
         "arena",
         f"{dead}; it holds snapshot {arena.newest}{of}{where[arena.newest_is_durable]}",
         f"Start the run again to restore from it; or give the memory back: {clear}",
+    )
+
+
+def _part(arena: Arena, dead: str, clear: str) -> Finding:
+    """One host's share of what several hosts hold."""
+    of = f" of {arena.root}" if arena.root else ""
+    where = {True: ", newer than storage", False: ", which storage has, or newer ones", None: ""}
+    return Finding(
+        "warn",
+        "arena",
+        f"{dead}; it holds this host's part of snapshot {arena.part}{of}{where[arena.has_news]}",
+        f"Start the run again on its hosts to restore from it; or give the memory back: {clear}",
     )
 
 

@@ -73,7 +73,9 @@ class Arena:
     """One run's memory on this host.
 
     ``answers`` None: nobody listens. ``is_grave``: half removed, by somebody who was killed.
-    ``newest`` is the newest generation captured on all ranks.
+    ``newest`` is the newest generation captured on all ranks, ``part`` the newest of which an image
+    or parity lies here, and the rest on other hosts. ``has_news``: whether one of them is newer
+    than all that storage has; None: storage could not be asked.
     """
 
     path: str
@@ -87,6 +89,9 @@ class Arena:
     root_exists: bool | None = None
     newest: str = ""
     newest_is_durable: bool | None = None
+    part: str = ""
+    has_news: bool | None = False
+    parity_bytes: int = 0
     users: tuple[int, ...] = ()
     is_grave: bool = False
     fault: str = ""
@@ -95,6 +100,42 @@ class Arena:
     def is_stale(self) -> bool:
         """Nobody keeps it, and nobody has it mapped or is writing to it."""
         return not (self.keeper_pid or self.answers is not None or self.users or self.fault)
+
+    @property
+    def may_go(self) -> bool:
+        """Whether nobody has it, and nothing would be lost with it."""
+        return (self.is_grave and not self.users) or (self.is_stale and self.has_news is False)
+
+
+@dataclass(frozen=True, slots=True)
+class Protected:
+    """How the hosts of a run's newest start protect each other, as it said itself.
+
+    ``newest`` is the newest protected generation, ``""`` for none; ``reason`` why the one after it
+    is not.
+    """
+
+    incarnation: int
+    parity: int
+    hosts: int
+    survives: str
+    missing: tuple[str, ...] = ()
+    newest: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """Where launchers of this machine meet those of other hosts.
+
+    ``is_here``: whether that is this machine; None when the name says nothing here. ``on``: the
+    host of the run that it is, as far as it is known; "" for none.
+    """
+
+    endpoint: str
+    launchers: tuple[int, ...] = ()
+    is_here: bool | None = None
+    on: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +163,9 @@ class Root:
     holder_pid: int = 0
     holder: str = ""
     fault: str = ""
+    hosts: tuple[str, ...] = ()
+    """Those of the newest start."""
+    protected: Protected | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +180,4 @@ class Facts:
     settings: dict[str, str] = field(default_factory=dict)
     arenas: tuple[Arena, ...] = ()
     root: Root | None = None
+    meetings: tuple[Meeting, ...] = ()

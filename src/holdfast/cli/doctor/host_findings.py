@@ -9,8 +9,10 @@ from holdfast.cli.doctor.facts import Facts, Host, Place, Torch
 from holdfast.cli.doctor.finding import Finding
 from holdfast.observe.units import count_text, size_text
 
-#: A run keeps this many images of each rank in shared memory.
+#: A run keeps this many images of each rank in shared memory, and one more with parity.
 SLOTS = 3
+#: As many hosts are in a group where there are enough, as in ``holdfast.keeper.protecting``.
+GROUP_SIZE = 8
 #: Docker and Kubernetes give a container this much unless told otherwise.
 CONTAINER_DEFAULT_BYTES = 64 << 20
 FEW_FILES = 1024
@@ -21,6 +23,9 @@ SETTINGS = (
     "HOLDFAST_ARENA_BYTES",
     "HOLDFAST_RUN_ID",
     "HOLDFAST_HOST_ID",
+    "HOLDFAST_HOST_ADDRESS",
+    "HOLDFAST_FAILURE_DOMAIN",
+    "HOLDFAST_SECRET_FILE",
     "HOLDFAST_LOG",
     "HOLDFAST_KEEPER_IDLE_S",
     "HOLDFAST_EXCHANGE",
@@ -69,24 +74,34 @@ def _cores(host: Host) -> Finding:
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
-    host, needed = facts.host, _needed_bytes(facts)
+    host = facts.host
+    needed, what = _needed(facts)
     limit = min(host.memory_bytes, host.memory_limit_bytes or host.memory_bytes)
     text = size_text(limit)
     if host.memory_limit_bytes is not None and host.memory_limit_bytes < host.memory_bytes:
         text += f", by the limit of its control group, of {size_text(host.memory_bytes)}"
     if needed and needed > limit:
-        newest = size_text(needed / SLOTS)
         yield Finding(
-            "bad", "memory", f"{text}; {SLOTS} images of {newest}, all in memory, do not fit",
+            "bad", "memory", f"{text}; {size_text(needed)}, all in memory, do not fit: {what}",
             "Raise the limit (docker --memory, resources.limits.memory): shared memory counts too.",
         )  # fmt: skip
     else:
         yield Finding("ok", "memory", text)
 
 
-def _needed_bytes(facts: Facts) -> int:
-    """Shared memory that a run of this root takes; 0 when it is not known."""
-    return 0 if facts.root is None else SLOTS * facts.root.newest_bytes
+def _needed(facts: Facts) -> tuple[int, str]:
+    """Shared memory that a run of this root takes on a host, and for what; 0: it is not known."""
+    root = facts.root
+    if root is None:
+        return 0, ""
+    share = root.newest_bytes / max(1, len(root.hosts))
+    protected = root.protected
+    if protected is None or protected.hosts < 2:
+        return int(SLOTS * share), f"{SLOTS} images a rank"
+    members = min(protected.hosts, GROUP_SIZE)
+    parity = min(protected.parity, members - 1)
+    images = SLOTS + 1 + 2 * parity / (members - parity)
+    return int(images * share), f"{SLOTS + 1} images a rank, and parity of two generations"
 
 
 def _files(host: Host) -> Finding:
@@ -119,12 +134,12 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
 def _room(facts: Facts, place: Place, about: str) -> Finding:
     run_id = "" if facts.root is None else facts.root.run_id
     own = sum(arena.size_bytes for arena in facts.arenas if run_id and arena.run_id == run_id)
-    free, needed = place.free_bytes + own, _needed_bytes(facts)
+    free, (needed, what) = place.free_bytes + own, _needed(facts)
     text = f"{size_text(free)} free of {size_text(place.size_bytes)} in {place.path}"
     grow = "docker run --shm-size=SIZE, Kubernetes: an emptyDir with medium Memory at /dev/shm"
     if needed > free:
         return Finding(
-            "bad", about, f"{text}; this run needs {size_text(needed)} ({SLOTS} images a rank)",
+            "bad", about, f"{text}; this run needs {size_text(needed)} ({what})",
             f"Enlarge it ({grow}; elsewhere: mount -o remount,size=SIZE {place.mount}), clear what "
             "is stale below, or set HOLDFAST_ARENA_DIR to a larger tmpfs.",
         )  # fmt: skip

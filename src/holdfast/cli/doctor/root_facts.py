@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from holdfast.catalogue import ROOT, Catalogue, catalogue, is_root, read_document
 from holdfast.cli.doctor.facts import Root
+from holdfast.cli.doctor.run_facts import probe_hosts, probe_protected
 from holdfast.cli.held import root_holder
 from holdfast.errors import HoldfastError
 from holdfast.format import manifest as documents
@@ -26,7 +27,10 @@ def probe_root(root: str, *, keeps: int = 0) -> Root:
         run_id = read_document(store, documents.Root, ROOT).run_id
     except HoldfastError as error:
         return Root(path, fault=str(error))
-    return replace(_describe(path, run_id, store, found), keeps=keeps)
+    return replace(
+        _describe(path, run_id, store, found), keeps=keeps, hosts=probe_hosts(path),
+        protected=probe_protected(path),
+    )  # fmt: skip
 
 
 def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> Root:
