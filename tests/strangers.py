@@ -43,7 +43,7 @@ class Doors:
         place = run.table[number]
         return cls(place.id, run.n, generation, image, place.port, place.control_port)
 
-    def socket(self) -> socket.socket:
+    def here(self) -> socket.socket:
         return connect_socket(arena_dir(RUN, self.host))
 
     def peers(self) -> socket.socket:
@@ -55,7 +55,7 @@ class Doors:
     def caller(self, **fields: Any) -> Caller:
         """Asks as a peer does: with the secret, if no other is given."""
         there = SimpleNamespace(host="127.0.0.1", port=self.port, options={"name": self.host})
-        usual = {
+        usual: dict[str, Any] = {
             "secret": SECRET, "path": self.image, "generation": self.generation,
             "incarnation": self.incarnation,
         }  # fmt: skip
@@ -250,7 +250,9 @@ def at_peers(draw: random.Random, doors: Doors) -> bytes:
                 caller.say(raw)
             pieces = [raw * draw.randint(1, 5)]
         case _:  # one of us of another incarnation, or that means another
-            other = draw.choice([{"incarnation": 0}, {"incarnation": 1 << 40}, {"peer": "c"}])
+            other: dict[str, Any] = draw.choice(
+                [{"incarnation": 0}, {"incarnation": 1 << 40}, {"peer": "c"}]
+            )
             with doors.caller(**other) as caller:
                 pieces = [caller.render(caller.request(span="bytes=0-99"))]
     return knock(doors.peers(), pieces, hang_up=hang_up)

@@ -1,4 +1,4 @@
-"""Whatever knocks at the doors of a real keeper, its own are served, and nothing else comes of it."""
+"""Whatever knocks at the doors of a real keeper, its own are served and nothing comes of it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from holdfast.keeper.doors import MOST_SILENT
 from holdfast.observe.fold import read_report
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller, Wanted
-from holdfast.peers.control import call
+from holdfast.peers.connection import Limits
+from holdfast.peers.control import MOST_STRANGERS, call
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import SlotFile, arena_dir
 from holdfast.snapshot.client import KeeperClient, connect_socket
@@ -89,7 +91,10 @@ class Served:
             slot = SlotFile.open(Path(grant.slot), writable=True)
             slot.image[: len(data)] = data
             slot.close()
-            path, generation = image_path(self.attempt, number), generation_name(self.run.n, self.step)
+            path, generation = (
+                image_path(self.attempt, number),
+                generation_name(self.run.n, self.step),
+            )
             wanted = Wanted(self.peer(number), path, generation, 0, memoryview(found))
             self.puller.pull([wanted], within_s=SOON_S)
             assert found == data
@@ -97,7 +102,7 @@ class Served:
 
     def settled(self) -> dict[int, int]:
         """The same, when the keepers have noticed who left."""
-        found = {pid: 0 for pid in self.pids}
+        found = dict.fromkeys(self.pids, 0)
         while found != (found := self.connections()):
             time.sleep(0.3)
         return found
@@ -151,7 +156,7 @@ def fuzz(served: Served, seed: int, rounds: int, knocks: int) -> None:
         for number in range(2):
             doors = served.doors(number)
             for _ in range(knocks):
-                knock(doors.socket(), at_socket(draw, doors), hang_up=draw.random() < 0.8)
+                knock(doors.here(), at_socket(draw, doors), hang_up=draw.random() < 0.8)
                 answer = at_peers(draw, doors)
                 assert b" 20" not in answer, "something was served"
                 if doors.control_port:
@@ -220,13 +225,13 @@ def test_crowds_that_stay_and_say_little_keep_nobody_out_and_take_no_more_than_t
     doors, connections = served.doors(0), served.settled()
     own_bytes = served.own_bytes()
     doorways: list[tuple[Callable[[], socket.socket], bytes]] = [
-        (doors.socket, (900 << 10).to_bytes(4, "little")),  # a frame of which too little comes
+        (doors.here, (900 << 10).to_bytes(4, "little")),  # a frame of which too little comes
         (doors.control, b"holdfast-control-1\n"),
         (doors.peers, b"GET /inventory HTTP/1.1\r\n"),
     ]
     lines: list[socket.socket] = []
     for opened, start in doorways:
-        lines += crowd(opened, 150, (b"", start))
+        lines += crowd(opened, 300, (b"", start))
     half_closed = lines[::5]
     for line in half_closed:
         try:
@@ -235,8 +240,7 @@ def test_crowds_that_stay_and_say_little_keep_nobody_out_and_take_no_more_than_t
             continue
     now = served.connections()
     most = max(now[pid] - connections[pid] for pid in served.pids)
-    # 64 at the socket, 64 from one address at the port of peers, 32 at that of the hands.
-    assert most <= 64 + 64 + 32 + 8
+    assert most <= MOST_SILENT + Limits().connections_of_one + MOST_STRANGERS + 8
     for _ in range(3):
         for line in lines:  # a byte now and then
             try:

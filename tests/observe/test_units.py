@@ -65,4 +65,6 @@ def test_what_was_not_recorded_is_a_dash() -> None:
 
 
 def test_counts_by_kind_begin_with_the_largest() -> None:
-    assert counts_text({"slow": 2, "too_large": 2, "forged": 30}) == "30 forged, 2 slow, 2 too large"
+    assert (
+        counts_text({"slow": 2, "too_large": 2, "forged": 30}) == "30 forged, 2 slow, 2 too large"
+    )

@@ -13,8 +13,9 @@ from holdfast.keeper.connection import Connection
 from holdfast.snapshot import messages as m
 
 SOCKET, PEERS, CONTROL = "socket", "peers", "control"
-MOST_SILENT = 64
-"""Connections of processes of our user over which nothing was said yet that makes sense."""
+MOST_SILENT = 256
+"""Connections of processes of our user over which nothing was said yet that makes sense: more than
+the ranks of a host, which may all come at once."""
 FIRST_FRAME_BYTES = 1 << 20
 """Of the first message: it says who calls."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 600.0

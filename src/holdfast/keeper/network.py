@@ -14,10 +14,10 @@ from holdfast.peers.server import PeerServer
 class Network:
     """The listeners of one host in one incarnation. Made and used on the keeper's loop."""
 
-    def __init__(self, secret: bytes, name: str, address: str, doors: Doors) -> None:
+    def __init__(self, secret: bytes, name: str, address: str, doors: Doors | None = None) -> None:
         self.secret, self.name, self.address = secret, name, address
         self.port = self.control_port = 0
-        self._doors = doors
+        self._doors = doors = doors or Doors(name)
         self.peers = PeerServer(
             secret, name=name, incarnation=0, on_refused=partial(doors.refused, PEERS)
         )

@@ -255,7 +255,8 @@ class _Fold:
             ),
             unprotected=tuple(dict.fromkeys(self._unprotected)),
             refused=tuple(
-                RefusedAtDoor(*where, dict(counts)) for where, counts in sorted(self._refused.items())
+                RefusedAtDoor(*where, dict(counts))
+                for where, counts in sorted(self._refused.items())
             ),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
         )

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from holdfast.observe.divergence import Divergence, lines_of
 from holdfast.observe.units import (
-    counts_text,
     count_text,
+    counts_text,
     moment_text,
     rate_text,
     seconds_text,

@@ -21,7 +21,7 @@ from holdfast.peers.sealing import Hello, Keys, Seals, is_same
 from holdfast.peers.signing import LEAST_SECRET_BYTES
 from holdfast.peers.wire import check_peer
 
-_MOST_STRANGERS = 32
+MOST_STRANGERS = 128
 """Connections whose other side has not shown yet that it knows the secret. For one more, the
 oldest is ended: whoever knows it shows it at once, and comes in however many there are."""
 _VERDICT_KINDS = {b"o": "fenced", b"n": "behind", b"a": "misdirected"}
@@ -195,7 +195,7 @@ class ControlServer:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> ControlLine | None:
         """The line, if whoever calls knows the secret and is of this incarnation."""
-        if len(self._strangers) >= _MOST_STRANGERS:
+        if len(self._strangers) >= MOST_STRANGERS:
             self._end_oldest_stranger()
         self._strangers[writer] = None
         try:
