@@ -11,8 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from holdfast.keeper.protecting import GROUP_SIZE
 from holdfast.redundancy.groups import Host, divide
@@ -24,7 +23,7 @@ from holdfast.redundancy.survival import (
     survival,
 )
 
-PAGE = HERE.parent / "docs" / "operations" / "choosing-parity.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "operations" / "choosing-parity.md"
 BEGIN, END = "<!-- by benchmarks/survival.py -->", "<!-- to here -->"
 SEED = 20261122
 DRAWS, LIVES = 2000, 400

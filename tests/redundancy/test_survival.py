@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 from itertools import combinations
-from math import comb, exp, factorial
+from math import comb, exp, factorial, sqrt
 
 import pytest
 from hypothesis import given, settings
@@ -87,7 +87,7 @@ def test_more_hosts_than_there_are_cannot_be_lost(lost: int) -> None:
 
 def is_within_bounds(found: float, exact: float, trials: int) -> bool:
     """Whether a share of trials may be one with this probability: within five deviations."""
-    return abs(found - exact) <= 5 * (exact * (1 - exact) / trials) ** 0.5 + 2 / trials
+    return abs(found - exact) <= 5 * sqrt(exact * (1 - exact) / trials) + 2 / trials
 
 
 @settings(derandomize=True, max_examples=60)
@@ -163,9 +163,7 @@ def test_a_repair_begins_with_a_loss_which_doubles_the_risk_of_counting_by_the_c
     assert (1.5 if parity == 1 else 2.2) < exact / windows < (2.05 if parity == 1 else 3.05)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "lost"), [(16, 2), (16, 3), (16, 5), (64, 2), (64, 4), (128, 8)]
-)
+@pytest.mark.parametrize(("hosts", "lost"), [(16, 2), (16, 3), (16, 5), (64, 2), (64, 4), (128, 8)])
 def test_pairs_survive_as_the_bound_published_for_replicas_says(hosts: int, lost: int) -> None:
     bound = 1 - Fraction(hosts // 2 * comb(hosts - 2, lost - 2), comb(hosts, lost))
     exact = survival([(2, 1)] * (hosts // 2), lost)
