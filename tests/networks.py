@@ -38,9 +38,9 @@ def why_not() -> str:
     except (OSError, AssertionError) as error:
         return f"no network namespace can be made here: {error}"
     try:
-        run("ip", "-n", name, "link", "add", "a", "type", "veth", "peer", "name", "b")
-        run("ip", "-n", name, "link", "add", "c", "type", "bridge")
-        run("tc", "-n", name, "qdisc", "add", "dev", "a", "root", *_tbf("1mbit"))
+        run("ip", "-n", name, "link", "add", "name", "one", "type", "veth", "peer", "name", "two")
+        run("ip", "-n", name, "link", "add", "name", "three", "type", "bridge")
+        run("tc", "-n", name, "qdisc", "add", "dev", "one", "root", *_tbf("1mbit"))
     except (OSError, AssertionError) as error:
         return f"veth, bridge or tc tbf is missing here: {error}"
     finally:
