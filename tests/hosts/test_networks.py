@@ -38,18 +38,16 @@ def _can_be_made() -> None:
         pytest.skip(reason)
 
 
-@pytest.fixture(autouse=True)
-def ending_keepers(arena_dir: Path) -> Iterator[None]:
-    """Of hosts that were left out of the last start: they are told to stop."""
-    yield
-    for pid in keeper_pids(arena_dir):
-        os.kill(pid, signal.SIGTERM)
-
-
 @pytest.fixture
-def wires() -> Iterator[Networks]:
+def wires(arena_dir: Path) -> Iterator[Networks]:
+    """The networks of a test; what keepers are left is told to stop while they still stand."""
     with Networks(*HOSTS) as wires:
         yield wires
+        for pid in keeper_pids(arena_dir):
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 30
+        while keeper_pids(arena_dir) and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 def start(lives: Lives, wires: Networks, hosts: tuple[str, ...], **options: Any) -> None:
