@@ -86,19 +86,18 @@ class Served:
         for rank in self.run.ranks:
             hear(rank.heard, m.Complete)
         self.attempt = grants[0].attempt
+        # A hand is told what to offer right behind what its rank is told.
+        wait_for(lambda: all(self.attempt.encode() in one for one in self.inventories()), "it told")
         for number, (rank, grant) in enumerate(zip(self.run.ranks, grants, strict=True)):
             data, found = os.urandom(rank.image_bytes), bytearray(rank.image_bytes)
             slot = SlotFile.open(Path(grant.slot), writable=True)
             slot.image[: len(data)] = data
             slot.close()
-            path, generation = (
-                image_path(self.attempt, number),
-                generation_name(self.run.n, self.step),
-            )
+            path = image_path(self.attempt, number)
+            generation = generation_name(self.run.n, self.step)
             wanted = Wanted(self.peer(number), path, generation, 0, memoryview(found))
             self.puller.pull([wanted], within_s=SOON_S)
             assert found == data
-        wait_for(lambda: all(self.attempt.encode() in one for one in self.inventories()), "it told")
 
     def settled(self) -> dict[int, int]:
         """The same, when the keepers have noticed who left."""
