@@ -35,6 +35,7 @@ import holdfast
 from holdfast.events import ImageCaptured
 from holdfast.snapshot.underway import Patience
 from launch import PR_SET_PDEATHSIG, PRELOADED
+from networks import enter
 
 ROWS = 61  # divides by neither 2 nor 3
 COLUMNS = 8192
@@ -63,6 +64,10 @@ class Life:
     options: dict[str, Any] = field(default_factory=dict)
     #: On which host each rank is, where they are to be on several.
     hosts: tuple[str, ...] = ()
+    #: What is in the environment of each rank alone.
+    settings: tuple[dict[str, str], ...] = ()
+    #: The network namespace that each rank is in.
+    namespaces: tuple[str, ...] = ()
 
 
 class Net(nn.Module):
@@ -151,10 +156,14 @@ def _live(rank: int, life: Life, store: str, path: list[str], environment: dict[
     os.environ.update(environment)
     if life.hosts:
         os.environ["HOLDFAST_HOST_ID"] = life.hosts[rank]
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if life.settings:
+        os.environ.update(life.settings[rank])
+    if life.namespaces:
+        enter(life.namespaces[rank])
     torch.set_num_threads(1)
     try:
         if life.world > 1 or life.layout == "fsdp":
-            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
             dist.init_process_group(
                 "gloo", store=dist.FileStore(store, life.world), rank=rank, world_size=life.world
             )

@@ -206,6 +206,18 @@ class KeeperStopped(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class RequestsRefused(Event, frozen=True, kw_only=True):
+    """The keeper of ``host`` turned requests or connections away; ``counts``: how many, by kind.
+
+    ``door``: "socket", where its trainers come, "peers", where other hosts fetch images, or
+    "control", where their keepers call. Counted since the last of these events.
+    """
+
+    host: str
+    door: str
+    counts: dict[str, int]
+
+
 class ValuesDiffer(Event, frozen=True, kw_only=True):
     """Plain values differed between the saved ranks and the world changed; says what was taken."""
 
@@ -230,7 +242,7 @@ AnyEvent = (
     | SnapshotProtected | SnapshotNotProtected | ProtectionPlanned | SnapshotMissed | ReplicasDiffer
     | ImageDurable | CheckpointPublished | PersistBroke
     | CheckpointPruned | Restored | SourceDropped | KeeperStarted | KeeperLost | KeeperStopped
-    | ValuesDiffer | SinkFailed | Warned
+    | RequestsRefused | ValuesDiffer | SinkFailed | Warned
 )  # fmt: skip
 
 Sink = Callable[[Event, float], None]

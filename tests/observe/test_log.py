@@ -68,6 +68,7 @@ EXAMPLES: tuple[events.Event, ...] = (
     events.KeeperStarted(pid=1, found_generations=0, elapsed_s=0.1),
     events.KeeperLost(reason="killed"),
     events.KeeperStopped(reason="closed"),
+    events.RequestsRefused(host="a", door="peers", counts={"forged": 2}),
     events.ValuesDiffer(names=("tokens",)),
     unlike(is_known=True),
     events.SinkFailed(sink="s", reason="r"),

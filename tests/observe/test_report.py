@@ -15,7 +15,7 @@ from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.observe.divergence import Divergence
 from holdfast.observe.fold import read_report
-from holdfast.observe.report import Figures, Report, Save, render, to_json
+from holdfast.observe.report import Figures, RefusedAtDoor, Report, Save, render, to_json
 
 
 def write(root: Path, name: str, *records: events.Event | bytes, first_s: int = 1_000) -> None:
@@ -299,3 +299,20 @@ def test_what_is_protected_and_what_losses_that_survives_is_said(tmp_path: Path)
     shown = rendered(report)
     assert "protected snapshots of the last start survive any 1 of 4 hosts" in shown
     assert f"not protected 1-1: {told}" in shown
+
+
+def test_what_keepers_turned_away_is_summed_by_host_and_door(tmp_path: Path) -> None:
+    for counts in ({"forged": 2}, {"forged": 40, "too_large": 1}):
+        told = events.RequestsRefused(host="a", door="peers", counts=counts)
+        write(tmp_path, "keeper-a.jsonl", told)
+    told = events.RequestsRefused(host="b", door="socket", counts={"malformed": 3})
+    write(tmp_path, "keeper-b.jsonl", told)
+    report = read_report(tmp_path)
+    assert report.refused == (
+        RefusedAtDoor("a", "peers", {"forged": 42, "too_large": 1}),
+        RefusedAtDoor("b", "socket", {"malformed": 3}),
+    )
+    shown = rendered(report)
+    assert "refused by the keeper of a (peers): 42 forged, 1 too large" in shown
+    assert "refused by the keeper of b (socket): 3 malformed" in shown
+    assert to_json(report)["refused"][1]["counts"] == {"malformed": 3}

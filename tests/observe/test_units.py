@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.observe.units import moment_text, ranks_text, rate_text, seconds_text, size_text
+from holdfast.observe.units import (
+    counts_text,
+    moment_text,
+    ranks_text,
+    rate_text,
+    seconds_text,
+    size_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -55,3 +62,9 @@ def test_ranks_in_a_row_are_named_by_the_first_and_the_last(
 def test_what_was_not_recorded_is_a_dash() -> None:
     assert rate_text(None) == moment_text(0.0) == "-"
     assert rate_text(2.31e9) == "2.31 GB/s"
+
+
+def test_counts_by_kind_begin_with_the_largest() -> None:
+    assert (
+        counts_text({"slow": 2, "too_large": 2, "forged": 30}) == "30 forged, 2 slow, 2 too large"
+    )

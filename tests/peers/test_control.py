@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.errors import Fenced, FormatError, PeerError, UsageError
+from holdfast.errors import Fenced, FormatError, HoldfastError, PeerError, UsageError
 from holdfast.peers import sealing
 from holdfast.peers.calling import Peer
 from holdfast.peers.control import Bounds, ControlLine, ControlServer, call
@@ -309,6 +309,45 @@ def test_a_crowd_of_strangers_is_sent_away_and_holds_nobody_up_for_long() -> Non
             (await line_to(peer)).close()
             for _, writer in crowd:
                 writer.transport.abort()
+
+    run(test)
+
+
+def test_who_knows_the_secret_comes_in_at_once_however_many_do_not() -> None:
+    async def test() -> None:
+        async with listening(replace(QUICK, greeting_s=20.0)) as (heard, peer):
+            crowd = []
+            for _ in range(3):
+                crowd += [await asyncio.open_connection(peer.host, peer.port) for _ in range(150)]
+                line = await line_to(peer)
+                line.send(b"here")
+                assert await line.receive() == b"heard here"
+                line.close()
+            assert heard.server.refusals["crowded"] >= 300
+            assert (await crowd[0][0].read())[:8] == b"holdfast", "ended, after its greeting"
+            for _, writer in crowd:
+                writer.transport.abort()
+
+    run(test)
+
+
+def test_what_is_refused_is_counted_by_its_kind() -> None:
+    async def test() -> None:
+        async with listening() as (heard, peer):
+            for bad in ({"secret": b"another secret, as long"}, {"incarnation": 3},
+                        {"incarnation": 5}):  # fmt: skip
+                with pytest.raises(HoldfastError):
+                    await line_to(peer, **bad)
+            with pytest.raises(PeerError):
+                await line_to(Peer("c", peer.host, peer.port))
+            reader, writer = await asyncio.open_connection(peer.host, peer.port)
+            writer.write(b"x" * sealing.FIXED_HELLO_BYTES)
+            await reader.read(1 << 16)
+            await reader.read(1)
+            writer.close()
+            assert heard.server.refusals == {
+                "forged": 1, "fenced": 1, "behind": 1, "misdirected": 1, "malformed": 1,
+            }  # fmt: skip
 
     run(test)
 

@@ -267,8 +267,7 @@ def test_a_peer_that_takes_nothing_ends_only_its_own_connection(arena_dir: Path)
 def test_connections_are_bounded_by_address_and_in_all(limits: Limits) -> None:
     with Served(limits=limits) as bounded:
         with Caller(bounded) as one, Caller(bounded) as two:
-            one.learn()
-            two.learn()
+            assert one.learn().status() == two.learn().status() == 404
             with Caller(bounded) as three:
                 assert three.hear()[0].status == 503
             assert one.status() == 404
@@ -276,6 +275,27 @@ def test_connections_are_bounded_by_address_and_in_all(limits: Limits) -> None:
         wait_for(lambda: not bounded.counts()["open_connections"], "an end of both")
         with Caller(bounded) as three:
             three.learn()
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(connections=3), Limits(connections_of_one=3)], ids=["all", "address"]
+)
+def test_who_knows_the_secret_comes_in_however_many_do_not(limits: Limits) -> None:
+    with Served(limits=limits) as bounded, Caller(bounded) as peer:
+        assert peer.learn().status() == 404
+        recorded = peer.render(peer.request())
+        peer.say(recorded)
+        strangers = [Caller(bounded) for _ in range(2)]
+        for _ in range(20):  # what was heard on the way makes nobody a peer
+            strangers.append(Caller(bounded))
+            assert strangers[-1].say(recorded)[0].status == 409
+            with Caller(bounded) as another:
+                assert another.learn().status() == 404
+        assert peer.status() == 404, "who came in stays"
+        assert strangers[0].is_ended()
+        assert bounded.counts()["open_connections"] <= 3
+        for stranger in strangers:
+            stranger.socket.close()
 
 
 def test_what_a_server_remembers_is_bounded(served: Served, data: bytes) -> None:

@@ -14,10 +14,11 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from holdfast.errors import ArenaError, Fenced, HoldfastError, UsageError
+from holdfast.errors import ArenaError, Fenced, FormatError, HoldfastError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.keeper import limits
 from holdfast.keeper.connection import Connection, NearConnection, Ranks, peer_of
+from holdfast.keeper.doors import SOCKET, Doors
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.memory import Memory
@@ -35,9 +36,10 @@ class Conversations:
 
     def __init__(
         self, coordinator: Coordinator, memory: Memory, ranks: Ranks, executor: Executor,
-        incarnations: Incarnations, root: RootAccess, part: Part, root_url: str,
+        incarnations: Incarnations, root: RootAccess, part: Part, doors: Doors, root_url: str,
     ) -> None:  # fmt: skip
         self.part = part
+        self.doors = doors
         self.coordinator = coordinator
         self.memory = memory
         self.ranks = ranks
@@ -59,24 +61,30 @@ class Conversations:
         """Talk with one trainer until it goes away."""
         process = peer_of(writer)
         if process is None:
+            self.doors.refused(SOCKET, "another_user")
             writer.close()
             return
         connection = NearConnection(writer, process, next(self._numbers))
         self.came(connection)
+        self.doors.came(connection)
         try:
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "little")
-                if size > m.MAX_FRAME_BYTES:
-                    break
+                if size > self.doors.most_bytes(connection):
+                    raise FormatError(f"a message of {size} bytes")
                 body = await reader.readexactly(size)
                 seq, message = m.unpack(body)
+                self.doors.left(connection)
                 if self.part.hand is not None and not isinstance(message, _FOR_THIS_HOST):
                     self._hand_on(connection, seq, message, body)
                 else:
                     await self.hear(connection, seq, message)
+        except FormatError:
+            self.doors.refused(SOCKET, "malformed")
         except (asyncio.IncompleteReadError, ConnectionError, HoldfastError):
             pass  # a trainer that went away or talks nonsense is treated alike: it is gone
         finally:
+            self.doors.left(connection)
             writer.close()
             if self.part.hand is not None:
                 self.part.hand.gone(connection)

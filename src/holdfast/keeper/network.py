@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 from holdfast.errors import KeeperError
+from holdfast.keeper.doors import CONTROL, PEERS, Doors
 from holdfast.peers.control import ControlServer, Welcome
 from holdfast.peers.server import PeerServer
 
@@ -12,10 +14,13 @@ from holdfast.peers.server import PeerServer
 class Network:
     """The listeners of one host in one incarnation. Made and used on the keeper's loop."""
 
-    def __init__(self, secret: bytes, name: str, address: str) -> None:
+    def __init__(self, secret: bytes, name: str, address: str, doors: Doors | None = None) -> None:
         self.secret, self.name, self.address = secret, name, address
         self.port = self.control_port = 0
-        self.peers = PeerServer(secret, name=name, incarnation=0)
+        self._doors = doors = doors or Doors(name)
+        self.peers = PeerServer(
+            secret, name=name, incarnation=0, on_refused=partial(doors.refused, PEERS)
+        )
         self.control: ControlServer | None = None
 
     async def listen(self, port: int = 0) -> None:
@@ -24,7 +29,10 @@ class Network:
 
     async def listen_for_hands(self, welcome: Welcome, port: int = 0) -> None:
         """For the keepers of the other hosts. KeeperError when that cannot be."""
-        self.control = ControlServer(self.secret, name=self.name, incarnation=0, welcome=welcome)
+        self.control = ControlServer(
+            self.secret, name=self.name, incarnation=0, welcome=welcome,
+            on_refused=partial(self._doors.refused, CONTROL),
+        )  # fmt: skip
         self.control_port = await self._listen(self.control, port, must_be=True)
 
     async def _listen(

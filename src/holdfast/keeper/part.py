@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from holdfast.errors import Fenced, KeeperError, UsageError
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Ranks
+from holdfast.keeper.doors import Doors
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.making import Nobody
@@ -35,12 +36,12 @@ class Part:
     def __init__(
         self, host_id: str, coordinator: Coordinator, memory: Memory, ranks: Ranks,
         executor: Executor, incarnations: Incarnations, root: RootAccess, background: Background,
-        ended: Callable[[bool], Awaitable[None]],
+        doors: Doors, ended: Callable[[bool], Awaitable[None]],
     ) -> None:  # fmt: skip
         self._host_id = host_id
         self._coordinator, self._memory, self._ranks = coordinator, memory, ranks
         self._executor, self._incarnations, self._root = executor, incarnations, root
-        self._background = background
+        self._background, self._doors = background, doors
         self._ended = ended
         self.hosts: Sequence[m.HostPlace] = ()
         """Of the incarnation this keeper coordinates, or is to take over."""
@@ -70,7 +71,7 @@ class Part:
     def _network_at(self, address: str, secret: bytes) -> Network:
         from holdfast.keeper.network import Network  # a run on one host needs none of it
 
-        return Network(secret, self._host_id, address)
+        return Network(secret, self._host_id, address, self._doors)
 
     async def _drop_prepared(self) -> None:
         if self._prepared is not None:

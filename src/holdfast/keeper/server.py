@@ -7,6 +7,7 @@ arena, and the next keeper finds it there.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import signal
@@ -24,6 +25,7 @@ from holdfast.keeper import control
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Ranks
 from holdfast.keeper.conversations import Conversations
+from holdfast.keeper.doors import Doors
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.memory import Memory
@@ -79,13 +81,14 @@ class Keeper:
             self.memory, self.coordinator, self.root_access, self.background
         )
         self.executor.connect(self.root_access, self.incarnations)
+        self.doors = Doors(host_id)
         self.part = Part(
             host_id, self.coordinator, self.memory, self.ranks, self.executor, self.incarnations,
-            self.root_access, self.background, self._told_to_end,
+            self.root_access, self.background, self.doors, self._told_to_end,
         )  # fmt: skip
         self.conversations = Conversations(
             self.coordinator, self.memory, self.ranks, self.executor, self.incarnations,
-            self.root_access, self.part, root,
+            self.root_access, self.part, self.doors, root,
         )  # fmt: skip
         self._ended = asyncio.Event()
         self._alone_since = time.monotonic()
@@ -118,6 +121,7 @@ class Keeper:
         ticker = asyncio.create_task(self._tick())
         await self._ended.wait()
         ticker.cancel()
+        self.doors.tell(math.inf)
         close_trace()
 
     async def _listen(self) -> asyncio.Server:
@@ -174,6 +178,7 @@ class Keeper:
         self._ticks += 1
         if self._ticks % REFRESH_TICKS == 0:
             self.executor.offering.refresh()
+            self.doors.tell(time.monotonic())
         if self._stop_by_s is not None:
             await self._stop_if_done(self._stop_by_s)
         elif self.part.hand is not None or self.part.is_bystander:

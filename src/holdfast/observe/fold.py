@@ -8,7 +8,7 @@ that a report is for.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,15 @@ from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
 from holdfast.observe.divergence import divergence_of
-from holdfast.observe.report import KeeperLoss, Protection, Report, Restore, Save, Start
+from holdfast.observe.report import (
+    KeeperLoss,
+    Protection,
+    RefusedAtDoor,
+    Report,
+    Restore,
+    Save,
+    Start,
+)
 
 Progress = Callable[[int, int], None]
 
@@ -156,6 +164,7 @@ class _Fold:
         self._broke: list[str] = []
         self._warned: list[str] = []
         self._unprotected: list[str] = []
+        self._refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
 
     def line(self, line: bytes) -> None:
         try:
@@ -183,6 +192,8 @@ class _Fold:
                 self._planned[event.incarnation] = event
             case events.ReplicasDiffer():
                 self._differ[event.leaf].append(event)
+            case events.RequestsRefused():
+                self._refused[event.host, event.door].update(event.counts)
             case events.CheckpointPruned():
                 self._pruned += 1
             case events.Warned():
@@ -243,6 +254,10 @@ class _Fold:
                 for n, event in sorted(self._planned.items())
             ),
             unprotected=tuple(dict.fromkeys(self._unprotected)),
+            refused=tuple(
+                RefusedAtDoor(*where, dict(counts))
+                for where, counts in sorted(self._refused.items())
+            ),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
         )
 

@@ -21,6 +21,7 @@ from holdfast import events
 from holdfast.errors import UsageError
 from holdfast.events import Event, Sink
 from holdfast.observe.units import (
+    counts_text,
     ranks_text,
     rate_text,
     seconds_text,
@@ -177,6 +178,7 @@ _INFO: dict[type[Event], Callable[[Any], str]] = {
     events.KeeperStarted: lambda e: f"keeper {e.pid} answers after {seconds_text(e.elapsed_s)}",
     events.KeeperLost: lambda e: f"keeper lost: {e.reason}",
     events.KeeperStopped: lambda e: f"keeper stopped: {e.reason}",
+    events.RequestsRefused: lambda e: f"refused at {e.door} of {e.host}: {counts_text(e.counts)}",
     events.ValuesDiffer: lambda e: f"values differed between ranks: {', '.join(e.names)}",
     events.SinkFailed: lambda e: f"sink {e.sink} failed and was removed: {e.reason}",
     events.Warned: lambda e: f"warning: {e.message}",

@@ -18,6 +18,7 @@ from rich.text import Text
 from holdfast.observe.divergence import Divergence, lines_of
 from holdfast.observe.units import (
     count_text,
+    counts_text,
     moment_text,
     rate_text,
     seconds_text,
@@ -114,6 +115,15 @@ class Protection:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedAtDoor:
+    """What the keeper of a host turned away at its ``socket``, ``peers`` or ``control`` port."""
+
+    host: str
+    door: str
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """One quantity over all saves that have it."""
 
@@ -142,6 +152,8 @@ class Report:
     protection: tuple[Protection, ...] = ()
     unprotected: tuple[str, ...] = ()
     """Snapshots of which no parity could be made, and why."""
+    refused: tuple[RefusedAtDoor, ...] = ()
+    """Requests and connections that keepers turned away."""
 
     @property
     def misses(self) -> tuple[Save, ...]:
@@ -291,6 +303,10 @@ def _troubles(report: Report) -> list[str]:
     lines += [f"not protected {failure}" for failure in report.unprotected]
     lines += [missing for one in report.protection[-1:] for missing in one.missing]
     lines += lines_of(report.divergences)
+    lines += [
+        f"refused by the keeper of {at.host} ({at.door}): {counts_text(at.counts)}"
+        for at in report.refused
+    ]
     lines += [f"warning: {message}" for message in report.warnings]
     if report.torn_lines:
         lines.append(f"{report.torn_lines} torn lines were skipped (left by killed processes)")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 NOTHING = "-"
 
@@ -50,6 +50,12 @@ def rate_text(bytes_per_s: float | None) -> str:
 def count_text(count: int, noun: str) -> str:
     """``1 rank``, ``2 ranks``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def counts_text(counts: Mapping[str, int]) -> str:
+    """``12 forged, 3 too large``: the most frequent first."""
+    by_number = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in by_number)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -11,6 +11,7 @@ import socket
 import struct
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from holdfast.peers import refusals
@@ -61,6 +62,13 @@ class Service:
     limits: Limits
     resources: Resources = field(default_factory=Resources)
     counts: Counter[str] = field(default_factory=Counter)
+    on_refused: Callable[[str], None] | None = None
+
+    def refused(self, kind: str) -> None:
+        """A request, or a connection, is turned away."""
+        self.counts[kind] += 1
+        if self.on_refused is not None:
+            self.on_refused(kind)
 
 
 class Connection:
@@ -70,10 +78,17 @@ class Connection:
         self.address = address
         self.incarnation = 0
         """Of whoever was served last over it."""
+        self.is_proven = False
+        """Whether a request came over it that only a peer can have made, and just now."""
         self.sending: Resource | None = None
         self._socket, self._service, self._limits = connected, service, service.limits
         self._heard = bytearray()
         self._is_shut = False
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether it may be ended for one that has not been heard yet."""
+        return not (self.is_proven or self._is_shut)
 
     def shut(self) -> None:
         """End it: whatever it waits for comes at once, and fails. From the loop's thread."""
@@ -112,7 +127,9 @@ class Connection:
             return await self._refuse(asked)
         request, signature = asked
         admission = self._service.admission
-        found = admission.judge(request, signature) or self._service.resources.find(request)
+        refused = admission.judge(request, signature)
+        self.is_proven = self.is_proven or refused is None
+        found = refused or self._service.resources.find(request)
         if isinstance(found, Refused):
             return await self._refuse(found, signature)
         span = span_of(request.span, found.length_bytes)
@@ -190,7 +207,7 @@ class Connection:
 
     async def _refuse(self, refused: Refused, signature: str = "", span: str = "") -> bool:
         """Say no; whether another request may follow, which is so for those of the run only."""
-        self._service.counts[refused.kind] += 1
+        self._service.refused(refused.kind)
         if not refused.is_known:
             await self._send(render_answer(Answer(status=refused.status), is_last=True))
             return False

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -20,8 +21,10 @@ from holdfast.peers.sealing import Hello, Keys, Seals, is_same
 from holdfast.peers.signing import LEAST_SECRET_BYTES
 from holdfast.peers.wire import check_peer
 
-_MOST_STRANGERS = 32
-"""Connections whose other side has not shown yet that it knows the secret."""
+MOST_STRANGERS = 128
+"""Connections whose other side has not shown yet that it knows the secret. For one more, the
+oldest is ended: whoever knows it shows it at once, and comes in however many there are."""
+_VERDICT_KINDS = {b"o": "fenced", b"n": "behind", b"a": "misdirected"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,17 +141,23 @@ class ControlServer:
 
     def __init__(
         self, secret: bytes, *, name: str, incarnation: int, welcome: Welcome,
-        bounds: Bounds | None = None,
+        bounds: Bounds | None = None, on_refused: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         check_peer(name)
         _check_secret(secret)
         self.name, self.incarnation = name, incarnation
-        self.refused = 0
-        """Callers that did not know the secret, or could not be meant."""
+        self.refusals: Counter[str] = Counter()
+        """Callers that did not know the secret, or could not be meant, by kind."""
+        self._on_refused = on_refused
         self._secret, self._welcome, self._bounds = secret, welcome, bounds or Bounds()
-        self._strangers = 0
+        self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._server: asyncio.Server | None = None
         self._talks: set[asyncio.Task[None]] = set()
+
+    @property
+    def refused(self) -> int:
+        """How many callers were refused."""
+        return self.refusals.total()
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen on one address of this host; its port. OSError when that cannot be."""
@@ -174,16 +183,9 @@ class ControlServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = None
         try:
-            if self._strangers < _MOST_STRANGERS:
-                self._strangers += 1
-                try:
-                    line = await self._greet(reader, writer)
-                finally:
-                    self._strangers -= 1
+            line = await self._greet(reader, writer)
             if line is not None:
                 await self._welcome(line)
-            else:
-                self.refused += 1
         finally:
             if line is not None:
                 line.close()
@@ -193,11 +195,33 @@ class ControlServer:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> ControlLine | None:
         """The line, if whoever calls knows the secret and is of this incarnation."""
+        if len(self._strangers) >= MOST_STRANGERS:
+            self._end_oldest_stranger()
+        self._strangers[writer] = None
         try:
             async with asyncio.timeout(self._bounds.greeting_s):
                 return await self._greeted(reader, writer)
-        except (OSError, TimeoutError, asyncio.IncompleteReadError, FormatError):
-            return None
+        except TimeoutError:
+            self._refuse("slow")
+        except FormatError:
+            self._refuse("malformed")
+        except (OSError, asyncio.IncompleteReadError):
+            if writer in self._strangers:  # not for one that was ended here
+                self._refuse("cut_short")
+        finally:
+            self._strangers.pop(writer, None)
+        return None
+
+    def _end_oldest_stranger(self) -> None:
+        oldest = next(iter(self._strangers))
+        del self._strangers[oldest]
+        oldest.transport.abort()
+        self._refuse("crowded")
+
+    def _refuse(self, kind: str) -> None:
+        self.refusals[kind] += 1
+        if self._on_refused is not None:
+            self._on_refused(kind)
 
     async def _greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -208,11 +232,13 @@ class ControlServer:
         hello = sealing.parse_hello(fixed, await reader.readexactly(sealing.rest_of_hello(fixed)))
         keys = Keys(self._secret, nonce, hello)
         if not is_same(await reader.readexactly(sealing.PROOF_BYTES), keys.caller_proof()):
+            self._refuse("forged")
             return None
         verdict = sealing.judge(hello, name=self.name, incarnation=self.incarnation)
         writer.write(verdict + keys.server_proof(verdict))
         await writer.drain()
         if not sealing.is_accepted(verdict):
+            self._refuse(_VERDICT_KINDS[verdict])
             return None
         _stay_awake(writer)
         return ControlLine(

@@ -31,13 +31,14 @@ _PAUSE_S = 0.1
 class PeerServer:
     """One listener and what it offers. Made, used and closed on the event loop that runs it.
 
-    ``name`` is what peers must mean it by, ``incarnation`` the one it serves. UsageError when
-    they, or the secret, cannot be what they are to be.
+    ``name`` is what peers must mean it by, ``incarnation`` the one it serves. ``on_refused`` is
+    told the kind of whatever is refused. UsageError when name, incarnation or the secret cannot be
+    what they are to be.
     """
 
     def __init__(
         self, secret: bytes, *, name: str, incarnation: int, limits: Limits | None = None,
-        send_threads: int = SEND_THREADS,
+        send_threads: int = SEND_THREADS, on_refused: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
         check_peer(name)
         signer = Signer(secret)
@@ -45,6 +46,7 @@ class PeerServer:
             signer, name=name, incarnation=incarnation, mint=lambda: secrets.token_hex(16)
         )
         self._service = Service(signer, admission, Sender(send_threads), limits or Limits())
+        self._service.on_refused = on_refused
         kinds = [refused.kind for refused in refusals.ALL]
         self._service.counts.update(dict.fromkeys((*COUNTED, *kinds), 0))
         self._listeners: list[socket.socket] = []
@@ -160,9 +162,9 @@ class PeerServer:
     def _welcome(self, connected: socket.socket, address: str) -> None:
         limits, counts = self._service.limits, self._service.counts
         counts["connections"] += 1
+        is_crowded = self._of_address[address] >= limits.connections_of_one
         is_full = len(self._connections) >= limits.connections
-        if is_full or self._of_address[address] >= limits.connections_of_one:
-            counts["crowded"] += 1
+        if (is_crowded or is_full) and not self._make_room(address if is_crowded else None):
             with contextlib.suppress(OSError), connected:
                 connected.send(_CROWDED)
             return
@@ -170,6 +172,18 @@ class PeerServer:
         connection = Connection(connected, address, self._service)
         self._of_address[address] += 1
         self._connections[connection] = asyncio.create_task(self._run(connection))
+
+    def _make_room(self, address: str | None) -> bool:
+        """End the oldest connection, of this address, that no peer has used; was there one?
+
+        So whoever knows the secret comes in, however many there are that do not.
+        """
+        self._service.refused(refusals.CROWDED.kind)
+        for connection in self._connections:
+            if connection.is_stranger and address in (None, connection.address):
+                connection.shut()
+                return True
+        return False
 
     async def _run(self, connection: Connection) -> None:
         try:
