@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,7 @@ from holdfast.errors import ChecksumMismatch, Fenced, NotFound, PeerError, TooMa
 from holdfast.format.checksum import checksum
 from holdfast.load import decoding
 from holdfast.load.degraded import DegradedImage
-from holdfast.load.peer_ranges import PeerImage
+from holdfast.load.peer_ranges import PeerImage, PeerRanges
 from holdfast.load.recovered import MappedRanges, open_recovery
 from holdfast.load.source import HeldImage
 from lost_hosts import Hosts, Record, fetch, identity_of, seal, set_sizes, split_layout, unseal
@@ -229,6 +230,26 @@ def test_a_source_of_a_decoded_range_that_dies_is_replaced_on_the_way(hosts: Hos
     with pytest.raises(TooManyLost, match=r"h0 .*h1 .lost.*h2 .*Its parity replaces 2") as raised:
         whole(file)
     assert raised.value.fields == {"missing": [0, 1, 2], "parity": 2}
+
+
+def test_a_connection_that_breaks_once_costs_no_member_of_the_group(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = degraded(hosts, 1, "h1")
+    broken, view = set[str](), PeerRanges.view
+
+    def fragile(self: PeerRanges, *asked: Any, **named: Any) -> memoryview:
+        if self.name not in broken:
+            broken.add(self.name)
+            raise PeerError("the connection broke", peer="h0", status=0)
+        return view(self, *asked, **named)
+
+    monkeypatch.setattr(PeerRanges, "view", fragile)
+    told: list[events.Event] = []
+    unsubscribe = events.subscribe(lambda event, _: told.append(event))
+    assert whole(file) == hosts.images[1]
+    unsubscribe()
+    assert len(broken) > 1 and not told
 
 
 def test_an_offer_that_was_withdrawn_is_not_used(hosts: Hosts) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ from holdfast.peers.wire import check_peer, render_answer
 SEND_THREADS = 4
 _BACKLOG = 128
 _PAUSE_S = 0.1
+_SPARED_S = 1.0
+"""Who was served has so long for its next request, whoever else wants its place."""
 
 
 class PeerServer:
@@ -51,6 +54,7 @@ class PeerServer:
         self._accepting: list[asyncio.Task[None]] = []
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._of_address: Counter[str] = Counter()
+        """How many there are, but for those that make place for others."""
         self._is_closing = False
 
     # ── what is offered ──────────────────────────────────────────────────────────────────
@@ -158,10 +162,9 @@ class PeerServer:
                 connected.close()
 
     def _welcome(self, connected: socket.socket, address: str) -> None:
-        limits, counts = self._service.limits, self._service.counts
+        counts = self._service.counts
         counts["connections"] += 1
-        is_full = len(self._connections) >= limits.connections
-        if is_full or self._of_address[address] >= limits.connections_of_one:
+        if not self._has_place(address):
             counts["crowded"] += 1
             with contextlib.suppress(OSError), connected:
                 connected.send(_CROWDED)
@@ -170,6 +173,33 @@ class PeerServer:
         connection = Connection(connected, address, self._service)
         self._of_address[address] += 1
         self._connections[connection] = asyncio.create_task(self._run(connection))
+
+    def _has_place(self, address: str) -> bool:
+        """Whether one more may come from there; one that is idle goes for it."""
+        limits = self._service.limits
+        is_full = self._of_address.total() >= limits.connections
+        if not is_full and self._of_address[address] < limits.connections_of_one:
+            return True
+        long_ago_s = time.monotonic() - _SPARED_S
+        idle = [
+            (one.idle_since_s, number, one)  # numbers: no two are equal
+            for number, one in enumerate(self._connections)
+            if one.idle_since_s is not None
+            and one.idle_since_s < long_ago_s
+            and (is_full or one.address == address)
+        ]
+        if not idle:
+            return False
+        _, _, given_up = min(idle)
+        given_up.idle_since_s = None
+        given_up.leave()
+        self._uncount(given_up)
+        return self._has_place(address)
+
+    def _uncount(self, connection: Connection) -> None:
+        if connection.is_counted:
+            connection.is_counted = False
+            self._of_address -= Counter([connection.address])
 
     async def _run(self, connection: Connection) -> None:
         try:
@@ -180,9 +210,7 @@ class PeerServer:
             )
         finally:
             del self._connections[connection]
-            self._of_address[connection.address] -= 1
-            if not self._of_address[connection.address]:
-                del self._of_address[connection.address]
+            self._uncount(connection)
 
 
 async def _readable(listener: socket.socket) -> None:
