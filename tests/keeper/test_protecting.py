@@ -25,6 +25,7 @@ class FakeParity:
     def __init__(self) -> None:
         self.kept: list[Any] = []
         self.orders: list[control.MakeParity] = []
+        self.begun: list[int] = []
         self.given_up: list[str] = []
         self.tell: Any = None
         self.port = 0
@@ -39,6 +40,9 @@ class FakeParity:
     def make(self, order: control.MakeParity, _: Any, tell: Any) -> None:
         self.orders.append(order)
         self.tell = tell
+
+    def begin(self, turn: int) -> None:
+        self.begun.append(turn)
 
     def give_up(self, why: str) -> None:
         self.given_up.append(why)
@@ -96,6 +100,11 @@ class Play:
     def tell_heads(self) -> None:
         for number in (1, 2):
             self.protecting.hear(f"h{number}", control.Heads(turn=self.turn, member=member(number)))
+
+    def ready(self, *numbers: int, turn: int | None = None) -> None:
+        for number in numbers:
+            fact = control.ParityReady(turn=self.turn if turn is None else turn)
+            self.protecting.hear(f"h{number}", fact)
 
     def make(self, *numbers: int, turn: int | None = None) -> None:
         for number in numbers:
@@ -281,3 +290,52 @@ def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) ->
     assert play.parity.is_dropped and len(play.said) == 2  # of the others
     play.capture("b", 2)
     assert len(play.said) == 2 and play.attempts.pinned is None and not play.attempts.kept
+
+
+def begun(play: Play) -> list[tuple[int, int]]:
+    """Which hosts were told to begin, and with which turn."""
+    far = [(host, fact.turn) for host, fact in play.said if isinstance(fact, control.BeginParity)]
+    return far + [(0, turn) for turn in play.parity.begun]
+
+
+def test_nobody_begins_before_all_hosts_have_memory_for_their_rows(play: Play) -> None:
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    earlier = play.turn
+    play.ready(0, 2)
+    assert not begun(play)
+    play.protecting.hear("h1", control.ParityNotMade(turn=earlier, reason="no memory"))
+    play.capture("b", 2)
+    play.tell_heads()
+    play.ready(1, turn=earlier)  # too late
+    play.ready(0, 2)
+    assert not begun(play)
+    play.ready(1)
+    assert sorted(begun(play)) == [(n, play.turn) for n in range(3)]
+
+
+def test_a_host_that_never_has_memory_ends_its_turn_and_is_named(
+    play: Play, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("holdfast.keeper.protecting.time", clock)
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    play.ready(0, 2)
+    now[0] += 299
+    play.protecting.look()
+    assert not named(events, "SnapshotNotProtected")
+    now[0] += 2
+    play.protecting.look()
+    (event,) = named(events, "SnapshotNotProtected")
+    assert event.reason.startswith("h1 had no memory for parity in 300 s")
+    now[0] += 10
+    play.protecting.look()  # the next turn, with all its time
+    play.tell_heads()
+    play.ready(0, 1, 2)
+    now[0] += 1000
+    play.protecting.look()
+    assert len(begun(play)) == 3 and len(named(events, "SnapshotNotProtected")) == 1

@@ -5,8 +5,13 @@ from __future__ import annotations
 import contextlib
 
 from holdfast.errors import KeeperError
+from holdfast.peers.connection import Limits
 from holdfast.peers.control import ControlServer, Welcome
 from holdfast.peers.server import PeerServer
+from holdfast.redundancy.exchange import PATIENCE_S
+
+LIMITS = Limits(progress_s=4 * PATIENCE_S)
+"""Who makes parity reads nothing while it waits for another host, which is the one to be named."""
 
 
 class Network:
@@ -15,7 +20,7 @@ class Network:
     def __init__(self, secret: bytes, name: str, address: str) -> None:
         self.secret, self.name, self.address = secret, name, address
         self.port = self.control_port = 0
-        self.peers = PeerServer(secret, name=name, incarnation=0)
+        self.peers = PeerServer(secret, name=name, incarnation=0, limits=LIMITS)
         self.control: ControlServer | None = None
 
     async def listen(self, port: int = 0) -> None:

@@ -33,6 +33,8 @@ from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import IMAGE_START
 
 Told = Callable[[control.Fact], None]
+READY_S = 600.0
+"""For the memory of all hosts; who coordinates gives up sooner, and says which have none."""
 
 
 class Parity:
@@ -103,6 +105,11 @@ class Parity:
         if self._run is None:
             self._begin()
 
+    def begin(self, turn: int) -> None:
+        """All hosts have their memory."""
+        if self._run is not None and self._run.order.turn == turn:
+            self._run.may_begin.set()
+
     def give_up(self, why: str) -> None:
         """Make nothing any more; what is kept stays."""
         self._next = None
@@ -159,6 +166,10 @@ class Parity:
             offers=ThreadOffering(server, self._loop), puller=puller, budget=self._budget,
         )  # fmt: skip
         run.begin(exchange)
+        ready = control.ParityReady(turn=order.turn)
+        self._background.from_thread(lambda: run.tell(ready))
+        if not run.may_begin.wait(READY_S):
+            raise NotProtected(f"not all hosts had memory for parity in {READY_S:.0f} s")
         sealed = exchange.run()
         return self._files.keep(order.half, ((places[s.kept][0], s.record) for s in sealed))
 
@@ -243,6 +254,8 @@ def protect(
             tell(said)
         case control.MakeParity():
             parity.make(fact, hosts, tell)
+        case control.BeginParity(turn=turn):
+            parity.begin(turn)
         case control.GiveUpParity(reason=reason):
             parity.give_up(reason)
         case control.DropParity():
@@ -273,6 +286,7 @@ class _Run:
         self.order, self.peers, self.tell = order, peers, tell
         self.why = ""
         """Why it is given up; "" while it is not."""
+        self.may_begin = threading.Event()
         self._exchange: Exchange | None = None
         self._lock = threading.Lock()
 
@@ -287,5 +301,6 @@ class _Run:
         """From any thread."""
         with self._lock:
             self.why = self.why or why
+            self.may_begin.set()
             if self._exchange is not None:
                 self._exchange.cancel(why)

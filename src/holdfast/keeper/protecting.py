@@ -37,6 +37,8 @@ GROUP_SIZE = 8
 """Hosts of one group, about: more take less memory, and survive fewer losses of many."""
 _AGAIN_S = 5.0
 """After a turn that failed, when nothing newer was captured."""
+_READY_S = 300.0
+"""For all hosts to have the memory that a turn needs. It is touched, which takes its time once."""
 
 
 class Protecting:
@@ -52,6 +54,8 @@ class Protecting:
         self._state: Protection | None = None
         self._rows: dict[str, tuple[control.HeldRows, ...]] = {}
         self._heads: dict[str, MemberFact] = {}
+        self._ready: set[str] = set()
+        """The hosts that have memory for the rows of this turn."""
         self._groups: list[list[str]] = []
         self._survives = ""
         self._is_dropped = False
@@ -98,6 +102,7 @@ class Protecting:
             return
         if self._state is None:
             self._take_over()
+        self._look_for_late()
         self._go_on()
 
     def captured(self, attempt_id: str) -> None:
@@ -185,6 +190,7 @@ class Protecting:
         self._change(state.begin())
         self._began_s = time.monotonic()
         self._heads.clear()
+        self._ready.clear()
         assert self._state is not None
         self._say_all(control.TellHeads(turn=self._state.turn, attempt=attempt.id))
 
@@ -210,6 +216,10 @@ class Protecting:
                 self._heads[host] = member
                 if len(self._heads) == len(self._hosts):
                     self._order(state)
+            case control.ParityReady(turn=state.turn):
+                self._ready.add(host)
+                if self._ready == state.coding.members:
+                    self._say_all(control.BeginParity(turn=state.turn))
             case control.ParityMade(turn=turn):
                 self._made(state.has_sealed(turn, host))
             case control.ParityNotMade(turn=state.turn, reason=reason):
@@ -238,6 +248,18 @@ class Protecting:
 
     def _port(self, number: int) -> int:
         return self._hands.port_of(number) if number else self._parity.port
+
+    def _look_for_late(self) -> None:
+        """A turn does not wait for memory without end."""
+        coding = self._state.coding if self._state is not None else None
+        if coding is None or time.monotonic() < self._began_s + _READY_S:
+            return
+        if late := sorted(coding.members - self._ready):
+            self._fail(
+                f"{', '.join(late)} had no memory for parity in {_READY_S:.0f} s: is there too "
+                "little of it?",
+                late[0],
+            )
 
     def _made(self, state: Protection) -> None:
         cover = state.protected
