@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import msgspec
 
 from exchanging import ATTEMPT, MIB, fact_of, make_image
 from holdfast.format.manifest import Generation
@@ -19,7 +22,7 @@ from holdfast.redundancy.records import MemberFact
 from holdfast.snapshot import messages as m
 from peering import GENERATION, SECRET
 
-INCARNATION, TURN = 5, 7
+INCARNATION, TURN, M = 5, 7, 10**6
 STEP = Generation(*map(int, GENERATION.split("-")))
 
 
@@ -67,7 +70,7 @@ def order_of(keepers: Sequence[Keeper], parity: int = 1, turn: int = TURN) -> co
     return control.MakeParity(
         turn=turn, half=0, incarnation=STEP.incarnation, step=STEP.step, attempt=ATTEMPT,
         world=len(keepers), layout="0" * 32, parity=parity,
-        members=tuple(keeper.fact for keeper in keepers),
+        members=tuple(keeper.fact for keeper in keepers), ports=(0,) * len(keepers),
     )  # fmt: skip
 
 
@@ -143,3 +146,28 @@ def test_a_keeper_waits_for_a_peer_longer_than_the_peer_waits_for_a_third(tmp_pa
         assert LIMITS.progress_s > 2 * PATIENCE_S
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
+
+
+def test_no_more_is_read_and_sent_for_parity_than_the_coordinator_allows(
+    tmp_path: Path,
+) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+        order = msgspec.structs.replace(order_of(keepers), rate_bytes_s=7 * M)
+        for keeper in keepers:
+            keeper.parity.make(order, hosts, keeper.said.append)
+        await until(lambda: said(keepers, control.ParityReady), "memory of all")
+        assert all(rates(keeper) == (7 * M, 7 * M) for keeper in keepers)
+        began_s = time.monotonic()
+        for keeper in keepers:
+            keeper.parity.begin(TURN)
+        await until(lambda: said(keepers, control.ParityMade), "rows of all")
+        assert time.monotonic() - began_s > 0.3  # of 3 MiB, and some at once
+        assert all(rates(keeper) == (None, None) for keeper in keepers)
+
+    asyncio.run(with_keepers(tmp_path, [3 * MIB] * 3, play))
+
+
+def rates(keeper: Keeper) -> tuple[int | None, int | None]:
+    """What it may pull now for parity, and send."""
+    sender = keeper.network.peers._service.sender
+    return keeper.parity._budget.rate_bytes_s, sender._bucket.rate_bytes_s

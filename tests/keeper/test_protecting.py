@@ -339,3 +339,44 @@ def test_a_host_that_never_has_memory_ends_its_turn_and_is_named(
     now[0] += 1000
     play.protecting.look()
     assert len(begun(play)) == 3 and len(named(events, "SnapshotNotProtected")) == 1
+
+
+def test_steps_that_parity_slows_down_make_the_next_turn_slower(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("holdfast.keeper.protecting.time", clock)
+    monkeypatch.setattr("holdfast.keeper.pacer.time", clock)
+    play.protecting.ask(1)
+
+    def train(first: int, step_s: float) -> None:
+        for step in range(first, first + 9):
+            now[0] += step_s
+            for rank in (2, 0, 1):
+                now[0] += step_s * (rank == 1)
+                play.protecting.stepped(rank, step)
+
+    train(0, 0.5)
+    play.capture("a", 9)
+    play.tell_heads()
+    assert play.parity.orders[-1].rate_bytes_s is None
+    play.ready(0, 1, 2)
+    train(9, 0.6)
+    play.make(0, 1, 2)
+    play.capture("b", 18)
+    play.tell_heads()
+    assert play.parity.orders[-1].rate_bytes_s == 4_000_000  # images are small: the least there is
+    told = [fact for _, fact in play.said if isinstance(fact, control.MakeParity)]
+    assert told[-1].rate_bytes_s == 4_000_000
+
+
+def test_a_group_is_no_faster_than_the_slowest_of_its_hosts_allows(play: Play) -> None:
+    rates = dict.fromkeys(("h0", "h1", "h2"), 0) | {"h1": 9_000_000, "h2": 8_000_000}
+    play.protecting.begin([
+        m.HostPlace(id=host.id, ranks=host.ranks, parity_rate=rates[host.id]) for host in HOSTS
+    ])  # fmt: skip
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    assert play.parity.orders[-1].rate_bytes_s == 8_000_000

@@ -343,6 +343,8 @@ class MakeParity(Fact, frozen=True, kw_only=True):
     members: tuple[MemberFact, ...]
     ports: tuple[int, ...]
     """Of the keepers of these members, where they give images now; 0 where that is as agreed."""
+    rate_bytes_s: int | None = None
+    """What each host of the group may pull in a second, and send; None: no bound."""
 
 
 class DropParity(Fact, frozen=True, kw_only=True):

@@ -131,11 +131,18 @@ class Parity:
         run = self._run
         if run is None:
             return
+        self._set_rate(run.order.rate_bytes_s)
         self._forget(run.order.half)
         thread = threading.Thread(
             target=self._work, args=(run,), name="holdfast-parity", daemon=True
         )
         thread.start()
+
+    def _set_rate(self, rate_bytes_s: int | None) -> None:
+        """Of what is pulled for parity, and what others are sent meanwhile."""
+        self._budget.set_rate(rate_bytes_s)
+        if self._server is not None:
+            self._server.set_rate(rate_bytes_s)
 
     def _work(self, run: _Run) -> None:
         failure = ""
@@ -186,6 +193,7 @@ class Parity:
     def _ended(self, run: _Run, rows: list[KeptRow], failure: str) -> None:
         """On the loop again."""
         self._run = None
+        self._set_rate(None)  # a restore reads as fast as it can
         for row in rows:
             self._offer(row)
         self._kept += rows

@@ -23,6 +23,7 @@ from holdfast.format.manifest import Generation
 from holdfast.keeper import control
 from holdfast.keeper.connection import Ranks
 from holdfast.keeper.hands import Hands
+from holdfast.keeper.pacer import Pacer
 from holdfast.keeper.parity import Parity, protect, rows_of
 from holdfast.redundancy.groups import MAX_GROUP, Division, Host, divide
 from holdfast.redundancy.protection import Captured, Protection
@@ -59,6 +60,7 @@ class Protecting:
         self._groups: list[list[str]] = []
         self._survives = ""
         self._is_dropped = False
+        self._pacer = Pacer()
         self._began_s = self._again_s = 0.0
 
     # ── what there is to protect ─────────────────────────────────────────────────────────
@@ -68,6 +70,7 @@ class Protecting:
         if self._state is not None and self._state.coding is not None:
             self._parity.give_up("another start of the run has begun")
         self._hosts, self._asked, self._state, self._is_dropped = hosts, 0, None, False
+        self._pacer = Pacer()
         self._rows.clear()
         self._groups.clear()
         attempts = self._coordinator.attempts
@@ -79,6 +82,11 @@ class Protecting:
             self._asked = parity
             self._coordinator.attempts.protects = parity > 0
         self.look()
+
+    def stepped(self, rank: int, step: int) -> None:
+        """A rank has done this step, and asks for a snapshot of it."""
+        if not rank:
+            self._pacer.asked(step)
 
     def attached(self, host: str, rows: tuple[control.HeldRows, ...]) -> None:
         """The keeper of another host came, with this parity."""
@@ -184,6 +192,8 @@ class Protecting:
         state = self._state
         if state is None or (cover := state.next) is None or time.monotonic() < self._again_s:
             return
+        if not self._pacer.may_begin():
+            return
         attempt = self._coordinator.attempts.get(cover.captured.attempt)
         if attempt is None or not attempt.is_whole or attempt.phase != "complete":
             return
@@ -219,7 +229,7 @@ class Protecting:
             case control.ParityReady(turn=state.turn):
                 self._ready.add(host)
                 if self._ready == state.coding.members:
-                    self._say_all(control.BeginParity(turn=state.turn))
+                    self._begin_reading(state.turn)
             case control.ParityMade(turn=turn):
                 self._made(state.has_sealed(turn, host))
             case control.ParityNotMade(turn=state.turn, reason=reason):
@@ -242,12 +252,29 @@ class Protecting:
                 turn=state.turn, half=state.coding_half, incarnation=attempt.incarnation,
                 step=attempt.step, attempt=attempt.id, world=attempt.world,
                 layout=attempt.layout, parity=group.parity, members=members, ports=ports,
+                rate_bytes_s=self._rate(members),
             )  # fmt: skip
             for host in group.hosts:
                 self._say(numbers[host.id], host.id, order)
 
+    def _rate(self, members: Sequence[MemberFact]) -> int | None:
+        """For all hosts of a group: none is done sooner than the slowest, or waits as long."""
+        names = {member.host for member in members}
+        rates = [host.parity_rate for host in self._hosts if host.id in names and host.parity_rate]
+        if self._pacer.rate_bytes_s is not None:
+            rates.append(self._pacer.rate_bytes_s)
+        return min(rates, default=None)
+
     def _port(self, number: int) -> int:
         return self._hands.port_of(number) if number else self._parity.port
+
+    def _begin_reading(self, turn: int) -> None:
+        """All hosts have their memory. Each reads as much as the largest of them has."""
+        sizes = [
+            sum(image.coded_bytes for image in member.images) for member in self._heads.values()
+        ]
+        self._pacer.begun(max(sizes, default=0))
+        self._say_all(control.BeginParity(turn=turn))
 
     def _look_for_late(self) -> None:
         """A turn does not wait for memory without end."""
@@ -268,6 +295,7 @@ class Protecting:
             return
         generation, attempt = cover.captured
         self._change(state)
+        self._pacer.ended(is_made=True)
         self._coordinator.attempts.pinned = None  # all hosts have something as good
         emit(SnapshotProtected(
             incarnation=generation.incarnation, step=generation.step,
@@ -282,6 +310,7 @@ class Protecting:
         state = self._state
         if state is None or state.coding is None:
             return
+        self._pacer.ended(is_made=False)
         generation, attempt = state.coding.captured
         self._say_all(control.GiveUpParity(turn=state.turn, reason=reason))
         self._change(state.has_failed(state.turn))
