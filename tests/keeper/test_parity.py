@@ -1,4 +1,4 @@
-"""A host's part in protecting: it begins when all are ready, keeps its rows, and is soon given up."""
+"""A host's part in protecting: it begins when all are ready, and keeps to its rate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from holdfast.keeper.background import Background
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.network import LIMITS, Network
 from holdfast.keeper.parity import Parity
+from holdfast.peers.names import image_path
 from holdfast.redundancy.exchange import PATIENCE_S
-from holdfast.redundancy.paths import image_path
 from holdfast.redundancy.records import MemberFact
 from holdfast.snapshot import messages as m
 from peering import GENERATION, SECRET
@@ -87,7 +87,7 @@ async def with_keepers(
         await coming
     finally:
         for keeper in keepers:
-            keeper.parity.give_up("the test is over")
+            keeper.parity.serve(None, INCARNATION)
             await keeper.network.close()
 
 

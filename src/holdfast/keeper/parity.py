@@ -21,11 +21,11 @@ from holdfast.keeper.network import Network
 from holdfast.keeper.rows import HALVES, KeptRow, RowMemory
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
+from holdfast.peers.names import generation_name, parity_path, record_path
 from holdfast.peers.offering import Offering as ThreadOffering
 from holdfast.peers.server import PeerServer
 from holdfast.redundancy.capacity import staging_bytes
 from holdfast.redundancy.exchange import Exchange, Room
-from holdfast.redundancy.paths import generation_name, parity_path, record_path
 from holdfast.redundancy.records import ImageFact, MemberFact, Terms
 from holdfast.redundancy.stripes import stored_by
 from holdfast.redundancy.waiting import Budget

@@ -80,7 +80,7 @@ def count_of_saves(name: str, value: SupportsIndex | None) -> int | None:
 
 
 def parity_rate(name: str, text: str) -> int:
-    """Bytes a second as people write them: "500M" is 500,000,000; 0 for "". UsageError otherwise."""
+    """Bytes a second as people write them: "500M" is 500,000,000; 0 for "". UsageError else."""
     said = text.strip().upper()
     if not said:
         return 0

@@ -1,10 +1,10 @@
 """PURE. How fast parity may be made, so that training hardly feels it: from how long steps take.
 
 Steps that pass while parity is made are compared with those that pass without. Where they are
-slower by more than ``TOO_SLOW``, and by more than chance gives, the next generation is coded at half
-the rate; where not, at more again. So the rate stays within a factor of that at which training
-begins to feel it. It never falls so low that a generation would take more than ``MOST_STEPS`` steps:
-what is protected would be too old.
+slower by more than ``TOO_SLOW``, and by more than chance gives, the next generation is coded at
+half the rate; where not, at more again. So the rate stays within a factor of that at which training
+begins to feel it. It never falls so low that a generation would take more than ``MOST_STEPS``
+steps: what is protected would be too old.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HALF_CODED = 0.25
 """Of a step, during which parity was made: from there on it counts as one of these."""
 _FASTER, _UNBOUND = 1.25, 4.0
 _OF_NORMAL = 1.4826 * 1.2533
-"""From the median deviation of values to how far their median is off, times the root of how many."""
+"""From the median deviation of values to how far their median is off, but for their number."""
 
 
 @dataclass(frozen=True, slots=True)
