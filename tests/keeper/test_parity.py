@@ -144,6 +144,9 @@ def test_a_keeper_waits_for_a_peer_longer_than_the_peer_waits_for_a_third(tmp_pa
     async def play(keepers: list[Keeper], _: list[m.HostPlace]) -> None:
         assert keepers[0].network.peers._service.limits is LIMITS
         assert LIMITS.progress_s > 2 * PATIENCE_S
+        assert keepers[0].parity.port == keepers[0].network.port > 0
+        keepers[0].parity.serve(None, INCARNATION)
+        assert keepers[0].parity.port == 0
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
 

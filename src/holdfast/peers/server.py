@@ -56,6 +56,8 @@ class PeerServer:
         self._of_address: Counter[str] = Counter()
         """How many there are, but for those that make place for others."""
         self._is_closing = False
+        self.port = 0
+        """Where it listens; 0 while it does not."""
 
     # ── what is offered ──────────────────────────────────────────────────────────────────
 
@@ -128,7 +130,8 @@ class PeerServer:
         listener.setblocking(False)
         self._listeners.append(listener)
         self._accepting.append(asyncio.create_task(self._accept(listener)))
-        return int(listener.getsockname()[1])
+        self.port = int(listener.getsockname()[1])
+        return self.port
 
     async def close(self) -> None:
         """Listen no more, break what is under way, and wait until it has ended."""
