@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -380,3 +380,9 @@ def test_a_group_is_no_faster_than_the_slowest_of_its_hosts_allows(play: Play) -
     play.capture("a", 1)
     play.tell_heads()
     assert play.parity.orders[-1].rate_bytes_s == 8_000_000
+
+
+def test_whatever_keepers_say_to_each_other_is_understood_by_one_of_them() -> None:
+    kinds = set(control.Fact.__subclasses__())
+    assert kinds == {*get_args(control.ToHand), *get_args(control.ToCoordinator)}
+    assert control.from_coordinator(control.pack(control.DropParity())) == control.DropParity()
