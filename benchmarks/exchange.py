@@ -35,13 +35,13 @@ from holdfast.format.image import fill_in, plan_image
 from holdfast.format.manifest import Generation
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
+from holdfast.peers.names import generation_name, image_path
 from holdfast.peers.offering import Offering
 from holdfast.peers.server import PeerServer
 from holdfast.redundancy.backends import chosen
 from holdfast.redundancy.capacity import passing_bytes, staging_bytes
 from holdfast.redundancy.erasure import Coder
 from holdfast.redundancy.exchange import Exchange, Room
-from holdfast.redundancy.paths import generation_name, image_path
 from holdfast.redundancy.records import ImageFact, MemberFact, Terms
 from holdfast.redundancy.stripes import stored_by, stripes
 from holdfast.redundancy.waiting import Budget

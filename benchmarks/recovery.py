@@ -23,31 +23,40 @@ from pathlib import Path
 from typing import Any
 
 import harness
-import msgspec
 import numpy as np
 import xxhash
 
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum, pack_table, text
 from holdfast.format.image import fill_in
+from holdfast.format.manifest import Generation
 from holdfast.geometry.layout import Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.load.holdings import HeldPart, Holding, Image
 from holdfast.load.plan import Want
 from holdfast.load.read import read_wants
 from holdfast.load.records import held_row
-from holdfast.load.recovered import MappedRanges, Reach, open_recovery
+from holdfast.load.recovered import Reach, open_recovery
 from holdfast.load.source import Checkpoint, StoredImage
 from holdfast.load.sources import Inventories
+from holdfast.peers import names
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
 from holdfast.peers.server import PeerServer
 from holdfast.redundancy import stripes as coding
 from holdfast.redundancy.backends import chosen
 from holdfast.redundancy.erasure import Coder
+from holdfast.redundancy.records import (
+    ImageFact,
+    MemberFact,
+    ParityRecord,
+    Terms,
+    seal,
+    unseal,
+)
 from holdfast.snapshot.arena import IMAGE_START
 from holdfast.snapshot.layouts import plan_rank
 from holdfast.storage.local import LocalStore
 
-SECRET, GENERATION, ATTEMPT = b"a secret of this benchmark alone", "1-1", "a"
+SECRET, GENERATION, ATTEMPT = b"a secret of this benchmark alone", Generation(1, 1), "a"
 HOSTS, LOST = ("h0", "h1", "h2", "h3"), 1
 COLUMNS = 1024
 VALUES = b'{"shared":{},"own":{}}'
@@ -58,35 +67,6 @@ WAYS = {
     "decoded anew": "decoded, by a host that came new",
     "storage": "storage, not in the page cache",
 }
-
-
-class ImageFact(msgspec.Struct, frozen=True):
-    """See ``holdfast.load.records``; so the next two."""
-
-    rank: int
-    image_bytes: int
-    data_start: int
-    header_xxh3: str
-    table_xxh3: str
-    head: bytes
-
-
-class MemberFact(msgspec.Struct, frozen=True):
-    """A host, and its image."""
-
-    host: str
-    images: tuple[ImageFact, ...]
-
-
-class Record(msgspec.Struct, frozen=True):
-    """What lies beside a row."""
-
-    attempt: str
-    parity: int
-    members: tuple[MemberFact, ...]
-    stripe: int
-    row: int
-    sums: bytes
 
 
 # ── what the hosts hold ──────────────────────────────────────────────────────────────────────
@@ -118,10 +98,14 @@ def make_slot(path: Path, layout: Layout, rank: int) -> ImageFact:
     )
 
 
-def make_rows(directory: Path, members: tuple[MemberFact, ...]) -> list[Record]:
-    """The parity of all stripes, each row on its host."""
-    sizes = tuple((one.images[0].image_bytes - one.images[0].data_start,) for one in members)
-    placement = coding.Placement(sizes, LOST)
+def make_rows(
+    directory: Path, layout: Layout, members: tuple[MemberFact, ...]
+) -> list[ParityRecord]:
+    """The parity of all stripes, each row on its host with its record."""
+    terms = Terms(
+        "benchmark", GENERATION, ATTEMPT, layout.world, layout.hash, LOST, members, turn=1
+    )
+    placement = terms.placement
     coder = Coder(placement.columns, LOST, chosen().backend)
     images = [np.memmap(directory / one.host / "slot", np.uint8, "r") for one in members]
     records = []
@@ -132,30 +116,34 @@ def make_rows(directory: Path, members: tuple[MemberFact, ...]) -> list[Record]:
             for part in source.parts:
                 data = images[source.member][before + part.start : before + part.stop]
                 coder.add(source.number, data, [row[part.at : part.at + len(data)]])
-        (directory / members[stripe.parity[0]].host / "row").write_bytes(row)
+        home = directory / members[stripe.parity[0]].host
+        (home / "row").write_bytes(row)
         count = -(-len(row) // BLOCK_BYTES)
         sums = [checksum(row.data[a:b]) for _, a, b in blocks(0, count, len(row))]
         packed = np.array(sums, "<u8").tobytes()
-        records.append(Record(ATTEMPT, LOST, members, stripe.number, 0, packed))
+        record = terms.record(coding.Kept(stripe.number, 0, len(row)), packed)
+        (home / "record").write_bytes(seal(record))
+        records.append(record)
     return records
 
 
 async def serve(directory: Path, host: str, stripe: int, size: int) -> None:
     """Offer what a host holds, as its keeper does."""
     server = PeerServer(SECRET, name=host, incarnation=1)
-    arena = directory / host
+    arena, generation = directory / host, names.generation_name(GENERATION)
     rank = HOSTS.index(host)
     server.offer_file(
-        f"/images/{ATTEMPT}/{rank}", arena / "slot", offset_bytes=IMAGE_START, length_bytes=size,
-        generation=GENERATION,
+        names.image_path(ATTEMPT, rank), arena / "slot", offset_bytes=IMAGE_START,
+        length_bytes=size, generation=generation,
     )  # fmt: skip
     server.offer_file(
-        f"/parity/{ATTEMPT}/{stripe}/0", arena / "row", offset_bytes=0,
-        length_bytes=(arena / "row").stat().st_size, generation=GENERATION,
+        names.parity_path(ATTEMPT, stripe, 0), arena / "row", offset_bytes=0,
+        length_bytes=(arena / "row").stat().st_size, generation=generation,
     )  # fmt: skip
     server.offer_document(
-        f"/records/{ATTEMPT}/{stripe}/0", (arena / "record").read_bytes(), generation=GENERATION
-    )
+        names.record_path(ATTEMPT, stripe, 0), (arena / "record").read_bytes(),
+        generation=generation,
+    )  # fmt: skip
     print(await server.start("127.0.0.1"), flush=True)
     await asyncio.Event().wait()
 
@@ -179,8 +167,8 @@ class Ways:
     """The image of rank 1, from everywhere."""
 
     def __init__(
-        self, directory: Path, layout: Layout, records: Sequence[Record], peers: dict[str, Peer],
-        store: LocalStore,
+        self, directory: Path, layout: Layout, records: Sequence[ParityRecord],
+        peers: dict[str, Peer], store: LocalStore,
     ) -> None:  # fmt: skip
         self.directory, self.layout, self.records = directory, layout, records
         self.peers, self.store = peers, store
@@ -210,25 +198,17 @@ class Ways:
         )
         return Holding(host, (part,))
 
-    def _record_on(self, host: str) -> Record:
+    def _record_on(self, host: str) -> ParityRecord:
         return self.records[HOSTS.index(host)]  # row 0 of stripe s lies on member s
 
     def _reach(self, here: str) -> Reach:
-        arena = self.directory / here
         if here not in HOSTS:
-            return Reach(here, self.directory, self.puller, self.peers, decode)
-        at = ATTEMPT, self._record_on(here).stripe, 0
-        size = (arena / "row").stat().st_size
+            return Reach(here, self.directory, self.puller, self.peers, unseal)
+        slot = self.directory / here / "slot"
         return Reach(
-            here, self.directory, self.puller, self.peers, decode,
-            {(ATTEMPT, HOSTS.index(here)): str(arena / "slot")},
-            {at: MappedRanges(arena / "row", 0, size, "row")},
+            here, self.directory, self.puller, self.peers, unseal,
+            {(ATTEMPT, HOSTS.index(here)): str(slot)},
         )  # fmt: skip
-
-
-def decode(data: bytes, where: str) -> Record:
-    """A record; nothing harms it here."""
-    return msgspec.msgpack.decode(data, type=Record)
 
 
 def measure(ways: Ways, rounds: int, before: Callable[[str], None]) -> dict[str, Any]:
@@ -279,10 +259,7 @@ def run(directory: Path, disk: Path, size: int, rounds: int) -> dict[str, Any]:
     for rank, host in enumerate(HOSTS):
         (directory / host).mkdir()
         members.append(MemberFact(host, (make_slot(directory / host / "slot", layout, rank),)))
-    records = make_rows(directory, tuple(members))
-    for record in records:
-        path = directory / HOSTS[record.stripe] / "record"
-        path.write_bytes(msgspec.msgpack.encode(record))
+    records = make_rows(directory, layout, tuple(members))
     store, image = LocalStore(disk), members[LOST].images[0]
     with (directory / HOSTS[LOST] / "slot").open("rb") as file:
         file.seek(IMAGE_START)

@@ -18,12 +18,12 @@ from holdfast.format.image import header_size, plan_image
 from holdfast.format.manifest import Generation
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
+from holdfast.peers.names import image_path
 from holdfast.peers.offering import Offering
 from holdfast.redundancy.backends import chosen
 from holdfast.redundancy.capacity import passing_bytes, staging_bytes
 from holdfast.redundancy.erasure import Coder
 from holdfast.redundancy.exchange import Exchange, Room, Sealed
-from holdfast.redundancy.paths import image_path
 from holdfast.redundancy.records import ImageFact, MemberFact, ParityRecord, Terms, unseal
 from holdfast.redundancy.stripes import (
     Placement,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.errors import ChecksumMismatch, FormatError
 from holdfast.format import checksum as checksums
+from holdfast.format import tables
 from holdfast.format.checksum import blocks, checksum
-from holdfast.format.image import header_size
+from holdfast.format.image import PAGE_BYTES, header_size
 from holdfast.format.manifest import Generation
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtypes import ITEMSIZE
@@ -24,41 +25,28 @@ from holdfast.load.holdings import HeldPart, Holding, Image, Recovery
 from holdfast.load.plan import Want
 from holdfast.load.read import CARRIERS, read_wants
 from holdfast.load.records import held_row
-from holdfast.load.recovered import MappedRanges, Reach, open_recovery
+from holdfast.load.recovered import Reach, open_recovery
 from holdfast.load.source import Checkpoint
 from holdfast.load.sources import Inventories
 from holdfast.peers.client import Puller
+from holdfast.peers.names import image_path, layout_path, parity_path, record_path
+from holdfast.redundancy import records
 from holdfast.redundancy.backends import chosen
 from holdfast.redundancy.erasure import Coder
-from holdfast.redundancy.stripes import Placement, stripes
+from holdfast.redundancy.records import (
+    ImageFact,
+    MemberFact,
+    ParityRecord,
+    Terms,
+    seal,
+    unseal,
+)
+from holdfast.redundancy.stripes import Kept, stripes
 from holdfast.snapshot.arena import IMAGE_START, SlotFile
 from images import Array, images_of, random_leaf, seals, split_leaf
 from peering import Served, puller
 
 GENERATION = Generation(3, 1200)
-
-
-class ImageFact(msgspec.Struct, frozen=True):
-    rank: int
-    image_bytes: int
-    data_start: int
-    header_xxh3: str
-    table_xxh3: str
-    head: bytes
-
-
-class MemberFact(msgspec.Struct, frozen=True):
-    host: str
-    images: tuple[ImageFact, ...]
-
-
-class Record(msgspec.Struct, frozen=True):
-    attempt: str
-    parity: int
-    members: tuple[MemberFact, ...]
-    stripe: int
-    row: int
-    sums: bytes
 
 
 class ToldPart(msgspec.Struct, frozen=True):
@@ -77,26 +65,17 @@ class Told(msgspec.Struct, frozen=True):
     parents: dict[int, tuple[int, int] | None]
 
 
-def seal(record: Record) -> bytes:
-    """The record behind its checksum."""
+def sealed_unseen(record: ParityRecord) -> bytes:
+    """The bytes of a record that need not make sense, as somebody else might have written it."""
     body = msgspec.msgpack.encode(record)
-    return checksum(body).to_bytes(8, "little") + body
-
-
-def unseal(data: bytes, where: str) -> Record:
-    """Believe a record, or say what is wrong with it."""
-    if checksum(data[8:]) != int.from_bytes(data[:8], "little"):
-        raise ChecksumMismatch(f"{where}: its bytes changed", path=where)
-    try:
-        return msgspec.msgpack.decode(data[8:], type=Record)
-    except msgspec.DecodeError as error:
-        raise FormatError(f"{where}: {error}") from None
+    return struct.pack("<8sQQ", b"HFPARIT1", len(body), checksum(body)) + body
 
 
 def set_sizes(patch: pytest.MonkeyPatch, block_bytes: int, batch_bytes: int) -> None:
     """Blocks and batches so small that small images have several of both."""
-    for module in (checksums, plan, read, move, decoding, degraded, holdings):
+    for module in (checksums, plan, read, move, decoding, degraded, holdings, records):
         patch.setattr(module, "BLOCK_BYTES", block_bytes)
+    patch.setattr(tables, "_COVERED_BYTES", PAGE_BYTES // 8 * block_bytes)
     for module in (plan, decoding, degraded):
         patch.setattr(module, "BATCH_BYTES", batch_bytes)
 
@@ -121,17 +100,18 @@ class Group:
 
     def __init__(
         self, hosts: Mapping[str, Sequence[int]], images: Mapping[int, bytes], parity: int,
-        attempt: str,
+        attempt: str, generation: Generation, layout: Layout,
     ) -> None:  # fmt: skip
         self.members = tuple(
             MemberFact(host, tuple(_fact(rank, images[rank]) for rank in ranks))
             for host, ranks in sorted(hosts.items())
         )
-        sizes = tuple(tuple(one.image_bytes - one.data_start for one in member.images)
-                      for member in self.members)  # fmt: skip
-        self.placement = Placement(sizes, parity, checksums.BLOCK_BYTES)
+        terms = Terms(
+            "run", generation, attempt, layout.world, layout.hash, parity, self.members, turn=1
+        )
+        self.placement = terms.placement
         coder = Coder(self.placement.columns, parity, chosen().backend)
-        self.rows: dict[tuple[int, int], tuple[str, bytearray, Record]] = {}
+        self.rows: dict[tuple[int, int], tuple[str, bytearray, ParityRecord]] = {}
         for stripe in stripes(self.placement):
             rows = [bytearray(stripe.size_bytes) for _ in stripe.parity]
             for source in stripe.data:
@@ -145,10 +125,8 @@ class Group:
             for number, (member, row) in enumerate(zip(stripe.parity, rows, strict=True)):
                 count = checksums.block_count(len(row))
                 sums = [checksum(memoryview(row)[a:b]) for _, a, b in blocks(0, count, len(row))]
-                record = Record(
-                    attempt, parity, self.members, stripe.number, number,
-                    np.array(sums, "<u8").tobytes(),
-                )  # fmt: skip
+                kept = Kept(stripe.number, number, len(row))
+                record = terms.record(kept, np.array(sums, "<u8").tobytes())
                 host = self.members[member].host
                 self.rows[stripe.number, number] = (host, row, record)
 
@@ -180,7 +158,7 @@ class Hosts:
         size = count // groups
         self.groups = [
             Group({host: self.ranks[host] for host in self.names[n * size : (n + 1) * size]},
-                  self.images, parity, attempt)
+                  self.images, parity, attempt, generation, self.layout)
             for n in range(groups)
         ]  # fmt: skip
         self.slots: dict[int, SlotFile] = {}
@@ -232,13 +210,13 @@ class Hosts:
             if owner == host:
                 self.offer_row(host, stripe, row)
         served = self.served[host]
-        path = f"/layouts/{self.layout.hash}"
+        path = layout_path(self.layout.hash)
         served.do(served.server.offer_document, path, self.layout.to_json())
 
     def offer_image(self, host: str, rank: int, generation: str = "") -> None:
         served = self.served[host]
         served.do(
-            served.server.offer_file, f"/images/{self.attempt}/{rank}", self.slots[rank].path,
+            served.server.offer_file, image_path(self.attempt, rank), self.slots[rank].path,
             offset_bytes=IMAGE_START, length_bytes=len(self.images[rank]),
             generation=generation or str(self.generation),
         )  # fmt: skip
@@ -248,11 +226,11 @@ class Hosts:
         size = path.stat().st_size
         if size:
             served.do(
-                served.server.offer_file, f"/parity/{self.attempt}/{stripe}/{row}", path,
+                served.server.offer_file, parity_path(self.attempt, stripe, row), path,
                 offset_bytes=0, length_bytes=size, generation=str(self.generation),
             )  # fmt: skip
         served.do(
-            served.server.offer_document, f"/records/{self.attempt}/{stripe}/{row}",
+            served.server.offer_document, record_path(self.attempt, stripe, row),
             self.records[host, stripe, row], generation=str(self.generation),
         )  # fmt: skip
 
@@ -322,9 +300,6 @@ class Hosts:
             here, self.directory / here, asking or self._puller,
             {host: served.peer for host, served in self.served.items()}, unseal,
             {(self.attempt, rank): str(self.slots[rank].path) for rank in self.ranks.get(here, ())},
-            {(self.attempt, stripe, row): MappedRanges(path, 0, path.stat().st_size, path.name)
-             for (host, stripe, row), path in self.row_files.items()
-             if host == here and path.stat().st_size},
         )  # fmt: skip
 
     def recovery(self, *, lost: Collection[str] = ()) -> Recovery:

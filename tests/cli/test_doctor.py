@@ -182,6 +182,8 @@ TROUBLE = [
     (settings(HOLDFAST_KEEPER_IDLE_S="1h"), "settings", "bad", "seconds", "unset"),
     (settings(HOLDFAST_KEEPER_IDLE_S="inf"), "settings", "bad", "seconds", "unset"),
     (settings(HOLDFAST_ARENA_BYTES="64MiB"), "settings", "bad", "number of bytes", "unset"),
+    (settings(HOLDFAST_PARITY_RATE="fast"), "settings", "bad", "500M", "unset"),
+    (settings(HOLDFAST_PARITY_RATE="3M"), "settings", "bad", "4M or more", "unset"),
     (settings(HOLDFAST_RUN_ID="a/b"), "settings", "bad", "names a directory", "unset"),
     (settings(HOLDFAST_RUN_ID=".a"), "settings", "bad", "names a directory", "unset"),
     (storage(fault="Read-only file system"), "storage", "bad", "Read-only", "another root"),
@@ -350,6 +352,15 @@ def test_memory_that_this_run_holds_already_counts_as_free_for_it() -> None:
     assert worst(judge(tight)) == "ok"
     others = replace(tight, arenas=(replace(ARENA, run_id="another"),))
     assert worst(judge(others)) == "bad"
+
+
+def test_settings_of_several_hosts_have_a_meaning() -> None:
+    known = settings(
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", HOLDFAST_PARITY_RATE="500M",
+        HOLDFAST_SECRET_FILE="/run/secret", HOLDFAST_HOST_ADDRESS="10.0.0.7",
+        HOLDFAST_FAILURE_DOMAIN="rack-a",
+    )  # fmt: skip
+    assert worst(judge(known)) == "ok"
 
 
 def test_a_run_in_progress_is_no_leftover() -> None:

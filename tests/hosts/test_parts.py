@@ -13,13 +13,14 @@ import msgspec
 import pytest
 
 from holdfast.errors import Fenced, KeeperError, PeerError, UsageError
+from holdfast.format.manifest import Generation
 from holdfast.keeper.network import Network
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller, Wanted
 from holdfast.peers.control import ControlLine
+from holdfast.peers.names import INVENTORY, generation_name, image_path
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import SlotFile, arena_dir
-from holdfast.snapshot.offered import INVENTORY, generation_name, image_path
 from host_pairs import NONCE, SECRET, Rank, Run
 from keepers import RUN, hear
 from leftovers import keeper_pids
@@ -53,7 +54,7 @@ def test_a_save_on_two_hosts_is_kept_by_both_and_offered_by_each(
         peer = Peer(place.id, place.address, place.port)
         wait_for(lambda p=peer: attempt in attempts_of(puller, p), "the inventory")  # type: ignore[misc]
         image = memoryview(bytearray(slot.image_bytes))
-        path, generation_1 = image_path(attempt, slot.rank), generation_name(run.n, 1)
+        path, generation_1 = image_path(attempt, slot.rank), generation_name(Generation(run.n, 1))
         puller.pull([Wanted(peer, path, generation_1, 0, image)])
         file = SlotFile.open(Path(slot.path), writable=False)
         assert image == file.image[: slot.image_bytes]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -25,6 +25,7 @@ class FakeParity:
     def __init__(self) -> None:
         self.kept: list[Any] = []
         self.orders: list[control.MakeParity] = []
+        self.begun: list[int] = []
         self.given_up: list[str] = []
         self.tell: Any = None
         self.port = 0
@@ -39,6 +40,9 @@ class FakeParity:
     def make(self, order: control.MakeParity, _: Any, tell: Any) -> None:
         self.orders.append(order)
         self.tell = tell
+
+    def begin(self, turn: int) -> None:
+        self.begun.append(turn)
 
     def give_up(self, why: str) -> None:
         self.given_up.append(why)
@@ -96,6 +100,11 @@ class Play:
     def tell_heads(self) -> None:
         for number in (1, 2):
             self.protecting.hear(f"h{number}", control.Heads(turn=self.turn, member=member(number)))
+
+    def ready(self, *numbers: int, turn: int | None = None) -> None:
+        for number in numbers:
+            fact = control.ParityReady(turn=self.turn if turn is None else turn)
+            self.protecting.hear(f"h{number}", fact)
 
     def make(self, *numbers: int, turn: int | None = None) -> None:
         for number in numbers:
@@ -281,3 +290,99 @@ def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) ->
     assert play.parity.is_dropped and len(play.said) == 2  # of the others
     play.capture("b", 2)
     assert len(play.said) == 2 and play.attempts.pinned is None and not play.attempts.kept
+
+
+def begun(play: Play) -> list[tuple[int, int]]:
+    """Which hosts were told to begin, and with which turn."""
+    far = [(host, fact.turn) for host, fact in play.said if isinstance(fact, control.BeginParity)]
+    return far + [(0, turn) for turn in play.parity.begun]
+
+
+def test_nobody_begins_before_all_hosts_have_memory_for_their_rows(play: Play) -> None:
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    earlier = play.turn
+    play.ready(0, 2)
+    assert not begun(play)
+    play.protecting.hear("h1", control.ParityNotMade(turn=earlier, reason="no memory"))
+    play.capture("b", 2)
+    play.tell_heads()
+    play.ready(1, turn=earlier)  # too late
+    play.ready(0, 2)
+    assert not begun(play)
+    play.ready(1)
+    assert sorted(begun(play)) == [(n, play.turn) for n in range(3)]
+
+
+def test_a_host_that_never_has_memory_ends_its_turn_and_is_named(
+    play: Play, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("holdfast.keeper.protecting.time", clock)
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    play.ready(0, 2)
+    now[0] += 299
+    play.protecting.look()
+    assert not named(events, "SnapshotNotProtected")
+    now[0] += 2
+    play.protecting.look()
+    (event,) = named(events, "SnapshotNotProtected")
+    assert event.reason.startswith("h1 had no memory for parity in 300 s")
+    now[0] += 10
+    play.protecting.look()  # the next turn, with all its time
+    play.tell_heads()
+    play.ready(0, 1, 2)
+    now[0] += 1000
+    play.protecting.look()
+    assert len(begun(play)) == 3 and len(named(events, "SnapshotNotProtected")) == 1
+
+
+def test_steps_that_parity_slows_down_make_the_next_turn_slower(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr("holdfast.keeper.protecting.time", clock)
+    monkeypatch.setattr("holdfast.keeper.pacer.time", clock)
+    play.protecting.ask(1)
+
+    def train(first: int, step_s: float) -> None:
+        for step in range(first, first + 9):
+            now[0] += step_s
+            for rank in (2, 0, 1):
+                now[0] += step_s * (rank == 1)
+                play.protecting.stepped(rank, step)
+
+    train(0, 0.5)
+    play.capture("a", 9)
+    play.tell_heads()
+    assert play.parity.orders[-1].rate_bytes_s is None
+    play.ready(0, 1, 2)
+    train(9, 0.6)
+    play.make(0, 1, 2)
+    play.capture("b", 18)
+    play.tell_heads()
+    assert play.parity.orders[-1].rate_bytes_s == 4_000_000  # images are small: the least there is
+    told = [fact for _, fact in play.said if isinstance(fact, control.MakeParity)]
+    assert told[-1].rate_bytes_s == 4_000_000
+
+
+def test_a_group_is_no_faster_than_the_slowest_of_its_hosts_allows(play: Play) -> None:
+    rates = dict.fromkeys(("h0", "h1", "h2"), 0) | {"h1": 9_000_000, "h2": 8_000_000}
+    play.protecting.begin([
+        m.HostPlace(id=host.id, ranks=host.ranks, parity_rate=rates[host.id]) for host in HOSTS
+    ])  # fmt: skip
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    assert play.parity.orders[-1].rate_bytes_s == 8_000_000
+
+
+def test_whatever_keepers_say_to_each_other_is_understood_by_one_of_them() -> None:
+    kinds = set(control.Fact.__subclasses__())
+    assert kinds == {*get_args(control.ToHand), *get_args(control.ToCoordinator)}
+    assert control.from_coordinator(control.pack(control.DropParity())) == control.DropParity()

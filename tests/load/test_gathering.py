@@ -11,7 +11,8 @@ from holdfast.errors import PeerError
 from holdfast.format.manifest import Generation
 from holdfast.load.gathering import Gathering
 from holdfast.load.sources import Inventories
-from lost_hosts import GENERATION, Hosts, Record, set_sizes, unseal
+from holdfast.redundancy.records import ParityRecord, unseal
+from lost_hosts import GENERATION, Hosts, set_sizes
 from peering import close_pullers
 
 
@@ -24,7 +25,7 @@ class Asked:
 
     def fetch(
         self, host: str, attempt: str, generation: Generation, stripe: int, row: int
-    ) -> Record:
+    ) -> ParityRecord:
         assert (attempt, generation) == (self.hosts.attempt, GENERATION)
         self.asked.append((host, stripe, row))
         return unseal(self.hosts.records[host, stripe, row], "a record")
@@ -69,7 +70,9 @@ def test_a_host_lost_on_the_way_makes_parity_needed(asked: Asked) -> None:
 def test_a_record_that_does_not_come_or_is_another_is_of_a_row_that_nobody_has(
     asked: Asked,
 ) -> None:
-    def fetch(host: str, attempt: str, generation: Generation, stripe: int, row: int) -> Record:
+    def fetch(
+        host: str, attempt: str, generation: Generation, stripe: int, row: int
+    ) -> ParityRecord:
         if host == "h0":
             raise PeerError("gone", peer=host)
         if host == "h2":

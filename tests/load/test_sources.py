@@ -444,6 +444,7 @@ def test_a_host_that_has_an_image_no_more_is_not_dropped_with_it() -> None:
     known = Inventories(tuple(groups((3, 1))), (), {1: None})
     (first,) = known.find().recoveries
     fields = {"peer": "a1", "path": "/images/a7/1"}
+    # 503: it never had a place for a connection, see tests/peers/test_lines.py
     for status, holders in ((410, 3), (404, 3), (0, 2), (503, 2)):
         less_known = known.without(first.candidate, fields | {"status": status})
         (second,) = less_known.find().recoveries

@@ -18,6 +18,7 @@ from holdfast.policy.arguments import (
     claim,
     count_of_saves,
     duration_s,
+    parity_rate,
     patience_s,
     step_number,
     wanted_step,
@@ -144,3 +145,17 @@ def test_what_is_no_policy_is_refused_with_what_to_say(name: str, value: Any, sa
     options = {"memory": None, "storage": None, "keep": Keep(), "parity": 0} | {name: value}
     with pytest.raises(UsageError, match=said):
         check_policies(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [("", 0), ("  ", 0), ("500M", 500_000_000), ("1.5g", 1_500_000_000), ("4000000", 4_000_000),
+     ("4000K", 4_000_000), (" 25 M", None), ("25 MB", None), ("3.9M", None), ("-1G", None),
+     ("inf", None), ("M", None), ("1e9", None), ("\u0665G", None), ("0", None)],
+)  # fmt: skip
+def test_a_rate_is_as_people_write_it_or_is_refused(text: str, rate: int | None) -> None:
+    if rate is None:
+        with pytest.raises(UsageError, match=r"^HOLDFAST_X=.* bytes a second .* 4M or more"):
+            parity_rate("HOLDFAST_X", text)
+    else:
+        assert parity_rate("HOLDFAST_X", text) == rate

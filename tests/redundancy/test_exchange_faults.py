@@ -17,7 +17,9 @@ import pytest
 from exchanging import BEFORE, MIB, POISON, Group, Host
 from holdfast.errors import Fenced, NotProtected, UsageError
 from holdfast.format.manifest import Generation
+from holdfast.keeper.network import LIMITS
 from holdfast.peers.offering import Offering
+from holdfast.redundancy.exchange import PATIENCE_S, Exchange, Sealed
 from holdfast.redundancy.records import Terms
 from holdfast.redundancy.waiting import Budget
 from peering import close_pullers, wait_for
@@ -258,6 +260,31 @@ def test_a_window_that_nobody_takes_is_not_waited_for_without_end(arena_dir: Pat
         with pytest.raises(NotProtected, match="host-1 did not take window 0 of row 1 of stripe 0"):
             exchange.run()
         assert not [path for path in offered(group.hosts[0]) if path.startswith("/windows")]
+
+
+def test_a_keeper_of_rows_that_is_late_is_waited_for_and_costs_no_healthy_host(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorter = 10.0  # all times but those of the late one's
+    limits = dataclasses.replace(LIMITS, progress_s=LIMITS.progress_s / shorter)
+    group = Group(arena_dir, [[72 * MIB], [], [], []], 2)
+    for host in group.hosts:
+        host.served.options["limits"] = limits
+    with group:
+        made = {
+            one.name: group.exchange_of(one, patience_s=PATIENCE_S / shorter)
+            for one in group.hosts
+        }  # fmt: skip
+        late = made["host-3"]  # has row 1 of a stripe with half of the image
+
+        def run() -> tuple[Sealed, ...]:
+            time.sleep(20 / shorter)
+            return Exchange.run(late)
+
+        monkeypatch.setattr(late, "run", run)
+        group.run_these(made)
+        assert not group.errors
+        group.check_sealed()
 
 
 def offered(host: Host) -> list[str]:

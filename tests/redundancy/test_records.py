@@ -222,7 +222,7 @@ def test_a_record_larger_than_any_is_not_looked_at(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", len(data) - 1)
     with pytest.raises(FormatError, match=r"more than any record"):
         unseal(data, "here")
-    with pytest.raises(FormatError, match=r"take smaller groups"):
+    with pytest.raises(FormatError, match=r"take fewer ranks of a host"):
         seal(record())
 
 

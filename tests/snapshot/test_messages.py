@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import FormatError
-from holdfast.peers.wire import check_names
 from holdfast.snapshot import messages as m
-from holdfast.snapshot import offered
 
 ASK = m.Ask(step=7, table="0f" * 16, values_bytes=10, durable=True, exact=False)
 KINDS = sorted(m.Message.__subclasses__(), key=lambda kind: kind.__name__)
@@ -76,11 +74,3 @@ def test_a_message_with_any_byte_changed_is_a_message_or_refused(at: int, byte: 
     body[at % len(body)] = byte
     with suppress(FormatError):
         m.unpack(bytes(body))
-
-
-def test_what_keepers_offer_goes_by_names_that_can_be_asked_for() -> None:
-    for path in (offered.INVENTORY, offered.image_path("0a1b", 3), offered.layout_path("ff")):
-        check_names(path, offered.generation_name(2, 40))
-    assert offered.image_path("0a1b", 3) == "/images/0a1b/3"
-    assert offered.layout_path("ff") == "/layouts/ff"
-    assert offered.generation_name(2, 40) == "2-40"

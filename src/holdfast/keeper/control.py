@@ -172,6 +172,12 @@ class Heads(Fact, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class ParityReady(Fact, frozen=True, kw_only=True):
+    """The memory for the rows of this host is there; it waits for ``BeginParity``."""
+
+    turn: int
+
+
 class ParityMade(Fact, frozen=True, kw_only=True):
     """All rows that this host keeps are whole and sealed."""
 
@@ -324,7 +330,7 @@ class TellHeads(Fact, frozen=True, kw_only=True):
 
 
 class MakeParity(Fact, frozen=True, kw_only=True):
-    """Make the rows that this host keeps, into this half of its memory for them."""
+    """Have memory for the rows that this host keeps; they are to go into this half of it."""
 
     turn: int
     half: int
@@ -337,10 +343,18 @@ class MakeParity(Fact, frozen=True, kw_only=True):
     members: tuple[MemberFact, ...]
     ports: tuple[int, ...]
     """Of the keepers of these members, where they give images now; 0 where that is as agreed."""
+    rate_bytes_s: int | None = None
+    """What each host of the group may pull in a second, and send; None: no bound."""
 
 
 class DropParity(Fact, frozen=True, kw_only=True):
     """Nothing can be rebuilt any more from what is kept: its memory is free."""
+
+
+class BeginParity(Fact, frozen=True, kw_only=True):
+    """All hosts have the memory: make the rows."""
+
+    turn: int
 
 
 class GiveUpParity(Fact, frozen=True, kw_only=True):
@@ -363,12 +377,12 @@ class End(Fact, frozen=True, kw_only=True):
 ToCoordinator = (
     Holds | Came | Said | Left | Made | NotMade | RingsMade | RingsNotMade | WriterGone
     | LayoutNotKept | LayoutTold | IncarnationTold | Written | WritingEnded | RingFreed
-    | Superseded | Stopping | Heads | ParityMade | ParityNotMade
+    | Superseded | Stopping | Heads | ParityReady | ParityMade | ParityNotMade
 )  # fmt: skip
 ToHand = (
     Attached | Tell | HangUp | Make | MakeRings | Remove | Stamp | KeepLayout | KeepIncarnation
-    | Sealed | Write | StopWriting | Watch | TellHeads | MakeParity | GiveUpParity | DropParity
-    | MayStop | End
+    | Sealed | Write | StopWriting | Watch | TellHeads | MakeParity | BeginParity | GiveUpParity
+    | DropParity | MayStop | End
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

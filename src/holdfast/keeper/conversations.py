@@ -298,6 +298,8 @@ class Conversations:
             declined = self.coordinator.decline(rank, message.step, str(error))
             self.executor.carry_out([Tell(skip, rank), *declined])
             return
+        if self.executor.hands.protecting is not None:
+            self.executor.hands.protecting.stepped(rank, message.step)
         self.executor.carry_out(self.coordinator.ask(rank, message, time.monotonic()))
 
     async def _progress(self, connection: Connection, message: m.Progress, _: int) -> None:

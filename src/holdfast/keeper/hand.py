@@ -209,8 +209,8 @@ class Hand:
             case control.End(keep_arena=keep_arena):
                 await self._ended(keep_arena)
             case (
-                control.TellHeads() | control.MakeParity() | control.GiveUpParity()
-                | control.DropParity()
+                control.TellHeads() | control.MakeParity() | control.BeginParity()
+                | control.GiveUpParity() | control.DropParity()
             ):  # fmt: skip
                 protect(self._parity, fact, self.part.hosts, lambda s: line.send(control.pack(s)))
             case control.Write() | control.StopWriting() | control.Sealed():

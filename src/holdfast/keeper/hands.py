@@ -296,7 +296,12 @@ class Hands:
                 self._hear_trainer(hand, fact)
             case control.Written() | control.WritingEnded() | control.RingFreed():
                 self._hear_writing(hand, fact)
-            case control.Heads() | control.ParityMade() | control.ParityNotMade():
+            case (
+                control.Heads()
+                | control.ParityReady()
+                | control.ParityMade()
+                | control.ParityNotMade()
+            ):
                 if self.protecting is not None:
                     self.protecting.hear(hand.name, fact)
             case control.LayoutTold() | control.IncarnationTold():

@@ -7,8 +7,13 @@ from functools import partial
 
 from holdfast.errors import KeeperError
 from holdfast.keeper.doors import CONTROL, PEERS, Doors
+from holdfast.peers.connection import Limits
 from holdfast.peers.control import ControlServer, Welcome
 from holdfast.peers.server import PeerServer
+from holdfast.redundancy.exchange import PATIENCE_S
+
+LIMITS = Limits(progress_s=4 * PATIENCE_S)
+"""Who makes parity reads nothing while it waits for another host, which is the one to be named."""
 
 
 class Network:
@@ -19,8 +24,9 @@ class Network:
         self.port = self.control_port = 0
         self._doors = doors = doors or Doors(name)
         self.peers = PeerServer(
-            secret, name=name, incarnation=0, on_refused=partial(doors.refused, PEERS)
-        )
+            secret, name=name, incarnation=0, limits=LIMITS,
+            on_refused=partial(doors.refused, PEERS),
+        )  # fmt: skip
         self.control: ControlServer | None = None
 
     async def listen(self, port: int = 0) -> None:

@@ -9,10 +9,11 @@ import msgspec
 
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.events import Warned, emit
+from holdfast.format.manifest import Generation
 from holdfast.keeper.memory import Memory
+from holdfast.peers.names import INVENTORY, generation_name, image_path, layout_path
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import IMAGE_START
-from holdfast.snapshot.offered import INVENTORY, generation_name, image_path, layout_path
 
 if TYPE_CHECKING:  # a run on one host needs none of it
     from holdfast.keeper.rows import KeptRow
@@ -92,7 +93,7 @@ class Offering:
         try:
             self._server.offer_file(
                 path, self._memory.slot_path(slot), offset_bytes=IMAGE_START,
-                length_bytes=image_bytes, generation=generation_name(incarnation, step),
+                length_bytes=image_bytes, generation=generation_name(Generation(incarnation, step)),
             )  # fmt: skip
         except HoldfastError as error:  # the arena was removed, say
             emit(Warned(message=f"an image is not offered to peers: {error}"))

@@ -21,11 +21,11 @@ from holdfast.keeper.network import Network
 from holdfast.keeper.rows import HALVES, KeptRow, RowMemory
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
+from holdfast.peers.names import generation_name, parity_path, record_path
 from holdfast.peers.offering import Offering as ThreadOffering
 from holdfast.peers.server import PeerServer
 from holdfast.redundancy.capacity import staging_bytes
 from holdfast.redundancy.exchange import Exchange, Room
-from holdfast.redundancy.paths import generation_name, parity_path, record_path
 from holdfast.redundancy.records import ImageFact, MemberFact, Terms
 from holdfast.redundancy.stripes import stored_by
 from holdfast.redundancy.waiting import Budget
@@ -33,6 +33,8 @@ from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import IMAGE_START
 
 Told = Callable[[control.Fact], None]
+READY_S = 600.0
+"""For the memory of all hosts; who coordinates gives up sooner, and says which have none."""
 
 
 class Parity:
@@ -103,6 +105,11 @@ class Parity:
         if self._run is None:
             self._begin()
 
+    def begin(self, turn: int) -> None:
+        """All hosts have their memory."""
+        if self._run is not None and self._run.order.turn == turn:
+            self._run.may_begin.set()
+
     def give_up(self, why: str) -> None:
         """Make nothing any more; what is kept stays."""
         self._next = None
@@ -124,11 +131,18 @@ class Parity:
         run = self._run
         if run is None:
             return
+        self._set_rate(run.order.rate_bytes_s)
         self._forget(run.order.half)
         thread = threading.Thread(
             target=self._work, args=(run,), name="holdfast-parity", daemon=True
         )
         thread.start()
+
+    def _set_rate(self, rate_bytes_s: int | None) -> None:
+        """Of what is pulled for parity, and what others are sent meanwhile."""
+        self._budget.set_rate(rate_bytes_s)
+        if self._server is not None:
+            self._server.set_rate(rate_bytes_s)
 
     def _work(self, run: _Run) -> None:
         failure = ""
@@ -159,6 +173,10 @@ class Parity:
             offers=ThreadOffering(server, self._loop), puller=puller, budget=self._budget,
         )  # fmt: skip
         run.begin(exchange)
+        ready = control.ParityReady(turn=order.turn)
+        self._background.from_thread(lambda: run.tell(ready))
+        if not run.may_begin.wait(READY_S):
+            raise NotProtected(f"not all hosts had memory for parity in {READY_S:.0f} s")
         sealed = exchange.run()
         return self._files.keep(order.half, ((places[s.kept][0], s.record) for s in sealed))
 
@@ -175,6 +193,7 @@ class Parity:
     def _ended(self, run: _Run, rows: list[KeptRow], failure: str) -> None:
         """On the loop again."""
         self._run = None
+        self._set_rate(None)  # a restore reads as fast as it can
         for row in rows:
             self._offer(row)
         self._kept += rows
@@ -243,6 +262,8 @@ def protect(
             tell(said)
         case control.MakeParity():
             parity.make(fact, hosts, tell)
+        case control.BeginParity(turn=turn):
+            parity.begin(turn)
         case control.GiveUpParity(reason=reason):
             parity.give_up(reason)
         case control.DropParity():
@@ -273,6 +294,7 @@ class _Run:
         self.order, self.peers, self.tell = order, peers, tell
         self.why = ""
         """Why it is given up; "" while it is not."""
+        self.may_begin = threading.Event()
         self._exchange: Exchange | None = None
         self._lock = threading.Lock()
 
@@ -287,5 +309,6 @@ class _Run:
         """From any thread."""
         with self._lock:
             self.why = self.why or why
+            self.may_begin.set()
             if self._exchange is not None:
                 self._exchange.cancel(why)

@@ -23,6 +23,7 @@ from holdfast.format.manifest import Generation
 from holdfast.keeper import control
 from holdfast.keeper.connection import Ranks
 from holdfast.keeper.hands import Hands
+from holdfast.keeper.pacer import Pacer
 from holdfast.keeper.parity import Parity, protect, rows_of
 from holdfast.redundancy.groups import MAX_GROUP, Division, Host, divide
 from holdfast.redundancy.protection import Captured, Protection
@@ -37,6 +38,8 @@ GROUP_SIZE = 8
 """Hosts of one group, about: more take less memory, and survive fewer losses of many."""
 _AGAIN_S = 5.0
 """After a turn that failed, when nothing newer was captured."""
+_READY_S = 300.0
+"""For all hosts to have the memory that a turn needs. It is touched, which takes its time once."""
 
 
 class Protecting:
@@ -52,9 +55,12 @@ class Protecting:
         self._state: Protection | None = None
         self._rows: dict[str, tuple[control.HeldRows, ...]] = {}
         self._heads: dict[str, MemberFact] = {}
+        self._ready: set[str] = set()
+        """The hosts that have memory for the rows of this turn."""
         self._groups: list[list[str]] = []
         self._survives = ""
         self._is_dropped = False
+        self._pacer = Pacer()
         self._began_s = self._again_s = 0.0
 
     # ── what there is to protect ─────────────────────────────────────────────────────────
@@ -64,6 +70,7 @@ class Protecting:
         if self._state is not None and self._state.coding is not None:
             self._parity.give_up("another start of the run has begun")
         self._hosts, self._asked, self._state, self._is_dropped = hosts, 0, None, False
+        self._pacer = Pacer()
         self._rows.clear()
         self._groups.clear()
         attempts = self._coordinator.attempts
@@ -75,6 +82,11 @@ class Protecting:
             self._asked = parity
             self._coordinator.attempts.protects = parity > 0
         self.look()
+
+    def stepped(self, rank: int, step: int) -> None:
+        """A rank has done this step, and asks for a snapshot of it."""
+        if not rank:
+            self._pacer.asked(step)
 
     def attached(self, host: str, rows: tuple[control.HeldRows, ...]) -> None:
         """The keeper of another host came, with this parity."""
@@ -98,6 +110,7 @@ class Protecting:
             return
         if self._state is None:
             self._take_over()
+        self._look_for_late()
         self._go_on()
 
     def captured(self, attempt_id: str) -> None:
@@ -179,12 +192,15 @@ class Protecting:
         state = self._state
         if state is None or (cover := state.next) is None or time.monotonic() < self._again_s:
             return
+        if not self._pacer.may_begin():
+            return
         attempt = self._coordinator.attempts.get(cover.captured.attempt)
         if attempt is None or not attempt.is_whole or attempt.phase != "complete":
             return
         self._change(state.begin())
         self._began_s = time.monotonic()
         self._heads.clear()
+        self._ready.clear()
         assert self._state is not None
         self._say_all(control.TellHeads(turn=self._state.turn, attempt=attempt.id))
 
@@ -210,6 +226,10 @@ class Protecting:
                 self._heads[host] = member
                 if len(self._heads) == len(self._hosts):
                     self._order(state)
+            case control.ParityReady(turn=state.turn):
+                self._ready.add(host)
+                if self._ready == state.coding.members:
+                    self._begin_reading(state.turn)
             case control.ParityMade(turn=turn):
                 self._made(state.has_sealed(turn, host))
             case control.ParityNotMade(turn=state.turn, reason=reason):
@@ -232,12 +252,41 @@ class Protecting:
                 turn=state.turn, half=state.coding_half, incarnation=attempt.incarnation,
                 step=attempt.step, attempt=attempt.id, world=attempt.world,
                 layout=attempt.layout, parity=group.parity, members=members, ports=ports,
+                rate_bytes_s=self._rate(members),
             )  # fmt: skip
             for host in group.hosts:
                 self._say(numbers[host.id], host.id, order)
 
+    def _rate(self, members: Sequence[MemberFact]) -> int | None:
+        """For all hosts of a group: none is done sooner than the slowest, or waits as long."""
+        names = {member.host for member in members}
+        rates = [host.parity_rate for host in self._hosts if host.id in names and host.parity_rate]
+        if self._pacer.rate_bytes_s is not None:
+            rates.append(self._pacer.rate_bytes_s)
+        return min(rates, default=None)
+
     def _port(self, number: int) -> int:
         return self._hands.port_of(number) if number else self._parity.port
+
+    def _begin_reading(self, turn: int) -> None:
+        """All hosts have their memory. Each reads as much as the largest of them has."""
+        sizes = [
+            sum(image.coded_bytes for image in member.images) for member in self._heads.values()
+        ]
+        self._pacer.begun(max(sizes, default=0))
+        self._say_all(control.BeginParity(turn=turn))
+
+    def _look_for_late(self) -> None:
+        """A turn does not wait for memory without end."""
+        coding = self._state.coding if self._state is not None else None
+        if coding is None or time.monotonic() < self._began_s + _READY_S:
+            return
+        if late := sorted(coding.members - self._ready):
+            self._fail(
+                f"{', '.join(late)} had no memory for parity in {_READY_S:.0f} s: is there too "
+                "little of it?",
+                late[0],
+            )
 
     def _made(self, state: Protection) -> None:
         cover = state.protected
@@ -246,6 +295,7 @@ class Protecting:
             return
         generation, attempt = cover.captured
         self._change(state)
+        self._pacer.ended(is_made=True)
         self._coordinator.attempts.pinned = None  # all hosts have something as good
         emit(SnapshotProtected(
             incarnation=generation.incarnation, step=generation.step,
@@ -260,6 +310,7 @@ class Protecting:
         state = self._state
         if state is None or state.coding is None:
             return
+        self._pacer.ended(is_made=False)
         generation, attempt = state.coding.captured
         self._say_all(control.GiveUpParity(turn=state.turn, reason=reason))
         self._change(state.has_failed(state.turn))

@@ -138,9 +138,15 @@ class GroupReader:
 
     def _read(self, member: int, stripe: int, part: Part) -> memoryview:
         ranges, before = self._ranges(member, stripe, part)
-        size = 0 if ranges.is_mapped else part.stop - part.start
+        start, stop = before + part.start, before + part.stop
+        size = 0 if ranges.is_mapped else stop - start
         try:
-            return ranges.view(before + part.start, before + part.stop, scratch("source", size))
+            try:
+                return ranges.view(start, stop, scratch("source", size))
+            except PeerError as error:
+                if error.fields.get("status"):
+                    raise  # that was an answer
+            return ranges.view(start, stop, scratch("source", size))  # a connection broke, say
         except BROKEN as error:
             self._lose(self._gone, member, member, str(error))
             raise SourceGone from error

@@ -11,6 +11,7 @@ from msgspec import Struct
 from holdfast.errors import FormatError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.load.choose import Candidate
+from holdfast.peers.names import image_path
 from holdfast.redundancy.stripes import Placement, stripes
 
 
@@ -170,4 +171,4 @@ class Refusal(Struct, frozen=True):
 
 def image_name(host: str, attempt: str, rank: int) -> str:
     """What an image in a host's memory is called in errors, on whatever rank they are raised."""
-    return f"{host}/images/{attempt}/{rank}"
+    return f"{host}{image_path(attempt, rank)}"

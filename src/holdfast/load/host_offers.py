@@ -26,11 +26,11 @@ from holdfast.load.sources import Inventories
 from holdfast.load.stored import broken_manifests, catalogue_of, nothing_fits, open_stored, stored
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
+from holdfast.peers.names import INVENTORY, generation_name, record_path
 from holdfast.redundancy.records import ParityRecord, unseal
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import SLOT_SUFFIX, SlotFile
 from holdfast.snapshot.hosts import Hosts
-from holdfast.snapshot.offered import INVENTORY, generation_name
 from holdfast.storage.base import Store
 from holdfast.world import World, tell_all
 
@@ -128,9 +128,9 @@ class HostOffers(Offers):
     def _fetch(
         self, host: str, attempt: str, generation: Generation, stripe: int, row: int
     ) -> ParityRecord:
-        path = f"/records/{attempt}/{stripe}/{row}"
+        path = record_path(attempt, stripe, row)
         data = self._puller.document(
-            self._peers[host], path, generation=generation_name(*generation)
+            self._peers[host], path, generation=generation_name(generation)
         )
         return unseal(data, f"{host}{path}")
 

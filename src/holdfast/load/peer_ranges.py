@@ -15,6 +15,7 @@ from holdfast.load.holdings import Image, image_name
 from holdfast.load.source import checked_header, checked_table
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller, Wanted
+from holdfast.peers.names import image_path
 
 #: Most headers are shorter: header and its length then come in one request.
 _FIRST_BYTES = 64 << 10
@@ -73,7 +74,7 @@ class PeerImage(PeerRanges):
         self, puller: Puller, peer: Peer, attempt: str, generation: str, image: Image
     ) -> None:
         super().__init__(
-            puller, peer, f"/images/{attempt}/{image.rank}", generation, image.image_bytes,
+            puller, peer, image_path(attempt, image.rank), generation, image.image_bytes,
             image_name(peer.name, attempt, image.rank),
         )  # fmt: skip
         self.header_xxh3, self.table_xxh3 = image.header_xxh3, image.table_xxh3

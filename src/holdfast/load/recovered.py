@@ -6,8 +6,6 @@ alike, and nobody further up can tell.
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,21 +20,22 @@ from holdfast.geometry.layout import Layout, table_hash
 from holdfast.load.decoding import BROKEN, CodedImage, GroupReader, ParityRow
 from holdfast.load.degraded import DegradedImage
 from holdfast.load.holdings import Coding, Decoding, Image, Recovery, Row, Source, image_name
-from holdfast.load.peer_ranges import PeerImage, PeerRanges, Ranges
+from holdfast.load.peer_ranges import PeerImage, PeerRanges
 from holdfast.load.records import Record, checked_record
 from holdfast.load.source import Checkpoint, HeldImage, ImageFile
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
+from holdfast.peers.names import generation_name, layout_path, parity_path, record_path
 
 
 @dataclass(frozen=True)
 class Reach:
     """How a rank on ``host`` reaches what the hosts of the run hold.
 
-    ``slots``: the paths of this host's slots by attempt and rank; ``rows``: its rows of parity, by
-    attempt, stripe and row, where it can map them; ``arena``: where its layouts lie. ``peers``: the
-    keepers of all hosts that answered, this one's too. ``read_record`` believes or refuses the
-    bytes of a record of parity; its second argument is what to call it in errors.
+    ``slots``: the paths of this host's slots by attempt and rank; ``arena``: where its layouts lie.
+    ``peers``: the keepers of all hosts that answered, this one's too, which is asked for the rows
+    of parity that lie here: only it knows when one is written over. ``read_record`` believes or
+    refuses the bytes of a record of parity; its second argument is what to call it in errors.
     """
 
     host: str
@@ -45,7 +44,6 @@ class Reach:
     peers: Mapping[str, Peer]
     read_record: Callable[[bytes, str], Record]
     slots: Mapping[tuple[str, int], str] = field(default_factory=dict)
-    rows: Mapping[tuple[str, int, int], Ranges] = field(default_factory=dict)
 
     def peer(self, host: str) -> Peer:
         """The keeper of a host. NotFound when nobody told where it is."""
@@ -57,8 +55,9 @@ class Reach:
         self, host: str, attempt: str, generation: Generation, stripe: int, row: int
     ) -> Record:
         """The record of a row that a host holds. PeerError, FormatError or NotFound."""
-        path = f"/records/{attempt}/{stripe}/{row}"
-        data = self.puller.document(self.peer(host), path, generation=str(generation))
+        path = record_path(attempt, stripe, row)
+        name = generation_name(generation)
+        data = self.puller.document(self.peer(host), path, generation=name)
         return self.read_record(data, f"{host}{path}")
 
 
@@ -91,7 +90,8 @@ class _Opening:
     def __init__(self, recovery: Recovery, reach: Reach) -> None:
         self._recovery, self._reach = recovery, reach
         candidate = recovery.candidate
-        self._attempt, self._generation = candidate.attempt, str(candidate.generation)
+        self._attempt = candidate.attempt
+        self._generation = generation_name(candidate.generation)
         self.identity = {
             "incarnation": str(candidate.incarnation),
             "step": str(candidate.step),
@@ -124,7 +124,7 @@ class _Opening:
             data = path.read_bytes()
         else:
             peer = self._reach.peer(host)
-            data = self._reach.puller.document(peer, f"/layouts/{wanted}", most_bytes=MAX_BYTES)
+            data = self._reach.puller.document(peer, layout_path(wanted), most_bytes=MAX_BYTES)
         if (found := table_hash(data)) != wanted:
             raise ChecksumMismatch(
                 f"layout {wanted} on {host}: its bytes have the hash {found}", path=wanted
@@ -182,15 +182,11 @@ class _Opening:
     def _row(self, coding: Coding, row: Row) -> ParityRow:
         here = self._reach.host
         host = here if here in row.hosts else row.hosts[0]
-        at = self._attempt, row.stripe, row.row
-        if host == here and at in self._reach.rows:
-            ranges = self._reach.rows[at]
-        else:
-            path = f"/parity/{self._attempt}/{row.stripe}/{row.row}"
-            ranges = PeerRanges(
-                self._reach.puller, self._reach.peer(host), path, self._generation,
-                coding.row_bytes(row.stripe), f"{host}{path}",
-            )  # fmt: skip
+        path = parity_path(self._attempt, row.stripe, row.row)
+        ranges = PeerRanges(
+            self._reach.puller, self._reach.peer(host), path, self._generation,
+            coding.row_bytes(row.stripe), f"{host}{path}",
+        )  # fmt: skip
 
         def sums() -> tuple[int, ...]:
             found = self._record(coding, host, row.stripe, row.row).sums
@@ -223,29 +219,3 @@ def _holders(way: Decoding) -> Iterator[tuple[str, Row]]:
     for row in way.rows:
         for host in row.hosts:
             yield host, row
-
-
-class MappedRanges:
-    """Bytes of a file in this host's shared memory, such as a row of parity."""
-
-    is_mapped = True
-
-    def __init__(self, path: Path, offset_bytes: int, size_bytes: int, name: str) -> None:
-        self.name, self.size_bytes = name, size_bytes
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                found = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-            finally:
-                os.close(descriptor)
-        except (OSError, ValueError) as error:
-            raise ArenaError(f"cannot map {name}: {error}") from error
-        self._view = memoryview(found)[offset_bytes : offset_bytes + size_bytes]
-        if len(self._view) < size_bytes:
-            raise ArenaError(f"{name} has {len(self._view)} bytes, not {size_bytes}")
-
-    def view(
-        self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
-    ) -> memoryview:
-        """See ``ImageFile``: the shared memory itself."""
-        return self._view[start:stop]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import Fenced, PeerError
 from holdfast.peers import refusals
-from holdfast.peers.line import Line, Patience
+from holdfast.peers.line import Busy, Line, Patience
 from holdfast.peers.signing import Answer, Request, Signer, is_same
 from holdfast.peers.wire import check_peer, parse_answer, render_request
 
@@ -110,12 +110,16 @@ class Caller:
     ) -> Answer | None:
         """The head of the answer, when it promises what was asked for; None: ask once more.
 
-        PeerError when it does not, Fenced when this run goes on elsewhere.
+        PeerError when it does not, Fenced when this run goes on elsewhere; Busy when it has no
+        place for this connection, which it says before it knows who asks, and so without a
+        signature: somebody in between can make us wait with that, and no more.
         """
         parsed = parse_answer(line.head(until_s))
         if parsed is None:
             raise failed(peer, task, "answer", "what answers there is no keeper")
         answer, given = parsed
+        if not given and answer.status == refusals.CROWDED.status:
+            raise Busy("answer", "it has no place for another connection")
         if not is_same(given, self._signer.of_answer(answer, signature)):
             raise failed(
                 peer, task, "answer", f"its answer {answer.status} is not signed with this run's "

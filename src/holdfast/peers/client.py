@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from holdfast.errors import UsageError
 from holdfast.peers.calling import Caller, Peer, Task, failed
 from holdfast.peers.cutting import cut
-from holdfast.peers.line import Broken, Line, Patience
-from holdfast.peers.pull import Lines, Pull, Share
+from holdfast.peers.line import Broken, Busy, Line, Patience
+from holdfast.peers.lines import Lines, Pauses
+from holdfast.peers.pull import Pull, Share
 from holdfast.peers.resources import NO_GENERATION
 from holdfast.peers.signing import digest
 from holdfast.peers.stream import Stream
@@ -52,6 +53,7 @@ class Wanted:
 class Puller:
     """A client of any number of peers; its connections are kept until ``close``.
 
+    ``connections``: to each peer, for all threads together, and as many for streams.
     ``incarnation``: the one this process belongs to. A later one needs another puller.
     """
 
@@ -62,6 +64,8 @@ class Puller:
         self._caller = Caller(secret, incarnation=incarnation, patience=patience or Patience())
         self._connections, self._chunk_bytes = connections, chunk_bytes
         self._lines = Lines(self._caller, connections)
+        # A stream has its line while its reader waits for other things, pulls among them.
+        self._stream_lines = Lines(self._caller, connections)
 
     def pull(self, wanted: Sequence[Wanted], *, within_s: float | None = None) -> None:
         """Fill the memory of all that is wanted. PeerError of the first peer that failed."""
@@ -90,7 +94,7 @@ class Puller:
     def stream(self, peer: Peer, path: str, generation: str, *, start: int) -> Stream:
         """Bytes of a file from ``start`` on, to be asked for and read piece by piece."""
         check_names(path, generation)
-        return Stream(self._caller, self._lines, peer, path, generation, start=start)
+        return Stream(self._caller, self._stream_lines, peer, path, generation, start=start)
 
     def _tasks(self, wanted: Sequence[Wanted]) -> list[Task]:
         chunks = cut(
@@ -118,11 +122,17 @@ class Puller:
         """
         check_names(path, generation)
         task = Task("GET", path, generation)
+        pauses = Pauses(self._caller.patience, _NO_END_S)
         for turn in itertools.count():
-            line = None
+            line, pause_s = None, 0.0
             try:
-                line = self._lines.take(peer, fresh=turn > 0)
+                line = self._lines.take(
+                    peer, fresh=turn > 0, until_s=_NO_END_S, is_over=lambda: False
+                )
+                assert line is not None
                 data = self._document(line, peer, task, most_bytes)
+            except Busy:
+                pause_s = pauses.next_s(peer, task)
             except Broken as broken:
                 if line is None or not line.is_reused:
                     raise failed(peer, task, broken.phase, broken.reason) from broken
@@ -132,7 +142,8 @@ class Puller:
                 return data
             finally:
                 if line is not None:
-                    line.close()
+                    self._lines.drop(peer, line)
+            time.sleep(pause_s)
         raise AssertionError("a fresh line is not a reused one")
 
     def _document(self, line: Line, peer: Peer, task: Task, most_bytes: int) -> bytes:
@@ -153,3 +164,4 @@ class Puller:
     def close(self) -> None:
         """Close what is idle; pulls that are under way go on, and close theirs."""
         self._lines.close()
+        self._stream_lines.close()

@@ -7,6 +7,7 @@ shows that it belongs to the run. Whatever goes wrong ends this connection and n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import time
@@ -41,9 +42,9 @@ class Limits:
 
     head_bytes: int = 8192
     headers: int = 32
-    connections: int = 256
-    connections_of_one: int = 64
-    """From one address."""
+    connections: int = 512
+    connections_of_one: int = 128
+    """From one address: 16 ranks with 4 each, and as many again."""
     request_s: float = 10.0
     """From the first byte of a head to its last."""
     idle_s: float = 60.0
@@ -80,7 +81,11 @@ class Connection:
         """Of whoever was served last over it."""
         self.is_proven = False
         """Whether a request came over it that only a peer can have made, and just now."""
+        self.idle_since_s: float | None = None
+        """Since when whoever was served asks for nothing more; None while that is not so."""
         self.sending: Resource | None = None
+        self.is_counted = True
+        """Whether it takes a place; not while it ends because another one needs its place."""
         self._socket, self._service, self._limits = connected, service, service.limits
         self._heard = bytearray()
         self._is_shut = False
@@ -97,6 +102,11 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it ended by itself
+
+    def leave(self) -> None:
+        """Hear no more requests; what was sent still arrives. From the loop's thread."""
+        with contextlib.suppress(OSError):  # it ended by itself
+            self._socket.shutdown(socket.SHUT_RD)
 
     async def run(self) -> None:
         """Answer until the peer goes away, or is sent away."""
@@ -158,11 +168,14 @@ class Connection:
             patience_s = self._limits.idle_s if self.incarnation else self._limits.request_s
             if self._heard:
                 patience_s = max(0.0, began_s + self._limits.request_s - time.monotonic())
+            self.idle_since_s = began_s if self.incarnation and not self._heard else None
             try:
                 async with asyncio.timeout(patience_s):
                     data = await self._receive()
             except TimeoutError:
                 return refusals.SLOW if self._heard else None
+            finally:
+                self.idle_since_s = None
             if not data:
                 return None
             if not self._heard:

@@ -38,6 +38,10 @@ class Broken(Exception):
         self.phase, self.reason = phase, reason
 
 
+class Busy(Broken):
+    """The peer has no place for another connection: nothing was asked of it yet."""
+
+
 class Line:
     """A connection that requests go out by, one or more ahead of their answers."""
 
@@ -46,6 +50,8 @@ class Line:
         self.is_reused = False
         """It was idle: the peer may have closed it meanwhile, and no fault is in that."""
         self._rest = bytearray()
+        self.has_heard = False
+        """The peer has said something."""
         try:
             self._socket = socket.create_connection((host, port), timeout=patience.connect_s)
         except TimeoutError:
@@ -64,6 +70,8 @@ class Line:
         try:
             self._socket.sendall(data)
         except OSError as error:
+            if isinstance(error, ConnectionError) and not self.has_heard:
+                return  # it hung up at once; what it said before that is still to be heard
             raise Broken("request", _reason(error)) from error
 
     def head(self, until_s: float) -> bytes:
@@ -81,7 +89,7 @@ class Line:
                 raise Broken("answer", why) from error
             if not data:
                 raise Broken("answer", "it ended the connection")
-            self.is_reused = False
+            self.is_reused, self.has_heard = False, True
             self._rest += data
         raw = bytes(self._rest[: end + len(END)])
         del self._rest[: len(raw)]

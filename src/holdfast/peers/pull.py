@@ -14,46 +14,12 @@ from collections.abc import Sequence
 
 from holdfast.errors import Fenced, PeerError
 from holdfast.peers.calling import Caller, Peer, Task, failed
-from holdfast.peers.line import Broken, Line
+from holdfast.peers.line import Broken, Busy, Line
+from holdfast.peers.lines import Lines, Pauses
 from holdfast.peers.signing import Answer
 
 DEPTH = 2
 """Requests under way on one connection: the next answer begins where the one before ends."""
-
-
-class Lines:
-    """Connections that are idle, to be used again. For any number of threads."""
-
-    def __init__(self, caller: Caller, most_idle: int) -> None:
-        self._caller, self._most_idle = caller, most_idle
-        self._idle: dict[Peer, list[Line]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, peer: Peer, *, fresh: bool) -> Line:
-        """One that is idle, or a new one. Broken when there can be none."""
-        with self._lock:
-            idle = self._idle.get(peer)
-            if idle and not fresh:
-                return idle.pop()
-        return Line(peer.host, peer.port, self._caller.patience)
-
-    def give_back(self, peer: Peer, line: Line) -> None:
-        """Nothing is under way on it."""
-        line.is_reused = True
-        with self._lock:
-            idle = self._idle.setdefault(peer, [])
-            if len(idle) < self._most_idle and line.is_quiet:
-                idle.append(line)
-                return
-        line.close()
-
-    def close(self) -> None:
-        """Close those that are idle."""
-        with self._lock:
-            closed = [line for idle in self._idle.values() for line in idle]
-            self._idle.clear()
-        for line in closed:
-            line.close()
 
 
 class Share:
@@ -74,12 +40,14 @@ class Share:
         self._open: set[Line] = set()
         self._lock = threading.Lock()
         self._at_work = self.threads
+        self._is_failed = threading.Event()
 
     def work(self) -> None:
         """Ask and receive until nothing is left to ask: what one thread does."""
         fresh = False
+        pauses = Pauses(self._caller.patience, self._until_s)
         try:
-            while not self._over_one_line(fresh):
+            while not self._over_one_line(fresh, pauses):
                 fresh = True
         except (PeerError, Fenced) as error:
             self.fail(error)
@@ -102,30 +70,55 @@ class Share:
                 self.failure = error
             self._todo.clear()
             lines = list(self._open)
+        self._is_failed.set()
+        self._lines.wake()
         for line in lines:
             line.shut()
 
-    def _over_one_line(self, fresh: bool) -> bool:
-        """Whether all was done; False: the line had been closed while idle, take another."""
+    def _over_one_line(self, fresh: bool, pauses: Pauses) -> bool:
+        """Whether all was done; False: the line was closed while idle, or at once: take another."""
+        if not self._todo:  # the other lines do it
+            return True
         asked: deque[tuple[Task, str]] = deque()
         line = None
         try:
-            line = self._enter(self._lines.take(self.peer, fresh=fresh))
-            self._take_turns(line, asked)
+            line = self._take(fresh)
+            if line is not None:
+                self._take_turns(line, asked)
+        except Busy:
+            assert line is not None
+            self._leave(line, is_sound=False)
+            line = None
+            self._put_back(asked)
+            self._is_failed.wait(pauses.next_s(self.peer, asked[0][0]))
+            return False
         except Broken as broken:
             if line is not None and line.is_reused and self.failure is None:
-                with self._lock:
-                    self._todo.extendleft(task for task, _ in reversed(asked))
+                self._put_back(asked)
                 return False
             task = asked[0][0] if asked else None
             raise failed(self.peer, task, broken.phase, broken.reason) from broken
         else:
-            self._leave(line, is_sound=self.failure is None)
-            line = None
+            if line is not None:
+                self._leave(line, is_sound=self.failure is None)
+                line = None
             return True
         finally:
             if line is not None:
                 self._leave(line, is_sound=False)
+
+    def _take(self, fresh: bool) -> Line | None:
+        """None when the other lines have done it all meanwhile."""
+        line = self._lines.take(
+            self.peer, fresh=fresh, until_s=self._until_s, is_over=lambda: not self._todo
+        )
+        return line if line is None else self._enter(line)
+
+    def _put_back(self, asked: deque[tuple[Task, str]]) -> None:
+        """They were not answered; unless all was given up."""
+        with self._lock:
+            if self.failure is None:
+                self._todo.extendleft(task for task, _ in reversed(asked))
 
     def _enter(self, line: Line) -> Line:
         with self._lock:
@@ -137,16 +130,18 @@ class Share:
         return line
 
     def _leave(self, line: Line, *, is_sound: bool) -> None:
+        """No thread has it any more."""
         with self._lock:
             self._open.discard(line)
         if is_sound:
             self._lines.give_back(self.peer, line)
         else:
-            line.close()
+            self._lines.drop(self.peer, line)
 
     def _take_turns(self, line: Line, asked: deque[tuple[Task, str]]) -> None:
         while True:
             while (task := self._next(len(asked))) is not None:
+                line.is_reused |= line.has_heard and not asked  # it is idle at this moment
                 asked.append((task, ""))  # before it is sent: a line that breaks then lost it
                 asked[-1] = (task, self._caller.ask(line, self.peer, task))
             if not asked:
@@ -160,7 +155,10 @@ class Share:
             enough = 1 if under_way == 0 else self.threads + 1
             if under_way >= DEPTH or len(self._todo) < enough:
                 return None
-            return self._todo.popleft()
+            task, is_last = self._todo.popleft(), not self._todo
+        if is_last:
+            self._lines.wake()
+        return task
 
     def _settle(self, line: Line, task: Task, signature: str) -> None:
         until_s = min(self._until_s, time.monotonic() + self._caller.patience.request_s)

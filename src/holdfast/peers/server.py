@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ from holdfast.peers.wire import check_peer, render_answer
 SEND_THREADS = 4
 _BACKLOG = 128
 _PAUSE_S = 0.1
+_SPARED_S = 1.0
+"""Who was served has so long for its next request, whoever else wants its place."""
 
 
 class PeerServer:
@@ -53,7 +56,10 @@ class PeerServer:
         self._accepting: list[asyncio.Task[None]] = []
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._of_address: Counter[str] = Counter()
+        """How many there are, but for those that make place for others."""
         self._is_closing = False
+        self.port = 0
+        """Where it listens; 0 while it does not."""
 
     # ── what is offered ──────────────────────────────────────────────────────────────────
 
@@ -126,7 +132,8 @@ class PeerServer:
         listener.setblocking(False)
         self._listeners.append(listener)
         self._accepting.append(asyncio.create_task(self._accept(listener)))
-        return int(listener.getsockname()[1])
+        self.port = int(listener.getsockname()[1])
+        return self.port
 
     async def close(self) -> None:
         """Listen no more, break what is under way, and wait until it has ended."""
@@ -160,11 +167,10 @@ class PeerServer:
                 connected.close()
 
     def _welcome(self, connected: socket.socket, address: str) -> None:
-        limits, counts = self._service.limits, self._service.counts
+        counts = self._service.counts
         counts["connections"] += 1
-        is_crowded = self._of_address[address] >= limits.connections_of_one
-        is_full = len(self._connections) >= limits.connections
-        if (is_crowded or is_full) and not self._make_room(address if is_crowded else None):
+        if not self._has_place(address):
+            self._service.refused(refusals.CROWDED.kind)
             with contextlib.suppress(OSError), connected:
                 connected.send(_CROWDED)
             return
@@ -173,17 +179,40 @@ class PeerServer:
         self._of_address[address] += 1
         self._connections[connection] = asyncio.create_task(self._run(connection))
 
-    def _make_room(self, address: str | None) -> bool:
-        """End the oldest connection, of this address, that no peer has used; was there one?
+    def _has_place(self, address: str) -> bool:
+        """Whether one more may come from there; a stranger, or else an idle one, goes for it.
 
         So whoever knows the secret comes in, however many there are that do not.
         """
-        self._service.refused(refusals.CROWDED.kind)
-        for connection in self._connections:
-            if connection.is_stranger and address in (None, connection.address):
-                connection.shut()
-                return True
-        return False
+        limits = self._service.limits
+        is_full = self._of_address.total() >= limits.connections
+        if not is_full and self._of_address[address] < limits.connections_of_one:
+            return True
+        nearby = [one for one in self._connections if is_full or one.address == address]
+        for one in nearby:
+            if one.is_counted and one.is_stranger:
+                self._service.refused(refusals.CROWDED.kind)
+                one.shut()
+                self._uncount(one)
+                return self._has_place(address)
+        long_ago_s = time.monotonic() - _SPARED_S
+        idle = [
+            (one.idle_since_s, number, one)  # numbers: no two are equal
+            for number, one in enumerate(nearby)
+            if one.idle_since_s is not None and one.idle_since_s < long_ago_s
+        ]
+        if not idle:
+            return False
+        _, _, given_up = min(idle)
+        given_up.idle_since_s = None
+        given_up.leave()
+        self._uncount(given_up)
+        return self._has_place(address)
+
+    def _uncount(self, connection: Connection) -> None:
+        if connection.is_counted:
+            connection.is_counted = False
+            self._of_address -= Counter([connection.address])
 
     async def _run(self, connection: Connection) -> None:
         try:
@@ -194,9 +223,7 @@ class PeerServer:
             )
         finally:
             del self._connections[connection]
-            self._of_address[connection.address] -= 1
-            if not self._of_address[connection.address]:
-                del self._of_address[connection.address]
+            self._uncount(connection)
 
 
 async def _readable(listener: socket.socket) -> None:

@@ -7,14 +7,15 @@ peer and the kernel go on meanwhile.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import NamedTuple
 
 from holdfast.errors import PeerError
 from holdfast.peers.calling import Caller, Peer, Task, failed
-from holdfast.peers.line import Broken, Line
-from holdfast.peers.pull import Lines
+from holdfast.peers.line import Broken, Busy, Line
+from holdfast.peers.lines import Lines, Pauses
 
 
 class _Asked(NamedTuple):
@@ -39,11 +40,13 @@ class Stream:
         self._asked: deque[_Asked] = deque()
         self._left = 0
         self._tag = ""
-        self._is_cancelled = False
+        self._is_cancelled = threading.Event()
         self._line: Line | None = None
 
     def ask(self, count: int) -> None:
         """Ask for the next ``count`` bytes; a few requests may be under way."""
+        if self._line is not None and not self._asked and not self._left:
+            self._line.is_reused = True  # it was idle, and may have been closed by that
         first, self._next = self._next, self._next + count
         task = Task("GET", self._path, self._generation, span=f"bytes={first}-{self._next - 1}",
                     size_bytes=count)  # fmt: skip
@@ -75,7 +78,8 @@ class Stream:
 
     def cancel(self) -> None:
         """End it, from any thread: whoever reads finds it broken."""
-        self._is_cancelled = True
+        self._is_cancelled.set()
+        self._lines.wake()
         if (line := self._line) is not None:
             line.shut()
 
@@ -83,12 +87,14 @@ class Stream:
         """Give the connection up, unless ``confirm`` has given it back."""
         line, self._line = self._line, None
         if line is not None:
-            line.close()
+            self._lines.drop(self.peer, line)
 
-    def _open(self) -> Line:
+    def _open(self, *, fresh: bool = False) -> Line:
         if self._line is None:
-            self._line = self._lines.take(self.peer, fresh=False)
-        if self._is_cancelled:
+            self._line = self._lines.take(
+                self.peer, fresh=fresh, until_s=self._until_s(), is_over=self._is_cancelled.is_set
+            )
+        if self._line is None or self._is_cancelled.is_set():
             raise Broken("cancelled", "the pull was cancelled")
         return self._line
 
@@ -103,11 +109,17 @@ class Stream:
 
     def _hear(self) -> int:
         """The head of the next answer; how many bytes follow."""
+        pauses = Pauses(self._caller.patience, self._until_s())
         while True:
             task, signature = self._asked[0]
             try:
                 line, until_s = self._open(), self._until_s()
                 answer = self._caller.hear(line, self.peer, task, signature, until_s)
+            except Busy:
+                self.close()
+                self._is_cancelled.wait(pauses.next_s(self.peer, task))
+                self._renew()
+                continue
             except Broken as broken:
                 if not self._may_renew():
                     raise self._failed(broken, task) from broken
@@ -128,7 +140,7 @@ class Stream:
 
     def _may_renew(self) -> bool:
         """Whether the line had been closed while it was idle, in which no fault is."""
-        return self._line is not None and self._line.is_reused and not self._is_cancelled
+        return self._line is not None and self._line.is_reused and not self._is_cancelled.is_set()
 
     def _renew(self) -> None:
         """Ask for all that was not answered over a fresh line, in order."""
@@ -136,7 +148,7 @@ class Stream:
         tasks = [asked.task for asked in self._asked]
         self._asked.clear()
         try:
-            self._line = self._lines.take(self.peer, fresh=True)
+            self._open(fresh=True)
         except Broken as broken:
             raise self._failed(broken, tasks[0]) from broken
         for task in tasks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from typing import Any, SupportsIndex
 
 from holdfast.errors import UsageError
@@ -18,6 +19,10 @@ from holdfast.policy.retention import Keep
 MAX_STEP = (1 << 53) - 1
 #: As many hosts as a group can have.
 MAX_PARITY = 128
+#: Bytes a second: with less, hosts wait longer for each other than they take for a failure.
+LEAST_PARITY_RATE = 4_000_000
+_RATE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,3})?)([KMG]?)")
+_TIMES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def _whole(value: Any) -> int | None:
@@ -72,6 +77,21 @@ def count_of_saves(name: str, value: SupportsIndex | None) -> int | None:
     if number is None or not 0 <= number <= MAX_STEP:
         raise UsageError(f"{name}={value!r}: a number of saves from 0 on is needed, or None")
     return number
+
+
+def parity_rate(name: str, text: str) -> int:
+    """Bytes a second as people write them: "500M" is 500,000,000; 0 for "". UsageError else."""
+    said = text.strip().upper()
+    if not said:
+        return 0
+    found = _RATE.fullmatch(said)
+    rate = int(float(found[1]) * _TIMES[found[2]]) if found else 0
+    if rate < LEAST_PARITY_RATE:
+        raise UsageError(
+            f"{name}={text!r:.100}: say how many bytes a second parity may take of the network, "
+            f"such as 500M, and {LEAST_PARITY_RATE // 10**6}M or more"
+        )
+    return rate
 
 
 def claim(name: str, value: Any) -> bool:

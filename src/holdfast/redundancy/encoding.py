@@ -15,10 +15,10 @@ from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.tables import BlockTable, table_offset
 from holdfast.peers.calling import Peer, failed
 from holdfast.peers.client import Wanted
+from holdfast.peers.names import generation_name, image_path
 from holdfast.peers.stream import Stream
 from holdfast.redundancy.capacity import WINDOW_BYTES
 from holdfast.redundancy.erasure import Coder
-from holdfast.redundancy.paths import generation_name, image_path
 from holdfast.redundancy.records import ImageFact, Terms
 from holdfast.redundancy.stripes import Part, Source, stripes
 from holdfast.redundancy.waiting import Fetcher, Halt

@@ -17,11 +17,11 @@ from pathlib import Path
 from holdfast.errors import Fenced, HoldfastError, NotProtected, UsageError
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
+from holdfast.peers.names import generation_name
 from holdfast.redundancy.backends import chosen
 from holdfast.redundancy.capacity import WINDOW_BYTES, passing_bytes, staging_bytes
 from holdfast.redundancy.encoding import Encoder
 from holdfast.redundancy.erasure import Coder
-from holdfast.redundancy.paths import generation_name
 from holdfast.redundancy.records import Terms, seal
 from holdfast.redundancy.stripes import Kept, Placement, stored_by
 from holdfast.redundancy.waiting import Budget, Ended, Fetcher, Halt

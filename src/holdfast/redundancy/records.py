@@ -19,7 +19,7 @@ from itertools import pairwise
 import msgspec
 
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
-from holdfast.format.checksum import Buffer, block_count, checksum, text
+from holdfast.format.checksum import BLOCK_BYTES, Buffer, block_count, checksum, text
 from holdfast.format.image import MAX_HEADER_BYTES, PAGE_BYTES
 from holdfast.format.manifest import MAX_IMAGE_BYTES, MAX_NUMBER, Generation
 from holdfast.format.tables import table_offset
@@ -95,7 +95,7 @@ class ParityRecord(msgspec.Struct, frozen=True):
 def placement_of(members: tuple[MemberFact, ...], parity: int) -> Placement:
     """The arithmetic of a group. UsageError where it can lose all its members."""
     sizes = tuple(tuple(image.coded_bytes for image in member.images) for member in members)
-    return Placement(sizes, parity)
+    return Placement(sizes, parity, BLOCK_BYTES)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
 from holdfast.peers import refusals
 from holdfast.peers.calling import Peer, Task, failed
 from holdfast.peers.client import Wanted
+from holdfast.peers.names import generation_name, note_path, window_path
 from holdfast.redundancy.capacity import DEPTH, WINDOW_BYTES
-from holdfast.redundancy.paths import generation_name, note_path, window_path
 from holdfast.redundancy.records import Terms
 from holdfast.redundancy.stripes import Kept
 from holdfast.redundancy.waiting import Fetcher, Halt

@@ -16,12 +16,14 @@ import msgspec
 
 from holdfast.errors import UsageError
 from holdfast.peers.secret import secret_from_environment
+from holdfast.policy.arguments import parity_rate
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import boot_id
 from holdfast.world import World, agree, host_id, tell_all
 
 ADDRESS = "HOLDFAST_HOST_ADDRESS"
 DOMAIN = "HOLDFAST_FAILURE_DOMAIN"
+PARITY_RATE = "HOLDFAST_PARITY_RATE"
 LOOPBACK = "127.0.0.1"
 _SECRET_BYTES = 32
 #: How long a keeper waits for the coordinator once the run has begun: saves are many.
@@ -39,15 +41,21 @@ class HostFact(msgspec.Struct, frozen=True):
     address: str
     domain: str = ""
     """A rack, a switch, a power feed: what it may fail with."""
+    parity_rate: int = 0
+    """Bytes a second, at most, that parity may take of its network; 0: no bound."""
 
     @classmethod
     def of_this(cls, ranks: int) -> HostFact:
-        """For the host of this process, in a run of so many ranks."""
+        """For the host of this process, in a run of so many ranks.
+
+        UsageError for a setting that means nothing.
+        """
         address = os.environ.get(ADDRESS, "").strip()
         domain = os.environ.get(DOMAIN, "").strip()
         if not address and not _are_all_here(ranks):
             address = _outward_address()
-        return cls(host_id(), boot_id(), address, domain)
+        rate = parity_rate(PARITY_RATE, os.environ.get(PARITY_RATE, ""))
+        return cls(host_id(), boot_id(), address, domain, rate)
 
 
 def _are_all_here(ranks: int) -> bool:
@@ -191,7 +199,10 @@ def hosts_of(facts: Sequence[HostFact], rank: int, *, were_more: bool = False) -
                 f"{address or 'none'}): set HOLDFAST_HOST_ADDRESS to it there, or MASTER_ADDR to "
                 "an address and no name of the host itself"
             )
-        domain = facts[numbers[0]].domain
-        table.append(m.HostPlace(id=id_, ranks=tuple(numbers), address=address, domain=domain))
+        fact = facts[numbers[0]]
+        table.append(m.HostPlace(
+            id=id_, ranks=tuple(numbers), address=address, domain=fact.domain,
+            parity_rate=fact.parity_rate,
+        ))  # fmt: skip
     own = list(ranks).index(facts[rank].id)
     return Hosts(tuple(table), own)

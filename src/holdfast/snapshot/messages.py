@@ -40,6 +40,8 @@ class HostPlace(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     domain: str = ""
     """What it fails together with: HOLDFAST_FAILURE_DOMAIN there."""
+    parity_rate: int = 0
+    """Bytes a second, at most, that it takes for parity (HOLDFAST_PARITY_RATE); 0: no bound."""
     port: int = 0
     """Where its keeper serves its peers."""
     control_port: int = 0

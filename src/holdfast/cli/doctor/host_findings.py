@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from holdfast.cli.doctor.facts import Facts, Host, Place, Torch
 from holdfast.cli.doctor.finding import Finding
+from holdfast.errors import UsageError
 from holdfast.observe.units import count_text, size_text
+from holdfast.policy.arguments import parity_rate
 
 #: A run keeps this many images of each rank in shared memory, and one more with parity.
 SLOTS = 3
@@ -25,6 +27,7 @@ SETTINGS = (
     "HOLDFAST_HOST_ID",
     "HOLDFAST_HOST_ADDRESS",
     "HOLDFAST_FAILURE_DOMAIN",
+    "HOLDFAST_PARITY_RATE",
     "HOLDFAST_SECRET_FILE",
     "HOLDFAST_LOG",
     "HOLDFAST_KEEPER_IDLE_S",
@@ -243,6 +246,8 @@ def _setting_fault(name: str, value: str) -> str:
         return "give a number of seconds"
     if name == "HOLDFAST_ARENA_BYTES" and not _is_bytes(value):
         return "give a number of bytes, such as 8589934592 for 8 GiB"
+    if name == "HOLDFAST_PARITY_RATE" and not _is_parity_rate(value):
+        return "give bytes a second, such as 500M, and 4M or more"
     if name == "HOLDFAST_RUN_ID" and not _is_file_name(value):
         return "it names a directory: give letters, digits, - and _, not beginning with a dot"
     return ""
@@ -258,6 +263,13 @@ def _is_seconds(text: str) -> bool:
 def _is_bytes(text: str) -> bool:
     said = text.strip()
     return not said or (said.isascii() and said.isdigit() and int(said) > 0)
+
+
+def _is_parity_rate(text: str) -> bool:
+    try:
+        return parity_rate("", text) >= 0
+    except UsageError:
+        return False
 
 
 def _is_file_name(text: str) -> bool:

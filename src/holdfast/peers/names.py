@@ -1,8 +1,14 @@
-"""PURE. The names under which keepers offer each other images, parity and records: a contract."""
+"""PURE. The names under which keepers offer each other what they have: a contract.
+
+Keepers of one run may be of two versions, so these never change.
+"""
 
 from __future__ import annotations
 
 from holdfast.format.manifest import Generation
+
+INVENTORY = "/inventory"
+"""A document: ``snapshot.messages.Holding``, as MessagePack."""
 
 
 def generation_name(generation: Generation) -> str:
@@ -13,6 +19,11 @@ def generation_name(generation: Generation) -> str:
 def image_path(attempt: str, rank: int) -> str:
     """A rank's image, from its first byte to its last."""
     return f"/images/{attempt}/{rank}"
+
+
+def layout_path(hash_: str) -> str:
+    """A document: the bytes of a layout."""
+    return f"/layouts/{hash_}"
 
 
 def parity_path(attempt: str, stripe: int, row: int) -> str:

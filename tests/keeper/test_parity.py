@@ -1,0 +1,176 @@
+"""A host's part in protecting: it begins when all are ready, and keeps to its rate."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from exchanging import ATTEMPT, MIB, fact_of, make_image
+from holdfast.format.manifest import Generation
+from holdfast.keeper import control
+from holdfast.keeper.background import Background
+from holdfast.keeper.memory import Memory
+from holdfast.keeper.network import LIMITS, Network
+from holdfast.keeper.parity import Parity
+from holdfast.peers.names import image_path
+from holdfast.redundancy.exchange import PATIENCE_S
+from holdfast.redundancy.records import MemberFact
+from holdfast.snapshot import messages as m
+from peering import GENERATION, SECRET
+
+INCARNATION, TURN, M = 5, 7, 10**6
+STEP = Generation(*map(int, GENERATION.split("-")))
+
+
+class Keeper:
+    """One host: an image that it offers, and its parity. Made and used on a loop."""
+
+    def __init__(self, directory: Path, number: int, size: int) -> None:
+        directory.mkdir(mode=0o700)
+        self.directory, self.rank = directory, number
+        self.image = make_image(number, size)
+        self.network = Network(SECRET, f"h{number}", "127.0.0.1")
+        self.fact = MemberFact(self.network.name, (fact_of(number, self.image),))
+        self.memory = Memory(directory, "run")
+        self.said: list[control.Fact] = []
+        self.parity = Parity(self.memory, Background(), lambda: None)
+
+    async def serve(self) -> m.HostPlace:
+        await self.network.listen()
+        self.network.begin(INCARNATION)
+        path = self.directory / "image"
+        path.touch(0o600)
+        path.write_bytes(self.image)
+        self.network.peers.offer_file(
+            image_path(ATTEMPT, self.rank), path, offset_bytes=0, length_bytes=len(self.image),
+            generation=GENERATION,
+        )  # fmt: skip
+        self.parity.serve(self.network, INCARNATION)
+        return m.HostPlace(
+            id=self.network.name, ranks=(self.rank,), address="127.0.0.1", port=self.network.port
+        )
+
+    def served(self, kind: str) -> int:
+        return self.network.peers.statistics()[kind]
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    for _ in range(2000):
+        if holds():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError(f"did not come: {what}")
+
+
+def order_of(keepers: Sequence[Keeper], parity: int = 1, turn: int = TURN) -> control.MakeParity:
+    return control.MakeParity(
+        turn=turn, half=0, incarnation=STEP.incarnation, step=STEP.step, attempt=ATTEMPT,
+        world=len(keepers), layout="0" * 32, parity=parity,
+        members=tuple(keeper.fact for keeper in keepers), ports=(0,) * len(keepers),
+    )  # fmt: skip
+
+
+async def with_keepers(
+    directory: Path, sizes: Sequence[int],
+    play: Callable[[list[Keeper], list[m.HostPlace]], object],
+) -> None:  # fmt: skip
+    """Play with keepers of hosts with images of these sizes."""
+    keepers = [Keeper(directory / f"h{n}", n, size) for n, size in enumerate(sizes)]
+    try:
+        hosts = [await keeper.serve() for keeper in keepers]
+        coming = play(keepers, hosts)
+        assert asyncio.iscoroutine(coming)
+        await coming
+    finally:
+        for keeper in keepers:
+            keeper.parity.serve(None, INCARNATION)
+            await keeper.network.close()
+
+
+def said(keepers: Sequence[Keeper], kind: type[control.Fact]) -> bool:
+    """Whether all of them have said this last."""
+    return all(keeper.said and isinstance(keeper.said[-1], kind) for keeper in keepers)
+
+
+def test_a_host_has_its_memory_before_anybody_reads_and_begins_when_it_is_told(
+    tmp_path: Path,
+) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+        late = keepers[-1]
+        for keeper in keepers:
+            keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
+        await until(lambda: said(keepers, control.ParityReady), "memory of all")
+        assert all(keeper.memory.parity_bytes > 2 * MIB for keeper in keepers)
+        for keeper in keepers:
+            keeper.parity.begin(TURN - 1)  # of a turn that is over
+        await asyncio.sleep(0.05)
+        assert not any(keeper.served("connections") for keeper in keepers)
+        for keeper in keepers[:-1]:
+            keeper.parity.begin(TURN)
+        await until(lambda: said(keepers[:-1], control.ParityMade), "all but one")
+        assert said([late], control.ParityReady)
+        late.parity.begin(TURN)
+        await until(lambda: said(keepers, control.ParityMade), "the last one")
+        assert all(len(keeper.parity.rows()) == 1 for keeper in keepers)
+
+    asyncio.run(with_keepers(tmp_path, [3 * MIB, 2 * MIB, 3 * MIB], play))
+
+
+def test_who_waits_for_the_others_can_be_called_off(tmp_path: Path) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+        keeper = keepers[0]
+        keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
+        await until(lambda: said([keeper], control.ParityReady), "its memory")
+        keeper.parity.give_up("no network")
+        await until(lambda: said([keeper], control.ParityNotMade), "its end")
+        assert keeper.said[-1] == control.ParityNotMade(turn=TURN, reason="no network")
+        assert not keeper.parity.rows() and not keepers[1].served("connections")
+        for turn in (TURN + 1, TURN + 2):  # the second, before the first was told to begin
+            for one in keepers:
+                one.parity.make(order_of(keepers, turn=turn), hosts, one.said.append)
+        await until(lambda: said(keepers, control.ParityReady), "the next turn")
+        for one in keepers:
+            one.parity.begin(TURN + 2)
+        await until(lambda: said(keepers, control.ParityMade), "its rows")
+
+    asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
+
+
+def test_a_keeper_waits_for_a_peer_longer_than_the_peer_waits_for_a_third(tmp_path: Path) -> None:
+    async def play(keepers: list[Keeper], _: list[m.HostPlace]) -> None:
+        assert keepers[0].network.peers._service.limits is LIMITS
+        assert LIMITS.progress_s > 2 * PATIENCE_S
+        assert keepers[0].parity.port == keepers[0].network.port > 0
+        keepers[0].parity.serve(None, INCARNATION)
+        assert keepers[0].parity.port == 0
+
+    asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
+
+
+def test_no_more_is_read_and_sent_for_parity_than_the_coordinator_allows(
+    tmp_path: Path,
+) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+        order = msgspec.structs.replace(order_of(keepers), rate_bytes_s=7 * M)
+        for keeper in keepers:
+            keeper.parity.make(order, hosts, keeper.said.append)
+        await until(lambda: said(keepers, control.ParityReady), "memory of all")
+        assert all(rates(keeper) == (7 * M, 7 * M) for keeper in keepers)
+        began_s = time.monotonic()
+        for keeper in keepers:
+            keeper.parity.begin(TURN)
+        await until(lambda: said(keepers, control.ParityMade), "rows of all")
+        assert time.monotonic() - began_s > 0.3  # of 3 MiB, and some at once
+        assert all(rates(keeper) == (None, None) for keeper in keepers)
+
+    asyncio.run(with_keepers(tmp_path, [3 * MIB] * 3, play))
+
+
+def rates(keeper: Keeper) -> tuple[int | None, int | None]:
+    """What it may pull now for parity, and send."""
+    sender = keeper.network.peers._service.sender
+    return keeper.parity._budget.rate_bytes_s, sender._bucket.rate_bytes_s
