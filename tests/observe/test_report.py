@@ -299,3 +299,22 @@ def test_what_is_protected_and_what_losses_that_survives_is_said(tmp_path: Path)
     shown = rendered(report)
     assert "protected snapshots of the last start survive any 1 of 4 hosts" in shown
     assert f"not protected 1-1: {told}" in shown
+
+
+def test_what_was_found_damaged_in_memory_is_listed_with_what_came_of_it(tmp_path: Path) -> None:
+    write(
+        tmp_path, "keeper-a.jsonl",
+        events.DamageFound(
+            incarnation=1, step=7, host="a", what="image", name="rank 2", size_bytes=1 << 20,
+            outcome="repaired",
+        ),
+        events.DamageFound(
+            incarnation=1, step=7, host="a", what="parity", name="row 0 of stripe 1",
+            size_bytes=1 << 20, outcome="dropped", reason="no other host is in reach",
+        ),
+    )  # fmt: skip
+    report = read_report(tmp_path)
+    assert [one.outcome for one in report.damages] == ["repaired", "dropped"]
+    shown = rendered(report)
+    assert "damaged in the memory of a: image (rank 2) of 1-7" in shown
+    assert "dropped, no other host is in reach" in shown

@@ -20,7 +20,7 @@ from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
 from holdfast.observe.divergence import divergence_of
-from holdfast.observe.report import KeeperLoss, Protection, Report, Restore, Save, Start
+from holdfast.observe.report import Damage, KeeperLoss, Protection, Report, Restore, Save, Start
 
 Progress = Callable[[int, int], None]
 
@@ -156,6 +156,7 @@ class _Fold:
         self._broke: list[str] = []
         self._warned: list[str] = []
         self._unprotected: list[str] = []
+        self._damages: list[Damage] = []
 
     def line(self, line: bytes) -> None:
         try:
@@ -185,6 +186,11 @@ class _Fold:
                 self._differ[event.leaf].append(event)
             case events.CheckpointPruned():
                 self._pruned += 1
+            case events.DamageFound():
+                self._damages.append(Damage(
+                    event.incarnation, event.step, event.host, event.what, event.name,
+                    event.size_bytes, event.outcome, event.reason, time_s,
+                ))  # fmt: skip
             case events.Warned():
                 self._warned.append(event.message)
             case events.SinkFailed():
@@ -243,6 +249,7 @@ class _Fold:
                 for n, event in sorted(self._planned.items())
             ),
             unprotected=tuple(dict.fromkeys(self._unprotected)),
+            damages=tuple(sorted(self._damages, key=lambda one: one.time_s)),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
         )
 
