@@ -94,6 +94,14 @@ class SnapshotNotProtected(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class ImageRebuilt(Event, frozen=True, kw_only=True):
+    """An image that a lost host had was decoded; ``host`` keeps it now, to be protected anew."""
+
+    host: str
+    elapsed_s: float
+    size_bytes: int
+
+
 class ProtectionPlanned(Event, frozen=True, kw_only=True):
     """How the hosts of this start protect each other's snapshots.
 
@@ -186,6 +194,21 @@ class SourceDropped(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class DamageFound(Event, frozen=True, kw_only=True):
+    """Bytes that lay sealed in the memory of ``host`` changed by themselves, and were found.
+
+    ``what``: "image" or "parity"; ``name``: which of the generation. ``outcome``: "repaired" from
+    peers, or "dropped", for this ``reason``: it is neither restored from nor made durable then.
+    """
+
+    host: str
+    what: str
+    name: str
+    size_bytes: int
+    outcome: str
+    reason: str = ""
+
+
 class KeeperStarted(Event, frozen=True, kw_only=True):
     """A keeper answers on this host."""
 
@@ -239,10 +262,10 @@ class Warned(Event, frozen=True, kw_only=True):
 
 AnyEvent = (
     RunStarted | SaveReturned | FenceWaited | ImageCaptured | ImagePassed | SnapshotCaptured
-    | SnapshotProtected | SnapshotNotProtected | ProtectionPlanned | SnapshotMissed | ReplicasDiffer
-    | ImageDurable | CheckpointPublished | PersistBroke
-    | CheckpointPruned | Restored | SourceDropped | KeeperStarted | KeeperLost | KeeperStopped
-    | RequestsRefused | ValuesDiffer | SinkFailed | Warned
+    | SnapshotProtected | SnapshotNotProtected | ImageRebuilt | ProtectionPlanned | SnapshotMissed
+    | ReplicasDiffer | ImageDurable | CheckpointPublished | PersistBroke
+    | CheckpointPruned | Restored | SourceDropped | DamageFound | KeeperStarted | KeeperLost
+    | KeeperStopped | RequestsRefused | ValuesDiffer | SinkFailed | Warned
 )  # fmt: skip
 
 Sink = Callable[[Event, float], None]

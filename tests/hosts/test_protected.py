@@ -137,3 +137,43 @@ def test_of_two_hosts_either_goes_on_alone_from_memory(
         lives.start(1, 100_000, storage=100_000, hosts=(left,), options=PARITY)
         again, source = lives.wait_restored(1)
         assert source == "memory" and step + 15 <= again <= completed
+
+
+@pytest.mark.timeout(200)
+def test_what_was_restored_is_protected_again_before_anything_new_is_saved(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    root, hosts = tmp_path / "run", ("a", "b", "c")
+    with Lives(root, seed=35) as lives:
+        lives.start(3, 100_000, storage=100_000, hosts=hosts, options=PARITY)
+        lives.wait_restored(3)
+        wait_protected(lives, root, 1)
+        lose(lives, arena_dir, hosts, "c")
+        lives.end(3)
+        # Nobody trains: the ranks stand where they are until they are killed.
+        lives.start(2, 100_000, storage=100_000, hosts=("a", "b"), options=PARITY, pause_s=1e6)
+        first, source = lives.wait_restored(2)
+        assert source == "memory"
+        wait_protected_again(lives, root, first)
+        lose(lives, arena_dir, ("a", "b"), "b")
+        assert lives.end(2) == -1  # no step was taken
+        lives.start(1, 100_000, storage=100_000, hosts=("a",), options=PARITY)
+        assert lives.wait_restored(1) == (first, "memory")
+    (rebuilt,) = events_of(root, "ImageRebuilt")
+    assert (rebuilt["rank"], rebuilt["step"]) == (2, first)
+
+
+def wait_protected_again(lives: Lives, root: Path, step: int) -> None:
+    """Wait until generation 1-``step`` is told to be protected for a second time."""
+    deadline = time.monotonic() + 60
+    while True:
+        told = [
+            e for e in events_of(root, "SnapshotProtected")
+            if (e["incarnation"], e["step"]) == (1, step)
+        ]  # fmt: skip
+        if len(told) > 1:
+            return
+        lives.raise_errors()
+        why = [e["reason"] for e in events_of(root, "SnapshotNotProtected")]
+        assert time.monotonic() < deadline, why[-3:]
+        time.sleep(0.05)

@@ -17,16 +17,17 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from holdfast.format.manifest import Generation
 from holdfast.keeper.doors import MOST_SILENT
 from holdfast.observe.fold import read_report
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller, Wanted
 from holdfast.peers.connection import Limits
 from holdfast.peers.control import MOST_STRANGERS, call
+from holdfast.peers.names import INVENTORY, generation_name, image_path
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import SlotFile, arena_dir
 from holdfast.snapshot.client import KeeperClient, connect_socket
-from holdfast.snapshot.offered import INVENTORY, generation_name, image_path
 from host_pairs import SECRET, Run
 from keepers import RUN, hear
 from leftovers import keeper_pids
@@ -70,7 +71,7 @@ class Served:
 
     def doors(self, number: int) -> Doors:
         image = image_path(self.attempt, number)
-        return Doors.of(self.run, number, generation_name(self.run.n, self.step), image)
+        return Doors.of(self.run, number, generation_name(Generation(self.run.n, self.step)), image)
 
     def peer(self, number: int) -> Peer:
         place = self.run.table[number]
@@ -94,7 +95,7 @@ class Served:
             slot.image[: len(data)] = data
             slot.close()
             path = image_path(self.attempt, number)
-            generation = generation_name(self.run.n, self.step)
+            generation = generation_name(Generation(self.run.n, self.step))
             wanted = Wanted(self.peer(number), path, generation, 0, memoryview(found))
             self.puller.pull([wanted], within_s=SOON_S)
             assert found == data

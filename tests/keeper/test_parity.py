@@ -15,6 +15,7 @@ from holdfast.keeper import control
 from holdfast.keeper.background import Background
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.network import LIMITS, Network
+from holdfast.keeper.offering import Offering
 from holdfast.keeper.parity import Parity
 from holdfast.peers.names import image_path
 from holdfast.redundancy.exchange import PATIENCE_S
@@ -37,7 +38,7 @@ class Keeper:
         self.fact = MemberFact(self.network.name, (fact_of(number, self.image),))
         self.memory = Memory(directory, "run")
         self.said: list[control.Fact] = []
-        self.parity = Parity(self.memory, Background(), lambda: None)
+        self.parity = Parity(self.memory, Background(), Offering(self.memory))
 
     async def serve(self) -> m.HostPlace:
         await self.network.listen()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -9,12 +10,12 @@ from typing import Any, get_args
 import pytest
 
 from holdfast.events import Event, subscribe
-from holdfast.keeper import control
+from holdfast.keeper import control, replacing
 from holdfast.keeper.protecting import Protecting
 from holdfast.redundancy.records import ImageFact, MemberFact
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.attempts import Attempt, Attempts
-from holdfast.snapshot.slots import slot_id_of
+from holdfast.snapshot.slots import Slot, Slots, number_of, slot_id_of
 
 HOSTS = tuple(m.HostPlace(id=f"h{n}", ranks=(n,)) for n in range(3))
 
@@ -27,6 +28,7 @@ class FakeParity:
         self.orders: list[control.MakeParity] = []
         self.begun: list[int] = []
         self.given_up: list[str] = []
+        self.dropped: list[int] = []
         self.tell: Any = None
         self.port = 0
         self.is_dropped = False
@@ -50,9 +52,12 @@ class FakeParity:
     def drop(self) -> None:
         self.is_dropped = True
 
+    def drop_half(self, half: int) -> None:
+        self.dropped.append(half)
+
     def keep(self, attempt: str, half: int, *members: str) -> None:
         record = SimpleNamespace(attempt=attempt, parity=1)
-        self.kept.append(SimpleNamespace(half=half, members=members, record=record))
+        self.kept.append(SimpleNamespace(half=half, members=members, record=record, images={}))
 
 
 def member(number: int) -> MemberFact:
@@ -66,10 +71,16 @@ class Play:
     def __init__(self) -> None:
         self.attempts = Attempts()
         self.coordinator = SimpleNamespace(
-            attempts=self.attempts, away={}, adopted=True, incarnation=2, pin_again=lambda: None
+            attempts=self.attempts,
+            away={},
+            adopted=True,
+            incarnation=2,
+            pin_again=lambda: None,
+            slots=Slots(self.attempts),
         )
         self.said: list[tuple[int, control.Fact]] = []
         self.told: list[m.Message] = []
+        self.carried: list[Any] = []
         self.parity = FakeParity()
         hands: Any = SimpleNamespace(
             say_host=lambda host, fact: self.said.append((host, fact)), port_of=lambda host: host
@@ -77,7 +88,7 @@ class Play:
         ranks: Any = SimpleNamespace(tell=lambda message, _: self.told.append(message))
         parity: Any = self.parity
         coordinator: Any = self.coordinator
-        self.protecting = Protecting(coordinator, ranks, hands, parity)
+        self.protecting = Protecting(coordinator, ranks, hands, parity, self.carried.extend)
         self.protecting.begin(HOSTS)
 
     def hold(self, id_: str, step: int, *, incarnation: int = 2, lost: int = 0) -> None:
@@ -85,6 +96,9 @@ class Play:
         attempt = Attempt(id_, incarnation, step, 3, "l", phase="complete")
         attempt.slots = {rank: slot_id_of(rank, step) for rank in range(lost, 3)}
         self.attempts[id_] = attempt
+        for rank, number in attempt.slots.items():
+            slot = Slot(number, 1 << 21, "captured", id_, rank, 8192)
+            self.coordinator.slots[number] = slot
 
     def capture(self, id_: str, step: int) -> None:
         self.hold(id_, step)
@@ -386,3 +400,170 @@ def test_whatever_keepers_say_to_each_other_is_understood_by_one_of_them() -> No
     kinds = set(control.Fact.__subclasses__())
     assert kinds == {*get_args(control.ToHand), *get_args(control.ToCoordinator)}
     assert control.from_coordinator(control.pack(control.DropParity())) == control.DropParity()
+
+
+# ── what lost hosts had ──────────────────────────────────────────────────────────────────────
+
+
+def restored(play: Play, *, size: int = 8192) -> None:
+    """Generation 1-7 was restored from, whose image of rank 0 no host has; rank 0 is here now."""
+    play.hold("restored", 7, incarnation=1, lost=1)
+    play.attempts.pinned = "restored"
+    images = dict.fromkeys(range(3), size)
+    kept = control.HeldRows(
+        half=0, attempt="restored", members=("h0", "h1", "h2"), parity=1, images=images
+    )  # fmt: skip
+    play.protecting.attached("h1", (kept,))
+    play.protecting.attached("h2", (kept,))
+
+
+def orders(play: Play) -> list[tuple[int, control.Rebuild]]:
+    return [(host, fact) for host, fact in play.said if isinstance(fact, control.Rebuild)]
+
+
+def rebuilt(order: control.Rebuild) -> control.Rebuilt:
+    return control.Rebuilt(
+        slot=order.slot, attempt=order.attempt, rank=order.rank, image_bytes=8192,
+        header_xxh3="a" * 16, table_xxh3="b" * 16,
+    )  # fmt: skip
+
+
+def free_slot(play: Play, host: int, number: int = 99) -> Slot:
+    slot = play.coordinator.slots[slot_id_of(host, number)] = Slot(
+        slot_id_of(host, number), 1 << 21, "free"
+    )
+    return slot
+
+
+def test_an_image_that_is_lost_is_decoded_and_what_was_restored_from_is_protected_at_once(
+    play: Play,
+) -> None:
+    slot = free_slot(play, 1)
+    restored(play)
+    play.protecting.ask(1)
+    ((host, order),) = orders(play)
+    assert (host, order.slot, order.rank) == (1, 99, 0)
+    assert order.places == {1: "h1", 2: "h2"}
+    assert play.coordinator.slots.is_kept(slot) and slot.state == "granted"
+    play.protecting.hear("h1", rebuilt(order))
+    assert play.attempts["restored"].is_whole and slot.state == "captured"
+    play.tell_heads()
+    assert play.parity.orders[-1].attempt == "restored"
+    # In the half that does not hold the rows it was decoded from.
+    assert play.parity.orders[-1].half == 1
+
+
+def test_earlier_rows_of_what_is_protected_anew_are_given_up_by_all_before_it_is_told(
+    play: Play, events: list[Event]
+) -> None:
+    free_slot(play, 1)
+    restored(play)
+    play.protecting.ask(1)
+    play.protecting.hear("h1", rebuilt(orders(play)[0][1]))
+    play.tell_heads()
+    play.make(0, 1, 2)
+    dropped = [(host, f) for host, f in play.said if isinstance(f, control.DropRows)]
+    assert [(host, fact.half) for host, fact in dropped] == [(1, 0), (2, 0)]
+    assert play.parity.dropped == [0]
+    play.protecting.hear("h1", control.RowsDropped(turn=play.turn))
+    assert not named(events, "SnapshotProtected") and play.attempts.pinned
+    play.protecting.hear("h2", control.RowsDropped(turn=play.turn))
+    (told,) = named(events, "SnapshotProtected")
+    assert (told.incarnation, told.step) == (1, 7) and play.attempts.pinned is None
+
+
+def test_a_lost_image_is_given_up_for_something_newer_and_its_slot_is_free_again(
+    play: Play,
+) -> None:
+    slot = free_slot(play, 1)
+    restored(play)
+    play.protecting.ask(1)
+    ((_, order),) = orders(play)
+    play.capture("new", 8)
+    assert slot.state == "free" and (1, give_up(play)) in play.said
+    play.protecting.hear("h1", rebuilt(order))  # too late: its slot may be another's
+    assert not play.attempts["restored"].is_whole and slot.state == "free"
+    play.tell_heads()
+    assert play.parity.orders[-1].attempt == "new"
+
+
+def give_up(play: Play) -> control.GiveUpRebuild:
+    return next(fact for _, fact in play.said if isinstance(fact, control.GiveUpRebuild))
+
+
+def test_a_lost_image_that_cannot_be_decoded_is_told_and_tried_again_a_few_times(
+    play: Play, events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    free_slot(play, 1)
+    restored(play)
+    play.protecting.ask(1)
+    for turn in range(1, replacing.TRIES + 1):
+        assert len(orders(play)) == turn
+        order = orders(play)[-1][1]
+        failed = control.NotRebuilt(slot=order.slot, attempt="restored", reason="h2 is silent")
+        play.protecting.hear("h1", failed)
+        play.protecting.look()
+        now_s += 6.0
+        play.protecting.look()
+    assert len(orders(play)) == replacing.TRIES
+    told = named(events, "SnapshotNotProtected")
+    assert len(told) == replacing.TRIES and "on h1: h2 is silent" in told[0].reason
+    assert play.attempts.must_stay(play.attempts["restored"])
+
+
+def test_a_slot_is_made_for_a_lost_image_where_none_is_free_and_none_is_taken_that_is_needed(
+    play: Play, events: list[Event]
+) -> None:
+    restored(play, size=100 << 20)
+    play.protecting.ask(1)
+    assert not orders(play)
+    (made,) = play.carried
+    assert made.capacity_bytes >= 100 << 20
+    slot = play.coordinator.slots[made.slot]
+    slot.free()  # it is there
+    play.protecting.look()
+    ((_, order),) = orders(play)
+    assert order.slot == number_of(made.slot)
+
+
+def test_without_memory_for_a_lost_image_it_is_told(play: Play, events: list[Event]) -> None:
+    restored(play, size=100 << 20)
+    play.protecting.ask(1)
+    del play.coordinator.slots[play.carried[0].slot]  # it could not be made
+    play.protecting.look()
+    (told,) = named(events, "SnapshotNotProtected")
+    assert "h1 has no memory for the image of rank 0" in told.reason
+
+
+def test_what_has_lost_a_row_is_protected_anew_in_the_other_half(
+    play: Play, events: list[Event]
+) -> None:
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    play.make(0, 1, 2)
+    half = play.parity.orders[-1].half
+    play.protecting.hear("h2", control.RowLost(attempt="old"))
+    assert len(play.parity.orders) == 1
+    play.protecting.hear("h2", control.RowLost(attempt="a"))
+    assert play.attempts.must_stay(play.attempts["a"])
+    play.tell_heads()
+    assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1 - half)
+    play.make(0, 1, 2)
+    assert play.parity.dropped == [half]
+    for host in ("h1", "h2"):
+        play.protecting.hear(host, control.RowsDropped(turn=play.turn))
+    assert [e.step for e in named(events, "SnapshotProtected")] == [1, 1]
+
+
+def test_no_parity_is_made_of_less_than_all_images(play: Play, events: list[Event]) -> None:
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.protecting.hear("h1", control.Heads(turn=play.turn, member=member(1)))
+    empty = MemberFact("h2", ())  # what is damaged is not told
+    play.protecting.hear("h2", control.Heads(turn=play.turn, member=empty))
+    assert not play.parity.orders
+    (told,) = named(events, "SnapshotNotProtected")
+    assert "images of ranks [2]" in told.reason

@@ -316,3 +316,22 @@ def test_what_keepers_turned_away_is_summed_by_host_and_door(tmp_path: Path) -> 
     assert "refused by the keeper of a (peers): 42 forged, 1 too large" in shown
     assert "refused by the keeper of b (socket): 3 malformed" in shown
     assert to_json(report)["refused"][1]["counts"] == {"malformed": 3}
+
+
+def test_what_was_found_damaged_in_memory_is_listed_with_what_came_of_it(tmp_path: Path) -> None:
+    write(
+        tmp_path, "keeper-a.jsonl",
+        events.DamageFound(
+            incarnation=1, step=7, host="a", what="image", name="rank 2", size_bytes=1 << 20,
+            outcome="repaired",
+        ),
+        events.DamageFound(
+            incarnation=1, step=7, host="a", what="parity", name="row 0 of stripe 1",
+            size_bytes=1 << 20, outcome="dropped", reason="no other host is in reach",
+        ),
+    )  # fmt: skip
+    report = read_report(tmp_path)
+    assert [one.outcome for one in report.damages] == ["repaired", "dropped"]
+    shown = rendered(report)
+    assert "damaged in the memory of a: image (rank 2) of 1-7" in shown
+    assert "dropped, no other host is in reach" in shown

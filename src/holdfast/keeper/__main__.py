@@ -27,6 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--idle-s", type=float, default=3600.0)
     # After SIGTERM: less than the 30 s that most of those who send it wait before they kill.
     parser.add_argument("--stop-s", type=float, default=20.0)
+    parser.add_argument("--scrub-s", type=float, default=60.0, help="between two looks at memory")
     options = parser.parse_args(argv)
 
     from holdfast.errors import ArenaError
@@ -61,6 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             idle_s=options.idle_s,
             stop_s=options.stop_s,
             arena_bytes=options.arena_bytes,
+            scrub_s=options.scrub_s,
         )
         await keeper.run()
 

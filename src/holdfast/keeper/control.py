@@ -64,6 +64,8 @@ class HeldRows(msgspec.Struct, frozen=True, kw_only=True):
     """The hosts of whose images they are made."""
     parity: int
     """Each of them keeps so many."""
+    images: dict[int, int] = {}
+    """The sizes of these images, by rank."""
 
 
 class Holds(Fact, frozen=True, kw_only=True):
@@ -189,6 +191,44 @@ class ParityNotMade(Fact, frozen=True, kw_only=True):
 
     turn: int
     reason: str
+
+
+class ImageLost(Fact, frozen=True, kw_only=True):
+    """An image in a slot was damaged, and could not be repaired: it is worth nothing."""
+
+    slot: int
+    attempt: str
+
+
+class RowLost(Fact, frozen=True, kw_only=True):
+    """A row of parity was damaged, and could not be made again: that of an attempt is not whole."""
+
+    attempt: str
+
+
+class Rebuilt(Fact, frozen=True, kw_only=True):
+    """An image that no host had is whole in this slot: decoded, checked, and offered."""
+
+    slot: int
+    attempt: str
+    rank: int
+    image_bytes: int
+    header_xxh3: str
+    table_xxh3: str
+
+
+class NotRebuilt(Fact, frozen=True, kw_only=True):
+    """It could not be decoded; nothing is written to the slot any more."""
+
+    slot: int
+    attempt: str
+    reason: str
+
+
+class RowsDropped(Fact, frozen=True, kw_only=True):
+    """What is offered here of the turn's images are its own rows, and no earlier ones."""
+
+    turn: int
 
 
 class LayoutTold(Fact, frozen=True, kw_only=True):
@@ -364,6 +404,33 @@ class GiveUpParity(Fact, frozen=True, kw_only=True):
     reason: str
 
 
+class DropRows(Fact, frozen=True, kw_only=True):
+    """All hosts have rows of this turn's images in the other half: those in this one may go."""
+
+    turn: int
+    half: int
+
+
+class Rebuild(Fact, frozen=True, kw_only=True):
+    """Decode the image of ``rank`` into this slot, which nobody else writes to.
+
+    ``places``: the hosts that have images of the attempt, by rank.
+    """
+
+    slot: int
+    attempt: str
+    rank: int
+    places: dict[int, str]
+    ports: dict[str, int] = {}
+    """Where hosts give images now, if that is not where the start agreed on."""
+
+
+class GiveUpRebuild(Fact, frozen=True, kw_only=True):
+    """Nothing more is to be decoded, and written to a slot that was given for it."""
+
+    reason: str
+
+
 class MayStop(Fact, frozen=True, kw_only=True):
     """What was to be saved before a hand stops is, or cannot be."""
 
@@ -377,12 +444,13 @@ class End(Fact, frozen=True, kw_only=True):
 ToCoordinator = (
     Holds | Came | Said | Left | Made | NotMade | RingsMade | RingsNotMade | WriterGone
     | LayoutNotKept | LayoutTold | IncarnationTold | Written | WritingEnded | RingFreed
-    | Superseded | Stopping | Heads | ParityReady | ParityMade | ParityNotMade
+    | Superseded | Stopping | Heads | ParityReady | ParityMade | ParityNotMade | RowsDropped
+    | Rebuilt | NotRebuilt | ImageLost | RowLost
 )  # fmt: skip
 ToHand = (
     Attached | Tell | HangUp | Make | MakeRings | Remove | Stamp | KeepLayout | KeepIncarnation
     | Sealed | Write | StopWriting | Watch | TellHeads | MakeParity | BeginParity | GiveUpParity
-    | DropParity | MayStop | End
+    | DropParity | DropRows | Rebuild | GiveUpRebuild | MayStop | End
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -130,6 +130,7 @@ class Hand:
         self._watched.clear()
         self._writings.stop_all("the coordinator is out of reach")
         self._parity.give_up("the coordinator is out of reach")
+        self._parity.rebuilding.give_up("the coordinator is out of reach")
         self._maker.serve(Nobody())
         for connection in list(self._trainers.values()):
             connection.hang_up()
@@ -157,6 +158,11 @@ class Hand:
             if self._line is not None and self.is_attached:
                 self._line.send(control.pack(control.Stopping()))
         return self.is_attached and not self.may_stop
+
+    def say(self, fact: control.Fact) -> None:
+        """To the coordinator, if it is in reach: whoever comes back asks what there is."""
+        if self._line is not None:
+            self._line.send(control.pack(fact))
 
     async def stop(self) -> None:
         """Follow no longer."""
@@ -210,7 +216,8 @@ class Hand:
                 await self._ended(keep_arena)
             case (
                 control.TellHeads() | control.MakeParity() | control.BeginParity()
-                | control.GiveUpParity() | control.DropParity()
+                | control.GiveUpParity() | control.DropParity() | control.DropRows()
+                | control.Rebuild() | control.GiveUpRebuild()
             ):  # fmt: skip
                 protect(self._parity, fact, self.part.hosts, lambda s: line.send(control.pack(s)))
             case control.Write() | control.StopWriting() | control.Sealed():

@@ -297,17 +297,19 @@ class Hands:
             case control.Written() | control.WritingEnded() | control.RingFreed():
                 self._hear_writing(hand, fact)
             case (
-                control.Heads()
-                | control.ParityReady()
-                | control.ParityMade()
-                | control.ParityNotMade()
-            ):
+                control.Heads() | control.ParityReady() | control.ParityMade()
+                | control.ParityNotMade() | control.RowsDropped() | control.Rebuilt()
+                | control.NotRebuilt() | control.RowLost()
+            ):  # fmt: skip
                 if self.protecting is not None:
                     self.protecting.hear(hand.name, fact)
             case control.LayoutTold() | control.IncarnationTold():
                 self._learning.hear(hand.name, fact)
             case control.Superseded(incarnation=n):
                 self._superseded(n)
+            case control.ImageLost(slot=number, attempt=attempt):
+                lost = slot_id_of(hand.host, number)
+                self._carry_out(self._coordinator.image_lost(lost, attempt))
             case control.Stopping():
                 hand.is_stopping = True
             case control.Holds():

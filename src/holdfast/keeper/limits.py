@@ -44,6 +44,7 @@ def check(message: m.Message, world: int) -> None:
             for checksum in (message.header_xxh3, message.table_xxh3):
                 if len(checksum) != 16:
                     raise UsageError(f"a checksum has 16 digits, not {len(checksum)}")
+            _within("same_since", message.same_since, -2, MAX_STEP)
             _within("the size of the sums", sum(map(len, message.sums)), 0, MAX_SUMS_BYTES)
         case m.Withdraw() | m.Decline() | m.MakeDurable() | m.Announce() | m.Explain():
             _within("step", message.step, 0, MAX_STEP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from holdfast.snapshot.slots import Slot, Writer
 
 INCARNATIONS_REMEMBERED = 256
 BEGUN = "begun"
+_FILLING_S = 5.0
+"""How long a copy into a slot is taken to go on, where nobody here hears of its end."""
 
 
 class Memory:
@@ -40,6 +43,8 @@ class Memory:
         self.run_id = run_id
         self.boot_id = boot_id()
         self.files: dict[int, SlotFile] = {}
+        self._given: dict[int, float] = {}
+        """When slots were given to ranks that may still copy into them."""
         self.parity_bytes = sum(path.stat().st_size for path in self._rows())
         """What parity takes besides."""
         self.next_number = 0
@@ -128,6 +133,21 @@ class Memory:
     def stamp(self, slot_id: int, record: SlotRecord) -> None:
         """Say in the slot itself what it is for."""
         self.files[slot_id].write_record(record)
+        self._given[slot_id] = time.monotonic()
+
+    def is_being_filled(self) -> bool:
+        """Whether slots were given to ranks just now that are not sealed; some never will be."""
+        recent_s = time.monotonic() - _FILLING_S
+        self._given = {
+            slot: given_s for slot, given_s in self._given.items()
+            if given_s > recent_s and not self._is_captured(slot)
+        }  # fmt: skip
+        return bool(self._given)
+
+    def _is_captured(self, slot_id: int) -> bool:
+        file = self.files.get(slot_id)
+        record = None if file is None else file.read_record()
+        return record is None or record.state == "captured"
 
     def scan(self) -> tuple[list[Slot], list[Attempt]]:
         """What an earlier keeper left: slots, and attempts with the images they have."""

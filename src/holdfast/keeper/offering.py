@@ -74,8 +74,8 @@ class Offering:
         if self._server is not None and self._is_stale:
             self._offer_inventory()
 
-    def rows_changed(self) -> None:
-        """Other rows of parity are kept than before."""
+    def holdings_changed(self) -> None:
+        """Other images are to be believed, or other rows of parity are kept, than before."""
         if self._server is not None:
             self._offer_inventory()
 

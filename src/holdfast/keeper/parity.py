@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from holdfast.errors import ArenaError, HoldfastError, NotProtected
 from holdfast.events import Warned, emit
@@ -18,6 +19,8 @@ from holdfast.keeper import control
 from holdfast.keeper.background import Background
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.network import Network
+from holdfast.keeper.offering import Offering
+from holdfast.keeper.rebuilding import Rebuilding
 from holdfast.keeper.rows import HALVES, KeptRow, RowMemory
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
@@ -26,11 +29,14 @@ from holdfast.peers.offering import Offering as ThreadOffering
 from holdfast.peers.server import PeerServer
 from holdfast.redundancy.capacity import staging_bytes
 from holdfast.redundancy.exchange import Exchange, Room
-from holdfast.redundancy.records import ImageFact, MemberFact, Terms
+from holdfast.redundancy.records import ImageFact, MemberFact, ParityRecord, Terms
 from holdfast.redundancy.stripes import stored_by
 from holdfast.redundancy.waiting import Budget
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import IMAGE_START
+
+if TYPE_CHECKING:  # only where something is lost
+    from holdfast.keeper.mending import Reached
 
 Told = Callable[[control.Fact], None]
 READY_S = 600.0
@@ -40,14 +46,18 @@ READY_S = 600.0
 class Parity:
     """On the keeper's loop, but for the thread that makes parity.
 
-    ``changed`` is called when other rows are kept than before.
+    ``offering`` offers the images of this host, and tells what rows are kept.
     """
 
-    def __init__(self, memory: Memory, background: Background, changed: Callable[[], None]) -> None:
-        self._memory, self._background, self._changed = memory, background, changed
+    def __init__(self, memory: Memory, background: Background, offering: Offering) -> None:
+        self._memory, self._background = memory, background
+        self._changed = offering.holdings_changed
+        self.rebuilding = Rebuilding(memory, background, offering)
         self._loop = asyncio.get_running_loop()
         self._files = RowMemory(memory)
         self._kept = self._files.scan()
+        self._doubted: list[KeptRow] = []
+        """Damaged, and not mended yet."""
         self._server: PeerServer | None = None
         self._puller: Puller | None = None
         self._own, self._port = "", 0
@@ -58,7 +68,9 @@ class Parity:
 
     def serve(self, network: Network | None, incarnation: int) -> None:
         """Offer what is kept through this one from now on, or nothing more (None)."""
-        self.give_up("another start of the run has begun")
+        why = "another start of the run has begun"
+        self.give_up(why)
+        self.rebuilding.give_up(why)
         if self._puller is not None:
             self._puller.close()
         self._server, self._puller, self._port = None, None, 0
@@ -78,6 +90,11 @@ class Parity:
     def rows(self) -> Sequence[KeptRow]:
         """All rows that are kept, each whole."""
         return self._kept
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether rows are made, or images decoded."""
+        return self._run is not None or self.rebuilding.is_busy
 
     # ── what is asked of this host ───────────────────────────────────────────────────────
 
@@ -109,6 +126,45 @@ class Parity:
         """All hosts have their memory."""
         if self._run is not None and self._run.order.turn == turn:
             self._run.may_begin.set()
+
+    def rebuild(self, order: control.Rebuild, hosts: Sequence[m.HostPlace], tell: Told) -> None:
+        """Decode an image that no host has, out of what is left of its group."""
+        record = self.record_of(order.attempt, order.rank)
+        reach = self.reach(order.attempt, hosts, order.ports)
+        if reach is None or record is None:
+            reason = f"no parity is kept here of the image of rank {order.rank}"
+            tell(control.NotRebuilt(slot=order.slot, attempt=order.attempt, reason=reason))
+            return
+        self.rebuilding.begin(order, record, self._own, reach, tell)
+
+    def record_of(self, attempt: str, rank: int) -> ParityRecord | None:
+        """Of a row of the group that has this rank's image, if such a row is kept here."""
+        records = (row.record for row in self._kept if row.record.attempt == attempt)
+        return next((one for one in records if rank in ranks_of(one)), None)
+
+    def reach(
+        self, attempt: str, hosts: Sequence[m.HostPlace], ports: Mapping[str, int] | None = None
+    ) -> Callable[[], Reached] | None:
+        """What finds the parts of the attempt's groups, on a thread; None while nobody is known.
+
+        ``ports``: where hosts listen now.
+        """
+        puller, own = self._puller, self._own
+        if puller is None:
+            return None
+        kept = [row for row in self._kept if row.record.attempt == attempt]
+        _, attempts = self._memory.found()
+        slots = {rank: s for one in attempts if one.id == attempt for rank, s in one.slots.items()}
+        now = ports or {}
+        peers = {h.id: Peer(h.id, h.address, now.get(h.id) or h.port) for h in hosts if h.id != own}
+
+        def find() -> Reached:
+            from holdfast.keeper.mending import Reached, map_row
+
+            rows = [(row, map_row(row, self._memory.directory)) for row in kept]
+            return Reached(own, self._memory, slots, rows, peers, puller)
+
+        return find
 
     def give_up(self, why: str) -> None:
         """Make nothing any more; what is kept stays."""
@@ -230,6 +286,46 @@ class Parity:
         except ArenaError as error:  # the arena was removed, say
             emit(Warned(message=f"parity is not offered to peers: {error}"))
 
+    def doubt(self, row: KeptRow) -> bool:
+        """Neither believe nor offer a damaged row; whether it is kept at all."""
+        if all(one is not row for one in self._kept):
+            return False
+        left = [one for one in self._kept if one is not row]
+        self._kept = []
+        if self._server is not None:
+            self._server.withdraw(parity_path(*_name(row)))
+            self._server.withdraw(record_path(*_name(row)))
+        for other in left:
+            if _name(other) == _name(row):
+                self._offer(other)
+        self._kept = left
+        self._files.disbelieve(row)
+        self._doubted.append(row)
+        self._changed()
+        return True
+
+    def is_doubted(self, row: KeptRow) -> bool:
+        """Whether it may still be mended: nothing newer is written there."""
+        return any(one is row for one in self._doubted)
+
+    def mend(self, row: KeptRow, data: Mapping[int, bytes]) -> bool:
+        """Write what was damaged, and believe the row again; whether that could be."""
+        self._doubted = [one for one in self._doubted if one is not row]
+        try:
+            self._files.patch(row, data)
+            self._files.keep(row.half, [(row.offset_bytes, row.data)])
+        except OSError:
+            return False
+        self._offer(row)
+        self._kept = [*self._kept, row]
+        self._changed()
+        return True
+
+    def drop_half(self, half: int) -> None:
+        """The rows of this half are not needed: those of the other take their names."""
+        if self._run is None or self._run.order.half != half:
+            self._forget(half)
+
     def _forget(self, half: int) -> None:
         """Withdraw all that is in this half, before it is written."""
         gone = [row for row in self._kept if row.half == half]
@@ -244,6 +340,7 @@ class Parity:
                 self._offer(row)
         self._kept = left
         self._files.forget(half)
+        self._doubted = [row for row in self._doubted if row.half != half]
         if gone:
             self._changed()
 
@@ -268,6 +365,13 @@ def protect(
             parity.give_up(reason)
         case control.DropParity():
             parity.drop()
+        case control.DropRows(turn=turn, half=half):
+            parity.drop_half(half)
+            tell(control.RowsDropped(turn=turn))
+        case control.Rebuild():
+            parity.rebuild(fact, hosts, tell)
+        case control.GiveUpRebuild(reason=reason):
+            parity.rebuilding.give_up(reason)
 
 
 def rows_of(parity: Parity) -> tuple[control.HeldRows, ...]:
@@ -278,9 +382,15 @@ def rows_of(parity: Parity) -> tuple[control.HeldRows, ...]:
             attempt=row.record.attempt,
             members=row.members,
             parity=row.record.parity,
+            images=row.images,
         )
         for row in parity.rows()
     )
+
+
+def ranks_of(record: ParityRecord) -> set[int]:
+    """The ranks whose images a row is made of."""
+    return {image.rank for member in record.members for image in member.images}
 
 
 def _name(row: KeptRow) -> tuple[str, int, int]:

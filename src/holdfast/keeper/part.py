@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.errors import Fenced, KeeperError, UsageError
+from holdfast.keeper import control
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Ranks
 from holdfast.keeper.doors import Doors
@@ -26,8 +27,10 @@ from holdfast.snapshot.handoff import Coordinator
 
 if TYPE_CHECKING:
     from holdfast.keeper.hand import Hand
+    from holdfast.keeper.mending import Reached
     from holdfast.keeper.network import Network
     from holdfast.keeper.parity import Parity
+    from holdfast.redundancy.records import ParityRecord
 
 
 class Part:
@@ -127,6 +130,37 @@ class Part:
                 network.peers, self._host_id, network.address, network.port
             )
 
+    @property
+    def parity(self) -> Parity | None:
+        """What this host keeps for others; None in a run on one."""
+        return self._parity
+
+    def reach(self, attempt: str) -> Callable[[], Reached] | None:
+        """How the other parts of an attempt are found; None in a run on one host."""
+        hosts = self.hosts if self.hand is None else self.hand.part.hosts
+        return None if self._parity is None else self._parity.reach(attempt, hosts)
+
+    def way_to(self, attempt: str, rank: int) -> tuple[ParityRecord, Callable[[], Reached]] | None:
+        """What tells how an image is decoded; None where no parity of it is kept here."""
+        reach = self.reach(attempt)
+        record = None if self._parity is None else self._parity.record_of(attempt, rank)
+        return None if reach is None or record is None else (record, reach)
+
+    def image_lost(self, slot: int, attempt: str) -> None:
+        """What is in a slot of this host is worth nothing any more."""
+        if self.hand is not None:
+            self.hand.say(control.ImageLost(slot=slot, attempt=attempt))
+        elif not self.is_bystander:
+            self._executor.carry_out(self._coordinator.image_lost(slot, attempt))
+
+    def row_lost(self, attempt: str) -> None:
+        """Parity of an attempt is not whole on this host any more."""
+        protecting = self._executor.hands.protecting
+        if self.hand is not None:
+            self.hand.say(control.RowLost(attempt=attempt))
+        elif not self.is_bystander and protecting is not None:
+            protecting.row_lost(attempt)
+
     def _take_up_parity(self) -> Parity:
         """What this host keeps for others; it is looked for when there are others."""
         if self._parity is None:
@@ -134,10 +168,10 @@ class Part:
             from holdfast.keeper.protecting import Protecting
 
             executor = self._executor
-            self._parity = Parity(self._memory, self._background, executor.offering.rows_changed)
+            self._parity = Parity(self._memory, self._background, executor.offering)
             executor.offering.rows = self._parity.rows
             executor.hands.protecting = Protecting(
-                self._coordinator, self._ranks, executor.hands, self._parity
+                self._coordinator, self._ranks, executor.hands, self._parity, executor.carry_out
             )
         return self._parity
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast.errors import HoldfastError
 from holdfast.events import (
@@ -25,11 +25,13 @@ from holdfast.keeper.connection import Ranks
 from holdfast.keeper.hands import Hands
 from holdfast.keeper.pacer import Pacer
 from holdfast.keeper.parity import Parity, protect, rows_of
+from holdfast.keeper.replacing import Replacing
 from holdfast.redundancy.groups import MAX_GROUP, Division, Host, divide
 from holdfast.redundancy.protection import Captured, Protection
 from holdfast.redundancy.records import MemberFact
 from holdfast.redundancy.takeover import HostRow, Present, take_over
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.actions import Action
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
 from holdfast.snapshot.slots import host_of
@@ -46,10 +48,12 @@ class Protecting:
     """Lives on the keeper's loop, for all incarnations that this keeper coordinates."""
 
     def __init__(
-        self, coordinator: Coordinator, ranks: Ranks, hands: Hands, parity: Parity
-    ) -> None:
+        self, coordinator: Coordinator, ranks: Ranks, hands: Hands, parity: Parity,
+        carry_out: Callable[[Sequence[Action]], None],
+    ) -> None:  # fmt: skip
         self._coordinator, self._ranks = coordinator, ranks
         self._hands, self._parity = hands, parity
+        self._replacing = Replacing(coordinator, self._say_number, self._port, carry_out)
         self._hosts: Sequence[m.HostPlace] = ()
         self._asked = 0
         self._state: Protection | None = None
@@ -61,6 +65,10 @@ class Protecting:
         self._survives = ""
         self._is_dropped = False
         self._pacer = Pacer()
+        self._recoded: set[str] = set()
+        """Attempts of which earlier rows may be there when they are protected anew."""
+        self._dropping: set[str] = set()
+        """Who is still to give up such rows."""
         self._began_s = self._again_s = 0.0
 
     # ── what there is to protect ─────────────────────────────────────────────────────────
@@ -69,9 +77,11 @@ class Protecting:
         """Another incarnation: nothing is protected by it until it is known what there is."""
         if self._state is not None and self._state.coding is not None:
             self._parity.give_up("another start of the run has begun")
+        self._replacing.cancel("another start of the run has begun")
         self._hosts, self._asked, self._state, self._is_dropped = hosts, 0, None, False
         self._pacer = Pacer()
         self._rows.clear()
+        self._recoded.clear()
         self._groups.clear()
         attempts = self._coordinator.attempts
         attempts.protects, attempts.kept = False, frozenset()
@@ -92,10 +102,12 @@ class Protecting:
         """The keeper of another host came, with this parity."""
         self._rows[host] = rows
         self.look()
+        self._replace_lost()
 
     def detached(self, host: str) -> None:
         """It is out of reach."""
         self._rows.pop(host, None)
+        self._replacing.cancel(f"the keeper of {host} is out of reach")
         self._fail(f"the keeper of {host} is out of reach", host)
 
     def will_adopt(self) -> None:
@@ -111,6 +123,7 @@ class Protecting:
         if self._state is None:
             self._take_over()
         self._look_for_late()
+        self._replacing.look()
         self._go_on()
 
     def captured(self, attempt_id: str) -> None:
@@ -120,6 +133,7 @@ class Protecting:
         attempt = self._coordinator.attempts.get(attempt_id)
         if self._state is None or attempt is None:
             return
+        self._replacing.cancel("something newer is captured, and protected instead")
         self._again_s = 0.0
         self._change(self._state.has_captured(_captured(attempt)))
         self.look()
@@ -143,7 +157,7 @@ class Protecting:
             ids, [self._present(one) for one in (*attempts.parts(), *attempts.complete())],
             [
                 HostRow(host, one.half, one.attempt, one.parity, frozenset(one.members))
-                for host, held in (self._rows | {self._hosts[0].id: rows_of(self._parity)}).items()
+                for host, held in self._all_rows().items()
                 for one in held
             ],
             restored=attempts.pinned or "", incarnation=self._coordinator.incarnation,
@@ -151,12 +165,26 @@ class Protecting:
         )  # fmt: skip
         self._groups = [sorted(group) for group in taken.groups]
         self._state = taken.state
+        self._recoded = {one.attempt for held in self._all_rows().values() for one in held}
         self._plan()
         whole = attempts.newest_complete()
         if whole is None or whole.incarnation != self._coordinator.incarnation:
             pinned = attempts.get(attempts.pinned or "", whole)
             whole = pinned if pinned is not None and pinned.is_whole else None
         self._change(taken.state if whole is None else taken.state.has_captured(_captured(whole)))
+        self._replace_lost()
+
+    def _all_rows(self) -> dict[str, tuple[control.HeldRows, ...]]:
+        return self._rows | {self._hosts[0].id: rows_of(self._parity)}
+
+    def _replace_lost(self) -> None:
+        """Of what was restored from some images are lost: they are decoded, and it is protected."""
+        state, attempts = self._state, self._coordinator.attempts
+        pinned = attempts.get(attempts.pinned or "")
+        if state is None or state.captured is not None or self._coordinator.away:
+            return
+        if pinned is not None and pinned.is_part and len(self._hosts) > 1:
+            self._replacing.begin(pinned, [host.id for host in self._hosts], self._all_rows())
 
     def _present(self, attempt: Attempt) -> Present:
         hosts = frozenset(self._hosts[host_of(slot)].id for slot in attempt.slots.values())
@@ -214,9 +242,22 @@ class Protecting:
         else:
             protect(self._parity, fact, self._hosts, lambda said: self.hear(host, said))
 
+    def _say_number(self, number: int, fact: control.Fact) -> None:
+        self._say(number, self._hosts[number].id, fact)
+
     def hear(self, host: str, fact: control.Fact) -> None:
-        """What a host says of this turn, or of one that is over."""
+        """What a host says of this turn, or of one that is over; or of what it lost."""
         state = self._state
+        match fact:
+            case control.Rebuilt() | control.NotRebuilt():
+                self._heard_of_lost(host, fact)
+                return
+            case control.RowLost(attempt=attempt):
+                self.row_lost(attempt)
+                return
+            case control.RowsDropped(turn=turn) if state is not None and turn == state.turn:
+                self._dropped(state, host)
+                return
         if state is None or state.coding is None:
             return
         match fact:
@@ -235,10 +276,31 @@ class Protecting:
             case control.ParityNotMade(turn=state.turn, reason=reason):
                 self._fail(f"on {host}: {reason}", host)
 
+    def _heard_of_lost(self, host: str, fact: control.Rebuilt | control.NotRebuilt) -> None:
+        numbers = {place.id: number for number, place in enumerate(self._hosts)}
+        if self._replacing.hear(numbers[host], fact) and self._state is not None:
+            whole = _captured(self._coordinator.attempts[fact.attempt])
+            self._change(self._state.has_lost_rows(whole).has_captured(whole))
+            self.look()
+
+    def row_lost(self, attempt: str) -> None:
+        """Parity of this is not whole on all hosts any more: it is made anew."""
+        state = self._state
+        cover = None if state is None else state.protected
+        if state is not None and cover is not None and cover.captured.attempt == attempt:
+            self._recoded.add(attempt)
+            self._change(state.has_lost_rows(cover.captured))
+            self.look()
+
     def _order(self, state: Protection) -> None:
         """All hosts are told what all members of their group have."""
         assert state.coding is not None
         attempt = self._coordinator.attempts[state.coding.captured.attempt]
+        told = {image.rank for member in self._heads.values() for image in member.images}
+        if len(told) < attempt.world:
+            lacking = sorted(set(range(attempt.world)) - told)[:4]
+            self._fail(f"the images of ranks {lacking} were damaged meanwhile")
+            return
         try:
             division = self._divide(self._heads)
         except HoldfastError as error:
@@ -293,9 +355,24 @@ class Protecting:
         if state.coding is not None or cover is None:  # some host is still at it
             self._change(state)
             return
-        generation, attempt = cover.captured
         self._change(state)
         self._pacer.ended(is_made=True)
+        if cover.captured.attempt in self._recoded:
+            # Of two rows of one name a host offers the earlier one, as long as it has it.
+            self._dropping = set(cover.members)
+            self._say_all(control.DropRows(turn=state.turn, half=1 - state.half))
+        else:
+            self._announce(cover.captured)
+        self._go_on()
+
+    def _dropped(self, state: Protection, host: str) -> None:
+        if host in self._dropping and state.protected is not None:
+            self._dropping.discard(host)
+            if not self._dropping:
+                self._announce(state.protected.captured)
+
+    def _announce(self, captured: Captured) -> None:
+        generation, attempt = captured
         self._coordinator.attempts.pinned = None  # all hosts have something as good
         emit(SnapshotProtected(
             incarnation=generation.incarnation, step=generation.step,
@@ -303,7 +380,6 @@ class Protecting:
         ))  # fmt: skip
         if generation.incarnation == self._coordinator.incarnation:
             self._ranks.tell(m.Protected(step=generation.step, attempt=attempt), None)
-        self._go_on()
 
     def _fail(self, reason: str, host: str = "") -> None:
         """Give up this turn, on all hosts; the next one is tried."""

@@ -8,7 +8,7 @@ half is written, and written when all of it is whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,17 @@ class KeptRow:
         """The hosts whose images it is made of."""
         return tuple(member.host for member in self.record.members)
 
+    @property
+    def images(self) -> dict[int, int]:
+        """The sizes of these images, by rank."""
+        of = (image for member in self.record.members for image in member.images)
+        return {image.rank: image.image_bytes for image in of}
+
+
+def row_path(arena: Path, name: str) -> Path:
+    """Where a half of the rows in an arena lies, or what is handed on."""
+    return arena / "parity" / f"{name}.rows"
+
 
 class RowMemory:
     """The files; ``memory`` says how much room there is. Not for two threads at once."""
@@ -59,7 +70,7 @@ class RowMemory:
 
     def path(self, name: str) -> Path:
         """Where a half lies, or what is handed on."""
-        return self.directory / f"{name}.rows"
+        return row_path(self._memory.directory, name)
 
     def _count(self) -> None:
         sizes = (IMAGE_START + file.capacity_bytes for file in self._files.values())
@@ -150,11 +161,24 @@ class RowMemory:
         file = self._files.get(_PASSING)
         return None if file is None else (file.path, file.image)
 
+    def disbelieve(self, row: KeptRow) -> None:
+        """A row is nothing any more."""
+        self._record_path(row.half, row.offset_bytes).unlink(missing_ok=True)
+
+    def patch(self, row: KeptRow, data: Mapping[int, bytes]) -> None:
+        """Write these bytes into a row, by where they belong in it."""
+        image = self._files[str(row.half)].image
+        for start, piece in data.items():
+            image[row.offset_bytes + start : row.offset_bytes + start + len(piece)] = piece
+
+    def _record_path(self, half: int, offset: int) -> Path:
+        return self.directory / f"{half}-{offset}{_RECORD}"
+
     def keep(self, half: int, rows: Iterable[tuple[int, bytes]]) -> list[KeptRow]:
         """All rows of a generation are whole: (offset, sealed record) of each. OSError."""
         found = []
         for offset, data in rows:
-            path = self.directory / f"{half}-{offset}{_RECORD}"
+            path = self._record_path(half, offset)
             temporary = path.with_suffix(f".{os.getpid()}")
             try:
                 temporary.write_bytes(data)

@@ -30,6 +30,8 @@ from holdfast.keeper.executor import Executor
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.part import Part
+from holdfast.keeper.repairing import Repairing
+from holdfast.keeper.scrubbing import PAUSE_S, Scrubbing
 from holdfast.keeper.trace import open_trace
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.arena import is_running, remove_arena
@@ -58,7 +60,7 @@ class Keeper:
 
     def __init__(
         self, arena: Path, *, run_id: str, root: str, host_id: str, idle_s: float, stop_s: float,
-        arena_bytes: int | None = None,
+        arena_bytes: int | None = None, scrub_s: float = PAUSE_S,
     ) -> None:  # fmt: skip
         self.arena, self.root, self.host_id = arena, root, host_id
         self.idle_s, self.stop_s = idle_s, stop_s
@@ -90,6 +92,13 @@ class Keeper:
             self.coordinator, self.memory, self.ranks, self.executor, self.incarnations,
             self.root_access, self.part, self.doors, root,
         )  # fmt: skip
+        self.repairing = Repairing(
+            host_id, self.memory, self.background, self.executor.offering, self.part
+        )
+        self.scrubbing = Scrubbing(
+            self.memory, lambda: self.executor.offering.rows(), self.repairing.found,
+            pause_s=scrub_s,
+        )  # fmt: skip
         self._ended = asyncio.Event()
         self._alone_since = time.monotonic()
         self._tried_at_end: set[str] = set()
@@ -119,7 +128,9 @@ class Keeper:
         ))  # fmt: skip
         self.background.spawn(self.background.in_thread(_load_planning))
         ticker = asyncio.create_task(self._tick())
+        self.scrubbing.begin()
         await self._ended.wait()
+        self.scrubbing.end()
         ticker.cancel()
         self.doors.tell(math.inf)
         close_trace()
@@ -175,6 +186,7 @@ class Keeper:
             self.part.hand.look_around()
         elif self.executor.hands.protecting is not None:
             self.executor.hands.protecting.look()
+        self.scrubbing.is_busy = self._is_working()
         self._ticks += 1
         if self._ticks % REFRESH_TICKS == 0:
             self.executor.offering.refresh()
@@ -186,6 +198,13 @@ class Keeper:
         else:
             self._save_for_those_that_stop()
             await self._end_if_done()
+
+    def _is_working(self) -> bool:
+        """Whether something is captured, coded or written here."""
+        part = self.part
+        is_coding = part.parity is not None and part.parity.is_busy
+        is_writing = part.writings.is_busy or self.memory.is_being_filled()
+        return is_coding or is_writing or self.coordinator.is_busy()
 
     def _save_for_those_that_stop(self) -> None:
         """A hand that was told to stop goes when what is newest in memory is durable, once."""

@@ -28,11 +28,13 @@ from holdfast.load.plan import BATCH_BYTES
 from holdfast.load.source import ImageFile
 from holdfast.redundancy.backends import chosen
 from holdfast.redundancy.erasure import Coder
-from holdfast.redundancy.stripes import Part, Placement, Rebuild, needed_for
+from holdfast.redundancy.stripes import Part, Placement, Rebuild, needed_for, needed_for_parity
 from holdfast.storage.past_cache import aligned_memory
 
 #: What speaks against one source of a group, not against all of them.
 BROKEN = (PeerError, ArenaError, StorageError, FormatError, NotFound)
+#: How often a range is read when it comes out wrong and no source is to blame.
+_TRIES = 2
 K = TypeVar("K")
 _thread = threading.local()
 
@@ -91,6 +93,35 @@ class GroupReader:
                 end = min(one.stop, begin + BATCH_BYTES)
                 found += needed_for(self.placement, member, image, begin, end, away)
         return found
+
+    def parity_steps(self, member: int, stripe: int, start: int, stop: int) -> list[Rebuild]:
+        """The same for bytes of the row of ``stripe`` that a member keeps; one step."""
+        away = {member: "lost", **self._away(stripe)}
+        if len(away) > self.placement.parity:
+            raise self._too_many(away)
+        return [needed_for_parity(self.placement, member, stripe, start, stop, away)]
+
+    def decode(
+        self, steps: Callable[[], list[Rebuild]], start: int, into: memoryview,
+        is_right: Callable[[], bool],
+    ) -> bool:  # fmt: skip
+        """Fill ``into``, from byte ``start`` on, out of sources that give what is right.
+
+        False when it is wrong though no source is to blame; TooManyLost when too few are left.
+        """
+        tries = 0
+        while tries < _TRIES:
+            asked = steps()
+            try:
+                for step in asked:
+                    self.fill(step, into[step.start - start : step.stop - start])
+            except SourceGone:
+                continue
+            if is_right():
+                return True
+            # Nothing found: it was wrong on the way only, perhaps.
+            tries += not self.blame(asked)
+        return False
 
     def _away(self, stripe: int) -> dict[int, str]:
         """The members that cannot be read in a stripe, and why."""

@@ -13,13 +13,10 @@ from typing import NamedTuple
 from holdfast.errors import ChecksumMismatch, FormatError
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, text
 from holdfast.format.image import Header, round_up
-from holdfast.load.decoding import GroupReader, SourceGone, scratch
+from holdfast.load.decoding import GroupReader, scratch
 from holdfast.load.holdings import Coded
 from holdfast.load.plan import BATCH_BYTES
 from holdfast.load.source import checked_header, checked_table
-
-#: How often a range is read when it comes out wrong and no source is to blame.
-_TRIES = 2
 
 
 class _Opened(NamedTuple):
@@ -138,18 +135,10 @@ class DegradedImage:
         self, start: int, stop: int, into: memoryview, what: str, is_right: Callable[[], bool]
     ) -> None:
         """Fill ``into`` out of sources that give what is right; TooManyLost when there are none."""
-        tries = 0
-        while tries < _TRIES:
-            steps = self._group.steps(self._member, self._image, start, stop)
-            try:
-                for step in steps:
-                    self._group.fill(step, into[step.start - start : step.stop - start])
-            except SourceGone:
-                continue
-            if is_right():
-                return
-            # Nothing found: it was wrong on the way only, perhaps.
-            tries += not self._group.blame(steps)
+        if self._group.decode(
+            lambda: self._group.steps(self._member, self._image, start, stop), start, into, is_right
+        ):  # fmt: skip
+            return
         raise ChecksumMismatch(
             f"{self.name}: {what} cannot be decoded, though every source is as its checksums say: "
             "the parity is not of these images. Another source is used; please report this.",

@@ -21,6 +21,7 @@ from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
 from holdfast.observe.divergence import divergence_of
 from holdfast.observe.report import (
+    Damage,
     KeeperLoss,
     Protection,
     RefusedAtDoor,
@@ -165,6 +166,7 @@ class _Fold:
         self._warned: list[str] = []
         self._unprotected: list[str] = []
         self._refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        self._damages: list[Damage] = []
 
     def line(self, line: bytes) -> None:
         try:
@@ -196,6 +198,11 @@ class _Fold:
                 self._refused[event.host, event.door].update(event.counts)
             case events.CheckpointPruned():
                 self._pruned += 1
+            case events.DamageFound():
+                self._damages.append(Damage(
+                    event.incarnation, event.step, event.host, event.what, event.name,
+                    event.size_bytes, event.outcome, event.reason, time_s,
+                ))  # fmt: skip
             case events.Warned():
                 self._warned.append(event.message)
             case events.SinkFailed():
@@ -258,6 +265,7 @@ class _Fold:
                 RefusedAtDoor(*where, dict(counts))
                 for where, counts in sorted(self._refused.items())
             ),
+            damages=tuple(sorted(self._damages, key=lambda one: one.time_s)),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
         )
 

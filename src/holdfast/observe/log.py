@@ -167,6 +167,13 @@ _INFO: dict[type[Event], Callable[[Any], str]] = {
     events.RunStarted: lambda e: f"joined run {e.run_id}, {e.world} ranks, pid {e.pid} on {e.host}",
     events.SnapshotMissed: lambda e: f"snapshot missed: {e.reason}",
     events.SnapshotNotProtected: lambda e: f"not protected: {e.reason}",
+    events.ImageRebuilt: lambda e: (
+        f"lost image decoded on {e.host} in {seconds_text(e.elapsed_s)}, to be protected again"
+    ),
+    events.DamageFound: lambda e: (
+        f"damaged in the memory of {e.host}: {e.what} ({e.name}), {e.outcome}"
+        + (f": {e.reason}" if e.reason else "")
+    ),
     events.ProtectionPlanned: lambda e: " ".join(
         (f"protected snapshots survive {e.survives};", *e.missing)
     ).rstrip("; "),

@@ -124,6 +124,21 @@ class RefusedAtDoor:
 
 
 @dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes that changed in a host's memory after they were sealed; see ``events.DamageFound``."""
+
+    incarnation: int
+    step: int
+    host: str
+    what: str
+    name: str
+    size_bytes: int
+    outcome: str
+    reason: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Figures:
     """One quantity over all saves that have it."""
 
@@ -154,6 +169,8 @@ class Report:
     """Snapshots of which no parity could be made, and why."""
     refused: tuple[RefusedAtDoor, ...] = ()
     """Requests and connections that keepers turned away."""
+    damages: tuple[Damage, ...] = ()
+    """What was found changed in memory, in the order in which it was found."""
 
     @property
     def misses(self) -> tuple[Save, ...]:
@@ -302,6 +319,12 @@ def _troubles(report: Report) -> list[str]:
     lines += [f"storage trouble at {failure}" for failure in report.persist_failures]
     lines += [f"not protected {failure}" for failure in report.unprotected]
     lines += [missing for one in report.protection[-1:] for missing in one.missing]
+    lines += [
+        f"damaged in the memory of {one.host}: {one.what} ({one.name}) of "
+        f"{one.incarnation}-{one.step}, {size_text(one.size_bytes)}: {one.outcome}"
+        + (f", {one.reason}" if one.reason else "")
+        for one in report.damages
+    ]
     lines += lines_of(report.divergences)
     lines += [
         f"refused by the keeper of {at.host} ({at.door}): {counts_text(at.counts)}"

@@ -111,3 +111,12 @@ class Protection:
         if turn != self.turn:
             return self
         return replace(self, coding=None, sealed=frozenset())
+
+    def has_lost_rows(self, captured: Captured) -> Protection:
+        """Not all rows or images of it were there: it is to be coded anew, also by the same hosts.
+
+        What there is stays until that is done.
+        """
+        if self.protected is None or self.protected.captured != captured:
+            return self
+        return replace(self, protected=Cover(captured, frozenset()))

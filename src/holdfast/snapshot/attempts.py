@@ -52,11 +52,22 @@ class Attempt:
         """Whether it is being captured or persisted."""
         return self.persisting or self.phase != "complete"
 
-    def may_join(self, part: Attempt) -> bool:
-        """Whether ``part`` is another part of this very attempt."""
+    def join(self, part: Attempt) -> None:
+        """Take what ``part`` adds, if it is a part of this very attempt.
+
+        Two hosts may have the image of one rank: one that was lost came back, and another had
+        decoded it meanwhile. One of them is as good as the other.
+        """
         mine = (self.incarnation, self.step, self.world, self.layout)
-        theirs = (part.incarnation, part.step, part.world, part.layout)
-        return mine == theirs and not self.slots.keys() & part.slots.keys()
+        if self.phase == "complete" and mine == (
+            part.incarnation, part.step, part.world, part.layout
+        ):  # fmt: skip
+            self.slots = part.slots | self.slots
+            self.sealed |= set(part.slots)
+
+    def lacks(self) -> list[int]:
+        """The ranks whose images are not in reach."""
+        return [rank for rank in range(self.world) if rank not in self.slots]
 
     @property
     def unsealed(self) -> list[int]:
@@ -104,9 +115,8 @@ class Attempts(dict[str, Attempt]):
             if known is None:
                 attempt.phase, attempt.sealed = "complete", set(attempt.slots)
                 self[attempt.id] = attempt
-            elif known.phase == "complete" and known.may_join(attempt):
-                known.slots |= attempt.slots
-                known.sealed |= set(attempt.slots)
+            else:
+                known.join(attempt)
         self.recount()
 
     def lose(self, is_lost: Callable[[int], bool]) -> None:

@@ -71,6 +71,8 @@ def start_keeper(arena: Path, *, run_id: str, root: str, host_id: str) -> subpro
     command += ["--arena", str(arena), "--run-id", run_id, "--root", root, "--host-id", host_id]
     if "HOLDFAST_KEEPER_IDLE_S" in os.environ:
         command += ["--idle-s", os.environ["HOLDFAST_KEEPER_IDLE_S"]]
+    if "HOLDFAST_KEEPER_SCRUB_S" in os.environ:
+        command += ["--scrub-s", os.environ["HOLDFAST_KEEPER_SCRUB_S"]]
     limit = arena_limit()
     if limit is not None:
         command += ["--arena-bytes", str(limit)]

@@ -17,6 +17,7 @@ from holdfast.format.image import piece_name
 from holdfast.geometry.layout import Layout
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Action, NoteUnlike, Tell, Warn
+from holdfast.snapshot.standing import NOTHING_TO_SAY, Standing
 
 if TYPE_CHECKING:
     from holdfast.geometry.replicas import Difference
@@ -41,6 +42,7 @@ class Comparing:
         self._turn = 0
         self._open: dict[str, Comparison] = {}
         self._warned = ""
+        self._standing = Standing()
 
     def begin(self, nonce: str) -> None:
         """A new incarnation. It begins anywhere: one that dies early should not compare the same
@@ -48,6 +50,7 @@ class Comparing:
         self._turn = xxhash.xxh3_64_intdigest(nonce.encode()) >> 32
         self._open.clear()
         self._warned = ""
+        self._standing.begin()
 
     def start(self, attempt: str, step: int, layout: Layout) -> list[Action]:
         """What is to be compared in this attempt; the turn passes when it has been."""
@@ -71,17 +74,27 @@ class Comparing:
         found = self._open.get(attempt)
         return None if found is None else (found.turn, found.turns)
 
-    def told(self, attempt: str, rank: int, sums: Sequence[bytes]) -> None:
-        """A rank captured its image; ``sums`` is empty when it could not make them."""
+    def told(
+        self, attempt: str, rank: int, sums: Sequence[bytes], same_since: int = NOTHING_TO_SAY
+    ) -> None:
+        """A rank captured its image; ``sums`` is empty when it could not make them.
+
+        ``same_since``: see ``standing``.
+        """
+        self._standing.told(attempt, same_since)
         if attempt in self._open:
             self._open[attempt].sums[rank] = sums
 
     def drop(self, attempt: str) -> None:
         """The attempt came to nothing: what ranks told of it may be of different moments."""
         self._open.pop(attempt, None)
+        self._standing.drop(attempt)
 
     def finish(self, attempt: str, step: int) -> list[Action]:
-        """All ranks captured it: say what is not the same on all of them."""
+        """All ranks captured it: say what is not the same and should be, or the other way."""
+        return self._standing.finish(attempt, step) + self._compare(attempt, step)
+
+    def _compare(self, attempt: str, step: int) -> list[Action]:
         comparison = self._open.pop(attempt, None)
         if comparison is None:
             return []

@@ -17,6 +17,7 @@ from holdfast.snapshot.capture import Progress, Seal, StillCopying, Stopped, cop
 from holdfast.snapshot.copies import CopyPlan
 from holdfast.snapshot.mapped import MappedSlots
 from holdfast.snapshot.sampling import Sample
+from holdfast.snapshot.stillness import sum_of
 from holdfast.snapshot.through_ring import copy_through_ring
 from holdfast.snapshot.underway import Capture, Place
 
@@ -68,6 +69,7 @@ class Copier:
                 raise
         if not capture.copied:
             capture.is_copied([])
+        capture.parameters = sum_of(target.memory, image, plan.copies, capture.trained)
         slot.write_record(self._sealed_record(place, grant, seal))
         now_s = time.monotonic()
         emit(ImageCaptured(

@@ -294,7 +294,7 @@ class Coordinator(Granting):
         slot.state, slot.writer = "captured", None
         slot.header_xxh3, slot.table_xxh3 = seal.header_xxh3, seal.table_xxh3
         attempt.sealed.add(rank)
-        self.comparing.told(attempt.id, rank, seal.sums)
+        self.comparing.told(attempt.id, rank, seal.sums, seal.same_since)
         if len(attempt.sealed) < attempt.world:
             return []
         actions = self.comparing.finish(attempt.id, attempt.step)
@@ -395,6 +395,24 @@ class Coordinator(Granting):
         attempt = self.attempts.get(attempt_id)
         if attempt is not None:
             attempt.moved_s = now_s
+
+    # ── damage ───────────────────────────────────────────────────────────────────────────
+
+    def image_lost(self, slot_id: int, attempt_id: str) -> list[Action]:
+        """A captured image changed in memory, and could not be repaired: it is nothing any more.
+
+        Of what is being written, storage finds that itself.
+        """
+        slot, attempt = self.slots.get(slot_id), self.attempts.get(attempt_id)
+        is_there = slot is not None and (slot.state, slot.attempt) == ("captured", attempt_id)
+        if slot is None or attempt is None or not is_there or attempt.is_under_way:
+            return []
+        self.attempts.lose(lambda id_: id_ == slot_id)
+        slot.free()
+        if not any(self.hosts.values()):  # the rest of it is nowhere else
+            self.attempts.drop_parts()
+        self.slots.drop_lost()
+        return self._slot_freed()
 
     # ── questions ────────────────────────────────────────────────────────────────────────
 

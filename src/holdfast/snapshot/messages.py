@@ -159,6 +159,8 @@ class Captured(Message, frozen=True, kw_only=True):
     table_xxh3: str
     sums: tuple[bytes, ...] = ()
     """Of what is held alike by others: for each group this rank is in, the sums of its tiles."""
+    same_since: int = -2
+    """The earlier step whose parameters are these, though they were trained; see ``standing``."""
 
 
 class Abandon(Message, frozen=True, kw_only=True):

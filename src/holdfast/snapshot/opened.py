@@ -10,7 +10,7 @@ import os
 import weakref
 from typing import Protocol
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 _AT_EXIT_S = 10.0
 
@@ -20,6 +20,10 @@ class Open(Protocol):
 
     def fence(self) -> None:
         """Wait until an update may overwrite the state."""
+        ...
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer of this process is about to step."""
         ...
 
     def end_capture(self, *, timeout_s: float) -> bool:
@@ -37,7 +41,7 @@ def _end_captures() -> None:
         each.end_capture(timeout_s=_AT_EXIT_S)
 
 
-def fence_all(*_: object) -> None:
+def fence_all(optimizer: object = None, *_: object) -> None:
     """Before any torch optimizer of this process steps, or has state put in: nothing is overtaken.
 
     The hook is the global one: it also sees optimizers that were not handed over but share
@@ -45,6 +49,8 @@ def fence_all(*_: object) -> None:
     """
     for each in tuple(opened):
         each.fence()
+        if isinstance(optimizer, Optimizer):
+            each.stepping(optimizer)
 
 
 register_optimizer_step_pre_hook(fence_all)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch.optim import Optimizer
 
 from holdfast.errors import (
     CaptureOvertaken,
@@ -35,6 +36,7 @@ from holdfast.snapshot.handle import SaveHandle
 from holdfast.snapshot.heard import Heard
 from holdfast.snapshot.line import LINE_IS_DOWN, Line
 from holdfast.snapshot.promises import Promises
+from holdfast.snapshot.stillness import Steps, Stillness
 from holdfast.snapshot.underway import Capture, Patience, Place
 from holdfast.state.describe import Describer
 
@@ -69,6 +71,7 @@ class Saver:
         self._promises = Promises()
         self._heard = Heard(self._promises)
         self._copier = Copier()
+        self._steps, self._stillness = Steps(), Stillness()
         self._current: Capture | None = None
         self._overdue: Capture | None = None
         self._asking = Asking(self._line, self._heard)
@@ -105,6 +108,7 @@ class Saver:
             overtaking=Overtaking(bindings),
             handle=handle,
             started_s=started_s,
+            trained=self._steps.take(bindings, self.describer.optimizers()),
             ready=computation_so_far(bindings.gpus),
         )
         for other in carried:
@@ -164,6 +168,10 @@ class Saver:
             for event in capture.events:
                 torch.cuda.current_stream(event.device).wait_event(event)
             passed = capture
+
+    def stepping(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: what is saved next should have other parameters."""
+        self._steps.note(optimizer)
 
     def _await_release(self, capture: Capture) -> None:
         patience = self.patience
@@ -322,6 +330,9 @@ class Saver:
             self._line.send(m.Captured(
                 attempt=grant.attempt, image_bytes=seal.image_bytes,
                 header_xxh3=seal.header_xxh3, table_xxh3=seal.table_xxh3, sums=sample.sums,
+                same_since=self._stillness.same_since(
+                    capture.step, capture.trained, capture.parameters
+                ),
             ))  # fmt: skip
             # Told before the fence opens: whoever is killed after an update has handed over the
             # step before it. The keeper throws away what a dead rank sealed but did not tell.

@@ -236,6 +236,20 @@ class Slots(dict[int, Slot]):
                 actions.append(self._remove(slot))
         return dict(zip(ranks, free, strict=False))
 
+    def spare_for(self, host: int, size_bytes: int) -> Slot | None:
+        """The slot of this host with so much room whose image is worth the least, if any is free.
+
+        For an image that no rank writes; None: one has to be made (``make_for``).
+        """
+        of_host = (s for s in self.values() if host_of(s.id) == host and not s.is_ring)
+        there = (s for s in of_host if s.capacity_bytes >= size_bytes and not self.is_kept(s))
+        return min(there, key=self._worth, default=None)
+
+    def make_for(self, host: int, size_bytes: int) -> Allocate:
+        """Make a slot with so much room; it is free when it is there."""
+        slot = self._add(host, round_up(size_bytes, 2 << 20))
+        return Allocate(slot.id, slot.capacity_bytes)
+
     def lacked_room(self, slot_id: int, reason: str, now_s: float) -> None:
         """A slot that a save waited for could not be made: it is not tried again at every step."""
         memory = self.on(host_of(slot_id))

@@ -13,6 +13,7 @@ from holdfast.snapshot.capture import Overtaking, Stopped
 from holdfast.snapshot.handle import SaveHandle
 from holdfast.snapshot.room import Room
 from holdfast.snapshot.segments import Sharing
+from holdfast.snapshot.stillness import UNTRAINED, Trained
 from holdfast.state.describe import Description
 
 
@@ -51,6 +52,9 @@ class Capture:
     overtaking: Overtaking
     handle: SaveHandle
     started_s: float
+    trained: Trained = UNTRAINED
+    parameters: str = ""
+    """The checksum of the trained parameters in the sealed image; "": there are none."""
     ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     answered: threading.Event = field(default_factory=threading.Event)

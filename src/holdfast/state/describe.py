@@ -7,10 +7,12 @@ forward and backward.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.geometry.layout import table_hash, table_to_json
@@ -78,6 +80,10 @@ class Describer:
     def usage(self) -> bytes:
         """Which rules are for a leaf of this rank (``holdfast.state.usage``)."""
         return say_usage(self.through, sort_objects(self.state))
+
+    def optimizers(self) -> Iterator[Optimizer]:
+        """Those in the state; looked for when they are asked for."""
+        yield from sort_objects(self.state).optimizers.values()
 
     def describe(self) -> Description:
         """The state as it is now. UnsupportedState names what cannot be stored."""
