@@ -92,7 +92,7 @@ def fingerprint(state: dict[str, Any]) -> int:
 
     total = 0
     for name, values, place in _own_tensors(state):
-        salt = xxhash.xxh3_64_intdigest(name)
+        salt = xxhash.xxh3_64_intdigest(name.encode())
         bits = values.view(np.uint32).astype(np.uint64)
         bits |= np.arange(place, place + bits.size, dtype=np.uint64) << np.uint64(32)
         bits ^= np.uint64(salt)
