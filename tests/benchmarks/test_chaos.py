@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from types import ModuleType
@@ -14,10 +15,7 @@ from code_blocks import PROJECT
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PROJECT / "benchmarks"))
-    import chaos_verdict
-
-    module: ModuleType = chaos_verdict
-    return module
+    return importlib.import_module("chaos_verdict")
 
 
 @pytest.mark.parametrize(

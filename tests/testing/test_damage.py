@@ -120,4 +120,4 @@ def test_a_torn_record_of_a_row_is_none(kept: list[Row], tmp_path: Path) -> None
 def test_a_row_without_bytes_has_none_to_change(kept: list[Row]) -> None:
     record = type("Empty", (), {"size_bytes": 0, "row": 0, "stripe": 1})
     with pytest.raises(UsageError, match="row 0 of stripe 1 has no bytes"):
-        flip_row(Row(kept[0].path, 0, record(), kept[0].record_path))  # type: ignore[arg-type]
+        flip_row(Row(kept[0].path, 0, record(), kept[0].record_path))
