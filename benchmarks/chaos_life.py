@@ -70,7 +70,7 @@ class Life:
         completed = []
         for rank in range(len(self.on)):
             if (error := self.directory / f"error-{rank}").exists():
-                raise Broke(f"rank {rank} on {self.on[rank]}: {_last_line(error)}")
+                raise Broke(f"rank {rank} on {self.on[rank]}: {_last_words(error)}")
             phase, done = "", -1
             for line in _lines(self.directory / f"rank-{rank}"):
                 phase = line.get("phase", phase)
@@ -133,9 +133,11 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def _last_line(error: Path) -> str:
+def _last_words(error: Path) -> str:
+    """The error itself, without where it was raised."""
     lines = error.read_text().strip().splitlines()
-    return lines[-1] if lines else "an error that says nothing"
+    starts = [number for number, line in enumerate(lines) if not line.startswith(" ")]
+    return " ".join(lines[starts[-1] :] if starts else lines)[:800]
 
 
 def reference(directory: Path, world: int, steps: int, seed: int, timeout_s: float) -> list[int]:

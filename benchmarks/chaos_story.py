@@ -223,6 +223,10 @@ class Story:
         """Train until the moment of this loss has come; where the bits were wrong on the way."""
         assert self.life is not None
         life, here = self.life, self._here
+        wait_until(
+            lambda: life.seen() and newest_durable(self.root), timeout_s=DEADLINE_S,
+            pause_s=0.05, what="a first checkpoint, for what parity does not replace",
+        )  # fmt: skip
         if self.chance.random() < 0.85 and self.starts[max(self.starts)].parity:
             wait_protected(
                 self.root, max(self.starts), more=self.chance.randint(1, 3), after=here,

@@ -28,6 +28,9 @@ def live(rank: int, life: dict[str, Any], path: list[str], environment: dict[str
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
     os.environ.clear()
     os.environ.update(environment)
+    with (Path(life["directory"]) / f"output-{rank}").open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
     try:
         train(rank, life)
     except BaseException:
