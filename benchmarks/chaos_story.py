@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -88,6 +88,8 @@ class Story:
         self.on = [next(self._names) for _ in range(count)]
         self.losses: list[Loss] = []
         self.life: Life | None = None
+        self._here = -1
+        self._fire: Callable[[], None] = lambda: None
 
     # ── the course of it ─────────────────────────────────────────────────────────────────
 
@@ -126,9 +128,9 @@ class Story:
             count = most + 1  # one more than parity replaces
         lost = self.chance.sample(there, count)
         left = [host for host in there if host not in lost]
-        damaged = [self.chance.choice(left)] if self.chance.random() < 0.15 else []
+        damaged = [self.chance.choice(left)] if left and self.chance.random() < 0.15 else []
         may_shrink = len(self.losses) >= 2 and not self.is_resized and len(left) > 1
-        then = self.chance.choice(NEXT if may_shrink else NEXT[:2])
+        then = self.chance.choice(NEXT if may_shrink else NEXT[:2]) if left else NEXT[0]
         return Loss(self.chance.choice(MOMENTS), lost, damaged, list(self.on), then)
 
     def _judge(self, loss: Loss) -> None:
@@ -186,28 +188,16 @@ class Story:
             differs.append(f"the state restored at step {step}")
         if len(self.on) != self.count and not self.is_resized:
             self.is_resized = True
-        if (
-            self.is_resized
-        ):  # sums are made in another order from here on: what comes is what counts
+        if self.is_resized:  # gradients are summed in another order: what comes is what counts
             self.known = {s: known for s, known in self.known.items() if s <= step}
         self._note_start(seen, lines[0].get("parent"))
         return differs
 
     def _note_start(self, seen: Seen, parent: Sequence[int] | None) -> None:
-        n = seen.incarnation
-        wait_until(
-            lambda: self._planned(n) or len(set(self.on)) < 2, timeout_s=DEADLINE_S,
-            what=f"a plan of protection for incarnation {n}",
-        )  # fmt: skip
-        reached = self._planned(n)
-        self.starts[n] = Start(
-            n, frozenset(self.on), int(reached["parity"]) if reached else 0,
-            (parent[0], parent[1]) if parent else None,
-        )  # fmt: skip
-
-    def _planned(self, n: int) -> dict[str, Any] | None:
-        found = [e for e in events_of(self.root, "ProtectionPlanned") if e["incarnation"] == n]
-        return found[0] if found else None
+        hosts = frozenset(self.on)
+        reached = min(self.parity, len(hosts) - 1)
+        went_on = (parent[0], parent[1]) if parent else None
+        self.starts[seen.incarnation] = Start(seen.incarnation, hosts, reached, went_on)
 
     def _compare(self, seen: Seen) -> list[str]:
         """Steps of this life whose bits are not those they have to be; new ones are learned."""
@@ -239,6 +229,7 @@ class Story:
             differs = self._crash(loss)
             self._start()
             assert self.life is not None
+            self._fire = self.hosts.aim(*loss.lost)
             with suppress(TimeoutError):
                 self.life.wait(lambda now: "restore" in now.phases, DEADLINE_S, "", 0.002)
             time.sleep(self.chance.random() * 0.15)
@@ -257,6 +248,7 @@ class Story:
         """Look for the moment; where it does not come it is any time."""
         aimed = self.chance.choice(loss.lost)
         time.sleep(self.chance.random() * 0.3)
+        self._fire = self.hosts.aim(*loss.lost)
         if loss.moment == "any time":
             return
         arena = self.hosts.arena(aimed)
@@ -271,20 +263,20 @@ class Story:
             loss.moment = "any time"
 
     def _lose(self, loss: Loss) -> list[str]:
-        """What is promised is looked up first: what comes in between may only be newer."""
-        for start in self.starts.values():
-            start.lost.update(loss.lost, loss.damaged)
-        protected: set[Generation] = {
-            (int(e["incarnation"]), int(e["step"]))
-            for e in events_of(self.root, "SnapshotProtected")
-        }
-        loss.promised, loss.promised_from = promised(
-            self.starts, protected, newest_durable(self.root)
-        )
-        self.hosts.lose(*loss.lost)
+        """What was told of before is promised; what comes in between may only be newer."""
         assert self.life is not None
+        durable, at_s = newest_durable(self.root), time.time()
+        self._fire()
         ended = self.life.end()
         loss.completed = max(loss.completed, ended.completed)
+        protected: set[Generation] = {
+            (int(event["incarnation"]), int(event["step"]))
+            for event in events_of(self.root, "SnapshotProtected")
+            if event["time_s"] < at_s
+        }
+        for start in self.starts.values():
+            start.lost.update(loss.lost, loss.damaged)
+        loss.promised, loss.promised_from = promised(self.starts, protected, durable)
         for host in loss.damaged:
             self._damage(host)
         self.on = self._next(loss)

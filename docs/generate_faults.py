@@ -25,7 +25,7 @@ What a run does after a fault has four names. **PASS**: it goes on bit for bit, 
 state that the tables above promise, or a newer one. **LOST_WORK**: bit for bit too, but from an
 older state than promised. **HARD_FAIL**: it does not go on by itself; an error says why, and what
 to do. **SILENT_DIVERGENCE**: it goes on with other bits than it should have, and does not say so.
-The tests assert what is in the third column; nothing is known of that would be in the last class.
+The tests assert what stands under class; nothing is known of that would be in the last one.
 """
 
 
@@ -56,7 +56,7 @@ def render() -> str:
     """What stands between the markers."""
     parts = [HEAD]
     for title, faults in rows().items():
-        lines = [f"| {title} | goes on from | | proved by |", "|---|---|---|---|"]
+        lines = [f"| {title} | goes on from | class | proved by |", "|---|---|---|---|"]
         parts.append("\n".join([*lines, *map(_line, faults)]) + "\n")
     return "\n".join([*parts, _chaos()])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,19 @@ def kill_keeper(arena_home: Path, host: str) -> None:
     Hosts(arena_home).kill_keeper(host)
 
 
-def lose(lives: Lives, arena_home: Path, hosts: tuple[str, ...], *lost: str) -> None:
-    """These hosts are gone at once: their trainers, their keepers, their memory."""
+def aim(
+    lives: Lives, arena_home: Path, hosts: tuple[str, ...], *lost: str
+) -> Callable[[], None]:  # fmt: skip
+    """These hosts are gone as soon as this is called: trainers, keepers, and their memory."""
     simulated = Hosts(arena_home)
     for host, pid in zip(hosts, lives.pids, strict=True):
         simulated.add(host, pid)
-    simulated.lose(*lost)
+    return simulated.aim(*lost)
+
+
+def lose(lives: Lives, arena_home: Path, hosts: tuple[str, ...], *lost: str) -> None:
+    """These hosts are gone at once: their trainers, their keepers, their memory."""
+    aim(lives, arena_home, hosts, *lost)()
 
 
 def events_of(root: Path, name: str) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ import pytest
 from holdfast.testing.faults import Hosts, is_capturing, is_encoding, is_persisting, wait_until
 from leftovers import keeper_pids
 from lives import Lives
-from losing import lose, protected, wait_protected
+from losing import aim, protected, wait_protected
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +44,9 @@ def test_a_host_lost_while_it_captures_codes_or_writes_takes_nothing_that_was_pr
             assert least <= step <= completed
             wait_protected(lives, root, n, after=step)
             least = protected(root)[1]
+            fire = aim(lives, arena_dir, hosts, lost)
             wait_until(is_so, timeout_s=60, pause_s=0.0005, what=f"the moment of {lost}")
-            lose(lives, arena_dir, hosts, lost)
+            fire()
             completed = lives.end(3)
             hosts = (*(host for host in hosts if host != lost), f"{lost}2")
         lives.start(3, 3, rows=1201, storage=20, hosts=hosts, options={"parity": 1})

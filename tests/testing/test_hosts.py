@@ -76,7 +76,9 @@ def test_every_rank_knows_its_place_and_a_lost_host_takes_all_it_started_along(
     assert sorted(hosts.trainers("a")) == sorted([pids[0], pids[2], children[0], children[2]])
     arena = hosts.arena_dir / "holdfast-0" / "run@a"
     arena.mkdir(parents=True)
-    hosts.lose("a")
+    fire = hosts.aim("a")
+    assert hosts.running() == ["a", "b", "a"]
+    fire()
     assert hosts.running() == ["b"] and not arena.exists()
     assert [is_alive(pid) for pid in (*pids, *children)] == [False, True, False] * 2
     with pytest.raises(UsageError, match=r"the ranks on \['b'\] still run"):

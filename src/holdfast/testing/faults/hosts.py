@@ -14,7 +14,7 @@ import socket
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import UsageError
@@ -141,15 +141,31 @@ class Hosts:
 
     def lose(self, *hosts: str) -> None:
         """These hosts are gone at once, with all they held; the others know nothing of it."""
-        for host in hosts:
-            _check_name(host)
-        while pids := [n for host in hosts for n in (*self.trainers(host), *self.keepers(host))]:
+        while pids := self._all_on(hosts):
             kill(pids)  # one of them may have started another meanwhile
             self._reap()
         self._added = [(host, pid) for host, pid in self._added if host not in hosts]
         for host in hosts:
             for arena in self._arenas(host):
                 shutil.rmtree(arena, ignore_errors=True)
+
+    def aim(self, *hosts: str) -> Callable[[], None]:
+        """Look now for all that runs on these hosts; what is returned loses them, without a look.
+
+        To find them takes some hundredths of a second, in which a moment may be over.
+        """
+        pids = self._all_on(hosts)
+
+        def fire() -> None:
+            kill(pids)
+            self.lose(*hosts)
+
+        return fire
+
+    def _all_on(self, hosts: Sequence[str]) -> list[int]:
+        for host in hosts:
+            _check_name(host)
+        return [pid for host in hosts for pid in (*self.trainers(host), *self.keepers(host))]
 
     def kill_trainers(self, *hosts: str, number: int = signal.SIGKILL) -> None:
         """SIGKILL, or another signal, to all that runs on these hosts but their keepers."""
