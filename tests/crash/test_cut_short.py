@@ -1,4 +1,4 @@
-"""Somebody cuts slots short under those who have them mapped: SIGBUS, and no wrong byte after it."""
+"""Somebody cuts slots short under those who have them mapped: SIGBUS, and no wrong byte then."""
 
 from __future__ import annotations
 
