@@ -15,10 +15,13 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +35,9 @@ from holdfast.testing.faults import Hosts
 LOSSES_OF_A_RUN = 4
 
 
-def tell(options: argparse.Namespace, sums: Sequence[int]) -> list[Loss]:
+def tell(options: argparse.Namespace, sums: Sequence[int], losses: list[Loss]) -> None:
     """Runs, each in a root of its own, until there were enough losses or there is no more time."""
-    began, losses, number = time.monotonic(), list[Loss](), 0
+    began, number = time.monotonic(), 0
 
     def is_time() -> bool:
         is_left = not options.seconds or time.monotonic() - began < options.seconds
@@ -47,11 +50,14 @@ def tell(options: argparse.Namespace, sums: Sequence[int]) -> list[Loss]:
         with Hosts() as hosts:
             story = Story(
                 directory, hosts, count=options.hosts, parity=options.parity, seed=options.seed,
-                reference=sums, chance=chance,
+                reference=sums, chance=chance, say=partial(say, number),
             )  # fmt: skip
-            found = story.tell(most, is_time)
-            for loss in found:
-                say(number, loss)
+            try:
+                found = story.tell(most, is_time)
+            except KeyboardInterrupt:
+                losses += [loss for loss in story.losses if loss.verdict]
+                shutil.rmtree(directory, ignore_errors=True)
+                raise
             if any(loss.verdict != PASS for loss in found) and options.keep:
                 print(f"  kept: {directory}")
                 mapped = shutil.ignore_patterns("*.sock", "*.slot", "*.rows")
@@ -60,7 +66,6 @@ def tell(options: argparse.Namespace, sums: Sequence[int]) -> list[Loss]:
                 shutil.rmtree(directory, ignore_errors=True)
         losses += found
         number += 1
-    return losses
 
 
 def say(number: int, loss: Loss) -> None:
@@ -120,10 +125,13 @@ def main() -> int:
         parser.error("--hosts: from 2 to 12, for the demo's batch has 12 sequences")
     if not options.runs and not options.seconds:
         options.runs = 8
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="holdfast-chaos-") as directory:
         sums = reference(Path(directory), options.hosts, options.steps, options.seed, 300.0)
     print(f"reference: {len(sums)} steps", flush=True)
-    losses = tell(options, sums)
+    losses: list[Loss] = []
+    with suppress(KeyboardInterrupt):  # what was told by then counts
+        tell(options, sums, losses)
     text = shown(losses, options)
     print(f"\n{text}")
     if not options.no_results:

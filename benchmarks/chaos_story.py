@@ -71,9 +71,9 @@ class Story:
 
     def __init__(
         self, directory: Path, hosts: Hosts, *, count: int, parity: int, seed: int,
-        reference: Sequence[int], chance: random.Random,
+        reference: Sequence[int], chance: random.Random, say: Callable[[Loss], None],
     ) -> None:  # fmt: skip
-        self.directory, self.hosts, self.chance = directory, hosts, chance
+        self.directory, self.hosts, self.chance, self._say = directory, hosts, chance, say
         self.count, self.parity, self.reference = count, parity, reference
         self.root = directory / "root"
         self.settings: dict[str, Any] = {
@@ -105,6 +105,7 @@ class Story:
             loss = self._draw()
             self.losses.append(loss)
             self._judge(loss)
+            self._say(loss)
             if loss.verdict in (HARD_FAIL, "SILENT_DIVERGENCE"):
                 return self.losses
             if self._room() < 2 * STRIDE:
