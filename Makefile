@@ -62,8 +62,9 @@ format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## docs/operations/errors.md, from the classes of errors.py
+docs: $(READY) ## what is generated of the documents: errors, and the fault matrix
 	$(BIN)/python docs/generate_errors.py
+	$(BIN)/python docs/generate_faults.py
 
 bench: $(READY) ## the figures of docs/performance.md, with the rivals that are installed
 	$(BIN)/python benchmarks/save.py

@@ -43,6 +43,7 @@ from holdfast.redundancy.records import (
 )
 from holdfast.redundancy.stripes import Kept, stripes
 from holdfast.snapshot.arena import IMAGE_START, SlotFile
+from holdfast.testing.faults import flip
 from images import Array, images_of, random_leaf, seals, split_leaf
 from peering import Served, puller
 
@@ -249,12 +250,7 @@ class Hosts:
         self.slots[rank].image[at] ^= 1
 
     def flip_row(self, host: str, stripe: int, row: int, at: int) -> None:
-        path = self.row_files[host, stripe, row]
-        with path.open("r+b") as file:
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
+        flip(self.row_files[host, stripe, row], at)
 
     def change_record(self, host: str, stripe: int, row: int, data: bytes) -> None:
         self.records[host, stripe, row] = data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -13,36 +12,23 @@ import pytest
 
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
+from holdfast.testing.faults import Hosts, wait_until
 from leftovers import keeper_pids
 from lives import Lives, read_progress
 
 
-def arena_of(arena_home: Path, host: str) -> Path:
-    (arena,) = arena_home.glob(f"*/*@{host}")
-    return arena
-
-
 def keeper_of(arena_home: Path, host: str) -> int:
     """The one keeper of this host."""
-    deadline = time.monotonic() + 30
-    while True:
-        found = [pid for pid in keeper_pids(arena_home) if f"@{host}\0" in _command(pid)]
-        if len(found) == 1:
-            return found[0]
-        assert time.monotonic() < deadline, f"keepers of {host}: {found}"
-        time.sleep(0.01)
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
+    hosts = Hosts(arena_home)
+    wait_until(
+        lambda: len(hosts.keepers(host)) == 1, timeout_s=30, what=f"the one keeper of {host}"
+    )
+    return hosts.keepers(host)[0]
 
 
 def kill_keeper(arena_home: Path, host: str) -> int:
     pid = keeper_of(arena_home, host)
-    os.kill(pid, signal.SIGKILL)
+    Hosts(arena_home).kill_keeper(host)
     return pid
 
 
@@ -85,7 +71,7 @@ def test_a_run_on_three_hosts_goes_on_from_memory_whoever_coordinates_and_withou
         assert (source, step) == ("storage", newest_stored(root))
         assert step >= stored
         lives.wait_end()
-    assert arena_of(arena_dir, "b").is_dir()
+    assert Hosts(arena_dir).arena("b").is_dir()
     assert not list(arena_dir.glob("*/*@a")) and not list(arena_dir.glob("*/*@c"))
 
 
@@ -111,8 +97,7 @@ def test_training_goes_on_when_keepers_of_several_hosts_are_killed_and_their_slo
         lives.wait_progress(2, step + 25)
         # A host is lost with its memory: what the other holds of a snapshot is not enough.
         lives.end(2)
-        kill_keeper(arena_dir, "b")
-        shutil.rmtree(arena_of(arena_dir, "b"))
+        Hosts(arena_dir).lose("b")
         stored = newest_stored(root)
         lives.start(2, 3, storage=5, hosts=("a", "b"))
         assert lives.wait_restored(2) == (stored, "storage")

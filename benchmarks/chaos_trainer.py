@@ -1,0 +1,134 @@
+"""One rank of a run under chaos: the demo's GPT, and a fingerprint of its state at each step.
+
+The fingerprint is a sum over all elements of all parameters and moments, each mixed with its name
+and its place in the whole tensor. Every rank sums its own elements and writes that down; the sum of
+all ranks is that of the state, however it is cut, and costs no collective. One bit that differs
+anywhere changes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "holdfast.demo.train"]
+
+
+def live(rank: int, life: dict[str, Any], path: list[str], environment: dict[str, str]) -> None:
+    """What a forked process does: it ends itself, with what went wrong in ``error-<rank>``."""
+    import ctypes
+
+    sys.path[:] = path
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    os.environ.clear()
+    os.environ.update(environment)
+    with (Path(life["directory"]) / f"output-{rank}").open("ab") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    try:
+        train(rank, life)
+    except BaseException:
+        (Path(life["directory"]) / f"error-{rank}").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
+def train(rank: int, life: dict[str, Any]) -> None:
+    """From wherever the run stands, for ``steps`` steps in all; a line for each."""
+    import torch
+    import torch.distributed as dist
+
+    import holdfast
+    from holdfast.demo.model import make_mesh, make_model
+    from holdfast.demo.text import batch, corpus
+    from holdfast.demo.train import losses_by_sequence
+
+    torch.set_num_threads(1)  # sums in one order
+    directory, world = Path(life["directory"]), life["world"]
+    store = dist.FileStore(str(directory / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    model = make_model(make_mesh("fsdp", world), life["seed"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = {"model": model, "optimizer": optimizer, "rng": holdfast.Rng(), "tokens": 0}
+    journal = (directory / f"rank-{rank}").open("ab", buffering=0)
+
+    def write(**line: Any) -> None:
+        journal.write(json.dumps(line).encode() + b"\n")
+
+    checkpointer, first = None, 0
+    if life["root"]:
+        checkpointer = holdfast.Checkpointer(
+            life["root"], state, storage=holdfast.Every(steps=life["storage"]),
+            parity=life["parity"],
+        )  # fmt: skip
+        write(phase="restore", incarnation=checkpointer.incarnation)
+        restored = checkpointer.restore()
+        first = restored.step + 1 if restored else 0
+        found = {"source": restored.source, "parent": restored.generation} if restored else {}
+        write(phase="train", restored=first - 1, sum=fingerprint(state) if restored else 0, **found)
+    text = corpus()
+    for step in range(first, life["steps"]):
+        inputs, targets = batch(text, step, rank, world)
+        loss = losses_by_sequence(model(inputs), targets).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state["tokens"] += inputs.numel() * world
+        write(step=step, sum=fingerprint(state))
+        if checkpointer is not None:
+            checkpointer.step(step)
+    if checkpointer is not None:
+        checkpointer.close()
+    write(phase="closed")
+
+
+def fingerprint(state: dict[str, Any]) -> int:
+    """This rank's share of the sum over the state, modulo 2^64."""
+    import numpy as np
+    import xxhash
+
+    total = 0
+    for name, values, place in _own_tensors(state):
+        salt = xxhash.xxh3_64_intdigest(name.encode())
+        bits = values.view(np.uint32).astype(np.uint64)
+        bits |= np.arange(place, place + bits.size, dtype=np.uint64) << np.uint64(32)
+        bits ^= np.uint64(salt)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            bits ^= bits >> np.uint64(shift)
+            bits *= np.uint64(factor)
+        bits ^= bits >> np.uint64(31)
+        total += int(bits.sum(dtype=np.uint64))
+    return total % (1 << 64)
+
+
+def _own_tensors(state: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    """(name, elements, place of the first in the whole tensor) of what this rank answers for.
+
+    Everything is cut by rows here; what is not cut at all is alike on all ranks, and the first's.
+    """
+    import numpy as np
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    is_first = dist.get_rank() == 0
+    for name, parameter in state["model"].named_parameters():
+        moments = state["optimizer"].state.get(parameter, {})
+        for kind, tensor in {"": parameter, **moments}.items():
+            found = tensor.detach()
+            if isinstance(found, DTensor):
+                _, offset = compute_local_shape_and_global_offset(
+                    found.shape, found.device_mesh, found.placements
+                )
+                place = offset[0] * (found.numel() // found.shape[0])
+                yield f"{name} {kind}", found.to_local().contiguous().view(-1).numpy(), place
+            elif is_first:
+                yield f"{name} {kind}", found.contiguous().view(-1).numpy(), 0
+    if is_first:
+        yield "tokens", np.array([state["tokens"]], np.float32), 0

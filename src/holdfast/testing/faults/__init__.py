@@ -1,0 +1,65 @@
+"""What can go wrong, on demand: stores that fail, hosts that are lost, bytes that change.
+
+Nothing here imports torch. See docs/guides/testing-your-own-run.md.
+"""
+
+from __future__ import annotations
+
+from holdfast.testing.faults.hosts import Hosts
+from holdfast.testing.faults.memory import (
+    Held,
+    Row,
+    flip,
+    flip_image,
+    flip_row,
+    held,
+    rows,
+    tear_image,
+    tear_record,
+    tear_row_record,
+)
+from holdfast.testing.faults.moments import is_capturing, is_encoding, is_persisting, wait_until
+from holdfast.testing.faults.reports import (
+    events_of,
+    newest_durable,
+    newest_protected,
+    wait_protected,
+)
+from holdfast.testing.faults.stores import (
+    FaultyStore,
+    LateFsyncStore,
+    Mode,
+    PassingSink,
+    PassingStore,
+    SlowStore,
+    Stopped,
+)
+
+__all__ = [
+    "FaultyStore",
+    "Held",
+    "Hosts",
+    "LateFsyncStore",
+    "Mode",
+    "PassingSink",
+    "PassingStore",
+    "Row",
+    "SlowStore",
+    "Stopped",
+    "events_of",
+    "flip",
+    "flip_image",
+    "flip_row",
+    "held",
+    "is_capturing",
+    "is_encoding",
+    "is_persisting",
+    "newest_durable",
+    "newest_protected",
+    "rows",
+    "tear_image",
+    "tear_record",
+    "tear_row_record",
+    "wait_protected",
+    "wait_until",
+]

@@ -1,0 +1,20 @@
+"""Whatever one keeper says to another, that one understands."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import msgspec
+
+from holdfast.keeper import control
+
+
+def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_hand() -> None:
+    heard = {*get_args(control.ToCoordinator), *get_args(control.ToHand)}
+    assert set(control.Fact.__subclasses__()) - heard == set()
+
+
+def test_a_fact_without_fields_arrives_as_what_it_is() -> None:
+    for kind in get_args(control.ToHand):
+        if not msgspec.structs.fields(kind):
+            assert control.from_coordinator(control.pack(kind())) == kind()
