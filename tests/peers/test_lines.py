@@ -109,7 +109,10 @@ def test_whoever_is_turned_away_comes_again_until_there_is_a_place(arena_dir: Pa
 
 
 def test_a_peer_that_never_has_a_place_is_given_up_at_the_requests_end(arena_dir: Path) -> None:
-    with offered(arena_dir, MIB, connections=1) as (served, _), Caller(served) as other:
+    with (
+        offered(arena_dir, MIB, connections=1, spared_s=60) as (served, _),
+        Caller(served) as other,
+    ):
         other.learn()
         client = puller(patience=replace(IMPATIENT, request_s=0.5))
         stream = client.stream(served.peer, "/a", GENERATION, start=0)
@@ -130,7 +133,10 @@ def test_a_peer_that_never_has_a_place_is_given_up_at_the_requests_end(arena_dir
 
 @pytest.mark.parametrize("is_crowded", [True, False], ids=["a pause", "a line of its own"])
 def test_who_waits_for_a_connection_can_be_cancelled(arena_dir: Path, is_crowded: bool) -> None:
-    with offered(arena_dir, MIB, connections=1) as (served, _), Caller(served) as other:
+    with (
+        offered(arena_dir, MIB, connections=1, spared_s=60) as (served, _),
+        Caller(served) as other,
+    ):
         if is_crowded:
             other.learn()
         else:

@@ -278,7 +278,9 @@ def test_connections_are_bounded_by_address_and_in_all(limits: Limits) -> None:
 
 
 @pytest.mark.parametrize(
-    "limits", [Limits(connections=3), Limits(connections_of_one=3)], ids=["all", "address"]
+    "limits",
+    [Limits(connections=3, spared_s=0), Limits(connections_of_one=3, spared_s=0)],
+    ids=["all", "address"],
 )
 def test_who_knows_the_secret_comes_in_however_many_do_not(limits: Limits) -> None:
     with Served(limits=limits) as bounded, Caller(bounded) as peer:

@@ -45,6 +45,8 @@ class Limits:
     connections: int = 512
     connections_of_one: int = 128
     """From one address: 16 ranks with 4 each, and as many again."""
+    spared_s: float = 1.0
+    """Whoever came, or was served, has so long for a request, whoever else wants its place."""
     request_s: float = 10.0
     """From the first byte of a head to its last."""
     idle_s: float = 60.0
@@ -77,6 +79,8 @@ class Connection:
 
     def __init__(self, connected: socket.socket, address: str, service: Service) -> None:
         self.address = address
+        self.since_s = time.monotonic()
+        """When it was accepted."""
         self.incarnation = 0
         """Of whoever was served last over it."""
         self.is_proven = False

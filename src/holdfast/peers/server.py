@@ -27,8 +27,6 @@ from holdfast.peers.wire import check_peer, render_answer
 SEND_THREADS = 4
 _BACKLOG = 128
 _PAUSE_S = 0.1
-_SPARED_S = 1.0
-"""Who was served has so long for its next request, whoever else wants its place."""
 
 
 class PeerServer:
@@ -189,13 +187,13 @@ class PeerServer:
         if not is_full and self._of_address[address] < limits.connections_of_one:
             return True
         nearby = [one for one in self._connections if is_full or one.address == address]
+        long_ago_s = time.monotonic() - limits.spared_s
         for one in nearby:
-            if one.is_counted and one.is_stranger:
+            if one.is_counted and one.is_stranger and one.since_s < long_ago_s:
                 self._service.refused(refusals.CROWDED.kind)
                 one.shut()
                 self._uncount(one)
                 return self._has_place(address)
-        long_ago_s = time.monotonic() - _SPARED_S
         idle = [
             (one.idle_since_s, number, one)  # numbers: no two are equal
             for number, one in enumerate(nearby)

@@ -243,7 +243,7 @@ def _setting_fault(name: str, value: str) -> str:
         return "say info, debug or off"
     if name == "HOLDFAST_EXCHANGE" and value.strip().lower() not in ("", *EXCHANGE_MODES):
         return "say auto, always or never"
-    if name.startswith("HOLDFAST_KEEPER_") and not _is_seconds(value):
+    if name in ("HOLDFAST_KEEPER_IDLE_S", "HOLDFAST_KEEPER_SCRUB_S") and not _is_seconds(value):
         return "give a number of seconds"
     if name == "HOLDFAST_ARENA_BYTES" and not _is_bytes(value):
         return "give a number of bytes, such as 8589934592 for 8 GiB"
