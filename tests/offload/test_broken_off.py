@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import holdfast
 import hybrids
 from holdfast.errors import UnsupportedState, UsageError
-from holdfast.offload import HybridAdamW, HybridSGD, kernels
+from holdfast.offload import HybridAdamW, HybridSGD, kernels, noting
+from holdfast.offload.checksums import checksum
 from holdfast.offload.lanes import ThreadMark
 from holdfast.offload.stepping import Stepping
 
@@ -80,6 +82,40 @@ def test_an_update_interrupted_when_its_work_was_all_given_is_a_whole_one(
     one[1].zero_grad()
     assert not one[1].broken_off
     assert hybrids.differences(one, other) == []
+    hybrids.train(*one, range(3, 5))
+    hybrids.train(*other, range(3, 5))
+    assert hybrids.differences(one, other) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("after", [0, 1])
+def test_an_update_interrupted_while_it_is_noted_is_a_whole_one_and_can_be_saved(
+    dtype: torch.dtype, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ((m, adamw(m)) for m in (hybrids.tiny(dtype), hybrids.tiny(dtype)))
+    hybrids.train(*other, range(3))
+    hybrids.train(*one, range(2))
+    hybrids.loss_of(one[0], 2).backward()
+    summed = []
+
+    def interrupted(flat: torch.Tensor) -> Any:
+        summed.append(1)
+        if len(summed) > before + after:
+            raise KeyboardInterrupt
+        return checksum(flat)
+
+    # Some sums are taken before the update, of the same parameters.
+    before = sum(place.small is None for _, place in one[1]._places.values())
+    assert before > after
+    monkeypatch.setattr(noting, "checksum", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one[1].step()
+    monkeypatch.undo()
+    assert not one[1].broken_off
+    assert hybrids.differences(one, other) == []
+    with holdfast.Checkpointer(tmp_path, {"model": one[0], "optimizer": one[1]}) as checkpointer:
+        checkpointer.save(2, durable=True).wait_durable(timeout_s=60)
+    one[1].zero_grad()
     hybrids.train(*one, range(3, 5))
     hybrids.train(*other, range(3, 5))
     assert hybrids.differences(one, other) == []

@@ -180,6 +180,30 @@ def test_updates_leave_cores_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_threads() == 1
 
 
+@pytest.mark.parametrize(
+    ("ranks", "own", "launcher", "threads"),
+    [
+        (4, range(16, 32), range(64), 14),  # each rank has cores of its own
+        (8, range(32), range(64), 6),  # bound to the cores beside its GPU, as three others are
+        (4, range(16, 32), range(16, 32), 2),  # all were given these together
+        (2, range(4), None, 1),  # nobody knows
+    ],
+)
+def test_a_rank_bound_to_its_share_of_the_cores_updates_with_all_of_it(
+    ranks: int, own: range, launcher: range | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def affinity(process: int) -> set[int]:
+        if not process:
+            return set(own)
+        if launcher is None:
+            raise ProcessLookupError
+        return set(launcher)
+
+    monkeypatch.setattr("os.sched_getaffinity", affinity)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    assert host_threads() == threads
+
+
 def test_a_lane_of_its_own_threads_leaves_the_training_its_own() -> None:
     before = torch.get_num_threads()
     found: list[int] = []

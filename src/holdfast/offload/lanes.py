@@ -201,6 +201,13 @@ def host_threads() -> int:
     """How many threads update on the CPU: this rank's share of the cores, less some for others.
 
     ``torchrun`` sets OMP_NUM_THREADS to 1, with which the update would take many times as long.
+    The ranks of a host share what the process has that started them. One that was bound to a part
+    of that has no more than this part, which may be its share already.
     """
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, len(os.sched_getaffinity(0)) // ranks - _CORES_LEFT)
+    own = os.sched_getaffinity(0)
+    try:
+        shared = own | os.sched_getaffinity(os.getppid())
+    except OSError:  # it is gone
+        shared = own
+    return max(1, min(len(own), len(shared) // ranks) - _CORES_LEFT)

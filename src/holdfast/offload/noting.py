@@ -12,9 +12,9 @@ from holdfast.offload.small import Small
 def note(places: Iterable[Place]) -> None:
     """These parameters are now what their masters say."""
     for place in places:
-        place.seen = _seen(place)
         if place.small is None:  # else its row knows what was written there
             place.bits = checksum(place.flat(place.local))
+        place.seen = _seen(place)  # last: an interrupt leaves it as it was
 
 
 def changed(places: Iterable[Place]) -> set[Place]:

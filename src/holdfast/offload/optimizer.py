@@ -217,6 +217,8 @@ class HybridOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; their state on the host is final on return.
 
+        With parameters that other ranks have as well the first one is a collective of those ranks,
+        unless device_share=0 or there is no GPU: they agree what is updated where.
         UsageError for gradients it cannot use: sparse ones, or of another dtype or device than
         their parameters. When an update breaks off half-way, every further step refuses.
         """
@@ -227,6 +229,7 @@ class HybridOptimizer(Optimizer):
         _refuse_broken(self)
         self._check_clipped()
         gradients = self._with_gradient()
+        self._placing.agree(self.param_groups, lambda: self._started()[0])
         found_inf = getattr(self, "found_inf", None)  # a gradient scaler sets it for the step
         if gradients and not (found_inf is not None and bool(found_inf.item())):
             self._update(gradients)

@@ -19,6 +19,8 @@ class Options(TypedDict, total=False):
 
     With a number each step updates the same elements in the same place, so runs are reproducible:
     a GPU's kernels and the CPU's differ in last bits. On the CPU None is 0.
+    Ranks with the same parameters agree on it in their first step, which waits for all of them,
+    unless it is 0.
     """
     subgroup_elements: int
     """How many elements are updated in one place at a time."""

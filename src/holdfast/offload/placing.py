@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from holdfast.offload.kernels import Group, Kernel
 from holdfast.offload.lanes import Lanes
 from holdfast.offload.measure import measure
 from holdfast.offload.rates import Kind, Measured, Rates
+from holdfast.offload.replicas import Said, agree, groups_with_replicas
 from holdfast.offload.rows import MASTER, Place, Row, Subgroup
 from holdfast.offload.schedule import Schedule, plan, replanning
 from holdfast.offload.tier import Tier, page_aligned
@@ -47,6 +49,12 @@ class Placing:
             )
         if tier is not None:
             self.longest, self._share = page_aligned(self.longest), 0.0
+        self._may_use_device = self._share != 0.0 and self._slots > 0
+        self._is_on_gpu = False
+        self._unasked: list[Place] = []
+        """Of which it is not known yet whether other ranks have them too."""
+        self._room: int | None = None
+        """Once replicas agreed: for so many subgroups there is room on this rank's device."""
         self.subgroups: list[Subgroup] = []
         self.schedule: Schedule | None = None
         self.measured: Measured | None = None
@@ -61,13 +69,11 @@ class Placing:
     def add(self, row: Row) -> None:
         """Subgroups of another row."""
         self.subgroups += row.cut(self.longest)
+        self._unasked += row.places
+        self._is_on_gpu |= any(place.local.is_cuda for place in row.places)
         if self._tier is not None:
             self._tier.check(self.subgroups)
-        if (
-            self._share is None
-            and not self._is_full
-            and any(place.local.is_cuda for place in row.places)
-        ):
+        if self._share is None and not self._is_full and self._is_on_gpu:
             self._set(None)  # at the next step, when the lanes can be measured
         else:
             self._fix([subgroup.cut.size for subgroup in self.subgroups])
@@ -89,6 +95,47 @@ class Placing:
     def on_host(self, place: Place) -> list[Range]:
         """Which of a parameter's elements are updated on the host, as far as is known."""
         return self._ranges.get(place, [])
+
+    def agree(self, groups: Sequence[Group], make_lanes: Callable[[], Lanes]) -> None:
+        """See that all replicas plan alike. A collective, the first time that there are others.
+
+        It does not depend on what is due, so a rank that has no gradient takes part.
+        """
+        if not self._unasked:
+            return
+        is_planned = self._share is not None or self._is_on_gpu or self.schedule is None
+        if self._room is None and self._may_use_device and is_planned:
+            others = groups_with_replicas(self._unasked)
+            if others:
+                lanes = make_lanes()
+                self._follow(agree(self._said(groups, lanes), others, lanes.device))
+        self._unasked.clear()
+
+    def _follow(self, found: Said) -> None:
+        """Plan by what all agreed on, from now on."""
+        self.measured = None if found.rates is None else Measured(found.rates)
+        if not found.slots:
+            self._leave_to_host()
+        elif self._share is None:
+            self._slots = found.slots
+            self._set(None)
+        if found.rates is not None or self._share is not None or not found.slots:
+            self._room = found.slots
+
+    def _said(self, groups: Sequence[Group], lanes: Lanes) -> Said:
+        """What this rank can do. Its own plan is not made yet: the largest slots are tried."""
+        if self._is_full or not self.subgroups:
+            return Said(None, self._slots)
+        rates = None if self.measured is None else self.measured.rates
+        if self._share is None and rates is None:
+            rates = self._measure(lanes, groups)
+            if rates is None:
+                return Said(None, 0)
+        wanted = min(self._slots, len(self.subgroups))
+        made = len(self._allocate(wanted, self.subgroups, groups, lanes.device))
+        if not made:
+            self._warn_of_room(self.subgroups, lanes.device)
+        return Said(rates, self._slots if made == wanted else made)
 
     def ready(
         self, groups: Sequence[Group], lanes: Lanes, places: Iterable[Place]
@@ -118,14 +165,13 @@ class Placing:
         if self.schedule is None and not self.subgroups:
             self._fix([])  # this rank has no elements
         elif self.schedule is None:
-            row = max((one.row for one in self.subgroups), key=lambda row: row.elements)
             if self.measured is None:
-                rates = self._measure(lanes, groups[row.group], row)
+                rates = self._measure(lanes, groups)
                 if rates is None:
                     return
                 self.measured = Measured(rates)
             self._set(plan(sizes, self.measured.rates, device_slots=self._slots))
-        elif self.measured is not None and not self._is_full:
+        elif self.measured is not None and not self._is_full and self._room is None:
             self._look_on(self.schedule, sizes, self.measured)
 
     def _look_on(self, current: Schedule, sizes: Sequence[int], measured: Measured) -> None:
@@ -140,18 +186,19 @@ class Placing:
         elif found != current:
             self._set(found)
 
-    def _measure(self, lanes: Lanes, group: Group, row: Row) -> Rates | None:
+    def _measure(self, lanes: Lanes, groups: Sequence[Group]) -> Rates | None:
         """None, and all is left to the host, where the device has no memory to try it with."""
+        row = max((one.row for one in self.subgroups), key=lambda row: row.elements)
         try:
-            return measure(lanes, self._kernel, group, row.dtype)
+            return measure(lanes, self._kernel, groups[row.group], row.dtype)
         except torch.OutOfMemoryError:
             self._warn(f"no room on {lanes.device} to measure how fast it updates")
             self._leave_to_host()
             return None
 
     def learn(self, kind: Kind, work: float, elapsed_s: float) -> None:
-        """So long took so much: the rates follow."""
-        if self.measured is not None and self.schedule is not None:
+        """So long took so much: the rates follow, but for those that replicas agreed on."""
+        if self._room is None and self.measured is not None and self.schedule is not None:
             speed = self.schedule.host_speed if kind == "host_update" else 1.0  # beside copies
             self.measured = self.measured.after(kind, work, elapsed_s * speed)
 
@@ -160,23 +207,53 @@ class Placing:
     def _make_slots(
         self, device: Sequence[Subgroup], groups: Sequence[Group], where: torch.device
     ) -> list[Slot]:
-        """As many as there is memory for: for the step alone, when activations take none."""
+        """As many as there is memory for: for the step alone, when activations take none.
+
+        UsageError where there is room for none, and replicas agreed on using the device.
+        """
+        wanted = min(self._slots if self._room is None else self._room, len(device))
+        slots = self._allocate(wanted, device, groups, where)
+        if len(slots) == wanted:
+            return slots
+        if self._room is not None:
+            self._check_room(slots, device, where)
+            self._room = len(slots)  # the same subgroups, with less at once
+            return slots
+        self._slots = len(slots)  # to ask again at every step empties torch's caches
+        if slots:
+            assert self.schedule is not None
+            self.schedule = replace(self.schedule, rates=None)  # look for another
+        else:
+            self._warn_of_room(device, where)
+        return slots
+
+    def _allocate(
+        self, wanted: int, device: Sequence[Subgroup], groups: Sequence[Group], where: torch.device
+    ) -> list[Slot]:
         kinds = {MASTER, *(kind for group in groups for kind in self._kernel.kinds(group))}
         if not all(subgroup.row.is_wide for subgroup in device):
             kinds.add("gradient")
-        longest = max(subgroup.cut.size for subgroup in device)
         slots: list[Slot] = []
-        try:
-            for _ in range(min(self._slots, len(device))):
-                slots.append(Slot(longest, sorted(kinds), where))
-        except torch.OutOfMemoryError:  # to ask again at every step empties torch's caches
-            self._slots = len(slots)
-            if slots:
-                assert self.schedule is not None
-                self.schedule = replace(self.schedule, rates=None)  # look for another
-            else:
-                self._warn(f"no room on {where} for the state of one subgroup ({longest} elements)")
+        with suppress(torch.OutOfMemoryError):
+            for _ in range(wanted):
+                slots.append(Slot(_longest(device), sorted(kinds), where))
         return slots
+
+    def _check_room(
+        self, slots: Sequence[Slot], device: Sequence[Subgroup], where: torch.device
+    ) -> None:
+        if not slots:
+            raise UsageError(
+                f"no room on {where} for the state of one subgroup ({_longest(device)} elements), "
+                "and the replicas of these parameters on other ranks are updated there, with "
+                "other last bits than on the host: make subgroup_elements smaller, or give "
+                "device_share=0.0"
+            )
+
+    def _warn_of_room(self, device: Sequence[Subgroup], where: torch.device) -> None:
+        self._warn(
+            f"no room on {where} for the state of one subgroup ({_longest(device)} elements)"
+        )
 
     def _leave_to_host(self) -> None:
         """For good: a device that was full once is nearly full."""
@@ -188,3 +265,7 @@ class Placing:
             message=f"{what}: from now on all is updated on the host. Make subgroup_elements "
             "smaller."
         ))  # fmt: skip
+
+
+def _longest(subgroups: Sequence[Subgroup]) -> int:
+    return max(subgroup.cut.size for subgroup in subgroups)

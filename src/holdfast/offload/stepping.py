@@ -71,10 +71,11 @@ class Stepping:
                 update.steps_before = update.steps[0].item()
                 self._count(list(due.values()), update.steps, lanes.device, bool(device))
             update.run(host if turn is None else turn.order, device, slots)
+            self._end(due)
+            note(due)
         except BaseException as error:
             self._settle(update, state, f"{type(error).__name__}: {error}")
             raise
-        self._end(due)
 
     def _begin(
         self, place: Place, groups: Sequence[dict[str, Any]], state: States, *, is_changed: bool
@@ -123,8 +124,9 @@ class Stepping:
             due[place].arrival = mark or gradients.send(row, place, due[place].gradient, found)
 
     def _end(self, due: Mapping[Place, Due]) -> None:
-        """All is updated."""
-        note(due)
+        """All is updated. Until more is noted every parameter counts as changed by others."""
+        for place in due:
+            place.seen = ()
         self.broken_off = ""
 
     def _settle(self, update: Update, state: States, why: str) -> None:
