@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from holdfast.snapshot.underway import Patience
 from leftovers import keeper_pids
 from lives import Lives, read_progress
 from losing import events_of, lose, protected, wait_protected
-from networks import Networks, why_not
+from networks import KEEP, TRAIN, Networks, why_not
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 PARITY: dict[str, Any] = {"parity": 1}
@@ -153,3 +154,41 @@ def test_a_network_that_loses_packets_delays_and_changes_nothing(
         wait_protected(lives, root, 1, more=2, after=reached + 5)
         assert all(wires.dropped(host) > 10 for host in HOSTS), ways
         go_on_without(lives, wires, root, arena_dir, "a", 2)
+
+
+def test_a_host_that_is_cut_off_from_everything_changes_nothing_when_it_is_back(
+    tmp_path: Path, arena_dir: Path, wires: Networks
+) -> None:
+    root = tmp_path / "run"
+    with Lives(root, seed=44) as lives:
+        start(lives, wires, HOSTS)
+        lives.wait_restored(3)
+        wait_protected(lives, root, 1)
+        least = protected(root)[1]
+        wires.cut("c", KEEP, TRAIN)
+        zombie = lives.pids[2]
+        lives.kill([0, 1])  # as a launcher does that lost one
+        for rank in (0, 1):
+            lives.join_rank(rank)
+        completed = read_progress(lives.directory, 3)
+        start(lives, wires, ("a", "b"))
+        step, source = lives.wait_restored(2)
+        assert source == "memory" and least <= step <= completed
+        reached = wait_protected(lives, root, 2, after=step)
+        wires.join("c", KEEP, TRAIN)
+        assert longest_step_s(lives, 5.0, more=50) < HELD_S
+        reached = wait_protected(lives, root, 2, after=reached)
+        assert {event["incarnation"] for event in events_of(root, "SnapshotProtected")} == {1, 2}
+        newest_of_old = max(
+            event["step"] for event in events_of(root, "SnapshotCaptured")
+            if event["incarnation"] == 1
+        )  # fmt: skip
+        assert newest_of_old <= completed + 1, "the old start took snapshots after its end"
+        with suppress(ProcessLookupError):
+            os.kill(zombie, signal.SIGKILL)
+        # What it still has of the older start is not taken for the newest.
+        completed = lives.end(2)
+        start(lives, wires, HOSTS)
+        step, source = lives.wait_restored(3)
+        assert source == "memory" and reached <= step <= completed
+        wait_protected(lives, root, 3, after=step)
