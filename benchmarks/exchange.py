@@ -131,7 +131,7 @@ class Member:
     def meet(self, terms: Terms, peers: Sequence[Peer], ports: Sequence[int]) -> int:
         """Take memory for parity, and open the plain connections; how much memory."""
         self._terms = terms
-        self._peers = {one.host: one for one in peers if one.host != self.name}
+        self._peers = {one.name: one for one in peers if one.name != self.name}
         placement = terms.placement
         kept = stored_by(placement, self.number)
         self._rows = {(one.stripe, one.row): touched(one.size_bytes) for one in kept}
