@@ -47,14 +47,16 @@ def test_parity_that_changed_is_never_decoded_from(tmp_path: Path, arena_dir: Pa
     root, hosts = tmp_path / "run", ("a", "b", "c")
     simulated = Hosts(arena_dir)
     with Lives(root, seed=41) as lives:
-        lives.start(3, 100_000, storage=10, hosts=hosts, options={"parity": 1})
+        lives.start(3, 100_000, storage=60, hosts=hosts, options={"parity": 1})
         lives.wait_restored(3)
-        wait_protected(lives, root, 1, more=15)
+        reached = 0
+        while reached < 60 or not 10 <= reached % 60 <= 40:  # what is in storage is older
+            reached = wait_protected(lives, root, 1, more=1, after=reached)
         lose(lives, arena_dir, hosts, "c")
         lives.end(3)
         for host in "ab":
             flip_all_rows(simulated.arena(host))
-        lives.start(3, 3, storage=10, hosts=("a", "b", "d"), options={"parity": 1})
+        lives.start(3, 3, storage=60, hosts=("a", "b", "d"), options={"parity": 1})
         step, source = lives.wait_restored(3)  # which looks at every element
         newest = newest_durable(root)
         assert source == "storage" and newest is not None
