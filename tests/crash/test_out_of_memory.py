@@ -105,6 +105,7 @@ def test_training_goes_on_when_the_kernel_kills_the_keeper_for_its_memory(
         end_and_resume(lives)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_keeper_that_is_refused_memory_says_so_and_training_goes_on(
     tmp_path: Path, arena_dir: Path

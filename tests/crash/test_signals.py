@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import subprocess
@@ -127,7 +128,9 @@ class Interrupts:
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
     """Interrupts within a few milliseconds: as long as a save, a fence or a restore takes."""
+    gc.disable()  # what is raised in a callback of the collector goes nowhere
     yield Interrupts(seed=3, latest_s=0.004)
+    gc.enable()
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 

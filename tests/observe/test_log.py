@@ -150,6 +150,7 @@ def test_a_clock_that_is_set_back_silences_nothing_for_long() -> None:
     assert len(noticed([(missed(1), 1e9), (missed(2), 1e6), (missed(3), 1e6 + 1)])) == 2
 
 
+@pytest.mark.slow
 def test_ever_new_troubles_take_no_more_memory() -> None:
     sink = NoticeSink(0, stream=io.StringIO())
     for number in range(2000):
