@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinators import Actions, Keeper, granted, of, told
+from coordinators import CAPTURE_S, Actions, Keeper, granted, of, told
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import (
     Allocate,
@@ -219,6 +219,27 @@ def test_a_checkpoint_whose_receipts_were_all_in_counts_though_a_host_was_lost_s
     (durable,) = told(keeper.c.persisted(attempt), m.Durable)
     assert durable.step == 1
     assert not keeper.c.is_busy()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_save_that_waits_for_storage_is_not_waited_for_for_ever_when_a_host_is_lost(
+    keeper: OnHosts, *, returns: bool
+) -> None:
+    first = keeper.capture(1, durable=True)
+    waiting = keeper.capture(2, durable=True)  # is to be durable when storage is free
+    keeper.c.tick(0.0)
+    held = keeper.held_by(1)
+    keeper.c.detach(1, "b")
+    assert not of(keeper.c.persisted(first), StartPersist), "it is not all in reach"
+    assert not told(keeper.c.tick(CAPTURE_S), m.NotDurable)
+    if returns:
+        keeper.c.attach(1, *held)
+        assert of(keeper.c.tick(CAPTURE_S + 1), StartPersist) == [StartPersist(waiting)]
+        return
+    (lost,) = told(keeper.c.tick(CAPTURE_S + 1), m.NotDurable)
+    assert (lost.step, lost.fulfils) == (2, ()) and "the keeper of b is out of reach" in lost.reason
+    assert not told(keeper.c.tick(CAPTURE_S + 2), m.NotDurable)
+    assert keeper.c.debts.are_open, "the next snapshot is made durable for it"
 
 
 # ── another start, another keeper ────────────────────────────────────────────────────────────

@@ -115,6 +115,15 @@ class Debts:
     def _is_busy(self) -> bool:
         return any(attempt.persisting for attempt in self._attempts.values())
 
+    def give_up(self, reason: str) -> list[Action]:
+        """Who waits has waited long enough; the next snapshot is made durable all the same."""
+        if not self._steps:
+            return []
+        *before, last = sorted(self._steps)
+        self._steps.clear()
+        told = m.NotDurable(step=last, attempt="", reason=reason, fulfils=tuple(before))
+        return [Tell(told)]
+
     # ── how it went ──────────────────────────────────────────────────────────────────────
 
     def persisted(self, attempt: Attempt) -> list[Action]:

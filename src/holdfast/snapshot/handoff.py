@@ -39,6 +39,7 @@ class Coordinator(Granting):
         """Not all ranks of an incarnation that another keeper served have come yet."""
         self._parent: tuple[int, int] | None = None
         """What an incarnation that is taken over went on from."""
+        self._away_since_s = 0.0
         self._knows_hosts = False
         """Whether hosts that are lost may be made up for by the parity of others."""
         self._is_pin_asked = False
@@ -335,7 +336,15 @@ class Coordinator(Granting):
                     f"ranks {attempt.unsealed} did not finish within {self.capture_deadline_s:g} s"
                 )
                 actions += self._abort(attempt, reason)
-        return actions + self.debts.pay() + self._slot_freed()
+        return actions + self.debts.pay() + self._break_promises(now_s) + self._slot_freed()
+
+    def _break_promises(self, now_s: float) -> list[Action]:
+        """Nothing can be made durable while a host is away, and it may never be back."""
+        if not self.away:
+            self._away_since_s = now_s
+        if now_s - self._away_since_s <= self.capture_deadline_s:
+            return []
+        return self.debts.give_up(self._why_away())
 
     # ── making durable ───────────────────────────────────────────────────────────────────
 
