@@ -13,6 +13,7 @@ from holdfast.errors import PersistFailed
 from holdfast.format.manifest import Incarnation
 from holdfast.keeper import control
 from holdfast.keeper.background import Background
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.hands import Hands
 from holdfast.keeper.images import Job
 from holdfast.keeper.jobs import Jobs
@@ -41,7 +42,7 @@ class Mind:
             cast(Any, coordinator), cast(Any, background), lambda _: None, lambda *_: None,
             lambda _: None,
         )  # fmt: skip
-        self.said: list[control.Fact] = []
+        self.said: list[Fact] = []
         by_host = vars(self.hands)["_by_host"]
         for n in (1, 2):
             by_host[n] = SimpleNamespace(host=n, shares={}, say=self.said.append)
@@ -83,7 +84,7 @@ def test_a_slot_that_holds_another_image_is_not_written(tmp_path: Path) -> None:
     memory.files[0] = SlotFile.create(tmp_path / "00000.slot", 1 << 20)
     memory.stamp(0, SlotRecord(state="captured", attempt="x", rank=1))
     writings = Writings(memory, LocalStore(tmp_path / "root"), Background.__new__(Background))
-    said: list[control.Fact] = []
+    said: list[Fact] = []
     for attempt, rank in (("y", 1), ("x", 0)):
         image = control.ImageOrder(rank=rank, slot=0, image_bytes=100, ring_bytes=0)
         writings.start(

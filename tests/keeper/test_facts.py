@@ -7,11 +7,12 @@ from typing import get_args
 import msgspec
 
 from holdfast.keeper import control
+from holdfast.keeper.facts import Fact
 
 
 def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_hand() -> None:
     heard = {*get_args(control.ToCoordinator), *get_args(control.ToHand)}
-    assert set(control.Fact.__subclasses__()) - heard == set()
+    assert set(Fact.__subclasses__()) - heard == set()
 
 
 def test_a_fact_without_fields_arrives_as_what_it_is() -> None:

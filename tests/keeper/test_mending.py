@@ -16,8 +16,9 @@ from exchanging import ATTEMPT, BEFORE, Group, Host
 from holdfast.errors import TooManyLost
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size, plan_image
-from holdfast.keeper import control, mending
+from holdfast.keeper import mending, parity_facts
 from holdfast.keeper.background import Background
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.mending import Reached, decode_image, decode_row, group_left, pieces_of
 from holdfast.keeper.offering import Offering
@@ -174,8 +175,8 @@ def test_the_damaged_bytes_of_an_image_are_made_and_no_others(group: Group, memo
 # ── into a slot ──────────────────────────────────────────────────────────────────────────────
 
 
-class Told(list[control.Fact]):
-    def __call__(self, fact: control.Fact) -> None:
+class Told(list[Fact]):
+    def __call__(self, fact: Fact) -> None:
         self.append(fact)
 
 
@@ -185,7 +186,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-ORDER = control.Rebuild(
+ORDER = parity_facts.Rebuild(
     slot=7, attempt=ATTEMPT, rank=2,
     places={0: "host-0", 1: "host-1", 3: "host-2", 4: "host-3"},
 )  # fmt: skip
@@ -206,7 +207,7 @@ def test_a_lost_image_is_whole_in_its_slot_and_says_so(group: Group, memory: Mem
 
     asyncio.run(play())
     (fact,) = told
-    assert isinstance(fact, control.Rebuilt) and (fact.slot, fact.rank) == (7, 2)
+    assert isinstance(fact, parity_facts.Rebuilt) and (fact.slot, fact.rank) == (7, 2)
     assert bytes(file.image[: len(image)]) == image
     _, (attempt,) = memory.found()
     assert attempt.slots == {2: 7} and attempt.generation == (3, 1200)
@@ -247,7 +248,9 @@ def test_nothing_is_written_to_a_slot_once_its_image_was_given_up(
 
     asyncio.run(play())
     (fact,) = told
-    assert isinstance(fact, control.NotRebuilt) and fact.reason == "something newer is captured"
+    assert (
+        isinstance(fact, parity_facts.NotRebuilt) and fact.reason == "something newer is captured"
+    )
     assert bytes(file.image) == b"n" * len(file.image)
     record = file.read_record()
     assert record is not None and record.state == REBUILDING

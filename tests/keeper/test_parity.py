@@ -11,8 +11,9 @@ import msgspec
 
 from exchanging import ATTEMPT, MIB, fact_of, make_image
 from holdfast.format.manifest import Generation
-from holdfast.keeper import control
+from holdfast.keeper import parity_facts
 from holdfast.keeper.background import Background
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.network import LIMITS, Network
 from holdfast.keeper.offering import Offering
@@ -37,7 +38,7 @@ class Keeper:
         self.network = Network(SECRET, f"h{number}", "127.0.0.1")
         self.fact = MemberFact(self.network.name, (fact_of(number, self.image),))
         self.memory = Memory(directory, "run")
-        self.said: list[control.Fact] = []
+        self.said: list[Fact] = []
         self.parity = Parity(self.memory, Background(), Offering(self.memory))
 
     async def serve(self) -> m.HostPlace:
@@ -67,8 +68,10 @@ async def until(holds: Callable[[], bool], what: str) -> None:
     raise AssertionError(f"did not come: {what}")
 
 
-def order_of(keepers: Sequence[Keeper], parity: int = 1, turn: int = TURN) -> control.MakeParity:
-    return control.MakeParity(
+def order_of(
+    keepers: Sequence[Keeper], parity: int = 1, turn: int = TURN
+) -> parity_facts.MakeParity:
+    return parity_facts.MakeParity(
         turn=turn, half=0, incarnation=STEP.incarnation, step=STEP.step, attempt=ATTEMPT,
         world=len(keepers), layout="0" * 32, parity=parity,
         members=tuple(keeper.fact for keeper in keepers), ports=(0,) * len(keepers),
@@ -92,7 +95,7 @@ async def with_keepers(
             await keeper.network.close()
 
 
-def said(keepers: Sequence[Keeper], kind: type[control.Fact]) -> bool:
+def said(keepers: Sequence[Keeper], kind: type[Fact]) -> bool:
     """Whether all of them have said this last."""
     return all(keeper.said and isinstance(keeper.said[-1], kind) for keeper in keepers)
 
@@ -104,7 +107,7 @@ def test_a_host_has_its_memory_before_anybody_reads_and_begins_when_it_is_told(
         late = keepers[-1]
         for keeper in keepers:
             keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
-        await until(lambda: said(keepers, control.ParityReady), "memory of all")
+        await until(lambda: said(keepers, parity_facts.ParityReady), "memory of all")
         assert all(keeper.memory.parity_bytes > 2 * MIB for keeper in keepers)
         for keeper in keepers:
             keeper.parity.begin(TURN - 1)  # of a turn that is over
@@ -112,10 +115,10 @@ def test_a_host_has_its_memory_before_anybody_reads_and_begins_when_it_is_told(
         assert not any(keeper.served("connections") for keeper in keepers)
         for keeper in keepers[:-1]:
             keeper.parity.begin(TURN)
-        await until(lambda: said(keepers[:-1], control.ParityMade), "all but one")
-        assert said([late], control.ParityReady)
+        await until(lambda: said(keepers[:-1], parity_facts.ParityMade), "all but one")
+        assert said([late], parity_facts.ParityReady)
         late.parity.begin(TURN)
-        await until(lambda: said(keepers, control.ParityMade), "the last one")
+        await until(lambda: said(keepers, parity_facts.ParityMade), "the last one")
         assert all(len(keeper.parity.rows()) == 1 for keeper in keepers)
 
     asyncio.run(with_keepers(tmp_path, [3 * MIB, 2 * MIB, 3 * MIB], play))
@@ -125,18 +128,18 @@ def test_who_waits_for_the_others_can_be_called_off(tmp_path: Path) -> None:
     async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
         keeper = keepers[0]
         keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
-        await until(lambda: said([keeper], control.ParityReady), "its memory")
+        await until(lambda: said([keeper], parity_facts.ParityReady), "its memory")
         keeper.parity.give_up("no network")
-        await until(lambda: said([keeper], control.ParityNotMade), "its end")
-        assert keeper.said[-1] == control.ParityNotMade(turn=TURN, reason="no network")
+        await until(lambda: said([keeper], parity_facts.ParityNotMade), "its end")
+        assert keeper.said[-1] == parity_facts.ParityNotMade(turn=TURN, reason="no network")
         assert not keeper.parity.rows() and not keepers[1].served("connections")
         for turn in (TURN + 1, TURN + 2):  # the second, before the first was told to begin
             for one in keepers:
                 one.parity.make(order_of(keepers, turn=turn), hosts, one.said.append)
-        await until(lambda: said(keepers, control.ParityReady), "the next turn")
+        await until(lambda: said(keepers, parity_facts.ParityReady), "the next turn")
         for one in keepers:
             one.parity.begin(TURN + 2)
-        await until(lambda: said(keepers, control.ParityMade), "its rows")
+        await until(lambda: said(keepers, parity_facts.ParityMade), "its rows")
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
 
@@ -159,12 +162,12 @@ def test_no_more_is_read_and_sent_for_parity_than_the_coordinator_allows(
         order = msgspec.structs.replace(order_of(keepers), rate_bytes_s=7 * M)
         for keeper in keepers:
             keeper.parity.make(order, hosts, keeper.said.append)
-        await until(lambda: said(keepers, control.ParityReady), "memory of all")
+        await until(lambda: said(keepers, parity_facts.ParityReady), "memory of all")
         assert all(rates(keeper) == (7 * M, 7 * M) for keeper in keepers)
         began_s = time.monotonic()
         for keeper in keepers:
             keeper.parity.begin(TURN)
-        await until(lambda: said(keepers, control.ParityMade), "rows of all")
+        await until(lambda: said(keepers, parity_facts.ParityMade), "rows of all")
         assert time.monotonic() - began_s > 0.3  # of 3 MiB, and some at once
         assert all(rates(keeper) == (None, None) for keeper in keepers)
 

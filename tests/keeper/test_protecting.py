@@ -10,7 +10,8 @@ from typing import Any, get_args
 import pytest
 
 from holdfast.events import Event, subscribe
-from holdfast.keeper import control, replacing
+from holdfast.keeper import control, parity_facts, replacing
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.protecting import Protecting
 from holdfast.redundancy.records import ImageFact, MemberFact
 from holdfast.snapshot import messages as m
@@ -25,7 +26,7 @@ class FakeParity:
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
-        self.orders: list[control.MakeParity] = []
+        self.orders: list[parity_facts.MakeParity] = []
         self.begun: list[int] = []
         self.given_up: list[str] = []
         self.dropped: list[int] = []
@@ -39,7 +40,7 @@ class FakeParity:
     def member(self, attempt: str) -> MemberFact:
         return member(0)
 
-    def make(self, order: control.MakeParity, _: Any, tell: Any) -> None:
+    def make(self, order: parity_facts.MakeParity, _: Any, tell: Any) -> None:
         self.orders.append(order)
         self.tell = tell
 
@@ -78,7 +79,7 @@ class Play:
             pin_again=lambda: None,
             slots=Slots(self.attempts),
         )
-        self.said: list[tuple[int, control.Fact]] = []
+        self.said: list[tuple[int, Fact]] = []
         self.told: list[m.Message] = []
         self.carried: list[Any] = []
         self.parity = FakeParity()
@@ -108,22 +109,24 @@ class Play:
     @property
     def turn(self) -> int:
         """The last that was begun."""
-        asked = [fact for _, fact in self.said if isinstance(fact, control.TellHeads)]
+        asked = [fact for _, fact in self.said if isinstance(fact, parity_facts.TellHeads)]
         return asked[-1].turn
 
     def tell_heads(self) -> None:
         for number in (1, 2):
-            self.protecting.hear(f"h{number}", control.Heads(turn=self.turn, member=member(number)))
+            self.protecting.hear(
+                f"h{number}", parity_facts.Heads(turn=self.turn, member=member(number))
+            )
 
     def ready(self, *numbers: int, turn: int | None = None) -> None:
         for number in numbers:
-            fact = control.ParityReady(turn=self.turn if turn is None else turn)
+            fact = parity_facts.ParityReady(turn=self.turn if turn is None else turn)
             self.protecting.hear(f"h{number}", fact)
 
     def make(self, *numbers: int, turn: int | None = None) -> None:
         for number in numbers:
             self.protecting.hear(
-                f"h{number}", control.ParityMade(turn=self.turn if turn is None else turn)
+                f"h{number}", parity_facts.ParityMade(turn=self.turn if turn is None else turn)
             )
 
 
@@ -179,7 +182,7 @@ def test_a_turn_that_fails_is_given_up_by_all_and_costs_nothing_that_was_protect
     play.tell_heads()
     failed, half = play.turn, play.parity.orders[-1].half
     play.make(0)
-    play.protecting.hear("h1", control.ParityNotMade(turn=failed, reason="no network"))
+    play.protecting.hear("h1", parity_facts.ParityNotMade(turn=failed, reason="no network"))
     assert [e.reason for e in named(events, "SnapshotNotProtected")] == ["on h1: no network"]
     assert isinstance(play.told[-1], m.Unprotected) and play.parity.given_up
     assert {"a", "b"} <= play.attempts.kept
@@ -207,12 +210,12 @@ def test_a_host_out_of_reach_ends_its_turn_and_nothing_begins_until_it_is_back(p
     assert play.parity.orders[-1].attempt == "b"
 
 
-def rows(attempt: str, half: int) -> tuple[control.HeldRows, ...]:
+def rows(attempt: str, half: int) -> tuple[parity_facts.HeldRows, ...]:
     return (held(attempt, half, "h0", "h1", "h2"),)
 
 
-def held(attempt: str, half: int, *members: str) -> control.HeldRows:
-    return control.HeldRows(half=half, attempt=attempt, members=members, parity=1)
+def held(attempt: str, half: int, *members: str) -> parity_facts.HeldRows:
+    return parity_facts.HeldRows(half=half, attempt=attempt, members=members, parity=1)
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -300,7 +303,7 @@ def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) ->
     play.protecting.ask(0)
     play.attempts.pinned = "old"
     play.capture("a", 1)
-    assert {type(fact) for _, fact in play.said} == {control.DropParity}
+    assert {type(fact) for _, fact in play.said} == {parity_facts.DropParity}
     assert play.parity.is_dropped and len(play.said) == 2  # of the others
     play.capture("b", 2)
     assert len(play.said) == 2 and play.attempts.pinned is None and not play.attempts.kept
@@ -308,7 +311,9 @@ def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) ->
 
 def begun(play: Play) -> list[tuple[int, int]]:
     """Which hosts were told to begin, and with which turn."""
-    far = [(host, fact.turn) for host, fact in play.said if isinstance(fact, control.BeginParity)]
+    far = [
+        (host, fact.turn) for host, fact in play.said if isinstance(fact, parity_facts.BeginParity)
+    ]
     return far + [(0, turn) for turn in play.parity.begun]
 
 
@@ -319,7 +324,7 @@ def test_nobody_begins_before_all_hosts_have_memory_for_their_rows(play: Play) -
     earlier = play.turn
     play.ready(0, 2)
     assert not begun(play)
-    play.protecting.hear("h1", control.ParityNotMade(turn=earlier, reason="no memory"))
+    play.protecting.hear("h1", parity_facts.ParityNotMade(turn=earlier, reason="no memory"))
     play.capture("b", 2)
     play.tell_heads()
     play.ready(1, turn=earlier)  # too late
@@ -381,7 +386,7 @@ def test_steps_that_parity_slows_down_make_the_next_turn_slower(
     play.capture("b", 18)
     play.tell_heads()
     assert play.parity.orders[-1].rate_bytes_s == 4_000_000  # images are small: the least there is
-    told = [fact for _, fact in play.said if isinstance(fact, control.MakeParity)]
+    told = [fact for _, fact in play.said if isinstance(fact, parity_facts.MakeParity)]
     assert told[-1].rate_bytes_s == 4_000_000
 
 
@@ -397,9 +402,12 @@ def test_a_group_is_no_faster_than_the_slowest_of_its_hosts_allows(play: Play) -
 
 
 def test_whatever_keepers_say_to_each_other_is_understood_by_one_of_them() -> None:
-    kinds = set(control.Fact.__subclasses__())
+    kinds = set(Fact.__subclasses__())
     assert kinds == {*get_args(control.ToHand), *get_args(control.ToCoordinator)}
-    assert control.from_coordinator(control.pack(control.DropParity())) == control.DropParity()
+    assert (
+        control.from_coordinator(control.pack(parity_facts.DropParity()))
+        == parity_facts.DropParity()
+    )
 
 
 # ── what lost hosts had ──────────────────────────────────────────────────────────────────────
@@ -410,19 +418,19 @@ def restored(play: Play, *, size: int = 8192) -> None:
     play.hold("restored", 7, incarnation=1, lost=1)
     play.attempts.pinned = "restored"
     images = dict.fromkeys(range(3), size)
-    kept = control.HeldRows(
+    kept = parity_facts.HeldRows(
         half=0, attempt="restored", members=("h0", "h1", "h2"), parity=1, images=images
     )  # fmt: skip
     play.protecting.attached("h1", (kept,))
     play.protecting.attached("h2", (kept,))
 
 
-def orders(play: Play) -> list[tuple[int, control.Rebuild]]:
-    return [(host, fact) for host, fact in play.said if isinstance(fact, control.Rebuild)]
+def orders(play: Play) -> list[tuple[int, parity_facts.Rebuild]]:
+    return [(host, fact) for host, fact in play.said if isinstance(fact, parity_facts.Rebuild)]
 
 
-def rebuilt(order: control.Rebuild) -> control.Rebuilt:
-    return control.Rebuilt(
+def rebuilt(order: parity_facts.Rebuild) -> parity_facts.Rebuilt:
+    return parity_facts.Rebuilt(
         slot=order.slot, attempt=order.attempt, rank=order.rank, image_bytes=8192,
         header_xxh3="a" * 16, table_xxh3="b" * 16,
     )  # fmt: skip
@@ -462,12 +470,12 @@ def test_earlier_rows_of_what_is_protected_anew_are_given_up_by_all_before_it_is
     play.protecting.hear("h1", rebuilt(orders(play)[0][1]))
     play.tell_heads()
     play.make(0, 1, 2)
-    dropped = [(host, f) for host, f in play.said if isinstance(f, control.DropRows)]
+    dropped = [(host, f) for host, f in play.said if isinstance(f, parity_facts.DropRows)]
     assert [(host, fact.half) for host, fact in dropped] == [(1, 0), (2, 0)]
     assert play.parity.dropped == [0]
-    play.protecting.hear("h1", control.RowsDropped(turn=play.turn))
+    play.protecting.hear("h1", parity_facts.RowsDropped(turn=play.turn))
     assert not named(events, "SnapshotProtected") and play.attempts.pinned
-    play.protecting.hear("h2", control.RowsDropped(turn=play.turn))
+    play.protecting.hear("h2", parity_facts.RowsDropped(turn=play.turn))
     (told,) = named(events, "SnapshotProtected")
     assert (told.incarnation, told.step) == (1, 7) and play.attempts.pinned is None
 
@@ -487,8 +495,8 @@ def test_a_lost_image_is_given_up_for_something_newer_and_its_slot_is_free_again
     assert play.parity.orders[-1].attempt == "new"
 
 
-def give_up(play: Play) -> control.GiveUpRebuild:
-    return next(fact for _, fact in play.said if isinstance(fact, control.GiveUpRebuild))
+def give_up(play: Play) -> parity_facts.GiveUpRebuild:
+    return next(fact for _, fact in play.said if isinstance(fact, parity_facts.GiveUpRebuild))
 
 
 def test_a_lost_image_that_cannot_be_decoded_is_told_and_tried_again_a_few_times(
@@ -502,7 +510,7 @@ def test_a_lost_image_that_cannot_be_decoded_is_told_and_tried_again_a_few_times
     for turn in range(1, replacing.TRIES + 1):
         assert len(orders(play)) == turn
         order = orders(play)[-1][1]
-        failed = control.NotRebuilt(slot=order.slot, attempt="restored", reason="h2 is silent")
+        failed = parity_facts.NotRebuilt(slot=order.slot, attempt="restored", reason="h2 is silent")
         play.protecting.hear("h1", failed)
         play.protecting.look()
         now_s += 6.0
@@ -545,25 +553,25 @@ def test_what_has_lost_a_row_is_protected_anew_in_the_other_half(
     play.tell_heads()
     play.make(0, 1, 2)
     half = play.parity.orders[-1].half
-    play.protecting.hear("h2", control.RowLost(attempt="old"))
+    play.protecting.hear("h2", parity_facts.RowLost(attempt="old"))
     assert len(play.parity.orders) == 1
-    play.protecting.hear("h2", control.RowLost(attempt="a"))
+    play.protecting.hear("h2", parity_facts.RowLost(attempt="a"))
     assert play.attempts.must_stay(play.attempts["a"])
     play.tell_heads()
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1 - half)
     play.make(0, 1, 2)
     assert play.parity.dropped == [half]
     for host in ("h1", "h2"):
-        play.protecting.hear(host, control.RowsDropped(turn=play.turn))
+        play.protecting.hear(host, parity_facts.RowsDropped(turn=play.turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [1, 1]
 
 
 def test_no_parity_is_made_of_less_than_all_images(play: Play, events: list[Event]) -> None:
     play.protecting.ask(1)
     play.capture("a", 1)
-    play.protecting.hear("h1", control.Heads(turn=play.turn, member=member(1)))
+    play.protecting.hear("h1", parity_facts.Heads(turn=play.turn, member=member(1)))
     empty = MemberFact("h2", ())  # what is damaged is not told
-    play.protecting.hear("h2", control.Heads(turn=play.turn, member=empty))
+    play.protecting.hear("h2", parity_facts.Heads(turn=play.turn, member=empty))
     assert not play.parity.orders
     (told,) = named(events, "SnapshotNotProtected")
     assert "images of ranks [2]" in told.reason

@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from holdfast.errors import Fenced, FormatError, HoldfastError, KeeperError, PeerError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation, unseal
-from holdfast.keeper import control
+from holdfast.keeper import control, parity_facts
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import NearConnection
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.learning import tell
 from holdfast.keeper.making import Nobody, SlotMaker
 from holdfast.keeper.memory import Memory
@@ -159,7 +160,7 @@ class Hand:
                 self._line.send(control.pack(control.Stopping()))
         return self.is_attached and not self.may_stop
 
-    def say(self, fact: control.Fact) -> None:
+    def say(self, fact: Fact) -> None:
         """To the coordinator, if it is in reach: whoever comes back asks what there is."""
         if self._line is not None:
             self._line.send(control.pack(fact))
@@ -215,9 +216,9 @@ class Hand:
             case control.End(keep_arena=keep_arena):
                 await self._ended(keep_arena)
             case (
-                control.TellHeads() | control.MakeParity() | control.BeginParity()
-                | control.GiveUpParity() | control.DropParity() | control.DropRows()
-                | control.Rebuild() | control.GiveUpRebuild()
+                parity_facts.TellHeads() | parity_facts.MakeParity() | parity_facts.BeginParity()
+                | parity_facts.GiveUpParity() | parity_facts.DropParity() | parity_facts.DropRows()
+                | parity_facts.Rebuild() | parity_facts.GiveUpRebuild()
             ):  # fmt: skip
                 protect(self._parity, fact, self.part.hosts, lambda s: line.send(control.pack(s)))
             case control.Write() | control.StopWriting() | control.Sealed():

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from holdfast.errors import FormatError, HoldfastError, PeerError
 from holdfast.events import Warned, emit
-from holdfast.keeper import control
+from holdfast.keeper import control, parity_facts
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Connection, FarConnection
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.images import Job
 from holdfast.keeper.learning import Learning
 from holdfast.keeper.shares import FarShare
@@ -69,7 +70,7 @@ class FarHand:
         self.is_stopping = False
         self.port = 0
 
-    def say(self, fact: control.Fact) -> None:
+    def say(self, fact: Fact) -> None:
         """Queue it; a line that broke is noticed by who listens to it."""
         self.line.send(control.pack(fact))
 
@@ -123,17 +124,17 @@ class Hands:
 
     # ── saying ───────────────────────────────────────────────────────────────────────────
 
-    def say(self, slot_id: int, fact: control.Fact) -> None:
+    def say(self, slot_id: int, fact: Fact) -> None:
         """To the hand of a slot's host, if it is in reach."""
         self.say_host(host_of(slot_id), fact)
 
-    def say_host(self, host: int, fact: control.Fact) -> None:
+    def say_host(self, host: int, fact: Fact) -> None:
         """To the hand of this host, if it is in reach."""
         hand = self._by_host.get(host)
         if hand is not None:
             hand.say(fact)
 
-    def say_all(self, fact: control.Fact) -> None:
+    def say_all(self, fact: Fact) -> None:
         """To all that are in reach."""
         for hand in self._by_host.values():
             hand.say(fact)
@@ -297,9 +298,9 @@ class Hands:
             case control.Written() | control.WritingEnded() | control.RingFreed():
                 self._hear_writing(hand, fact)
             case (
-                control.Heads() | control.ParityReady() | control.ParityMade()
-                | control.ParityNotMade() | control.RowsDropped() | control.Rebuilt()
-                | control.NotRebuilt() | control.RowLost()
+                parity_facts.Heads() | parity_facts.ParityReady() | parity_facts.ParityMade()
+                | parity_facts.ParityNotMade() | parity_facts.RowsDropped() | parity_facts.Rebuilt()
+                | parity_facts.NotRebuilt() | parity_facts.RowLost()
             ):  # fmt: skip
                 if self.protecting is not None:
                     self.protecting.hear(hand.name, fact)
@@ -307,7 +308,7 @@ class Hands:
                 self._learning.hear(hand.name, fact)
             case control.Superseded(incarnation=n):
                 self._superseded(n)
-            case control.ImageLost(slot=number, attempt=attempt):
+            case parity_facts.ImageLost(slot=number, attempt=attempt):
                 lost = slot_id_of(hand.host, number)
                 self._carry_out(self._coordinator.image_lost(lost, attempt))
             case control.Stopping():

@@ -14,6 +14,7 @@ from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper import control
 from holdfast.keeper.background import Background
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.incarnations import Incarnations
 from holdfast.keeper.memory import Memory
 from holdfast.snapshot.attempts import Attempt
@@ -83,9 +84,9 @@ class Learning:
             emit(Warned(message=f"what host {name} knows is not remembered here: {error}"))
 
 
-def tell(memory: Memory, asked: control.Attached) -> list[control.Fact]:
+def tell(memory: Memory, asked: control.Attached) -> list[Fact]:
     """What a hand knows of what it is asked for."""
-    known: list[control.Fact] = []
+    known: list[Fact] = []
     for hash_ in asked.tell_layouts:
         try:
             known.append(control.LayoutTold(hash=hash_, data=memory.layout(hash_)))

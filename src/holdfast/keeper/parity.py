@@ -15,8 +15,9 @@ from holdfast.errors import ArenaError, HoldfastError, NotProtected
 from holdfast.events import Warned, emit
 from holdfast.format.image import header_size
 from holdfast.format.manifest import Generation
-from holdfast.keeper import control
+from holdfast.keeper import parity_facts
 from holdfast.keeper.background import Background
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.network import Network
 from holdfast.keeper.offering import Offering
@@ -38,7 +39,7 @@ from holdfast.snapshot.arena import IMAGE_START
 if TYPE_CHECKING:  # only where something is lost
     from holdfast.keeper.mending import Reached
 
-Told = Callable[[control.Fact], None]
+Told = Callable[[Fact], None]
 READY_S = 600.0
 """For the memory of all hosts; who coordinates gives up sooner, and says which have none."""
 
@@ -113,7 +114,9 @@ class Parity:
             ))  # fmt: skip
         return MemberFact(self._own, tuple(images))
 
-    def make(self, order: control.MakeParity, hosts: Sequence[m.HostPlace], tell: Told) -> None:
+    def make(
+        self, order: parity_facts.MakeParity, hosts: Sequence[m.HostPlace], tell: Told
+    ) -> None:
         """Make the rows of this host, whatever it was making before."""
         self.give_up("a newer turn has begun")
         ports = {member.host: port for member, port in zip(order.members, order.ports, strict=True)}
@@ -127,13 +130,15 @@ class Parity:
         if self._run is not None and self._run.order.turn == turn:
             self._run.may_begin.set()
 
-    def rebuild(self, order: control.Rebuild, hosts: Sequence[m.HostPlace], tell: Told) -> None:
+    def rebuild(
+        self, order: parity_facts.Rebuild, hosts: Sequence[m.HostPlace], tell: Told
+    ) -> None:
         """Decode an image that no host has, out of what is left of its group."""
         record = self.record_of(order.attempt, order.rank)
         reach = self.reach(order.attempt, hosts, order.ports)
         if reach is None or record is None:
             reason = f"no parity is kept here of the image of rank {order.rank}"
-            tell(control.NotRebuilt(slot=order.slot, attempt=order.attempt, reason=reason))
+            tell(parity_facts.NotRebuilt(slot=order.slot, attempt=order.attempt, reason=reason))
             return
         self.rebuilding.begin(order, record, self._own, reach, tell)
 
@@ -229,7 +234,7 @@ class Parity:
             offers=ThreadOffering(server, self._loop), puller=puller, budget=self._budget,
         )  # fmt: skip
         run.begin(exchange)
-        ready = control.ParityReady(turn=order.turn)
+        ready = parity_facts.ParityReady(turn=order.turn)
         self._background.from_thread(lambda: run.tell(ready))
         if not run.may_begin.wait(READY_S):
             raise NotProtected(f"not all hosts had memory for parity in {READY_S:.0f} s")
@@ -259,9 +264,9 @@ class Parity:
         if run.why:
             failure = run.why
         if failure:
-            run.tell(control.ParityNotMade(turn=turn, reason=failure))
+            run.tell(parity_facts.ParityNotMade(turn=turn, reason=failure))
         else:
-            run.tell(control.ParityMade(turn=turn))
+            run.tell(parity_facts.ParityMade(turn=turn))
         self._begin()
 
     # ── offers ───────────────────────────────────────────────────────────────────────────
@@ -346,38 +351,38 @@ class Parity:
 
 
 def protect(
-    parity: Parity, fact: control.Fact, hosts: Sequence[m.HostPlace],
-    tell: Callable[[control.Fact], None],
+    parity: Parity, fact: Fact, hosts: Sequence[m.HostPlace],
+    tell: Callable[[Fact], None],
 ) -> None:  # fmt: skip
     """Have this host's parity do what the coordinator says; ``tell`` hears what comes of it."""
     match fact:
-        case control.TellHeads(turn=turn, attempt=attempt):
+        case parity_facts.TellHeads(turn=turn, attempt=attempt):
             try:
-                said = control.Heads(turn=turn, member=parity.member(attempt))
+                said = parity_facts.Heads(turn=turn, member=parity.member(attempt))
             except (HoldfastError, KeyError) as error:
-                said = control.Heads(turn=turn, member=None, reason=str(error))
+                said = parity_facts.Heads(turn=turn, member=None, reason=str(error))
             tell(said)
-        case control.MakeParity():
+        case parity_facts.MakeParity():
             parity.make(fact, hosts, tell)
-        case control.BeginParity(turn=turn):
+        case parity_facts.BeginParity(turn=turn):
             parity.begin(turn)
-        case control.GiveUpParity(reason=reason):
+        case parity_facts.GiveUpParity(reason=reason):
             parity.give_up(reason)
-        case control.DropParity():
+        case parity_facts.DropParity():
             parity.drop()
-        case control.DropRows(turn=turn, half=half):
+        case parity_facts.DropRows(turn=turn, half=half):
             parity.drop_half(half)
-            tell(control.RowsDropped(turn=turn))
-        case control.Rebuild():
+            tell(parity_facts.RowsDropped(turn=turn))
+        case parity_facts.Rebuild():
             parity.rebuild(fact, hosts, tell)
-        case control.GiveUpRebuild(reason=reason):
+        case parity_facts.GiveUpRebuild(reason=reason):
             parity.rebuilding.give_up(reason)
 
 
-def rows_of(parity: Parity) -> tuple[control.HeldRows, ...]:
+def rows_of(parity: Parity) -> tuple[parity_facts.HeldRows, ...]:
     """What parity is kept here, as a coordinator is told."""
     return tuple(
-        control.HeldRows(
+        parity_facts.HeldRows(
             half=row.half,
             attempt=row.record.attempt,
             members=row.members,
@@ -400,7 +405,7 @@ def _name(row: KeptRow) -> tuple[str, int, int]:
 class _Run:
     """One turn on this host, from when it is ordered."""
 
-    def __init__(self, order: control.MakeParity, peers: dict[str, Peer], tell: Told) -> None:
+    def __init__(self, order: parity_facts.MakeParity, peers: dict[str, Peer], tell: Told) -> None:
         self.order, self.peers, self.tell = order, peers, tell
         self.why = ""
         """Why it is given up; "" while it is not."""

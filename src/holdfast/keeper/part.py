@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.errors import Fenced, KeeperError, UsageError
-from holdfast.keeper import control
+from holdfast.keeper import parity_facts
 from holdfast.keeper.background import Background
 from holdfast.keeper.connection import Ranks
 from holdfast.keeper.doors import Doors
@@ -149,7 +149,7 @@ class Part:
     def image_lost(self, slot: int, attempt: str) -> None:
         """What is in a slot of this host is worth nothing any more."""
         if self.hand is not None:
-            self.hand.say(control.ImageLost(slot=slot, attempt=attempt))
+            self.hand.say(parity_facts.ImageLost(slot=slot, attempt=attempt))
         elif not self.is_bystander:
             self._executor.carry_out(self._coordinator.image_lost(slot, attempt))
 
@@ -157,7 +157,7 @@ class Part:
         """Parity of an attempt is not whole on this host any more."""
         protecting = self._executor.hands.protecting
         if self.hand is not None:
-            self.hand.say(control.RowLost(attempt=attempt))
+            self.hand.say(parity_facts.RowLost(attempt=attempt))
         elif not self.is_bystander and protecting is not None:
             protecting.row_lost(attempt)
 

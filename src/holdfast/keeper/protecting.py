@@ -20,8 +20,9 @@ from holdfast.events import (
     emit,
 )
 from holdfast.format.manifest import Generation
-from holdfast.keeper import control
+from holdfast.keeper import parity_facts
 from holdfast.keeper.connection import Ranks
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.hands import Hands
 from holdfast.keeper.pacer import Pacer
 from holdfast.keeper.parity import Parity, protect, rows_of
@@ -57,7 +58,7 @@ class Protecting:
         self._hosts: Sequence[m.HostPlace] = ()
         self._asked = 0
         self._state: Protection | None = None
-        self._rows: dict[str, tuple[control.HeldRows, ...]] = {}
+        self._rows: dict[str, tuple[parity_facts.HeldRows, ...]] = {}
         self._heads: dict[str, MemberFact] = {}
         self._ready: set[str] = set()
         """The hosts that have memory for the rows of this turn."""
@@ -98,7 +99,7 @@ class Protecting:
         if not rank:
             self._pacer.asked(step)
 
-    def attached(self, host: str, rows: tuple[control.HeldRows, ...]) -> None:
+    def attached(self, host: str, rows: tuple[parity_facts.HeldRows, ...]) -> None:
         """The keeper of another host came, with this parity."""
         self._rows[host] = rows
         self.look()
@@ -144,7 +145,7 @@ class Protecting:
             return
         self._is_dropped = True
         if self._hosts:
-            self._say_all(control.DropParity())
+            self._say_all(parity_facts.DropParity())
         else:
             self._parity.drop()
 
@@ -174,7 +175,7 @@ class Protecting:
         self._change(taken.state if whole is None else taken.state.has_captured(_captured(whole)))
         self._replace_lost()
 
-    def _all_rows(self) -> dict[str, tuple[control.HeldRows, ...]]:
+    def _all_rows(self) -> dict[str, tuple[parity_facts.HeldRows, ...]]:
         return self._rows | {self._hosts[0].id: rows_of(self._parity)}
 
     def _replace_lost(self) -> None:
@@ -230,53 +231,55 @@ class Protecting:
         self._heads.clear()
         self._ready.clear()
         assert self._state is not None
-        self._say_all(control.TellHeads(turn=self._state.turn, attempt=attempt.id))
+        self._say_all(parity_facts.TellHeads(turn=self._state.turn, attempt=attempt.id))
 
-    def _say_all(self, fact: control.Fact) -> None:
+    def _say_all(self, fact: Fact) -> None:
         for number, place in enumerate(self._hosts):
             self._say(number, place.id, fact)
 
-    def _say(self, number: int, host: str, fact: control.Fact) -> None:
+    def _say(self, number: int, host: str, fact: Fact) -> None:
         if number:
             self._hands.say_host(number, fact)
         else:
             protect(self._parity, fact, self._hosts, lambda said: self.hear(host, said))
 
-    def _say_number(self, number: int, fact: control.Fact) -> None:
+    def _say_number(self, number: int, fact: Fact) -> None:
         self._say(number, self._hosts[number].id, fact)
 
-    def hear(self, host: str, fact: control.Fact) -> None:
+    def hear(self, host: str, fact: Fact) -> None:
         """What a host says of this turn, or of one that is over; or of what it lost."""
         state = self._state
         match fact:
-            case control.Rebuilt() | control.NotRebuilt():
+            case parity_facts.Rebuilt() | parity_facts.NotRebuilt():
                 self._heard_of_lost(host, fact)
                 return
-            case control.RowLost(attempt=attempt):
+            case parity_facts.RowLost(attempt=attempt):
                 self.row_lost(attempt)
                 return
-            case control.RowsDropped(turn=turn) if state is not None and turn == state.turn:
+            case parity_facts.RowsDropped(turn=turn) if state is not None and turn == state.turn:
                 self._dropped(state, host)
                 return
         if state is None or state.coding is None:
             return
         match fact:
-            case control.Heads(turn=state.turn, member=None, reason=reason):
+            case parity_facts.Heads(turn=state.turn, member=None, reason=reason):
                 self._fail(f"{host} cannot read its images: {reason}", host)
-            case control.Heads(turn=state.turn, member=member) if member is not None:
+            case parity_facts.Heads(turn=state.turn, member=member) if member is not None:
                 self._heads[host] = member
                 if len(self._heads) == len(self._hosts):
                     self._order(state)
-            case control.ParityReady(turn=state.turn):
+            case parity_facts.ParityReady(turn=state.turn):
                 self._ready.add(host)
                 if self._ready == state.coding.members:
                     self._begin_reading(state.turn)
-            case control.ParityMade(turn=turn):
+            case parity_facts.ParityMade(turn=turn):
                 self._made(state.has_sealed(turn, host))
-            case control.ParityNotMade(turn=state.turn, reason=reason):
+            case parity_facts.ParityNotMade(turn=state.turn, reason=reason):
                 self._fail(f"on {host}: {reason}", host)
 
-    def _heard_of_lost(self, host: str, fact: control.Rebuilt | control.NotRebuilt) -> None:
+    def _heard_of_lost(
+        self, host: str, fact: parity_facts.Rebuilt | parity_facts.NotRebuilt
+    ) -> None:
         numbers = {place.id: number for number, place in enumerate(self._hosts)}
         if self._replacing.hear(numbers[host], fact) and self._state is not None:
             whole = _captured(self._coordinator.attempts[fact.attempt])
@@ -310,7 +313,7 @@ class Protecting:
         for group in division.groups:
             members = tuple(self._heads[host.id] for host in group.hosts)
             ports = tuple(self._port(numbers[host.id]) for host in group.hosts)
-            order = control.MakeParity(
+            order = parity_facts.MakeParity(
                 turn=state.turn, half=state.coding_half, incarnation=attempt.incarnation,
                 step=attempt.step, attempt=attempt.id, world=attempt.world,
                 layout=attempt.layout, parity=group.parity, members=members, ports=ports,
@@ -336,7 +339,7 @@ class Protecting:
             sum(image.coded_bytes for image in member.images) for member in self._heads.values()
         ]
         self._pacer.begun(max(sizes, default=0))
-        self._say_all(control.BeginParity(turn=turn))
+        self._say_all(parity_facts.BeginParity(turn=turn))
 
     def _look_for_late(self) -> None:
         """A turn does not wait for memory without end."""
@@ -360,7 +363,7 @@ class Protecting:
         if cover.captured.attempt in self._recoded:
             # Of two rows of one name a host offers the earlier one, as long as it has it.
             self._dropping = set(cover.members)
-            self._say_all(control.DropRows(turn=state.turn, half=1 - state.half))
+            self._say_all(parity_facts.DropRows(turn=state.turn, half=1 - state.half))
         else:
             self._announce(cover.captured)
         self._go_on()
@@ -388,7 +391,7 @@ class Protecting:
             return
         self._pacer.ended(is_made=False)
         generation, attempt = state.coding.captured
-        self._say_all(control.GiveUpParity(turn=state.turn, reason=reason))
+        self._say_all(parity_facts.GiveUpParity(turn=state.turn, reason=reason))
         self._change(state.has_failed(state.turn))
         self._again_s = time.monotonic() + _AGAIN_S
         emit(SnapshotNotProtected(

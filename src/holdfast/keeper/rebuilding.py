@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import HoldfastError, NotProtected
 from holdfast.events import ImageRebuilt, emit
-from holdfast.keeper import control
+from holdfast.keeper import parity_facts
 from holdfast.keeper.background import Background
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.offering import Offering
 from holdfast.redundancy.records import ImageFact, ParityRecord
@@ -25,7 +26,7 @@ from holdfast.snapshot.arena import SlotRecord, process_start
 if TYPE_CHECKING:  # only where something is lost
     from holdfast.keeper.mending import Reached
 
-Told = Callable[[control.Fact], None]
+Told = Callable[[Fact], None]
 #: What a slot says of itself while an image is decoded into it: whoever finds it so takes it for
 #: free, and who writes to it dies with this keeper.
 REBUILDING = "rebuilding"
@@ -45,7 +46,7 @@ class Rebuilding:
         return self._run is not None
 
     def begin(
-        self, order: control.Rebuild, record: ParityRecord, own: str,
+        self, order: parity_facts.Rebuild, record: ParityRecord, own: str,
         reach: Callable[[], Reached], tell: Told,
     ) -> None:  # fmt: skip
         """Decode one more; ``reach`` is called on a thread."""
@@ -115,7 +116,9 @@ class Rebuilding:
         self._run = None
         order, fact, record = run.order, run.fact, run.record
         if failure:
-            run.tell(control.NotRebuilt(slot=order.slot, attempt=order.attempt, reason=failure))
+            run.tell(
+                parity_facts.NotRebuilt(slot=order.slot, attempt=order.attempt, reason=failure)
+            )
         else:
             self._offering.offer(
                 order.slot, order.attempt, fact.rank, record.incarnation, record.step,
@@ -126,7 +129,7 @@ class Rebuilding:
                 incarnation=record.incarnation, step=record.step, rank=fact.rank, host=run.own,
                 elapsed_s=time.monotonic() - run.began_s, size_bytes=fact.image_bytes,
             ))  # fmt: skip
-            run.tell(control.Rebuilt(
+            run.tell(parity_facts.Rebuilt(
                 slot=order.slot, attempt=order.attempt, rank=fact.rank,
                 image_bytes=fact.image_bytes, header_xxh3=fact.header_xxh3,
                 table_xxh3=fact.table_xxh3,
@@ -138,7 +141,7 @@ class _Run:
     """One image on its way into its slot."""
 
     def __init__(
-        self, order: control.Rebuild, record: ParityRecord, own: str,
+        self, order: parity_facts.Rebuild, record: ParityRecord, own: str,
         reach: Callable[[], Reached], tell: Told,
     ) -> None:  # fmt: skip
         self.order, self.record, self.own = order, record, own

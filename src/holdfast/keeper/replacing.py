@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.events import SnapshotNotProtected, emit
-from holdfast.keeper import control
+from holdfast.keeper import parity_facts
+from holdfast.keeper.facts import Fact
 from holdfast.snapshot.actions import Action
 from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
@@ -44,7 +45,7 @@ class Replacing:
     """
 
     def __init__(
-        self, coordinator: Coordinator, say: Callable[[int, control.Fact], None],
+        self, coordinator: Coordinator, say: Callable[[int, Fact], None],
         port: Callable[[int], int], carry_out: Callable[[Sequence[Action]], None],
     ) -> None:  # fmt: skip
         self._coordinator, self._port = coordinator, port
@@ -52,12 +53,12 @@ class Replacing:
         self._attempt = ""
         self._lost: list[_Lost] = []
         self._hosts: Sequence[str] = ()
-        self._rows: Mapping[str, Sequence[control.HeldRows]] = {}
+        self._rows: Mapping[str, Sequence[parity_facts.HeldRows]] = {}
         self._tries, self._again_s = 0, 0.0
 
     def begin(
         self, attempt: Attempt, hosts: Sequence[str],
-        rows: Mapping[str, Sequence[control.HeldRows]],
+        rows: Mapping[str, Sequence[parity_facts.HeldRows]],
     ) -> None:  # fmt: skip
         """Have made what the attempt lacks, by ``hosts`` (in order of number) and their rows."""
         self.cancel("something else is protected")
@@ -109,7 +110,7 @@ class Replacing:
             slot.state, slot.attempt, slot.rank = "granted", attempt.id, one.rank
             one.slot = slot.id
             places = {rank: self._hosts[host_of(at)] for rank, at in attempt.slots.items()}
-            self._say(one.host, control.Rebuild(
+            self._say(one.host, parity_facts.Rebuild(
                 slot=number_of(slot.id), attempt=attempt.id, rank=one.rank, places=places,
                 ports={host: self._port(number) for number, host in enumerate(self._hosts)},
             ))  # fmt: skip
@@ -120,13 +121,13 @@ class Replacing:
         elif one.asked not in slots:
             self._fail(f"{self._hosts[one.host]} has no memory for the image of rank {one.rank}")
 
-    def hear(self, host: int, fact: control.Rebuilt | control.NotRebuilt) -> bool:
+    def hear(self, host: int, fact: parity_facts.Rebuilt | parity_facts.NotRebuilt) -> bool:
         """What a host says of one of them; whether it was the last that was missing."""
         one = next((o for o in self._lost if self._is_of(o, host, fact)), None)
         if one is None or one.slot is None:
             return False
         slot = self._coordinator.slots[one.slot]
-        if isinstance(fact, control.NotRebuilt):
+        if isinstance(fact, parity_facts.NotRebuilt):
             self._fail(f"on {self._hosts[host]}: {fact.reason}")
             return False
         self._lost.remove(one)
@@ -138,7 +139,9 @@ class Replacing:
         attempts.recount()
         return attempt.is_whole
 
-    def _is_of(self, one: _Lost, host: int, fact: control.Rebuilt | control.NotRebuilt) -> bool:
+    def _is_of(
+        self, one: _Lost, host: int, fact: parity_facts.Rebuilt | parity_facts.NotRebuilt
+    ) -> bool:
         return (
             one.host == host and one.slot is not None and fact.attempt == self._attempt
             and number_of(one.slot) == fact.slot and self._held(one) is not None
@@ -170,7 +173,7 @@ class Replacing:
     def _let_go(self, why: str) -> None:
         """The hosts write to these slots no more once they have heard that."""
         for host in {one.host for one in self._lost if one.slot is not None}:
-            self._say(host, control.GiveUpRebuild(reason=why))
+            self._say(host, parity_facts.GiveUpRebuild(reason=why))
         for one in self._lost:
             slot = self._held(one)
             if slot is not None:

@@ -10,13 +10,14 @@ from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import Generation
 from holdfast.keeper import control
 from holdfast.keeper.background import Background
+from holdfast.keeper.facts import Fact
 from holdfast.keeper.images import IMAGES_AT_ONCE, ImageJob, ImageWriter, shown_values
 from holdfast.keeper.jobs import image_job
 from holdfast.keeper.memory import Memory
 from holdfast.persist import commit
 from holdfast.storage.base import Store
 
-Report = Callable[[control.Fact], None]
+Report = Callable[[Fact], None]
 
 
 class Writing:
