@@ -229,7 +229,7 @@ class RealWorld:
         return any(attempt.id == name for attempt in self.keeper.attempts.complete())
 
     def end_cleaning(self, name: str) -> None:
-        """Storage is done with an attempt that came to nothing."""
+        """Storage is done with an attempt that is over: with cleaning, or with pruning."""
         self.ending.discard(name)
         self.carry_out(self.keeper.persist_ended(name))
 
@@ -246,6 +246,8 @@ class RealWorld:
                 assert (content.attempt, content.whole) == (name, True), "a mixture is published"
             assert attempt.world == len(slots)
             self.published[name] = generation
+            if attempt.is_ring:
+                self.ending.add(name)  # what it replaced is pruned
             self.carry_out(self.keeper.persisted(name))
         else:
             self.carry_out(self.keeper.persist_failed(name, "disk full"))

@@ -55,6 +55,28 @@ def test_a_pinned_checkpoint_outlives_every_pruning_and_goes_when_it_is_let_go()
     assert not any(name.startswith("1-0-") for name in store.list("steps"))
 
 
+def test_it_is_told_that_a_checkpoint_is_durable_before_old_ones_are_deleted() -> None:
+    said: list[str] = []
+
+    class Telling(PassingStore):
+        def remove(self, path: str) -> None:
+            said.append("deleted")
+            super().remove(path)
+
+    persister = Persister(
+        Telling(MemoryStore()), Keep(last=1), lambda attempt, _: said.append(f"durable {attempt}"),
+        lambda attempt: said.append(f"pruned {attempt}"),
+    )  # fmt: skip
+    for step, is_ring in enumerate((False, True, False)):
+        job = job_at(step)
+        job.is_ring = is_ring
+        persister.work_one(job)
+    persister.stop()
+    assert said == [
+        "durable a1x0", "durable a1x1", "deleted", "pruned a1x1", "durable a1x2", "deleted",
+    ]  # fmt: skip
+
+
 def test_an_abandoned_checkpoint_that_is_pinned_stays() -> None:
     store = MemoryStore()
     persist(store, job_at(0), job_at(1), job_at(2), keep=Keep())

@@ -95,9 +95,10 @@ def test_no_room_on_one_host_is_no_slot_for_anybody(keeper: OnHosts) -> None:
     assert not keeper.c.attempts
 
 
-def test_a_durable_save_takes_rings_on_all_hosts_when_one_has_no_room(keeper: OnHosts) -> None:
+def granted_rings(keeper: OnHosts, step: int) -> list[object]:
+    """What follows when host c has room for rings alone, and rings are made on all."""
     keeper.has_memory = False
-    made = of(keeper.ask_all(1, durable=True, exact=True), Allocate)
+    made = of(keeper.ask_all(step, durable=True, exact=True), Allocate)
     actions: list[object] = []
     for each in made:
         if host_of(each.slot) == 2:
@@ -111,7 +112,25 @@ def test_a_durable_save_takes_rings_on_all_hosts_when_one_has_no_room(keeper: On
         last = keeper.c.rings_made(
             {n.slot: (n.head_bytes + (2 << 20), 2 << 20) for n in ring.needs}
         )
+    return last
+
+
+def test_a_durable_save_takes_rings_on_all_hosts_when_one_has_no_room(keeper: OnHosts) -> None:
+    last = granted_rings(keeper, 1)
     assert {host_of(give.slot) for give in of(last, GiveSlot)} == {0, 1, 2}
+
+
+def test_it_is_durable_before_old_ones_are_pruned_and_the_next_one_waits_for_that(
+    keeper: OnHosts,
+) -> None:
+    """A ring that is granted while storage deletes stands full, and its rank with it."""
+    attempt = granted(granted_rings(keeper, 1))
+    for rank in HOST:
+        keeper.seal(rank, attempt)
+    (durable,) = told(keeper.c.persisted(attempt), m.Durable)
+    assert durable.step == 1
+    assert not of(keeper.ask_all(2, durable=True, exact=True), GiveSlot)
+    assert of(keeper.c.persist_ended(attempt), GiveSlot)
 
 
 # ── a host is lost ───────────────────────────────────────────────────────────────────────────

@@ -40,7 +40,7 @@ from holdfast.snapshot.unlike import events_of
 
 
 class Executor:
-    """The coordinator's hands; used on the keeper's loop only, but for ``persist_ended``."""
+    """The coordinator's hands; used on the keeper's loop only, but for ``persist_ended`` and ``pruned``."""
 
     def __init__(
         self, coordinator: Coordinator, memory: Memory, ranks: Ranks, background: Background,
@@ -208,6 +208,12 @@ class Executor:
     def persist_ended(self, attempt_id: str, reason: str | None) -> None:
         """Hear how it went (None: well); called on the persister's thread."""
         self._background.from_thread(lambda: self._settle(attempt_id, reason))
+
+    def pruned(self, attempt_id: str) -> None:
+        """Storage is done with what an attempt replaced, too; on the persister's thread."""
+        self._background.from_thread(
+            lambda: self.carry_out(self._coordinator.persist_ended(attempt_id))
+        )
 
     def _settle(self, attempt_id: str, reason: str | None) -> None:
         self.jobs.ended(attempt_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 
 from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
 from holdfast.errors import ArenaError, Fenced, HoldfastError, RootBusy
@@ -30,13 +31,14 @@ class RootAccess:
     """The way to storage; holds the root's lock from the first need of it."""
 
     def __init__(
-        self, root: str, run_id: str, owner: str, background: Background, outcome: Outcome
-    ) -> None:
+        self, root: str, run_id: str, owner: str, background: Background, outcome: Outcome,
+        pruned: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self.store: Store = open_store(root)
         self._run_id = run_id
         self._owner = owner
         self._background = background
-        self._outcome = outcome
+        self._outcome, self._pruned = outcome, pruned
         self._lock: Lock | None = None
         self.persister: Persister | None = None
         self.may_open = True
@@ -60,7 +62,7 @@ class RootAccess:
                     raise
                 self._lock = lock
             if self.persister is None:
-                self.persister = Persister(self.store, Keep(), self._outcome)
+                self.persister = Persister(self.store, Keep(), self._outcome, self._pruned)
             return self.persister
 
     def _require_time_left(self) -> None:

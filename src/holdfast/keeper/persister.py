@@ -39,12 +39,19 @@ Outcome = Callable[[str, str | None], None]
 
 
 class Persister:
-    """A thread that takes jobs in order. ``done(attempt, None | reason)`` hears how each ended."""
+    """A thread that takes jobs in order. ``done(attempt, None | reason)`` hears how each ended.
 
-    def __init__(self, store: Store, keep: Keep, done: Outcome, *, stall_s: float = 600.0) -> None:
+    ``pruned(attempt)``: old checkpoints are gone, too, after an attempt that passed through rings
+    was made durable: nobody waits for that but the next one, whose rings would stand full meanwhile.
+    """
+
+    def __init__(
+        self, store: Store, keep: Keep, done: Outcome,
+        pruned: Callable[[str], None] = lambda _: None, *, stall_s: float = 600.0,
+    ) -> None:  # fmt: skip
         self.store = store
         self.keep = keep
-        self._done = done
+        self._done, self._pruned = done, pruned
         self._stall_s = stall_s
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._sweeper = commit.Sweeper(store)
@@ -80,12 +87,10 @@ class Persister:
                 ))  # fmt: skip
             self._done(job.attempt, reason)
         else:
-            if job.has_rings:  # the next one would be granted, and wait with its ring full
-                self._prune(job)
-                self._done(job.attempt, None)
-            else:
-                self._done(job.attempt, None)
-                self._prune(job)  # nobody need wait for it: deleting takes as long as writing
+            self._done(job.attempt, None)
+            self._prune(job)  # nobody need wait for it: deleting takes as long as writing
+            if job.is_ring:
+                self._pruned(job.attempt)
 
     def _persist(self, job: Job) -> None:
         if job.aborted:

@@ -77,7 +77,7 @@ class Keeper:
         )
         owner = f"run {run_id}, keeper {os.getpid()} on {host_id}"
         self.root_access = RootAccess(
-            root, run_id, owner, self.background, self.executor.persist_ended
+            root, run_id, owner, self.background, self.executor.persist_ended, self.executor.pruned
         )
         self.incarnations = Incarnations(
             self.memory, self.coordinator, self.root_access, self.background

@@ -22,7 +22,8 @@ class Debts:
         self._incarnation = 0
         self._steps: set[int] = set()
         self._ending: set[str] = set()
-        """Attempts that came to nothing, and that storage may still be busy with."""
+        """Attempts that are over, and that storage may still be busy with: it clears away what
+        came to nothing, or prunes what was replaced by one that passed through rings."""
         self._passed: Attempt | None = None
         """The newest that was made durable through rings: no snapshot tells of it."""
         self.are_open = False
@@ -130,8 +131,10 @@ class Debts:
         """A manifest names the attempt; what was owed meanwhile comes next."""
         attempt.persisting = False
         self.newest_paid = max(self.newest_paid, attempt.generation)
-        if attempt.is_ring and (self._passed is None or not self._is_behind(attempt)):
-            self._passed = attempt
+        if attempt.is_ring:
+            self._ending.add(attempt.id)
+            if self._passed is None or not self._is_behind(attempt):
+                self._passed = attempt
         return self._told_durable(attempt) + self.pay()
 
     def failed(self, attempt: Attempt, reason: str) -> list[Action]:
@@ -159,7 +162,7 @@ class Debts:
         return [AbortPersist(attempt.id)]
 
     def ended(self, attempt_id: str) -> None:
-        """Storage is done with an attempt that came to nothing."""
+        """Storage is done with an attempt, and with all that followed from it."""
         self._ending.discard(attempt_id)
 
     def _told_durable(self, attempt: Attempt) -> list[Action]:

@@ -395,7 +395,7 @@ class Coordinator(Granting):
         return self._abort(attempt, f"it could not be written: {reason}")
 
     def persist_ended(self, attempt_id: str) -> list[Action]:
-        """Storage is done with an attempt that came to nothing before."""
+        """Storage is done with an attempt that came to nothing, or with what it replaced."""
         self.debts.ended(attempt_id)
         return self._slot_freed()
 
