@@ -40,7 +40,10 @@ from holdfast.snapshot.unlike import events_of
 
 
 class Executor:
-    """The coordinator's hands; used on the keeper's loop only, but for ``persist_ended`` and ``pruned``."""
+    """The coordinator's hands; used on the keeper's loop.
+
+    ``persist_ended`` and ``pruned`` are for any thread.
+    """
 
     def __init__(
         self, coordinator: Coordinator, memory: Memory, ranks: Ranks, background: Background,

@@ -41,8 +41,8 @@ Outcome = Callable[[str, str | None], None]
 class Persister:
     """A thread that takes jobs in order. ``done(attempt, None | reason)`` hears how each ended.
 
-    ``pruned(attempt)``: old checkpoints are gone, too, after an attempt that passed through rings
-    was made durable: nobody waits for that but the next one, whose rings would stand full meanwhile.
+    ``pruned(attempt)``: old checkpoints are gone, too, after one that passed through rings. Only
+    the next one that does waits for that: its rings would stand full meanwhile.
     """
 
     def __init__(

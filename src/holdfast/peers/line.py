@@ -58,6 +58,7 @@ class Line:
             raise Broken("connect", f"no connection in {patience.connect_s:g} s") from None
         except OSError as error:
             raise Broken("connect", _reason(error)) from error
+        self._patience_s = patience.connect_s
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
@@ -66,7 +67,7 @@ class Line:
 
     def send(self, data: bytes) -> None:
         """Send a head: it fits into what the kernel keeps, whatever the peer does."""
-        self._socket.settimeout(self.patience.progress_s)
+        self._set_patience(self.patience.progress_s)
         try:
             self._socket.sendall(data)
         except OSError as error:
@@ -116,7 +117,12 @@ class Line:
         left_s = until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
-        self._socket.settimeout(min(left_s, self.patience.progress_s))
+        self._set_patience(min(left_s, self.patience.progress_s))
+
+    def _set_patience(self, seconds: float) -> None:
+        if seconds != self._patience_s:  # each time is a call of the kernel
+            self._socket.settimeout(seconds)
+            self._patience_s = seconds
 
     def _why(self, error: OSError, until_s: float) -> str:
         if not isinstance(error, TimeoutError):

@@ -104,12 +104,12 @@ async def writable(to: socket.socket, within_s: float) -> None:
     """Wait until the socket takes bytes, or is broken. TimeoutError after ``within_s``."""
     loop = asyncio.get_running_loop()
     ready = loop.create_future()
-    loop.add_writer(to, _tell, ready)
+    loop.add_writer(to.fileno(), _tell, ready)
     try:
         async with asyncio.timeout(within_s):
             await ready
     finally:
-        loop.remove_writer(to)
+        loop.remove_writer(to.fileno())
 
 
 def _tell(ready: asyncio.Future[None]) -> None:

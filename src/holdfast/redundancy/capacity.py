@@ -21,10 +21,13 @@ HALVES = 2
 WINDOW_BYTES = 8 << 20
 """As much of a row is handed on at once."""
 
+PIECE_BYTES = 2 * BLOCK_BYTES
+"""As much of a column is received, compared and coded at once: measured best, see docs/log.md."""
+
 
 def staging_bytes(columns: int) -> int:
-    """Memory for what is received, until it is coded: a block of each column."""
-    return columns * BLOCK_BYTES
+    """Memory for what is received, until it is coded: a piece of each column."""
+    return columns * PIECE_BYTES
 
 
 def passing_bytes(parity: int) -> int:

@@ -1,8 +1,8 @@
 """A member makes the parity of its stripe: it reads, compares, and only then codes.
 
-Block by block over all columns of the stripe, on one thread: a block of each column is received,
-compared with its checksum and coded while it is still in the processor's cache; what comes next
-gathers in the kernel meanwhile. Nothing that was not captured so is ever part of a sum.
+Piece by piece over all columns of the stripe, on one thread: a few blocks of each column are
+received, compared with their checksums and coded; what comes next gathers in the kernel meanwhile.
+Nothing that was not captured so is ever part of a sum.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from holdfast.errors import ChecksumMismatch
-from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.tables import BlockTable, table_offset
 from holdfast.peers.calling import Peer, failed
 from holdfast.peers.client import Wanted
 from holdfast.peers.names import generation_name, image_path
 from holdfast.peers.stream import Stream
-from holdfast.redundancy.capacity import WINDOW_BYTES
+from holdfast.redundancy.capacity import PIECE_BYTES, WINDOW_BYTES
 from holdfast.redundancy.erasure import Coder
 from holdfast.redundancy.records import ImageFact, Terms
 from holdfast.redundancy.stripes import Part, Source, stripes
@@ -39,7 +38,7 @@ class Encoder:
             for source in stripes(terms.placement)[stripe].data
         ]
         self._columns = [
-            (column, staging[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
+            (column, staging[number * PIECE_BYTES : (number + 1) * PIECE_BYTES])
             for number, column in enumerate(columns)
         ]
 
@@ -56,14 +55,14 @@ class Encoder:
         return b"".join(sums)
 
     def _window(self, start: int, stop: int) -> bytes:
-        """Code a window of all rows, block by block; the checksums of row 0."""
+        """Code a window of all rows, piece by piece; the checksums of row 0."""
         number, rows = start // WINDOW_BYTES, [self._row[start:stop]]
         if self._outbox is not None:
             rows += self._outbox.room(number, stop - start)
         sums = [b""] * len(rows)
-        for at in range(start, stop, BLOCK_BYTES):
+        for at in range(start, stop, PIECE_BYTES):
             self._halt.check()
-            end = min(at + BLOCK_BYTES, stop)
+            end = min(at + PIECE_BYTES, stop)
             outputs = [row[at - start : end - start] for row in rows]
             if self._outbox is None:
                 self._add_up(at, end, outputs[0])
@@ -85,7 +84,7 @@ class Encoder:
 
 
 class Column:
-    """What one member has of a stripe, block by block, each compared with its checksum."""
+    """What one member has of a stripe, piece by piece, each block compared with its checksum."""
 
     def __init__(self, terms: Terms, source: Source, peer: Peer, fetcher: Fetcher) -> None:
         self._terms, self._peer, self._fetcher = terms, peer, fetcher
@@ -115,23 +114,32 @@ class Column:
                 )  # fmt: skip
 
     def read(self, start: int, stop: int, into: memoryview) -> memoryview:
-        """Bytes ``start`` to ``stop`` of the stripe, a block; shorter where the column has less."""
-        part = self._parts[0] if self._parts else None
-        if part is None or part.image is None or part.at >= stop:
-            return into[:0]
-        data = into[: min(stop, part.at + part.stop - part.start) - start]
-        image = self._images[part.image]
+        """Bytes ``start`` to ``stop`` of the stripe, of whole blocks; shorter where it has less."""
+        at = start
+        while at < stop and self._parts and self._parts[0].at < stop:
+            first = self._parts[0].at
+            if first > at:  # an image before it is shorter
+                into[at - start : first - start] = bytes(first - at)
+                at = first
+            at += self._read_part(at, into[at - start : stop - start])
+        return into[: at - start]
+
+    def _read_part(self, at: int, into: memoryview) -> int:
+        """What there is of the first part from byte ``at`` of the stripe on, or all of ``into``."""
+        part = self._parts[0]
+        assert part.image is not None  # a column is data
+        image, first = self._images[part.image], part.start + at - part.at
+        data = into[: part.stop - first]
         stream = self._stream or self._open(image, part)
-        self._ask(stream)
+        self._ask(stream, len(data))
         stream.read(data)
         self._asked -= len(data)
-        first = part.start + start - part.at
         with self._blamed():
             self._tables[image.rank].check(first, data)
         if first + len(data) == part.stop:
             stream.confirm()
             self._stream, self._parts = None, self._parts[1:]
-        return data
+        return len(data)
 
     def _open(self, image: ImageFact, part: Part) -> Stream:
         path = image_path(self._terms.attempt, image.rank)
@@ -142,9 +150,9 @@ class Column:
         self._stream, self._left, self._asked = stream, part.stop - part.start, 0
         return stream
 
-    def _ask(self, stream: Stream) -> None:
-        """Have so much under way that the peer never waits for the next request."""
-        while self._left and self._asked < (piece := self._fetcher.piece_bytes):
+    def _ask(self, stream: Stream, needed: int) -> None:
+        """Have what is needed under way, and so much that the peer never waits for the next."""
+        while self._left and self._asked < max(needed, piece := self._fetcher.piece_bytes):
             count = min(piece, self._left)
             self._fetcher.spend(count)
             stream.ask(count)
