@@ -7,6 +7,7 @@ import pytest
 from coordinators import CAPTURE_S, Actions, Keeper, granted, of, told
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import (
+    Action,
     Allocate,
     AllocateRings,
     GiveSlot,
@@ -95,11 +96,11 @@ def test_no_room_on_one_host_is_no_slot_for_anybody(keeper: OnHosts) -> None:
     assert not keeper.c.attempts
 
 
-def granted_rings(keeper: OnHosts, step: int) -> list[object]:
+def granted_rings(keeper: OnHosts, step: int) -> list[Action]:
     """What follows when host c has room for rings alone, and rings are made on all."""
     keeper.has_memory = False
     made = of(keeper.ask_all(step, durable=True, exact=True), Allocate)
-    actions: list[object] = []
+    actions: list[Action] = []
     for each in made:
         if host_of(each.slot) == 2:
             actions += keeper.c.allocation_failed(each.slot, "on host c: too small")
