@@ -286,6 +286,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--dir", help="a directory on the disk to be measured")
     parser.add_argument("--serve", nargs=4, help=argparse.SUPPRESS)
+    harness.add_document_option(parser)
     options = parser.parse_args()
     if options.serve:
         directory, host, stripe, length = options.serve
@@ -302,6 +303,8 @@ def main() -> int:
         facts = harness.machine_facts(Path(options.dir or tempfile.gettempdir()), ["xxhash"])
         result = {"bytes": size, "coding": chosen().text, "seconds": found}
         print(f"results/{harness.write_results('recovery', facts, result, table).name}")
+        if options.document:
+            harness.replace_block(harness.DOCUMENT, "recovery", table)
     return 0
 
 
