@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from itertools import count
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from holdfast.errors import UnsupportedState, UsageError
 from holdfast.offload import HybridAdamW, HybridSGD, kernels, noting
 from holdfast.offload.checksums import checksum
 from holdfast.offload.lanes import ThreadMark
+from holdfast.offload.placing import Placing
 from holdfast.offload.stepping import Stepping
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
@@ -147,3 +151,86 @@ def test_an_update_interrupted_before_it_began_is_none(
     one[1].step()
     other[1].step()
     assert hybrids.differences(one, other) == []
+
+
+class _Interrupt:
+    """Interrupts ``Stepping.step`` before its line with this number, in the order they run."""
+
+    def __init__(self, line: int) -> None:
+        self.left = line
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        return self._line if frame.f_code is Stepping.step.__code__ else None
+
+    def _line(self, _: FrameType, event: str, __: object) -> Any:
+        self.left -= event == "line"
+        if self.left < 0:
+            raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_a_step_interrupted_at_any_line_is_none_or_a_whole_one(make: Any) -> None:
+    one, other = ((model, make(model)) for model in (hybrids.tiny(), hybrids.tiny()))
+    outcomes = []
+    for line in count():
+        for pair in (one, other):
+            hybrids.loss_of(pair[0], line).backward()
+        interrupt = _Interrupt(line)
+        before = sys.gettrace()
+        try:
+            sys.settrace(interrupt)
+            one[1].step()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert not one[1].broken_off
+        is_none = hybrids.differences(one, other) == []
+        outcomes.append(is_none)
+        other[1].step()
+        if is_none:
+            one[1].step()
+        assert hybrids.differences(one, other) == []
+        for pair in (one, other):
+            pair[1].zero_grad()
+        if interrupt.left >= 0:
+            break
+    assert outcomes.count(True) > 10 and outcomes.count(False) > 2
+    assert outcomes == sorted(outcomes, reverse=True)
+
+
+def test_a_step_that_did_not_begin_behind_one_that_raised_though_whole_keeps_the_clipping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = ((model, adamw(model)) for model in (hybrids.tiny(), hybrids.tiny()))
+    for pair in (one, other):
+        hybrids.loss_of(pair[0], 0).backward()
+    real, left = Stepping._end, [1]
+
+    def interrupted(*given: Any) -> None:
+        real(*given)
+        if left:
+            left.pop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stepping, "_end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one[1].step()
+    other[1].step()
+    assert hybrids.differences(one, other) == []
+    for model, optimizer in (one, other):
+        optimizer.zero_grad()
+        (hybrids.loss_of(model, 1) * 100).backward()
+        assert optimizer.clip_grad_norm_(0.1) > 1
+    monkeypatch.setattr(Placing, "ready", _interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one[1].step()
+    monkeypatch.undo()
+    for pair in (one, other):
+        pair[1].step()
+    assert hybrids.differences(one, other) == []
+
+
+def _interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt

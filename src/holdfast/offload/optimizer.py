@@ -239,6 +239,7 @@ class HybridOptimizer(Optimizer):
     def _update(self, found: dict[Place, torch.Tensor]) -> None:
         lanes, gradients = self._started()
         divisor = getattr(self, "grad_scale", None)
+        self._stepping.is_done = False  # what raises before an update begins is none
         try:
             self._stepping.step(
                 found, self.param_groups, self.state, lanes, gradients, self._clipped, divisor

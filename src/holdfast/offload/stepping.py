@@ -59,17 +59,18 @@ class Stepping:
         due: dict[Place, Due] = {}
         scales = Scales(None if clipped is None else clipped.factor, divisor)
         update = Update(lanes, self._kernel, groups, due, scales, self._placing.learn, turn)
-        self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
         try:
+            self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
             for place, gradient in found.items():
                 update.had[place] = tuple(state[place.parameter])
                 is_first = self._begin(place, groups, state, is_changed=place in others)
                 due[place] = _due(place, gradient, is_first, state, clipped)
             self._bring(due, gradients)
             if self._kernel.counts_steps:
-                update.steps = [one.step for one in due.values() if one.step is not None]
-                update.steps_before = update.steps[0].item()
-                self._count(list(due.values()), update.steps, lanes.device, bool(device))
+                steps = [one.step for one in due.values() if one.step is not None]
+                update.steps_before = steps[0].item()
+                update.steps = steps  # last: by then it is known whether they were counted
+                self._count(list(due.values()), steps, lanes.device, bool(device))
             update.run(host if turn is None else turn.order, device, slots)
             self._end(due)
             note(due)

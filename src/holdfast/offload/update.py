@@ -89,7 +89,7 @@ class Update:
     had: dict[Place, tuple[str, ...]] = field(default_factory=dict)
     """What was in each parameter's state before."""
     steps: list[torch.Tensor] = field(default_factory=list)
-    """Which are counted, once the first is not ``steps_before`` any more."""
+    """Which are counted, once the first is not ``steps_before`` any more; set behind it."""
     steps_before: float = 0.0
     has_begun: bool = False
     """Whether anything may have been updated."""
