@@ -172,6 +172,31 @@ def test_a_rank_without_a_gradient_takes_part_and_without_a_device_nobody_is_ask
     assert run_ranks(2, _without_gradient) == [[], []]
 
 
+def _frozen(rank: int, world: int) -> list[Any]:
+    """All that one rank has is frozen in the first steps."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _fake_device(DEVICE_IS_FAST, monkeypatch)
+        model = hybrids.tiny().requires_grad_(rank == 0)
+        optimizer = HybridAdamW(model.parameters(), subgroup_elements=700)
+        optimizer._placing._set(None)  # as on a GPU before the first step
+        for step in range(3):
+            if rank == 0:
+                hybrids.loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer._placing._is_on_gpu = True
+        hybrids.loss_of(model.requires_grad_(), 3).backward()
+        optimizer.step()
+        schedule = optimizer._placing.schedule
+        assert schedule is not None
+        return [schedule.host, schedule.device, optimizer._placing._room]
+
+
+def test_a_rank_of_which_all_is_frozen_takes_part_and_plans_as_the_others_later() -> None:
+    one, other = run_ranks(2, _frozen, timeout_s=40)
+    assert one == other and one[1]
+
+
 def _full_later(rank: int, world: int) -> list[str]:
     said: list[Event] = []
     subscribe(lambda event, _: said.append(event))

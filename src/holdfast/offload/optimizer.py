@@ -93,6 +93,7 @@ class HybridOptimizer(Optimizer):
             device = device or place.local.device
             check_parameter(place, device)
         self._device = device
+        self._placing.expect(places)
         self._make_rows([place for place in places if not self._may_wait(place)], number)
         self._waiting.update(
             (place.parameter, place.name) for place in places if self._may_wait(place)

@@ -66,11 +66,17 @@ class Placing:
         """For another schedule, by the rates as they were when it began."""
         self._fix([])
 
+    def expect(self, places: Sequence[Place]) -> None:
+        """Rows of these come, now or later: of frozen ones when they first have a gradient.
+
+        What all ranks have to ask together depends on them, not on what has memory already.
+        """
+        self._unasked += places
+        self._is_on_gpu |= any(place.local.is_cuda for place in places)
+
     def add(self, row: Row) -> None:
-        """Subgroups of another row."""
+        """Subgroups of another row, of places that were expected."""
         self.subgroups += row.cut(self.longest)
-        self._unasked += row.places
-        self._is_on_gpu |= any(place.local.is_cuda for place in row.places)
         if self._tier is not None:
             self._tier.check(self.subgroups)
         if self._share is None and not self._is_full and self._is_on_gpu:
