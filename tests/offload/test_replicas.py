@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import hybrids
@@ -195,6 +196,44 @@ def _frozen(rank: int, world: int) -> list[Any]:
 def test_a_rank_of_which_all_is_frozen_takes_part_and_plans_as_the_others_later() -> None:
     one, other = run_ranks(2, _frozen, timeout_s=40)
     assert one == other and one[1]
+
+
+def _uneven(rank: int, world: int, share: float | None) -> tuple[bytes, int, list[str]]:
+    """Beside a shard that has a row more on one rank, cuts of what both have fall elsewhere."""
+    said: list[Event] = []
+    subscribe(lambda event, _: said.append(event))
+    mesh = init_device_mesh("cpu", (world,))
+    laid = [((201, 40), Shard(0)), ((20_000,), Replicate())]
+    generator = torch.Generator().manual_seed(0)
+
+    def some() -> list[torch.Tensor]:
+        made = [(torch.randn(shape, generator=generator), [how]) for shape, how in laid]
+        return [distribute_tensor(one, mesh, how) for one, how in made]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _fake_device(Rates(2e10, 2e10, 1e9, 1e11), monkeypatch)
+        parameters = [nn.Parameter(one) for one in some()]
+        optimizer = HybridAdamW(parameters, subgroup_elements=700, device_share=share)
+        if share is None:
+            optimizer._placing._set(None)  # as on a GPU before the first step
+        for _ in range(6):
+            for parameter, gradient in zip(parameters, some(), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+    schedule = optimizer._placing.schedule
+    assert schedule is not None
+    return _bits(parameters[1]), len(schedule.device), [str(event) for event in said]
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_replicas_that_lie_elsewhere_on_another_rank_are_updated_on_the_host(
+    share: float | None,
+) -> None:
+    one, other = run_ranks(2, _uneven, share)
+    assert one[0] == other[0]
+    assert one[1] and other[1], "shards go to the device all the same"
+    assert one[2] == other[2] and len(one[2]) == 1
+    assert "Give them an optimizer of their own" in one[2][0]
 
 
 def _full_later(rank: int, world: int) -> list[str]:

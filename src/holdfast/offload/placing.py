@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from holdfast.offload.kernels import Group, Kernel
 from holdfast.offload.lanes import Lanes
 from holdfast.offload.measure import measure
 from holdfast.offload.rates import Kind, Measured, Rates
-from holdfast.offload.replicas import Said, agree, groups_with_replicas
+from holdfast.offload.replicas import AT_ODDS, Said, agree, groups_with_replicas, is_replicated
 from holdfast.offload.rows import MASTER, Place, Row, Subgroup
 from holdfast.offload.schedule import Schedule, plan, replanning
 from holdfast.offload.tier import Tier, page_aligned
@@ -28,6 +29,11 @@ SUBGROUP_ELEMENTS = 1 << 24
 DEVICE_SLOTS = 2
 #: Rates move slowly. Another schedule is looked for in so many steps, one way tried at each.
 _REPLAN_STEPS = 16
+_ODDS = (
+    "parameters that several ranks have lie in other places of the optimizer's memory on another "
+    "rank, beside shards of other sizes: what has a part of them is updated on the host, so that "
+    "they stay the same. Give them an optimizer of their own, or shards one size on all ranks."
+)
 #: With a fixed share no rate is asked for.
 _ANY = Rates(1.0, 1.0, 1.0, 1.0)
 
@@ -53,6 +59,10 @@ class Placing:
         self._is_on_gpu = False
         self._unasked: list[Place] = []
         """Of which it is not known yet whether other ranks have them too."""
+        self._layout = sha256(f"{self.longest}".encode())
+        """From which it follows where the elements of each parameter lie in subgroups."""
+        self._is_at_odds = False
+        """Whether replicas lie elsewhere on other ranks: what has some stays on the host."""
         self._room: int | None = None
         """Once replicas agreed: for so many subgroups there is room on this rank's device."""
         self.subgroups: list[Subgroup] = []
@@ -64,7 +74,7 @@ class Placing:
         """Whether the device had no room for even one subgroup, once."""
         self._search: Iterator[Schedule] | None = None
         """For another schedule, by the rates as they were when it began."""
-        self._fix([])
+        self._fix()
 
     def expect(self, places: Sequence[Place]) -> None:
         """Rows of these come, now or later: of frozen ones when they first have a gradient.
@@ -72,6 +82,8 @@ class Placing:
         What all ranks have to ask together depends on them, not on what has memory already.
         """
         self._unasked += places
+        sizes = [(place.size, place.parameter.dtype) for place in places]
+        self._layout.update(f"{sizes}".encode())
         self._is_on_gpu |= any(place.local.is_cuda for place in places)
 
     def add(self, row: Row) -> None:
@@ -82,11 +94,24 @@ class Placing:
         if self._share is None and not self._is_full and self._is_on_gpu:
             self._set(None)  # at the next step, when the lanes can be measured
         else:
-            self._fix([subgroup.cut.size for subgroup in self.subgroups])
+            self._fix()
 
-    def _fix(self, sizes: Sequence[int]) -> None:
+    def _fix(self) -> None:
         share = 0.0 if self._is_full else self._share or 0.0
-        self._set(plan(sizes, _ANY, device_slots=self._slots, device_share=share))
+        self._set(self._divide(_ANY, share))
+
+    def _divide(self, rates: Rates, share: float | None = None) -> Schedule:
+        """All subgroups by the best plan for those that may be on the device."""
+        free = [
+            number
+            for number, one in enumerate(self.subgroups)
+            if not (self._is_at_odds and any(map(is_replicated, one.places)))
+        ]
+        sizes = [self.subgroups[number].cut.size for number in free]
+        found = plan(sizes, rates, device_slots=self._slots, device_share=share)
+        device = tuple(free[number] for number in found.device)
+        host = sorted(set(range(len(self.subgroups))).difference(device))
+        return replace(found, host=tuple(host), device=device)
 
     def _set(self, schedule: Schedule | None) -> None:
         self.schedule, self._search = schedule, None
@@ -120,28 +145,34 @@ class Placing:
     def _follow(self, found: Said) -> None:
         """Plan by what all agreed on, from now on."""
         self.measured = None if found.rates is None else Measured(found.rates)
+        self._is_at_odds = found.layout == AT_ODDS
         if not found.slots:
             self._leave_to_host()
         elif self._share is None:
             self._slots = found.slots
             self._set(None)
+        elif self._is_at_odds:
+            self._fix()
+        if self._is_at_odds and found.slots:
+            emit(Warned(message=_ODDS))
         if found.rates is not None or self._share is not None or not found.slots:
             self._room = found.slots
 
     def _said(self, groups: Sequence[Group], lanes: Lanes) -> Said:
         """What this rank can do. Its own plan is not made yet: the largest slots are tried."""
+        layout = self._layout.hexdigest()
         if self._is_full or not self.subgroups:
-            return Said(None, self._slots)
+            return Said(None, self._slots, layout)
         rates = None if self.measured is None else self.measured.rates
         if self._share is None and rates is None:
             rates = self._measure(lanes, groups)
             if rates is None:
-                return Said(None, 0)
+                return Said(None, 0, layout)
         wanted = min(self._slots, len(self.subgroups))
         made = len(self._allocate(wanted, self.subgroups, groups, lanes.device))
         if not made:
             self._warn_of_room(self.subgroups, lanes.device)
-        return Said(rates, self._slots if made == wanted else made)
+        return Said(rates, self._slots if made == wanted else made, layout)
 
     def ready(
         self, groups: Sequence[Group], lanes: Lanes, places: Iterable[Place]
@@ -167,21 +198,21 @@ class Placing:
     def _plan(self, groups: Sequence[Group], lanes: Lanes) -> None:
         """By the rates as they are measured, where the share is not fixed."""
         self._steps += 1
-        sizes = [subgroup.cut.size for subgroup in self.subgroups]
         if self.schedule is None and not self.subgroups:
-            self._fix([])  # this rank has no elements
+            self._fix()  # this rank has no elements
         elif self.schedule is None:
             if self.measured is None:
                 rates = self._measure(lanes, groups)
                 if rates is None:
                     return
                 self.measured = Measured(rates)
-            self._set(plan(sizes, self.measured.rates, device_slots=self._slots))
+            self._set(self._divide(self.measured.rates))
         elif self.measured is not None and not self._is_full and self._room is None:
-            self._look_on(self.schedule, sizes, self.measured)
+            self._look_on(self.schedule, self.measured)
 
-    def _look_on(self, current: Schedule, sizes: Sequence[int], measured: Measured) -> None:
+    def _look_on(self, current: Schedule, measured: Measured) -> None:
         """For a better schedule: one way at each step, as every one costs milliseconds."""
+        sizes = [subgroup.cut.size for subgroup in self.subgroups]
         if self._search is None and self._steps % _REPLAN_STEPS == 0:
             self._search = replanning(current, sizes, measured.rates, device_slots=self._slots)
         if self._search is None:

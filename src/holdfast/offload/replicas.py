@@ -27,6 +27,17 @@ class Said:
     """None: it has nothing to measure, or does not need to."""
     slots: int
     """For so many subgroups its device has room."""
+    layout: str
+    """The same where parameters lie in the same places of the same rows; ``AT_ODDS``: elsewhere."""
+
+
+#: What is said of layouts that differ.
+AT_ODDS = ""
+
+
+def is_replicated(place: Place) -> bool:
+    """Whether other ranks have the same elements of it, as far as can be told: see below."""
+    return bool(groups_with_replicas([place]))
 
 
 def groups_with_replicas(places: Iterable[Place]) -> list[dist.ProcessGroup]:
@@ -53,12 +64,16 @@ def groups_with_replicas(places: Iterable[Place]) -> list[dist.ProcessGroup]:
 
 
 def agree(said: Said, groups: Iterable[dist.ProcessGroup], device: torch.device) -> Said:
-    """The rates of the first rank that has some, and the fewest slots: every rank has to ask."""
+    """The rates of the first rank that has some, the fewest slots, and whether layouts are one.
+
+    Every rank has to ask.
+    """
     for group in groups:
         heard: list[Said] = [said] * group.size()
         # A group of GPUs brings objects to whichever is current.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             dist.all_gather_object(heard, said, group=group)
         rates = next((one.rates for one in heard if one.rates is not None), None)
-        said = Said(rates, min(one.slots for one in heard))
+        layout = said.layout if len({one.layout for one in heard}) == 1 else AT_ODDS
+        said = Said(rates, min(one.slots for one in heard), layout)
     return said
