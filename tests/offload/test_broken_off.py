@@ -21,6 +21,7 @@ from holdfast.offload.checksums import checksum
 from holdfast.offload.lanes import ThreadMark
 from holdfast.offload.placing import Placing
 from holdfast.offload.stepping import Stepping
+from holdfast.offload.update import Update
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
 
@@ -234,3 +235,51 @@ def test_a_step_that_did_not_begin_behind_one_that_raised_though_whole_keeps_the
 
 def _interrupted(*_: Any, **__: Any) -> None:
     raise KeyboardInterrupt
+
+
+def _full(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_on_the_device_that_has_begun_asks_for_no_more_memory(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = (1.0, 0.0)
+    both = [
+        (model, hybrids.hybrid(model.parameters(), device_share=share, subgroup_elements=7000))
+        for model, share in ((hybrids.tiny(dtype), share) for share in shares)
+    ]
+    one = both[0][1]
+    assert any(place.small is not None for _, place in one._places.values())
+    real = Update.run
+
+    def run(*given: Any) -> None:
+        with monkeypatch.context() as full:
+            for name in ("cat", "empty", "stack", "zeros", "_foreach_mul"):
+                full.setattr(torch, name, _full)
+            real(*given)
+
+    for model, optimizer in both:
+        (hybrids.loss_of(model, 0) * 100).backward()
+        assert optimizer.clip_grad_norm_(0.1) > 1
+        given = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        with monkeypatch.context() as without:
+            if optimizer is one:
+                without.setattr(Update, "run", run)
+            optimizer.step()
+        now = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(map(torch.equal, given, now)), "what the user sees stays"
+    assert hybrids.differences(*both) == []
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_step_that_divides_by_a_scale_leaves_the_gradients_as_they_are(share: float) -> None:
+    model = hybrids.tiny()
+    optimizer = HybridAdamW(model.parameters(), subgroup_elements=700, device_share=share)
+    (hybrids.loss_of(model, 0) * 8).backward()
+    given = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    vars(optimizer).update(grad_scale=torch.tensor(8.0), found_inf=torch.tensor(0.0))
+    optimizer.step()
+    now = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, given, now))

@@ -169,20 +169,23 @@ class Placing:
             if rates is None:
                 return Said(None, 0, layout)
         wanted = min(self._slots, len(self.subgroups))
-        made = len(self._allocate(wanted, self.subgroups, groups, lanes.device))
+        made = len(self._allocate(wanted, self.subgroups, groups, lanes.device, scales=True))
         if not made:
             self._warn_of_room(self.subgroups, lanes.device)
         return Said(rates, self._slots if made == wanted else made, layout)
 
     def ready(
-        self, groups: Sequence[Group], lanes: Lanes, places: Iterable[Place]
+        self, groups: Sequence[Group], lanes: Lanes, places: Iterable[Place], *, scales: bool
     ) -> tuple[list[Subgroup], list[Subgroup], list[Slot]]:
-        """Those with something to do on the host and on the device, in order, and the slots."""
+        """Those with something to do on the host and on the device, in order, and the slots.
+
+        ``scales``: gradients are multiplied first, for which there has to be room, too.
+        """
         self._plan(groups, lanes)
         assert self.schedule is not None
         due = set(places)
         device = self._due(self.schedule.device, due)
-        slots = self._make_slots(device, groups, lanes.device) if device else []
+        slots = self._make_slots(device, groups, lanes.device, scales) if device else []
         if device and not slots:
             everything = self._due([*self.schedule.host, *self.schedule.device], due)
             self._leave_to_host()
@@ -242,14 +245,14 @@ class Placing:
     # ── room on the device ───────────────────────────────────────────────────────────────
 
     def _make_slots(
-        self, device: Sequence[Subgroup], groups: Sequence[Group], where: torch.device
+        self, device: Sequence[Subgroup], groups: Sequence[Group], where: torch.device, scales: bool
     ) -> list[Slot]:
         """As many as there is memory for: for the step alone, when activations take none.
 
         UsageError where there is room for none, and replicas agreed on using the device.
         """
         wanted = min(self._slots if self._room is None else self._room, len(device))
-        slots = self._allocate(wanted, device, groups, where)
+        slots = self._allocate(wanted, device, groups, where, scales)
         if len(slots) == wanted:
             return slots
         if self._room is not None:
@@ -265,15 +268,18 @@ class Placing:
         return slots
 
     def _allocate(
-        self, wanted: int, device: Sequence[Subgroup], groups: Sequence[Group], where: torch.device
-    ) -> list[Slot]:
+        self, wanted: int, device: Sequence[Subgroup], groups: Sequence[Group], where: torch.device,
+        scales: bool,
+    ) -> list[Slot]:  # fmt: skip
+        """All memory that an update takes there: one that has begun must not ask for more."""
         kinds = {MASTER, *(kind for group in groups for kind in self._kernel.kinds(group))}
         if not all(subgroup.row.is_wide for subgroup in device):
             kinds.add("gradient")
+        raw_bytes = max(one.row.dtype.itemsize for one in device) if scales else 0
         slots: list[Slot] = []
         with suppress(torch.OutOfMemoryError):
             for _ in range(wanted):
-                slots.append(Slot(_longest(device), sorted(kinds), where))
+                slots.append(Slot(_longest(device), sorted(kinds), where, raw_bytes))
         return slots
 
     def _check_room(

@@ -46,6 +46,10 @@ class Small:
         with torch.inference_mode(False):
             return torch.zeros(self.stop - self.start, dtype=self.dtype, device=self.device)
 
+    def make(self) -> None:
+        """Have memory for that, before an update begins: then it is too late to have none."""
+        _ = self.noted
+
     @cached_property
     def _pieces(self) -> list[torch.Tensor]:
         """Views of it: of each parameter, and of what pads it."""

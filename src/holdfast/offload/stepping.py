@@ -53,11 +53,11 @@ class Stepping:
         ``divisor``: what the gradients were multiplied by, by a gradient scaler.
         """
         places = list(found)
-        host, device, slots = self._placing.ready(groups, lanes, places)
+        scales = Scales(None if clipped is None else clipped.factor, divisor)
+        host, device, slots = self._placing.ready(groups, lanes, places, scales=scales.is_any)
         turn = None if self._tier is None else self._tier.turn(host)
         others = changed(places)
         due: dict[Place, Due] = {}
-        scales = Scales(None if clipped is None else clipped.factor, divisor)
         update = Update(lanes, self._kernel, groups, due, scales, self._placing.learn, turn)
         try:
             self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
@@ -109,6 +109,8 @@ class Stepping:
         small: dict[Small, Row] = {}
         for place in due:
             found = self._placing.on_host(place)
+            if place.small is not None:
+                place.small.make()
             if found and place.small is not None:
                 small[place.small] = self._places[place.parameter][0]
             elif found:

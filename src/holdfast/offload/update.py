@@ -52,6 +52,11 @@ class Scales:
     divisor: torch.Tensor | None = None
     """Then, in FP32, they are divided by that: they were scaled."""
 
+    @property
+    def is_any(self) -> bool:
+        """Whether anything is done with gradients."""
+        return self.factor is not None or self.divisor is not None
+
     def on_host(self) -> Scales:
         """The same for gradients on the host."""
         factor, divisor = (None if n is None else n.cpu() for n in (self.factor, self.divisor))
@@ -59,17 +64,27 @@ class Scales:
 
 
 class Slot:
-    """Room for one subgroup's state on the device."""
+    """Room for one subgroup's state on the device.
 
-    def __init__(self, elements: int, kinds: Sequence[str], device: torch.device) -> None:
+    ``raw_bytes``: for each element, of gradients as they came: those the user sees are not changed.
+    """
+
+    def __init__(
+        self, elements: int, kinds: Sequence[str], device: torch.device, raw_bytes: int = 0
+    ) -> None:
         self.memory = {
             kind: torch.empty(elements, dtype=torch.float32, device=device) for kind in kinds
         }
+        self._raw = torch.empty(elements * raw_bytes, dtype=torch.uint8, device=device)
         self.is_free: Mark = Passed()
 
     def part(self, kind: str, size: int) -> torch.Tensor:
         """As much of one kind's memory as a subgroup takes."""
         return self.memory[kind][:size]
+
+    def raw(self, dtype: torch.dtype, size: int) -> torch.Tensor:
+        """As much of the room for gradients as they came."""
+        return self._raw[: size * dtype.itemsize].view(dtype)
 
 
 @dataclass(slots=True)
@@ -305,8 +320,14 @@ class Update:
             gradients = [
                 due.gradient[span.start : span.stop] for due, span in zip(given, spans, strict=True)
             ]
-            if self.scales.factor is not None and what.is_clipped:  # what the user sees stays
-                gradients = list(torch._foreach_mul(gradients, self.scales.factor))
+            factor = self.scales.factor if what.is_clipped else None
+            if factor is not None or (row.is_wide and self.scales.divisor is not None):
+                raw = slot.raw(row.dtype, size)  # the kernel writes to what it divides
+                room = [subgroup.inside(raw, span) for span in spans]
+                torch._foreach_copy_(room, gradients)
+                gradients = room
+            if factor is not None:
+                torch._foreach_mul_(gradients, factor)
             if not row.is_wide:
                 room = parts("gradient")
                 torch._foreach_copy_(room, gradients)
