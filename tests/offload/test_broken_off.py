@@ -16,7 +16,7 @@ from torch import nn
 import holdfast
 import hybrids
 from holdfast.errors import UnsupportedState, UsageError
-from holdfast.offload import HybridAdamW, HybridSGD, kernels, noting
+from holdfast.offload import HybridAdamW, HybridSGD, gradients, kernels, noting, stepping
 from holdfast.offload.checksums import checksum
 from holdfast.offload.lanes import ThreadMark
 from holdfast.offload.placing import Placing
@@ -283,3 +283,29 @@ def test_a_step_that_divides_by_a_scale_leaves_the_gradients_as_they_are(share: 
     optimizer.step()
     now = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(map(torch.equal, given, now))
+
+
+@pytest.mark.parametrize("where", [gradients, noting])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_memory_for_a_checksum_raises_nothing_and_changes_no_bit(
+    dtype: torch.dtype, where: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = ((m, adamw(m)) for m in (hybrids.tiny(dtype), hybrids.tiny(dtype)))
+    hybrids.train(*other, range(5))
+    hybrids.train(*one, range(2))
+    if where is gradients:
+        monkeypatch.setattr(where, "checksum", _full)
+    hybrids.loss_of(one[0], 2).backward()
+    monkeypatch.undo()
+    if where is noting:
+        monkeypatch.setattr(stepping, "note", _note_one)
+    one[1].step()
+    monkeypatch.undo()
+    one[1].zero_grad()
+    hybrids.train(*one, range(3, 5))
+    assert hybrids.differences(one, other) == []
+
+
+def _note_one(places: Any) -> None:
+    noting.note(list(places)[:1])
+    raise torch.OutOfMemoryError("CUDA out of memory")

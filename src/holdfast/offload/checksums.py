@@ -21,6 +21,10 @@ _INTEGERS = {4: torch.int32, 2: torch.int16}
 #: need not be one weight for each element.
 _WIDTH = 1024
 _LONG = 16 * _WIDTH
+#: So many rows are summed at once: 32 MiB, as torch copies what it sums to 64 bits first. Words of
+#: 64 bits as they lie need no copy, but what is high in them counts modulo 2**64 by few bits: of
+#: signs there, an even number that changed would never show.
+_ROWS = 1 << 12
 
 
 def checksum(flat: torch.Tensor) -> Bits:
@@ -56,8 +60,15 @@ def sums(flat: torch.Tensor) -> torch.Tensor:
 def _by_tables(bits: torch.Tensor) -> torch.Tensor:
     rows = bits.numel() // _WIDTH
     table, rest = bits[: rows * _WIDTH].view(rows, _WIDTH), bits[rows * _WIDTH :]
+    by_row, by_column = zip(*map(_sums_of, table.split(_ROWS)), strict=True)
+    columns = torch.stack(by_column).sum(0)
     # Twice: an element counts by the weights of its row and of its column, an odd number.
-    return torch.cat([table.sum(1, dtype=torch.int64), 2 * table.sum(0, dtype=torch.int64), rest])
+    return torch.cat([*by_row, 2 * columns, rest])
+
+
+def _sums_of(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = table.long()
+    return wide.sum(1), wide.sum(0)
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:

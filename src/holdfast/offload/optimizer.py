@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -164,7 +165,9 @@ class HybridOptimizer(Optimizer):
         if not is_complete(place, self._options.get("early_gradients")):
             return
         ranges = self._placing.on_host(place)
-        if ranges:
+        if not ranges:
+            return
+        with suppress(torch.OutOfMemoryError):  # of a full backward: then it goes at the step
             self._started()[1].send(row, place, place.flat(gradient), ranges)
 
     @torch.no_grad()

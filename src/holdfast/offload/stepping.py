@@ -7,6 +7,7 @@ between any two lines; what it leaves is undone, or made whole, or known to be b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -73,7 +74,8 @@ class Stepping:
                 self._count(list(due.values()), steps, lanes.device, bool(device))
             update.run(host if turn is None else turn.order, device, slots)
             self._end(due)
-            note(due)
+            with suppress(torch.OutOfMemoryError):  # all is done; the masters follow next time
+                note(due)
         except BaseException as error:
             self._settle(update, state, f"{type(error).__name__}: {error}")
             raise
