@@ -10,7 +10,7 @@ from torch import nn
 
 import hybrids
 from holdfast.errors import UsageError
-from holdfast.offload import HybridAdamW
+from holdfast.offload import HybridAdamW, kernels
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
 
@@ -52,6 +52,29 @@ def test_groups_keep_their_options_wherever_they_stand(how: str, steps_before: i
             optimizer.step()
             model.zero_grad()
     assert hybrids.differences(*pairs) == []
+
+
+def test_a_rate_in_a_tensor_is_asked_for_once_a_step_and_keeps_its_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairs: list[tuple[nn.Module, Any]] = []
+    for kind, options in ((HybridAdamW, SMALL), (torch.optim.AdamW, {"fused": True})):
+        model = hybrids.tiny()
+        pairs.append((model, kind(model.parameters(), torch.tensor(0.01), **options)))
+    seen: list[Any] = []
+    real = kernels.AdamW.update
+
+    def update(self: kernels.AdamW, group: Any, *given: Any, **options: Any) -> None:
+        seen.append(group["lr"])
+        real(self, group, *given, **options)
+
+    monkeypatch.setattr(kernels.AdamW, "update", update)
+    for model, optimizer in pairs:
+        hybrids.train(model, optimizer, range(2))
+        optimizer.param_groups[0]["lr"].mul_(0.3)
+        hybrids.train(model, optimizer, range(2, 4))
+    assert hybrids.differences(*pairs) == []
+    assert {type(rate) for rate in seen} == {float} and len(set(seen)) == 2
 
 
 def test_state_made_for_a_restore_goes_by_the_group_there_is_now() -> None:

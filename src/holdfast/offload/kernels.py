@@ -6,7 +6,7 @@ updated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,20 @@ import torch
 Group = Mapping[str, Any]
 _fused_adamw: Callable[..., None] = torch._fused_adamw_
 _fused_sgd: Callable[..., None] = torch._fused_sgd_
+
+
+def settled(groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """The same with numbers where they have tensors of one: a device is waited for here, once.
+
+    Asked for at each call of a kernel, they would make host and device take turns.
+    """
+    return [{name: _number(value) for name, value in group.items()} for group in groups]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    return tuple(map(_number, value)) if isinstance(value, tuple) else value
 
 
 @dataclass(slots=True)
@@ -41,7 +55,10 @@ class Kernel(Protocol):
         ...
 
     def update(self, group: Group, tensors: Tensors, *, is_first: bool) -> None:
-        """Update masters and states in place. ``is_first``: these parameters had no state."""
+        """Update masters and states in place. ``is_first``: these parameters had no state.
+
+        What was a tensor of one number in the group is a number here.
+        """
         ...
 
 

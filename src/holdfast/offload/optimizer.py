@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from holdfast.offload.clipping import Clipped, clip
 from holdfast.offload.early import Watch, is_complete
 from holdfast.offload.gradients import Gradients
 from holdfast.offload.grouping import find_groups
-from holdfast.offload.kernels import Kernel
+from holdfast.offload.kernels import Kernel, settled
 from holdfast.offload.lanes import Lanes, make_lanes
 from holdfast.offload.loading import Fitting, given_for, hide_from_casts, load_state, unhidden
 from holdfast.offload.options import KNOWN, Options, Parameters
@@ -233,20 +233,23 @@ class HybridOptimizer(Optimizer):
         _refuse_broken(self)
         self._check_clipped()
         gradients = self._with_gradient()
-        self._placing.agree(self.param_groups, lambda: self._started()[0])
+        groups = settled(self.param_groups)
+        self._placing.agree(groups, lambda: self._started()[0])
         found_inf = getattr(self, "found_inf", None)  # a gradient scaler sets it for the step
         if gradients and not (found_inf is not None and bool(found_inf.item())):
-            self._update(gradients)
+            self._update(gradients, groups)
         self._forget(is_stepped=True)
         return loss
 
-    def _update(self, found: dict[Place, torch.Tensor]) -> None:
+    def _update(
+        self, found: dict[Place, torch.Tensor], groups: Sequence[dict[str, Any]]
+    ) -> None:
         lanes, gradients = self._started()
         divisor = getattr(self, "grad_scale", None)
         self._stepping.is_done = False  # what raises before an update begins is none
         try:
             self._stepping.step(
-                found, self.param_groups, self.state, lanes, gradients, self._clipped, divisor
+                found, groups, self.state, lanes, gradients, self._clipped, divisor
             )
         except BaseException:
             if not self.broken_off and self._stepping.is_done:
