@@ -241,16 +241,12 @@ class HybridOptimizer(Optimizer):
         self._forget(is_stepped=True)
         return loss
 
-    def _update(
-        self, found: dict[Place, torch.Tensor], groups: Sequence[dict[str, Any]]
-    ) -> None:
+    def _update(self, found: dict[Place, torch.Tensor], groups: Sequence[dict[str, Any]]) -> None:
         lanes, gradients = self._started()
         divisor = getattr(self, "grad_scale", None)
         self._stepping.is_done = False  # what raises before an update begins is none
         try:
-            self._stepping.step(
-                found, groups, self.state, lanes, gradients, self._clipped, divisor
-            )
+            self._stepping.step(found, groups, self.state, lanes, gradients, self._clipped, divisor)
         except BaseException:
             if not self.broken_off and self._stepping.is_done:
                 self._forget(is_stepped=True)
@@ -274,17 +270,19 @@ class HybridOptimizer(Optimizer):
         """The parameters to be updated, with this rank's elements of their gradients."""
         if self._waiting:
             self._take_waiting(lambda parameter: parameter.grad is not None)
-        found = []
+        found: dict[Place, torch.Tensor] = {}
         for place in self._find_groups():
-            if place.parameter.grad is None:
-                continue
             gradient = place.gradient
-            assert gradient is not None
+            if gradient is None:
+                continue
             problem = self._problem(self._places[place.parameter][0], place, gradient)
             if problem:
                 raise UsageError(f"{place.name} {problem}")
-            found.append(place)
-        return {place: place.reduced() for place in found}  # in the same order on all ranks
+            found[place] = gradient
+        for place in found:  # in the same order on all ranks, once nothing is refused
+            if place.is_placed:
+                found[place] = place.reduced()
+        return found
 
     def _problem(self, row: Row, place: Place, gradient: torch.Tensor) -> str:
         return gradient_problem(type(self).__name__, row, place, gradient)

@@ -116,6 +116,12 @@ class Place:
             self._own = own
         return own
 
+    def line(self, gradient: torch.Tensor) -> torch.Tensor:
+        """``flat`` of a gradient; itself where it lies so already, as most small ones do."""
+        if self.stride == (1,) == gradient.stride() and gradient.shape == self.shape:
+            return gradient
+        return self.flat(gradient)
+
     def flat(self, tensor: torch.Tensor) -> torch.Tensor:
         """All elements of what is shaped as the parameter in the order of the row; maybe a copy."""
         if not self.size:

@@ -53,22 +53,36 @@ class Small:
     @cached_property
     def _pieces(self) -> list[torch.Tensor]:
         """Views of it: of each parameter, and of what pads it."""
-        sizes = [
-            size for place in self.places for size in (place.size, aligned(place.size) - place.size)
-        ]
+        sizes = []
+        for place in self.places:
+            padding = aligned(place.size) - place.size
+            sizes += [place.size, padding] if padding else [place.size]
         return list(self.noted.split(sizes))
 
-    def piece(self, start: int, stop: int) -> torch.Tensor:
-        """The noted elements at this place of the row."""
+    @cached_property
+    def _numbers(self) -> dict[Place, int]:
+        """Of which piece is whose."""
+        found: dict[Place, int] = {}
+        at = 0
+        for place in self.places:
+            found[place] = at
+            at += 1 + (aligned(place.size) != place.size)
+        return found
+
+    def all_between(self, start: int, stop: int) -> torch.Tensor:
+        """The noted elements of these places in the row."""
         return self.noted[start - self.start : stop - self.start]
+
+    def part(self, place: Place, start: int, stop: int) -> torch.Tensor:
+        """The noted elements of a part of a parameter; mostly of all of it."""
+        piece = self._pieces[self._numbers[place]]
+        return piece if stop - start == place.size else piece[start:stop]
 
     def gathered(self, flats: Mapping[Place, torch.Tensor]) -> torch.Tensor:
         """These, each for a parameter, in one tensor as in the row; for the others anything."""
-        parts = list(self._pieces)
-        for number, place in enumerate(self.places):
-            flat = flats.get(place)
-            if flat is not None:
-                parts[2 * number] = flat
+        parts, numbers = list(self._pieces), self._numbers
+        for place, flat in flats.items():
+            parts[numbers[place]] = flat
         return torch.cat(parts)
 
     def changed(self, doubtful: Iterable[Place]) -> set[Place]:

@@ -63,9 +63,13 @@ class Stepping:
         try:
             self.broken_off = "it was interrupted"  # an interrupt comes between any two lines
             for place, gradient in found.items():
-                update.had[place] = tuple(state[place.parameter])
-                is_first = self._begin(place, groups, state, is_changed=place in others)
-                due[place] = _due(place, gradient, is_first, state, clipped)
+                own = state[place.parameter]
+                update.had[place] = tuple(own)
+                is_first = self._begin(place, groups, own, is_changed=place in others)
+                if not own:
+                    del state[place.parameter]
+                is_clipped = clipped is not None and clipped.has(_whole(place))
+                due[place] = Due(place.line(gradient), is_first, is_clipped, own.get("step"))
             self._bring(due, gradients)
             if self._kernel.counts_steps:
                 steps = [one.step for one in due.values() if one.step is not None]
@@ -81,16 +85,13 @@ class Stepping:
             raise
 
     def _begin(
-        self, place: Place, groups: Sequence[dict[str, Any]], state: States, *, is_changed: bool
-    ) -> bool:
+        self, place: Place, groups: Sequence[dict[str, Any]], own: dict[str, Any], *,
+        is_changed: bool,
+    ) -> bool:  # fmt: skip
         """Give a parameter its state, and its master what it is; whether this is its first."""
         row, _ = self._places[place.parameter]
         kinds = self._kernel.kinds(groups[row.group])
-        own = state[place.parameter]
-        is_first = begin_state(row, place, own, kinds, self._kernel.counts_steps, is_changed)
-        if not own:
-            del state[place.parameter]
-        return is_first
+        return begin_state(row, place, own, kinds, self._kernel.counts_steps, is_changed)
 
     def _count(
         self, due: list[Due], steps: list[torch.Tensor], device: torch.device, is_needed: bool
@@ -152,11 +153,7 @@ class Stepping:
             self.broken_off = ""
 
 
-def _due(
-    place: Place, gradient: torch.Tensor, is_first: bool, state: States, clipped: Clipped | None
-) -> Due:
-    whole = place.parameter.grad
-    assert whole is not None
-    is_clipped = clipped is not None and clipped.has(whole)
-    step = state[place.parameter].get("step") if place.parameter in state else None
-    return Due(place.flat(gradient), is_first, is_clipped, step)
+def _whole(place: Place) -> torch.Tensor:
+    found = place.parameter.grad
+    assert found is not None
+    return found

@@ -24,6 +24,7 @@ from holdfast.offload.tier import Turn
 
 #: (what was done, how much of it, how long it took)
 Spent = Callable[[Kind, float, float], None]
+_PASSED = Passed()
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Due:
     """The same number on the device."""
     count: float = 0.0
     """The same number."""
-    arrival: Mark = field(default_factory=Passed)
+    arrival: Mark = _PASSED
     """Behind the gradient's copy to the host."""
 
 
@@ -273,16 +274,18 @@ class Update:
         """First to where it is kept in mind what they are, beside them: all at once, if all is."""
         of = subgroup.row.small
         assert of is not None
-        where = [subgroup.where(span) for span, _ in small]
-        noted = [of.piece(start, stop) for start, stop in where]
+        noted = [of.part(place, span.start, span.stop) for span, place in small]
         start, stop = max(of.start, subgroup.cut.start), subgroup.cut.stop
-        if sum(aligned(b - a) for a, b in where) == stop - start:
+        if sum(aligned(span.stop - span.start) for span, _ in small) == stop - start:
             from_ = source[start - subgroup.cut.start :]
-            of.piece(start, stop).copy_(from_, non_blocking=True)
+            of.all_between(start, stop).copy_(from_, non_blocking=True)
         else:
             parts = [subgroup.inside(source, span) for span, _ in small]
             torch._foreach_copy_(noted, parts, non_blocking=True)
-        own = [place.own[span.start : span.stop] for span, place in small]
+        own = [
+            place.own if span.stop - span.start == place.size else place.own[span.start : span.stop]
+            for span, place in small
+        ]
         torch._foreach_copy_(own, noted)
 
     # ── on the device ────────────────────────────────────────────────────────────────────
