@@ -33,6 +33,7 @@ from torch import nn
 
 import holdfast
 from holdfast.events import ImageCaptured
+from holdfast.preemption.grace import PREEMPTED
 from holdfast.snapshot.underway import Patience
 from launch import PR_SET_PDEATHSIG, PRELOADED
 from networks import enter
@@ -68,6 +69,33 @@ class Life:
     settings: tuple[dict[str, str], ...] = ()
     #: The network namespace that each rank is in.
     namespaces: tuple[str, ...] = ()
+    #: A rank whose state cannot be had at the last step of a run that was told to end, and what
+    #: it does instead: "raises" or "stops".
+    moody: tuple[int, str] = (-1, "")
+
+
+class Moody:
+    """Part of a state that acts up when the run's last step is saved."""
+
+    def __init__(self, act: str) -> None:
+        self._act = act
+        self.checkpointer: holdfast.Checkpointer | None = None
+
+    def state_dict(self) -> dict[str, int]:
+        if self._act and self._is_last():
+            if self._act == "stops":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            raise RuntimeError("this cannot be had now")
+        return {"mood": 1}
+
+    def _is_last(self) -> bool:
+        preemption = self.checkpointer and self.checkpointer._preemption
+        if not preemption or preemption._progress is None:
+            return False
+        return preemption._saver.announcing.was_announced(preemption._progress[0], PREEMPTED)
+
+    def load_state_dict(self, _: dict[str, int]) -> None:
+        """There is nothing to it."""
 
 
 class Net(nn.Module):
@@ -179,7 +207,12 @@ def _train(rank: int, life: Life) -> None:
     model, state = build(life.layout, life.rows)
     signpost.say("construct")
     storage = None if life.storage is None else holdfast.Every(steps=life.storage)
-    checkpointer = holdfast.Checkpointer(life.root, state, storage=storage, **life.options)
+    moody = Moody(life.moody[1] if rank == life.moody[0] else "")
+    if life.moody[1]:
+        state["moody"] = moody
+    moody.checkpointer = checkpointer = holdfast.Checkpointer(
+        life.root, state, storage=storage, **life.options
+    )
     checkpointer._saver.patience = Patience(**life.patience)
     holdfast.subscribe(lambda event, _: _report(event, life.report_s))
     signpost.say("restore")

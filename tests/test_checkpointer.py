@@ -428,6 +428,20 @@ def test_memory_survives_an_exception_in_the_training_loop(tmp_path: Path) -> No
         assert same(content(again), content(state))
 
 
+def test_a_close_says_so_if_storage_refuses_what_was_made_durable_after_all(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "run"
+    state = build()
+    checkpointer = holdfast.Checkpointer(root, state, storage=None)
+    train(state, 0)
+    (root / "steps").write_text("in the way")
+    checkpointer.save(0).wait_captured(30)
+    checkpointer.save(0, durable=True)
+    with pytest.raises(holdfast.PersistFailed, match="steps"):
+        checkpointer.close()
+
+
 def test_a_close_that_cannot_store_the_newest_snapshot_says_so_and_leaves_it_in_memory(
     tmp_path: Path,
 ) -> None:

@@ -7,17 +7,16 @@ is an event, and it is what ``handle.wait_*`` raises.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import NoReturn
 
 from holdfast.errors import (
     Fenced,
-    HoldfastError,
     SaveError,
     SnapshotSkipped,
     StatePoisoned,
@@ -42,7 +41,8 @@ from holdfast.policy.arguments import (
 from holdfast.policy.due import Due, Pace
 from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
-from holdfast.preemption import Preemption, grace, preempted
+from holdfast.preemption.grace import Preemption, grace
+from holdfast.preemption.leaving import leave
 from holdfast.rules import Rules
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.handle import SaveHandle
@@ -117,6 +117,8 @@ class Checkpointer:
         self._is_adopted = False
         self._last_step: int | None = None
         self._last_handle: SaveHandle | None = None
+        self._asked_again: SaveHandle | None = None
+        """Of the same step, when it was to be durable after all."""
         self._carried: list[SaveHandle] = []
         self._fulfilled_by_last: list[SaveHandle] = []
         """What the last save was to fulfil, itself among it."""
@@ -226,8 +228,12 @@ class Checkpointer:
         self._pace.learn(time.monotonic())
         preemption = self._preemption
         if preemption is not None and preemption.is_last(step, self._pace.step_s):
-            self._step(step, is_last=True)
-            self._leave(step, preemption)
+            handle = self._step(step, is_last=True)
+            assert handle is not None  # it is due, whatever the policies say
+            leave(
+                step, handle, preemption,
+                keep_promises=self._keep_promises, close=self.close, hang_up=self._hang_up,
+            )  # fmt: skip
         return self._step(step, is_last=False)
 
     def _step(self, step: int, *, is_last: bool) -> SaveHandle | None:
@@ -279,15 +285,18 @@ class Checkpointer:
                 with suppress(SnapshotSkipped):  # of the one before that has not ended yet
                     self._saver.previous_was_skipped()  # only then is it known to be missed
             missed = self._last_handle.state == "failed"
+            if not missed and not durable:
+                return self._last_handle
             if not missed:
-                return self._saver.make_durable(step) if durable else self._last_handle
+                self._asked_again = self._saver.make_durable(step)
+                return self._asked_again
         carried = list(self._carried_over())
         durable = durable or bool(carried) or self._is_owed
         handle = self._saver.save(step, durable=durable, exact=exact, carried=carried)
         self._carried.clear()
         self._fulfilled_by_last = [*carried, handle]
         self._is_owed = False
-        self._last_step, self._last_handle = step, handle
+        self._last_step, self._last_handle, self._asked_again = step, handle, None
         self._updates_at_save = self._saver.updates
         return handle
 
@@ -303,12 +312,12 @@ class Checkpointer:
         now_s, world = time.monotonic(), self.world
         is_due = due.is_due(
             step, self._last_step, now_s, is_alone=world.size == 1,
-            was_announced=due.is_timed and self._saver.take_announced(step, due.which),
+            was_announced=due.is_timed and self._saver.announcing.take_announced(step, due.which),
         )  # fmt: skip
         if due.is_timed and world.rank == 0 and world.size > 1:
             ahead = due.to_announce(step, now_s, self._pace.step_s)
             if ahead is not None:
-                self._saver.announce(ahead, due.which)
+                self._saver.announcing.announce(ahead, due.which)
         return is_due
 
     def _carried_over(self) -> list[SaveHandle]:
@@ -343,19 +352,6 @@ class Checkpointer:
                 "again, or start the process anew."
             )
 
-    def _leave(self, step: int, preemption: Preemption) -> NoReturn:
-        """The last step is saved: wait for storage, as long as there is time, and let go."""
-        try:
-            if not self._saver.end_capture(timeout_s=preemption.remaining_s):
-                raise SnapshotSkipped(f"the capture of step {step} has not ended yet")
-            self._keep_promises(preemption.remaining_s)
-        except Exception as error:
-            self._hang_up()  # without a goodbye: the keeper is to keep what is in memory
-            raise preempted(step, error) from error
-        with suppress(HoldfastError):  # of a rank that is gone: what is durable stays so
-            self.close(max(_HANG_UP_S, preemption.remaining_s))
-        raise preempted(step, None)
-
     # ── the end ──────────────────────────────────────────────────────────────────────────
 
     def close(self, timeout_s: float = 600.0) -> None:
@@ -371,13 +367,25 @@ class Checkpointer:
         try:
             self._keep_promises(timeout_s)
         finally:
-            self._is_closed = True
-            self._forget_signals()
-            opened.discard(self._saver)
-            try:
-                self._saver.close(timeout_s=timeout_s)
-            finally:
-                self._stop_tracing(_LAST_EVENTS_S)
+            self._end(timeout_s, say_goodbye=True)
+
+    def _hang_up(self, timeout_s: float = _HANG_UP_S) -> None:
+        """Leave without a goodbye: what is in memory stays there for the next start."""
+        if not self._is_closed and self._process == os.getpid():
+            if self._preemption is not None:
+                self._preemption.rescue()
+            self._end(timeout_s, say_goodbye=False)
+
+    def _end(self, timeout_s: float, *, say_goodbye: bool) -> None:
+        self._is_closed = True
+        left_s = math.inf if self._preemption is None else self._preemption.end()
+        events_s = min(_LAST_EVENTS_S, left_s / 2)
+        opened.discard(self._saver)
+        try:
+            timeout_s = min(timeout_s, left_s - events_s)
+            self._saver.close(timeout_s=timeout_s, say_goodbye=say_goodbye)
+        finally:
+            self._stop_tracing(events_s)
 
     def _keep_promises(self, timeout_s: float) -> None:
         """Take the durable save that was carried along, if the state is still that of its step."""
@@ -392,13 +400,13 @@ class Checkpointer:
                 for carried in self._carried:
                     carried.fail(reason, captured=False)
                 raise reason
-            time.sleep(pause_s)
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
             self.save(self._last_step or 0, durable=True)
             self._saver.end_capture(timeout_s=max(0.0, deadline - time.monotonic()))
-        handle = self._last_handle
-        if handle is not None and handle.durable:
-            handle.wait_durable(max(0.0, deadline - time.monotonic()))
+        for handle in (self._last_handle, self._asked_again):
+            if handle is not None and handle.durable:
+                handle.wait_durable(max(0.0, deadline - time.monotonic()))
 
     def _retake_missed(self, deadline: float) -> None:
         """The newest snapshot is to be durable at the end: it is taken again if it was missed.
@@ -429,21 +437,6 @@ class Checkpointer:
             self.close()
         else:
             self._hang_up()
-
-    def _hang_up(self) -> None:
-        """Leave without a goodbye: what is in memory stays there for the next start."""
-        if not self._is_closed and self._process == os.getpid():
-            self._is_closed = True
-            self._forget_signals()
-            opened.discard(self._saver)
-            try:
-                self._saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
-            finally:
-                self._stop_tracing(_LAST_EVENTS_S)
-
-    def _forget_signals(self) -> None:
-        if self._preemption is not None:
-            self._preemption.end()
 
 
 def _is_mistake(error: Exception) -> bool:

@@ -20,7 +20,7 @@ DOORS = (
     "checkpointer.py",
     "data/*.py",
     "oneshot.py",
-    "preemption.py",
+    "preemption/*.py",
     "world.py",
     "format/*.py",
     "policy/*.py",

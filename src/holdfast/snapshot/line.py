@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,8 @@ class Line:
     def __init__(self, connect: Callable[[], KeeperClient]) -> None:
         self._connect = connect
         self._client: KeeperClient | None = None
+        self._connecting = threading.RLock()  # a signal's handler may save in the middle of it
+        self._is_over = False
         self._hang_up_when_collected: weakref.finalize[[], Line] | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._next_try_s = 0.0
@@ -39,14 +42,20 @@ class Line:
         return self._client is not None and self._client.is_open
 
     def ensure(self) -> KeeperClient:
-        """The client, connected if need be."""
-        if self._client is None or not self._client.is_open:
+        """The client, connected if need be; from any thread."""
+        with self._connecting:
+            if self._client is not None and self._client.is_open:
+                return self._client
+            if self._is_over:
+                raise KeeperError("this rank has left its keeper")
             self.known_table = ""
             if self._hang_up_when_collected is not None:
                 self._hang_up_when_collected.detach()
-            self._client = self._connect()
-            self._hang_up_when_collected = when_collected(self, self._client.hang_up)
-        return self._client
+            self._client = client = self._connect()
+            self._hang_up_when_collected = when_collected(self, client.hang_up)
+            if self._is_over:  # meanwhile
+                self.hang_up()
+            return client
 
     def ensure_for_save(self) -> KeeperClient:
         """The same, but shortly after a try that failed KeeperError at once: saves are many."""
@@ -70,6 +79,11 @@ class Line:
     def send(self, message: m.Message) -> None:
         """Say something to the keeper that is there. KeeperError when none is."""
         self.require().send(message)
+
+    def end(self) -> None:
+        """Hang up for good: none is connected any more."""
+        self._is_over = True
+        self.hang_up()
 
     def hang_up(self) -> None:
         """End the conversation, if there is one."""

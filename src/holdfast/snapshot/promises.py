@@ -16,11 +16,17 @@ class Promises:
     def __init__(self) -> None:
         self._handles: dict[int, list[SaveHandle]] = {}
         self._asked_durable = self._told_durable = -1
+        self._captured = self._refused = -1
 
     @property
     def owes_durable(self) -> bool:
         """Whether a save was to be durable, and no manifest was told of that is as new."""
         return self._asked_durable > self._told_durable
+
+    @property
+    def is_newest_settled(self) -> bool:
+        """Whether the newest step in memory is durable, or was refused by storage."""
+        return max(self._told_durable, self._refused) >= self._captured
 
     def add(self, step: int, handles: Iterable[SaveHandle]) -> None:
         """``step`` is saved for these; those of old steps that are settled are forgotten."""
@@ -46,6 +52,7 @@ class Promises:
 
     def captured(self, step: int) -> None:
         """All ranks have this step in memory."""
+        self._captured = max(self._captured, step)
         for handle in self._handles.get(step, []):
             handle.reach(CAPTURED)
 
@@ -79,6 +86,8 @@ class Promises:
 
     def fail(self, step: int, error: HoldfastError, *, captured: bool) -> None:
         """It came to nothing; ``captured``: only its way to storage did."""
+        if captured:
+            self._refused = max(self._refused, step)
         for handle in self._handles.get(step, []):
             if not _is_settled(handle):
                 handle.fail(error, captured=captured)

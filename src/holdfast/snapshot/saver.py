@@ -8,6 +8,7 @@ Trouble with the keeper or with memory costs a snapshot, never a step.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.events import FenceWaited, KeeperLost, SaveReturned, SnapshotMissed, emit
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.announcing import Announcing
 from holdfast.snapshot.asking import Asking
 from holdfast.snapshot.capture import Overtaking, Stopped, computation_so_far, stage
 from holdfast.snapshot.client import KeeperClient, NeverSaid
@@ -51,6 +53,7 @@ Connect = Callable[
 #: What a save that was given up before anything was granted has to end, and one being copied
 #: that is left behind.
 _GIVEN_UP_S, _STOP_S = 1.0, 1.0
+_EXPLAIN_S = 5.0
 
 
 class Saver:
@@ -74,7 +77,9 @@ class Saver:
         self._steps, self._stillness = Steps(), Stillness()
         self._current: Capture | None = None
         self._overdue: Capture | None = None
+        self._end_by_s = math.inf
         self._asking = Asking(self._line, self._heard)
+        self.announcing = Announcing(self._line, self._heard, self._promises)
         self._work: Work[Saver] = Work()
         self._worker = threading.Thread(
             target=work_off, args=(self._work,), name="holdfast-capture", daemon=True
@@ -173,18 +178,26 @@ class Saver:
         """An optimizer is about to step: what is saved next should have other parameters."""
         self._steps.note(optimizer)
 
+    def hurry(self, end_by_s: float) -> None:
+        """The process must end: from now on nothing is waited for beyond that time."""
+        self._end_by_s = end_by_s
+
+    def _at_most(self, wait_s: float) -> float:
+        return min(wait_s, max(0.0, self._end_by_s - time.monotonic()))
+
     def _await_release(self, capture: Capture) -> None:
         patience = self.patience
         if not self._asking.was_granted:
             grant_s = patience.first_grant_s
         else:
             grant_s = patience.durable_grant_s if capture.durable else patience.grant_s
-        if not capture.answered.wait(grant_s):
+        if not capture.answered.wait(self._at_most(grant_s)):
             self._heard.is_silent = True  # until it says anything: no further step is held for it
-            capture.call_off(f"no answer to the request for a slot within {grant_s:g} s")
-        while not capture.wait_released(patience.copy_s):
-            if time.monotonic() - capture.room.moved_at_s > patience.copy_s:  # no ring, or stuck
-                capture.call_off(f"the copy did not finish within {patience.copy_s:g} s")
+            waited_s = min(grant_s, round(time.monotonic() - capture.started_s, 1))
+            capture.call_off(f"no answer to the request for a slot within {waited_s:g} s")
+        while not capture.wait_released(copy_s := self._at_most(patience.copy_s)):
+            if time.monotonic() - capture.room.moved_at_s > copy_s:  # no ring, or stuck
+                capture.call_off(f"the copy did not finish within {copy_s:g} s")
                 return
 
     def _wait_previous(self) -> float:
@@ -196,7 +209,7 @@ class Saver:
         self._await_release(capture)
         # Given up without a slot, it never reads the state: its worker only waits for the keeper.
         is_mere_wait = bool(capture.called_off) and not isinstance(capture.answer, m.Grant)
-        wait_s = _GIVEN_UP_S if is_mere_wait else self.patience.durable_grant_s
+        wait_s = _GIVEN_UP_S if is_mere_wait else self._at_most(self.patience.durable_grant_s)
         # Waited for once: a connection that is being made can take as long as its deadline.
         if not capture.resolved.wait(0.0 if self._overdue is capture else wait_s):
             self._overdue = capture if is_mere_wait else None
@@ -220,29 +233,11 @@ class Saver:
             return LINE_IS_DOWN
         try:
             client = self._line.require()
-            answer = client.request(m.Explain(step=step), m.Explanation, timeout_s=5.0)
+            wait_s = self._at_most(_EXPLAIN_S)
+            answer = client.request(m.Explain(step=step), m.Explanation, timeout_s=wait_s)
         except HoldfastError as error:
             return f"the keeper does not say why ({error})"
         return answer.text
-
-    def announce(self, step: int, which: str) -> None:
-        """A save is due at ``step``, ahead of every rank, by the policy ``which``."""
-        with contextlib.suppress(KeeperError):  # the next try is as good
-            self._line.send(m.Announce(step=step, which=which))
-
-    def take_announced(self, step: int, which: str) -> bool:
-        """Whether rank 0 announced that the policy ``which`` is due at ``step``; asked once."""
-        return self._heard.take_announced(step, which)
-
-    def was_announced(self, step: int | None, which: str) -> bool:
-        """Whether ``which`` was announced for ``step`` or an earlier one; None: for any."""
-        announced = tuple(self._heard.announced)
-        return any(name == which and (step is None or n <= step) for n, name in announced)
-
-    def make_newest_durable(self) -> None:
-        """What is newest in memory is to be in storage; said from any thread, not waited for."""
-        with contextlib.suppress(KeeperError):
-            self._line.send(m.MakeDurable(step=0, newest=True))
 
     @property
     def is_fenced(self) -> str:
@@ -291,7 +286,7 @@ class Saver:
                     # A keeper that died meanwhile is replaced: the next finds what is in memory.
                     self.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
             finally:
-                self._line.hang_up()
+                self._line.end()
                 if has_ended:
                     self._copier.slots.close()
 
