@@ -78,8 +78,7 @@ class Agents:
 
     def lose(self, *hosts: str) -> None:
         """They are gone at once: agents, workers, keepers, memory."""
-        for host in hosts:
-            processes.kill_all(self.arenas / host)
+        processes.kill_all(*(self.arenas / host for host in hosts))
         for host in hosts:
             self.agents.pop(host).wait()
             processes.remove_arena(self.arenas / host)

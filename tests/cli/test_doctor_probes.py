@@ -358,6 +358,29 @@ def test_an_arena_that_a_process_has_mapped_or_writes_to_is_never_cleared(arena_
     assert arena.exists()
 
 
+@pytest.mark.parametrize("is_made_anew", [True, False])
+def test_an_arena_that_another_took_the_place_of_is_left_alone(
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch, is_made_anew: bool
+) -> None:
+    arena = arena_home() / "r@here"
+    make_private_dir(arena)
+    put_snapshot(arena, 40)
+    found = only_arena()
+
+    def lock_the_old_one(path: Path) -> int | None:
+        lock = lock_dir(path)
+        path.rename(path.with_name(".gone"))  # its run had just ended, and begins again
+        if is_made_anew:
+            make_private_dir(path)
+            put_snapshot(path, 50)
+            (path / "lock").touch()
+        return lock
+
+    monkeypatch.setattr(arena_facts, "lock_dir", lock_the_old_one)
+    assert clear(found, may_lose=True) == "it was removed or made anew meanwhile"
+    assert bool(list(arena.glob("*.slot"))) == is_made_anew
+
+
 def test_what_a_killed_removal_left_is_found_and_cleared(arena_dir: Path) -> None:
     grave = arena_home() / ".r@here.4711"
     make_private_dir(grave)

@@ -234,6 +234,32 @@ def test_only_processes_of_the_arena_are_killed(tmp_path: Path, arena_dir: Path)
         other.kill()
 
 
+def test_hosts_that_are_lost_at_once_are_all_killed_before_one_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arenas, acts = [tmp_path / host for host in "ab"], []
+    send, wait = signal.pidfd_send_signal, processes._wait
+
+    def note_kill(held: int, number: int) -> None:
+        acts.append("kill")
+        send(held, number)
+
+    def note_wait(held: int, timeout_s: float) -> bool:
+        acts.extend(["wait"] if timeout_s else [])
+        return wait(held, timeout_s)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", note_kill)
+    monkeypatch.setattr(processes, "_wait", note_wait)
+    program = [sys.executable, "-c", "import time; time.sleep(60)"]
+    sleepers = [
+        subprocess.Popen(program, env={**os.environ, "HOLDFAST_ARENA_DIR": str(arena)})
+        for arena in arenas
+    ]
+    processes.kill_all(*arenas)
+    assert acts == ["kill", "kill", "wait", "wait"]
+    assert [sleeper.wait(10) for sleeper in sleepers] == [-signal.SIGKILL] * 2
+
+
 # ── the whole ────────────────────────────────────────────────────────────────────────────────
 
 

@@ -103,13 +103,13 @@ def kill_one(pid: int, arena: Path) -> bool:
     return True
 
 
-def kill_all(arena: Path) -> list[str]:
-    """SIGKILL to every process of this arena, launcher first; the command lines of the killed.
+def kill_all(*arenas: Path) -> list[str]:
+    """SIGKILL to every process of these arenas, launchers first; the command lines of the killed.
 
-    When it returns none of them runs.
+    All are signalled before any is waited for. When it returns none of them runs.
     """
     killed = []
-    while found := _processes(arena):
+    while found := [one for arena in arenas for one in _processes(arena)]:
         for _, held, command in found:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(held, signal.SIGKILL)

@@ -213,6 +213,14 @@ def _writing(records: Iterable[SlotRecord]) -> set[int]:
     }
 
 
+def _is_lock_of(path: Path, lock: int) -> bool:
+    """Whether the lock that is held is the one in this directory, and none that it replaced."""
+    try:
+        return os.path.samestat(os.fstat(lock), os.stat(path / "lock"))
+    except OSError:
+        return False
+
+
 def clear(arena: Arena, *, may_lose: bool = False) -> str:
     """Remove a stale arena; "" when it is gone, else why it was left alone.
 
@@ -232,6 +240,8 @@ def clear(arena: Arena, *, may_lose: bool = False) -> str:
     if lock is None:
         return "a keeper has it"
     try:
+        if not _is_lock_of(path, lock):
+            return "it was removed or made anew meanwhile"
         # Nobody can take it from here on: a keeper needs the lock, a trainer a keeper.
         records = list(_records(path))
         if _mapping(path) or _writing(records):
