@@ -1,7 +1,8 @@
 """PURE. Two generations whose parameters are the same bytes though optimizers stepped: an alarm.
 
-Then what is captured is not what is trained, or the training does nothing. Every rank says of its
-part whether it is so; it is told when all that have parameters say the same, once until it passes.
+Then the training does nothing. Seen are optimizers of the state and their parameters alone: whether
+others are trained is not known. Every rank says of its part whether it is so; it is told when all
+that have parameters say the same, once until it passes.
 """
 
 from __future__ import annotations
@@ -43,8 +44,7 @@ class Standing:
             return []
         return [Warn(
             f"the parameters at step {step} are byte for byte those of step {min(said)}, though "
-            "optimizers stepped in between. Either the state does not hold the tensors that are "
-            "trained, and a restore would lose the training: compare ids of the optimizer's and "
-            "the state's parameters. Or the training stands still: look at its gradients, and "
-            "whether updates this small are lost in the parameters' dtype."
+            "optimizers of the state stepped in between: the training stands still. Look whether "
+            "its gradients are zero (is the model that computes them the one its optimizer has?), "
+            "and whether updates this small are lost in the parameters' dtype."
         )]  # fmt: skip
