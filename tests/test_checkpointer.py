@@ -440,6 +440,11 @@ def test_a_close_says_so_if_storage_refuses_what_was_made_durable_after_all(
     checkpointer.save(0, durable=True)
     with pytest.raises(holdfast.PersistFailed, match="steps"):
         checkpointer.close()
+    (root / "steps").unlink()
+    with holdfast.Checkpointer(root, build(seed=6), storage=None) as checkpointer:
+        restored = checkpointer.restore()
+        assert restored is not None  # memory is not given back before it is anywhere else
+        assert (restored.step, restored.source) == (0, "memory")
 
 
 def test_a_close_that_cannot_store_the_newest_snapshot_says_so_and_leaves_it_in_memory(

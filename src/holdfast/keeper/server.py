@@ -213,12 +213,16 @@ class Keeper:
         if not hands.are_stopping or is_busy:
             return
         unsaved = self.coordinator.debts.unpaid()
-        if unsaved and self.conversations.persist_at_end and not self._saved_for_hands:
+        if unsaved and self._is_to_be_stored() and not self._saved_for_hands:
             self._saved_for_hands = self._is_opening_root = True
             self.background.spawn(self._open_and_persist(unsaved))
             return
         self._saved_for_hands = False
         hands.let_stop()
+
+    def _is_to_be_stored(self) -> bool:
+        """Whether what is newest in memory is to be in storage at the end: always, or this once."""
+        return self.conversations.persist_at_end or self.coordinator.debts.are_open
 
     def _is_homeless(self) -> bool:
         """Whether the arena was removed: no trainer finds its slots, nor would a later keeper."""
@@ -235,7 +239,7 @@ class Keeper:
         if not (everyone_left or self._is_forgotten()) or self._is_saving():
             return
         unsaved = ""
-        if self.conversations.persist_at_end or not everyone_left:
+        if self._is_to_be_stored() or not everyone_left:
             unsaved = self.coordinator.debts.unpaid()
             if unsaved and unsaved not in self._tried_at_end:
                 self._persist_last(unsaved)
@@ -363,7 +367,7 @@ class Keeper:
         if (self._is_opening_root or is_writing or is_needed) and not is_late:
             return
         unsaved = self.coordinator.debts.unpaid()
-        may_persist = self.conversations.persist_at_end and not is_late
+        may_persist = self._is_to_be_stored() and not is_late
         if unsaved and may_persist and not self._tried_at_end:
             self._persist_last(unsaved)
             self._awaited.add(unsaved)
