@@ -231,7 +231,8 @@ def test_rows_of_one_half_are_not_those_of_the_other(tmp_path: Path) -> None:
         assert parity.record_of(ATTEMPT, 1, 1) is None and parity.record_of(ATTEMPT, 2) is None
         order = parity_facts.Rebuild(slot=0, attempt=ATTEMPT, rank=1, half=1, places={})
         parity.rebuild(order, hosts, keepers[0].said.append)
-        assert isinstance(keepers[0].said[-1], parity_facts.NotRebuilt)
+        told = keepers[0].said[-1]
+        assert isinstance(told, parity_facts.NotRebuilt) and "no parity is kept" in told.reason
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
 

@@ -783,7 +783,7 @@ def test_lost_images_are_decoded_out_of_the_rows_that_are_complete(play: Play) -
     play.attempts.pinned = "restored"
     for host in ("h1", "h2"):
         torn = (held("restored", 1, "h0", "h1", "h3"),) if host == "h1" else ()
-        play.protecting.attached(host, (*torn, *rows("restored", 0)))
+        play.protecting.attached(host, (*rows("restored", 0), *torn))
     play.protecting.ask(1)
     ((_, order),) = orders(play)
     assert order.half == 0
