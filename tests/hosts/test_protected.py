@@ -163,15 +163,46 @@ def test_what_was_restored_is_protected_again_before_anything_new_is_saved(
     assert (rebuilt["rank"], rebuilt["step"]) == (2, first)
 
 
-def wait_protected_again(lives: Lives, root: Path, step: int) -> None:
-    """Wait until generation 1-``step`` is told to be protected for a second time."""
+@pytest.mark.timeout(200)
+def test_a_host_that_comes_back_is_protected_with_the_one_that_has_its_image_decoded(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    root, hosts = tmp_path / "run", ("a", "b", "c")
+    with Lives(root, seed=36) as lives:
+        lives.start(3, 100_000, storage=100_000, hosts=hosts, options=PARITY)
+        lives.wait_restored(3)
+        wait_protected(lives, root, 1)
+        lives.kill([0, 1, 2], signal.SIGSTOP)  # what they have captured is the last, and protected
+        first = -1
+        while first < (first := protected(root)[1]):
+            time.sleep(1.0)
+        lives.end(3)
+        # Nobody trains in any of the next starts.
+        still = {"storage": 100_000, "options": PARITY, "pause_s": 1e6}
+        lives.start(2, 100_000, hosts=("a", "b"), **still)  # the keeper of c lives on
+        assert lives.wait_restored(2) == (first, "memory")
+        wait_protected_again(lives, root, first)
+        lives.end(2)
+        lives.start(3, 100_000, hosts=hosts, **still)
+        assert lives.wait_restored(3) == (first, "memory")
+        wait_protected_again(lives, root, first, times=3)
+        lose(lives, arena_dir, hosts, "a")
+        lives.end(3)
+        lives.start(2, 100_000, hosts=("b", "c"), **still)
+        assert lives.wait_restored(2) == (first, "memory")
+    assert len([*events_of(root, "ImageRebuilt")]) <= 2
+    assert not [e for e in events_of(root, "SnapshotNotProtected") if "ranks" in e["reason"]]
+
+
+def wait_protected_again(lives: Lives, root: Path, step: int, times: int = 2) -> None:
+    """Wait until generation 1-``step`` is told to be protected for a second time, or further."""
     deadline = time.monotonic() + 60
     while True:
         told = [
             e for e in events_of(root, "SnapshotProtected")
             if (e["incarnation"], e["step"]) == (1, step)
         ]  # fmt: skip
-        if len(told) > 1:
+        if len(told) >= times:
             return
         lives.raise_errors()
         why = [e["reason"] for e in events_of(root, "SnapshotNotProtected")]

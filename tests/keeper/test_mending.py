@@ -187,7 +187,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 ORDER = parity_facts.Rebuild(
-    slot=7, attempt=ATTEMPT, rank=2,
+    slot=7, attempt=ATTEMPT, rank=2, half=0,
     places={0: "host-0", 1: "host-1", 3: "host-2", 4: "host-3"},
 )  # fmt: skip
 

@@ -174,6 +174,69 @@ def test_no_more_is_read_and_sent_for_parity_than_the_coordinator_allows(
     asyncio.run(with_keepers(tmp_path, [3 * MIB] * 3, play))
 
 
+async def make_all(keepers: Sequence[Keeper], hosts: list[m.HostPlace]) -> None:
+    """A whole turn, in half 0."""
+    for keeper in keepers:
+        keeper.said.clear()
+        keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
+    await until(lambda: said(keepers, parity_facts.ParityReady), "memory of all")
+    for keeper in keepers:
+        keeper.parity.begin(TURN)
+    await until(lambda: said(keepers, parity_facts.ParityMade), "rows of all")
+
+
+def test_an_order_that_cannot_be_carried_out_costs_no_row(tmp_path: Path) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+        await make_all(keepers, hosts)
+        keeper, good = keepers[0], order_of(keepers, turn=TURN + 1)
+        first, second = good.members
+        twice = MemberFact(second.host, (*first.images, *second.images))  # rank 0 on both hosts
+        strangers = tuple(MemberFact(f"x{n}", one.images) for n, one in enumerate(good.members))
+        for members in ((first, twice), strangers):
+            order = msgspec.structs.replace(good, members=members)
+            keeper.parity.make(order, hosts, keeper.said.append)
+            assert isinstance(keeper.said[-1], parity_facts.ParityNotMade)
+            assert len(keeper.parity.rows()) == 1 and not keeper.parity.is_busy
+            assert len(list((keeper.directory / "parity").glob("0-*.record"))) == 1
+
+    asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
+
+
+def test_memory_that_nobody_needs_is_given_back_once_nothing_is_written_there(
+    tmp_path: Path,
+) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+        keeper = keepers[0]
+        keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
+        await until(lambda: said([keeper], parity_facts.ParityReady), "its memory")
+        keeper.parity.drop()
+        assert keeper.memory.parity_bytes, "a thread may write there"
+        await until(lambda: said([keeper], parity_facts.ParityNotMade), "its end")
+        await until(lambda: not keeper.memory.parity_bytes, "its memory back")
+        assert not list((keeper.directory / "parity").iterdir())
+        keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
+        await until(lambda: said([keeper], parity_facts.ParityReady), "memory again")
+        keeper.parity.drop()
+        await make_all(keepers, hosts)  # it is needed after all
+        assert len(keeper.parity.rows()) == 1
+
+    asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
+
+
+def test_rows_of_one_half_are_not_those_of_the_other(tmp_path: Path) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+        await make_all(keepers, hosts)
+        parity = keepers[0].parity
+        assert parity.record_of(ATTEMPT, 1) == parity.record_of(ATTEMPT, 1, 0) is not None
+        assert parity.record_of(ATTEMPT, 1, 1) is None and parity.record_of(ATTEMPT, 2) is None
+        order = parity_facts.Rebuild(slot=0, attempt=ATTEMPT, rank=1, half=1, places={})
+        parity.rebuild(order, hosts, keepers[0].said.append)
+        told = keepers[0].said[-1]
+        assert isinstance(told, parity_facts.NotRebuilt) and "no parity is kept" in told.reason
+
+    asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
+
+
 def rates(keeper: Keeper) -> tuple[int | None, int | None]:
     """What it may pull now for parity, and send."""
     sender = keeper.network.peers._service.sender

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.events import Event, subscribe
 from holdfast.keeper import control, parity_facts, replacing
@@ -16,9 +17,10 @@ from holdfast.keeper.protecting import Protecting
 from holdfast.redundancy.records import ImageFact, MemberFact
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.attempts import Attempt, Attempts
-from holdfast.snapshot.slots import Slot, Slots, number_of, slot_id_of
+from holdfast.snapshot.slots import Slot, Slots, host_of, number_of, slot_id_of
 
 HOSTS = tuple(m.HostPlace(id=f"h{n}", ranks=(n,)) for n in range(3))
+IMAGES = dict.fromkeys(range(3), 8192)
 
 
 class FakeParity:
@@ -33,12 +35,14 @@ class FakeParity:
         self.tell: Any = None
         self.port = 0
         self.is_dropped = False
+        self.tells: Any = None
 
     def rows(self) -> list[Any]:
         return self.kept
 
     def member(self, attempt: str) -> MemberFact:
-        return member(0)
+        told: MemberFact = self.tells(0, attempt)
+        return told
 
     def make(self, order: parity_facts.MakeParity, _: Any, tell: Any) -> None:
         self.orders.append(order)
@@ -58,12 +62,13 @@ class FakeParity:
 
     def keep(self, attempt: str, half: int, *members: str) -> None:
         record = SimpleNamespace(attempt=attempt, parity=1)
-        self.kept.append(SimpleNamespace(half=half, members=members, record=record, images={}))
+        self.kept.append(SimpleNamespace(half=half, members=members, record=record, images=IMAGES))
 
 
-def member(number: int) -> MemberFact:
-    fact = ImageFact(number, 8192, 4096, "0" * 16, "0" * 16, b"")
-    return MemberFact(f"h{number}", (fact,))
+def member(number: int, *ranks: int) -> MemberFact:
+    """A host with the images of these ranks."""
+    facts = (ImageFact(rank, 8192, 4096, "0" * 16, "0" * 16, b"") for rank in ranks)
+    return MemberFact(f"h{number}", tuple(facts))
 
 
 class Play:
@@ -83,6 +88,7 @@ class Play:
         self.told: list[m.Message] = []
         self.carried: list[Any] = []
         self.parity = FakeParity()
+        self.parity.tells = self.member_of
         hands: Any = SimpleNamespace(
             say_host=lambda host, fact: self.said.append((host, fact)), port_of=lambda host: host
         )
@@ -112,11 +118,17 @@ class Play:
         asked = [fact for _, fact in self.said if isinstance(fact, parity_facts.TellHeads)]
         return asked[-1].turn
 
-    def tell_heads(self) -> None:
-        for number in (1, 2):
-            self.protecting.hear(
-                f"h{number}", parity_facts.Heads(turn=self.turn, member=member(number))
-            )
+    def member_of(self, number: int, attempt: str) -> MemberFact:
+        """What the coordinator believes that a host has."""
+        slots = self.attempts[attempt].slots.items()
+        return member(number, *(rank for rank, slot in slots if host_of(slot) == number))
+
+    def tell_heads(self, **others: MemberFact) -> None:
+        """Each what is believed of it, but for ``others``."""
+        asked = [fact for _, fact in self.said if isinstance(fact, parity_facts.TellHeads)][-1]
+        told = {f"h{number}": self.member_of(number, asked.attempt) for number in (1, 2)}
+        for host, fact in (told | others).items():
+            self.protecting.hear(host, parity_facts.Heads(turn=self.turn, member=fact))
 
     def ready(self, *numbers: int, turn: int | None = None) -> None:
         for number in numbers:
@@ -215,7 +227,9 @@ def rows(attempt: str, half: int) -> tuple[parity_facts.HeldRows, ...]:
 
 
 def held(attempt: str, half: int, *members: str) -> parity_facts.HeldRows:
-    return parity_facts.HeldRows(half=half, attempt=attempt, members=members, parity=1)
+    return parity_facts.HeldRows(
+        half=half, attempt=attempt, members=members, parity=1, images=IMAGES
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -268,7 +282,9 @@ def test_rows_of_a_turn_that_was_cut_short_are_not_taken_for_those_that_are_comp
     play.protecting.attached("h1", (held("old", 1 - whole, *wider), *rows("old", whole)))
     play.protecting.attached("h2", rows("old", whole))
     play.protecting.ask(1)
-    assert not play.said, "it is protected: nothing is coded"
+    # It is protected: nothing is coded, and what is left of the other turn is given up.
+    assert {type(fact) for _, fact in play.said} == {parity_facts.DropRows}
+    assert play.parity.dropped == [1 - whole]
     play.capture("a", 8)
     play.tell_heads()
     assert play.parity.orders[-1].half == 1 - whole
@@ -566,12 +582,208 @@ def test_what_has_lost_a_row_is_protected_anew_in_the_other_half(
     assert [e.step for e in named(events, "SnapshotProtected")] == [1, 1]
 
 
+def test_a_row_that_is_lost_before_the_last_is_made_ends_its_turn(
+    play: Play, events: list[Event]
+) -> None:
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    play.make(1)
+    play.protecting.hear("h1", parity_facts.RowLost(attempt="a"))
+    play.make(0, 2)
+    assert not named(events, "SnapshotProtected")
+    (told,) = named(events, "SnapshotNotProtected")
+    assert told.reason == "a row of it was damaged meanwhile"
+
+
 def test_no_parity_is_made_of_less_than_all_images(play: Play, events: list[Event]) -> None:
     play.protecting.ask(1)
     play.capture("a", 1)
-    play.protecting.hear("h1", parity_facts.Heads(turn=play.turn, member=member(1)))
+    play.protecting.hear("h1", parity_facts.Heads(turn=play.turn, member=member(1, 1)))
     empty = MemberFact("h2", ())  # what is damaged is not told
     play.protecting.hear("h2", parity_facts.Heads(turn=play.turn, member=empty))
     assert not play.parity.orders
     (told,) = named(events, "SnapshotNotProtected")
     assert "images of ranks [2]" in told.reason
+
+
+# ── hosts that come back ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("where", [1, 2])
+def test_an_image_that_two_hosts_have_is_coded_once_where_the_coordinator_looks_for_it(
+    play: Play, where: int
+) -> None:
+    play.protecting.ask(1)
+    play.hold("restored", 7, incarnation=1)
+    play.attempts["restored"].slots[2] = slot_id_of(where, 7 + where)
+    play.attempts.captured("restored")
+    play.protecting.captured("restored")
+    # It was decoded on h1, and h2 came back with its own.
+    play.tell_heads(h1=member(1, 1, 2), h2=member(2, 2))
+    order = play.parity.orders[-1]
+    ranks = {fact.host: [image.rank for image in fact.images] for fact in order.members}
+    assert (
+        ranks
+        == {1: {"h0": [0], "h1": [1, 2], "h2": []}, 2: {"h0": [0], "h1": [1], "h2": [2]}}[where]
+    )
+
+
+def test_a_row_that_is_missing_where_a_coordinator_takes_over_is_made_anew(play: Play) -> None:
+    play.hold("a", 7)
+    play.attempts.recount()
+    play.parity.keep("a", 0, "h0", "h1", "h2")
+    play.protecting.attached("h1", rows("a", 0))
+    play.protecting.attached("h2", ())  # its keeper was killed before it had sealed
+    play.protecting.ask(1)
+    play.tell_heads()
+    assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1)
+
+
+def come_back(play: Play, host: str, held: tuple[parity_facts.HeldRows, ...]) -> None:
+    play.coordinator.away[int(host[1:])] = host
+    play.protecting.detached(host)
+    play.coordinator.away.clear()
+    play.protecting.attached(host, held)
+
+
+def test_a_host_that_comes_back_without_its_rows_has_what_is_protected_made_anew(
+    play: Play,
+) -> None:
+    play.protecting.ask(1)
+    play.capture("a", 1)
+    play.tell_heads()
+    play.make(0, 1, 2)
+    turn, half = play.turn, play.parity.orders[-1].half
+    come_back(play, "h2", rows("a", half))
+    assert play.turn == turn, "nothing is missing"
+    come_back(play, "h2", rows("a", 1 - half))
+    assert play.turn > turn
+    play.tell_heads()
+    assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1 - half)
+
+
+def test_of_two_rows_that_a_host_has_to_keep_both_are_looked_for_when_it_is_back(
+    play: Play,
+) -> None:
+    play.protecting.ask(2)
+    play.capture("a", 1)
+    play.tell_heads()
+    play.make(0, 1, 2)
+    (row,) = rows("a", play.parity.orders[-1].half)
+    two = (replace(row, parity=2),) * 2
+    turn = play.turn
+    come_back(play, "h2", two)
+    assert play.turn == turn
+    come_back(play, "h2", two[:1])
+    assert play.turn > turn
+
+
+# ── earlier rows, given up while something newer is protected ────────────────────────────────
+
+
+def test_what_is_protected_anew_is_told_although_the_next_turn_has_begun(
+    play: Play, events: list[Event]
+) -> None:
+    free_slot(play, 1)
+    restored(play)
+    play.protecting.ask(1)
+    play.protecting.hear("h1", rebuilt(orders(play)[0][1]))
+    play.tell_heads()
+    turn = play.turn
+    play.capture("new", 8)
+    play.make(0, 1, 2)
+    assert play.turn > turn and play.attempts.pinned == "restored"
+    for host in ("h1", "h2"):
+        play.protecting.hear(host, parity_facts.RowsDropped(turn=turn))
+    assert [e.step for e in named(events, "SnapshotProtected")] == [7]
+    assert play.attempts.pinned is None
+    play.tell_heads()
+    play.make(0, 1, 2)
+    assert [e.step for e in named(events, "SnapshotProtected")] == [7, 8]
+
+
+def test_a_host_that_was_away_is_asked_again_to_give_up_earlier_rows(
+    play: Play, events: list[Event]
+) -> None:
+    free_slot(play, 1)
+    restored(play)
+    play.protecting.ask(1)
+    play.protecting.hear("h1", rebuilt(orders(play)[0][1]))
+    play.tell_heads()
+    play.make(0, 1, 2)
+    play.protecting.hear("h1", parity_facts.RowsDropped(turn=play.turn))
+    come_back(play, "h2", rows("restored", 1))
+    asked = [host for host, fact in play.said if isinstance(fact, parity_facts.DropRows)]
+    assert asked == [1, 2, 2]
+    play.protecting.hear("h2", parity_facts.RowsDropped(turn=play.turn))
+    assert [e.step for e in named(events, "SnapshotProtected")] == [7]
+
+
+def test_earlier_rows_that_a_coordinator_had_no_time_to_drop_are_dropped_by_the_next(
+    play: Play, events: list[Event]
+) -> None:
+    play.hold("old", 7, incarnation=1)
+    play.attempts.recount()
+    play.attempts.pinned = "old"
+    wider = ("h0", "h1", "h2", "h3")
+    for half, members in ((0, wider), (1, ("h0", "h1", "h2"))):
+        play.parity.keep("old", half, *members)
+    for host in ("h1", "h2"):
+        play.protecting.attached(host, (held("old", 0, *wider), *rows("old", 1)))
+    play.protecting.ask(1)
+    (turn,) = {fact.turn for _, fact in play.said if isinstance(fact, parity_facts.DropRows)}
+    assert play.parity.dropped == [0] and play.attempts.pinned == "old"
+    for host in ("h1", "h2"):
+        play.protecting.hear(host, parity_facts.RowsDropped(turn=turn))
+    assert [e.step for e in named(events, "SnapshotProtected")] == [7]
+    assert play.attempts.pinned is None and play.attempts.kept == {"old"}
+
+
+def test_what_is_newer_and_protected_meanwhile_stands_for_it(
+    play: Play, events: list[Event]
+) -> None:
+    free_slot(play, 1)
+    restored(play)
+    play.protecting.ask(1)
+    play.protecting.hear("h1", rebuilt(orders(play)[0][1]))
+    play.tell_heads()
+    turn = play.turn
+    play.capture("new", 8)
+    play.make(0, 1, 2)
+    play.tell_heads()
+    play.make(0, 1, 2)
+    assert play.attempts.pinned is None
+    for host in ("h1", "h2"):
+        play.protecting.hear(host, parity_facts.RowsDropped(turn=turn))
+    assert [e.step for e in named(events, "SnapshotProtected")] == [8]
+
+
+# ── orders that cannot be carried out ────────────────────────────────────────────────────────
+
+
+def test_hosts_are_told_nothing_more_of_a_turn_that_one_has_refused(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play.protecting.ask(1)
+    play.capture("a", 1)
+
+    def refuse(order: parity_facts.MakeParity, _: Any, tell: Any) -> None:
+        tell(parity_facts.ParityNotMade(turn=order.turn, reason="these are no terms"))
+
+    monkeypatch.setattr(play.parity, "make", refuse)
+    play.tell_heads()
+    assert not [fact for _, fact in play.said if isinstance(fact, parity_facts.MakeParity)]
+    assert play.parity.given_up == ["on h0: these are no terms"]
+
+
+def test_lost_images_are_decoded_out_of_the_rows_that_are_complete(play: Play) -> None:
+    free_slot(play, 1)
+    play.hold("restored", 7, incarnation=1, lost=1)
+    play.attempts.pinned = "restored"
+    for host in ("h1", "h2"):
+        torn = (held("restored", 1, "h0", "h1", "h3"),) if host == "h1" else ()
+        play.protecting.attached(host, (*rows("restored", 0), *torn))
+    play.protecting.ask(1)
+    ((_, order),) = orders(play)
+    assert order.half == 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,3 +89,50 @@ def test_what_parity_takes_counts_against_the_room_and_too_little_is_said_with_n
     there = {p.name: p.stat().st_ino for p in (arena / "parity").glob("*.rows")}
     RowMemory(memory).make(group.terms, "host-0", 0)  # once for all
     assert there == {p.name: p.stat().st_ino for p in (arena / "parity").glob("*.rows")}
+
+
+@pytest.mark.parametrize("suffix", [".rows", ".record"])
+def test_what_cannot_be_opened_now_is_not_taken_for_half_made(
+    arena: Path, group: Group, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = RowMemory(Memory(arena, "run"))
+    memory.make(group.terms, "host-0", 0)
+    memory.keep(0, [(0, group.run().sealed["host-0"][0].record)])
+    there = sorted(path.name for path in memory.directory.iterdir())
+    real_open, real_read = os.open, Path.read_bytes
+    too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def refuse(path: Any, *flags: int) -> int:
+        if str(path).endswith(suffix):
+            raise too_many
+        return real_open(path, *flags)
+
+    def refuse_read(path: Path) -> bytes:
+        if path.suffix == suffix:
+            raise too_many
+        return real_read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        patch.setattr(Path, "read_bytes", refuse_read)
+        with pytest.raises(ArenaError, match="Too many open files"):
+            RowMemory(Memory(arena, "run")).scan()
+    assert there == sorted(path.name for path in memory.directory.iterdir())
+    (row,) = RowMemory(Memory(arena, "run")).scan()
+    assert (row.half, row.offset_bytes) == (0, 0)
+
+
+def test_a_half_that_cannot_be_mapped_now_stays(
+    arena: Path, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RowMemory(Memory(arena, "run")).make(group.terms, "host-0", 0)
+    there = sorted(path.name for path in (arena / "parity").iterdir())
+
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("holdfast.snapshot.arena.mmap.mmap", refuse)
+        with pytest.raises(ArenaError, match="cannot map"):
+            RowMemory(Memory(arena, "run"))
+    assert there == sorted(path.name for path in (arena / "parity").iterdir())

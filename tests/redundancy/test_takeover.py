@@ -14,17 +14,21 @@ def what(name: str, incarnation: int = 1) -> Captured:
 
 
 def whole(name: str, hosts: str, incarnation: int = 1) -> Present:
-    return Present(what(name, incarnation), frozenset(hosts), True)
+    """Each of these hosts had one rank when it was captured: a rank 0, b rank 1."""
+    return Present(what(name, incarnation), len(hosts), True)
 
 
 def part(name: str, hosts: str, incarnation: int = 1) -> Present:
-    return Present(what(name, incarnation), frozenset(hosts), False)
+    return whole(name, hosts, incarnation)._replace(is_whole=False)
 
 
-def rows(name: str, half: int, keepers: str, members: str, *, parity: int = 1) -> list[HostRow]:
-    """All the rows that these keepers have to have."""
+def rows(
+    name: str, half: int, keepers: str, members: str, *, parity: int = 1, ranks: str = ""
+) -> list[HostRow]:
+    """All the rows that these keepers have to have; ``ranks``: of others than the members."""
+    of = frozenset("abcd".index(one) for one in ranks or members)
     return [
-        HostRow(host, half, name, parity, frozenset(members))
+        HostRow(host, half, name, parity, frozenset(members), of)
         for host in keepers for _ in range(parity)
     ]  # fmt: skip
 
@@ -82,10 +86,10 @@ def test_what_survives_more_losses_counts_and_of_equals_the_newer_one() -> None:
 
 
 def test_with_hosts_lost_what_was_restored_from_stays_unless_something_own_is_protected() -> None:
-    lost = [part("p5", "ab"), whole("p3", "ab"), whole("q6", "ab", incarnation=2)]
+    lost = [part("p5", "abc"), whole("p3", "ab"), whole("q6", "ab", incarnation=2)]
     old, parent = rows("p3", 0, "ab", "ab"), rows("p5", 1, "ab", "abc")
     found = taken("ab", lost, old, parent, restored="p5")
-    assert found.state.protected == Cover(what("p5"), frozenset("abc"))
+    assert found.state.protected == Cover(what("p5"), frozenset())
     assert found.state.half == 1
     own = rows("q6", 0, "ab", "ab")
     found = taken("ab", lost, own, parent, restored="p5")
@@ -95,10 +99,10 @@ def test_with_hosts_lost_what_was_restored_from_stays_unless_something_own_is_pr
 
 def test_what_can_be_rebuilt_stays_although_something_newer_is_whole_and_not_protected() -> None:
     found = taken(
-        "ab", [part("p5", "ab"), whole("q6", "ab", incarnation=2)], rows("p5", 0, "ab", "abc"),
+        "ab", [part("p5", "abc"), whole("q6", "ab", incarnation=2)], rows("p5", 0, "ab", "abc"),
         restored="q6", incarnation=3,
     )  # fmt: skip
-    assert found.state.protected == Cover(what("p5"), frozenset("abc")) and found.state.half == 0
+    assert found.state.protected == Cover(what("p5"), frozenset()) and found.state.half == 0
 
 
 def test_every_group_has_to_have_its_rows() -> None:
@@ -108,10 +112,42 @@ def test_every_group_has_to_have_its_rows() -> None:
     assert set(found.groups) == {frozenset("ab"), frozenset("cd")}
     assert taken("abcd", [whole("p5", "abcd")], two[:2]).state.protected is None
     assert taken("abcd", [whole("p5", "abcd")], two[2:]).state.protected is None
-    assert taken("abcd", [part("p5", "ab")], two[:1]).state.protected is not None
+    assert taken("abcd", [part("p5", "abcd")], two[:1]).state.protected is None
+    found = taken("abcd", [whole("p5", "abcd")], two[1:])
+    assert found.state.protected == Cover(what("p5"), frozenset()), "one row less, and no more"
 
 
 def test_nothing_is_protected_where_nothing_can_be_rebuilt() -> None:
     assert taken("ab", []).state.protected is None
-    found = taken("ab", [part("p5", "a")], rows("p5", 1, "a", "abc"), restored="p5")
+    found = taken("ab", [part("p5", "abc")], rows("p5", 1, "a", "abc"), restored="p5")
     assert found.state.protected is None and found.state.half == 1
+
+
+def test_a_row_that_is_missing_is_made_anew_also_by_the_same_hosts() -> None:
+    for restored, incarnation in (("", 1), ("p5", 2)):
+        found = taken(
+            "abc", [whole("p5", "abc")], rows("p5", 0, "ab", "abc"), restored=restored,
+            incarnation=incarnation,
+        )  # fmt: skip
+        assert found.state.next == Cover(what("p5"), frozenset("abc"))
+        assert (found.state.half, found.state.coding_half) == (0, 1), "what there is stays"
+    torn = rows("p5", 0, "ab", "abc", parity=2) + rows("p5", 0, "c", "abc", parity=2)[:1]
+    found = taken("abc", [whole("p5", "abc")], torn)
+    assert found.state.next == Cover(what("p5"), frozenset("abc"))
+
+
+def test_rows_of_all_ranks_count_wherever_their_images_are_looked_for() -> None:
+    # c was lost, b has its image decoded, and it was coded with that; then c came back with its own
+    # image and row.
+    found = taken(
+        "abc", [whole("p5", "abc")], rows("p5", 0, "ab", "ab", ranks="abc"),
+        rows("p5", 1, "c", "abc"), restored="p5",
+    )  # fmt: skip
+    assert found.state.protected == Cover(what("p5"), frozenset("ab"))
+    assert (found.state.half, found.state.coding_half) == (0, 1)
+    assert found.state.next == Cover(what("p5"), frozenset("abc"))
+
+
+def test_rows_that_lack_an_image_protect_nothing() -> None:
+    found = taken("abc", [whole("p5", "abc")], rows("p5", 0, "ab", "ab"))
+    assert found.state.protected is None

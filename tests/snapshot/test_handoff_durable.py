@@ -288,3 +288,38 @@ def test_a_capture_that_is_late_is_owed_like_any_other() -> None:
     assert told(keeper.c.tick(CAPTURE_S + 1), m.Aborted)
     keeper.c.writer_gone(0)
     assert started(keeper.ask_all(6))
+
+
+# ── what changes by itself in memory ─────────────────────────────────────────────────────────
+
+
+def test_an_image_that_is_damaged_while_it_is_written_is_lost_when_that_is_over() -> None:
+    for ended in ("persisted", "failed"):
+        keeper = Keeper()
+        older = keeper.capture(1)
+        newest = keeper.capture(2, durable=True)
+        slots = keeper.slots(newest)
+        for slot in slots:
+            assert keeper.c.image_lost(slot, newest) == []
+        assert keeper.c.attempts.newest == newest
+        assert all(keeper.c.slots.is_kept(keeper.c.slots[slot]) for slot in slots), "they are read"
+        if ended == "persisted":
+            keeper.c.persisted(newest)
+        else:
+            keeper.c.persist_failed(newest, "it is damaged")
+        assert keeper.c.attempts.newest == older and newest not in keeper.c.attempts
+        assert {keeper.c.slots[slot].state for slot in slots} == {"free"}
+        assert keeper.slots(keeper.capture(3)).isdisjoint(keeper.slots(older))
+
+
+def test_an_image_that_is_damaged_before_the_others_are_captured_ends_the_attempt() -> None:
+    keeper = Keeper()
+    older = keeper.capture(1)
+    attempt = granted(keeper.ask_all(2))
+    keeper.seal(1, attempt)
+    slot = keeper.c.attempts[attempt].slots[1]
+    (aborted,) = told(keeper.c.image_lost(slot, attempt), m.Aborted)
+    assert aborted.reason == "the image of rank 1 changed in memory by itself"
+    assert keeper.c.slots[slot].state == "free"
+    assert attempt not in keeper.c.attempts and keeper.c.attempts.newest == older
+    assert keeper.c.image_lost(slot, attempt) == []

@@ -443,3 +443,27 @@ def test_no_spare_is_made_on_a_host_whose_slots_could_not_be_made(keeper: OnHost
     on_b = [spare.slot for spare in spares if host_of(spare.slot) == 1]
     keeper.c.allocation_failed(on_b[0], "full")
     assert all(host_of(each.slot) != 1 for each in of(keeper.c.spares(), Allocate))
+
+
+def test_what_loses_an_image_while_it_is_written_is_a_part_when_that_is_over(
+    keeper: OnHosts,
+) -> None:
+    attempt = keeper.capture(5, durable=True)
+    slot = keeper.c.attempts[attempt].slots[1]
+    keeper.c.image_lost(slot, attempt)
+    keeper.c.persist_failed(attempt, "the image of rank 1 is damaged")
+    assert keeper.c.attempts[attempt].lacks() == [1] and keeper.c.slots[slot].state == "free"
+    assert keeper.c.attempts.newest is None
+
+
+def test_an_image_that_was_damaged_on_a_host_that_came_back_meanwhile_is_forgotten(
+    keeper: OnHosts,
+) -> None:
+    attempt = keeper.capture(5, durable=True)
+    slot = keeper.c.attempts[attempt].slots[1]
+    keeper.c.image_lost(slot, attempt)
+    keeper.c.detach(1, "b")
+    keeper.c.attach(1, [Slot(slot, 1 << 20, "free")], ())  # it says itself that it is damaged
+    keeper.c.slots[slot].state, keeper.c.slots[slot].attempt = "granted", "another"
+    keeper.c.persist_failed(attempt, "the keeper of b is out of reach")
+    assert keeper.c.slots[slot].state == "granted"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -19,6 +18,7 @@ from holdfast.snapshot.arena import (
     SlotRecord,
     boot_id,
     is_running,
+    may_pass,
     room_left,
 )
 from holdfast.snapshot.attempts import Attempt
@@ -156,9 +156,8 @@ class Memory:
                 slot_id = int(path.stem)
                 file = SlotFile.open(path, writable=True)
             except (ArenaError, ValueError) as error:
-                reason = error.__cause__
-                if isinstance(reason, OSError) and reason.errno != errno.ELOOP:
-                    raise  # it may hold the newest snapshot: too many open files is no reason
+                if isinstance(error, ArenaError) and may_pass(error):
+                    raise  # it may hold the newest snapshot
                 path.unlink(missing_ok=True)  # half-made: its maker died before it was granted
                 continue
             self.files[slot_id] = file

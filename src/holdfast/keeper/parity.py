@@ -11,13 +11,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.errors import ArenaError, HoldfastError, NotProtected
-from holdfast.events import Warned, emit
+from holdfast.errors import HoldfastError, NotProtected
 from holdfast.format.image import header_size
 from holdfast.format.manifest import Generation
 from holdfast.keeper import parity_facts
 from holdfast.keeper.background import Background
 from holdfast.keeper.facts import Fact
+from holdfast.keeper.kept import KeptRows
 from holdfast.keeper.memory import Memory
 from holdfast.keeper.network import Network
 from holdfast.keeper.offering import Offering
@@ -25,7 +25,6 @@ from holdfast.keeper.rebuilding import Rebuilding
 from holdfast.keeper.rows import HALVES, KeptRow, RowMemory
 from holdfast.peers.calling import Peer
 from holdfast.peers.client import Puller
-from holdfast.peers.names import generation_name, parity_path, record_path
 from holdfast.peers.offering import Offering as ThreadOffering
 from holdfast.peers.server import PeerServer
 from holdfast.redundancy.capacity import staging_bytes
@@ -52,13 +51,10 @@ class Parity:
 
     def __init__(self, memory: Memory, background: Background, offering: Offering) -> None:
         self._memory, self._background = memory, background
-        self._changed = offering.holdings_changed
         self.rebuilding = Rebuilding(memory, background, offering)
         self._loop = asyncio.get_running_loop()
         self._files = RowMemory(memory)
-        self._kept = self._files.scan()
-        self._doubted: list[KeptRow] = []
-        """Damaged, and not mended yet."""
+        self.kept = KeptRows(self._files, offering.holdings_changed)
         self._server: PeerServer | None = None
         self._puller: Puller | None = None
         self._own, self._port = "", 0
@@ -66,22 +62,22 @@ class Parity:
         self._budget = Budget()
         self._run: _Run | None = None
         self._next: _Run | None = None
+        self._is_unwanted = False
+        """Whether the memory is to be given back, once nothing is written there."""
 
     def serve(self, network: Network | None, incarnation: int) -> None:
         """Offer what is kept through this one from now on, or nothing more (None)."""
         why = "another start of the run has begun"
         self.give_up(why)
         self.rebuilding.give_up(why)
+        self._is_unwanted = False
         if self._puller is not None:
             self._puller.close()
         self._server, self._puller, self._port = None, None, 0
         if network is not None:
             self._server, self._own, self._port = network.peers, network.name, network.port
             self._puller = Puller(network.secret, incarnation=incarnation)
-            kept, self._kept = self._kept, []
-            for row in kept:
-                self._offer(row)
-                self._kept.append(row)
+        self.kept.serve(self._server)
 
     @property
     def port(self) -> int:
@@ -90,7 +86,7 @@ class Parity:
 
     def rows(self) -> Sequence[KeptRow]:
         """All rows that are kept, each whole."""
-        return self._kept
+        return self.kept.all()
 
     @property
     def is_busy(self) -> bool:
@@ -119,11 +115,26 @@ class Parity:
     ) -> None:
         """Make the rows of this host, whatever it was making before."""
         self.give_up("a newer turn has begun")
+        self._is_unwanted = False
+        try:
+            terms = self._terms(order)
+        except HoldfastError as error:  # what lies in that half stays
+            tell(parity_facts.ParityNotMade(turn=order.turn, reason=str(error)))
+            return
         ports = {member.host: port for member, port in zip(order.members, order.ports, strict=True)}
         peers = {h.id: Peer(h.id, h.address, ports.get(h.id) or h.port) for h in hosts}
-        self._next = _Run(order, peers, tell)
+        self._next = _Run(order, terms, peers, tell)
         if self._run is None:
             self._begin()
+
+    def _terms(self, order: parity_facts.MakeParity) -> Terms:
+        """FormatError or UsageError when this host could make no rows by them."""
+        terms = Terms(
+            self._memory.run_id, Generation(order.incarnation, order.step), order.attempt,
+            order.world, order.layout, order.parity, order.members, order.turn,
+        )  # fmt: skip
+        terms.number_of(self._own)
+        return terms
 
     def begin(self, turn: int) -> None:
         """All hosts have their memory."""
@@ -134,7 +145,7 @@ class Parity:
         self, order: parity_facts.Rebuild, hosts: Sequence[m.HostPlace], tell: Told
     ) -> None:
         """Decode an image that no host has, out of what is left of its group."""
-        record = self.record_of(order.attempt, order.rank)
+        record = self.record_of(order.attempt, order.rank, order.half)
         reach = self.reach(order.attempt, hosts, order.ports)
         if reach is None or record is None:
             reason = f"no parity is kept here of the image of rank {order.rank}"
@@ -142,9 +153,12 @@ class Parity:
             return
         self.rebuilding.begin(order, record, self._own, reach, tell)
 
-    def record_of(self, attempt: str, rank: int) -> ParityRecord | None:
-        """Of a row of the group that has this rank's image, if such a row is kept here."""
-        records = (row.record for row in self._kept if row.record.attempt == attempt)
+    def record_of(self, attempt: str, rank: int, half: int | None = None) -> ParityRecord | None:
+        """Of a row of the group that has this rank's image, if such a row is kept here.
+
+        ``half``: only there; else in both.
+        """
+        records = (row.record for row in self.kept.of(attempt, half))
         return next((one for one in records if rank in ranks_of(one)), None)
 
     def reach(
@@ -157,7 +171,7 @@ class Parity:
         puller, own = self._puller, self._own
         if puller is None:
             return None
-        kept = [row for row in self._kept if row.record.attempt == attempt]
+        kept = self.kept.of(attempt)
         _, attempts = self._memory.found()
         slots = {rank: s for one in attempts if one.id == attempt for rank, s in one.slots.items()}
         now = ports or {}
@@ -180,10 +194,19 @@ class Parity:
     def drop(self) -> None:
         """Keep no rows any more, and take no memory for them."""
         self.give_up("no host keeps parity any more")
-        if self._run is None:  # a thread that writes there: the next capture asks again
+        self._is_unwanted = True
+        self._drop_if_idle()
+
+    def _drop_if_idle(self) -> None:
+        if self._is_unwanted and self._run is None:  # else a thread may write there
             for half in HALVES:
-                self._forget(half)
+                self.kept.forget(half)
             self._files.drop()
+
+    def drop_half(self, half: int) -> None:
+        """The rows of this half are not needed: those of the other take their names."""
+        if self._run is None or self._run.order.half != half:
+            self.kept.forget(half)
 
     # ── one turn ─────────────────────────────────────────────────────────────────────────
 
@@ -193,7 +216,7 @@ class Parity:
         if run is None:
             return
         self._set_rate(run.order.rate_bytes_s)
-        self._forget(run.order.half)
+        self.kept.forget(run.order.half)
         thread = threading.Thread(
             target=self._work, args=(run,), name="holdfast-parity", daemon=True
         )
@@ -218,13 +241,9 @@ class Parity:
 
     def _exchange(self, run: _Run) -> list[KeptRow]:
         """On the thread: all rows, with their records beside them."""
-        order, server, puller = run.order, self._server, self._puller
+        order, terms, server, puller = run.order, run.terms, self._server, self._puller
         if server is None or puller is None:
             raise NotProtected("this keeper serves no peers")
-        terms = Terms(
-            self._memory.run_id, Generation(order.incarnation, order.step), order.attempt,
-            order.world, order.layout, order.parity, order.members, order.turn,
-        )  # fmt: skip
         self._files.make(terms, self._own, order.half)
         kept = stored_by(terms.placement, terms.number_of(self._own))
         places = self._files.place(order.half, kept)
@@ -255,11 +274,7 @@ class Parity:
         """On the loop again."""
         self._run = None
         self._set_rate(None)  # a restore reads as fast as it can
-        for row in rows:
-            self._offer(row)
-        self._kept += rows
-        if rows:
-            self._changed()
+        self.kept.add(rows)
         turn = run.order.turn
         if run.why:
             failure = run.why
@@ -268,86 +283,7 @@ class Parity:
         else:
             run.tell(parity_facts.ParityMade(turn=turn))
         self._begin()
-
-    # ── offers ───────────────────────────────────────────────────────────────────────────
-
-    def _offer(self, row: KeptRow) -> None:
-        """Unless another row has its name, of the same images in another division of the hosts.
-
-        That one stays until its half is written.
-        """
-        if self._server is None or any(_name(row) == _name(one) for one in self._kept):
-            return
-        record, generation = row.record, generation_name(row.record.generation)
-        at = record.attempt, record.stripe, record.row
-        try:
-            if record.size_bytes:
-                self._server.offer_file(
-                    parity_path(*at), self._files.path(str(row.half)),
-                    offset_bytes=IMAGE_START + row.offset_bytes, length_bytes=record.size_bytes,
-                    generation=generation,
-                )  # fmt: skip
-            self._server.offer_document(record_path(*at), row.data, generation=generation)
-        except ArenaError as error:  # the arena was removed, say
-            emit(Warned(message=f"parity is not offered to peers: {error}"))
-
-    def doubt(self, row: KeptRow) -> bool:
-        """Neither believe nor offer a damaged row; whether it is kept at all."""
-        if all(one is not row for one in self._kept):
-            return False
-        left = [one for one in self._kept if one is not row]
-        self._kept = []
-        if self._server is not None:
-            self._server.withdraw(parity_path(*_name(row)))
-            self._server.withdraw(record_path(*_name(row)))
-        for other in left:
-            if _name(other) == _name(row):
-                self._offer(other)
-        self._kept = left
-        self._files.disbelieve(row)
-        self._doubted.append(row)
-        self._changed()
-        return True
-
-    def is_doubted(self, row: KeptRow) -> bool:
-        """Whether it may still be mended: nothing newer is written there."""
-        return any(one is row for one in self._doubted)
-
-    def mend(self, row: KeptRow, data: Mapping[int, bytes]) -> bool:
-        """Write what was damaged, and believe the row again; whether that could be."""
-        self._doubted = [one for one in self._doubted if one is not row]
-        try:
-            self._files.patch(row, data)
-            self._files.keep(row.half, [(row.offset_bytes, row.data)])
-        except OSError:
-            return False
-        self._offer(row)
-        self._kept = [*self._kept, row]
-        self._changed()
-        return True
-
-    def drop_half(self, half: int) -> None:
-        """The rows of this half are not needed: those of the other take their names."""
-        if self._run is None or self._run.order.half != half:
-            self._forget(half)
-
-    def _forget(self, half: int) -> None:
-        """Withdraw all that is in this half, before it is written."""
-        gone = [row for row in self._kept if row.half == half]
-        left = [row for row in self._kept if row.half != half]
-        if self._server is not None:
-            for row in gone:
-                self._server.withdraw(parity_path(*_name(row)))
-                self._server.withdraw(record_path(*_name(row)))
-        self._kept = []
-        for row in left:
-            if _name(row) in map(_name, gone):
-                self._offer(row)
-        self._kept = left
-        self._files.forget(half)
-        self._doubted = [row for row in self._doubted if row.half != half]
-        if gone:
-            self._changed()
+        self._drop_if_idle()
 
 
 def protect(
@@ -398,15 +334,13 @@ def ranks_of(record: ParityRecord) -> set[int]:
     return {image.rank for member in record.members for image in member.images}
 
 
-def _name(row: KeptRow) -> tuple[str, int, int]:
-    return row.record.attempt, row.record.stripe, row.record.row
-
-
 class _Run:
     """One turn on this host, from when it is ordered."""
 
-    def __init__(self, order: parity_facts.MakeParity, peers: dict[str, Peer], tell: Told) -> None:
-        self.order, self.peers, self.tell = order, peers, tell
+    def __init__(
+        self, order: parity_facts.MakeParity, terms: Terms, peers: dict[str, Peer], tell: Told
+    ) -> None:
+        self.order, self.terms, self.peers, self.tell = order, terms, peers, tell
         self.why = ""
         """Why it is given up; "" while it is not."""
         self.may_begin = threading.Event()

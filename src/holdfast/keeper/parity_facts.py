@@ -146,12 +146,14 @@ class DropRows(Fact, frozen=True, kw_only=True):
 class Rebuild(Fact, frozen=True, kw_only=True):
     """Decode the image of ``rank`` into this slot, which nobody else writes to.
 
-    ``places``: the hosts that have images of the attempt, by rank.
+    ``half``: that of the rows which are complete. ``places``: the hosts that have images of the
+    attempt, by rank.
     """
 
     slot: int
     attempt: str
     rank: int
+    half: int
     places: dict[int, str]
     ports: dict[str, int] = msgspec.field(default_factory=dict)
     """Where hosts give images now, if that is not where the start agreed on."""

@@ -8,9 +8,9 @@ this turn alone: what was protected before stays, and training waits for none of
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
 from holdfast.events import (
@@ -19,26 +19,26 @@ from holdfast.events import (
     SnapshotProtected,
     emit,
 )
-from holdfast.format.manifest import Generation
 from holdfast.keeper import parity_facts
 from holdfast.keeper.connection import Ranks
 from holdfast.keeper.facts import Fact
 from holdfast.keeper.hands import Hands
+from holdfast.keeper.heads import Heads, divide_hosts
 from holdfast.keeper.pacer import Pacer
 from holdfast.keeper.parity import Parity, protect, rows_of
 from holdfast.keeper.replacing import Replacing
-from holdfast.redundancy.groups import MAX_GROUP, Division, Host, divide
+from holdfast.keeper.taking_over import (
+    captured_of,
+    has_earlier,
+    newest_whole,
+    rows_for,
+    taken_over,
+)
 from holdfast.redundancy.protection import Captured, Protection
-from holdfast.redundancy.records import MemberFact
-from holdfast.redundancy.takeover import HostRow, Present, take_over
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Action
-from holdfast.snapshot.attempts import Attempt
 from holdfast.snapshot.handoff import Coordinator
-from holdfast.snapshot.slots import host_of
 
-GROUP_SIZE = 8
-"""Hosts of one group, about: more take less memory, and survive fewer losses of many."""
 _AGAIN_S = 5.0
 """After a turn that failed, when nothing newer was captured."""
 _READY_S = 300.0
@@ -59,7 +59,7 @@ class Protecting:
         self._asked = 0
         self._state: Protection | None = None
         self._rows: dict[str, tuple[parity_facts.HeldRows, ...]] = {}
-        self._heads: dict[str, MemberFact] = {}
+        self._heads: Heads | None = None
         self._ready: set[str] = set()
         """The hosts that have memory for the rows of this turn."""
         self._groups: list[list[str]] = []
@@ -68,8 +68,8 @@ class Protecting:
         self._pacer = Pacer()
         self._recoded: set[str] = set()
         """Attempts of which earlier rows may be there when they are protected anew."""
-        self._dropping: set[str] = set()
-        """Who is still to give up such rows."""
+        self._dropping: _Dropping | None = None
+        """What is not told before such rows are given up."""
         self._began_s = self._again_s = 0.0
 
     # ── what there is to protect ─────────────────────────────────────────────────────────
@@ -80,7 +80,7 @@ class Protecting:
             self._parity.give_up("another start of the run has begun")
         self._replacing.cancel("another start of the run has begun")
         self._hosts, self._asked, self._state, self._is_dropped = hosts, 0, None, False
-        self._pacer = Pacer()
+        self._pacer, self._dropping = Pacer(), None
         self._rows.clear()
         self._recoded.clear()
         self._groups.clear()
@@ -102,6 +102,10 @@ class Protecting:
     def attached(self, host: str, rows: tuple[parity_facts.HeldRows, ...]) -> None:
         """The keeper of another host came, with this parity."""
         self._rows[host] = rows
+        self._is_dropped = False  # it may not have heard of that
+        if self._dropping is not None and host in self._dropping.hosts:
+            self._say_number(self._number_of(host), self._dropping.order)
+        self._look_for_rows(host)
         self.look()
         self._replace_lost()
 
@@ -136,7 +140,7 @@ class Protecting:
             return
         self._replacing.cancel("something newer is captured, and protected instead")
         self._again_s = 0.0
-        self._change(self._state.has_captured(_captured(attempt)))
+        self._change(self._state.has_captured(captured_of(attempt)))
         self.look()
 
     def _drop(self) -> None:
@@ -152,27 +156,16 @@ class Protecting:
     def _take_over(self) -> None:
         """What is protected, in which half of the memory it lies, and what is to be coded."""
         self._coordinator.pin_again()
-        attempts = self._coordinator.attempts
-        ids = frozenset(host.id for host in self._hosts)
-        taken = take_over(
-            ids, [self._present(one) for one in (*attempts.parts(), *attempts.complete())],
-            [
-                HostRow(host, one.half, one.attempt, one.parity, frozenset(one.members))
-                for host, held in self._all_rows().items()
-                for one in held
-            ],
-            restored=attempts.pinned or "", incarnation=self._coordinator.incarnation,
-            turn=secrets.randbelow(1 << 30),
-        )  # fmt: skip
+        attempts, incarnation = self._coordinator.attempts, self._coordinator.incarnation
+        rows = self._all_rows()
+        taken = taken_over(attempts, rows, self._hosts, incarnation)
         self._groups = [sorted(group) for group in taken.groups]
-        self._state = taken.state
-        self._recoded = {one.attempt for held in self._all_rows().values() for one in held}
+        self._recoded = {one.attempt for held in rows.values() for one in held}
         self._plan()
-        whole = attempts.newest_complete()
-        if whole is None or whole.incarnation != self._coordinator.incarnation:
-            pinned = attempts.get(attempts.pinned or "", whole)
-            whole = pinned if pinned is not None and pinned.is_whole else None
-        self._change(taken.state if whole is None else taken.state.has_captured(_captured(whole)))
+        whole = newest_whole(attempts, incarnation)
+        self._change(taken.state if whole is None else taken.state.has_captured(captured_of(whole)))
+        if has_earlier(taken.state, rows):  # who coordinated before was gone before it said so
+            self._drop_earlier(taken.state, time.monotonic())
         self._replace_lost()
 
     def _all_rows(self) -> dict[str, tuple[parity_facts.HeldRows, ...]]:
@@ -185,30 +178,16 @@ class Protecting:
         if state is None or state.captured is not None or self._coordinator.away:
             return
         if pinned is not None and pinned.is_part and len(self._hosts) > 1:
-            self._replacing.begin(pinned, [host.id for host in self._hosts], self._all_rows())
-
-    def _present(self, attempt: Attempt) -> Present:
-        hosts = frozenset(self._hosts[host_of(slot)].id for slot in attempt.slots.values())
-        return Present(_captured(attempt), hosts, attempt.is_whole)
+            rows = rows_for(state, pinned.id, self._all_rows())
+            self._replacing.begin(pinned, [host.id for host in self._hosts], rows)
 
     def _plan(self) -> None:
-        level = self._divide({}).level
+        level = divide_hosts(self._hosts, self._asked, self._groups, {}).level
         self._survives = level.text
         emit(ProtectionPlanned(
             incarnation=self._coordinator.incarnation, parity=self._asked, hosts=len(self._hosts),
             survives=level.text, missing=level.missing,
         ))  # fmt: skip
-
-    def _divide(self, heads: dict[str, MemberFact]) -> Division:
-        hosts = []
-        for place in self._hosts:
-            images = heads[place.id].images if place.id in heads else ()
-            sizes = tuple(image.coded_bytes for image in images)
-            hosts.append(Host(place.id, place.domain, sizes))
-        ids = {host.id for host in hosts}
-        earlier = [left for group in self._groups if (left := [one for one in group if one in ids])]
-        size = min(max(GROUP_SIZE, self._asked + 1), MAX_GROUP)
-        return divide(hosts, parity=self._asked, group_size=size, earlier=earlier)
 
     # ── a turn ───────────────────────────────────────────────────────────────────────────
 
@@ -228,7 +207,7 @@ class Protecting:
             return
         self._change(state.begin())
         self._began_s = time.monotonic()
-        self._heads.clear()
+        self._heads = Heads(self._hosts, attempt)
         self._ready.clear()
         assert self._state is not None
         self._say_all(parity_facts.TellHeads(turn=self._state.turn, attempt=attempt.id))
@@ -246,6 +225,9 @@ class Protecting:
     def _say_number(self, number: int, fact: Fact) -> None:
         self._say(number, self._hosts[number].id, fact)
 
+    def _number_of(self, host: str) -> int:
+        return next(number for number, place in enumerate(self._hosts) if place.id == host)
+
     def hear(self, host: str, fact: Fact) -> None:
         """What a host says of this turn, or of one that is over; or of what it lost."""
         state = self._state
@@ -256,22 +238,23 @@ class Protecting:
             case parity_facts.RowLost(attempt=attempt):
                 self.row_lost(attempt)
                 return
-            case parity_facts.RowsDropped(turn=turn) if state is not None and turn == state.turn:
-                self._dropped(state, host)
+            case parity_facts.RowsDropped(turn=turn):
+                self._dropped(turn, host)
                 return
-        if state is None or state.coding is None:
+        if state is None or state.coding is None or self._heads is None:
             return
         match fact:
             case parity_facts.Heads(turn=state.turn, member=None, reason=reason):
                 self._fail(f"{host} cannot read its images: {reason}", host)
             case parity_facts.Heads(turn=state.turn, member=member) if member is not None:
-                self._heads[host] = member
-                if len(self._heads) == len(self._hosts):
-                    self._order(state)
+                self._heads.told(host, member)
+                if self._heads.are_complete:
+                    self._order(state, self._heads)
             case parity_facts.ParityReady(turn=state.turn):
                 self._ready.add(host)
                 if self._ready == state.coding.members:
-                    self._begin_reading(state.turn)
+                    self._pacer.begun(self._heads.largest_bytes)
+                    self._say_all(parity_facts.BeginParity(turn=state.turn))
             case parity_facts.ParityMade(turn=turn):
                 self._made(state.has_sealed(turn, host))
             case parity_facts.ParityNotMade(turn=state.turn, reason=reason):
@@ -280,14 +263,16 @@ class Protecting:
     def _heard_of_lost(
         self, host: str, fact: parity_facts.Rebuilt | parity_facts.NotRebuilt
     ) -> None:
-        numbers = {place.id: number for number, place in enumerate(self._hosts)}
-        if self._replacing.hear(numbers[host], fact) and self._state is not None:
-            whole = _captured(self._coordinator.attempts[fact.attempt])
+        if self._replacing.hear(self._number_of(host), fact) and self._state is not None:
+            whole = captured_of(self._coordinator.attempts[fact.attempt])
             self._change(self._state.has_lost_rows(whole).has_captured(whole))
             self.look()
 
     def row_lost(self, attempt: str) -> None:
         """Parity of this is not whole on all hosts any more: it is made anew."""
+        coding = None if self._state is None else self._state.coding
+        if coding is not None and coding.captured.attempt == attempt:
+            self._fail("a row of it was damaged meanwhile")  # it may be one that was told as made
         state = self._state
         cover = None if state is None else state.protected
         if state is not None and cover is not None and cover.captured.attempt == attempt:
@@ -295,51 +280,34 @@ class Protecting:
             self._change(state.has_lost_rows(cover.captured))
             self.look()
 
-    def _order(self, state: Protection) -> None:
-        """All hosts are told what all members of their group have."""
-        assert state.coding is not None
-        attempt = self._coordinator.attempts[state.coding.captured.attempt]
-        told = {image.rank for member in self._heads.values() for image in member.images}
-        if len(told) < attempt.world:
-            lacking = sorted(set(range(attempt.world)) - told)[:4]
-            self._fail(f"the images of ranks {lacking} were damaged meanwhile")
+    def _look_for_rows(self, host: str) -> None:
+        """A host that was out of reach may have lost some, and nobody heard it say so."""
+        state = self._state
+        cover = None if state is None else state.protected
+        if state is None or cover is None or host not in cover.members:
             return
+        wanted = cover.captured.attempt, state.half
+        held = [one for one in self._rows[host] if (one.attempt, one.half) == wanted]
+        if len(held) < (held[0].parity if held else 1):
+            self.row_lost(cover.captured.attempt)
+
+    def _order(self, state: Protection, heads: Heads) -> None:
+        """All hosts are told what all members of their group have."""
+        if lacking := heads.lacking():
+            self._fail(f"the images of ranks {lacking[:4]} were damaged meanwhile")
+            return
+        rate = self._pacer.rate_bytes_s
         try:
-            division = self._divide(self._heads)
+            orders = [*heads.orders(state, self._asked, self._groups, self._port, rate)]
         except HoldfastError as error:
             self._fail(str(error))
             return
-        numbers = {place.id: number for number, place in enumerate(self._hosts)}
-        for group in division.groups:
-            members = tuple(self._heads[host.id] for host in group.hosts)
-            ports = tuple(self._port(numbers[host.id]) for host in group.hosts)
-            order = parity_facts.MakeParity(
-                turn=state.turn, half=state.coding_half, incarnation=attempt.incarnation,
-                step=attempt.step, attempt=attempt.id, world=attempt.world,
-                layout=attempt.layout, parity=group.parity, members=members, ports=ports,
-                rate_bytes_s=self._rate(members),
-            )  # fmt: skip
-            for host in group.hosts:
-                self._say(numbers[host.id], host.id, order)
-
-    def _rate(self, members: Sequence[MemberFact]) -> int | None:
-        """For all hosts of a group: none is done sooner than the slowest, or waits as long."""
-        names = {member.host for member in members}
-        rates = [host.parity_rate for host in self._hosts if host.id in names and host.parity_rate]
-        if self._pacer.rate_bytes_s is not None:
-            rates.append(self._pacer.rate_bytes_s)
-        return min(rates, default=None)
+        for number, order in orders:
+            if self._state is not None and self._state.coding is not None:  # nobody has refused
+                self._say_number(number, order)
 
     def _port(self, number: int) -> int:
         return self._hands.port_of(number) if number else self._parity.port
-
-    def _begin_reading(self, turn: int) -> None:
-        """All hosts have their memory. Each reads as much as the largest of them has."""
-        sizes = [
-            sum(image.coded_bytes for image in member.images) for member in self._heads.values()
-        ]
-        self._pacer.begun(max(sizes, default=0))
-        self._say_all(parity_facts.BeginParity(turn=turn))
 
     def _look_for_late(self) -> None:
         """A turn does not wait for memory without end."""
@@ -360,26 +328,37 @@ class Protecting:
             return
         self._change(state)
         self._pacer.ended(is_made=True)
+        self._dropping = None
         if cover.captured.attempt in self._recoded:
-            # Of two rows of one name a host offers the earlier one, as long as it has it.
-            self._dropping = set(cover.members)
-            self._say_all(parity_facts.DropRows(turn=state.turn, half=1 - state.half))
+            self._drop_earlier(state, self._began_s)
         else:
-            self._announce(cover.captured)
+            self._announce(cover.captured, self._began_s)
         self._go_on()
 
-    def _dropped(self, state: Protection, host: str) -> None:
-        if host in self._dropping and state.protected is not None:
-            self._dropping.discard(host)
-            if not self._dropping:
-                self._announce(state.protected.captured)
+    def _drop_earlier(self, state: Protection, began_s: float) -> None:
+        """All hosts are to give up the rows in the half that is written next."""
+        assert state.protected is not None
+        captured, members = state.protected.captured, set(state.protected.members)
+        order = parity_facts.DropRows(turn=state.turn, half=1 - state.half)
+        self._dropping = _Dropping(captured, began_s, members, order)
+        self._say_all(order)
 
-    def _announce(self, captured: Captured) -> None:
+    def _dropped(self, turn: int, host: str) -> None:
+        """Earlier rows are gone there; meanwhile the next turn may have begun."""
+        dropping = self._dropping
+        if dropping is None or turn != dropping.order.turn or host not in dropping.hosts:
+            return
+        dropping.hosts.discard(host)
+        if not dropping.hosts:
+            self._dropping = None
+            self._announce(dropping.captured, dropping.began_s)
+
+    def _announce(self, captured: Captured, began_s: float) -> None:
         generation, attempt = captured
         self._coordinator.attempts.pinned = None  # all hosts have something as good
         emit(SnapshotProtected(
             incarnation=generation.incarnation, step=generation.step,
-            survives=self._survives, elapsed_s=time.monotonic() - self._began_s,
+            survives=self._survives, elapsed_s=time.monotonic() - began_s,
         ))  # fmt: skip
         if generation.incarnation == self._coordinator.incarnation:
             self._ranks.tell(m.Protected(step=generation.step, attempt=attempt), None)
@@ -405,5 +384,15 @@ class Protecting:
         self.look()
 
 
-def _captured(attempt: Attempt) -> Captured:
-    return Captured(Generation(*attempt.generation), attempt.id)
+@dataclass(slots=True)
+class _Dropping:
+    """Of two rows of one name a host offers the earlier one, as long as it has it.
+
+    So what is protected anew is told when all ``hosts`` have given up the earlier ones.
+    """
+
+    captured: Captured
+    began_s: float
+    hosts: set[str]
+    """Those that have not said so yet."""
+    order: parity_facts.DropRows

@@ -93,7 +93,7 @@ class Repairing:
 
     def _row_found(self, damage: DamagedRow) -> None:
         parity, record = self._part.parity, damage.row.record
-        if parity is None or not parity.doubt(damage.row):
+        if parity is None or not parity.kept.doubt(damage.row):
             return
         reach = self._part.reach(record.attempt)
         if reach is None:
@@ -106,9 +106,9 @@ class Repairing:
 
     def _row_settled(self, damage: DamagedRow, data: dict[int, bytes], why: str) -> None:
         parity, record = self._part.parity, damage.row.record
-        if parity is None or not parity.is_doubted(damage.row):
+        if parity is None or not parity.kept.is_doubted(damage.row):
             return  # something newer is written there
-        if not data or not parity.mend(damage.row, data):
+        if not data or not parity.kept.mend(damage.row, data):
             why = why or "its record could not be written"
             self._part.row_lost(record.attempt)
         name = f"row {record.row} of stripe {record.stripe}"

@@ -32,6 +32,8 @@ class _Lost:
     rank: int
     size_bytes: int
     host: int
+    half: int
+    """Where the rows lie that it is decoded out of."""
     slot: int | None = None
     asked: int | None = None
     """A slot that is being made for it."""
@@ -88,18 +90,19 @@ class Replacing:
             loads[host_of(slot)] += self._coordinator.slots[slot].image_bytes
         found = []
         for rank in attempt.lacks():
-            sizes = {
-                number: rows.images[rank]
+            held = {
+                number: rows
                 for number, host in enumerate(self._hosts)
                 for rows in self._rows.get(host, ())
                 if rows.attempt == attempt.id and rank in rows.images
             }
-            if not sizes:
+            if not held:
                 self._fail(f"no host keeps parity of the image of rank {rank}")
                 return []
-            host = min(sizes, key=lambda number: (loads[number], number))
-            loads[host] += sizes[host]
-            found.append(_Lost(rank, sizes[host], host))
+            host = min(held, key=lambda number: (loads[number], number))
+            size = held[host].images[rank]
+            loads[host] += size
+            found.append(_Lost(rank, size, host, held[host].half))
         return found
 
     def _find_slot(self, one: _Lost, attempt: Attempt) -> None:
@@ -111,7 +114,8 @@ class Replacing:
             one.slot = slot.id
             places = {rank: self._hosts[host_of(at)] for rank, at in attempt.slots.items()}
             self._say(one.host, parity_facts.Rebuild(
-                slot=number_of(slot.id), attempt=attempt.id, rank=one.rank, places=places,
+                slot=number_of(slot.id), attempt=attempt.id, rank=one.rank, half=one.half,
+                places=places,
                 ports={host: self._port(number) for number, host in enumerate(self._hosts)},
             ))  # fmt: skip
         elif one.asked is None:

@@ -18,7 +18,7 @@ from holdfast.redundancy.capacity import capacity, check_room
 from holdfast.redundancy.groups import Division, Group, Host
 from holdfast.redundancy.records import MAX_RECORD_BYTES, ParityRecord, Terms, unseal
 from holdfast.redundancy.stripes import Kept
-from holdfast.snapshot.arena import IMAGE_START, SlotFile
+from holdfast.snapshot.arena import IMAGE_START, SlotFile, may_pass
 
 HALVES = (0, 1)
 _PASSING = "passing"
@@ -54,7 +54,10 @@ def row_path(arena: Path, name: str) -> Path:
 
 
 class RowMemory:
-    """The files; ``memory`` says how much room there is. Not for two threads at once."""
+    """The files; ``memory`` says how much room there is. Not for two threads at once.
+
+    ArenaError when what an earlier keeper left cannot be opened now: it stays as it is.
+    """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -64,7 +67,10 @@ class RowMemory:
         for name in (*map(str, HALVES), _PASSING):
             try:
                 self._files[name] = SlotFile.open(self.path(name), writable=True)
-            except ArenaError:  # there is none, or it is half-made
+            except ArenaError as error:
+                if may_pass(error):
+                    raise  # rows may be in it that the run needs
+                # There is none, or it is half-made.
                 self.path(name).unlink(missing_ok=True)
         self._count()
 
@@ -79,7 +85,7 @@ class RowMemory:
     # ── what is there ────────────────────────────────────────────────────────────────────
 
     def scan(self) -> list[KeptRow]:
-        """All rows that an earlier keeper left whole."""
+        """All rows that an earlier keeper left whole. ArenaError when one cannot be read now."""
         found = []
         for path in sorted(self.directory.glob(f"*{_RECORD}")):
             half, _, offset = path.name.removesuffix(_RECORD).partition("-")
@@ -91,7 +97,9 @@ class RowMemory:
                 if self._is_there(row):
                     found.append(row)
                     continue
-            except (OSError, ValueError, FormatError):  # half-written, or not ours
+            except OSError as error:  # too many open files, say: the row may be whole
+                raise ArenaError(f"cannot read the record {path}: {error.strerror}") from error
+            except (ValueError, FormatError):  # half-written, or not ours
                 pass
             path.unlink(missing_ok=True)
         return found

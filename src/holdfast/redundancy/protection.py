@@ -26,7 +26,7 @@ class Captured(NamedTuple):
 class Cover:
     """Parity of a snapshot over one division of the hosts, which another division does not end.
 
-    ``members``: all hosts that keep rows of it.
+    ``members``: all hosts that keep rows of it; none where some rows are lost.
     """
 
     captured: Captured

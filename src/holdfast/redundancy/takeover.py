@@ -25,14 +25,16 @@ class HostRow(NamedTuple):
     """Every host of its group keeps so many."""
     members: frozenset[str]
     """The group."""
+    ranks: frozenset[int]
+    """Those whose images it is made of."""
 
 
 class Present(NamedTuple):
     """A snapshot of which images are in memory."""
 
     captured: Captured
-    hosts: frozenset[str]
-    """Those that have images of it."""
+    world: int
+    """So many ranks have an image of it."""
     is_whole: bool
 
 
@@ -47,6 +49,8 @@ class Coding(NamedTuple):
     lost: int
     """Hosts of its groups without all of their rows."""
     groups: tuple[frozenset[str], ...]
+    ranks: frozenset[int]
+    """Whose images can be made anew of it."""
 
     @property
     def hosts(self) -> frozenset[str]:
@@ -87,39 +91,47 @@ def take_over(
     if chosen is None:
         return Taken(Protection(members, turn=turn), ())
     coding = found[chosen]
-    cover = Cover(chosen.captured, coding.hosts)
+    # Where rows are lost it is coded anew, also by the same hosts.
+    cover = Cover(chosen.captured, frozenset() if coding.lost else coding.hosts)
     return Taken(Protection(members, protected=cover, half=coding.half, turn=turn), coding.groups)
 
 
 def _best(members: frozenset[str], present: Present, rows: Iterable[HostRow]) -> Coding | None:
-    """The half from which it can be rebuilt after the most losses; None where from neither."""
+    """The half from which it can be rebuilt after the most losses; None where from neither.
+
+    Which hosts have images of it says nothing: one that came back may have the image of a rank
+    that another had decoded meanwhile, and has coded.
+    """
     of_it = [row for row in rows if row.attempt == present.captured.attempt]
     halves = {row.half for row in of_it}
     found = [_coding(members, half, [row for row in of_it if row.half == half]) for half in halves]
-    usable = [one for one in found if one.spare >= 0 and present.hosts <= one.hosts]
+    ranks = frozenset(range(present.world))
+    usable = [one for one in found if one.spare >= 0 and ranks <= one.ranks]
     return max(usable, default=None)
 
 
 def _coding(members: frozenset[str], half: int, rows: Iterable[HostRow]) -> Coding:
     """Of groups that share a host, those of two turns, the one that is more complete."""
-    kept = Counter(rows)
-    keepers: dict[tuple[frozenset[str], int], set[str]] = {}
-    for row, count in kept.items():
-        of_group = keepers.setdefault((row.members, row.parity), set())
+    keepers: dict[HostRow, set[str]] = {}
+    for row, count in Counter(rows).items():
+        of_group = keepers.setdefault(row._replace(host=""), set())
         if count >= row.parity:
             of_group.add(row.host)
     ranked = sorted(
-        ((parity - len(group - held), sorted(group)) for (group, parity), held in keepers.items()),
+        ((one.parity - len(one.members - held), sorted(one.members), sorted(one.ranks))
+         for one, held in keepers.items()),
         reverse=True,
-    )
+    )  # fmt: skip
     taken: list[frozenset[str]] = []
+    ranks: set[int] = set()
     lost, spares = 0, []
-    for spare, hosts in ranked:
+    for spare, hosts, coded in ranked:
         group = frozenset(hosts)
         if any(group & other for other in taken):
             continue
         taken.append(group)
+        ranks.update(coded)
         spares.append(spare)
-        lost += min(len(group - held) for (one, _), held in keepers.items() if one == group)
+        lost += min(len(group - held) for one, held in keepers.items() if one.members == group)
     joined = frozenset().union(*taken)
-    return Coding(min(spares), joined == members, half, lost, tuple(taken))
+    return Coding(min(spares), joined == members, half, lost, tuple(taken), frozenset(ranks))

@@ -306,6 +306,17 @@ class SlotFile:
             return  # a reader still holds a view; the mapping goes with the last of them
 
 
+def may_pass(error: ArenaError) -> bool:
+    """Whether a slot that could not be opened may be opened later: it is to stay until then.
+
+    Too many open files, or too little address space, say nothing of what is in it.
+    """
+    reason = error.__cause__
+    if isinstance(reason, OSError):
+        return reason.errno not in (errno.ELOOP, errno.ENOENT)  # a link, or none
+    return isinstance(reason, MemoryError)
+
+
 def _too_small(path: Path, size: int, free: int) -> ArenaError:
     return ArenaError(
         f"shared memory too small: slot {path.name} needs {size >> 20} MiB in {path.parent}, "

@@ -25,6 +25,8 @@ class Attempt:
     started_s: float = 0.0
     slots: dict[int, int] = field(default_factory=dict)  # rank -> slot id
     sealed: set[int] = field(default_factory=set)
+    damaged: set[int] = field(default_factory=set)
+    """Slots whose images changed by themselves while storage reads it."""
     asks: Mapping[int, m.Ask] = field(default_factory=dict)
     lacks_room: bool = False  # one of its slots could not be made
     is_ring: bool = False

@@ -14,14 +14,15 @@ from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import Action, Note, Tell, skip, skip_all
 from holdfast.snapshot.asks import Asks
 from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.granting import ONLY_DURABLE, Granting
+from holdfast.snapshot.granting import ONLY_DURABLE
 from holdfast.snapshot.layouts import Layouts
 from holdfast.snapshot.slots import NO_SLOT, Slot, Writer, host_of
+from holdfast.snapshot.storing import Storing
 
 __all__ = ["ONLY_DURABLE", "Coordinator"]
 
 
-class Coordinator(Granting):
+class Coordinator(Storing):
     """The state machine behind a run's slots; see the module's rules.
 
     Its own host is number 0. The others are *away* until their keepers come to it (``attach``) and
@@ -40,8 +41,6 @@ class Coordinator(Granting):
         self._parent: tuple[int, int] | None = None
         """What an incarnation that is taken over went on from."""
         self._away_since_s = 0.0
-        self._knows_hosts = False
-        """Whether hosts that are lost may be made up for by the parity of others."""
         self._is_pin_asked = False
         """Whether the ranks said what they restore from, in this incarnation."""
         self._owes = False
@@ -345,83 +344,6 @@ class Coordinator(Granting):
         if now_s - self._away_since_s <= self.capture_deadline_s:
             return []
         return self.debts.give_up(self._why_away())
-
-    # ── making durable ───────────────────────────────────────────────────────────────────
-
-    def make_durable(self, step: int) -> list[Action]:
-        """A step that was saved to memory only is to be made durable after all."""
-        return self.debts.make_durable(step)
-
-    def persist_newest(self) -> list[Action]:
-        """The run ends or has nobody left: what is newest in memory must not die with it."""
-        return self.debts.pay_newest()
-
-    def persisted(self, attempt_id: str) -> list[Action]:
-        """A manifest names the attempt."""
-        attempt = self.attempts[attempt_id]
-        if attempt.is_ring:
-            self._let_go(attempt)
-        actions = self.debts.persisted(attempt)
-        self._forget_if_lost(attempt)
-        return actions + self._slot_freed()
-
-    def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
-        """The attempt is captured, but storage would not take it."""
-        attempt = self.attempts.get(attempt_id)
-        if attempt is None:
-            return self.persist_ended(attempt_id)
-        if not attempt.is_ring:
-            actions = self.debts.failed(attempt, reason)
-            self._forget_if_lost(attempt)
-        elif attempt.is_open:  # whoever copies waits for room that does not come
-            attempt.persisting = False
-            actions = self._abort(attempt, f"it could not be written: {reason}")
-        else:
-            self._let_go(attempt)
-            actions = self.debts.failed(attempt, reason)
-        return actions + self._slot_freed()
-
-    def _forget_if_lost(self, attempt: Attempt) -> None:
-        """Storage is done with it: a part is kept only where other hosts make up for the rest."""
-        if attempt.is_part and not (attempt.slots and self._knows_hosts):
-            del self.attempts[attempt.id]
-            self.slots.drop_lost()
-
-    def write_broke(self, attempt_id: str, reason: str) -> list[Action]:
-        """Storage failed in the middle; what is written is still to be cleared away there."""
-        attempt = self.attempts.get(attempt_id)
-        if attempt is None or not (attempt.is_ring and attempt.is_open):
-            return []
-        return self._abort(attempt, f"it could not be written: {reason}")
-
-    def persist_ended(self, attempt_id: str) -> list[Action]:
-        """Storage is done with an attempt that came to nothing, or with what it replaced."""
-        self.debts.ended(attempt_id)
-        return self._slot_freed()
-
-    def ring_moved(self, attempt_id: str, now_s: float) -> None:
-        """Storage took something out of a ring of this attempt."""
-        attempt = self.attempts.get(attempt_id)
-        if attempt is not None:
-            attempt.moved_s = now_s
-
-    # ── damage ───────────────────────────────────────────────────────────────────────────
-
-    def image_lost(self, slot_id: int, attempt_id: str) -> list[Action]:
-        """A captured image changed in memory, and could not be repaired: it is nothing any more.
-
-        Of what is being written, storage finds that itself.
-        """
-        slot, attempt = self.slots.get(slot_id), self.attempts.get(attempt_id)
-        is_there = slot is not None and (slot.state, slot.attempt) == ("captured", attempt_id)
-        if slot is None or attempt is None or not is_there or attempt.is_under_way:
-            return []
-        self.attempts.lose(lambda id_: id_ == slot_id)
-        slot.free()
-        if not any(self.hosts.values()):  # the rest of it is nowhere else
-            self.attempts.drop_parts()
-        self.slots.drop_lost()
-        return self._slot_freed()
 
     # ── questions ────────────────────────────────────────────────────────────────────────
 
