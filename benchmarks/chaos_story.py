@@ -18,12 +18,12 @@ from chaos_life import Broke, Life, Seen
 from chaos_verdict import HARD_FAIL, Generation, Outcome, Start, classify, promised
 
 from holdfast.testing.faults import (
+    Encoding,
     Hosts,
     events_of,
     flip_image,
     held,
     is_capturing,
-    is_encoding,
     is_persisting,
     newest_durable,
     wait_protected,
@@ -255,7 +255,7 @@ class Story:
         arena = self.hosts.arena(aimed)
         is_so = {
             "capture": lambda: is_capturing(arena),
-            "encoding": lambda: is_encoding(arena),
+            "encoding": Encoding(arena),
             "persist": lambda: is_persisting(self.root),
         }[loss.moment]
         try:
