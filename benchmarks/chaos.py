@@ -6,8 +6,8 @@ image is captured, parity is made, a checkpoint is written or a restore is under
 one host more than parity replaces, and now and then bits of another host flip. Each time the run is
 started again, with others in their place, on what is left with as many ranks or with fewer, and its
 whole state is compared, after the restore and after every step, with that of a training to which
-nothing happened. Every loss is PASS, LOST_WORK, HARD_FAIL or SILENT_DIVERGENCE, as
-``chaos_verdict.py`` has it.
+nothing happened: parameters, moments, the count of tokens, and what each rank's generators are at.
+Every loss is PASS, LOST_WORK, HARD_FAIL or SILENT_DIVERGENCE, as ``chaos_verdict.py`` has it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from chaos_life import reference
+from chaos_life import Reference, reference
 from chaos_story import MOMENTS, Loss, Story, as_json
 from chaos_verdict import PASS, VERDICTS
 
@@ -35,7 +35,7 @@ from holdfast.testing.faults import Hosts
 LOSSES_OF_A_RUN = 4
 
 
-def tell(options: argparse.Namespace, sums: Sequence[int], losses: list[Loss]) -> None:
+def tell(options: argparse.Namespace, expected: Reference, losses: list[Loss]) -> None:
     """Runs, each in a root of its own, until there were enough losses or there is no more time."""
     began, number = time.monotonic(), 0
 
@@ -50,7 +50,7 @@ def tell(options: argparse.Namespace, sums: Sequence[int], losses: list[Loss]) -
         with Hosts() as hosts:
             story = Story(
                 directory, hosts, count=options.hosts, parity=options.parity, seed=options.seed,
-                reference=sums, chance=chance, say=partial(say, number),
+                reference=expected, chance=chance, say=partial(say, number),
             )  # fmt: skip
             try:
                 found = story.tell(most, is_time)
@@ -127,11 +127,11 @@ def main() -> int:
         options.runs = 8
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="holdfast-chaos-") as directory:
-        sums = reference(Path(directory), options.hosts, options.steps, options.seed, 300.0)
-    print(f"reference: {len(sums)} steps", flush=True)
+        expected = reference(Path(directory), options.hosts, options.steps, options.seed, 300.0)
+    print(f"reference: {len(expected.sums)} steps", flush=True)
     losses: list[Loss] = []
     with suppress(KeyboardInterrupt):  # what was told by then counts
-        tell(options, sums, losses)
+        tell(options, expected, losses)
     text = shown(losses, options)
     print(f"\n{text}")
     if not options.no_results:

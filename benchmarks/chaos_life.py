@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import chaos_trainer
 
@@ -34,6 +34,8 @@ class Seen:
     restored: dict[int, dict[str, Any]] = field(default_factory=dict)
     sums: dict[int, int] = field(default_factory=dict)
     """Of the whole state, by step: those that every rank has written down."""
+    drawn: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Of the generators, by step and rank: those that were written down."""
     completed: int = -1
     """The last step whose update every rank has made."""
 
@@ -81,6 +83,8 @@ class Life:
                 if "step" in line:
                     sums[line["step"]].append(line["sum"])
                     done = line["step"]
+                if "drawn" in line:
+                    found.drawn[done, rank] = line["drawn"]
             found.phases.append(phase)
             completed.append(done)
         found.completed = min(completed)
@@ -140,11 +144,20 @@ def _last_words(error: Path) -> str:
     return " ".join(lines[starts[-1] :] if starts else lines)[:800]
 
 
-def reference(directory: Path, world: int, steps: int, seed: int, timeout_s: float) -> list[int]:
-    """The sum over the state after each step of a training to which nothing happens."""
+class Reference(NamedTuple):
+    """A training to which nothing happened."""
+
+    sums: list[int]
+    """Over the state, after each step."""
+    drawn: dict[tuple[int, int], int]
+    """Of the generators, by step and rank."""
+
+
+def reference(directory: Path, world: int, steps: int, seed: int, timeout_s: float) -> Reference:
+    """Train without any loss."""
     with Hosts(directory) as hosts:  # no keeper is started, and nothing is saved
         life = Life(
             hosts, ["reference"] * world, directory, {"root": "", "steps": steps, "seed": seed}
         )
         seen = life.wait_closed(timeout_s)
-    return [seen.sums[step] for step in range(steps)]
+    return Reference([seen.sums[step] for step in range(steps)], seen.drawn)

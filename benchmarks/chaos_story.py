@@ -14,16 +14,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_life import Broke, Life, Seen
+from chaos_life import Broke, Life, Reference, Seen
 from chaos_verdict import HARD_FAIL, Generation, Outcome, Start, classify, promised
 
 from holdfast.testing.faults import (
+    Encoding,
     Hosts,
     events_of,
     flip_image,
     held,
     is_capturing,
-    is_encoding,
     is_persisting,
     newest_durable,
     wait_protected,
@@ -71,17 +71,17 @@ class Story:
 
     def __init__(
         self, directory: Path, hosts: Hosts, *, count: int, parity: int, seed: int,
-        reference: Sequence[int], chance: random.Random, say: Callable[[Loss], None],
+        reference: Reference, chance: random.Random, say: Callable[[Loss], None],
     ) -> None:  # fmt: skip
         self.directory, self.hosts, self.chance, self._say = directory, hosts, chance, say
         self.count, self.parity, self.reference = count, parity, reference
         self.root = directory / "root"
         self.settings: dict[str, Any] = {
-            "root": str(self.root), "steps": len(reference), "storage": STORAGE_EVERY,
+            "root": str(self.root), "steps": len(reference.sums), "storage": STORAGE_EVERY,
             "parity": parity, "seed": seed,
         }  # fmt: skip
         self.starts: dict[int, Start] = {}
-        self.known = dict(enumerate(reference))
+        self.known = dict(enumerate(reference.sums))
         """The sum over the state after each step, as it has to be."""
         self.is_resized = False
         self._names = iter(f"h{n}" for n in range(10_000))
@@ -118,7 +118,7 @@ class Story:
 
     def _room(self) -> int:
         """How many steps the reference still has."""
-        return len(self.reference) - self.losses[-1].resumed if self.losses else len(self.reference)
+        return len(self.reference.sums) - (self.losses[-1].resumed if self.losses else 0)
 
     def _draw(self) -> Loss:
         """Which hosts, when, and what is there afterwards."""
@@ -187,6 +187,7 @@ class Story:
         differs = [] if len(steps) == 1 else [f"ranks restored steps {sorted(steps)}"]
         if step >= 0 and total != self.known.get(step):
             differs.append(f"the state restored at step {step}")
+        differs += self._other_draws(seen)
         if len(self.on) != self.count and not self.is_resized:
             self.is_resized = True
         if self.is_resized:  # gradients are summed in another order: what comes is what counts
@@ -205,6 +206,15 @@ class Story:
         wrong = [
             f"the state after step {step}" for step, found in sorted(seen.sums.items())
             if self.known.setdefault(step, found) != found
+        ]  # fmt: skip
+        return [*wrong[:3], *self._other_draws(seen)]
+
+    def _other_draws(self, seen: Seen) -> list[str]:
+        """Ranks whose generators are not at what they were at after the same step."""
+        wrong = [
+            f"the generators of rank {rank} after step {step}"
+            for (step, rank), found in sorted(seen.drawn.items())
+            if self.reference.drawn[step, rank] != found
         ]  # fmt: skip
         return wrong[:3]
 
@@ -255,7 +265,7 @@ class Story:
         arena = self.hosts.arena(aimed)
         is_so = {
             "capture": lambda: is_capturing(arena),
-            "encoding": lambda: is_encoding(arena),
+            "encoding": Encoding(arena),
             "persist": lambda: is_persisting(self.root),
         }[loss.moment]
         try:

@@ -1,9 +1,10 @@
-"""One rank of a run under chaos: the demo's GPT, and a fingerprint of its state at each step.
+"""One rank of a run under chaos: the demo's GPT, and fingerprints of its state at each step.
 
-The fingerprint is a sum over all elements of all parameters and moments, each mixed with its name
-and its place in the whole tensor. Every rank sums its own elements and writes that down; the sum of
-all ranks is that of the state, however it is cut, and costs no collective. One bit that differs
-anywhere changes it.
+That of the tensors is a sum over all elements of all parameters and moments, each mixed with its
+name and its place in the whole tensor. Every rank sums its own elements and writes that down; the
+sum of all ranks is that of the state, however it is cut, and costs no collective. One bit that
+differs anywhere changes it. Generators are each rank's own, drawn from at each step, and have a
+fingerprint for each rank: it goes on with its own, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def train(rank: int, life: dict[str, Any]) -> None:
     model = make_model(make_mesh("fsdp", world), life["seed"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer, "rng": holdfast.Rng(), "tokens": 0}
+    seed_all(life["seed"], rank)
     journal = (directory / f"rank-{rank}").open("ab", buffering=0)
 
     def write(**line: Any) -> None:
@@ -71,7 +73,8 @@ def train(rank: int, life: dict[str, Any]) -> None:
         restored = checkpointer.restore()
         first = restored.step + 1 if restored else 0
         found = {"source": restored.source, "parent": restored.generation} if restored else {}
-        write(phase="train", restored=first - 1, sum=fingerprint(state) if restored else 0, **found)
+        sums = {"sum": fingerprint(state), "drawn": drawn(state)} if restored else {"sum": 0}
+        write(phase="train", restored=first - 1, **sums, **found)
     text = corpus()
     for step in range(first, life["steps"]):
         inputs, targets = batch(text, step, rank, world)
@@ -80,12 +83,42 @@ def train(rank: int, life: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         state["tokens"] += inputs.numel() * world
-        write(step=step, sum=fingerprint(state))
+        draw()
+        write(step=step, sum=fingerprint(state), drawn=drawn(state))
         if checkpointer is not None:
             checkpointer.step(step)
     if checkpointer is not None:
         checkpointer.close()
     write(phase="closed")
+
+
+def seed_all(seed: int, rank: int) -> None:
+    """What ``holdfast.Rng`` keeps: other numbers on each rank, and the same ones each time."""
+    import random
+
+    import numpy as np
+    import torch
+
+    random.seed(f"{seed} {rank}")
+    np.random.seed(1000 * seed + rank)
+    torch.manual_seed(1000 * seed + rank)
+
+
+def draw() -> None:
+    """As shuffling, augmentation and dropout do."""
+    import random
+
+    import numpy as np
+    import torch
+
+    random.random(), np.random.normal(), torch.rand(3)
+
+
+def drawn(state: dict[str, Any]) -> int:
+    """What the generators of this rank are at."""
+    import xxhash
+
+    return xxhash.xxh3_64_intdigest(repr(state["rng"].state_dict()).encode())
 
 
 def fingerprint(state: dict[str, Any]) -> int:

@@ -2,19 +2,20 @@
 
 ``python benchmarks/scrubbing.py``, or ``--quick`` with 64 MB. A sealed image in shared memory is
 looked through at the keeper's rate, for a while, beside the same while without; and once without
-a rate, to see how far below what it could do that is. Prints one JSON object.
+a rate, to see how far below what it could do that is.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
-import statistics
 import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+import harness
 
 from holdfast.format.checksum import block_count, checksum, pack_table, text
 from holdfast.format.image import fill_in, plan_image
@@ -25,6 +26,11 @@ from holdfast.snapshot.arena import SlotRecord
 MIB = 1 << 20
 COPY_BYTES = 64 * MIB
 VALUES = b'{"shared":{},"own":{}}'
+PLACE, TITLE = "## The keeper\n", "## Looking for damage\n"
+LEAD = (
+    "`python benchmarks/scrubbing.py`: a sealed image is looked through again and again, as\n"
+    "keepers do, beside copying.\n"
+)
 
 
 def seal_image(memory: Memory, size: int) -> int:
@@ -79,12 +85,8 @@ def copies(source: memoryview, target: memoryview, for_s: float) -> list[float]:
     return found
 
 
-def main() -> None:
-    """Measure, and print what was."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args().quick
-    size, for_s = (64 * MIB, 1.0) if quick else (1024 * MIB, 10.0)
+def measure(size: int, for_s: float) -> dict[str, Any]:
+    """Of an image of this size, with as much time for each of three measurements."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="hf-scrub-") as directory:
         memory = Memory(Path(directory), "bench")
         image_bytes = seal_image(memory, size)
@@ -101,16 +103,59 @@ def main() -> None:
         beside.begin()
         beside_s = copies(source, target, for_s)
         beside.end()
-    assert not found, "a bit flipped, or the code is wrong"
-    print(json.dumps({
+    if found:
+        raise SystemExit(f"{found} was found damaged: a bit flipped, or the code is wrong")
+    return {
         "image_bytes": image_bytes,
         "rate_bytes_s": SCRUB_BYTES_S,
         "measured_bytes_s": round(rate),
         "share_of_a_core": round(share, 5),
         "unbounded_bytes_s": round(unbounded),
-        "copy_alone_s": round(statistics.median(alone), 5),
-        "copy_beside_s": round(statistics.median(beside_s), 5),
-    }, indent=2))  # fmt: skip
+        "copy_alone_s": harness.summary(alone),
+        "copy_beside_s": harness.summary(beside_s),
+    }
+
+
+def shown(found: dict[str, Any]) -> str:
+    """The table."""
+    copy_mb = COPY_BYTES / 1e6
+    rows = [
+        ["looked at with the keeper's rate, MB/s", f"{found['measured_bytes_s'] / 1e6:.0f}"],
+        ["share of a core that takes", f"{found['share_of_a_core']:.1%}"],
+        ["looked at without a rate, MB/s", f"{found['unbounded_bytes_s'] / 1e6:.0f}"],
+        [f"a copy of {copy_mb:.0f} MB alone, s", harness.seconds(found["copy_alone_s"])],
+        ["the same beside the looking, s", harness.seconds(found["copy_beside_s"])],
+    ]
+    return harness.table([f"an image of {found['image_bytes'] / 1e6:.0f} MB", ""], rows)
+
+
+def put_into(document: Path, text: str) -> None:
+    """Into its section, which is made the first time there are figures for it."""
+    page = document.read_text()
+    if TITLE not in page:
+        section = f"{TITLE}\n{LEAD}\n<!-- scrubbing -->\n<!-- /scrubbing -->\n\n"
+        before, place, after = page.partition(PLACE)
+        document.write_text(before + section + place + after)
+    harness.replace_block(document, "scrubbing", text)
+
+
+def main() -> None:
+    """Measure, print what was, and keep it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="64 MB, a second each, nothing kept")
+    harness.add_document_option(parser)
+    options = parser.parse_args()
+    found = measure(*((64 * MIB, 1.0) if options.quick else (1024 * MIB, 10.0)))
+    text = shown(found)
+    print(text)
+    if options.quick:
+        return
+    facts = harness.machine_facts(Path("/dev/shm"), ["xxhash"])
+    print(f"results/{harness.write_results('scrubbing', facts, found, text).name}")
+    if options.document:
+        put_into(harness.DOCUMENT, text)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 import train_report
 from gpt import FULL, QUICK, GptTraining
-from ranked import DURABLE, MEMORY, Make, keepers, ways_to_save
+from ranked import DURABLE, MEMORY, PROTECTED, Make, keepers, ways_to_save
 from ranks import machine_alone, run_ranks
 from systems import System
 from training import fingerprints, verdict
 
 from holdfast.errors import HoldfastError
+from holdfast.redundancy.pacing import TOO_SLOW
 
 clock = time.perf_counter
 #: One rank computes with all cores; two have half of them each.
@@ -46,7 +47,7 @@ SAVES = {1: 4, 10: 1}
 ALONE_STEPS = 4
 WARM_UP_SAVES = 4
 NOT_CHECKED, OK = "–", ("–", "exact")
-INFLATION_TARGET, SHARE_TARGET = 0.05, 0.3
+INFLATION_TARGET, SHARE_TARGET, PARITY_TARGET = 0.05, 0.3, TOO_SLOW
 
 
 def show(line: str) -> None:
@@ -307,9 +308,11 @@ def verdicts(worlds: dict[str, Any]) -> list[tuple[str, float, float]]:
             for key, figures in result["figures"].items()
             if key.startswith("1|")
         }
-        for name in (MEMORY, DURABLE):
-            if name in inflation and name == MEMORY:
-                found.append((f"{world}: inflation, {name}", inflation[name], INFLATION_TARGET))
+        if MEMORY in inflation:
+            found.append((f"{world}: inflation, {MEMORY}", inflation[MEMORY], INFLATION_TARGET))
+        if MEMORY in inflation and PROTECTED in inflation:
+            added = (1 + inflation[PROTECTED]) / (1 + inflation[MEMORY]) - 1
+            found.append((f"{world}: what parity adds to a step", added, PARITY_TARGET))
         exact = [
             inflation[name] for name, said in result["stored"].items()
             if said == "exact" and name in inflation and not name.startswith("Holdfast")

@@ -16,6 +16,7 @@ PAGE = Path(__file__).parent / "failure-model.md"
 FAULTS = Path(__file__).parent / "faults.toml"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BEGIN, END = "<!-- fault matrix -->\n", "<!-- /fault matrix -->"
+CHAOS = "benchmarks/chaos.py"
 VERDICTS = ("PASS", "LOST_WORK", "HARD_FAIL", "SILENT_DIVERGENCE")
 
 HEAD = """\
@@ -37,16 +38,26 @@ class Row(NamedTuple):
     """From where; or what is said."""
     verdict: str
     tests: tuple[str, ...]
+    chaos: dict[str, str]
+    """What a loss in the newest results of ``CHAOS`` has to say, where that is a proof."""
 
 
 def rows() -> dict[str, list[Row]]:
     """All faults, by what they are about."""
     found: dict[str, list[Row]] = {}
     for one in tomllib.loads(FAULTS.read_text())["fault"]:
-        row = Row(one["what"], one["then"], one["class"], tuple(one.get("proved_by", ())))
+        row = Row(
+            one["what"], one["then"], one["class"], tuple(one.get("proved_by", ())),
+            one.get("chaos", {}),
+        )  # fmt: skip
         if row.verdict not in VERDICTS:
             raise SystemExit(
                 f"{FAULTS.name}: {row.verdict!r} of {row.fault!r} is none of {VERDICTS}"
+            )
+        if row.chaos and not any(row.chaos.items() <= loss.items() for loss in _losses()):
+            raise SystemExit(
+                f"{FAULTS.name}: {row.fault!r} is to be shown by {CHAOS}, and its newest results "
+                f"have no loss with {row.chaos}: run it until it meets one, or take that away"
             )
         found.setdefault(one["about"], []).append(row)
     return found
@@ -62,12 +73,13 @@ def render() -> str:
 
 
 def _line(row: Row) -> str:
-    tests = ", ".join(f"`{test}`" for test in row.tests) or "**not tested**"
-    verdict = row.verdict if row.tests else f"expected: {row.verdict}"
+    proofs = [*row.tests, CHAOS] if row.chaos else row.tests
+    tests = ", ".join(f"`{proof}`" for proof in proofs) or "**not tested**"
+    verdict = row.verdict if proofs else f"expected: {row.verdict}"
     return f"| {row.fault} | {row.goes_on} | {verdict} | {tests} |"
 
 
-def _chaos() -> str:
+def _newest() -> dict[tuple[int, int], dict[str, Any]]:
     """The newest result for each number of hosts and parity."""
     newest: dict[tuple[int, int], dict[str, Any]] = {}
     for path in sorted(RESULTS.glob("chaos-*.json")):
@@ -75,16 +87,25 @@ def _chaos() -> str:
         at = found["hosts"], found["parity"]
         if at not in newest or newest[at]["date"] <= found["date"]:
             newest[at] = found
+    return newest
+
+
+def _losses() -> list[dict[str, Any]]:
+    return [loss for found in _newest().values() for loss in found["losses"]]
+
+
+def _chaos() -> str:
+    newest = _newest()
     if not newest:
         return ""
-    head = "| `benchmarks/chaos.py`: hosts, parity | losses | hosts lost | " + " | ".join(VERDICTS)
+    head = f"| `{CHAOS}`: hosts, parity | losses | hosts lost | " + " | ".join(VERDICTS)
     lines = [head + " | when |", "|---|" + "---:|" * (3 + len(VERDICTS))]
     for (hosts, parity), found in sorted(newest.items()):
         losses = found["losses"]
         counts = " | ".join(str(found["verdicts"].get(one, 0)) for one in VERDICTS)
         lost = sum(len(one["lost"]) for one in losses)
         lines.append(f"| {hosts}, {parity} | {len(losses)} | {lost} | {counts} | {found['date']} |")
-    moments = sorted({one["moment"] for found in newest.values() for one in found["losses"]})
+    moments = sorted({one["moment"] for one in _losses()})
     told = f"The demo's GPT, its hosts lost at any of these moments: {', '.join(moments)}.\n"
     return told + "\n" + "\n".join(lines) + "\n"
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import random
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from code_blocks import PROJECT
+from holdfast.testing.faults import Hosts
 
 
 @pytest.fixture
@@ -65,6 +68,23 @@ def test_only_what_the_newest_start_goes_on_from_is_promised(judge: ModuleType) 
     assert judge.promised(starts, protected, (2, 8)) == (8, "storage")  # newer than memory
     starts = {1: start(judge, 1, None), 2: start(judge, 2, None)}
     assert judge.promised(starts, {(1, 5)}, None) == (-1, "")
+
+
+def test_generators_that_go_on_otherwise_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(PROJECT / "benchmarks"))
+    life, story = importlib.import_module("chaos_life"), importlib.import_module("chaos_story")
+    expected = life.Reference([5, 6], {(0, 0): 1, (0, 1): 2, (1, 0): 3, (1, 1): 4})
+    with Hosts() as hosts:
+        told = story.Story(
+            tmp_path, hosts, count=2, parity=1, seed=1, reference=expected, say=print,
+            chance=random.Random(1),
+        )  # fmt: skip
+    seen = life.Seen(sums={0: 5, 1: 6}, drawn={(1, 0): 3})  # on fewer ranks, say
+    assert told._compare(seen) == []
+    seen.drawn[1, 1] = 3
+    assert told._compare(seen) == ["the generators of rank 1 after step 1"]
 
 
 @pytest.mark.slow

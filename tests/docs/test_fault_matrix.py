@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -30,3 +32,28 @@ def test_no_fault_is_told_twice_and_none_diverges_in_silence(generator: ModuleTy
     assert len(set(told)) == len(told) > 40
     verdicts = {row.verdict for rows in generator.rows().values() for row in rows}
     assert "SILENT_DIVERGENCE" not in verdicts
+
+
+@pytest.mark.parametrize(("moment", "is_met"), [("capture", True), ("full moon", False)])
+def test_chaos_is_no_proof_of_what_its_newest_results_did_not_meet(
+    generator: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    moment: str,
+    is_met: bool,
+) -> None:  # fmt: skip
+    one = {"date": "2026-01-01", "hosts": 3, "parity": 1, "verdicts": {"PASS": 1}}
+    result = json.dumps(one | {"losses": [{"moment": "capture", "lost": ["a"], "then": "left"}]})
+    (tmp_path / "chaos-x.json").write_text(result)
+    faults = tmp_path / "faults.toml"
+    faults.write_text(
+        f"[[fault]]\nabout = 'A'\nwhat = 'b'\nthen = 'c'\nclass = 'PASS'\n"
+        f"chaos = {{ moment = '{moment}' }}\n"
+    )
+    monkeypatch.setattr(generator, "FAULTS", faults)
+    monkeypatch.setattr(generator, "RESULTS", tmp_path)
+    if is_met:
+        assert "| b | c | PASS | `benchmarks/chaos.py` |" in generator.render()
+    else:
+        with pytest.raises(SystemExit, match=r"'b' is to be shown by benchmarks/chaos\.py"):
+            generator.render()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from holdfast.testing.faults import Hosts, is_capturing, is_encoding, is_persisting, wait_until
+from holdfast.testing.faults import Encoding, Hosts, is_capturing, is_persisting, wait_until
 from leftovers import keeper_pids
 from lives import Lives
 from losing import aim, protected, wait_protected
@@ -28,15 +29,15 @@ def test_a_host_lost_while_it_captures_codes_or_writes_takes_nothing_that_was_pr
     tmp_path: Path, arena_dir: Path
 ) -> None:
     root, simulated = tmp_path / "run", Hosts(arena_dir)
-    moments = {
-        "b": lambda: is_capturing(simulated.arena("b")),
-        "c": lambda: is_encoding(simulated.arena("c")),
-        "a": lambda: is_persisting(root),  # the coordinator's host, which publishes
+    moments: dict[str, Callable[[], Callable[[], bool]]] = {
+        "b": lambda: partial(is_capturing, simulated.arena("b")),
+        "c": lambda: Encoding(simulated.arena("c")),
+        "a": lambda: partial(is_persisting, root),  # the coordinator's host, which publishes
     }
     hosts: tuple[str, ...] = ("a", "b", "c")
     least = completed = -1
     with Lives(root, seed=45) as lives:
-        for n, (lost, is_so) in enumerate(moments.items(), start=1):
+        for n, (lost, moment) in enumerate(moments.items(), start=1):
             # A large image and few saves to storage: each moment is long enough to be met.
             lives.start(3, 100_000, rows=1201, storage=20, hosts=hosts, options={"parity": 1})
             step, source = lives.wait_restored(3)
@@ -45,7 +46,7 @@ def test_a_host_lost_while_it_captures_codes_or_writes_takes_nothing_that_was_pr
             wait_protected(lives, root, n, after=step)
             least = protected(root)[1]
             fire = aim(lives, arena_dir, hosts, lost)
-            wait_until(is_so, timeout_s=60, pause_s=0.0005, what=f"the moment of {lost}")
+            wait_until(moment(), timeout_s=60, pause_s=0.0005, what=f"the moment of {lost}")
             fire()
             completed = lives.end(3)
             hosts = (*(host for host in hosts if host != lost), f"{lost}2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -187,6 +188,7 @@ def test_pauses_grow_are_never_equal_and_end(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("holdfast.peers.lines.time", clock)
     pauses = [Pauses(replace(IMPATIENT, request_s=10), 1e9) for _ in range(2)]
     peer, found = Peer("host-1", "127.0.0.1", 1), list[tuple[float, float]]()
+    before = random.getstate()
 
     def turned_away() -> None:
         while True:
@@ -198,6 +200,7 @@ def test_pauses_grow_are_never_equal_and_end(monkeypatch: pytest.MonkeyPatch) ->
     assert all(0 < one <= 1 and one != other for one, other in found[:-1])
     assert sum(one for one, _ in found) == pytest.approx(10)
     assert found[0][0] <= 0.05 and max(max(found)) > 0.5
+    assert random.getstate() == before, "what training draws hangs on no peer"
 
 
 def test_lines_that_are_idle_make_place_for_whoever_has_none(arena_dir: Path) -> None:

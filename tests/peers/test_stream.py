@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import PeerError, UsageError
-from holdfast.peers.client import Puller
+from holdfast.peers.client import Puller, Wanted
+from holdfast.peers.connection import Limits
 from holdfast.peers.signing import Request
 from holdfast.peers.stream import Stream
 from peering import GENERATION, SECRET, Scripted, Served, puller, random_file, wait_for
@@ -66,6 +67,69 @@ def test_a_line_that_was_closed_while_it_was_idle_is_no_fault(served: Served, da
         served.do(shut_all, served)
         wait_for(lambda: not served.counts()["open_connections"], "the end of all lines")
     assert served.counts()["connections"] == 4
+
+
+def idle(served: Served) -> bool:
+    """Whether the server takes every reader for one that wants nothing more."""
+    return all(one.idle_since_s is not None for one in served.server._connections)
+
+
+@pytest.mark.parametrize("more", [(), (1000, 1000)])
+def test_a_reader_that_takes_its_time_is_given_up_as_idle_and_reads_on(
+    arena_dir: Path, more: tuple[int, ...]
+) -> None:
+    data = random_file(arena_dir / "a", SIZE)
+    with Served(limits=Limits(idle_s=0.2)) as served:
+        served.offer("/a", arena_dir / "a")
+        stream = stream_of(served)
+        for count in (8000, 8000):
+            stream.ask(count)
+        got = read(stream, 1000)
+        served.until("open_connections")
+        wait_for(lambda: not served.counts()["open_connections"], "the end of an idle line")
+        for count in more:
+            stream.ask(count)  # of which the server hears nothing
+        got += read(stream, 15_000 + sum(more))
+        assert got == data[: len(got)]
+        stream.confirm()
+        assert served.counts()["confirmed"] == 1
+
+
+def test_bytes_that_have_not_arrived_keep_a_line_from_being_given_up(arena_dir: Path) -> None:
+    size = 256 << 10  # more than the kernel takes in for who does not read, less than it keeps
+    data = random_file(arena_dir / "a", size)
+    with Served(limits=Limits(connections_of_one=1, spared_s=0.05)) as served:
+        served.offer("/a", arena_dir / "a")
+        stream = stream_of(served)
+        stream.ask(size - 1000)
+        got = read(stream, 1000)
+        wait_for(lambda: bool(served.counts()["ranges"]) and idle(served), "the last byte's way")
+        into = memoryview(bytearray(1000))
+        other = puller().begin([Wanted(served.peer, "/a", GENERATION, 0, into)])
+        served.until("crowded", 3)
+        stream.ask(1000)
+        got += read(stream, size - 1000)
+        stream.confirm()  # and after that, there is a place
+        assert got == data and not other.wait() and into == data[:1000]
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 206 "])
+def test_a_peer_that_ends_every_line_without_an_answer_is_given_up(said: bytes) -> None:
+    def ends(peer: Scripted, connected: socket.socket, request: Request, signature: str) -> None:
+        if len(peer.requests) == 1:
+            peer.send(connected, peer.good(request), signature, bytes(10))
+        else:
+            connected.sendall(said)
+            connected.shutdown(socket.SHUT_RDWR)
+
+    with Scripted(ends) as peer:
+        stream = stream_of(peer)
+        stream.ask(10)
+        read(stream, 10)
+        with pytest.raises(PeerError, match="it ended the connection"):
+            stream.confirm()
+        assert len(peer.requests) == 3
+        stream.close()
 
 
 def test_a_challenge_is_learned_with_several_requests_under_way(

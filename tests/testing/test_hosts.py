@@ -15,11 +15,11 @@ import pytest
 from holdfast.errors import UsageError
 from holdfast.snapshot.arena import arena_dir as arena_of
 from holdfast.testing.faults import (
+    Encoding,
     Hosts,
     flip,
     held,
     is_capturing,
-    is_encoding,
     is_persisting,
     tear_record,
     wait_until,
@@ -112,6 +112,36 @@ def test_what_was_started_otherwise_counts_when_it_is_added_or_has_the_environme
     assert other.wait(10) == -15
 
 
+def test_a_number_that_passed_on_to_another_process_is_not_fired_at(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forever = [sys.executable, "-c", "import time; time.sleep(100)"]
+    found = subprocess.Popen(forever, env=hosts.environment("a"))
+    added = subprocess.Popen(forever)
+    hosts.add("a", added.pid)
+    fire = hosts.aim("a")
+    for one in (found, added):
+        one.kill()
+        one.wait(10)
+    opened = list[int]()
+    monkeypatch.setattr(os, "pidfd_open", opened.append)
+    fire()
+    assert not opened
+
+
+def test_a_number_that_was_added_stands_for_the_process_that_had_it_then(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    hosts.add("a", added.pid)
+    assert hosts.trainers("a") == [added.pid]
+    with monkeypatch.context() as later:
+        later.setattr("holdfast.testing.faults.hosts.started", lambda _: "another time")
+        assert not hosts.trainers("a")
+    hosts.end()
+    assert added.wait(10) == -9
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "a@b", "a\n"])
 def test_what_names_no_host_is_refused(hosts: Hosts, name: str) -> None:
     with pytest.raises(UsageError, match="names no host"):
@@ -127,7 +157,7 @@ def test_keepers_are_stopped_continued_killed_and_lost_and_their_slots_can_be_da
     run.capture(1)
     arena = hosts.arena("b")
     assert arena == arena_of(RUN, "b")
-    assert not is_capturing(arena) and not is_encoding(arena)
+    assert not is_capturing(arena)
     for rank in run.ranks:
         rank.ask(2)
     wait_until(lambda: is_capturing(arena), timeout_s=10, what="a capture")
@@ -176,22 +206,48 @@ def test_no_bit_beyond_a_file_is_flipped(tmp_path: Path) -> None:
         flip(path, 3)
 
 
-def test_a_half_without_records_beside_one_that_has_some_is_being_written(tmp_path: Path) -> None:
-    (tmp_path / "parity").mkdir()
+def test_a_half_whose_records_go_is_written_anew_and_one_that_had_none_is_not(
+    tmp_path: Path,
+) -> None:
+    parity, is_encoding = tmp_path / "parity", Encoding(tmp_path)
+    assert not is_encoding()
+    parity.mkdir()
     for names, expected in (
-        ([], False), (["0-0"], True), (["0-0", "0-4096"], True), (["0-0", "1-0"], False)
-    ):  # fmt: skip
+        (["0-0", "0-4096"], False),  # one generation is protected, and the keeper idle
+        (["0-0"], False),  # what was damaged is no row any more
+        (["0-0", "1-0"], False),
+        (["1-0"], True),
+        (["1-0"], True),
+        (["0-0", "1-0"], False),
+        (["0-0"], True),
+        (["1-0"], True),  # protected, and the next turn begun, between two looks
+        ([], False),
+    ):
+        for path in parity.iterdir():
+            path.unlink()
         for name in names:
-            (tmp_path / "parity" / f"{name}.record").touch()
-        assert is_encoding(tmp_path) is expected
-        for name in names:
-            os.unlink(tmp_path / "parity" / f"{name}.record")
+            (parity / f"{name}.record").touch()
+        assert is_encoding() is expected, names
+        assert not Encoding(tmp_path)(), "it has seen nothing go"
 
 
-def test_images_that_no_manifest_names_are_being_written(tmp_path: Path) -> None:
-    assert not is_persisting(tmp_path)
-    for name in ("steps/1-7-ab", "manifests"):
-        (tmp_path / name).mkdir(parents=True)
-    assert is_persisting(tmp_path)
-    (tmp_path / "manifests" / "1-7.json").touch()
-    assert not is_persisting(tmp_path)
+def test_images_of_the_newest_start_that_it_has_not_published_are_being_written(
+    tmp_path: Path,
+) -> None:
+    def is_so(*names: str) -> bool:
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+        return is_persisting(tmp_path)
+
+    assert not is_so()
+    assert not is_so("incarnations/1.json")
+    assert is_so("steps/1-7-ab")
+    assert not is_so("manifests/1-7.json")
+    assert not is_so("steps/1-3-cd"), "a checkpoint that is being removed: its manifest went first"
+    assert is_so("steps/1-12-ab")
+    assert not is_so("incarnations/2.json"), "an earlier start was killed while it wrote"
+    assert is_so("steps/2-8-ef", "manifests/1-20.json")
+    assert not is_so("manifests/2-8.json")
+    assert is_so("incarnations/10.json", "steps/10-9-ab", "steps/what-else")

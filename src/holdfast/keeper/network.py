@@ -12,8 +12,9 @@ from holdfast.peers.control import ControlServer, Welcome
 from holdfast.peers.server import PeerServer
 from holdfast.redundancy.exchange import PATIENCE_S
 
-LIMITS = Limits(progress_s=4 * PATIENCE_S)
-"""Who makes parity reads nothing while it waits for another host, which is the one to be named."""
+LIMITS = Limits(progress_s=4 * PATIENCE_S, idle_s=4 * PATIENCE_S)
+"""Who makes parity reads nothing, and asks for nothing, while it waits for another host, which is
+the one to be named."""
 
 
 class Network:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +30,7 @@ _DOCUMENT_STEP_BYTES = 256 << 10
 _FAREWELL_S = 0.5
 _FAREWELL_BYTES = 64 << 10
 _AT_ONCE = struct.pack("ii", 1, 0)
+_INT = struct.Struct("i")
 
 #: What is counted beside the refusals: answers, bytes of bodies, and how connections ended.
 COUNTED = (
@@ -98,6 +101,16 @@ class Connection:
     def is_stranger(self) -> bool:
         """Whether it may be ended for one that has not been heard yet."""
         return not (self.is_proven or self._is_shut)
+
+    @property
+    def owes(self) -> bool:
+        """Whether bytes that were sent have not arrived: they would be lost with it."""
+        left = bytearray(_INT.size)
+        try:
+            fcntl.ioctl(self._socket, termios.TIOCOUTQ, left)
+        except OSError:
+            return False  # it ended by itself
+        return _INT.unpack(left) != (0,)
 
     def shut(self) -> None:
         """End it: whatever it waits for comes at once, and fails. From the loop's thread."""

@@ -38,6 +38,10 @@ class Broken(Exception):
         self.phase, self.reason = phase, reason
 
 
+class Ended(Broken):
+    """The peer ended it: nothing comes any more, and nothing arrives there."""
+
+
 class Busy(Broken):
     """The peer has no place for another connection: nothing was asked of it yet."""
 
@@ -73,7 +77,7 @@ class Line:
         except OSError as error:
             if isinstance(error, ConnectionError) and not self.has_heard:
                 return  # it hung up at once; what it said before that is still to be heard
-            raise Broken("request", _reason(error)) from error
+            raise _broken("request", error) from error
 
     def head(self, until_s: float) -> bytes:
         """The next head, with the empty line at its end."""
@@ -85,11 +89,11 @@ class Line:
                 self._wait(until_s)
                 data = self._socket.recv(_READ_BYTES)
             except OSError as error:
-                is_late = isinstance(error, TimeoutError)
-                why = "no answer in time" if is_late else _reason(error)
-                raise Broken("answer", why) from error
+                if isinstance(error, TimeoutError):
+                    raise Broken("answer", "no answer in time") from error
+                raise _broken("answer", error) from error
             if not data:
-                raise Broken("answer", "it ended the connection")
+                raise Ended("answer", "it ended the connection")
             self.is_reused, self.has_heard = False, True
             self._rest += data
         raw = bytes(self._rest[: end + len(END)])
@@ -146,6 +150,11 @@ class Line:
     def close(self) -> None:
         """Give its descriptor back; only for the thread that uses it."""
         self._socket.close()
+
+
+def _broken(phase: str, error: OSError) -> Broken:
+    is_ended = isinstance(error, ConnectionError)
+    return (Ended if is_ended else Broken)(phase, _reason(error))
 
 
 def _reason(error: OSError) -> str:

@@ -18,6 +18,8 @@ from holdfast.peers.calling import Caller, Peer, Task, failed
 from holdfast.peers.line import Broken, Line, Patience
 
 _LONGEST_WAIT_S = 3600.0
+_CHANCE = random.Random()
+"""Our own: a process that trains draws from the common one, and has its state restored."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 
 
@@ -135,6 +137,6 @@ class Pauses:
                 peer, task, "answer", "it had no place for another connection for "
                 f"{now_s - self._began_s:.1f} s", status=refusals.CROWDED.status,
             )  # fmt: skip
-        pause_s = self._next_s * random.uniform(0.5, 1.0)
+        pause_s = self._next_s * _CHANCE.uniform(0.5, 1.0)
         self._next_s = min(2 * self._next_s, _LONGEST_PAUSE_S)
         return min(pause_s, left_s)

@@ -197,7 +197,7 @@ class PeerServer:
         idle = [
             (one.idle_since_s, number, one)  # numbers: no two are equal
             for number, one in enumerate(nearby)
-            if one.idle_since_s is not None and one.idle_since_s < long_ago_s
+            if one.idle_since_s is not None and one.idle_since_s < long_ago_s and not one.owes
         ]
         if not idle:
             return False

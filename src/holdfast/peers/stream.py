@@ -3,6 +3,9 @@
 For whoever works on the bytes as they come: what was just received is still in the processor's
 cache, and no thread hands it to another. Bytes are asked for ahead of being read, so that the
 peer and the kernel go on meanwhile.
+
+A peer that has sent all it was asked for finds us idle, whatever the kernel still keeps for a slow
+reader, and may end the connection. What was not answered by then is asked for anew.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import NamedTuple
 
 from holdfast.errors import PeerError
 from holdfast.peers.calling import Caller, Peer, Task, failed
-from holdfast.peers.line import Broken, Busy, Line
+from holdfast.peers.line import Broken, Busy, Ended, Line
 from holdfast.peers.lines import Lines, Pauses
 
 
@@ -42,6 +45,8 @@ class Stream:
         self._tag = ""
         self._is_cancelled = threading.Event()
         self._line: Line | None = None
+        self._is_answered = False
+        """Whether an answer came over this line."""
 
     def ask(self, count: int) -> None:
         """Ask for the next ``count`` bytes; a few requests may be under way."""
@@ -86,6 +91,7 @@ class Stream:
     def close(self) -> None:
         """Give the connection up, unless ``confirm`` has given it back."""
         line, self._line = self._line, None
+        self._is_answered = False
         if line is not None:
             self._lines.drop(self.peer, line)
 
@@ -99,13 +105,14 @@ class Stream:
         return self._line
 
     def _send(self, task: Task) -> None:
+        signature = ""
         try:
-            self._asked.append(_Asked(task, self._caller.ask(self._open(), self.peer, task)))
+            signature = self._caller.ask(self._open(), self.peer, task)
         except Broken as broken:
-            if not self._may_renew():
+            if not self._may_renew(broken):
                 raise self._failed(broken, task) from broken
-            self._asked.append(_Asked(task, ""))  # it is asked anew, with all before it
-            self._renew()
+            # What came before the end is still to be read; after it, this is asked for anew.
+        self._asked.append(_Asked(task, signature))
 
     def _hear(self) -> int:
         """The head of the next answer; how many bytes follow."""
@@ -121,7 +128,7 @@ class Stream:
                 self._renew()
                 continue
             except Broken as broken:
-                if not self._may_renew():
+                if not self._may_renew(broken):
                     raise self._failed(broken, task) from broken
                 self._renew()
                 continue
@@ -129,6 +136,7 @@ class Stream:
                 self._renew()
                 continue
             self._asked.popleft()
+            self._is_answered = True
             if self._tag not in ("", answer.tag):
                 raise failed(self.peer, task, "body", "it was offered anew while it was pulled")
             self._tag = answer.tag
@@ -138,9 +146,14 @@ class Stream:
         """For the next piece: who reads may take its time between two of them."""
         return time.monotonic() + self._caller.patience.request_s
 
-    def _may_renew(self) -> bool:
-        """Whether the line had been closed while it was idle, in which no fault is."""
-        return self._line is not None and self._line.is_reused and not self._is_cancelled.is_set()
+    def _may_renew(self, broken: Broken) -> bool:
+        """Whether the line may have been ended while it was idle, in which no fault is.
+
+        One that brought no answer was not, unless others had it before.
+        """
+        if self._line is None or self._is_cancelled.is_set():
+            return False
+        return self._line.is_reused or (self._is_answered and isinstance(broken, Ended))
 
     def _renew(self) -> None:
         """Ask for all that was not answered over a fresh line, in order."""

@@ -18,7 +18,7 @@ from holdfast.testing.faults.memory import (
     tear_record,
     tear_row_record,
 )
-from holdfast.testing.faults.moments import is_capturing, is_encoding, is_persisting, wait_until
+from holdfast.testing.faults.moments import Encoding, is_capturing, is_persisting, wait_until
 from holdfast.testing.faults.reports import (
     events_of,
     newest_durable,
@@ -36,6 +36,7 @@ from holdfast.testing.faults.stores import (
 )
 
 __all__ = [
+    "Encoding",
     "FaultyStore",
     "Held",
     "Hosts",
@@ -52,7 +53,6 @@ __all__ = [
     "flip_row",
     "held",
     "is_capturing",
-    "is_encoding",
     "is_persisting",
     "newest_durable",
     "newest_protected",

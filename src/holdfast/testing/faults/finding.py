@@ -1,7 +1,7 @@
 """Processes of simulated hosts: found by what they were started with, and ended for certain.
 
-A process is known by a descriptor while it is looked at, so that its number cannot pass to
-another one meanwhile.
+Whoever is to be killed later is known by a descriptor until then, and whoever is killed until it
+has ended, so that its number cannot pass to another one meanwhile.
 """
 
 from __future__ import annotations
@@ -63,6 +63,15 @@ def _words(pid: str, name: str) -> tuple[str, ...]:
     return tuple(data.decode(errors="replace").rstrip("\0").split("\0")) if data else ()
 
 
+def started(pid: int) -> str:
+    """When a process was started: another one of the same number was at another time."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
+
+
 def send(pids: Iterable[int], number: int) -> None:
     """A signal to each that still runs."""
     for pid in pids:
@@ -75,23 +84,40 @@ def kill(pids: Iterable[int], *, within_s: float = 10.0) -> None:
 
     By then their sockets, locks and mappings are gone too. TimeoutError names those that stay.
     """
-    pidfds = {pid: pidfd for pid in pids if (pidfd := _open(pid)) is not None}
-    for pidfd in pidfds.values():
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    deadline_s = time.monotonic() + within_s
-    stay = [pid for pid, pidfd in pidfds.items() if not _ends_by(pidfd, deadline_s)]
-    for pidfd in pidfds.values():
-        os.close(pidfd)
-    if stay:
-        raise TimeoutError(f"processes {stay} were killed and still run after {within_s:g} s")
+    Opened(pids).kill(within_s=within_s)
 
 
-def _open(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except OSError:
-        return None
+class Opened:
+    """Processes by descriptors, to be killed once: whoever has their numbers later is not meant."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pidfds: dict[int, int] = {}
+        for pid in set(pids):
+            with suppress(OSError):  # it has ended
+                self._pidfds[pid] = os.pidfd_open(pid)
+
+    def keep(self, pids: Iterable[int]) -> None:
+        """These only; the others are not meant, as was seen after they were opened."""
+        for pid in self._pidfds.keys() - set(pids):
+            os.close(self._pidfds.pop(pid))
+
+    def kill(self, *, within_s: float = 10.0) -> None:
+        """See ``kill``."""
+        for pidfd in self._pidfds.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        deadline_s = time.monotonic() + within_s
+        stay = [pid for pid, pidfd in self._pidfds.items() if not _ends_by(pidfd, deadline_s)]
+        self.close()
+        if stay:
+            raise TimeoutError(f"processes {stay} were killed and still run after {within_s:g} s")
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        self.keep(())
+
+    def __del__(self) -> None:
+        self.close()  # they were aimed at, and never fired at
 
 
 def _ends_by(pidfd: int, deadline_s: float) -> bool:

@@ -18,7 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import UsageError
-from holdfast.testing.faults.finding import ARENA, HOST, Found, kill, processes, send
+from holdfast.testing.faults.finding import (
+    ARENA,
+    HOST,
+    Found,
+    Opened,
+    kill,
+    processes,
+    send,
+    started,
+)
 from holdfast.testing.faults.moments import wait_until
 
 SHARED_MEMORY = "/dev/shm"
@@ -40,7 +49,7 @@ class Hosts:
         self._logs: Path | None = None
         self._starts = 0
         self._trainers: list[tuple[str, subprocess.Popen[bytes], Path]] = []
-        self._added: list[tuple[str, int]] = []
+        self._added: list[tuple[str, int, str]] = []
 
     # ── starting ─────────────────────────────────────────────────────────────────────────
 
@@ -96,7 +105,7 @@ class Hosts:
         What has this arena directory and the host's name in its environment is found by itself.
         """
         _check_name(host)
-        self._added += [(host, pid) for pid in pids]
+        self._added += [(host, pid, started(pid)) for pid in pids]
 
     def logs(self) -> Path:
         """Where each rank of each start has a file with all it printed; removed by ``close``."""
@@ -122,13 +131,17 @@ class Hosts:
 
     def trainers(self, host: str) -> list[int]:
         """The numbers of all else that runs on it."""
-        added = [pid for name, pid in self._added if name == host]
+        added = self._added_to(host)
         return processes(
             lambda one: (
                 one.pid in added
                 or (one.is_of(host, self.arena_dir) and not one.is_keeper(self.arena_dir))
             )
         )
+
+    def _added_to(self, *hosts: str) -> set[int]:
+        """Those that still run."""
+        return {pid for host, pid, at in self._added if host in hosts and started(pid) == at}
 
     def _is_keeper(self, one: Found, host: str) -> bool:
         return one.is_keeper(self.arena_dir) and one.is_of(host, self.arena_dir)
@@ -144,7 +157,7 @@ class Hosts:
         while pids := self._all_on(hosts):
             kill(pids)  # one of them may have started another meanwhile
             self._reap()
-        self._added = [(host, pid) for host, pid in self._added if host not in hosts]
+        self._added = [one for one in self._added if one[0] not in hosts]
         for host in hosts:
             for arena in self._arenas(host):
                 shutil.rmtree(arena, ignore_errors=True)
@@ -152,12 +165,14 @@ class Hosts:
     def aim(self, *hosts: str) -> Callable[[], None]:
         """Look now for all that runs on these hosts; what is returned loses them, without a look.
 
-        To find them takes some hundredths of a second, in which a moment may be over.
+        To find them takes some hundredths of a second, in which a moment may be over. What has
+        ended by the time of firing is let be, whoever has its number then.
         """
-        pids = self._all_on(hosts)
+        aimed = Opened(self._all_on(hosts))
+        aimed.keep(self._all_on(hosts))  # a number may have passed on before it was opened
 
         def fire() -> None:
-            kill(pids)
+            aimed.kill()
             self.lose(*hosts)
 
         return fire
@@ -191,7 +206,7 @@ class Hosts:
 
     def end(self) -> None:
         """Kill the trainers of all hosts, as a launcher does; keepers and arenas stay."""
-        added = [pid for _, pid in self._added]
+        added = self._added_to(*(host for host, _, _ in self._added))
         while pids := processes(lambda one: one.pid in added or self._is_trainer(one)):
             kill(pids)
             self._reap()

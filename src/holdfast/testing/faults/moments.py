@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
-from holdfast.catalogue import MANIFESTS, STEPS
+from holdfast.catalogue import INCARNATIONS, MANIFESTS, STEPS, generation_of
 from holdfast.errors import ArenaError
 from holdfast.snapshot.arena import SLOT_SUFFIX, SlotFile
 
-_HALVES = ("0", "1")
+_ATTEMPT = re.compile("([0-9]+)-([0-9]+)-.+")
 
 
 def is_capturing(arena: Path) -> bool:
@@ -24,22 +26,49 @@ def is_capturing(arena: Path) -> bool:
     return False
 
 
-def is_encoding(arena: Path) -> bool:
-    """Whether its keeper is making parity: one half of the rows has no records, the other has.
+class Encoding:
+    """Whether a keeper makes parity, asked again and again: ``wait_until(Encoding(arena), ...)``.
 
-    So not for the very first generation of a run that is protected.
+    One half of its rows loses all records when it is to be written anew, and has others when that
+    is done. That is to be seen happening, for an idle keeper may have an empty half too. So it is
+    not so for the first two generations of a run, nor for what is under way at the first look. Rows
+    that are given up since their images were protected once more, after a recovery, look the same.
     """
-    names = [path.name for path in (arena / "parity").glob("*.record")]
-    return sum(any(name.startswith(f"{half}-") for name in names) for half in _HALVES) == 1
+
+    def __init__(self, arena: Path) -> None:
+        self._rows = arena / "parity"
+        self._filled: set[str] = set()
+        self._is_so = False
+
+    def __call__(self) -> bool:
+        """Look now."""
+        before = self._filled
+        self._filled = {path.name.partition("-")[0] for path in self._rows.glob("*.record")}
+        if len(self._filled) != 1:
+            self._is_so = False
+        elif before - self._filled:
+            self._is_so = True
+        return self._is_so
 
 
 def is_persisting(root: Path | str) -> bool:
-    """Whether images lie in storage that no manifest names (yet)."""
-    steps, manifests = Path(root) / STEPS, Path(root) / MANIFESTS
-    if not steps.is_dir():
-        return False
-    named = {path.stem for path in manifests.glob("*.json")}
-    return any(path.name.rpartition("-")[0] not in named for path in steps.iterdir())
+    """Whether the newest start has images in storage of a step that it has not published (yet).
+
+    What an earlier start left half-written does not count, nor what lies below a newer checkpoint.
+    """
+    starts = [name.removesuffix(".json") for name in _names(root, INCARNATIONS)]
+    newest = max((int(name) for name in starts if name.isdecimal()), default=0)
+    # In this order: what was published in between is seen to be.
+    written = [one for name in _names(root, STEPS) if (one := _ATTEMPT.fullmatch(name))]
+    published = [found for name in _names(root, MANIFESTS) if (found := generation_of(name))]
+    done = max((one.step for one in published if one.incarnation == newest), default=-1)
+    return any(int(one[1]) == newest and int(one[2]) > done for one in written)
+
+
+def _names(root: Path | str, directory: str) -> list[str]:
+    with suppress(OSError):  # there is none yet
+        return os.listdir(Path(root) / directory)
+    return []
 
 
 def wait_until(
