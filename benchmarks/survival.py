@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from holdfast.cli.doctor.host_findings import GROUP_SIZE
+from holdfast.keeper.heads import GROUP_SIZE
 from holdfast.redundancy.groups import Host, divide
 from holdfast.redundancy.survival import (
     Sizes,
