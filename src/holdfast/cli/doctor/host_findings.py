@@ -13,7 +13,7 @@ from holdfast.policy.arguments import parity_rate
 
 #: A run keeps this many images of each rank in shared memory, and one more with parity.
 SLOTS = 3
-#: As many hosts are in a group where there are enough, as in ``holdfast.keeper.protecting``.
+#: As many hosts are in a group where there are enough, as in ``holdfast.keeper.heads``.
 GROUP_SIZE = 8
 #: Docker and Kubernetes give a container this much unless told otherwise.
 CONTAINER_DEFAULT_BYTES = 64 << 20
