@@ -32,6 +32,8 @@ LOCK_TAKEN = 3
 _RETRY_S = 0.02
 #: A keeper that takes nothing for so long is no longer spoken to on this line.
 SEND_S = 5.0
+#: What is no longer goes over a socket of this host whole, or not at all.
+_SAID_AT_ONCE_BYTES = 4096
 #: Keepers this process started: held, so that one that ends is reaped.
 _started: list[subprocess.Popen[bytes]] = []
 
@@ -160,10 +162,13 @@ class KeeperClient:
         self._line = line
         self._listener = listener
         self._on_lost = on_lost
-        self._sending = threading.Lock()
+        self._sending = threading.RLock()  # only its owner can release it
+        self._is_saying_much = False
         self._numbers = itertools.count(1)
         self._answers: dict[int, m.Message] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # Entered by the lock: by the condition, an interrupt may leave it locked.
+        self._changed = threading.Condition(self._lock)
         self._broken = ""
         self._closing = False
         self._goodbye = -1
@@ -183,10 +188,17 @@ class KeeperClient:
         """
         if isinstance(message, m.Progress) and not self._is_writable():
             return
-        if not self._sending.acquire(timeout=SEND_S):
-            raise KeeperError(f"the keeper went away: it read nothing for {SEND_S:g} s")
+        data = m.pack(message, seq)
+        is_much = len(data) > _SAID_AT_ONCE_BYTES
         try:
-            self._line.sendall(m.pack(message, seq))
+            # Within: an interrupt right behind it must not leave it locked.
+            if not self._sending.acquire(timeout=SEND_S):
+                raise KeeperError(f"the keeper went away: it read nothing for {SEND_S:g} s")
+            if self._is_saying_much:  # this is a signal's handler
+                raise KeeperError("something else was in the middle of being said")
+            self._is_saying_much = is_much
+            self._line.sendall(data)
+            self._is_saying_much = False
         except BlockingIOError as error:
             # A part of the message may be said: nothing can follow it.
             self._break(f"it read nothing for {SEND_S:g} s")
@@ -194,8 +206,17 @@ class KeeperClient:
         except OSError as error:
             self._break(str(error))
             raise NeverSaid(f"the keeper went away: {error}") from error
+        except KeeperError:
+            raise
+        except BaseException:
+            if is_much:
+                self._break("it was interrupted in the middle of what was said")
+            raise
         finally:
-            self._sending.release()
+            try:  # noqa: SIM105 (nothing is called before that could be interrupted)
+                self._sending.release()
+            except RuntimeError:  # it is not ours
+                pass
 
     def _is_writable(self) -> bool:
         """Whether most of the socket's buffer is free; True for a line that broke."""
@@ -208,7 +229,7 @@ class KeeperClient:
 
     def _break(self, reason: str) -> None:
         """Nothing more is said or heard here; the listener's thread tells who must know."""
-        with self._changed:
+        with self._lock:
             self._broken = self._broken or reason
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
@@ -219,7 +240,7 @@ class KeeperClient:
         if isinstance(message, m.Goodbye):
             self._goodbye = seq
         self.send(message, seq)
-        with self._changed:
+        with self._lock:
             arrived = self._changed.wait_for(
                 lambda: seq in self._answers or self._broken, timeout=timeout_s
             )
@@ -263,7 +284,7 @@ class KeeperClient:
                 self._hear(*m.unpack(self._receive(size)))
         except (OSError, EOFError, HoldfastError) as error:
             reason = str(error) or "it closed the connection"
-        with self._changed:
+        with self._lock:
             reason = self._broken = self._broken or reason
             self._changed.notify_all()
         self._line.close()
@@ -276,7 +297,7 @@ class KeeperClient:
             return
         if seq == self._goodbye:
             self._closing = True  # here, for the keeper may hang up right behind its answer
-        with self._changed:
+        with self._lock:
             self._answers[seq] = message
             self._changed.notify_all()
 

@@ -33,7 +33,9 @@ class SaveHandle:
         apart, as the event ``ReplicasDiffer`` says them. Final when the save is captured. Each
         save looks at a part of what is held; empty says no more of the rest."""
         self._explain = explain
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        # Entered by the lock: by the condition, an interrupt may leave it locked.
+        self._changed = threading.Condition(self._lock)
         self._reached: set[str] = set()
         self._failed: dict[str, HoldfastError] = {}
 
@@ -43,7 +45,7 @@ class SaveHandle:
 
         A snapshot of which no parity could be made is captured, and no failure.
         """
-        with self._changed:
+        with self._lock:
             if DURABLE in self._reached:
                 return DURABLE
             if self._failed.keys() - {PROTECTED}:
@@ -90,13 +92,13 @@ class SaveHandle:
 
     def reach(self, what: str) -> None:
         """The keeper says that this is so."""
-        with self._changed:
+        with self._lock:
             self._reached |= _IMPLIED[what]
             self._changed.notify_all()
 
     def fail(self, error: HoldfastError, *, captured: bool) -> None:
         """It came to nothing; ``captured``: only its way to storage did."""
-        with self._changed:
+        with self._lock:
             self._failed[DURABLE] = error
             if not captured:
                 self._failed[CAPTURED] = self._failed[PROTECTED] = error
@@ -104,24 +106,24 @@ class SaveHandle:
 
     def not_protected(self, error: HoldfastError) -> None:
         """It stays in memory, and no parity of it is made any more."""
-        with self._changed:
+        with self._lock:
             self._failed.setdefault(PROTECTED, error)
             self._changed.notify_all()
 
     def renew(self) -> None:
         """The promise holds again, for another step."""
-        with self._changed:
+        with self._lock:
             self._failed.clear()
 
     def move_to(self, step: int) -> None:
         """The promise is carried to another step, which is to be saved instead."""
-        with self._changed:
+        with self._lock:
             self.step = step
 
     def _wait(self, what: str, timeout_s: float | None) -> None:
         timeout_s = patience_s("timeout_s", timeout_s)
         started_s = time.monotonic()
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(
                 lambda: what in self._reached or what in self._failed, timeout=timeout_s
             )

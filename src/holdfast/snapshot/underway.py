@@ -10,6 +10,7 @@ import torch
 
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.capture import Overtaking, Stopped
+from holdfast.snapshot.flag import Flag
 from holdfast.snapshot.handle import SaveHandle
 from holdfast.snapshot.room import Room
 from holdfast.snapshot.segments import Sharing
@@ -57,9 +58,9 @@ class Capture:
     """The checksum of the trained parameters in the sealed image; "": there are none."""
     ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    answered: threading.Event = field(default_factory=threading.Event)
-    released: threading.Event = field(default_factory=threading.Event)
-    resolved: threading.Event = field(default_factory=threading.Event)
+    answered: Flag = field(default_factory=Flag)
+    released: Flag = field(default_factory=Flag)
+    resolved: Flag = field(default_factory=Flag)
     answer: m.Grant | m.Skip | m.Aborted | None = None
     turn: int = 0
     """Number of the request for its slot."""
@@ -69,7 +70,7 @@ class Capture:
     events: list[torch.cuda.Event] = field(default_factory=list)
     _sharing: Sharing | None = None
     _is_helped: bool = False
-    _shared_or_released: threading.Event = field(default_factory=threading.Event)
+    _shared_or_released: Flag = field(default_factory=Flag)
     room: Room = field(default_factory=Room)
 
     def call_off(self, reason: str) -> bool:
