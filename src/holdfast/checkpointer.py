@@ -57,6 +57,8 @@ _RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
 _HANG_UP_S = 5.0
 #: How long a close waits for the last events to be written.
 _LAST_EVENTS_S = 5.0
+#: Whoever lives beyond its grace is ended by nobody: it may say goodbye all the same.
+_LEAST_GOODBYE_S = 1.0
 #: How much longer than for a message the ranks wait for each other's reading.
 _READ_PATIENCE = 10
 
@@ -382,7 +384,7 @@ class Checkpointer:
         events_s = min(_LAST_EVENTS_S, left_s / 2)
         opened.discard(self._saver)
         try:
-            timeout_s = min(timeout_s, left_s - events_s)
+            timeout_s = min(timeout_s, max(left_s - events_s, _LEAST_GOODBYE_S))
             self._saver.close(timeout_s=timeout_s, say_goodbye=say_goodbye)
         finally:
             self._stop_tracing(events_s)

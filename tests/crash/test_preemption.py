@@ -302,8 +302,9 @@ def test_when_the_grace_is_over_sigterm_means_again_what_it_meant_before() -> No
     heard: list[str] = []
 
     class Owner:
-        def told(self) -> None:
+        def told(self) -> bool:
             heard.append("ours")
+            return True
 
     def term() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -326,6 +327,70 @@ def test_when_the_grace_is_over_sigterm_means_again_what_it_meant_before() -> No
     finally:
         signal.signal(signal.SIGTERM, before)
         os.close(reading)
+
+
+UNHEEDED = """
+import os, signal, sys, time
+import torch, holdfast
+
+checkpointer = holdfast.Checkpointer(sys.argv[1], {"a": torch.ones(3)}, storage=None, grace_s=0.5)
+checkpointer.save(0).wait_captured(30)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1.0)
+if sys.argv[2] == "again":
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+checkpointer.save(0, durable=True)
+checkpointer.close()
+"""
+
+
+@pytest.mark.parametrize(("way", "code"), [("again", -signal.SIGTERM), ("close", 0)])
+def test_whoever_lives_beyond_its_grace_ends_by_another_sigterm_or_closes_as_ever(
+    tmp_path: Path, arena_dir: Path, way: str, code: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNHEEDED)
+    command = [sys.executable, str(script), str(tmp_path / "run"), way]
+    ended = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == code, ended.stderr
+    assert way == "again" or newest_stored(tmp_path / "run") == 0
+    stop_keepers(arena_dir)
+
+
+RESTORED = """
+import os, signal, sys
+import torch, holdfast
+
+checkpointer = holdfast.Checkpointer(sys.argv[1], {"a": torch.ones(3)}, storage=None, grace_s=20)
+if sys.argv[2] == "first":
+    checkpointer.save(0).wait_captured(30)
+    os._exit(0)
+assert checkpointer.restore().source == "memory"
+with checkpointer:
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise RuntimeError("a worker was told to end, too")
+"""
+
+
+def test_what_was_restored_from_memory_is_stored_when_the_start_is_told_to_end_before_a_capture(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(RESTORED)
+    for life, code in (("first", 0), ("second", 1)):
+        command = [sys.executable, str(script), str(tmp_path / "run"), life]
+        ended = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert ended.returncode == code, ended.stderr
+    until_s = time.monotonic() + 20
+    while newest_stored(tmp_path / "run") != 0 and time.monotonic() < until_s:
+        time.sleep(0.1)
+    assert newest_stored(tmp_path / "run") == 0
+    stop_keepers(arena_dir)
 
 
 def test_a_forked_child_dies_of_sigterm_and_its_parent_hears_nothing_of_it(tmp_path: Path) -> None:

@@ -198,6 +198,28 @@ def test_a_rank_of_which_all_is_frozen_takes_part_and_plans_as_the_others_later(
     assert one == other and one[1]
 
 
+def _all_frozen(rank: int, world: int) -> list[Any]:
+    """All that any rank has is frozen in the first steps; the ranks' devices are not alike."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _fake_device((DEVICE_IS_FAST, HOST_IS_FAST)[rank], monkeypatch)
+        model = hybrids.tiny().requires_grad_(False)
+        optimizer = HybridAdamW(model.parameters(), subgroup_elements=700)
+        optimizer._placing._is_on_gpu = True
+        optimizer._placing._set(None)  # as on a GPU before the first step
+        for _ in range(2):
+            optimizer.step()
+        hybrids.loss_of(model.requires_grad_(), 3).backward()
+        optimizer.step()
+        schedule = optimizer._placing.schedule
+        assert schedule is not None
+        return [schedule.host, schedule.device, optimizer._placing._room]
+
+
+def test_replicas_that_begin_frozen_plan_alike_once_they_are_not() -> None:
+    one, other = run_ranks(2, _all_frozen, timeout_s=40)
+    assert one == other and one[2] is not None
+
+
 def _uneven(rank: int, world: int, share: float | None) -> tuple[bytes, int, list[str]]:
     """Beside a shard that has a row more on one rank, cuts of what both have fall elsewhere."""
     said: list[Event] = []

@@ -140,6 +140,8 @@ class Placing:
             if others:
                 lanes = make_lanes()
                 self._follow(agree(self._said(groups, lanes), others, lanes.device))
+                if self._room is None:
+                    return  # nobody has anything to measure yet: all ask again at the next step
         self._unasked.clear()
 
     def _follow(self, found: Said) -> None:

@@ -26,6 +26,7 @@ from holdfast.snapshot.saver import Saver
 #: What is announced, beside the policies' names.
 PREEMPTED = "preempted"
 _AGAIN_S, _LOOK_S = 0.5, 0.05
+_SAID_S = 10.0
 #: Of the grace, so much is for training to come to its last step; then memory stands for it.
 _HALF = 0.5
 #: Left over for the process to end; and once more so much, to take leave of the keeper.
@@ -57,6 +58,8 @@ class Preemption:
         self._is_over = False
         self._stirred = threading.Event()
         """There is no more waiting for the last step: it is over, or came to nothing."""
+        self._said = threading.Event()
+        """The keeper was told to make the newest snapshot durable."""
         self._at_exit = functools.partial(_rescue, weakref.ref(self))
         atexit.register(self._at_exit)
         reading, writing = os.pipe()
@@ -100,6 +103,7 @@ class Preemption:
             return
         self._saver.end_capture(timeout_s=self.storage_s)
         self._stirred.set()
+        self._said.wait(min(self.storage_s, _SAID_S))  # also where no answer would be heard
         while self.storage_s and not self._saver.announcing.is_newest_settled:
             time.sleep(_LOOK_S)
 
@@ -118,9 +122,13 @@ class Preemption:
         self._caught.let_go(deaf_until_s=self._told_at_s + self._grace_s)
         return max(0.0, self._left_s - self._margin_s)
 
-    def _told(self) -> None:
-        """In the signal's handler: takes no lock, for whatever was interrupted may hold it."""
+    def _told(self) -> bool:
+        """In the signal's handler; whether the grace is not over.
+
+        Takes no lock, for whatever was interrupted may hold it.
+        """
         self._told_at_s = self._told_at_s or time.monotonic()
+        return self._left_s > 0
 
     def prepare(self) -> None:
         """On the watching thread, as soon as the signal is there: training may hang."""
@@ -132,7 +140,10 @@ class Preemption:
             if self._stirred.wait(_AGAIN_S):
                 break
         self._stirred.wait(max(0.0, until_s - time.monotonic()))
-        while not (self._is_over or self._saver.announcing.make_newest_durable()):
+        while not self._is_over and time.monotonic() < told_at_s + self._grace_s:
+            if self._saver.announcing.make_newest_durable():
+                self._said.set()
+                break
             time.sleep(_AGAIN_S)
 
     def _is_heard(self) -> bool:

@@ -21,10 +21,11 @@ _wakeups: set[int] = set()
 class Caught:
     """SIGTERM of this process: ``told`` is called, and a byte written to ``writing``.
 
-    Made on the main thread. When ``told`` is collected, SIGTERM means what it meant before.
+    Made on the main thread. When ``told`` says False, or is collected, SIGTERM means what it meant
+    before.
     """
 
-    def __init__(self, told: weakref.WeakMethod[Callable[[], None]], writing: int) -> None:
+    def __init__(self, told: weakref.WeakMethod[Callable[[], bool]], writing: int) -> None:
         self._told, self._writing = told, writing
         self._process = os.getpid()
         self._is_over = False
@@ -60,11 +61,10 @@ class Caught:
         if is_ours and time.monotonic() < self._deaf_until_s:
             return
         told = self._told()
-        if told is None or self._is_over or not is_ours:
+        if told is None or self._is_over or not is_ours or not told():
             self._restore()
             os.kill(os.getpid(), number)
             return
-        told()
         self.tell()
 
     def _restore(self) -> None:
