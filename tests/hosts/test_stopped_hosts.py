@@ -1,0 +1,37 @@
+"""The keeper of one of several hosts hangs: its peers and their training do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.testing.faults import Hosts
+from lives import Lives, read_progress
+from losing import wait_protected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_training_goes_on_while_the_keeper_of_a_host_is_stopped_and_protection_after_it(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    root, simulated = tmp_path / "run", Hosts(arena_dir)
+    with Lives(root, seed=46) as lives:
+        lives.start(
+            3, 100_000, storage=100_000, hosts=("a", "b", "c"), options={"parity": 1},
+            patience={"grant_s": 2.0},
+        )  # fmt: skip
+        lives.wait_restored(3)
+        reached = wait_protected(lives, root, 1)
+        simulated.stop_keeper("b")
+        lives.wait_progress(3, read_progress(lives.directory, 3) + 20, timeout_s=60)
+        simulated.continue_keeper("b")
+        wait_protected(lives, root, 1, after=max(reached, read_progress(lives.directory, 3)))
+        assert simulated.keepers("b")
+        lives.end(3)
+        simulated.lose("c")
+        lives.start(2, 3, storage=100_000, hosts=("b", "a"), options={"parity": 1})
+        step, source = lives.wait_restored(2)
+        assert source == "memory" and step > reached
+        lives.wait_end()
