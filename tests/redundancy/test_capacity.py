@@ -59,7 +59,7 @@ def test_hosts_that_change_groups_need_no_more(division: Division, draw: object)
 def test_a_share_of_parity_is_m_of_n_minus_m() -> None:
     hosts = [Host(f"h{n}", "", (1000 * MIB, 1000 * MIB)) for n in range(6)]
     assert capacity(divide(hosts, parity=2, group_size=6)) == Capacity(
-        1000 * MIB, 2000 * MIB + 2 * 8 * MIB, 4 * MIB
+        1000 * MIB, 2000 * MIB + 2 * 8 * MIB, 8 * MIB
     )
     assert capacity(divide(hosts, parity=1, group_size=6)).rows == 400 // 2 * 2 * MIB
     assert capacity(divide(hosts, parity=1, group_size=3)).rows == 1000 * MIB
@@ -81,4 +81,4 @@ def test_a_division_whose_parity_does_not_fit_is_refused_with_the_numbers() -> N
 
 def test_what_is_handed_on_and_received_takes_little_memory() -> None:
     assert [passing_bytes(parity) for parity in (1, 2, 3)] == [0, 16 * MIB, 32 * MIB]
-    assert staging_bytes(MAX_GROUP) == 128 * MIB and WINDOW_BYTES % BLOCK_BYTES == 0
+    assert staging_bytes(MAX_GROUP) == 256 * MIB and WINDOW_BYTES % BLOCK_BYTES == 0
