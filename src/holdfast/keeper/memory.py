@@ -131,8 +131,13 @@ class Memory:
         return file
 
     def stamp(self, slot_id: int, record: SlotRecord) -> None:
-        """Say in the slot itself what it is for."""
-        self.files[slot_id].write_record(record)
+        """Say in the slot itself what it is for. Ends this keeper (SIGBUS) if it was cut short.
+
+        The next keeper then finds out what is left of all slots; nobody is given a part of one.
+        """
+        file = self.files[slot_id]
+        file.touch_end()
+        file.write_record(record)
         self._given[slot_id] = time.monotonic()
 
     def is_being_filled(self) -> bool:

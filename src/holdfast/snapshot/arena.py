@@ -265,6 +265,10 @@ class SlotFile:
             ):
                 return
 
+    def touch_end(self) -> int:
+        """Read the last byte: SIGBUS ends this process if the file was cut short meanwhile."""
+        return self.map[-1]
+
     def read_record(self) -> SlotRecord | None:
         """The newest intact record, or None when there is none."""
         return self._newest()[1]

@@ -57,6 +57,8 @@ class Asking:
             raise SnapshotSkipped(
                 "the keeper has not answered since the last save (is it stopped?)"
             )
+        if self._line.rests:
+            capture.keeper_lost = True  # nobody was asked: what is to be durable still is
         try:
             return self._line.ensure_for_save()
         except HoldfastError:

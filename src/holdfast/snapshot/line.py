@@ -57,9 +57,14 @@ class Line:
                 self.hang_up()
             return client
 
+    @property
+    def rests(self) -> bool:
+        """Whether a try failed shortly before: saves are many, and each would make another."""
+        return not self.is_open and time.monotonic() < self._next_try_s
+
     def ensure_for_save(self) -> KeeperClient:
-        """The same, but shortly after a try that failed KeeperError at once: saves are many."""
-        if not self.is_open and time.monotonic() < self._next_try_s:
+        """The same, but KeeperError at once while the line ``rests``."""
+        if self.rests:
             raise KeeperError(f"{LINE_IS_DOWN}, and the last try to reach one failed just now")
         try:
             client = self.ensure()
