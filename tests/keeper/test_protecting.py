@@ -682,9 +682,8 @@ def test_of_two_rows_that_a_host_has_to_keep_both_are_looked_for_when_it_is_back
 # ── earlier rows, given up while something newer is protected ────────────────────────────────
 
 
-def test_what_is_protected_anew_is_told_although_the_next_turn_has_begun(
-    play: Play, events: list[Event]
-) -> None:
+def protected_anew_while_more_was_captured(play: Play) -> int:
+    """What was restored is coded, and a capture waits: the turn of the coding."""
     free_slot(play, 1)
     restored(play)
     play.protecting.ask(1)
@@ -693,6 +692,13 @@ def test_what_is_protected_anew_is_told_although_the_next_turn_has_begun(
     turn = play.turn
     play.capture("new", 8)
     play.make(0, 1, 2)
+    return turn
+
+
+def test_what_is_protected_anew_is_told_although_the_next_turn_has_begun(
+    play: Play, events: list[Event]
+) -> None:
+    turn = protected_anew_while_more_was_captured(play)
     assert play.turn > turn and play.attempts.pinned == "restored"
     for host in ("h1", "h2"):
         play.protecting.hear(host, parity_facts.RowsDropped(turn=turn))
@@ -743,14 +749,7 @@ def test_earlier_rows_that_a_coordinator_had_no_time_to_drop_are_dropped_by_the_
 def test_what_is_newer_and_protected_meanwhile_stands_for_it(
     play: Play, events: list[Event]
 ) -> None:
-    free_slot(play, 1)
-    restored(play)
-    play.protecting.ask(1)
-    play.protecting.hear("h1", rebuilt(orders(play)[0][1]))
-    play.tell_heads()
-    turn = play.turn
-    play.capture("new", 8)
-    play.make(0, 1, 2)
+    turn = protected_anew_while_more_was_captured(play)
     play.tell_heads()
     play.make(0, 1, 2)
     assert play.attempts.pinned is None
