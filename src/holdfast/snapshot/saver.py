@@ -353,7 +353,8 @@ class Saver:
             incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
             reason=reason, overtaken=bool(leaf), leaf=leaf,
         ))  # fmt: skip
-        if not capture.is_carried:
+        # Who waits for it is told at once if no keeper will; it holds again at the next save.
+        if not capture.is_carried or capture.keeper_lost:
             kind = CaptureOvertaken if leaf else SnapshotSkipped
             self._promises.fail(capture.step, kind(reason, leaf=leaf), captured=False)
 
