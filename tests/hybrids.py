@@ -29,6 +29,13 @@ def tiny(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(33, 70), nn.GELU(), nn.Linear(70, 7), nn.Linear(7, 33)).to(dtype)
 
 
+def wide(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """A dozen subgroups of 700 elements or somewhat more."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(33, 70), nn.GELU(), nn.Linear(70, 70), nn.Linear(70, 33)]
+    return nn.Sequential(*layers).to(dtype)
+
+
 def groups(of: nn.Module) -> list[dict[str, Any]]:
     """Weights decay, the others learn faster."""
     wide = [p for p in of.parameters() if p.ndim > 1]

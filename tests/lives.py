@@ -33,7 +33,7 @@ from torch import nn
 
 import holdfast
 from holdfast.events import ImageCaptured
-from holdfast.preemption.grace import PREEMPTED
+from holdfast.snapshot.messages import PREEMPTED
 from holdfast.snapshot.underway import Patience
 from launch import PR_SET_PDEATHSIG, PRELOADED
 from networks import enter

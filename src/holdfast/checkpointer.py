@@ -45,7 +45,7 @@ from holdfast.preemption.grace import Preemption, grace
 from holdfast.preemption.leaving import leave
 from holdfast.rules import Rules
 from holdfast.snapshot import messages as m
-from holdfast.snapshot.handle import SaveHandle
+from holdfast.snapshot.handle import DURABLE, SaveHandle
 from holdfast.snapshot.opened import opened
 from holdfast.state.choice import choose
 from holdfast.state.objects import State
@@ -125,6 +125,7 @@ class Checkpointer:
         self._fulfilled_by_last: list[SaveHandle] = []
         """What the last save was to fulfil, itself among it."""
         self._is_owed = False
+        self._retaken_at = -1
         self._updates_at_save = 0
         now_s = time.monotonic()
         self._dues = Due("storage", storage, now_s), Due("memory", memory, now_s)
@@ -227,7 +228,7 @@ class Checkpointer:
         """
         self._check_usable()
         step = step_number(step)
-        self._pace.learn(time.monotonic())
+        self._pace.learn(step, time.monotonic())
         preemption = self._preemption
         if preemption is not None and preemption.is_last(step, self._pace.step_s):
             handle = self._step(step, is_last=True)
@@ -240,8 +241,9 @@ class Checkpointer:
 
     def _step(self, step: int, *, is_last: bool) -> SaveHandle | None:
         durable, in_memory = (self._is_due(due, step) for due in self._dues)
+        durable = durable or is_last
         try:
-            durable = bool(self._carried_over()) or durable or is_last
+            durable = self._is_retaken(step, is_due=durable or in_memory) or durable
             if not (durable or in_memory):
                 return None
             return self._save(step, durable=durable, exact=False)
@@ -317,17 +319,34 @@ class Checkpointer:
             was_announced=due.is_timed and self._saver.announcing.take_announced(step, due.which),
         )  # fmt: skip
         if due.is_timed and world.rank == 0 and world.size > 1:
-            ahead = due.to_announce(step, now_s, self._pace.step_s)
+            ahead = due.to_announce(step, now_s, self._pace)
             if ahead is not None:
                 self._saver.announcing.announce(ahead, due.which)
         return is_due
 
-    def _carried_over(self) -> list[SaveHandle]:
-        """A durable save that no rank could take is due again at the next step."""
+    def _is_retaken(self, step: int, *, is_due: bool) -> bool:
+        """Whether a durable save that was missed is made good at ``step``.
+
+        At the next step that is saved at all, or else, of several ranks, at one that is announced:
+        when a keeper dies, some may have missed what others have not, and would save alone.
+        """
+        is_missed = bool(self._carried_over())
+        if self.world.size == 1:
+            return is_missed
+        self._saver.keep_in_touch()
+        announcing = self._saver.announcing
+        was_announced = announcing.take_announced(step, m.MISSED)
+        if is_missed and not (was_announced or is_due) and step >= self._retaken_at:
+            self._retaken_at = self._pace.ahead(step)
+            announcing.announce(self._retaken_at, m.MISSED)
+        return was_announced or (is_missed and is_due)
+
+    def _carried_over(self, *, at_end: bool = False) -> list[SaveHandle]:
+        """What a durable save that no rank could take was to fulfil: the next one is to."""
         handle = self._last_handle
         if handle is None or not handle.durable or handle in self._carried:
             return self._carried
-        if self._saver.previous_was_skipped():
+        if self._saver.previous_was_skipped(at_end=at_end) and handle.state != DURABLE:
             for missed in self._fulfilled_by_last:
                 missed.renew()
             self._carried += self._fulfilled_by_last
@@ -395,10 +414,26 @@ class Checkpointer:
         if self.storage is not None and not self._saver.is_fenced:
             self._retake_missed(deadline)
         self._saver.end_capture(timeout_s=timeout_s)
+        while True:
+            self._retake_carried(deadline)
+            try:
+                for handle in (self._last_handle, self._asked_again):
+                    if handle is not None and handle.durable:
+                        handle.wait_durable(max(0.0, deadline - time.monotonic()))
+            except SaveError:
+                if self._carried_over(at_end=True):
+                    continue  # its keeper died meanwhile
+                raise
+            return
+
+    def _retake_carried(self, deadline: float) -> None:
         pause_s = _RETRY_S
-        while self._carried_over():
+        while self._carried_over(at_end=True):
             if self._saver.updates != self._updates_at_save or time.monotonic() > deadline:
-                reason = SnapshotSkipped("no slot came free before the state went on; not saved")
+                reason = SnapshotSkipped(
+                    f"step {self._last_step} was to be durable, was missed, and could not be saved "
+                    "again before the state went on or time was up"
+                )
                 for carried in self._carried:
                     carried.fail(reason, captured=False)
                 raise reason
@@ -406,9 +441,6 @@ class Checkpointer:
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
             self.save(self._last_step or 0, durable=True)
             self._saver.end_capture(timeout_s=max(0.0, deadline - time.monotonic()))
-        for handle in (self._last_handle, self._asked_again):
-            if handle is not None and handle.durable:
-                handle.wait_durable(max(0.0, deadline - time.monotonic()))
 
     def _retake_missed(self, deadline: float) -> None:
         """The newest snapshot is to be durable at the end: it is taken again if it was missed.

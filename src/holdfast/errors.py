@@ -228,7 +228,9 @@ class SnapshotSkipped(SaveError):
         "Every slot was still being written to storage, a rank refused or died, or the keeper did "
         "not answer in time. All ranks skip a step together."
     )
-    remedy = "A durable save moves to the next step by itself. If it goes on: `holdfast report`."
+    remedy = (
+        "A durable save is made good by a later one by itself. If it goes on: `holdfast report`."
+    )
 
 
 class CaptureOvertaken(SaveError):

@@ -88,6 +88,8 @@ def test_a_gpt_under_fsdp2_is_updated_as_by_torch_and_goes_on_in_any_world(
 
 
 MAKES: tuple[Any, ...] = (HybridAdamW, partial(torch.optim.AdamW, fused=True))
+#: Room for three subgroups of the five that a rank has of two.
+BEYOND_MEMORY: dict[str, Any] = {"subgroup_elements": 700, "host_memory_bytes": 3 * 3 * 4096}
 
 
 def _inputs(step: int, *shape: int) -> torch.Tensor:
@@ -170,14 +172,48 @@ def _refused(rank: int, world: int) -> list[str]:
     return found
 
 
-def _on_meshes(rank: int, world: int) -> list[str]:
+def _beyond_memory(rank: int, world: int, root: str) -> list[str]:
+    """Shards of each rank lie in files of their own, are saved, and come back."""
+    mesh = init_device_mesh("cpu", (world,))
+    pairs: list[tuple[Any, Any]] = []
+    for make in (*MAKES, HybridAdamW):
+        model = hybrids.wide(seed=3)
+        fully_shard(model, mesh=mesh)
+        options = {**BEYOND_MEMORY, "storage_path": root} if make is HybridAdamW else {}
+        pairs.append((model, make(model.parameters(), 1e-3, **options)))
+    here, there, again = pairs
+    for step in range(4):
+        for model, optimizer in (here, there):
+            model(_inputs(step * world + rank, 3, 33)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = hybrids.differences(here, there)
+    if here[1]._tier._last[1].writes == ():
+        found.append("all of it was in memory")
+    holdfast.save(f"{root}/run", {"model": here[0], "optimizer": here[1]}, step=4)
+    holdfast.load(f"{root}/run", {"model": again[0], "optimizer": again[1]})
+    return found + hybrids.differences(again, there)
+
+
+def _on_meshes(rank: int, world: int, root: str) -> list[str]:
     return [
-        *_changed_by_others(rank, world), *_sequence_parallel(rank, world), *_refused(rank, world)
+        *_changed_by_others(rank, world), *_sequence_parallel(rank, world), *_refused(rank, world),
+        *_beyond_memory(rank, world, root),
     ]  # fmt: skip
 
 
-def test_parameters_on_a_mesh_follow_others_and_their_gradients_are_reduced() -> None:
-    assert run_ranks(2, _on_meshes) == [[], []]
+def test_parameters_on_a_mesh_follow_others_and_their_gradients_are_reduced(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(2, _on_meshes, str(tmp_path)) == [[], []]
+    pairs = []
+    for make in MAKES:  # and in a world of one
+        model = hybrids.wide(seed=4)
+        options = {**BEYOND_MEMORY, "storage_path": tmp_path} if make is HybridAdamW else {}
+        optimizer = make(model.parameters(), 1e-3, **options)
+        holdfast.load(tmp_path / "run", {"model": model, "optimizer": optimizer})
+        pairs.append((model, optimizer))
+    assert hybrids.differences(pairs[0], pairs[1]) == []
 
 
 def _ddp(rank: int, world: int, options: dict[str, Any], early: bool | None) -> list[str]:

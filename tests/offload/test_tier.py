@@ -25,23 +25,16 @@ PART = 3 * 4096
 TIGHT, ROOMY = 3 * PART, 5 * PART
 
 
-def wide(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    """A dozen subgroups."""
-    torch.manual_seed(seed)
-    layers = [nn.Linear(33, 70), nn.GELU(), nn.Linear(70, 70), nn.Linear(70, 33)]
-    return nn.Sequential(*layers).to(dtype)
-
-
 def tiered(
     path: Path, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any
 ) -> tuple[nn.Module, HybridAdamW]:
-    model = wide(dtype, seed)
+    model = hybrids.wide(dtype, seed)
     given = {"subgroup_elements": 700, "host_memory_bytes": TIGHT, "storage_path": path, **options}
     return model, HybridAdamW(model.parameters(), 1e-2, **given)
 
 
 def plain(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, HybridAdamW]:
-    model = wide(dtype)
+    model = hybrids.wide(dtype)
     return model, HybridAdamW(model.parameters(), 1e-2, subgroup_elements=700, **options)
 
 
@@ -64,7 +57,7 @@ def test_other_kernels_and_options_are_the_same_too(tmp_path: Path) -> None:
     hybrids.train(*here, range(4), clip=0.1, micro=2, clips_itself=True)
     hybrids.train(*there, range(4), clip=0.1, micro=2, clips_itself=True)
     assert hybrids.differences(here, there) == []
-    one, other = wide(), wide()
+    one, other = hybrids.wide(), hybrids.wide()
     options: Any = {"host_memory_bytes": TIGHT, "storage_path": tmp_path}
     ours = HybridSGD(one.parameters(), 0.1, momentum=0.9, subgroup_elements=1000, **options)
     theirs = HybridSGD(other.parameters(), 0.1, momentum=0.9)

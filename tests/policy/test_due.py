@@ -34,16 +34,28 @@ def test_among_several_ranks_the_clock_is_obeyed_only_by_announcement() -> None:
     due = Due("storage", Every(minutes=1), 0.0)
     assert due_steps(due, range(100), 60.0, is_alone=False) == []
     assert due.is_due(100, None, 6000.0, was_announced=True, is_alone=False)
-    assert due.to_announce(101, 6059.0, 1.0) is None  # the minute begins anew
+    assert due.to_announce(101, 6059.0, Pace()) is None  # the minute begins anew
 
 
 def test_a_save_is_announced_half_a_second_ahead_and_at_least_two_steps() -> None:
-    for step_s, ahead in ((10.0, 2), (0.1, 6), (0.0, 501)):
-        due = Due("storage", Every(minutes=1), 0.0)
-        assert due.to_announce(7, 59.0, step_s) is None
-        assert due.to_announce(7, 60.0, step_s) == 7 + ahead
-        assert due.to_announce(8, 61.0, step_s) is None  # until that step has passed
-        assert due.to_announce(8 + ahead, 61.0, step_s) == 8 + 2 * ahead
+    for step_s, ahead in ((10.0, 2), (0.125, 5), (0.0, 501)):
+        due, pace = Due("storage", Every(minutes=1), 0.0), Pace()
+        for step in range(7):
+            pace.learn(step, step * step_s)
+        assert due.to_announce(7, 59.0, pace) is None
+        assert due.to_announce(7, 60.0, pace) == 7 + ahead
+        assert due.to_announce(8, 61.0, pace) is None  # until that step has passed
+        assert due.to_announce(8 + ahead, 61.0, pace) == 8 + 2 * ahead
+
+
+def test_where_not_every_step_is_told_of_so_many_of_those_that_are_lie_between() -> None:
+    pace = Pace()
+    assert pace.ahead(7) == 9
+    for step in range(0, 70, 10):
+        pace.learn(step, step / 100)
+    assert pace.ahead(70) == 70 + 10 * 6
+    pace.learn(60, 0.7)  # once more
+    assert pace.ahead(70) == 70 + 10 * 6
 
 
 def test_the_last_step_is_the_next_one_where_ranks_can_still_hear_of_it() -> None:
@@ -58,9 +70,9 @@ def test_the_last_step_is_the_next_one_where_ranks_can_still_hear_of_it() -> Non
 def test_the_pace_is_that_of_the_last_steps() -> None:
     pace = Pace()
     assert pace.step_s == 1.0
-    for now_s in (0.0, 100.0, 200.0):
-        pace.learn(now_s)
+    for step, now_s in enumerate((0.0, 100.0, 200.0)):
+        pace.learn(step, now_s)
     assert pace.step_s == 100.0
     for step in range(20):
-        pace.learn(300.0 + step * 0.5)
+        pace.learn(3 + step, 300.0 + step * 0.5)
     assert pace.step_s == 0.5

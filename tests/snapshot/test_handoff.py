@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
+from coordinators import CAPTURE_S, GRANT_S, Actions, Keeper, granted, of, table, told
 from holdfast.geometry.layout import merge, table_from_json
 from holdfast.snapshot import messages as m
 from holdfast.snapshot.actions import (
@@ -108,6 +108,67 @@ def test_a_rank_that_cannot_save_a_step_keeps_nobody_waiting() -> None:
     for step in range(7, 100):
         keeper.c.decline(1, step, "a lambda")
     assert len(keeper.c._asks._declined) < 20
+
+
+def test_what_a_rank_declines_because_its_keeper_died_it_may_ask_for_again() -> None:
+    keeper = Keeper()
+    keeper.ask(0, 5)
+    (skip,) = told(keeper.c.decline(1, 5, "its keeper went away", is_passing=True), m.Skip)
+    assert (skip.step, skip.is_passing) == (5, True)
+    assert keeper.ask(1, 5) == []
+    assert granted(keeper.ask(0, 5))
+    for step in range(6, 100):
+        keeper.c.decline(1, step, "its keeper went away", is_passing=True)
+    assert len(keeper.c._asks._told) < 20
+
+
+def test_nobody_waits_for_a_rank_that_has_closed_unless_it_comes_back() -> None:
+    keeper = Keeper()
+    keeper.ask(0, 5)
+    (skip,) = told(keeper.c.leaving(1), m.Skip)
+    assert (skip.step, skip.is_passing) == (5, False)
+    assert "ranks [1] have closed" in skip.reason
+    (skip,) = told(keeper.ask(0, 6), m.Skip)
+    assert (skip.step, skip.is_passing) == (6, False)
+    keeper.c.join(1, keeper.writer(1))
+    keeper.ask(0, 7)
+    assert granted(keeper.ask(1, 7))
+    keeper.c.leaving(1)
+    keeper.begin(2, 2)
+    keeper.c.adopt(0.0)
+    keeper.ask(0, 7)
+    assert granted(keeper.ask(1, 7))
+
+
+# ── announcing ───────────────────────────────────────────────────────────────────────────────
+
+
+def announced(actions: Actions) -> list[tuple[int, str]]:
+    return [(one.step, one.which) for one in told(actions, m.Announced)]
+
+
+def test_a_save_is_announced_only_when_every_rank_hears_of_it() -> None:
+    keeper = Keeper()
+    assert announced(keeper.c.announce(8, "storage")) == [(8, "storage")]
+    keeper.c.lost(1)
+    assert keeper.c.announce(10, "storage") == []
+    assert keeper.c.announce(10, m.MISSED) == []
+    assert announced(keeper.c.announce(10, m.PREEMPTED)) == [(10, m.PREEMPTED)]
+    keeper.c.join(1, keeper.writer(1))
+    assert announced(keeper.c.announce(10, m.MISSED)) == [(10, m.MISSED)]
+
+
+def test_what_several_ranks_missed_is_announced_once_until_it_was_asked_for() -> None:
+    keeper = Keeper()
+    assert announced(keeper.c.announce(10, m.MISSED)) == [(10, m.MISSED)]
+    assert keeper.c.announce(11, m.MISSED) == []
+    assert announced(keeper.c.announce(11, "memory")) == [(11, "memory")]
+    keeper.ask(0, 9)
+    assert keeper.c.announce(12, m.MISSED) == []
+    keeper.ask(0, 10)
+    assert announced(keeper.c.announce(12, m.MISSED)) == [(12, m.MISSED)]
+    keeper.begin(2, 2)
+    assert announced(keeper.c.announce(3, m.MISSED)) == [(3, m.MISSED)]
 
 
 def test_the_layout_is_told_once_and_again_to_a_rank_that_came_back() -> None:

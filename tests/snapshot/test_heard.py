@@ -56,3 +56,13 @@ def test_a_second_grant_for_one_request_is_abandoned(heard: Heard) -> None:
     answer = heard.hear(grant(5, 1, "b"), capture, PLACE)
     assert isinstance(answer, m.Abandon) and answer.attempt == "b"
     assert isinstance(capture.answer, m.Grant) and capture.answer.attempt == "a"
+
+
+def test_an_announced_step_that_is_passed_over_is_meant_by_the_next_one(heard: Heard) -> None:
+    for step, which in ((12, "storage"), (13, "storage"), (30, "storage"), (5, "memory")):
+        heard.hear(m.Announced(step=step, which=which), None, PLACE)
+    assert not heard.take_announced(11, "storage")
+    assert heard.take_announced(20, "storage")
+    assert not heard.take_announced(29, "storage")
+    assert heard.take_announced(30, "storage") and heard.take_announced(30, "memory")
+    assert heard.announced == set()

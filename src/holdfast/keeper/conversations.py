@@ -282,6 +282,8 @@ class Conversations:
     async def _goodbye(self, connection: Connection, _: m.Goodbye, seq: int) -> None:
         connection.said_goodbye = True
         self.goodbyes.append((connection, seq))
+        if connection.rank is not None:
+            self.executor.carry_out(self.coordinator.leaving(connection.rank))
 
     # ── saves ────────────────────────────────────────────────────────────────────────────
 
@@ -317,7 +319,9 @@ class Conversations:
 
     async def _decline(self, connection: Connection, message: m.Decline, _: int) -> None:
         rank = self.ranks.require(connection)
-        self.executor.carry_out(self.coordinator.decline(rank, message.step, message.reason))
+        self.executor.carry_out(self.coordinator.decline(
+            rank, message.step, message.reason, is_passing=message.is_passing
+        ))  # fmt: skip
 
     async def _withdraw(self, connection: Connection, message: m.Withdraw, _: int) -> None:
         rank = self.ranks.require(connection)
@@ -330,8 +334,7 @@ class Conversations:
             self.executor.carry_out(self.coordinator.make_durable(message.step))
 
     async def _announce(self, _: Connection, message: m.Announce, __: int) -> None:
-        announced = m.Announced(step=message.step, which=message.which)
-        self.executor.carry_out([Tell(announced)])
+        self.executor.carry_out(self.coordinator.announce(message.step, message.which))
 
     async def _explain(self, _: Connection, message: m.Explain, __: int) -> m.Message:
         return m.Explanation(text=self.coordinator.explain(message.step))

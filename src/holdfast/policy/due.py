@@ -40,11 +40,11 @@ class Due:
             self._timed_at_s = now_s
         return by_time or self._policy.is_due_by_steps(step, last_step)
 
-    def to_announce(self, step: int, now_s: float, pace_s: float) -> int | None:
+    def to_announce(self, step: int, now_s: float, pace: Pace) -> int | None:
         """On rank 0 of several: the step to announce, when the time has come at ``step``."""
         if step <= self._announced_until or not self._is_time(now_s):
             return None
-        self._announced_until = step + max(2, int(ANNOUNCE_AHEAD_S / max(1e-3, pace_s)) + 1)
+        self._announced_until = pace.ahead(step)
         return self._announced_until
 
     def _is_time(self, now_s: float) -> bool:
@@ -65,10 +65,21 @@ class Pace:
 
     def __init__(self) -> None:
         self._times_s: list[float] = []
+        self._step: int | None = None
+        self._stride = 1
+        """Between two steps that are told of: not every one need be."""
 
-    def learn(self, now_s: float) -> None:
-        """A step ends."""
+    def learn(self, step: int, now_s: float) -> None:
+        """``step`` ends."""
+        if self._step is not None and step > self._step:
+            self._stride = step - self._step
+        self._step = step
         self._times_s = [*self._times_s[1 - _REMEMBERED_STEPS :], now_s]
+
+    def ahead(self, step: int) -> int:
+        """One that every rank can still be told of when ``step`` ends here."""
+        ends = max(2, int(ANNOUNCE_AHEAD_S / max(1e-3, self.step_s)) + 1)
+        return step + ends * self._stride
 
     @property
     def step_s(self) -> float:

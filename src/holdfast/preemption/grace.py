@@ -21,10 +21,9 @@ from holdfast.errors import UsageError
 from holdfast.policy.arguments import duration_s
 from holdfast.policy.due import step_ahead
 from holdfast.preemption.signals import Caught
+from holdfast.snapshot.messages import PREEMPTED
 from holdfast.snapshot.saver import Saver
 
-#: What is announced, beside the policies' names.
-PREEMPTED = "preempted"
 _AGAIN_S, _LOOK_S = 0.5, 0.05
 _SAID_S = 10.0
 #: Of the grace, so much is for training to come to its last step; then memory stands for it.

@@ -34,22 +34,48 @@ class Asks:
         self._world = world
         self._by_step: dict[int, _Asked] = {}
         self._declined: dict[int, tuple[str, bool]] = {}
+        self._told: dict[int, set[int]] = {}
+        """Of declined steps that may yet be saved: who knows that they were, and may ask again."""
+        self.newest = -1
+        """The latest step that any rank asked for."""
         self._put_off: PutOff | None = None
 
     def add(self, rank: int, ask: m.Ask, now_s: float) -> None:
         """A rank wants to capture a step."""
+        self.newest = max(self.newest, ask.step)
         self._by_step.setdefault(ask.step, _Asked(now_s)).by_rank[rank] = ask
 
-    def decline(self, step: int, reason: str, *, is_passing: bool = False) -> bool:
-        """Some rank cannot save this step, and so nobody can; whether anybody had asked."""
+    def decline(
+        self, step: int, reason: str, *, is_passing: bool = False, by: int | None = None
+    ) -> bool:
+        """Some rank cannot save this step, and so nobody can; whether anybody had asked.
+
+        ``is_passing``: until one that is told now, or is told this ``by``, asks for it again.
+        """
         self._declined[step] = reason, is_passing
+        if is_passing:
+            asked = self._by_step.get(step)
+            self._told.setdefault(step, set()).update(asked.by_rank if asked else ())
+            self._told[step] |= set() if by is None else {by}
         for old in sorted(self._declined)[:-_DECLINED_STEPS]:
-            del self._declined[old]
+            self._allow(old)
         return self.drop_step(step)
 
-    def why_declined(self, step: int) -> tuple[str, bool] | None:
-        """Why nobody can save this step, and whether that passes; None when they can."""
-        return self._declined.get(step)
+    def why_declined(self, step: int, rank: int) -> tuple[str, bool] | None:
+        """Why ``rank``, which asks, and all others cannot save this step, and whether that passes.
+
+        None when they can.
+        """
+        if rank in self._told.get(step, ()):
+            self._allow(step)
+        declined = self._declined.get(step)
+        if declined is not None and declined[1]:
+            self._told[step].add(rank)
+        return declined
+
+    def _allow(self, step: int) -> None:
+        del self._declined[step]
+        self._told.pop(step, None)
 
     def put_off(self, step: int, asks: Mapping[int, m.Ask], since_s: float) -> None:
         """This very step is wanted, and decided again when a slot comes free."""

@@ -21,8 +21,8 @@ from holdfast.snapshot.underway import Capture
 class Worker(Protocol):
     """Whoever takes the captures that are queued."""
 
-    def work_off(self, capture: Capture) -> None:
-        """Take this one."""
+    def work_off(self, capture: Capture | None) -> None:
+        """Take this one; None: see to the keeper."""
         ...
 
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class Work(queue.SimpleQueue["tuple[S, Capture] | None"], Generic[S]):
+class Work(queue.SimpleQueue["tuple[S, Capture | None] | None"], Generic[S]):
     """Captures to take, each with who takes it; None: no more will come."""
 
 

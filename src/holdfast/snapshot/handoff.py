@@ -44,6 +44,10 @@ class Coordinator(Storing):
         self._is_pin_asked = False
         """Whether the ranks said what they restore from, in this incarnation."""
         self._owes = False
+        self._leaving: set[int] = set()
+        """Ranks that save no more: they said goodbye, and wait for the others to."""
+        self._retaken_at = -1
+        """The step that was announced last for a durable save that was missed."""
 
     # ── what a new keeper finds ──────────────────────────────────────────────────────────
 
@@ -147,6 +151,8 @@ class Coordinator(Storing):
         self._parent = None
         self._joined.clear()
         self._asks = Asks(world)
+        self._retaken_at = -1
+        self._leaving.clear()
         self._layouts = Layouts()
         return actions
 
@@ -182,6 +188,7 @@ class Coordinator(Storing):
         """
         actions = self.lost(rank) if rank in self._joined else []
         self._joined[rank] = writer
+        self._leaving.discard(rank)
         self._layouts.told = ""
         if not is_copying:
             self.slots.stopped_all(writer, rank, self.incarnation)
@@ -238,9 +245,12 @@ class Coordinator(Storing):
         self._now_s = now_s
         if rank not in self._joined:
             return []
+        if self._leaving:
+            return skip(ask.step, self._why_leaving(), is_passing=False)
         if self.away:  # whoever asks for this step when they are back is not to wait for us
-            self._asks.decline(ask.step, self._why_away(), is_passing=True)
-        declined = self._asks.why_declined(ask.step)
+            self._asks.decline(ask.step, self._why_away(), is_passing=True, by=rank)
+            return skip(ask.step, self._why_away())
+        declined = self._asks.why_declined(ask.step, rank)
         if declined is not None:
             reason, is_passing = declined
             return skip(ask.step, reason, is_passing=is_passing)
@@ -269,11 +279,43 @@ class Coordinator(Storing):
             return self._decide(*complete, now_s)
         return skip_all(self._asks.take_missed())
 
-    def decline(self, rank: int, step: int, reason: str) -> list[Action]:
-        """A rank cannot save this step: whoever waits for it is told so."""
+    def decline(
+        self, rank: int, step: int, reason: str, *, is_passing: bool = False
+    ) -> list[Action]:
+        """A rank cannot save this step: whoever waits for it is told so.
+
+        ``is_passing``: unless it asks for it after all.
+        """
         reason = f"rank {rank} could not save it: {reason}"
-        had_asked = self._asks.decline(step, reason)
-        return skip(step, reason, is_passing=False) if had_asked else []
+        had_asked = self._asks.decline(step, reason, is_passing=is_passing, by=rank)
+        return skip(step, reason, is_passing=is_passing) if had_asked else []
+
+    def leaving(self, rank: int) -> list[Action]:
+        """A rank saves no more: nobody is to wait for it."""
+        self._leaving.add(rank)
+        actions: list[Action] = []
+        for step in self._asks.steps():
+            self._asks.drop_step(step)
+            actions += skip(step, self._why_leaving(), is_passing=False)
+        return actions
+
+    def _why_leaving(self) -> str:
+        return f"ranks {sorted(self._leaving)} have closed their Checkpointer"
+
+    def announce(self, step: int, which: str) -> list[Action]:
+        """A rank says that ``which`` is due at ``step``: all ranks are told.
+
+        Not while one of them could not hear it: it would not save then, and the others would wait
+        for it. What was ``MISSED`` is due once, however many ranks say so.
+        """
+        if which != m.PREEMPTED:
+            if self.away or len(self._joined) < self.world:
+                return []
+            if which == m.MISSED:
+                if self._retaken_at > self._asks.newest:
+                    return []
+                self._retaken_at = step
+        return [Tell(m.Announced(step=step, which=which))]
 
     # ── capturing ────────────────────────────────────────────────────────────────────────
 

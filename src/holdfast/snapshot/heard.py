@@ -12,6 +12,7 @@ from holdfast.errors import CaptureOvertaken, NotProtected, PersistFailed, Snaps
 from holdfast.events import PersistBroke, SnapshotNotProtected, emit
 from holdfast.geometry.layout import Layout
 from holdfast.snapshot import messages as m
+from holdfast.snapshot.handle import DURABLE
 from holdfast.snapshot.promises import Promises
 from holdfast.snapshot.underway import Capture, Place
 from holdfast.snapshot.unlike import events_of
@@ -61,16 +62,21 @@ class Heard:
         """The keeper went away; the next save starts another."""
         self.is_silent = False  # the next one has not been asked yet
         why = f"the keeper went away: {reason}"
+        if current is not None and current.handle.state != DURABLE:
+            current.durable_lost = current.durable
         if current is not None and (not current.resolved.is_set() or current.is_kept_nowhere):
             current.keeper_lost = True
             current.call_off(why)
         self._promises.fail_all(why)
 
     def take_announced(self, step: int, which: str) -> bool:
-        """Whether the policy ``which`` was announced for ``step``; asked once."""
-        was_announced = (step, which) in self.announced
-        self.announced.discard((step, which))
-        return was_announced
+        """Whether the policy ``which`` was announced for ``step``, or one passed over; asked once.
+
+        Steps need not follow on each other, so the one that was announced may never come.
+        """
+        found = {one for one in tuple(self.announced) if one[0] <= step and one[1] == which}
+        self.announced -= found
+        return bool(found)
 
     def _aborted(self, current: Capture | None, message: m.Aborted) -> None:
         if current is not None and self._is_of_an_earlier_try(current, message):
@@ -79,6 +85,7 @@ class Heard:
         self._promises.fail(message.step, kind(message.reason, leaf=message.leaf), captured=False)
         if current is None or current.step != message.step:
             return
+        current.durable_lost = current.durable and not message.overtaken
         if current.answer is None:
             current.answer = message
             current.answered.set()

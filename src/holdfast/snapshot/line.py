@@ -62,6 +62,11 @@ class Line:
         """Whether a try failed shortly before: saves are many, and each would make another."""
         return not self.is_open and time.monotonic() < self._next_try_s
 
+    @property
+    def is_to_be_tried(self) -> bool:
+        """Whether it broke, and another try is due."""
+        return self.is_up and not (self.is_open or self.rests or self._is_over)
+
     def ensure_for_save(self) -> KeeperClient:
         """The same, but KeeperError at once while the line ``rests``."""
         if self.rests:

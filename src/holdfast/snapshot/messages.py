@@ -184,6 +184,8 @@ class Decline(Message, frozen=True, kw_only=True):
 
     step: int
     reason: str
+    is_passing: bool = False
+    """Whether it may save it yet: when it asks for it again."""
 
 
 class MakeDurable(Message, frozen=True, kw_only=True):
@@ -191,6 +193,10 @@ class MakeDurable(Message, frozen=True, kw_only=True):
 
     step: int
     newest: bool = False
+
+
+#: What ranks announce beside their policies' names: a last step, and a durable save once more.
+PREEMPTED, MISSED = "preempted", "missed"
 
 
 class Announce(Message, frozen=True, kw_only=True):

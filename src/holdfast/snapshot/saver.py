@@ -221,11 +221,14 @@ class Saver:
         """Wait until the capture under way is told to the keeper, or was given up; if it was."""
         return self._current is None or self._current.resolved.wait(timeout_s)
 
-    def previous_was_skipped(self) -> bool:
-        """Whether no rank captured the save before: known alike on every rank by now."""
+    def previous_was_skipped(self, *, at_end: bool = False) -> bool:
+        """Whether no rank captured the save before.
+
+        ``at_end``: or it is not durable because a keeper was lost, as every rank knows by now.
+        """
         self._wait_previous()
         capture = self._current
-        return capture is not None and capture.is_carried
+        return capture is not None and (capture.is_carried or (at_end and capture.durable_lost))
 
     def explain(self, step: int) -> str:
         """In words: what the save of ``step`` waits for."""
@@ -301,8 +304,11 @@ class Saver:
 
     # ── on the worker ────────────────────────────────────────────────────────────────────
 
-    def work_off(self, capture: Capture) -> None:
-        """Take a snapshot, whatever comes; on the worker."""
+    def work_off(self, capture: Capture | None) -> None:
+        """Take a snapshot, whatever comes; None: see to the keeper. On the worker."""
+        if capture is None:
+            self._replace_keeper()
+            return
         try:
             self._take(capture)
         except Exception as error:  # the worker must live on: training depends on its fence
@@ -360,6 +366,20 @@ class Saver:
 
     # ── the keeper ───────────────────────────────────────────────────────────────────────
 
+    def keep_in_touch(self) -> None:
+        """Have a keeper that went away replaced, behind this: ranks hear of each other by it."""
+        if self._line.is_to_be_tried and self._work.empty() and not self.is_fenced:
+            self._work.put((self, None))
+
+    def _replace_keeper(self) -> None:
+        """Before the next save, as others may wait for what this rank asked the one before."""
+        with contextlib.suppress(HoldfastError):
+            client = self._line.ensure_for_save()
+            lost = self._current
+            if lost is not None and lost.keeper_lost and not isinstance(lost.answer, m.Grant):
+                reason = "its keeper went away"
+                client.send(m.Decline(step=lost.step, reason=reason, is_passing=True))
+
     def _take_place(self) -> KeeperClient:
         try:
             client = self._connect(
@@ -384,3 +404,5 @@ class Saver:
             incarnation=self.place.incarnation, rank=self.place.rank, reason=reason
         ))  # fmt: skip
         self._heard.lost(reason, self._current)
+        if self.place.world > 1:
+            self.keep_in_touch()

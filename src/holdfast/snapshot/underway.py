@@ -66,6 +66,9 @@ class Capture:
     """Number of the request for its slot."""
     called_off: str = ""
     keeper_lost: bool = False
+    """Whether a keeper was missing before this rank knew what came of it."""
+    durable_lost: bool = False
+    """Whether a keeper, or another rank, was lost before it was durable, as it was to be."""
     copied: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
     _sharing: Sharing | None = None
