@@ -54,6 +54,8 @@ from holdfast.storage.open import normal_root, open_store
 from holdfast.world import World, current_world, host_id, refuse_rank_without_group, tell_all
 
 _RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
+#: How long a save at the end is tried again whose keeper was lost.
+_LOST_S = 60.0
 _HANG_UP_S = 5.0
 #: How long a close waits for the last events to be written.
 _LAST_EVENTS_S = 5.0
@@ -127,6 +129,8 @@ class Checkpointer:
         self._is_owed = False
         self._retaken_at = -1
         self._updates_at_save = 0
+        self._ended: tuple[int | None, int] = None, 0
+        """The last step that was told of, and how many updates there were by then."""
         now_s = time.monotonic()
         self._dues = Due("storage", storage, now_s), Due("memory", memory, now_s)
         self._pace = Pace()
@@ -229,6 +233,7 @@ class Checkpointer:
         self._check_usable()
         step = step_number(step)
         self._pace.learn(step, time.monotonic())
+        self._ended = step, self._saver.updates
         preemption = self._preemption
         if preemption is not None and preemption.is_last(step, self._pace.step_s):
             handle = self._step(step, is_last=True)
@@ -296,6 +301,8 @@ class Checkpointer:
                 return self._asked_again
         carried = list(self._carried_over())
         durable = durable or bool(carried) or self._is_owed
+        for one in carried:
+            one.renew()
         handle = self._saver.save(step, durable=durable, exact=exact, carried=carried)
         self._carried.clear()
         self._fulfilled_by_last = [*carried, handle]
@@ -335,23 +342,24 @@ class Checkpointer:
             return is_missed
         self._saver.keep_in_touch()
         announcing = self._saver.announcing
-        was_announced = announcing.take_announced(step, m.MISSED)
+        was_announced = announcing.take_announced(step, m.MISSED, after=self._last_step)
         if is_missed and not (was_announced or is_due) and step >= self._retaken_at:
             self._retaken_at = self._pace.ahead(step)
             announcing.announce(self._retaken_at, m.MISSED)
         return was_announced or (is_missed and is_due)
 
-    def _carried_over(self, *, at_end: bool = False) -> list[SaveHandle]:
+    def _carried_over(self) -> list[SaveHandle]:
         """What a durable save that no rank could take was to fulfil: the next one is to."""
         handle = self._last_handle
         if handle is None or not handle.durable or handle in self._carried:
             return self._carried
-        if self._saver.previous_was_skipped(at_end=at_end) and handle.state != DURABLE:
-            for missed in self._fulfilled_by_last:
-                missed.renew()
-            self._carried += self._fulfilled_by_last
-            self._last_handle = None
+        if self._saver.previous_was_skipped() and handle.state != DURABLE:
+            self._carry()
         return self._carried
+
+    def _carry(self) -> None:
+        self._carried += self._fulfilled_by_last
+        self._last_handle = None
 
     def _check_usable(self, *, poison_is_fine: bool = False) -> None:
         if self._process != os.getpid():
@@ -414,33 +422,58 @@ class Checkpointer:
         if self.storage is not None and not self._saver.is_fenced:
             self._retake_missed(deadline)
         self._saver.end_capture(timeout_s=timeout_s)
-        while True:
-            self._retake_carried(deadline)
-            try:
-                for handle in (self._last_handle, self._asked_again):
-                    if handle is not None and handle.durable:
-                        handle.wait_durable(max(0.0, deadline - time.monotonic()))
-            except SaveError:
-                if self._carried_over(at_end=True):
-                    continue  # its keeper died meanwhile
+        self._retake_carried(deadline)
+        try:
+            self._wait_promised(deadline)
+        except SaveError:
+            if self._last_handle is None or not self._saver.previous_was_lost:
                 raise
-            return
+            self._retake_lost(self._last_handle.step, min(deadline, time.monotonic() + _LOST_S))
+
+    def _wait_promised(self, deadline: float) -> None:
+        for handle in (self._last_handle, self._asked_again):
+            if handle is not None and handle.durable:
+                handle.wait_durable(max(0.0, deadline - time.monotonic()))
+
+    def _retake_lost(self, step: int, deadline: float) -> None:
+        """Its keeper died before ``step`` was durable. Once: the next one may be lost too."""
+        left_s = max(0.0, deadline - time.monotonic())
+        if self._saver.is_whole(step, timeout_s=left_s):
+            self._asked_again, self._last_handle = self._saver.make_durable(step), None
+        else:
+            self._carry()
+            self._retake_carried(deadline)
+        self._wait_promised(deadline)
 
     def _retake_carried(self, deadline: float) -> None:
         pause_s = _RETRY_S
-        while self._carried_over(at_end=True):
-            if self._saver.updates != self._updates_at_save or time.monotonic() > deadline:
-                reason = SnapshotSkipped(
-                    f"step {self._last_step} was to be durable, was missed, and could not be saved "
-                    "again before the state went on or time was up"
-                )
-                for carried in self._carried:
-                    carried.fail(reason, captured=False)
-                raise reason
+        while self._carried_over():
+            step = self._step_of_state()
+            if step is None or time.monotonic() > deadline:
+                raise self._missed_for_good()
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
-            self.save(self._last_step or 0, durable=True)
+            if all(carried.state == DURABLE for carried in self._carried):
+                self._carried.clear()  # the next keeper found it whole
+                return
+            self.save(step, durable=True)
             self._saver.end_capture(timeout_s=max(0.0, deadline - time.monotonic()))
+
+    def _step_of_state(self) -> int | None:
+        """The step whose state is still there; None when it went on."""
+        saved = self._last_step, self._updates_at_save
+        found = [step for step, updates in (saved, self._ended) if updates == self._saver.updates]
+        return max((step for step in found if step is not None), default=None)
+
+    def _missed_for_good(self) -> SnapshotSkipped:
+        last = next((one.failure for one in reversed(self._carried) if one.failure), None)
+        reason = SnapshotSkipped(
+            f"step {self._last_step} was to be durable, was missed, and could not be saved again "
+            f"before the state went on or time was up{f' ({last})' if last else ''}"
+        )
+        for carried in self._carried:
+            carried.fail(reason, captured=False)
+        return reason
 
     def _retake_missed(self, deadline: float) -> None:
         """The newest snapshot is to be durable at the end: it is taken again if it was missed.

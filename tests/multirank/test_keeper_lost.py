@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import Every, events
+from holdfast.snapshot import client
 from holdfast.snapshot.copier import Copier
 from holdfast.testing.faults import Hosts
 from launch import run_ranks
@@ -159,6 +161,100 @@ def test_the_last_save_of_all_is_taken_again_on_all_ranks(
     run_ranks(2, _closes, tmp_path, arena_dir, name, hosts, loses)
     with holdfast.open(tmp_path / "run") as found:
         assert found.step == FIRST
+
+
+def _closes_behind_captures(rank: int, world: int, root: Path, arena: Path) -> None:
+    os.environ["HOLDFAST_HOST_ID"] = "a"
+    for number in range(4):
+        _, state = build("ddp", seed=1)
+        checkpointer = holdfast.Checkpointer(root / f"run-{number}", state, memory=None)
+        checkpointer.save(FIRST - 1).wait_captured(60)
+        handle = checkpointer.save(FIRST, durable=True)
+        assert checkpointer._saver.end_capture(timeout_s=60)
+        dist.barrier()
+        if rank == 0:
+            time.sleep(0.004 * number)
+            Hosts(arena).kill_keeper("a")
+        checkpointer.close(60)
+        assert handle.state == "durable"
+        dist.barrier()
+
+
+def test_a_keeper_that_dies_while_it_writes_or_takes_leave_is_replaced_before_the_end(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run_ranks(2, _closes_behind_captures, tmp_path, arena_dir)
+    for number in range(4):
+        with holdfast.open(tmp_path / f"run-{number}") as found:
+            assert found.step == FIRST
+
+
+def _cannot_start_one(rank: int, world: int, root: Path, arena: Path) -> bool:
+    os.environ["HOLDFAST_HOST_ID"] = "a"
+    model, state = build("ddp", seed=1)
+    failing = [OSError(errno.ENOMEM, "Cannot allocate memory")]
+    start = client.start_keeper
+
+    def starts(*given: Any, **options: Any) -> Any:
+        if failing:
+            raise failing.pop()
+        return start(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        checkpointer = holdfast.Checkpointer(root / "run", state, memory=Every(steps=1))
+        checkpointer.save(FIRST).wait_captured(60)
+        patch.setattr(client, "start_keeper", starts)
+        dist.barrier()
+        if rank == 0:
+            Hosts(arena).kill_keeper("a")
+        said: list[str] = []
+        while not said or said[-1] != "captured":
+            train(model, state, range(FIRST + len(said) + 1, FIRST + len(said) + 2))
+            dist.barrier()
+            handle = checkpointer.step(FIRST + len(said) + 1)
+            assert handle is not None
+            checkpointer._saver.end_capture(timeout_s=60)
+            dist.barrier()
+            try:
+                handle.wait_captured(10)
+                said.append("captured")
+            except holdfast.SnapshotSkipped:
+                said.append("missed")
+            time.sleep(0.1)
+        checkpointer.close(60)
+    return not failing
+
+
+def test_a_keeper_that_cannot_be_started_once_costs_saves_and_not_the_worker(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    assert any(run_ranks(2, _cannot_start_one, tmp_path, arena_dir))
+
+
+def _waits_for_it(rank: int, world: int, root: Path, arena: Path) -> str:
+    os.environ["HOLDFAST_HOST_ID"] = "a"
+    moment = Asked(root, arena, rank, "a")
+    model, state = build("ddp", seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        checkpointer = holdfast.Checkpointer(root / "run", state, memory=None)
+        checkpointer.save(FIRST - 1).wait_captured(60)
+        moment.save(checkpointer, patch)
+    missed = checkpointer._last_handle
+    assert missed is not None and checkpointer._saver.end_capture(timeout_s=60)
+    train(model, state, range(FIRST + 1, FIRST + 2))
+    assert checkpointer.step(FIRST + 1) is None  # nothing is due
+    try:
+        missed.wait_durable()
+    except holdfast.SnapshotSkipped:
+        checkpointer.close(60)  # the state is still that of the last step
+        return f"told, then {missed.state}"
+    return "saved nevertheless"
+
+
+def test_who_waits_for_what_was_missed_is_told_as_no_step_comes_while_it_waits(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    assert run_ranks(2, _waits_for_it, tmp_path, arena_dir) == ["told, then durable"] * 2
 
 
 def _one_leaves(rank: int, world: int, root: Path) -> str:

@@ -169,6 +169,30 @@ def test_what_several_ranks_missed_is_announced_once_until_it_was_asked_for() ->
     assert announced(keeper.c.announce(12, m.MISSED)) == [(12, m.MISSED)]
     keeper.begin(2, 2)
     assert announced(keeper.c.announce(3, m.MISSED)) == [(3, m.MISSED)]
+    keeper.c.leaving(1)  # that step comes to nothing, and another is to be announced
+    keeper.ask(0, 3)
+    assert announced(keeper.c.announce(5, m.MISSED)) == [(5, m.MISSED)]
+    keeper.c.decline(0, 5, "a lambda")
+    assert announced(keeper.c.announce(7, m.MISSED)) == [(7, m.MISSED)]
+
+
+def test_who_was_skipped_because_another_is_at_a_later_step_is_told_which() -> None:
+    keeper = Keeper()
+    keeper.ask(0, 23)
+    actions = keeper.ask(1, 24)
+    assert announced(actions) == [(24, m.MISSED)]
+    (skip,) = told(actions, m.Skip)
+    assert skip.step == 23
+    assert granted(keeper.ask(0, 24))
+
+
+def test_what_was_declined_for_good_holds_for_whoever_was_told_it_would_pass() -> None:
+    keeper = Keeper()
+    keeper.ask(0, 5)
+    keeper.c.decline(1, 5, "its keeper went away", is_passing=True)
+    keeper.c.decline(1, 5, "a lambda")
+    (skip,) = told(keeper.ask(0, 5), m.Skip)
+    assert not skip.is_passing and "a lambda" in skip.reason
 
 
 def test_the_layout_is_told_once_and_again_to_a_rank_that_came_back() -> None:

@@ -66,3 +66,6 @@ def test_an_announced_step_that_is_passed_over_is_meant_by_the_next_one(heard: H
     assert not heard.take_announced(29, "storage")
     assert heard.take_announced(30, "storage") and heard.take_announced(30, "memory")
     assert heard.announced == set()
+    heard.hear(m.Announced(step=25, which=m.MISSED), None, PLACE)
+    assert not heard.take_announced(26, m.MISSED, after=25)  # that one was saved
+    assert not heard.take_announced(27, m.MISSED)

@@ -337,7 +337,10 @@ class Conversations:
         self.executor.carry_out(self.coordinator.announce(message.step, message.which))
 
     async def _explain(self, _: Connection, message: m.Explain, __: int) -> m.Message:
-        return m.Explanation(text=self.coordinator.explain(message.step))
+        step = message.step
+        return m.Explanation(
+            text=self.coordinator.explain(step), is_whole=self.coordinator.is_whole(step)
+        )
 
 
 def _refusal(error: HoldfastError) -> m.Refused:

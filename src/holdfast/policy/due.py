@@ -7,6 +7,7 @@ and the step is announced to all ranks ahead, so that all act on it.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from holdfast.policy.interval import Every
 
@@ -65,16 +66,17 @@ class Pace:
 
     def __init__(self) -> None:
         self._times_s: list[float] = []
-        self._step: int | None = None
-        self._stride = 1
-        """Between two steps that are told of: not every one need be."""
+        self._steps: list[int] = []
 
     def learn(self, step: int, now_s: float) -> None:
         """``step`` ends."""
-        if self._step is not None and step > self._step:
-            self._stride = step - self._step
-        self._step = step
         self._times_s = [*self._times_s[1 - _REMEMBERED_STEPS :], now_s]
+        self._steps = [*self._steps[1 - _REMEMBERED_STEPS :], step]
+
+    @property
+    def _stride(self) -> int:
+        """Between two steps that are told of: not every one need be."""
+        return min((b - a for a, b in pairwise(self._steps) if b > a), default=1)
 
     def ahead(self, step: int) -> int:
         """One that every rank can still be told of when ``step`` ends here."""

@@ -116,7 +116,11 @@ def skip_all(missed: Iterable[tuple[int, str]]) -> list[Action]:
     return [action for step, reason in missed for action in skip(step, reason)]
 
 
-def abort(attempt: str, step: int, reason: str, leaf: str) -> list[Action]:
+def abort(
+    attempt: str, step: int, reason: str, leaf: str, *, is_lost: bool = False
+) -> list[Action]:
     """What was captured of an attempt is thrown away on all ranks."""
-    told = m.Aborted(step=step, attempt=attempt, reason=reason, leaf=leaf, overtaken=bool(leaf))
+    told = m.Aborted(
+        step=step, attempt=attempt, reason=reason, leaf=leaf, overtaken=bool(leaf), is_lost=is_lost
+    )
     return [Tell(told), Note(attempt, step, "missed", reason, bool(leaf), leaf)]

@@ -25,9 +25,9 @@ class Announcing:
         with contextlib.suppress(KeeperError):  # the next try is as good
             self._line.send(m.Announce(step=step, which=which))
 
-    def take_announced(self, step: int, which: str) -> bool:
-        """Whether rank 0 announced that the policy ``which`` is due at ``step``; asked once."""
-        return self._heard.take_announced(step, which)
+    def take_announced(self, step: int, which: str, after: int | None = None) -> bool:
+        """Whether ``which`` was announced for ``step``, or for one since ``after``; asked once."""
+        return self._heard.take_announced(step, which, after)
 
     def was_announced(self, step: int | None, which: str) -> bool:
         """Whether ``which`` was announced for ``step`` or an earlier one; None: for any."""

@@ -37,12 +37,11 @@ class Asks:
         self._told: dict[int, set[int]] = {}
         """Of declined steps that may yet be saved: who knows that they were, and may ask again."""
         self.newest = -1
-        """The latest step that any rank asked for."""
+        """The latest step that any rank asked for, or declined."""
         self._put_off: PutOff | None = None
 
     def add(self, rank: int, ask: m.Ask, now_s: float) -> None:
         """A rank wants to capture a step."""
-        self.newest = max(self.newest, ask.step)
         self._by_step.setdefault(ask.step, _Asked(now_s)).by_rank[rank] = ask
 
     def decline(
@@ -57,6 +56,8 @@ class Asks:
             asked = self._by_step.get(step)
             self._told.setdefault(step, set()).update(asked.by_rank if asked else ())
             self._told[step] |= set() if by is None else {by}
+        else:
+            self._told.pop(step, None)
         for old in sorted(self._declined)[:-_DECLINED_STEPS]:
             self._allow(old)
         return self.drop_step(step)

@@ -225,13 +225,15 @@ class Granting:
         self.comparing.drop(attempt.id)
         del self.attempts[attempt.id]
 
-    def _abort(self, attempt: Attempt, reason: str, leaf: str = "") -> list[Action]:
+    def _abort(
+        self, attempt: Attempt, reason: str, leaf: str = "", *, is_lost: bool = False
+    ) -> list[Action]:
         attempt.phase = "aborted"
         self.slots.take_back(attempt)
         self.comparing.drop(attempt.id)
         actions = self.debts.aborted(attempt)
         del self.attempts[attempt.id]
-        return actions + abort(attempt.id, attempt.step, reason, leaf)
+        return actions + abort(attempt.id, attempt.step, reason, leaf, is_lost=is_lost)
 
 
 def _ring_need(data_start: int, size_bytes: int) -> RingNeed:

@@ -54,6 +54,12 @@ class SaveHandle:
                 return PROTECTED
             return CAPTURED if CAPTURED in self._reached else "pending"
 
+    @property
+    def failure(self) -> HoldfastError | None:
+        """Why it came to nothing; None while it has not."""
+        with self._lock:
+            return self._failed.get(DURABLE)
+
     def wait_captured(self, timeout_s: float | None = None) -> None:
         """Wait until all ranks have this snapshot in memory.
 

@@ -111,7 +111,7 @@ class Coordinator(Storing):
         self.away[host] = name
         reason = self._why_away()
         for attempt in self.attempts.open():  # of each some slot is there, be it sealed
-            actions += self._abort(attempt, reason)
+            actions += self._abort(attempt, reason, is_lost=True)
         for rank in [rank for rank, where in self.hosts.items() if where == host]:
             actions += self.lost(rank)
         for step in self._asks.steps():
@@ -226,7 +226,8 @@ class Coordinator(Storing):
             actions += skip(waiting.step, f"rank {rank} went away: {NO_SLOT}")
         for attempt in self.attempts.open():
             if rank not in attempt.sealed:
-                actions += self._abort(attempt, f"rank {rank} went away while it captured")
+                reason = f"rank {rank} went away while it captured"
+                actions += self._abort(attempt, reason, is_lost=True)
         return actions
 
     def writer_gone(self, slot_id: int) -> list[Action]:
@@ -245,6 +246,7 @@ class Coordinator(Storing):
         self._now_s = now_s
         if rank not in self._joined:
             return []
+        self._asks.newest = max(self._asks.newest, ask.step)
         if self._leaving:
             return skip(ask.step, self._why_leaving(), is_passing=False)
         if self.away:  # whoever asks for this step when they are back is not to wait for us
@@ -277,7 +279,12 @@ class Coordinator(Storing):
         complete = self._asks.take_complete()
         if complete is not None:
             return self._decide(*complete, now_s)
-        return skip_all(self._asks.take_missed())
+        missed = self._asks.take_missed()
+        if not missed:
+            return []
+        # Who was skipped catches up: by step() only what is due is saved, or what is announced.
+        (latest,) = self._asks.steps()
+        return [Tell(m.Announced(step=latest, which=m.MISSED)), *skip_all(missed)]
 
     def decline(
         self, rank: int, step: int, reason: str, *, is_passing: bool = False
@@ -287,6 +294,7 @@ class Coordinator(Storing):
         ``is_passing``: unless it asks for it after all.
         """
         reason = f"rank {rank} could not save it: {reason}"
+        self._asks.newest = max(self._asks.newest, step)
         had_asked = self._asks.decline(step, reason, is_passing=is_passing, by=rank)
         return skip(step, reason, is_passing=is_passing) if had_asked else []
 
@@ -398,6 +406,11 @@ class Coordinator(Storing):
         newest = self.attempts.newest_complete()
         known = max(self.debts.newest_paid, newest.generation if newest else (0, -1))
         return any(part.generation > known for part in self.attempts.parts())
+
+    def is_whole(self, step: int) -> bool:
+        """Whether all of it is in memory."""
+        newest = (a for a in self.attempts.complete() if a.generation == (self.incarnation, step))
+        return any(newest)
 
     def explain(self, step: int) -> str:
         """In words: what the save of ``step`` waits for."""

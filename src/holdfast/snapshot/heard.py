@@ -69,23 +69,26 @@ class Heard:
             current.call_off(why)
         self._promises.fail_all(why)
 
-    def take_announced(self, step: int, which: str) -> bool:
+    def take_announced(self, step: int, which: str, after: int | None = None) -> bool:
         """Whether the policy ``which`` was announced for ``step``, or one passed over; asked once.
 
         Steps need not follow on each other, so the one that was announced may never come.
+        ``after``: up to that step it counts no more.
         """
         found = {one for one in tuple(self.announced) if one[0] <= step and one[1] == which}
         self.announced -= found
-        return bool(found)
+        return any(after is None or n > after for n, _ in found)
 
     def _aborted(self, current: Capture | None, message: m.Aborted) -> None:
         if current is not None and self._is_of_an_earlier_try(current, message):
             return
         kind = CaptureOvertaken if message.overtaken else SnapshotSkipped
+        is_mine = current is not None and current.step == message.step
+        if current is not None and is_mine:  # before whoever waits for it is told
+            current.durable_lost = current.durable and message.is_lost
         self._promises.fail(message.step, kind(message.reason, leaf=message.leaf), captured=False)
-        if current is None or current.step != message.step:
+        if current is None or not is_mine:
             return
-        current.durable_lost = current.durable and not message.overtaken
         if current.answer is None:
             current.answer = message
             current.answered.set()

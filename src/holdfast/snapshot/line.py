@@ -73,7 +73,7 @@ class Line:
             raise KeeperError(f"{LINE_IS_DOWN}, and the last try to reach one failed just now")
         try:
             client = self.ensure()
-        except HoldfastError:
+        except (HoldfastError, OSError):
             self._next_try_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
             raise

@@ -411,6 +411,8 @@ class Aborted(Message, frozen=True, kw_only=True):
     reason: str
     overtaken: bool = False
     leaf: str = ""
+    is_lost: bool = False
+    """Whether a rank or a keeper was lost, and it may well be taken again."""
 
 
 class Durable(Message, frozen=True, kw_only=True):
@@ -440,9 +442,10 @@ class Announced(Message, frozen=True, kw_only=True):
 
 
 class Explanation(Message, frozen=True, kw_only=True):
-    """The answer to ``Explain``."""
+    """The answer to ``Explain``. ``is_whole``: all of it is in memory."""
 
     text: str
+    is_whole: bool = False
 
 
 class FencedOff(Message, frozen=True, kw_only=True):

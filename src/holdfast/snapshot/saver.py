@@ -54,6 +54,8 @@ Connect = Callable[
 #: that is left behind.
 _GIVEN_UP_S, _STOP_S = 1.0, 1.0
 _EXPLAIN_S = 5.0
+#: Between tries to take leave of a keeper that goes away itself.
+_GOODBYE_PAUSES_S = 0.1, 0.5
 
 
 class Saver:
@@ -221,14 +223,23 @@ class Saver:
         """Wait until the capture under way is told to the keeper, or was given up; if it was."""
         return self._current is None or self._current.resolved.wait(timeout_s)
 
-    def previous_was_skipped(self, *, at_end: bool = False) -> bool:
-        """Whether no rank captured the save before.
-
-        ``at_end``: or it is not durable because a keeper was lost, as every rank knows by now.
-        """
+    def previous_was_skipped(self) -> bool:
+        """Whether no rank captured the save before."""
         self._wait_previous()
-        capture = self._current
-        return capture is not None and (capture.is_carried or (at_end and capture.durable_lost))
+        return self._current is not None and self._current.is_carried
+
+    @property
+    def previous_was_lost(self) -> bool:
+        """Whether the save before is not durable, as it was to be, because a keeper was lost."""
+        return self._current is not None and self._current.durable_lost
+
+    def is_whole(self, step: int, *, timeout_s: float) -> bool:
+        """Whether the keeper has all of ``step`` in memory, as far as it can be asked."""
+        with contextlib.suppress(HoldfastError):
+            return self.request(
+                m.Explain(step=step), m.Explanation, timeout_s=timeout_s
+            ).is_whole  # fmt: skip
+        return False
 
     def explain(self, step: int) -> str:
         """In words: what the save of ``step`` waits for."""
@@ -286,12 +297,21 @@ class Saver:
             try:
                 has_ended = self._end_worker(timeout_s)
                 if has_ended and say_goodbye and not self.is_fenced:
-                    # A keeper that died meanwhile is replaced: the next finds what is in memory.
-                    self.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
+                    self._say_goodbye(timeout_s)
             finally:
                 self._line.end()
                 if has_ended:
                     self._copier.slots.close()
+
+    def _say_goodbye(self, timeout_s: float) -> None:
+        """A keeper that died meanwhile is replaced: the next finds what is in memory."""
+        deadline = time.monotonic() + timeout_s
+        for pause_s in _GOODBYE_PAUSES_S:  # it may die in the middle, or take a moment to die
+            with contextlib.suppress(KeeperError):
+                self.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
+                return
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+        self.request(m.Goodbye(), m.Done, timeout_s=max(0.0, deadline - time.monotonic()))
 
     def _end_worker(self, timeout_s: float) -> bool:
         """Let it finish, or have it give up; whether it has ended."""
@@ -359,8 +379,8 @@ class Saver:
             incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
             reason=reason, overtaken=bool(leaf), leaf=leaf,
         ))  # fmt: skip
-        # Who waits for it is told at once if no keeper will; it holds again at the next save.
-        if not capture.is_carried or capture.keeper_lost:
+        # Who waits is told, as the next save may be far; a rank alone saves at its next step.
+        if not capture.is_carried or capture.keeper_lost or self.place.world > 1:
             kind = CaptureOvertaken if leaf else SnapshotSkipped
             self._promises.fail(capture.step, kind(reason, leaf=leaf), captured=False)
 
@@ -373,7 +393,7 @@ class Saver:
 
     def _replace_keeper(self) -> None:
         """Before the next save, as others may wait for what this rank asked the one before."""
-        with contextlib.suppress(HoldfastError):
+        with contextlib.suppress(Exception):  # no memory for a process, say: the worker lives on
             client = self._line.ensure_for_save()
             lost = self._current
             if lost is not None and lost.keeper_lost and not isinstance(lost.answer, m.Grant):
