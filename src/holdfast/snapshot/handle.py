@@ -91,6 +91,8 @@ class SaveHandle:
 
         Raises PersistFailed, SnapshotSkipped or CaptureOvertaken when it came to nothing,
         DeadlineExceeded after ``timeout_s`` seconds, UsageError when it is not to be durable.
+        On several ranks SnapshotSkipped is raised at once although a later step makes the save
+        good, since no step comes while this waits; ``state`` tells then.
         """
         if not self.durable:
             raise UsageError(f"step {self.requested_step} was not saved with durable=True")
