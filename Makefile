@@ -11,14 +11,18 @@ PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,
 	$(if $(shell $(python) -c 'import sys; print("yes" * (sys.version_info >= (3, 11)))' 2>/dev/null),$(python))))
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
+# Tests share no arena, port or file, and run beside each other; but for those of whole lives, which
+# start and kill so many processes that each is given the machine.
+WORKERS ?= 2
+LIVES := tests/crash tests/hosts tests/multirank
 
 # What reaches the pure modules without processes, ranks or disks.
 PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py %/test_accidents.py \
 	%/test_exchange.py %/test_exchange_faults.py, \
-	$(wildcard $(addsuffix /test_*.py,tests/data tests/geometry tests/format tests/malformed tests/policy tests/redundancy tests/rules) \
-		tests/snapshot/test_comparing.py tests/snapshot/test_handoff*.py tests/snapshot/test_messages.py \
-		tests/load/test_plan.py tests/load/test_choose.py tests/load/test_sources.py tests/cli/test_doctor.py \
-		tests/peers/test_admission.py tests/peers/test_wire.py tests/peers/test_rate.py tests/peers/test_cutting.py tests/peers/test_control.py \
+	$(wildcard $(addsuffix /test_*.py,tests/data tests/geometry tests/format tests/malformed tests/policy tests/parity tests/rules) \
+		tests/coordinator/test_comparing.py tests/coordinator/test_handoff*.py tests/protocol/test_messages.py \
+		tests/restore/test_plan.py tests/restore/test_choose.py tests/restore/test_sources.py tests/cli/test_doctor.py tests/cli/test_doctor_sizing.py \
+		tests/transport/test_admission.py tests/transport/test_wire.py tests/transport/test_rate.py tests/transport/test_cutting.py tests/transport/test_control.py \
 		tests/offload/test_cutting.py tests/offload/test_rates.py tests/offload/test_rotation.py tests/offload/test_schedule.py tests/offload/test_simulate.py))
 
 .DEFAULT_GOAL := help
@@ -44,11 +48,16 @@ lint: $(READY) ## style and formatting
 types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
-layers: $(READY) ## the three import contracts
+layers: $(READY) ## the four import contracts
 	$(BIN)/lint-imports
 
-tests: $(READY) ## pytest without the slow ones; PYTEST_ARGS="-k fence -x" is handed on
+tests: $(READY) ## pytest without the slow ones; PYTEST_ARGS="tests/storage -k fence" is handed on
+ifeq ($(PYTEST_ARGS),)
+	$(PYTEST) -n $(WORKERS) -m "not slow" $(addprefix --ignore=,$(LIVES))
+	$(PYTEST) -m "not slow" $(LIVES)
+else
 	$(PYTEST) -m "not slow"
+endif
 
 tests-all: $(READY)
 	$(PYTEST)
@@ -62,15 +71,18 @@ format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## what is generated of the documents: errors, and the fault matrix
+docs: $(READY) ## what is generated of the documents: errors, faults, code map, reference, changes
 	$(BIN)/python docs/generate_errors.py
 	$(BIN)/python docs/generate_faults.py
+	$(BIN)/python docs/generate_code_map.py
+	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_changelog.py
 
 bench: $(READY) ## the figures of docs/performance.md, with the rivals that are installed
-	$(BIN)/python benchmarks/save.py
+	$(BIN)/python -m benchmarks save
 
 bench-quick: $(READY) ## the same in a minute, with a small state: whether it works, no figures
-	$(BIN)/python benchmarks/save.py --quick
+	$(BIN)/python -m benchmarks save --quick
 
 bench-rivals: $(RIVALS)/.ready ## an environment with the rivals, for `make bench`
 

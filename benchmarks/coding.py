@@ -1,49 +1,41 @@
-"""How fast parity is made, and a lost member is made from it, beside ISA-L called bare.
+"""Measure how fast parity is made, and lost members from it, beside ISA-L called bare.
 
-``python benchmarks/coding.py``, or ``--quick`` for a look at whether it works. Both work in place
-on the same bytes of shared memory, one thread, alternating. What ISA-L and numpy compute is
-compared before anything is timed.
+Both work in place on the same bytes of shared memory, one thread, alternating. What ISA-L and
+numpy compute is compared before anything is timed.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import mmap
-import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import harness
 import numpy as np
 
-from holdfast.redundancy.backends import chosen
-from holdfast.redundancy.erasure import Coder
-from holdfast.redundancy.isal import candidates
-from holdfast.redundancy.matrices import parity_rows, weights
-from holdfast.redundancy.numpy_coding import NumpyBackend
+from benchmarks.kit import machine, markdown, results, series
+from benchmarks.kit.options import Parser
+from holdfast.parity.coding.backends import candidates, chosen
+from holdfast.parity.coding.codes import Coder, NumpyBackend, parity_rows, weights
 
 MIB = 1 << 20
 SHAPES = ((3, 1), (4, 1), (3, 2), (4, 2), (14, 2), (5, 3))
 #: Of a bare call in place, from issue 6.
 TARGET = 0.9
 OURS, BARE, CHUNKS, ADDED, NUMPY = (
-    "Holdfast", "ISA-L, bare", "Holdfast, 1 MiB at a time", "Holdfast, member by member, 1 MiB",
+    "Holdfast",
+    "ISA-L, bare",
+    "Holdfast, 1 MiB at a time",
+    "Holdfast, member by member, 1 MiB",
     "Holdfast on numpy",
-)  # fmt: skip
-SECTION = """\
-## Parity
-
-`python benchmarks/coding.py`: made and used in place, one thread; speed is bytes of data a second.
-
-<!-- coding -->
-<!-- /coding -->
-
-"""
-BEFORE = "## The keeper\n"
+)
+SECTION = results.Section(
+    "Parity",
+    "`python -m benchmarks coding`: made and used in place, one thread; speed is bytes of data a "
+    "second.",
+)
 
 
 class Bare:
@@ -57,9 +49,13 @@ class Bare:
         self._tables = ctypes.create_string_buffer(32 * len(coefficients))
         self._library.ec_init_tables(len(sources), len(rows), coefficients, self._tables)
         self._arguments = (
-            len(sources[0]), len(sources), len(rows), self._tables,
-            _pointers(sources), _pointers(outputs),
-        )  # fmt: skip
+            len(sources[0]),
+            len(sources),
+            len(rows),
+            self._tables,
+            _pointers(sources),
+            _pointers(outputs),
+        )
 
     def __call__(self) -> None:
         self._library.ec_encode_data(*self._arguments)
@@ -156,16 +152,13 @@ def measure(case: Case, rounds: int, patience_s: float) -> dict[str, Any]:
     """Seconds of every way, alternating."""
     case.check()
     found: dict[str, Any] = {"data_bytes": case.data * case.size}
+
+    def before(name: str) -> None:
+        if name == BARE and patience_s:
+            machine.wait_until_idle(patience_s)
+
     for what, ways in case.ways().items():
-        values: dict[str, list[float]] = defaultdict(list)
-        for _, name in harness.alternate(list(ways), rounds):
-            if name == BARE and patience_s:
-                harness.wait_until_idle(patience_s)
-            with harness.machine_alone():
-                began = time.perf_counter()
-                ways[name]()
-                values[name].append(time.perf_counter() - began)
-        found[what] = {name: harness.summary(seconds) for name, seconds in values.items()}
+        found[what] = series.summaries(series.timed(ways, rounds, warm_up=0, before=before))
     return found
 
 
@@ -177,11 +170,13 @@ def share(figures: dict[str, Any]) -> float:
 def shown(found: dict[str, Any], facts: dict[str, str], rounds: int) -> str:
     """The figures as markdown."""
     parts = [
-        f"{harness.today()}: {facts['processor']}, {facts['cores']} cores, Python "
-        f"{facts['python']}, {chosen().text}. GB/s of data, medians of {rounds} rounds."
+        f"{markdown.heading(facts, is_short=True)}, {chosen().text}. GB/s of data, medians of "
+        f"{rounds} rounds."
     ]
-    for what, names in (("encode", (BARE, OURS, CHUNKS, ADDED, NUMPY)),
-                        ("decode", (BARE, OURS, NUMPY))):  # fmt: skip
+    for what, names in (
+        ("encode", (BARE, OURS, CHUNKS, ADDED, NUMPY)),
+        ("decode", (BARE, OURS, NUMPY)),
+    ):
         rows = []
         for shape, one in found.items():
             speeds = [one["data_bytes"] / one[what][name]["median"] / 1e9 for name in names]
@@ -189,47 +184,30 @@ def shown(found: dict[str, Any], facts: dict[str, str], rounds: int) -> str:
             met = "" if ratio >= TARGET else ", **missed**"
             rows.append([shape, *(f"{speed:.1f}" for speed in speeds), f"{ratio:.2f}{met}"])
         head = [f"{what}, data+parity", *names, f"of bare (wanted: {TARGET})"]
-        parts.append(harness.table(head, rows))
+        parts.append(markdown.table(head, rows))
     return "\n\n".join(parts)
 
 
-def document(text: str) -> None:
-    """Put the tables into docs/performance.md, in a section that is made the first time."""
-    page = harness.DOCUMENT.read_text()
-    if "<!-- coding -->" not in page:
-        harness.DOCUMENT.write_text(page.replace(BEFORE, SECTION + BEFORE, 1))
-    harness.replace_block(harness.DOCUMENT, "coding", text)
-
-
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit 1 where the target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="little memory, two rounds, no figures"
-    )
+    parser = Parser("coding", __doc__, quick="little memory, two rounds, no figures")
     parser.add_argument("--rounds", type=int, help="measurements of every way (15)")
     parser.add_argument("--mebibytes", type=int, help="of data, in all members together (256)")
-    harness.add_document_option(parser)
-    options = parser.parse_args()
+    parser.add_document()
+    options = parser.parse(arguments)
     rounds = options.rounds or (2 if options.quick else 15)
     total = (options.mebibytes or (32 if options.quick else 256)) * MIB
     found: dict[str, Any] = {}
     for data, parity in SHAPES[:3] if options.quick else SHAPES:
         case = Case(data, parity, total)
         found[f"{data}+{parity}"] = measure(case, rounds, 0 if options.quick else 20)
-    facts = harness.machine_facts(Path(__file__).parent, ["numpy", "pyeclib"])
+    facts = machine.facts(Path(__file__).parent, ["numpy", "pyeclib"])
     text = shown(found, facts, rounds)
     print(text)
     if options.quick:
         return 0
-    print(f"results/{harness.write_results('coding', facts, {'shapes': found}, text).name}")
-    if options.document:
-        document(text)
+    results.keep(
+        "coding", facts, {"shapes": found}, text, document=options.document, section=SECTION
+    )
     met = (share(one[what]) >= TARGET for one in found.values() for what in ("encode", "decode"))
     return 0 if all(met) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,13 +1,12 @@
-"""What a save asks of the training thread itself, after the first: describing, staging, the fence.
+"""Measure what a save asks of the training thread itself: describing, staging, the fence.
 
-``python benchmarks/host.py --help``. Copying is not in these figures: it runs behind the next
-forward and backward, which lies between any two of these saves as it does in a training, and
-pushes what the save looks at out of the processor's caches.
+Copying is not in these figures: it runs behind the next forward and backward, which lies between
+any two of these saves as it does in a training, and pushes what the save looks at out of the
+processor's caches.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections import defaultdict
@@ -15,19 +14,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
 from torch import Tensor, nn
-from training import Layers
 
 import holdfast
+from benchmarks.kit import disk, machine, markdown, results, series
+from benchmarks.kit.options import Parser
+from benchmarks.kit.training import Layers
 from holdfast.events import Event, SaveReturned
 
 WARM_UP = 5
 FIGURES = {
-    "save": "save", "save, processor": "its processor time", "describe": "of it: describe",
-    "volatile": "of it: volatile leaves", "fence": "fence",
-}  # fmt: skip
+    "save": "save",
+    "save, processor": "its processor time",
+    "describe": "of it: describe",
+    "volatile": "of it: volatile leaves",
+    "fence": "fence",
+}
 
 
 class Block(nn.Module):
@@ -88,9 +91,12 @@ class Case:
         self._train()
         self._optimizer.step()
         state: dict[str, Any] = {
-            "model": model, "optimizer": self._optimizer, "rng": holdfast.Rng(), "tokens": 0,
+            "model": model,
+            "optimizer": self._optimizer,
+            "rng": holdfast.Rng(),
+            "tokens": 0,
             "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(self._optimizer, 1000),
-        }  # fmt: skip
+        }
         self._checkpointer = holdfast.Checkpointer(root, state, storage=None)
         self._checkpointer.restore()
         self._stop = holdfast.subscribe(self._hear)
@@ -126,7 +132,7 @@ class Case:
             "leaves": self._returned[-1].leaves,
             "size_bytes": self._returned[-1].size_bytes,
             "collections": self.collections,
-            "figures_ms": {name: harness.summary(values) for name, values in self.found.items()},
+            "figures_ms": series.summaries(self.found),
         }
 
     def _train(self) -> None:
@@ -150,33 +156,34 @@ def shown(cases: dict[str, dict[str, Any]], facts: dict[str, str], rounds: int) 
     for name, found in cases.items():
         figures = [found["figures_ms"][key] for key in FIGURES]
         size = f"{found['size_bytes'] / 1e9:.2f} GB in {found['leaves']} leaves"
-        cells = [f"{one['median']:.2f} ({one['min']:.2f}–{one['max']:.2f})" for one in figures]
+        cells = [markdown.spread(one, 2) for one in figures]
         rows.append([f"{name}: {size}", *cells, str(found["collections"])])
-    return "\n\n".join([
-        f"{harness.today()}: {facts['processor']}, {facts['cores']} cores, Python "
-        f"{facts['python']}, torch {facts['torch']}. Milliseconds, medians of {rounds} saves "
-        "(lowest–highest), each after a forward and a backward; the last column counts garbage "
-        "collections begun in all of these saves.",
-        harness.table(["", *FIGURES.values(), "collections"], rows),
-    ])  # fmt: skip
+    return "\n\n".join(
+        [
+            f"{markdown.heading(facts, is_short=True)}. Milliseconds, medians of {rounds} saves "
+            "(lowest–highest), each after a forward and a backward; the last column counts garbage "
+            "collections begun in all of these saves.",
+            markdown.table(["", *FIGURES.values(), "collections"], rows),
+        ]
+    )
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Measure each state, one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=21, help="saves measured per state (21)")
+    parser = Parser("host", __doc__)
+    parser.add_rounds(21, "saves measured per state")
     parser.add_argument("--width", type=int, default=384, help="width of the GPTs (384)")
     parser.add_argument("--wide", type=int, default=2887, help="width of the 16 layers (2887)")
-    parser.add_argument("--dir", help="a directory for the roots (default: the temporary one)")
-    options = parser.parse_args()
+    parser.add_directory("a directory for the roots")
+    options = parser.parse(arguments)
     makers = {
         "48 tensors": lambda: large(options.wide),
         "3,000 leaves": lambda: gpt(options.width, 47),
         "4,000 leaves": lambda: gpt(options.width, 62),
     }
     found: dict[str, dict[str, Any]] = {}
-    with harness.scratch(options.dir, 1 << 20) as root:
-        facts = harness.machine_facts(root, ["torch"])
+    with disk.scratch(options.dir, 1 << 20) as root:
+        facts = machine.facts(root, ["torch"])
         for name, make in makers.items():
             torch.manual_seed(0)
             case = Case(root / name, *make())
@@ -187,9 +194,5 @@ def main() -> int:
             gc.collect()
     text = shown(found, facts, options.rounds)
     print(text)
-    print(f"results/{harness.write_results('host', facts, {'cases': found}, text).name}")
+    results.keep("host", facts, {"cases": found}, text)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,8 +1,8 @@
-"""How long a training step takes with the optimizer's state in host memory, beside other ways.
+"""Measure a training step with the optimizer's state in host memory, beside other ways.
 
-``python benchmarks/offload.py`` on a machine with a CUDA GPU: models of 1 to 7 billion parameters
-in bfloat16, each system in a process of its own. ``--quick`` tries everything with a tiny model,
-both ends on the CPU, and says nothing about speed.
+It takes a machine with a CUDA GPU: models of 1 to 7 billion parameters in bfloat16, each system in
+a process of its own. ``--quick`` tries everything with a tiny model, both ends on the CPU, and
+says nothing about speed.
 """
 
 from __future__ import annotations
@@ -10,25 +10,30 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpt
-import harness
 import torch
 from torch import Tensor, nn
 
 import holdfast
+from benchmarks.kit import gpt, machine, markdown, results, series
+from benchmarks.kit.hosting import door
+from benchmarks.kit.options import Parser
+from benchmarks.kit.results import PROJECT
 from holdfast.offload import HybridAdamW
 
 GPU, LATE, HOST, HYBRID, SAVED, DEEPSPEED = (
-    "all on the GPU", "host, gradients late", "host", "hybrid", "hybrid, snapshot every step",
+    "all on the GPU",
+    "host, gradients late",
+    "host",
+    "hybrid",
+    "hybrid, snapshot every step",
     "DeepSpeed ZeRO-Offload",
-)  # fmt: skip
+)
 #: Name -> (width, blocks); 12 x width² x blocks parameters.
 MODELS = {"1B": (2048, 20), "3B": (2560, 38), "7B": (4096, 35)}
 QUICK = {"tiny": (128, 2)}
@@ -148,7 +153,7 @@ class Training:
             self.checkpointer.close()
         schedule = getattr(getattr(self.optimizer, "_placing", None), "schedule", None)
         return {
-            "step": harness.summary(seconds),
+            "step": series.summary(seconds),
             "loss": loss,
             "parameters": self.parameters,
             "gpu_bytes": torch.cuda.max_memory_allocated() if self.is_gpu else 0,
@@ -158,11 +163,16 @@ class Training:
 
 def one(system: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure a system in a process of its own; what went wrong, where it could not be."""
-    command = [sys.executable, __file__, "--one", system, "--model", model]
+    command = door("offload", "--one", system, "--model", model)
     command += ["--batch", str(options.batch)] + (["--quick"] if options.quick else [])
     try:
         ended = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=options.minutes * 60
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=options.minutes * 60,
+            cwd=PROJECT,
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {options.minutes} minutes"}
@@ -176,7 +186,7 @@ def one(system: str, model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def shown(found: dict[str, dict[str, Any]], facts: dict[str, str]) -> str:
     """Tables, and whether the targets are met."""
-    parts = [f"{harness.today()}: " + ", ".join(f"{k} {v}" for k, v in facts.items())]
+    parts = [f"{results.today()}: " + ", ".join(f"{k} {v}" for k, v in facts.items())]
     for model, systems in found.items():
         rows = []
         for system, one in systems.items():
@@ -184,12 +194,17 @@ def shown(found: dict[str, dict[str, Any]], facts: dict[str, str]) -> str:
                 rows.append([system, "failed: " + one["failed"], "", "", ""])
                 continue
             share = "" if one["device_share"] is None else f"{one['device_share']:.2f}"
-            rows.append([
-                system, harness.seconds(one["step"]), f"{one['gpu_bytes'] / 1e9:.1f}", share,
-                f"{one['loss']:.4f}",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    system,
+                    markdown.spread(one["step"]),
+                    f"{one['gpu_bytes'] / 1e9:.1f}",
+                    share,
+                    f"{one['loss']:.4f}",
+                ]
+            )
         head = [model, "seconds a step", "GPU memory, GB", "on the device", "loss"]
-        parts += [harness.table(head, rows), *_targets(systems)]
+        parts += [markdown.table(head, rows), *_targets(systems)]
     return "\n\n".join(parts)
 
 
@@ -209,17 +224,16 @@ def _systems(options: argparse.Namespace) -> list[str]:
     return [GPU, LATE, HOST, HYBRID, SAVED] + ([] if options.quick else [DEEPSPEED])
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit 1 where a system other than DeepSpeed failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, no figures")
+    parser = Parser("offload", __doc__, quick="a tiny model on the CPU, no figures")
     parser.add_argument("--models", nargs="*", help=f"of {', '.join(MODELS)} (all)")
     parser.add_argument("--only", nargs="*", help="these systems")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 128 bytes a step")
     parser.add_argument("--minutes", type=float, default=10.0, help="for one system (10)")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse(arguments)
     if not options.quick and not torch.cuda.is_available():
         raise SystemExit("this measures a CUDA GPU, and there is none; --quick tries it without")
     sizes = QUICK if options.quick else MODELS
@@ -232,16 +246,11 @@ def main() -> int:
         model: {system: one(system, model, options) for system in _systems(options)}
         for model in options.models or sizes
     }
-    facts = harness.machine_facts(Path(__file__).parent, ["torch", "deepspeed"])
+    facts = machine.facts(Path(__file__).parent, ["torch", "deepspeed"])
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     text = shown(found, facts)
     print(text)
     if not options.quick:
-        path = harness.write_results("offload", facts, {"models": found}, text)
-        print(f"results/{path.name}")
+        results.keep("offload", facts, {"models": found}, text)
     return int(any("failed" in s.get(k, {}) for s in found.values() for k in s if k != DEEPSPEED))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,25 +1,25 @@
-"""What the hybrid optimizer's own work costs on the host, beside torch's fused AdamW.
+"""Measure what the hybrid optimizer's own work costs on the host, beside torch's fused AdamW.
 
-``python benchmarks/offload_host.py``, on any machine, no GPU: a thousand small parameters, a few
-large ones, checksums, and state of which a part lies on a disk. Systems take turns step by step.
-``--quick`` tries everything with little, and says nothing about speed.
+No GPU is needed: a thousand small parameters, a few large ones, checksums, and state of which a
+part lies on a disk. Systems take turns step by step. ``--quick`` tries everything with little, and
+says nothing about speed.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
 from torch import nn
 
+from benchmarks.kit import machine, markdown, results, series
+from benchmarks.kit.options import Parser
 from holdfast.offload import HybridAdamW
-from holdfast.offload.checksums import checksum
+from holdfast.offload.kernels import checksum
 
 LR = 1e-4
 TORCH, OURS = "torch, fused", "hybrid"
@@ -63,14 +63,14 @@ def hybrid(**options: Any) -> Make:
 def turns(systems: dict[str, Trained], rounds: int) -> dict[str, Any]:
     """Seconds of all steps and backwards, by turns, after three that are not counted."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
-    for turn, name in harness.alternate(list(systems), rounds + 3):
+    for turn, name in series.alternate(list(systems), rounds + 3):
         took_s = systems[name].step()
         if turn >= 3:
             found[name].append(took_s)
     return {
         name: {
-            "step": harness.summary([step_s for step_s, _ in took]),
-            "backward": harness.summary([backward_s for _, backward_s in took]),
+            "step": series.summary([step_s for step_s, _ in took]),
+            "backward": series.summary([backward_s for _, backward_s in took]),
         }
         for name, took in found.items()
     }
@@ -118,36 +118,38 @@ def beyond(elements: int, parts: tuple[float, ...], rounds: int, path: str) -> d
 
 def shown(found: dict[str, Any], facts: dict[str, str]) -> str:
     """Tables of it all."""
-    parts = [f"{harness.today()}: " + ", ".join(f"{k} {v}" for k, v in facts.items())]
+    parts = [f"{results.today()}: " + ", ".join(f"{k} {v}" for k, v in facts.items())]
     rows = [
         [
-            f"{one['count']} of {one['size']}, {name}", *(
-                harness.seconds(one["seconds"][system][part])
-                for part in ("step", "backward") for system in (TORCH, OURS)
-            ), f"{one['ratio']:.2f}",
+            f"{one['count']} of {one['size']}, {name}",
+            *(
+                markdown.spread(one["seconds"][system][part])
+                for part in ("step", "backward")
+                for system in (TORCH, OURS)
+            ),
+            f"{one['ratio']:.2f}",
         ]
         for name, one in found["compared"].items()
-    ]  # fmt: skip
+    ]
     head = ["parameters", f"step: {TORCH}, s", f"{OURS}, s", "backward: with it, s", "s", "steps"]
-    parts.append(harness.table(head, rows))
+    parts.append(markdown.table(head, rows))
     rows = [[dtype, f"{rate / 1e9:.1f}"] for dtype, rate in found["checksums"].items()]
-    parts.append(harness.table(["checksum of", "GB/s"], rows))
+    parts.append(markdown.table(["checksum of", "GB/s"], rows))
     if "beyond" in found:
         one = found["beyond"]
-        rows = [[name, harness.seconds(took["step"])] for name, took in one["seconds"].items()]
+        rows = [[name, markdown.spread(took["step"])] for name, took in one["seconds"].items()]
         head = [f"{one['state_bytes'] / 1e9:.2f} GB of state", "seconds a step"]
-        parts.append(harness.table(head, rows))
+        parts.append(markdown.table(head, rows))
     return "\n\n".join(parts)
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print, and write the results unless it was only tried."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="little of everything, no figures")
-    parser.add_argument("--rounds", type=int, default=15, help="steps of each that count (15)")
+    parser = Parser("offload_host", __doc__, quick="little of everything, no figures")
+    parser.add_rounds(15, "steps of each that count")
     parser.add_argument("--path", help="a directory on the disk for state beyond memory")
     parser.add_argument("--small-only", action="store_true", help="not what lies on a disk")
-    options = parser.parse_args()
+    options = parser.parse(arguments)
     rounds = 2 if options.quick else options.rounds
     scale = 16 if options.quick else 1
     cases = {
@@ -164,14 +166,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(dir=options.path, prefix="holdfast-bench-") as path:
             elements = (1 << 26) // scale
             found["beyond"] = beyond(elements, (0.25, 0.5, 0.75), max(2, rounds // 3), path)
-    facts = harness.machine_facts(Path(options.path or tempfile.gettempdir()), ["torch"])
+    facts = machine.facts(Path(options.path or tempfile.gettempdir()), ["torch"])
     text = shown(found, facts)
     print(text)
     if not options.quick:
-        path = harness.write_results("offload_host", facts, found, text)
-        print(f"results/{path.name}")
+        results.keep("offload_host", facts, found, text)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

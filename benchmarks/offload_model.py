@@ -1,24 +1,22 @@
-"""How well the model of an offloaded update does, beside what Deep Optimizer States published.
+"""Compare the model of an offloaded update with what Deep Optimizer States published.
 
-``python benchmarks/offload_model.py``; nothing is measured here. Each published run with the update
-on the host gives its own times of forward, backward and update; the model then says how long the
-same step takes when GPU and host take turns as they did it, and as a schedule of ours would.
+Nothing is measured here. Each published run with the update on the host gives its own times of
+forward, backward and update; the model then says how long the same step takes when GPU and host
+take turns as they did it, and as a schedule of ours would.
 """
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import harness
+from benchmarks.kit import markdown, results
+from benchmarks.kit.options import Parser
+from holdfast.offload.planning.schedule import Rates, Schedule, plan, timeline
+from holdfast.offload.planning.simulate import Name, SimulatedTask, Timeline, run, tasks
+from holdfast.offload.planning.subgroups import rotate
 
-from holdfast.offload.rotation import rotate
-from holdfast.offload.schedule import Rates, Schedule, plan, timeline
-from holdfast.offload.simulate import Name, Task, Timeline, run, tasks
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "offload-model.md"
+DOCUMENT = results.DOCS / "offload-model.md"
 SUBGROUP = 100_000_000
 SLOTS = 3
 
@@ -68,9 +66,12 @@ class Case:
         """The host's rate is that of its own run, the cast included."""
         machine = self.machine
         return Rates(
-            machine.link_bytes_s, machine.link_bytes_s, self.elements / self.update_s,
-            machine.device_elements_s, host_memory_bytes_s=machine.memory_bytes_s,
-        )  # fmt: skip
+            machine.link_bytes_s,
+            machine.link_bytes_s,
+            self.elements / self.update_s,
+            machine.device_elements_s,
+            host_memory_bytes_s=machine.memory_bytes_s,
+        )
 
 
 H100 = Machine("4 x H100, PCIe 5", 50e9, 80e9, 86e9, 1.105e9)
@@ -104,7 +105,7 @@ def interleaved(case: Case) -> Timeline:
     return run([*_in_turns(given, case.stride)], case.rates)
 
 
-def _in_turns(given: list[Task], stride: int) -> Iterator[Task]:
+def _in_turns(given: list[SimulatedTask], stride: int) -> Iterator[SimulatedTask]:
     """Every stride begins with a flush and a prefetch, and ends with a wait for that prefetch."""
     names = {task.name for task in given}
     for task in given:
@@ -136,41 +137,70 @@ def blocking_s(case: Case) -> float:
 def comparison() -> str:
     """All runs: what was published, beside the model."""
     head = [
-        "run", "stride", "async gradients: published", "model", "interleaved: published", "model",
-        "both: published", "model", "step published, s", "model", "off by",
-    ]  # fmt: skip
+        "run",
+        "stride",
+        "async gradients: published",
+        "model",
+        "interleaved: published",
+        "model",
+        "both: published",
+        "model",
+        "step published, s",
+        "model",
+        "off by",
+    ]
     rows = []
     for case in CASES:
         by_model_s = case.around_s + interleaved(case).finished_s
         host_s = case.around_s + plan(case.sizes, case.rates, device_slots=0).expected_s
         base_s = host_s + blocking_s(case)
-        rows.append([
-            _named(case), str(case.stride), f"{case.base_s / case.async_s:.2f}x",
-            f"{base_s / host_s:.2f}x", f"{case.async_s / case.interleaved_s:.2f}x",
-            f"{host_s / by_model_s:.2f}x", f"{case.base_s / case.interleaved_s:.2f}x",
-            f"{base_s / by_model_s:.2f}x", f"{case.interleaved_s:.2f}", f"{by_model_s:.2f}",
-            f"{by_model_s / case.interleaved_s - 1:+.0%}",
-        ])  # fmt: skip
-    return harness.table(head, rows)
+        rows.append(
+            [
+                _named(case),
+                str(case.stride),
+                f"{case.base_s / case.async_s:.2f}x",
+                f"{base_s / host_s:.2f}x",
+                f"{case.async_s / case.interleaved_s:.2f}x",
+                f"{host_s / by_model_s:.2f}x",
+                f"{case.base_s / case.interleaved_s:.2f}x",
+                f"{base_s / by_model_s:.2f}x",
+                f"{case.interleaved_s:.2f}",
+                f"{by_model_s:.2f}",
+                f"{by_model_s / case.interleaved_s - 1:+.0%}",
+            ]
+        )
+    return markdown.table(head, rows)
 
 
 def updates() -> str:
     """The update alone, which is all that a schedule changes."""
     head = [
-        "run", "on the host, s", "interleaved: published, s", "model, s", "a schedule: share",
-        "model, s", "of the update on the host", "of the whole step",
-    ]  # fmt: skip
+        "run",
+        "on the host, s",
+        "interleaved: published, s",
+        "model, s",
+        "a schedule: share",
+        "model, s",
+        "of the update on the host",
+        "of the whole step",
+    ]
     rows = []
     for case in CASES:
         alone_s = plan(case.sizes, case.rates, device_slots=0).expected_s
         planned = ours(case)
-        rows.append([
-            _named(case), f"{alone_s:.2f}", f"{case.interleaved_s - case.around_s:.2f}",
-            f"{interleaved(case).finished_s:.2f}", f"{planned.share:.2f}",
-            f"{planned.expected_s:.2f}", f"{alone_s / planned.expected_s:.2f}x",
-            f"{case.async_s / (case.around_s + planned.expected_s):.2f}x",
-        ])  # fmt: skip
-    return harness.table(head, rows)
+        rows.append(
+            [
+                _named(case),
+                f"{alone_s:.2f}",
+                f"{case.interleaved_s - case.around_s:.2f}",
+                f"{interleaved(case).finished_s:.2f}",
+                f"{planned.share:.2f}",
+                f"{planned.expected_s:.2f}",
+                f"{alone_s / planned.expected_s:.2f}x",
+                f"{case.async_s / (case.around_s + planned.expected_s):.2f}x",
+            ]
+        )
+    return markdown.table(head, rows)
 
 
 def links() -> str:
@@ -186,7 +216,7 @@ def links() -> str:
         back = there * rates.state_out_bytes / took_s
         forth = (there * rates.state_in_bytes + here * rates.parameter_bytes) / took_s
         rows.append([str(stride), f"{out}", f"{back / 1e9:.1f}", f"{into}", f"{forth / 1e9:.1f}"])
-    return harness.table(head, rows)
+    return markdown.table(head, rows)
 
 
 def slots() -> str:
@@ -197,11 +227,16 @@ def slots() -> str:
     for count in (0, 1, 2, 3, 4):
         planned = plan(case.sizes, case.rates, device_slots=count)
         free = plan(case.sizes, case.rates, device_slots=count, flush_is_awaited=False)
-        rows.append([
-            str(count), f"{count * SUBGROUP * case.rates.state_in_bytes / 1e9:.1f}",
-            f"{planned.share:.2f}", f"{planned.expected_s:.3f}", f"{free.expected_s:.3f}",
-        ])  # fmt: skip
-    return harness.table(head, rows)
+        rows.append(
+            [
+                str(count),
+                f"{count * SUBGROUP * case.rates.state_in_bytes / 1e9:.1f}",
+                f"{planned.share:.2f}",
+                f"{planned.expected_s:.3f}",
+                f"{free.expected_s:.3f}",
+            ]
+        )
+    return markdown.table(head, rows)
 
 
 def busy() -> str:
@@ -212,7 +247,7 @@ def busy() -> str:
         played = timeline(case.sizes, ours(case), case.rates, device_slots=SLOTS)
         shares = [played.busy_s(lane) / played.finished_s for lane in _LANES]
         rows.append([_named(case), *(f"{share:.0%}" for share in shares)])
-    return harness.table(head, rows)
+    return markdown.table(head, rows)
 
 
 def wrong() -> str:
@@ -228,7 +263,7 @@ def wrong() -> str:
             took = timeline(case.sizes, found, case.rates, device_slots=SLOTS).finished_s
             cells.append(f"{took / ours(case).expected_s - 1:+.1%}")
         rows.append([name, *cells])
-    return harness.table(head, rows)
+    return markdown.table(head, rows)
 
 
 def rotations() -> str:
@@ -242,11 +277,15 @@ def rotations() -> str:
         moved = sum(
             sizes[one.subgroup] for one in rotate(sizes, budget_bytes=budget, after=first).reads
         )
-        rows.append([
-            f"{part:.0%}", f"{len(first.kept)} of {len(sizes)}", f"{moved / 1e9:.1f} GB",
-            f"{1 - moved / sum(sizes):.0%}",
-        ])  # fmt: skip
-    return harness.table(head, rows)
+        rows.append(
+            [
+                f"{part:.0%}",
+                f"{len(first.kept)} of {len(sizes)}",
+                f"{moved / 1e9:.1f} GB",
+                f"{1 - moved / sum(sizes):.0%}",
+            ]
+        )
+    return markdown.table(head, rows)
 
 
 _LANES = ("h2d", "d2h", "host", "device")
@@ -257,31 +296,28 @@ _RATES = {
     "the host's memory": ("host_memory_bytes_s",),
 }
 BLOCKS = {
-    "comparison": comparison, "updates": updates, "links": links, "slots": slots, "busy": busy,
-    "wrong": wrong, "rotations": rotations,
-}  # fmt: skip
+    "comparison": comparison,
+    "updates": updates,
+    "links": links,
+    "slots": slots,
+    "busy": busy,
+    "wrong": wrong,
+    "rotations": rotations,
+}
 
 
 def _named(case: Case) -> str:
     return f"{case.name}, {case.machine.name}" + (" *" if case.is_guess else "")
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Print, and put into the document where asked to."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--document", action="store_true", help="put the tables into docs/offload-model.md"
-    )
-    options = parser.parse_args()
+    parser = Parser("offload_model", __doc__)
+    parser.add_document("docs/offload-model.md")
+    options = parser.parse(arguments)
     for name, table in BLOCKS.items():
         text = table()
         print(f"{name}\n\n{text}\n")
         if options.document:
-            harness.replace_block(DOCUMENT, name, text)
+            results.replace_block(DOCUMENT, name, text)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

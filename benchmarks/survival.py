@@ -1,4 +1,4 @@
-"""What losses of hosts snapshots in memory survive: by the exact formula, and by drawing lots.
+"""Compute what losses of hosts snapshots in memory survive, by formula and by drawing lots.
 
 Nothing is measured: the tables follow from how hosts are divided into groups. `--write` puts them
 into docs/operations/choosing-parity.md, between the two comments there.
@@ -6,16 +6,12 @@ into docs/operations/choosing-parity.md, between the two comments there.
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
-from holdfast.keeper.heads import GROUP_SIZE
-from holdfast.redundancy.groups import Host, divide
-from holdfast.redundancy.survival import (
+from benchmarks.kit import results
+from benchmarks.kit.options import Parser
+from holdfast.parity.planning.groups import GROUP_SIZE, GroupHost, divide
+from holdfast.parity.planning.survival import (
     Sizes,
     loss_over,
     simulated,
@@ -23,7 +19,7 @@ from holdfast.redundancy.survival import (
     survival,
 )
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "operations" / "choosing-parity.md"
+PAGE = results.DOCS / "operations" / "choosing-parity.md"
 BEGIN, END = "<!-- by benchmarks/survival.py -->", "<!-- to here -->"
 SEED = 20261122
 DRAWS, LIVES = 2000, 400
@@ -36,11 +32,31 @@ LAYOUTS = {
     "`parity=3`": (3, GROUP_SIZE),
 }
 AT_ONCE = [
-    (4, 1), (4, 2), (8, 2), (8, 3), (16, 2), (16, 3), (64, 2), (64, 4), (128, 3), (128, 8),
-    (1024, 4), (1024, 8),
-]  # fmt: skip
-OVER_TIME = [(8, 10), (64, 1), (64, 10), (64, 60), (512, 1), (512, 10), (512, 60), (2048, 1),
-             (2048, 10), (2048, 60)]  # fmt: skip
+    (4, 1),
+    (4, 2),
+    (8, 2),
+    (8, 3),
+    (16, 2),
+    (16, 3),
+    (64, 2),
+    (64, 4),
+    (128, 3),
+    (128, 8),
+    (1024, 4),
+    (1024, 8),
+]
+OVER_TIME = [
+    (8, 10),
+    (64, 1),
+    (64, 10),
+    (64, 60),
+    (512, 1),
+    (512, 10),
+    (512, 60),
+    (2048, 1),
+    (2048, 10),
+    (2048, 60),
+]
 HOST_DAYS, HORIZON_DAYS = 256, 30
 MINUTES_A_DAY = 24 * 60
 
@@ -49,7 +65,7 @@ def sizes_of(hosts: int, layout: str) -> Sizes:
     """The groups that so many hosts are divided into."""
     parity, group_size = LAYOUTS[layout]
     division = divide(
-        [Host(f"h{n:04d}") for n in range(hosts)], parity=parity, group_size=group_size
+        [GroupHost(f"h{n:04d}") for n in range(hosts)], parity=parity, group_size=group_size
     )
     return [(len(group.hosts), group.parity) for group in division.groups]
 
@@ -102,9 +118,10 @@ def over_time() -> Iterator[str]:
     yield "|---:|---:|---:|" + "---:|" * len(LAYOUTS)
     for hosts, minutes in OVER_TIME:
         times = {
-            "rate": hosts / (HOST_DAYS * MINUTES_A_DAY), "repair": float(minutes),
+            "rate": hosts / (HOST_DAYS * MINUTES_A_DAY),
+            "repair": float(minutes),
             "horizon": float(HORIZON_DAYS * MINUTES_A_DAY),
-        }  # fmt: skip
+        }
         cells = []
         for layout in LAYOUTS:
             sizes = sizes_of(hosts, layout)
@@ -117,11 +134,19 @@ def over_time() -> Iterator[str]:
 
 def tables() -> str:
     """Both, as they stand in the page."""
-    return "\n".join([
-        "What is left suffices, after so many hosts are lost at once:", "", *at_once(), "",
-        f"Memory fails, and storage is needed, at least once in {HORIZON_DAYS} days, where each "
-        f"host is lost once in {HOST_DAYS} days:", "", *over_time(),
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "What is left suffices, after so many hosts are lost at once:",
+            "",
+            *at_once(),
+            "",
+            f"Memory fails, and storage is needed, at least once in {HORIZON_DAYS} days, where "
+            "each "
+            f"host is lost once in {HOST_DAYS} days:",
+            "",
+            *over_time(),
+        ]
+    )
 
 
 def in_page(page: str, made: str) -> str:
@@ -131,16 +156,13 @@ def in_page(page: str, made: str) -> str:
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{after}"
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> int:
     """Print the tables, or write them."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Parser("survival", __doc__)
     parser.add_argument("--write", action="store_true", help=f"into {PAGE.name}")
-    made = tables()
-    if parser.parse_args().write:
+    options, made = parser.parse(arguments), tables()
+    if options.write:
         PAGE.write_text(in_page(PAGE.read_text(), made))
     else:
         print(made)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

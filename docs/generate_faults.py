@@ -1,7 +1,7 @@
 """Write the matrix of faults of docs/faults.toml into docs/failure-model.md: `make docs`.
 
 Each is a fault, what a run does about it, and the tests that say so, or none, which is said too.
-What `benchmarks/chaos.py` found is read from its newest results. The page is checked in, and
+What `python -m benchmarks chaos` found is read from its newest results. The page is checked in, and
 tests/docs/test_fault_matrix.py fails when it is not what this prints.
 """
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parent / "failure-model.md"
 FAULTS = Path(__file__).parent / "faults.toml"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BEGIN, END = "<!-- fault matrix -->\n", "<!-- /fault matrix -->"
-CHAOS = "benchmarks/chaos.py"
+CHAOS = "python -m benchmarks chaos"
 VERDICTS = ("PASS", "LOST_WORK", "HARD_FAIL", "SILENT_DIVERGENCE")
 
 HEAD = """\
@@ -47,9 +47,12 @@ def rows() -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for one in tomllib.loads(FAULTS.read_text())["fault"]:
         row = Row(
-            one["what"], one["then"], one["class"], tuple(one.get("proved_by", ())),
+            one["what"],
+            one["then"],
+            one["class"],
+            tuple(one.get("proved_by", ())),
             one.get("chaos", {}),
-        )  # fmt: skip
+        )
         if row.verdict not in VERDICTS:
             raise SystemExit(
                 f"{FAULTS.name}: {row.verdict!r} of {row.fault!r} is none of {VERDICTS}"

@@ -15,8 +15,8 @@ from safetensors import deserialize
 from xxhash import xxh3_64_hexdigest, xxh3_128_hexdigest
 
 # What numpy has no type for is read as integers of the same bits: the last three, and all others.
-NUMPY = dict(re.findall(r"(\w+)=(\S+)", """F64=f8 F32=f4 F16=f2 I64=i8 I32=i4 I16=i2 I8=i1 U64=u8
-    U32=u4 U16=u2 U8=u1 BOOL=? C64=c8 C128=c16 BF16=u2 BITS16=u2 C32=u4"""))  # fmt: skip
+NUMPY = "F64=f8 F32=f4 F16=f2 I64=i8 I32=i4 I16=i2 I8=i1 U64=u8 U32=u4 U16=u2 U8=u1 BOOL=? C64=c8"
+NUMPY = dict(one.split("=") for one in f"{NUMPY} C128=c16 BF16=u2 BITS16=u2 C32=u4".split())
 
 
 def check(is_true: object, what: str) -> None:

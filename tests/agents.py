@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from holdfast.demo import processes
+from holdfast.demo import runs as processes
 from lives import Life, _train, read_progress
 from losing import protected
 from torchruns import environment, write_life
@@ -72,9 +72,12 @@ class Agents:
         command += ["--rdzv-conf", RENDEZVOUS, "--local-addr", "127.0.0.1"]
         with self.log.open("ab") as log:
             self.agents[host] = subprocess.Popen(
-                [*command, str(SCRIPT), self._file], env=environment() | here,
-                stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                [*command, str(SCRIPT), self._file],
+                env=environment() | here,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
 
     def lose(self, *hosts: str) -> None:
         """They are gone at once: agents, workers, keepers, memory."""

@@ -53,6 +53,8 @@ def check_root(root: Path) -> dict[str, Json]:
             body = check_document(data, "Pin")
             assert name == f"pins/{body['incarnation']}-{body['step']}.json", "R2"
             check_document(body["manifest"].encode(), "Manifest")
+        elif name.startswith("readers/"):
+            check_document(data, "Lease")
         elif name.startswith("manifests/"):
             body = check_document(data, "Manifest")
             assert name == f"manifests/{body['incarnation']}-{body['step']}.json", "R2"
@@ -68,6 +70,7 @@ def _is_known(name: str) -> bool:
         r"layouts/[0-9a-f]{32}\.json",
         r"events/[^/]+\.jsonl",
         rf"(manifests|pins)/{NUMBER}-{NUMBER}\.json",
+        r"readers/[0-9a-f]{32}\.json",
         rf"steps/{NUMBER}-{NUMBER}-[0-9A-Za-z_-]{{1,128}}/live-(\d{{5}}|[1-9]\d{{5,}})\.safetensors",
         rf"parts/{NUMBER}-{NUMBER}-[0-9A-Za-z_-]{{1,128}}/frozen-(\d{{5}}|[1-9]\d{{5,}})\.(safetensors|damaged)",
     )
@@ -141,8 +144,9 @@ def has_type(value: Any, kind: str) -> bool:
 
 def check_checkpoint(root: Path, manifest: Json) -> None:
     """Layout and images of one manifest, and that together they hold everything once."""
-    layout = check_layout((root / "layouts" / f"{manifest['layout']}.json").read_bytes(),
-                          manifest["layout"])  # fmt: skip
+    layout = check_layout(
+        (root / "layouts" / f"{manifest['layout']}.json").read_bytes(), manifest["layout"]
+    )
     assert layout["world"] == manifest["world"]
     ranks = [image["rank"] for image in manifest["images"]]
     assert sorted(ranks) == list(range(manifest["world"])), "R12"
@@ -480,9 +484,11 @@ def check_tagged(tag: str, content: Any, leaves: set[str], depth: int) -> None:
         assert len(data) == item * math.prod(content["shape"])
     else:
         pattern = {
-            "$float": r"nan|-?inf|0x[0-9a-f]{16}", "$int": r"-?([0-9]+|0x[0-9a-f]+)",
-            "$dtype": r"[a-z0-9_]+", "$device": r"[a-z_0-9]+(:[0-9]+)?",
-        }[tag]  # fmt: skip
+            "$float": r"nan|-?inf|0x[0-9a-f]{16}",
+            "$int": r"-?([0-9]+|0x[0-9a-f]+)",
+            "$dtype": r"[a-z0-9_]+",
+            "$device": r"[a-z_0-9]+(:[0-9]+)?",
+        }[tag]
         assert re.fullmatch(pattern, content), f"{tag}: {content}"
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+from holdfast.coordinator.actions import Action, AllocateSlots, GrantSlot, SendMessage
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import SlotWriter
 from holdfast.geometry.layout import (
     REPLICATE,
     Instance,
@@ -13,10 +16,7 @@ from holdfast.geometry.layout import (
     table_hash,
     table_to_json,
 )
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action, Allocate, GiveSlot, Tell
-from holdfast.snapshot.handoff import Coordinator
-from holdfast.snapshot.slots import Writer
+from holdfast.protocol import messages as m
 
 M = TypeVar("M", bound=m.Message)
 A = TypeVar("A", bound=Action)
@@ -26,7 +26,9 @@ GRANT_S, CAPTURE_S = 30.0, 600.0
 
 def told(actions: Actions, kind: type[M]) -> list[M]:
     """What is said to the ranks, of one kind."""
-    return [a.message for a in actions if isinstance(a, Tell) and isinstance(a.message, kind)]
+    return [
+        a.message for a in actions if isinstance(a, SendMessage) and isinstance(a.message, kind)
+    ]
 
 
 def of(actions: Actions, kind: type[A]) -> list[A]:
@@ -55,30 +57,50 @@ class Keeper:
             self.c.join(rank, self.writer(rank))
         return actions
 
-    def writer(self, rank: int) -> Writer:
-        return Writer(1000 * self.c.incarnation + rank, 7)
+    def writer(self, rank: int) -> SlotWriter:
+        return SlotWriter(1000 * self.c.incarnation + rank, 7)
 
     def ask(
-        self, rank: int, step: int, *, durable: bool = False, exact: bool = False,
-        values: int = 10, dtype: str = "F32", now_s: float = 0.0,
-    ) -> list[Action]:  # fmt: skip
+        self,
+        rank: int,
+        step: int,
+        *,
+        durable: bool = False,
+        exact: bool = False,
+        values: int = 10,
+        dtype: str = "F32",
+        now_s: float = 0.0,
+        updates: dict[str, int] | None = None,
+        is_copying: bool = True,
+    ) -> list[Action]:
         data = table(self.world, dtype)
         self.c.table(rank, table_hash(data), data)
-        ask = m.Ask(
-            step=step, table=table_hash(data), values_bytes=values, durable=durable, exact=exact
+        ask = m.RequestCapture(
+            step=step,
+            table=table_hash(data),
+            values_bytes=values,
+            durable=durable,
+            exact=exact,
+            updates=tuple((updates or {}).items()),
+            is_copying=is_copying,
         )
-        return self.with_memory(self.c.ask(rank, ask, now_s))
+        return self.with_memory(self.c.request_capture(rank, ask, now_s))
 
     def with_memory(self, actions: list[Action]) -> list[Action]:
         found = list(actions)
-        for action in of(actions, Allocate) if self.has_memory else []:
+        for action in of(actions, AllocateSlots) if self.has_memory else []:
             found += self.with_memory(self.c.allocated(action.slot))
         return found
 
     def ask_all(
-        self, step: int, *, durable: bool = False, exact: bool = False, values: int = 10,
+        self,
+        step: int,
+        *,
+        durable: bool = False,
+        exact: bool = False,
+        values: int = 10,
         now_s: float = 0.0,
-    ) -> list[Action]:  # fmt: skip
+    ) -> list[Action]:
         actions: list[Action] = []
         for rank in range(self.world):
             actions += self.ask(
@@ -109,5 +131,5 @@ class Keeper:
 
 
 def granted(actions: Actions) -> str:
-    (attempt,) = {give.attempt for give in of(actions, GiveSlot)}
+    (attempt,) = {give.attempt for give in of(actions, GrantSlot)}
     return attempt

@@ -115,8 +115,9 @@ class Gpt(nn.Module):
 def _parts(*, is_fused: bool) -> dict[str, Part]:
     """What each parameter is of the whole leaves."""
     found: dict[str, Part] = {
-        "embed.weight": padded(leaf("embed.weight"), ROWS), "norm.weight": leaf("norm"),
-    }  # fmt: skip
+        "embed.weight": padded(leaf("embed.weight"), ROWS),
+        "norm.weight": leaf("norm"),
+    }
     for n in range(LAYERS):
         name = f"layers.{n}."
         for which in ("o", "down", "router"):
@@ -156,19 +157,21 @@ def _rules(*, is_fused: bool) -> r.Rules:
     plain = ["o", "down", "router"] + ([] if is_fused else ["q", "k", "v", "gate", "up"])
     into = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")} if is_fused else {}
     widths = {"qkv": QKV, "gate_up": [HIDDEN, HIDDEN]}
-    return r.Rules([
-        ("embed.weight", r.padded(0, VOCABULARY)),
-        ("norm.weight", r.rename("norm")),
-        ("layers.{i}.experts", r.unstack(0, into="layers.{i}.experts.{n}.w")),
-        *((f"layers.{{i}}.{name}.weight", r.rename(f"layers.{{i}}.{name}")) for name in plain),
-        *(
-            (
-                f"layers.{{i}}.{name}.weight",
-                r.fused(0, widths[name], [f"layers.{{i}}.{one}" for one in names]),
-            )
-            for name, names in into.items()
-        ),
-    ])  # fmt: skip
+    return r.Rules(
+        [
+            ("embed.weight", r.padded(0, VOCABULARY)),
+            ("norm.weight", r.rename("norm")),
+            ("layers.{i}.experts", r.unstack(0, into="layers.{i}.experts.{n}.w")),
+            *((f"layers.{{i}}.{name}.weight", r.rename(f"layers.{{i}}.{name}")) for name in plain),
+            *(
+                (
+                    f"layers.{{i}}.{name}.weight",
+                    r.fused(0, widths[name], [f"layers.{{i}}.{one}" for one in names]),
+                )
+                for name, names in into.items()
+            ),
+        ]
+    )
 
 
 # ── a training ───────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from typing import Any
 
 import holdfast
 from holdfast.catalogue import STEPS, catalogue
-from holdfast.snapshot.arena import SLOT_SUFFIX, SlotFile, SlotRecord
+from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile, SlotRecord
 from holdfast.storage.local import LocalStore
 
 

@@ -16,24 +16,24 @@ import numpy as np
 from holdfast.format.checksum import blocks, checksum
 from holdfast.format.image import header_size, plan_image
 from holdfast.format.manifest import Generation
-from holdfast.peers.calling import Peer
-from holdfast.peers.client import Puller
-from holdfast.peers.names import image_path
-from holdfast.peers.offering import Offering
-from holdfast.redundancy.backends import chosen
-from holdfast.redundancy.capacity import passing_bytes, staging_bytes
-from holdfast.redundancy.erasure import Coder
-from holdfast.redundancy.exchange import Exchange, Room, Sealed
-from holdfast.redundancy.records import ImageFact, MemberFact, ParityRecord, Terms, unseal
-from holdfast.redundancy.stripes import (
-    Placement,
-    Rebuild,
+from holdfast.parity.coding.backends import chosen
+from holdfast.parity.coding.codes import Coder
+from holdfast.parity.exchange.shard_exchange import SealedShard, ShardExchange, ShardMemory
+from holdfast.parity.exchange.windows import RateBudget
+from holdfast.parity.planning.budget import passing_bytes, staging_bytes
+from holdfast.parity.planning.placement import (
+    RepairStep,
+    StripePlacement,
     needed_for,
     needed_for_parity,
     stored_by,
     stripes,
 )
-from holdfast.redundancy.waiting import Budget
+from holdfast.parity.planning.record import ImageFact, MemberFact, ParityRecord, RecordTerms, unseal
+from holdfast.transport.client import Puller
+from holdfast.transport.client_connection import Peer
+from holdfast.transport.server import ThreadSafeServer
+from holdfast.transport.wire.http import image_path
 from images import assemble, seals
 from peering import GENERATION, Served, puller
 
@@ -81,7 +81,7 @@ class Host:
         for rank in self.images:
             self.served.do(self.served.server.withdraw, image_path(ATTEMPT, rank))
 
-    def make_room(self, placement: Placement, number: int) -> None:
+    def make_room(self, placement: StripePlacement, number: int) -> None:
         passing = passing_bytes(placement.parity)
         path = self.directory / "passing"
         path.write_bytes(bytes(BEFORE + passing))
@@ -93,7 +93,7 @@ class Host:
             for kept in stored_by(placement, number)
         }
         staging = memoryview(bytearray([POISON]) * staging_bytes(placement.columns))
-        self.room = Room(self.rows, staging, mapped[BEFORE:], path, BEFORE)
+        self.room = ShardMemory(self.rows, staging, mapped[BEFORE:], path, BEFORE)
 
 
 class Group:
@@ -102,21 +102,28 @@ class Group:
     def __init__(self, directory: Path, sizes: Sequence[Sequence[int]], parity: int) -> None:
         ranks = iter(range(99))
         self.hosts = [
-            Host(f"host-{n}", directory / f"host-{n}", {
-                rank: make_image(rank, size) for size, rank in zip(of, ranks, strict=False)
-            })
+            Host(
+                f"host-{n}",
+                directory / f"host-{n}",
+                {rank: make_image(rank, size) for size, rank in zip(of, ranks, strict=False)},
+            )
             for n, of in enumerate(sizes)
-        ]  # fmt: skip
-        self.terms = Terms(
-            "run", Generation(*map(int, GENERATION.split("-"))), ATTEMPT,
-            max(1, sum(map(len, sizes))), "0" * 32, parity,
-            tuple(host.fact for host in self.hosts), turn=1,
-        )  # fmt: skip
+        ]
+        self.terms = RecordTerms(
+            "run",
+            Generation(*map(int, GENERATION.split("-"))),
+            ATTEMPT,
+            max(1, sum(map(len, sizes))),
+            "0" * 32,
+            parity,
+            tuple(host.fact for host in self.hosts),
+            turn=1,
+        )
         self.placement = self.terms.placement
-        self.budget = Budget()
+        self.budget = RateBudget()
         self.peers: dict[str, Peer] = {}
-        self.exchanges: dict[str, Exchange] = {}
-        self.sealed: dict[str, tuple[Sealed, ...]] = {}
+        self.exchanges: dict[str, ShardExchange] = {}
+        self.sealed: dict[str, tuple[SealedShard, ...]] = {}
         self.errors: dict[str, BaseException] = {}
         self._stack = ExitStack()
 
@@ -131,14 +138,17 @@ class Group:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def exchange_of(self, host: Host, **options: Any) -> Exchange:
+    def exchange_of(self, host: Host, **options: Any) -> ShardExchange:
         made = {
-            "peers": self.peers, "room": host.room, "budget": self.budget, "patience_s": 5.0,
-            "offers": Offering(host.served.server, host.served.loop),
+            "peers": self.peers,
+            "room": host.room,
+            "budget": self.budget,
+            "patience_s": 5.0,
+            "offers": ThreadSafeServer(host.served.server, host.served.loop),
             **options,
-        }  # fmt: skip
+        }
         client: Puller = made.pop("puller", None) or puller(connections=2)
-        return Exchange(self.terms, host.name, puller=client, **made)
+        return ShardExchange(self.terms, host.name, puller=client, **made)
 
     def run(self, meanwhile: Callable[[Group], None] = lambda _: None, **options: Any) -> Group:
         """All members at once. What came of it is in ``sealed`` and ``errors``."""
@@ -146,7 +156,9 @@ class Group:
         return self.run_these(made, meanwhile)
 
     def run_these(
-        self, exchanges: dict[str, Exchange], meanwhile: Callable[[Group], None] = lambda _: None
+        self,
+        exchanges: dict[str, ShardExchange],
+        meanwhile: Callable[[Group], None] = lambda _: None,
     ) -> Group:
         """The same for exchanges that are made already."""
         self.exchanges = exchanges
@@ -233,7 +245,7 @@ class Group:
             found |= {(stripe.number, r): bytes(row) for r, row in enumerate(rows)}
         return found
 
-    def decoded(self, step: Rebuild) -> bytes:
+    def decoded(self, step: RepairStep) -> bytes:
         coder = Coder(self.placement.columns, self.terms.parity, chosen().backend)
         output = bytearray(step.stop - step.start)
         factors = coder.solve([one.number for one in step.sources], [step.wanted])

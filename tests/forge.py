@@ -19,10 +19,10 @@ from holdfast.catalogue import catalogue
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation
 from holdfast.geometry.box import Box
-from holdfast.geometry.flat import flat_boxes
+from holdfast.geometry.index import flat_boxes
 from holdfast.geometry.layout import (
     REPLICATE,
-    Held,
+    HolderBoxes,
     Instance,
     Layout,
     LeafEntry,
@@ -90,18 +90,24 @@ def make_good_parts(root: Path) -> None:
 
 
 #: A flat optimizer's leaf, one cut into columns, and one that ranks hold in two ways.
-LISTED_LAYOUT = merge([
+LISTED_LAYOUT = merge(
     [
-        LeafEntry("columns", "F32", (6, 4), "split", Held((Box((0, 0), (6, 1)),))),
-        LeafEntry("flat", "F32", (6, 4), "split", Held(flat_boxes((6, 4), 0, 10))),
-        LeafEntry("twice", "I16", (8,), "split", Held((Box((0,), (5,)), Box((5,), (8,))))),
-    ],
-    [
-        LeafEntry("columns", "F32", (6, 4), "split", Held((Box((0, 1), (6, 4)),))),
-        LeafEntry("flat", "F32", (6, 4), "split", Held(flat_boxes((6, 4), 10, 24))),
-        LeafEntry("twice", "I16", (8,), "split", Held((Box((0,), (5,)), Box((6,), (8,))))),
-    ],
-])  # fmt: skip
+        [
+            LeafEntry("columns", "F32", (6, 4), "split", HolderBoxes((Box((0, 0), (6, 1)),))),
+            LeafEntry("flat", "F32", (6, 4), "split", HolderBoxes(flat_boxes((6, 4), 0, 10))),
+            LeafEntry(
+                "twice", "I16", (8,), "split", HolderBoxes((Box((0,), (5,)), Box((5,), (8,))))
+            ),
+        ],
+        [
+            LeafEntry("columns", "F32", (6, 4), "split", HolderBoxes((Box((0, 1), (6, 4)),))),
+            LeafEntry("flat", "F32", (6, 4), "split", HolderBoxes(flat_boxes((6, 4), 10, 24))),
+            LeafEntry(
+                "twice", "I16", (8,), "split", HolderBoxes((Box((0,), (5,)), Box((6,), (8,))))
+            ),
+        ],
+    ]
+)
 LISTED_LEAVES = {
     leaf.name: random_leaf(leaf.dtype, leaf.shape, seed)
     for seed, leaf in enumerate(LISTED_LAYOUT.leaves)
@@ -196,9 +202,10 @@ class Forger:
         covered = data[begin : begin + start] + raw + bytes(page - stop)
         table = xxhash.xxh3_64_intdigest(covered).to_bytes(8, "little") + bytes(4088)
         for name, shape, offsets in (
-            ("values", stop - start, [start, stop]), ("pad", page - stop, [stop, page]),
+            ("values", stop - start, [start, stop]),
+            ("pad", page - stop, [stop, page]),
             ("blocks", 512, [page, page + 4096]),
-        ):  # fmt: skip
+        ):
             header[f"__holdfast_{name}__"].update(shape=[shape], data_offsets=offsets)
         self.image(rank, data[:begin] + covered + table)
         self.header(rank, lambda _: header)

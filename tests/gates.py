@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import holdfast
-from holdfast.snapshot import copier as copier_module
+from holdfast.capture import copier as copier_module
 
 
 def capture_at_last(checkpointer: holdfast.Checkpointer, step: int) -> None:

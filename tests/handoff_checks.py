@@ -25,6 +25,8 @@ class CheckedWorld(RealWorld):
                 expected = Content(attempt.id, rank, generation, whole=True)
                 assert content == expected, f"slot {slot}: {content} is called {expected}"
                 assert not self.possible_writers(slot)
+            updates = {self.contents[slot].updates for slot in attempt.slots.values()}
+            assert len(updates) == 1, f"{attempt.id} is a mixture of the updates {updates}"
 
     def check_newest(self) -> None:
         held = {slots_of(attempt) for attempt in self.keeper.attempts.complete()}
@@ -51,6 +53,15 @@ class CheckedWorld(RealWorld):
                 assert attempt.phase != "complete"
                 assert attempt.id not in (attempts.newest, attempts.pinned)
                 assert attempt.durable, "memory keeps nothing of it, and storage is not to have it"
+
+    def check_waits(self) -> None:
+        """Nobody waits for a rank that is not there, and a rank for one step at most."""
+        asks = self.keeper._requests
+        assert not (self.keeper.absence.reason and asks.steps())
+        asking = [rank for step in asks.steps() for rank in asks._by_step[step].by_rank]
+        assert sorted(asking) == sorted(asks._step_of)
+        joined = {process.rank for process in self.trainers()}
+        assert set(asking) <= joined
 
     # ── a good end ──────────────────────────────────────────────────────────────────────────
 
@@ -93,11 +104,20 @@ class CheckedWorld(RealWorld):
         self.settle_down()
         assert not self.owed, f"nobody was told what came of {self.owed}"
         self.ranks_are_there()
-        for process in self.trainers():
-            process.done = len(self.saves)
-        for process in self.trainers():
-            self.make_ask(process, Save(durable=True, exact=True, values_bytes=10))
-        self.settle_down()
+        if self.keeper.absence.reason:  # one that was waited for in vain is back when it asks
+            self.all_save()
+        self.all_save()
         generation = (self.incarnation, len(self.saves) - 1)
         assert generation in self.published.values(), "a healthy save came to nothing"
         assert not self.owed
+
+    def all_save(self) -> None:
+        """A durable save that nothing is in the way of."""
+        for process in self.trainers():
+            process.done, process.is_ahead = len(self.saves), False
+            # Copies that were given up have ended: a worker that asks again copies no more.
+            for slot in [n for n, pids in self.may_write.items() if process.pid in pids]:
+                self.end_lost_copy(process, slot, is_whole=False)
+        for process in self.trainers():
+            self.make_ask(process, Save(durable=True, exact=True, values_bytes=10))
+        self.settle_down()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.snapshot.slots import Writer
+from holdfast.coordinator.slots import SlotWriter
 
 Generation = tuple[int, int]
 
@@ -30,6 +30,10 @@ class Process:
     connected: bool = True
     done: int = 0
     """How many of the saves it has begun."""
+    updates: int = 0
+    """How many updates it had behind it when it asked last."""
+    is_ahead: bool = False
+    """Whether its next save is asked for an update later than by the others, by a signal say."""
     waits_for: int | None = None
     writes: str | None = None
     """The attempt it copies for, in the slot ``slot``."""
@@ -37,8 +41,8 @@ class Process:
     inbox: list[Any] = field(default_factory=list)
 
     @property
-    def writer(self) -> Writer:
-        return Writer(self.pid, 1)
+    def writer(self) -> SlotWriter:
+        return SlotWriter(self.pid, 1)
 
 
 def is_idle(process: Process) -> bool:
@@ -63,6 +67,8 @@ class Content:
     rank: int
     generation: Generation
     whole: bool = False
+    updates: int = field(default=0, compare=False)
+    """Of what update it is."""
 
 
 @dataclass
@@ -74,7 +80,8 @@ class Record:
     rank: int
     generation: Generation
     world: int
-    writer: Writer
+    writer: SlotWriter
     image_bytes: int
     is_ring: bool = False
     layout: str = "layout"
+    updates: int = 0

@@ -9,10 +9,10 @@ from __future__ import annotations
 from handoff_checks import CheckedWorld
 from handoff_facts import Process
 from handoff_world import slots_of
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action, Allocate, AllocateRings, KeepLayout
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.slots import host_of, number_of
+from holdfast.coordinator.actions import Action, AllocateRings, AllocateSlots, StoreLayout
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.slots import host_of, number_of
+from holdfast.protocol import messages as m
 
 
 class HostedWorld(CheckedWorld):
@@ -34,10 +34,10 @@ class HostedWorld(CheckedWorld):
     def is_in_reach(self, slot: int) -> bool:
         return host_of(slot) in self.in_reach
 
-    def host_table(self) -> tuple[m.HostPlace, ...]:
+    def host_table(self) -> tuple[m.HostEntry, ...]:
         self.hosts = min(self.hosts, self.world)
         return tuple(
-            m.HostPlace(id=f"h{n}", ranks=tuple(range(n, self.world, self.hosts)))
+            m.HostEntry(id=f"h{n}", ranks=tuple(range(n, self.world, self.hosts)))
             for n in range(self.hosts)
         )
 
@@ -112,7 +112,7 @@ class HostedWorld(CheckedWorld):
     def find_no_room_for_layout(self, host: int, layout: str) -> None:
         """The answer comes when the grants have left."""
         self.layouts_told.remove((host, layout))
-        self.carry_out(self.keeper.layout_not_kept(layout, "no room", host))
+        self.carry_out(self.keeper.layout_not_stored(layout, "no room", host))
 
     def restart_keeper(self) -> None:
         self.layouts_told.clear()
@@ -133,7 +133,7 @@ class HostedWorld(CheckedWorld):
         assert isinstance(actions, (list, tuple))
         for action in actions:
             self.check_host(action)
-            if isinstance(action, KeepLayout):
+            if isinstance(action, StoreLayout):
                 self.layouts_told |= {(host, action.hash) for host in self.in_reach - {0}}
             for slot in filter(host_of, _made(action)):
                 assert host_of(slot) in self.in_reach, "a slot is made out of reach"
@@ -149,7 +149,7 @@ class HostedWorld(CheckedWorld):
 
     def check_complete(self) -> None:
         super().check_complete()
-        for attempt in self.keeper.attempts.parts():
+        for attempt in self.keeper.attempts.incomplete():
             self.check_part(attempt)
 
     def check_part(self, attempt: Attempt) -> None:
@@ -166,6 +166,6 @@ class HostedWorld(CheckedWorld):
 
 
 def _made(action: Action) -> list[int]:
-    if isinstance(action, Allocate):
+    if isinstance(action, AllocateSlots):
         return [action.slot]
     return [need.slot for need in action.needs] if isinstance(action, AllocateRings) else []

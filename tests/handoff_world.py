@@ -11,23 +11,23 @@ from typing import Any
 
 from coordinators import CAPTURE_S, GRANT_S, table
 from handoff_facts import Content, Generation, Grant, Process, Record, Save
-from holdfast.geometry.layout import table_hash
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import (
+from holdfast.coordinator.actions import (
     AbortPersist,
     Action,
-    Allocate,
     AllocateRings,
-    GiveSlot,
-    Note,
-    Remove,
+    AllocateSlots,
+    GrantSlot,
+    RemoveSlot,
+    ReportOutcome,
+    SendMessage,
     StartPersist,
-    Tell,
 )
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.handoff import Coordinator
-from holdfast.snapshot.rings import LEAST_RING_BYTES, RingNeed
-from holdfast.snapshot.slots import Slot, Slots, host_of
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import Slot, Slots, host_of
+from holdfast.geometry.layout import table_hash
+from holdfast.protocol import messages as m
+from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed
 
 
 def slots_of(attempt: Attempt) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class RealWorld:
         nonce = f"{self.incarnation:08d}"
         self.carry_out(self.keeper.begin(self.incarnation, nonce, self.world, self.host_table()))
 
-    def host_table(self) -> tuple[m.HostPlace, ...]:
+    def host_table(self) -> tuple[m.HostEntry, ...]:
         return ()
 
     def join(self, process: Process) -> None:
@@ -131,35 +131,35 @@ class RealWorld:
         for action in actions:
             self.moves += 1
             match action:
-                case Tell(message, rank):
+                case SendMessage(message, rank):
                     self.check_truth(message)
                     for process in self.listeners(rank):
                         self.settle(process, message)
                         process.inbox.append(message)
-                case Allocate(slot, capacity):
+                case AllocateSlots(slot, capacity):
                     assert slot not in self.capacities, "the slot is there already"
                     self.allocating[slot] = capacity
                 case AllocateRings(needs):
                     assert not {need.slot for need in needs} & set(self.capacities)
                     self.making_rings.append(needs)
-                case Remove(slot):
+                case RemoveSlot(slot):
                     self.check_free_to_lose(slot)
                     self.rings.discard(slot)
                     del self.capacities[slot]
                     self.contents.pop(slot, None)
                     self.records.pop(slot, None)
                     self.may_write.pop(slot, None)
-                case GiveSlot(slot, rank, attempt):
+                case GrantSlot(slot, rank, attempt):
                     self.give(slot, rank, attempt)
                 case StartPersist(attempt):
                     self.persisting[attempt] = slots_of(self.keeper.attempts[attempt])
                 case AbortPersist(attempt):
                     del self.persisting[attempt]
                     self.ending.add(attempt)
-                case Note(attempt=attempt, what="complete"):
+                case ReportOutcome(attempt=attempt, what="complete"):
                     self.newest = slots_of(self.keeper.attempts[attempt])
                     self.pinned = ()
-                    self.carry_out(self.keeper.spares())
+                    self.carry_out(self.keeper.preallocate())
 
     def give(self, slot: int, rank: int, name: str) -> None:
         attempt = self.keeper.attempts[name]
@@ -172,9 +172,17 @@ class RealWorld:
         assert is_ring or size <= self.capacities[slot], "the image does not fit into its slot"
         assert is_ring == attempt.is_ring, "some images are kept and others not"
         self.records[slot] = Record(
-            "writing", name, rank, generation, attempt.world, process.writer, size, is_ring,
+            "writing",
+            name,
+            rank,
+            generation,
+            attempt.world,
+            process.writer,
+            size,
+            is_ring,
             attempt.layout,
-        )  # fmt: skip
+            process.updates,
+        )
         self.may_write[slot] = {process.pid}
         process.inbox.append(Grant(attempt.step, name, slot))
 
@@ -278,7 +286,7 @@ class RealWorld:
         # A ring that was never given to anybody says nothing of itself: it is a slot like others.
         self.rings = {s for s in self.rings if s in self.records and self.records[s].is_ring}
         slots, attempts = self.scan()
-        self.keeper.found(slots, attempts, may_be_parts=True)
+        self.keeper.discovered(slots, attempts, may_be_parts=True)
         held = [a for a in attempts if len(a.slots) == a.world]
         newest = max(held, key=lambda a: (a.incarnation, a.step), default=None)
         self.newest = () if newest is None else slots_of(newest)
@@ -345,15 +353,21 @@ class RealWorld:
         save, step = self.saves[process.done], process.done
         process.done += 1
         process.waits_for = step
+        process.updates, process.is_ahead = 2 * step + process.is_ahead, False
         if save.durable:
             self.owed.add((process.pid, step))
         data = table(self.world)
         self.keeper.table(process.rank, table_hash(data), data)
-        ask = m.Ask(
-            step=step, table=table_hash(data), values_bytes=save.values_bytes,
-            durable=save.durable, exact=save.exact,
-        )  # fmt: skip
-        self.carry_out(self.keeper.ask(process.rank, ask, self.now_s))
+        ask = m.RequestCapture(
+            step=step,
+            table=table_hash(data),
+            values_bytes=save.values_bytes,
+            durable=save.durable,
+            exact=save.exact,
+            updates=(("optimizer", process.updates),),
+            is_copying=any(process.pid in pids for pids in self.may_write.values()),
+        )
+        self.carry_out(self.keeper.request_capture(process.rank, ask, self.now_s))
 
     def take_messages(self, process: Process) -> None:
         while process.inbox:
@@ -366,8 +380,8 @@ class RealWorld:
                 process.waits_for, process.writes, process.slot = None, attempt, slot
             case Grant(_, attempt, slot):  # too late
                 self.stop_writing(process, slot)
-                told = m.Abandon(attempt=attempt, reason="given up")
-                self.carry_out(self.keeper.abandon(process.rank, told))
+                told = m.AbortCapture(attempt=attempt, reason="given up")
+                self.carry_out(self.keeper.abort_capture(process.rank, told))
             case m.Skip(step=step) | m.Aborted(step=step) if process.waits_for == step:
                 process.waits_for = None
             case m.Aborted(attempt=attempt) if process.writes == attempt:
@@ -378,7 +392,9 @@ class RealWorld:
         assert attempt is not None
         record = self.records[slot]
         is_whole = not record.is_ring
-        self.contents[slot] = Content(attempt, process.rank, record.generation, whole=is_whole)
+        self.contents[slot] = Content(
+            attempt, process.rank, record.generation, is_whole, record.updates
+        )
         if is_whole:
             record.state = "captured"
         else:
@@ -395,7 +411,9 @@ class RealWorld:
 
     def scribble(self, slot: int) -> None:
         record = self.records[slot]
-        self.contents[slot] = Content(record.attempt, record.rank, record.generation)
+        self.contents[slot] = Content(
+            record.attempt, record.rank, record.generation, updates=record.updates
+        )
 
     def lost_copiers(self) -> list[tuple[Process, int]]:
         """Processes that lost sight of their capture, and the slots they still copy into."""
@@ -419,7 +437,7 @@ class RealWorld:
         step, process.waits_for = process.waits_for, None
         assert step is not None
         self.owed.discard((process.pid, step))  # it gave up by itself, and says so
-        self.carry_out(self.keeper.withdraw(process.rank, step))
+        self.carry_out(self.keeper.cancel_request(process.rank, step))
 
     def ask_durable(self, process: Process) -> None:
         step = process.done - 1
@@ -430,5 +448,5 @@ class RealWorld:
         attempt, process.writes = process.writes, None
         assert attempt is not None
         self.stop_writing(process, process.slot)
-        told = m.Abandon(attempt=attempt, reason="given up", leaf=leaf)
-        self.carry_out(self.keeper.abandon(process.rank, told))
+        told = m.AbortCapture(attempt=attempt, reason="given up", leaf=leaf)
+        self.carry_out(self.keeper.abort_capture(process.rank, told))

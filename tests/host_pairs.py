@@ -19,10 +19,10 @@ from holdfast.geometry.layout import (
     table_to_json,
 )
 from holdfast.persist import commit
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import SlotFile, arena_dir
-from holdfast.snapshot.client import KeeperClient, find_or_start
-from holdfast.snapshot.layouts import image_items
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotFile, arena_dir
+from holdfast.protocol.client import KeeperClient, find_or_start
+from holdfast.protocol.image_plan import image_items
 from holdfast.storage.local import LocalStore
 from keepers import RUN, X, hear
 
@@ -36,12 +36,17 @@ class Rank:
     def __init__(self, root: Path, host: str, number: int, world: int) -> None:
         commit.open_root(LocalStore(root), RUN)
         self.root, self.host, self.number, self.world = root, host, number, world
-        self.table = table_to_json([
-            LeafEntry(
-                "w", "F32", (8,), "split",
-                Instance(Mesh((world,), tuple(range(world))), (REPLICATE,)),
-            )
-        ])  # fmt: skip
+        self.table = table_to_json(
+            [
+                LeafEntry(
+                    "w",
+                    "F32",
+                    (8,),
+                    "split",
+                    Instance(Mesh((world,), tuple(range(world))), (REPLICATE,)),
+                )
+            ]
+        )
         layout = merge([table_from_json(self.table)] * world)
         self.image_bytes = image_bytes(plan_image(image_items(layout, number)), 10)
         self.connect()
@@ -50,21 +55,22 @@ class Rank:
         """A line to this host's keeper, which is started if need be."""
         self.heard: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
         line = find_or_start(
-            arena_dir(RUN, self.host), run_id=RUN, root=str(self.root), host_id=self.host,
+            arena_dir(RUN, self.host),
+            run_id=RUN,
+            root=str(self.root),
+            host_id=self.host,
             timeout_s=30,
-        )  # fmt: skip
+        )
         self.line = KeeperClient(line, self.heard.put, lambda _: None)
         hello = m.Hello(run_id=RUN, root=str(self.root))
         self.line.request(hello, m.Welcome, timeout_s=30)
 
-    def survey(self, secret: bytes = SECRET) -> m.Surveyed:
-        message = m.Survey(
-            secret=secret, address="127.0.0.1", is_coordinator=self.number == 0
-        )  # fmt: skip
-        return self.line.request(message, m.Surveyed, timeout_s=30)
+    def survey(self, secret: bytes = SECRET) -> m.HostProbed:
+        message = m.ProbeHost(secret=secret, address="127.0.0.1", is_coordinator=self.number == 0)
+        return self.line.request(message, m.HostProbed, timeout_s=30)
 
-    def take_part(self, n: int, table: tuple[m.HostPlace, ...], **other: object) -> None:
-        message = m.TakePart(
+    def take_part(self, n: int, table: tuple[m.HostEntry, ...], **other: object) -> None:
+        message = m.AssignRole(
             incarnation=n, nonce=NONCE, hosts=table, host=self.number, secret=SECRET, within_s=20
         )
         self.line.request(msgspec.structs.replace(message, **other), m.Done, timeout_s=30)
@@ -74,26 +80,32 @@ class Rank:
             incarnation=n, nonce=nonce or NONCE, rank=self.number, persist_at_end=persist_at_end
         )
         self.line.request(message, m.Done, timeout_s=30)
-        told = m.Table(hash=table_hash(self.table), data=self.table)
+        told = m.LeafTable(hash=table_hash(self.table), data=self.table)
         self.line.request(told, m.Done, timeout_s=30)
 
     def ask(self, step: int) -> None:
-        self.line.send(m.Ask(
-            step=step, table=table_hash(self.table), values_bytes=10, durable=False, exact=True
-        ))  # fmt: skip
+        self.line.send(
+            m.RequestCapture(
+                step=step, table=table_hash(self.table), values_bytes=10, durable=False, exact=True
+            )
+        )
 
     def seal(self) -> m.Grant:
         grant = hear(self.heard, m.Grant)
         slot = SlotFile.open(Path(grant.slot), writable=True)
         record = slot.read_record()
         assert record is not None and (record.state, record.attempt) == ("writing", grant.attempt)
-        slot.write_record(msgspec.structs.replace(
-            record, state="captured", image_bytes=self.image_bytes, header_xxh3=X, table_xxh3=X
-        ))  # fmt: skip
+        slot.write_record(
+            msgspec.structs.replace(
+                record, state="captured", image_bytes=self.image_bytes, header_xxh3=X, table_xxh3=X
+            )
+        )
         slot.close()
-        self.line.send(m.Captured(
-            attempt=grant.attempt, image_bytes=self.image_bytes, header_xxh3=X, table_xxh3=X
-        ))  # fmt: skip
+        self.line.send(
+            m.Captured(
+                attempt=grant.attempt, image_bytes=self.image_bytes, header_xxh3=X, table_xxh3=X
+            )
+        )
         return grant
 
 
@@ -103,22 +115,27 @@ class Run:
     def __init__(self, root: Path, *hosts: str) -> None:
         self.ranks = [Rank(root, host, n, len(hosts)) for n, host in enumerate(hosts)]
         self.n = 0
-        self.table: tuple[m.HostPlace, ...] = ()
+        self.table: tuple[m.HostEntry, ...] = ()
 
     def begin(self, *, adopt: bool = True) -> None:
         """A new incarnation with all of them in it."""
         surveyed = [rank.survey() for rank in self.ranks]
         self.table = tuple(
-            m.HostPlace(
-                id=rank.host, ranks=(rank.number,), address="127.0.0.1", port=said.port,
+            m.HostEntry(
+                id=rank.host,
+                ranks=(rank.number,),
+                address="127.0.0.1",
+                port=said.port,
                 control_port=said.control_port,
             )
             for rank, said in zip(self.ranks, surveyed, strict=True)
-        )  # fmt: skip
+        )
         begin = m.Begin(
-            nonce=NONCE, world=len(self.ranks), hosts=self.table,
+            nonce=NONCE,
+            world=len(self.ranks),
+            hosts=self.table,
             after=max(said.newest for said in surveyed),
-        )  # fmt: skip
+        )
         first = self.ranks[0].line
         self.n = first.request(begin, m.Begun, timeout_s=30).incarnation
         for rank in self.ranks[1:]:

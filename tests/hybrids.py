@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from holdfast.demo.model import BYTES, GPT
+from holdfast.demo.train import BYTES, GPT
 from holdfast.offload import HybridAdamW
 
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -55,9 +55,13 @@ def loss_of(of: nn.Module, step: int, count: int = 2) -> torch.Tensor:
 
 
 def train(
-    of: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int], clip: float = 0.0,
-    micro: int = 1, clips_itself: bool = False,
-) -> list[float]:  # fmt: skip
+    of: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[int],
+    clip: float = 0.0,
+    micro: int = 1,
+    clips_itself: bool = False,
+) -> list[float]:
     losses = []
     for step in steps:
         for part in range(micro):
@@ -67,7 +71,8 @@ def train(
             assert isinstance(optimizer, HybridAdamW)
             optimizer.clip_grad_norm_(clip)
         elif clip:
-            nn.utils.clip_grad_norm_(of.parameters(), clip)
+            order = [one for group in optimizer.param_groups for one in group["params"]]
+            nn.utils.clip_grad_norm_(order, clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

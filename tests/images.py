@@ -11,16 +11,22 @@ import numpy as np
 
 from holdfast.catalogue import image_path, part_path
 from holdfast.format.checksum import blocks, checksum, pack_table, text
-from holdfast.format.features import needed
-from holdfast.format.image import Image, ImagePlan, fill_in, header_size, parse_header, piece_name
-from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
-from holdfast.format.split import split
+from holdfast.format.image import (
+    Image,
+    ImagePlan,
+    fill_in,
+    header_size,
+    parse_header,
+    piece_name,
+    split,
+)
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.geometry.codec import has_listings
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
-from holdfast.load.read import CARRIERS
 from holdfast.persist import commit
-from holdfast.snapshot.layouts import plan_rank
+from holdfast.protocol.image_plan import plan_rank
+from holdfast.restore.reading.read import CARRIERS
 from holdfast.storage.base import Store
 
 Array = np.ndarray[Any, Any]

@@ -13,8 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from holdfast.errors import ArenaError
+import msgspec
+
+from holdfast.catalogue import ROOT, read_document
+from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.image import image_bytes, plan_image
+from holdfast.format.manifest import Root
 from holdfast.geometry.layout import (
     REPLICATE,
     Instance,
@@ -26,11 +30,19 @@ from holdfast.geometry.layout import (
     table_to_json,
 )
 from holdfast.persist import commit
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import SlotFile, SlotRecord, arena_dir, make_private_dir
-from holdfast.snapshot.client import KeeperClient, connect_socket, find_or_start
-from holdfast.snapshot.layouts import image_items
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import (
+    ROOT_NAME,
+    SlotFile,
+    SlotRecord,
+    arena_dir,
+    make_private_dir,
+    parse_arena_name,
+)
+from holdfast.protocol.client import KeeperClient, connect_socket, find_or_start
+from holdfast.protocol.image_plan import image_items
 from holdfast.storage.local import LocalStore
+from holdfast.world import host_id
 from leftovers import keeper_pids
 
 M = TypeVar("M", bound=m.Message)
@@ -55,6 +67,22 @@ def connect(
     return client
 
 
+def connect_to(root: Path, *, by: Path) -> KeeperClient:
+    """A line to the keeper of this root of a real run, to which it is said to be at ``by``."""
+    store = LocalStore(root)
+    run_id, root_id = read_document(store, Root, ROOT).run_id, store.identity()
+    client = KeeperClient(
+        connect_socket(arena_dir(run_id, host_id(), root_id)), lambda _: None, lambda _: None
+    )
+    hello = m.Hello(run_id=run_id, root=str(by), root_id=root_id)
+    try:
+        client.request(hello, m.Welcome, timeout_s=10)
+    except HoldfastError:
+        client.close()
+        raise
+    return client
+
+
 def begin(client: KeeperClient, world: int = 1) -> int:
     """Begin an incarnation that goes on from nothing, with this line as its rank 0."""
     begun = client.request(m.Begin(nonce=NONCE, world=world), m.Begun, timeout_s=10)
@@ -67,17 +95,19 @@ def join(client: KeeperClient, incarnation: int) -> None:
     """Take the place of rank 0, and tell which leaves it holds."""
     message = m.Join(incarnation=incarnation, nonce=NONCE, rank=0, persist_at_end=False)
     client.request(message, m.Done, timeout_s=10)
-    client.request(m.Table(hash=table_hash(TABLE), data=TABLE), m.Done, timeout_s=10)
+    client.request(m.LeafTable(hash=table_hash(TABLE), data=TABLE), m.Done, timeout_s=10)
 
 
-def ask(step: int, *, durable: bool = False, values_bytes: int = 10, turn: int = 0) -> m.Ask:
-    return m.Ask(
+def ask(
+    step: int, *, durable: bool = False, values_bytes: int = 10, turn: int = 0
+) -> m.RequestCapture:
+    return m.RequestCapture(
         step=step,
         table=table_hash(TABLE),
         values_bytes=values_bytes,
         durable=durable,
         exact=True,
-        turn=turn,
+        request_number=turn,
     )
 
 
@@ -152,6 +182,27 @@ def arena_of(arena_home: Path) -> Path:
     """The one arena below this directory."""
     (arena,) = arena_home.glob("*/*@*")
     return arena
+
+
+def memory_bytes(pid: int) -> int:
+    """Memory of its own: the slots, which are shared, are not counted."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    (line,) = (one for one in status.splitlines() if one.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def hand_over(arena_home: Path, root: Path) -> None:
+    """Make the one arena that of this copy of its root: a copy has nothing of it by itself."""
+    arena, root_id = arena_of(arena_home), LocalStore(root).identity()
+    for path in arena.glob("*.slot"):
+        file = SlotFile.open(path, writable=True)
+        record = file.read_record()
+        if record is not None:
+            file.write_record(msgspec.structs.replace(record, root_id=root_id))
+        file.close()
+    (arena / ROOT_NAME).write_text(str(root))
+    run_id, _, host = parse_arena_name(arena.name)
+    arena.rename(arena.with_name(arena_dir(run_id, host, root_id).name))
 
 
 def slots_of(arena_home: Path) -> dict[Path, SlotRecord | None]:

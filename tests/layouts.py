@@ -10,19 +10,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.flat import flat_boxes
+from holdfast.geometry.index import ITEMSIZE, flat_boxes
+from holdfast.geometry.irregular import list_parts
 from holdfast.geometry.layout import (
     REPLICATE,
-    Held,
+    BoxList,
+    HolderBoxes,
     Instance,
     Layout,
     LeafSpec,
-    Listing,
     Mesh,
     Placement,
 )
-from holdfast.geometry.listing import list_parts
 
 unhurried = settings(deadline=None)  # a busy machine is no fault of the code
 
@@ -37,9 +36,11 @@ def on(rank: int) -> Instance:
 
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
-mesh_shapes = st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple).filter(
-    lambda shape: math.prod(shape) <= 12
-)  # fmt: skip
+mesh_shapes = (
+    st.lists(st.integers(1, 4), min_size=1, max_size=3)
+    .map(tuple)
+    .filter(lambda shape: math.prod(shape) <= 12)
+)
 
 
 @st.composite
@@ -81,14 +82,14 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Box, ...]]
 @st.composite
 def held_by(
     draw: st.DrawFn, shape: tuple[int, ...], ranks: Sequence[int]
-) -> list[tuple[tuple[int, ...], Held]]:
+) -> list[tuple[tuple[int, ...], HolderBoxes]]:
     """What some ``ranks`` hold of a leaf: all of it, each part on one of them or on several."""
     found: dict[tuple[int, ...], list[Box]] = {}
     some = st.sets(st.sampled_from(list(ranks)), min_size=1, max_size=3).map(sorted).map(tuple)
     who = draw(st.lists(some, min_size=1, max_size=3))
     for boxes in draw(partitions(shape)):
         found.setdefault(draw(st.sampled_from(who)), []).extend(boxes)
-    return [(some, Held(in_order(boxes))) for some, boxes in found.items()]
+    return [(some, HolderBoxes(in_order(boxes))) for some, boxes in found.items()]
 
 
 def in_order(boxes: Iterable[Box]) -> tuple[Box, ...]:
@@ -98,10 +99,10 @@ def in_order(boxes: Iterable[Box]) -> tuple[Box, ...]:
 @st.composite
 def irregular(
     draw: st.DrawFn, shape: tuple[int, ...], groups: Sequence[Sequence[int]]
-) -> tuple[Instance | Listing, ...]:
+) -> tuple[Instance | BoxList, ...]:
     """Each group of ranks has the whole leaf, on a mesh or as boxes that no mesh describes."""
-    meshes: list[Instance | Listing] = []
-    held: list[tuple[tuple[int, ...], Held]] = []
+    meshes: list[Instance | BoxList] = []
+    held: list[tuple[tuple[int, ...], HolderBoxes]] = []
     for ranks in groups:
         if draw(st.integers(0, 2)):
             held += draw(held_by(shape, ranks))
@@ -128,11 +129,14 @@ def layouts(draw: st.DrawFn) -> Layout:
         bounds = sorted(draw(st.sets(st.integers(1, world), max_size=2)) | {0})
         groups = [ranks[a:b] for a, b in pairwise(bounds)] or [ranks]
         spec = LeafSpec(
-            name, draw(st.sampled_from(sorted(ITEMSIZE))), shape,
+            name,
+            draw(st.sampled_from(sorted(ITEMSIZE))),
+            shape,
             draw(st.sampled_from(["split", "lowest"])),
-            draw(irregular(shape, groups)) if draw(st.booleans())
+            draw(irregular(shape, groups))
+            if draw(st.booleans())
             else tuple(draw(instances(len(shape), group)) for group in groups),
             draw(st.booleans()),
-        )  # fmt: skip
+        )
         leaves.append(spec)
     return Layout(world, tuple(leaves))

@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
+from holdfast.capture.task import Timeouts
 from holdfast.events import ImageCaptured
-from holdfast.snapshot.messages import PREEMPTED
-from holdfast.snapshot.underway import Patience
+from holdfast.protocol.messages import PREEMPTED
 from launch import PR_SET_PDEATHSIG, PRELOADED
 from networks import enter
 
@@ -92,7 +92,7 @@ class Moody:
         preemption = self.checkpointer and self.checkpointer._preemption
         if not preemption or preemption._progress is None:
             return False
-        return preemption._saver.announcing.was_announced(preemption._progress[0], PREEMPTED)
+        return preemption._saver.announcements.was_announced(preemption._progress[0], PREEMPTED)
 
     def load_state_dict(self, _: dict[str, int]) -> None:
         """There is nothing to it."""
@@ -213,7 +213,7 @@ def _train(rank: int, life: Life) -> None:
     moody.checkpointer = checkpointer = holdfast.Checkpointer(
         life.root, state, storage=storage, **life.options
     )
-    checkpointer._saver.patience = Patience(**life.patience)
+    checkpointer._saver.timeouts = Timeouts(**life.patience)
     holdfast.subscribe(lambda event, _: _report(event, life.report_s))
     signpost.say("restore")
     restored = checkpointer.restore()

@@ -25,9 +25,7 @@ def kill_keeper(arena_home: Path, host: str) -> None:
     Hosts(arena_home).kill_keeper(host)
 
 
-def aim(
-    lives: Lives, arena_home: Path, hosts: tuple[str, ...], *lost: str
-) -> Callable[[], None]:  # fmt: skip
+def aim(lives: Lives, arena_home: Path, hosts: tuple[str, ...], *lost: str) -> Callable[[], None]:
     """These hosts are gone as soon as this is called: trainers, keepers, and their memory."""
     simulated = Hosts(arena_home)
     for host, pid in zip(hosts, lives.pids, strict=True):

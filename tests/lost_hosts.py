@@ -12,38 +12,47 @@ import msgspec
 import numpy as np
 import pytest
 
+from holdfast.format import block_table as tables
 from holdfast.format import checksum as checksums
-from holdfast.format import tables
 from holdfast.format.checksum import blocks, checksum
 from holdfast.format.image import PAGE_BYTES, header_size
 from holdfast.format.manifest import Generation
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Layout
-from holdfast.load import decoding, degraded, holdings, move, plan, read
-from holdfast.load.holdings import HeldPart, Holding, Image, Recovery
-from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, read_wants
-from holdfast.load.records import held_row
-from holdfast.load.recovered import Reach, open_recovery
-from holdfast.load.source import Checkpoint
-from holdfast.load.sources import Inventories
-from holdfast.peers.client import Puller
-from holdfast.peers.names import image_path, layout_path, parity_path, record_path
-from holdfast.redundancy import records
-from holdfast.redundancy.backends import chosen
-from holdfast.redundancy.erasure import Coder
-from holdfast.redundancy.records import (
+from holdfast.parity.coding.backends import chosen
+from holdfast.parity.coding.codes import Coder
+from holdfast.parity.planning import record as records
+from holdfast.parity.planning.placement import StoredShard, stripes
+from holdfast.parity.planning.record import (
     ImageFact,
     MemberFact,
     ParityRecord,
-    Terms,
+    RecordTerms,
     seal,
     unseal,
 )
-from holdfast.redundancy.stripes import Kept, stripes
-from holdfast.snapshot.arena import IMAGE_START, SlotFile
+from holdfast.protocol.arena import IMAGE_START, SlotFile
+from holdfast.restore.cluster import decode as decoding
+from holdfast.restore.cluster import decode as degraded
+from holdfast.restore.cluster.open import ClusterReach, open_recovery
+from holdfast.restore.planning import holdings, plan
+from holdfast.restore.planning.holdings import (
+    HostHolding,
+    ImageHolding,
+    ImageIdentity,
+    Recovery,
+    shard_of_claim,
+)
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.planning.selection import Inventories
+from holdfast.restore.reading import read
+from holdfast.restore.reading import read as move
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.read import CARRIERS, read_wants
 from holdfast.testing.faults import flip
+from holdfast.transport.client import Puller
+from holdfast.transport.wire.http import image_path, layout_path, parity_path, record_path
 from images import Array, images_of, random_leaf, seals, split_leaf
 from peering import Served, puller
 
@@ -56,14 +65,16 @@ class ToldPart(msgspec.Struct, frozen=True):
     attempt: str
     world: int
     layout: str
-    images: tuple[Image, ...]
+    images: tuple[ImageIdentity, ...]
     parity: tuple[tuple[int, int], ...]
+    nonce: str = ""
 
 
 class Told(msgspec.Struct, frozen=True):
     host: str
     parts: tuple[ToldPart, ...]
     parents: dict[int, tuple[int, int] | None]
+    starts: dict[int, tuple[str, float]] = {}
 
 
 def sealed_unseen(record: ParityRecord) -> bytes:
@@ -84,9 +95,12 @@ def set_sizes(patch: pytest.MonkeyPatch, block_bytes: int, batch_bytes: int) -> 
 def split_layout(world: int, rows: int = 37) -> Layout:
     """Two leaves, cut over the ranks unevenly, so that images differ in size."""
     return Layout(
-        world, (split_leaf("b", "BF16", (5 * world + 1, 7), world),
-                split_leaf("w", "F32", (rows * world - 3, 33), world)),
-    )  # fmt: skip
+        world,
+        (
+            split_leaf("b", "BF16", (5 * world + 1, 7), world),
+            split_leaf("w", "F32", (rows * world - 3, 33), world),
+        ),
+    )
 
 
 def random_leaves(layout: Layout, seed: int = 0) -> dict[str, Array]:
@@ -100,14 +114,19 @@ class Group:
     """The parity that hosts made of one attempt: by stripe and row, and the record of each."""
 
     def __init__(
-        self, hosts: Mapping[str, Sequence[int]], images: Mapping[int, bytes], parity: int,
-        attempt: str, generation: Generation, layout: Layout,
-    ) -> None:  # fmt: skip
+        self,
+        hosts: Mapping[str, Sequence[int]],
+        images: Mapping[int, bytes],
+        parity: int,
+        attempt: str,
+        generation: Generation,
+        layout: Layout,
+    ) -> None:
         self.members = tuple(
             MemberFact(host, tuple(_fact(rank, images[rank]) for rank in ranks))
             for host, ranks in sorted(hosts.items())
         )
-        terms = Terms(
+        terms = RecordTerms(
             "run", generation, attempt, layout.world, layout.hash, parity, self.members, turn=1
         )
         self.placement = terms.placement
@@ -120,13 +139,14 @@ class Group:
                     assert part.image is not None
                     fact = self.members[source.member].images[part.image]
                     coded = memoryview(images[fact.rank])[fact.data_start :]
-                    into = [memoryview(row)[part.at : part.at + part.stop - part.start]
-                            for row in rows]  # fmt: skip
+                    into = [
+                        memoryview(row)[part.at : part.at + part.stop - part.start] for row in rows
+                    ]
                     coder.add(source.number, coded[part.start : part.stop], into)
             for number, (member, row) in enumerate(zip(stripe.parity, rows, strict=True)):
                 count = checksums.block_count(len(row))
                 sums = [checksum(memoryview(row)[a:b]) for _, a, b in blocks(0, count, len(row))]
-                kept = Kept(stripe.number, number, len(row))
+                kept = StoredShard(stripe.number, number, len(row))
                 record = terms.record(kept, np.array(sums, "<u8").tobytes())
                 host = self.members[member].host
                 self.rows[stripe.number, number] = (host, row, record)
@@ -142,26 +162,44 @@ class Hosts:
     """``count`` hosts ``h0``..., each with ``per_host`` ranks, in groups, and a server for each."""
 
     def __init__(
-        self, directory: Path, count: int, parity: int, *, per_host: int = 1, groups: int = 1,
-        attempt: str = "a7", layout: Layout | None = None,
-        images: Mapping[int, bytes] | None = None, ranks: Mapping[str, Sequence[int]] | None = None,
+        self,
+        directory: Path,
+        count: int,
+        parity: int,
+        *,
+        per_host: int = 1,
+        groups: int = 1,
+        attempt: str = "a7",
+        layout: Layout | None = None,
+        images: Mapping[int, bytes] | None = None,
+        ranks: Mapping[str, Sequence[int]] | None = None,
         generation: Generation = GENERATION,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.directory, self.attempt, self.generation = directory, attempt, generation
         self.names = [f"h{n}" for n in range(count)]
-        self.ranks = dict(ranks or {
-            host: [*range(n * per_host, (n + 1) * per_host)] for n, host in enumerate(self.names)
-        })  # fmt: skip
+        self.ranks = dict(
+            ranks
+            or {
+                host: [*range(n * per_host, (n + 1) * per_host)]
+                for n, host in enumerate(self.names)
+            }
+        )
         self.layout = layout or split_layout(count * per_host)
         self.leaves = {} if images else random_leaves(self.layout)
         made = images or images_of(self.layout, self.leaves, generation=generation, attempt=attempt)
         self.images = {rank: bytes(image) for rank, image in made.items()}
         size = count // groups
         self.groups = [
-            Group({host: self.ranks[host] for host in self.names[n * size : (n + 1) * size]},
-                  self.images, parity, attempt, generation, self.layout)
+            Group(
+                {host: self.ranks[host] for host in self.names[n * size : (n + 1) * size]},
+                self.images,
+                parity,
+                attempt,
+                generation,
+                self.layout,
+            )
             for n in range(groups)
-        ]  # fmt: skip
+        ]
         self.slots: dict[int, SlotFile] = {}
         self.row_files: dict[tuple[str, int, int], Path] = {}
         self.records: dict[tuple[str, int, int], bytes] = {}
@@ -189,9 +227,11 @@ class Hosts:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stack.close()
         for slot in self.slots.values():
             slot.close()
@@ -217,23 +257,32 @@ class Hosts:
     def offer_image(self, host: str, rank: int, generation: str = "") -> None:
         served = self.served[host]
         served.do(
-            served.server.offer_file, image_path(self.attempt, rank), self.slots[rank].path,
-            offset_bytes=IMAGE_START, length_bytes=len(self.images[rank]),
+            served.server.offer_file,
+            image_path(self.attempt, rank),
+            self.slots[rank].path,
+            offset_bytes=IMAGE_START,
+            length_bytes=len(self.images[rank]),
             generation=generation or str(self.generation),
-        )  # fmt: skip
+        )
 
     def offer_row(self, host: str, stripe: int, row: int) -> None:
         served, path = self.served[host], self.row_files[host, stripe, row]
         size = path.stat().st_size
         if size:
             served.do(
-                served.server.offer_file, parity_path(self.attempt, stripe, row), path,
-                offset_bytes=0, length_bytes=size, generation=str(self.generation),
-            )  # fmt: skip
+                served.server.offer_file,
+                parity_path(self.attempt, stripe, row),
+                path,
+                offset_bytes=0,
+                length_bytes=size,
+                generation=str(self.generation),
+            )
         served.do(
-            served.server.offer_document, record_path(self.attempt, stripe, row),
-            self.records[host, stripe, row], generation=str(self.generation),
-        )  # fmt: skip
+            served.server.offer_document,
+            record_path(self.attempt, stripe, row),
+            self.records[host, stripe, row],
+            generation=str(self.generation),
+        )
 
     def withdraw(self, host: str, path: str) -> None:
         served = self.served[host]
@@ -258,21 +307,21 @@ class Hosts:
 
     # ── restoring ────────────────────────────────────────────────────────────────────────
 
-    def holding(self, host: str) -> Holding:
+    def holding(self, host: str) -> HostHolding:
         images = tuple(
-            Image(rank, len(self.images[rank]), *seals(self.images[rank]))
+            ImageIdentity(rank, len(self.images[rank]), *seals(self.images[rank]))
             for rank in self.ranks[host]
         )
         rows = tuple(
-            held_row(record)
+            shard_of_claim(record)
             for group in self.groups
             for owner, _, record in group.rows.values()
             if owner == host
         )
-        part = HeldPart(
+        part = ImageHolding(
             *self.generation, self.attempt, self.layout.world, self.layout.hash, images, rows
         )
-        return Holding(host, (part,), {self.generation.incarnation: None})
+        return HostHolding(host, (part,), {self.generation.incarnation: None})
 
     def known(self, *, lost: Collection[str] = ()) -> Inventories:
         return Inventories(tuple(self.holding(host) for host in self.names if host not in lost))
@@ -284,19 +333,27 @@ class Hosts:
             (part,) = holding.parts
             rows = tuple((row.stripe, row.row) for row in part.rows)
             shown = ToldPart(
-                part.incarnation, part.step, part.attempt, part.world, part.layout, part.images,
+                part.incarnation,
+                part.step,
+                part.attempt,
+                part.world,
+                part.layout,
+                part.images,
                 rows,
-            )  # fmt: skip
+            )
             found.append(Told(holding.host, (shown,), holding.parents))
         return found
 
-    def reach(self, here: str, asking: Puller | None = None) -> Reach:
+    def reach(self, here: str, asking: Puller | None = None) -> ClusterReach:
         """From a host of these, or from one that holds nothing."""
-        return Reach(
-            here, self.directory / here, asking or self._puller,
-            {host: served.peer for host, served in self.served.items()}, unseal,
+        return ClusterReach(
+            here,
+            self.directory / here,
+            asking or self._puller,
+            {host: served.peer for host, served in self.served.items()},
+            unseal,
             {(self.attempt, rank): str(self.slots[rank].path) for rank in self.ranks.get(here, ())},
-        )  # fmt: skip
+        )
 
     def recovery(self, *, lost: Collection[str] = ()) -> Recovery:
         (found,) = self.known(lost=lost).find().recoveries
@@ -326,7 +383,10 @@ def fetch(checkpoint: Checkpoint, layout: Layout) -> dict[str, bytes]:
 def identity_of(hosts: Hosts, rank: int) -> dict[str, str]:
     """What the header of an image says."""
     return {
-        "incarnation": str(GENERATION.incarnation), "step": str(GENERATION.step),
-        "attempt": hosts.attempt, "world": str(hosts.layout.world),
-        "layout": hosts.layout.hash, "rank": str(rank),
-    }  # fmt: skip
+        "incarnation": str(GENERATION.incarnation),
+        "step": str(GENERATION.step),
+        "attempt": hosts.attempt,
+        "world": str(hosts.layout.world),
+        "layout": hosts.layout.hash,
+        "rank": str(rank),
+    }

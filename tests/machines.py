@@ -7,20 +7,24 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from holdfast.offload.rates import Rates
-from holdfast.offload.simulate import Lane, Timeline, speed
+from holdfast.offload.planning.simulate import Lane, Rates, Timeline, speed
 
 _rate = st.floats(20, 20_000)
 machines = st.builds(
     Rates,
-    h2d_bytes_s=_rate, d2h_bytes_s=_rate, host_update_elements_s=_rate,
-    device_update_elements_s=_rate, host_cast_elements_s=_rate | st.just(math.inf),
+    h2d_bytes_s=_rate,
+    d2h_bytes_s=_rate,
+    host_update_elements_s=_rate,
+    device_update_elements_s=_rate,
+    host_cast_elements_s=_rate | st.just(math.inf),
     both_ways=st.sampled_from([1.0, 0.8, 0.5]),
     host_memory_bytes_s=st.floats(20, 50_000) | st.just(math.inf),
-    state_in_bytes=st.sampled_from([8, 12, 16]), state_out_bytes=st.sampled_from([8, 12, 16]),
-    gradient_bytes=st.sampled_from([2, 4]), parameter_bytes=st.sampled_from([2, 4]),
+    state_in_bytes=st.sampled_from([8, 12, 16]),
+    state_out_bytes=st.sampled_from([8, 12, 16]),
+    gradient_bytes=st.sampled_from([2, 4]),
+    parameter_bytes=st.sampled_from([2, 4]),
     overhead_s=st.sampled_from([0.0, 0.01]),
-)  # fmt: skip
+)
 #: Whole numbers of elements, some of them none.
 subgroups = st.lists(st.integers(0, 300), max_size=14)
 slots = st.integers(1, 4)

@@ -80,9 +80,13 @@ def build(layout: str, seed: int) -> tuple[nn.Module, dict[str, Any]]:
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
     state = {
-        "model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": holdfast.Rng(),
-        "tokens": 0, "notes": {"name": "matrix", "shape": (1, 2)},
-    }  # fmt: skip
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "rng": holdfast.Rng(),
+        "tokens": 0,
+        "notes": {"name": "matrix", "shape": (1, 2)},
+    }
     return model, state
 
 

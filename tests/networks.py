@@ -93,8 +93,21 @@ class Networks:
             run("ip", "-n", there, "link", "set", "lo", "up")
             for wire in (TRAIN, KEEP):
                 port = f"{wire}-{host}"
-                run("ip", "-n", self._switch, "link", "add", port, "type", "veth",
-                    "peer", "name", wire, "netns", there)  # fmt: skip
+                run(
+                    "ip",
+                    "-n",
+                    self._switch,
+                    "link",
+                    "add",
+                    port,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    wire,
+                    "netns",
+                    there,
+                )
                 run("ip", "-n", self._switch, "link", "set", port, "master", wire, "up")
                 address = f"{_SUBNETS[wire]}.{number}/24"
                 run("ip", "-n", there, "address", "add", address, "dev", wire)

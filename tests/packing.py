@@ -37,13 +37,21 @@ class Packing:
 
     def __init__(self, directory: str, life: str, rank: int, *, workers: int = 1) -> None:
         self.sampler = holdfast.ResumableSampler(Numbers(), batch_size=4, seed=11)
-        self.loader = DataLoader(Numbers(), batch_sampler=self.sampler, num_workers=workers)
+        self.loader = DataLoader(
+            Numbers(),
+            batch_sampler=self.sampler,
+            generator=self.sampler.generator,
+            num_workers=workers,
+        )
         self.buffer = holdfast.SplitList()
         self.weight = torch.zeros(50)
         self.state: dict[str, Any] = {
-            "data": self.sampler, "buffer": self.buffer, "rng": holdfast.Rng(), "step": -1,
+            "data": self.sampler,
+            "buffer": self.buffer,
+            "rng": holdfast.Rng(),
+            "step": -1,
             "weight": self.weight,
-        }  # fmt: skip
+        }
         self.rank = rank
         self._log = Path(directory) / f"{life}-{rank}"
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.patches import LocalPatch, Patch, Seen
+from holdfast.geometry.leaf_maps import LocalPatch, Patch, Seen
 from holdfast.rules import Local
 
 Array = npt.NDArray[Any]

@@ -14,25 +14,24 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from holdfast.peers.calling import Peer
-from holdfast.peers.client import Puller
-from holdfast.peers.line import Patience
-from holdfast.peers.refusals import Refused
-from holdfast.peers.server import PeerServer
-from holdfast.peers.signing import Answer, Request, Signer
-from holdfast.peers.wire import (
+from holdfast.transport.client import Puller
+from holdfast.transport.client_connection import ClientTimeouts, Peer
+from holdfast.transport.server import PeerServer
+from holdfast.transport.wire.admission import AdmissionRefused
+from holdfast.transport.wire.http import (
     END,
     parse_answer,
     parse_request,
     render_answer,
     render_request,
 )
+from holdfast.transport.wire.signing import HttpAnswer, HttpRequest, Signer
 
 SECRET = b"a secret of thirty-two bytes ...."
 NAME = "host-1"
 INCARNATION = 4
 GENERATION = "3-1200"
-IMPATIENT = Patience(connect_s=2, answer_s=2, progress_s=2, request_s=20)
+IMPATIENT = ClientTimeouts(connect_s=2, answer_s=2, progress_s=2, request_s=20)
 T = TypeVar("T")
 
 
@@ -86,10 +85,13 @@ class Served:
     def offer(self, path: str, file: Path, *, start: int = 0, size: int | None = None) -> None:
         """Offer bytes of a file, all of them unless said otherwise."""
         self.do(
-            self.server.offer_file, path, file, offset_bytes=start,
+            self.server.offer_file,
+            path,
+            file,
+            offset_bytes=start,
             length_bytes=file.stat().st_size - start if size is None else size,
             generation=GENERATION,
-        )  # fmt: skip
+        )
 
     def counts(self) -> dict[str, int]:
         return self.do(self.server.statistics)
@@ -114,10 +116,14 @@ class Caller:
         self.signer = Signer(secret)
         self.counters = itertools.count(1)
         self.fields: dict[str, Any] = {
-            "method": "GET", "peer": served.options["name"], "path": "/a",
-            "generation": GENERATION, "incarnation": INCARNATION, "nonce": secrets.token_hex(16),
+            "method": "GET",
+            "peer": served.options["name"],
+            "path": "/a",
+            "generation": GENERATION,
+            "incarnation": INCARNATION,
+            "nonce": secrets.token_hex(16),
             **fields,
-        }  # fmt: skip
+        }
         self.socket = socket.create_connection((served.host, served.port), timeout=10)
         self.rest = b""
 
@@ -134,24 +140,24 @@ class Caller:
         self.fields["challenge"] = answer.challenge
         return self
 
-    def request(self, **fields: Any) -> Request:
+    def request(self, **fields: Any) -> HttpRequest:
         made = {"counter": next(self.counters), **self.fields, **fields}
-        return Request(**made)
+        return HttpRequest(**made)
 
-    def render(self, request: Request) -> bytes:
+    def render(self, request: HttpRequest) -> bytes:
         return render_request(request, self.signer.of_request(request), "there")
 
-    def ask(self, **fields: Any) -> tuple[Answer, str]:
+    def ask(self, **fields: Any) -> tuple[HttpAnswer, str]:
         """Ask, and check the signature of the answer, if it has one."""
         request = self.request(**fields)
         return self.say(self.render(request), self.signer.of_request(request))
 
-    def say(self, data: bytes, signature: str = "") -> tuple[Answer, str]:
+    def say(self, data: bytes, signature: str = "") -> tuple[HttpAnswer, str]:
         """Send these bytes; (the head of the answer, its signature)."""
         self.socket.sendall(data)
         return self.hear(signature)
 
-    def hear(self, signature: str = "") -> tuple[Answer, str]:
+    def hear(self, signature: str = "") -> tuple[HttpAnswer, str]:
         """The next head."""
         while END not in self.rest:
             data = self.socket.recv(65536)
@@ -210,12 +216,12 @@ def close_pullers() -> None:
 class Scripted:
     """A peer that answers as a test says: ``script`` gets each request, and sends what it likes."""
 
-    def __init__(self, script: Callable[[Scripted, socket.socket, Request, str], None]) -> None:
+    def __init__(self, script: Callable[[Scripted, socket.socket, HttpRequest, str], None]) -> None:
         self.script = script
         self.signer = Signer(SECRET)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.peer = Peer(NAME, "127.0.0.1", self.listener.getsockname()[1])
-        self.requests: list[Request] = []
+        self.requests: list[HttpRequest] = []
         self.open: list[socket.socket] = []
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -245,13 +251,13 @@ class Scripted:
                 while END in rest:
                     raw, _, rest = rest.partition(END)
                     parsed = parse_request(raw + END, 32)
-                    assert not isinstance(parsed, Refused), raw
+                    assert not isinstance(parsed, AdmissionRefused), raw
                     self.requests.append(parsed[0])
                     self.script(self, connected, *parsed)
         except OSError:
             return
 
-    def good(self, request: Request, **fields: Any) -> Answer:
+    def good(self, request: HttpRequest, **fields: Any) -> HttpAnswer:
         """The answer to a range of 1,000,000 bytes, or to the question whether it still stands."""
         if request.method == "HEAD":
             made: dict[str, Any] = {"status": 200, "length_bytes": 10**6}
@@ -259,9 +265,11 @@ class Scripted:
             start, _, last = request.span[6:].partition("-")
             size = int(last) - int(start) + 1
             made = {"status": 206, "length_bytes": size, "span": f"{request.span[6:]}/{10**6}"}
-        return Answer(**{"incarnation": INCARNATION, "tag": "a" * 16, **made, **fields})
+        return HttpAnswer(**{"incarnation": INCARNATION, "tag": "a" * 16, **made, **fields})
 
-    def send(self, to: socket.socket, answer: Answer, signature: str, body: bytes = b"") -> None:
+    def send(
+        self, to: socket.socket, answer: HttpAnswer, signature: str, body: bytes = b""
+    ) -> None:
         """An answer that is signed rightly."""
         to.sendall(render_answer(answer, self.signer.of_answer(answer, signature)) + body)
 

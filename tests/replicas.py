@@ -6,18 +6,18 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.format.image import fill_in
-from holdfast.geometry.layout import Layout, merge, table_from_json
-from holdfast.snapshot.capture import (
-    Overtaking,
-    Progress,
-    Target,
+from holdfast.capture.copy_plan import plan_copies
+from holdfast.capture.copy_slot import (
+    CopyProgress,
+    OvertakeDetector,
+    SlotTarget,
     computation_so_far,
     copy_image,
     stage,
 )
-from holdfast.snapshot.copies import plan_copies
-from holdfast.snapshot.sampling import Sample, Sampler
+from holdfast.capture.replica_samples import ReplicaSample, ReplicaSampler
+from holdfast.format.image import fill_in
+from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.state.describe import Describer, Description
 
 WORLD = 2
@@ -38,20 +38,25 @@ class Replica:
         table = table_from_json(self.described.table)
         self.layout: Layout = merge([table] * WORLD)
 
-    def sample(self, turn: int = 0, turns: int = 1) -> Sample:
+    def sample(self, turn: int = 0, turns: int = 1) -> ReplicaSample:
         stage(self.described.bindings.volatile)
-        return Sampler(self.layout, self.rank, self.described.bindings).sample(turn, turns)
+        return ReplicaSampler(self.layout, self.rank, self.described.bindings).sample(turn, turns)
 
-    def capture(self, sample: Sample, check: Callable[[], None] = lambda: None) -> None:
+    def capture(self, sample: ReplicaSample, check: Callable[[], None] = lambda: None) -> None:
         plan = plan_copies(self.layout, self.rank, self.described.bindings)
         image = fill_in(plan.image, {}, len(self.described.values))
         memory = memoryview(bytearray(image.size_bytes))
-        progress = Progress(check=check, copied=lambda _: None, enqueued=lambda _: None)
+        progress = CopyProgress(check=check, copied=lambda _: None, enqueued=lambda _: None)
         copy_image(
-            Target(memory, plan), image, self.described.values,
-            Overtaking(self.described.bindings), progress, 0,
-            computation_so_far(self.described.bindings.gpus), sample,
-        )  # fmt: skip
+            SlotTarget(memory, plan),
+            image,
+            self.described.values,
+            OvertakeDetector(self.described.bindings),
+            progress,
+            0,
+            computation_so_far(self.described.bindings.gpus),
+            sample,
+        )
 
 
 def numbers(*shape: int) -> torch.Tensor:

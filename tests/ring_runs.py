@@ -9,16 +9,23 @@ from typing import Any
 
 import torch
 
+from holdfast.capture.copy_plan import CopyPlan, plan_copies
+from holdfast.capture.copy_ring import Move, RingTarget, copy_through_ring
+from holdfast.capture.copy_slot import (
+    CopyCancelled,
+    CopyProgress,
+    ImageSeal,
+    OvertakeDetector,
+    SlotTarget,
+    copy_image,
+    stage,
+)
+from holdfast.capture.task import RingCredit
 from holdfast.format.image import Image, fill_in
 from holdfast.geometry.layout import Layout, merge, table_from_json
-from holdfast.persist.source import RingImage
-from holdfast.persist.writer import Arrival, Written, write_image
-from holdfast.snapshot.capture import Overtaking, Progress, Seal, Stopped, Target, copy_image, stage
-from holdfast.snapshot.copies import CopyPlan, plan_copies
-from holdfast.snapshot.rings import chunk_bytes
-from holdfast.snapshot.room import Room
-from holdfast.snapshot.through_ring import Move, RingTarget, copy_through_ring
-from holdfast.state.binding import Bindings
+from holdfast.persist.writer import Arrival, RingImage, WrittenImage, write_image
+from holdfast.protocol.image_plan import chunk_bytes
+from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer
 from holdfast.storage.base import Store
 
@@ -76,24 +83,31 @@ class Through:
         self.plan: CopyPlan = plan_copies(layout, 0, described.bindings)
         self.values = values
         self.image: Image = fill_in(self.plan.image, {"step": "3"}, len(values))
-        self.overtaking = Overtaking(described.bindings)
+        self.overtaking = OvertakeDetector(described.bindings)
 
-    def whole(self) -> tuple[bytes, Seal]:
+    def whole(self) -> tuple[bytes, ImageSeal]:
         memory = memoryview(bytearray(self.image.size_bytes))
-        progress = Progress(check=lambda: None, copied=lambda _: None, enqueued=lambda _: None)
-        target = Target(memory, self.plan)
-        seal = copy_image(target, self.image, self.values, Overtaking(Bindings()), progress, 0, {})
+        progress = CopyProgress(check=lambda: None, copied=lambda _: None, enqueued=lambda _: None)
+        target = SlotTarget(memory, self.plan)
+        seal = copy_image(
+            target, self.image, self.values, OvertakeDetector(Bindings()), progress, 0, {}
+        )
         return bytes(memory), seal
 
     def run(
-        self, ring_bytes: int, store: Store, *, room_s: float = 20.0,
-        ready: dict[torch.device, Any] | None = None, gpu: FakeGpu | None = None,
+        self,
+        ring_bytes: int,
+        store: Store,
+        *,
+        room_s: float = 20.0,
+        ready: dict[torch.device, Any] | None = None,
+        gpu: FakeGpu | None = None,
         most_ahead: Callable[[int, int], None] = lambda *_: None,
-    ) -> tuple[Seal, Written]:  # fmt: skip
+    ) -> tuple[ImageSeal, WrittenImage]:
         """Copy and write at once, as trainer and keeper do; raises what either raises."""
         head = max(HEAD_BYTES, self.image.data_start)
         memory = memoryview(bytearray(head + ring_bytes))
-        room, arrival = Room(), Arrival()
+        room, arrival = RingCredit(), Arrival()
         freed_bytes = [0]
 
         def freed(size_bytes: int) -> None:
@@ -102,16 +116,19 @@ class Through:
 
         def wait_room(needed_bytes: int) -> None:
             if not room.wait(needed_bytes, room_s):
-                raise Stopped("no room")
+                raise CopyCancelled("no room")
 
         def copied(size_bytes: int) -> None:
             most_ahead(size_bytes, freed_bytes[0])
             arrival.copied(size_bytes)
 
-        progress = Progress(
-            check=lambda: None, copied=copied, enqueued=gpu.enqueued if gpu else lambda _: None,
-            wait_room=wait_room, has_room=lambda needed: room.wait(needed, 0.0),
-        )  # fmt: skip
+        progress = CopyProgress(
+            check=lambda: None,
+            copied=copied,
+            enqueued=gpu.enqueued if gpu else lambda _: None,
+            wait_room=wait_room,
+            has_room=lambda needed: room.wait(needed, 0.0),
+        )
         size = self.image.size_bytes
         source = RingImage(memory[:head], memory[head:], size, freed)
         outcome: list[Any] = []
@@ -124,7 +141,7 @@ class Through:
                 sink.finish()
             except Exception as error:
                 outcome.append(error)
-                room.give_up("it broke")
+                room.close("it broke")
 
         writing = threading.Thread(target=write)
         writing.start()
@@ -136,7 +153,7 @@ class Through:
                 target, self.image, self.values, self.overtaking, progress, ready or {}
             )
             arrival.copied(size)
-        except Stopped:
+        except CopyCancelled:
             arrival.abort("the copy was given up")  # unless storage failed first
             writing.join(20)
             raise outcome[0] from None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Generation
 from holdfast.geometry.layout import Layout
-from holdfast.load.verify import verify
 from holdfast.persist import commit
+from holdfast.policy.retention import Keep
+from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from images import images_of, publish_checkpoint, random_leaf, split_leaf
 
@@ -49,3 +50,31 @@ def whole(store: Store) -> list[str]:
         report = verify(store, manifest, deep=True)
         assert not report.faults, (manifest.generation, report.faults)
     return [str(manifest.generation) for manifest in found.manifests]
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Retention:
+    """What a keeper removes from a root with ``Keep(last=1)``, one publication after the other."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] | None = None) -> None:
+        self.store, self.sweeper = store, commit.Sweeper(store)
+        self.sweeper.leases.clock = clock or Clock()
+
+    def publication(self) -> None:
+        """After something was published."""
+        found, gone = catalogue(self.store), set()
+        for generation in Keep(last=1).decide(found.lineage):
+            if generation in self.sweeper.leases.generations():
+                continue
+            if commit.withdraw(self.store, generation):
+                gone.add(generation)
+        self.sweeper.sweep([m for m in found.manifests if m.generation not in gone])

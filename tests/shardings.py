@@ -39,10 +39,15 @@ def shapes() -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {"embed.weight": (VOCABULARY, WIDE), "norm": (WIDE,)}
     for n in range(LAYERS):
         layer = {
-            "q": (HEADS * HEAD, WIDE), "k": (KV_HEADS * HEAD, WIDE), "v": (KV_HEADS * HEAD, WIDE),
-            "o": (WIDE, HEADS * HEAD), "gate": (HIDDEN, WIDE), "up": (HIDDEN, WIDE),
-            "down": (WIDE, HIDDEN), "router": (EXPERTS, WIDE),
-        }  # fmt: skip
+            "q": (HEADS * HEAD, WIDE),
+            "k": (KV_HEADS * HEAD, WIDE),
+            "v": (KV_HEADS * HEAD, WIDE),
+            "o": (WIDE, HEADS * HEAD),
+            "gate": (HIDDEN, WIDE),
+            "up": (HIDDEN, WIDE),
+            "down": (WIDE, HIDDEN),
+            "router": (EXPERTS, WIDE),
+        }
         found.update({f"layers.{n}.{name}": shape for name, shape in layer.items()})
         found.update({f"layers.{n}.experts.{e}.w": (3 * EXPERT, WIDE) for e in range(EXPERTS)})
     return found
@@ -130,8 +135,11 @@ def tensor_parallel(tp: int) -> Callable[[int, int], Layout]:
                 (
                     "layers.{i}.qkv",
                     r.fused(
-                        0, [count * HEAD for count in heads],
-                        into=[f"layers.{{i}}.{which}" for which in "qkv"], over="tp", units=heads,
+                        0,
+                        [count * HEAD for count in heads],
+                        into=[f"layers.{{i}}.{which}" for which in "qkv"],
+                        over="tp",
+                        units=heads,
                     ),
                 ),
                 (
@@ -144,7 +152,7 @@ def tensor_parallel(tp: int) -> Callable[[int, int], Layout]:
                 ("layers.{i}.down", r.shard(1, "tp")),
             ],
             {"dp": world // tp, "tp": tp},
-        )  # fmt: skip
+        )
         return Layout(parts, rules)
 
     return build
@@ -201,8 +209,9 @@ def zero1(rank: int, world: int) -> Layout:
 def on_mesh(rank: int, world: int) -> Layout:
     """DTensors, as FSDP2 has them, of fused and padded tensors."""
     parts: dict[str, Part] = {
-        "embed.weight": padded(leaf("embed.weight"), PADDED + 1), "norm": leaf("norm"),
-    }  # fmt: skip
+        "embed.weight": padded(leaf("embed.weight"), PADDED + 1),
+        "norm": leaf("norm"),
+    }
     for n in range(LAYERS):
         name = f"layers.{n}."
         parts[name + "qkv"] = joined(*(leaf(name + which) for which in "qkv"))
@@ -211,9 +220,12 @@ def on_mesh(rank: int, world: int) -> Layout:
         parts.update(routed(name))
     widths = [count * HEAD for count in (HEADS, KV_HEADS, KV_HEADS)]
     into = [f"layers.{{i}}.{which}" for which in "qkv"]
-    rules = r.Rules([
-        ("embed.weight", r.padded(0, VOCABULARY)), ("layers.{i}.qkv", r.fused(0, widths, into)),
-    ])  # fmt: skip
+    rules = r.Rules(
+        [
+            ("embed.weight", r.padded(0, VOCABULARY)),
+            ("layers.{i}.qkv", r.fused(0, widths, into)),
+        ]
+    )
     return Layout(parts, rules, on_mesh=True)
 
 
@@ -258,17 +270,25 @@ def turned(rank: int, world: int) -> Layout:
         )
     for n in range(LAYERS):
         parts.update(routed(f"layers.{n}."))
-    rules = r.Rules([
-        ("table", r.transpose(1, 0), r.padded(0, VOCABULARY), r.rename("embed.weight")),
-        ("all.{which}", r.unstack(1, into="layers.{n}.{which}")),
-    ])  # fmt: skip
+    rules = r.Rules(
+        [
+            ("table", r.transpose(1, 0), r.padded(0, VOCABULARY), r.rename("embed.weight")),
+            ("all.{which}", r.unstack(1, into="layers.{n}.{which}")),
+        ]
+    )
     return Layout(parts, rules)
 
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
-    "plain": plain, "tp2": tensor_parallel(2), "tp4": tensor_parallel(4), "zero3": zero3,
-    "zero1": zero1, "mesh": on_mesh, "stages": stages_and_experts, "turned": turned,
-}  # fmt: skip
+    "plain": plain,
+    "tp2": tensor_parallel(2),
+    "tp4": tensor_parallel(4),
+    "zero3": zero3,
+    "zero1": zero1,
+    "mesh": on_mesh,
+    "stages": stages_and_experts,
+    "turned": turned,
+}
 
 
 def build(layout: Layout, whole: Whole | None) -> State:

@@ -43,6 +43,10 @@ _SLOW = """
         open_store(url), {bytes_per_step}, clock=clock, sleep=sleep
     )
 """
+_IMPATIENT = """
+    from holdfast.keeper import message_limits as limits
+    limits.FRAME_S = {frame_s}
+"""
 _CHUNKS = """
     writer.CHUNK_BYTES = {chunk_bytes}
 """
@@ -103,6 +107,11 @@ class SlowDisk:
 def chunks(directory: Path, patch: pytest.MonkeyPatch, *, chunk_bytes: int) -> Path:
     """Keepers started from now on write such chunks; the file that the first of them makes."""
     return _change(directory, patch, _CHUNKS.format(chunk_bytes=chunk_bytes))
+
+
+def impatient(directory: Path, patch: pytest.MonkeyPatch, *, frame_s: float) -> None:
+    """Keepers started from now on wait this long for the rest of a message."""
+    _change(directory, patch, _IMPATIENT.format(frame_s=frame_s))
 
 
 def _change(directory: Path, patch: pytest.MonkeyPatch, change: str) -> Path:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import conformance
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Instance, LeafSpec
-from holdfast.geometry.owners import PART_BYTES, Owned
-from holdfast.geometry.placements import holders
+from holdfast.geometry.mesh import holders
+from holdfast.geometry.ownership import PART_BYTES, Owned
 
 
 class Share(NamedTuple):

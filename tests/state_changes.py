@@ -94,9 +94,14 @@ def build() -> State:
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     state: State = {
-        "model": model, "optimizer": optimizer, "scheduler": scheduler, "holder": Holder(),
-        "average": deepcopy(model), "tokens": 0, "plain": {"list": [1, 2.5], "x": torch.ones(3)},
-    }  # fmt: skip
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "holder": Holder(),
+        "average": deepcopy(model),
+        "tokens": 0,
+        "plain": {"list": [1, 2.5], "x": torch.ones(3)},
+    }
     step(state)
     return state
 

@@ -16,11 +16,11 @@ from torch import nn
 
 import holdfast
 from holdfast import events
-from holdfast import meeting as meeting_module
+from holdfast import startup as meeting_module
+from holdfast.capture import copier as copier_module
+from holdfast.capture.copy_slot import OvertakeDetector
+from holdfast.capture.task import Timeouts
 from holdfast.catalogue import catalogue
-from holdfast.snapshot import copier as copier_module
-from holdfast.snapshot.capture import Overtaking
-from holdfast.snapshot.underway import Patience
 from holdfast.storage.local import LocalStore
 from leftovers import end_keepers, keeper_pids
 
@@ -188,13 +188,13 @@ def test_an_update_that_goes_around_the_fence_is_noticed_and_never_sealed(
         with torch.no_grad():
             weight.add_(1)
     else:  # unseen by version counters: found by comparing sampled bytes
-        check = Overtaking.check
+        check = OvertakeDetector.check
 
         def check_later(*arguments: Any) -> None:
             weight.data.view(-1).numpy()[:] += 1.0
             check(*arguments)
 
-        monkeypatch.setattr(Overtaking, "check", check_later)
+        monkeypatch.setattr(OvertakeDetector, "check", check_later)
     held_copy.set()
     with pytest.raises(holdfast.CaptureOvertaken, match=r"model\.0\.weight"):
         handle.wait_captured(30)
@@ -521,11 +521,30 @@ def test_a_state_that_cannot_be_saved_at_one_step_costs_that_step_only(
     assert sum(isinstance(event, events.SnapshotMissed) for event in heard) == 2
 
 
+def test_a_step_that_is_not_saved_does_not_wait_for_the_capture_of_one_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_copy, copy = threading.Event(), copier_module.Copier.copy
+
+    def waits(*given: Any) -> Any:
+        assert may_copy.wait(60)
+        return copy(*given)
+
+    monkeypatch.setattr(copier_module.Copier, "copy", waits)
+    state = build()
+    with holdfast.Checkpointer(tmp_path, state, memory=None) as checkpointer:
+        handle = checkpointer.save(0, durable=True)
+        assert checkpointer.step(1) is None  # as long as nothing was missed
+        assert handle.state == "pending" and not may_copy.is_set()
+        may_copy.set()
+        handle.wait_durable(60)
+
+
 def test_a_stopped_keeper_holds_training_up_once_and_not_at_every_step(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quick = Patience(grant_s=0.5, durable_grant_s=0.5)
-    monkeypatch.setattr(meeting_module, "Patience", lambda **_: quick)
+    quick = Timeouts(grant_s=0.5, durable_grant_s=0.5)
+    monkeypatch.setattr(meeting_module, "Timeouts", lambda **_: quick)
     state = build()
     with holdfast.Checkpointer(tmp_path, state, storage=None) as checkpointer:
         train(state, 0)

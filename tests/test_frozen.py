@@ -136,12 +136,17 @@ Change = tuple[Callable[[State], None], bool]
 """Something done before a save, and whether the frozen part must then be written anew."""
 STORIES: dict[str, list[Change]] = {
     "in place, replaced, thawed": [
-        (nothing, True), (nothing, False), (in_place, True), (replace, True), (nothing, False),
-        (thaw, True), (nothing, False),
+        (nothing, True),
+        (nothing, False),
+        (in_place, True),
+        (replace, True),
+        (nothing, False),
+        (thaw, True),
+        (nothing, False),
     ],
     "other weights": [(nothing, True), (other_weights, True), (nothing, False)],
     "replaced by the same": [(nothing, True), (replace_by_equal, False), (nothing, False)],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("story", STORIES)

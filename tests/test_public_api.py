@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import subprocess
@@ -60,6 +59,7 @@ PUBLIC_NAMES = [
     "UsageError",
     "__version__",
     "declare",
+    "events",
     "load",
     "offload",
     "open",
@@ -87,17 +87,21 @@ print("torch" in sys.modules)
 """
 
 
+def _prints(program: str, *arguments: str) -> str:
+    """Run ``program`` in a fresh interpreter; returns what it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT / "src")}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
 def _loads_torch(program: str, module: str) -> bool:
     """Whether a fresh interpreter has torch loaded after ``program`` imported ``module``.
 
     The import contract reads imports; this also sees what the packages above a module do.
     """
-    environment = {**os.environ, "PYTHONPATH": str(PROJECT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", program, module], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip() == "True"
+    return _prints(program, module) == "True"
 
 
 def test_the_public_names_are_these() -> None:
@@ -108,6 +112,13 @@ def test_the_public_names_are_these() -> None:
 @pytest.mark.parametrize("name", PUBLIC_NAMES)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(holdfast, name) is not None
+
+
+def test_an_event_is_found_in_holdfast_events_without_an_import_of_its_own() -> None:
+    assert _prints("import holdfast; print(holdfast.events.CheckpointPublished.__name__)") == (
+        "CheckpointPublished"
+    )
+    assert inspect.signature(holdfast.subscribe).parameters.keys() == {"sink"}
 
 
 def test_every_error_is_public() -> None:
@@ -124,9 +135,10 @@ def test_a_name_that_is_not_public_is_refused() -> None:
         getattr(holdfast, "Chekpointer")  # noqa: B009  (a type checker would refuse the plain form)
 
 
-def test_load_stays_a_function_beside_the_package_of_that_name() -> None:
-    package = importlib.import_module("holdfast.load")
-    assert inspect.ismodule(package)
+def test_no_module_takes_the_name_of_a_public_function() -> None:
+    package = Path(holdfast.__file__).parent
+    modules = {path.stem for path in package.iterdir()}
+    assert modules & set(PUBLIC_NAMES) <= {"events", "offload", "rules"}
     assert inspect.isfunction(holdfast.load)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import DeadlineExceeded, StorageError, UsageError
-from holdfast.world import SoloWorld, TorchWorld, agree, current_world, tell_all
+from holdfast.world import SoloWorld, TorchWorld, all_gather_or_raise, current_world, from_rank0
 from launch import run_ranks
 
 
@@ -17,7 +17,7 @@ def _talk(rank: int, world: int) -> list[object]:
     ours = current_world()
     assert isinstance(ours, TorchWorld)
     found: list[object] = [ours.gather("names", f"rank {rank}".encode(), timeout_s=20)]
-    found.append(tell_all(ours, "from 0", lambda: b"hello" if rank == 0 else b"", timeout_s=20))
+    found.append(from_rank0(ours, "from 0", lambda: b"hello" if rank == 0 else b"", timeout_s=20))
 
     def act() -> bytes:
         if rank == 1:
@@ -25,7 +25,7 @@ def _talk(rank: int, world: int) -> list[object]:
         return b"fine"
 
     with pytest.raises(StorageError, match="the disk is gone") as failed:
-        agree(ours, "act", act, timeout_s=20)
+        all_gather_or_raise(ours, "act", act, timeout_s=20)
     if rank != 1:  # its facts come along; what is not plain as text
         assert failed.value.fields["path"] == "a"
         assert failed.value.fields["tried"] == [1, 2]
@@ -49,9 +49,9 @@ def test_ranks_hear_each_other_and_who_is_missing_is_named() -> None:
 
 def test_a_process_alone_is_a_world_of_one() -> None:
     world = SoloWorld()
-    assert agree(world, "any", lambda: b"x", timeout_s=1) == [b"x"]
+    assert all_gather_or_raise(world, "any", lambda: b"x", timeout_s=1) == [b"x"]
     with pytest.raises(UsageError, match="no"):
-        agree(world, "any", _refuse, timeout_s=1)
+        all_gather_or_raise(world, "any", _refuse, timeout_s=1)
 
 
 def _refuse() -> bytes:

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("lives.py")
 QUIET = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",  # the host's name need not resolve
-    # torch hands restarted workers the dead round's store otherwise (README, "Commands").
+    # torch hands restarted workers the dead round's store otherwise (docs/operations/settings.md).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 

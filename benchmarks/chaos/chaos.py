@@ -1,13 +1,13 @@
-"""Does training come back, bit for bit, whatever hosts are lost whenever? On simulated hosts.
+"""Lose simulated hosts at any moment, and compare the training that comes back.
 
-``python benchmarks/chaos.py --hosts 4 --parity 1 --seconds 300 --seed 1``. The demo's GPT trains
+``python -m benchmarks chaos --hosts 4 --parity 1 --seconds 300 --seed 1``. The demo's GPT trains
 on N hosts, each with its keeper and its arena. Hosts are lost at random moments, and while an
 image is captured, parity is made, a checkpoint is written or a restore is under way; now and then
-one host more than parity replaces, and now and then bits of another host flip. Each time the run is
-started again, with others in their place, on what is left with as many ranks or with fewer, and its
-whole state is compared, after the restore and after every step, with that of a training to which
-nothing happened: parameters, moments, the count of tokens, and what each rank's generators are at.
-Every loss is PASS, LOST_WORK, HARD_FAIL or SILENT_DIVERGENCE, as ``chaos_verdict.py`` has it.
+one host more than parity replaces, and now and then bits of another host flip. Each time the run
+is started again, with others in their place, on what is left with as many ranks or with fewer, and
+its whole state is compared, after the restore and after every step, with that of a training to
+which nothing happened: parameters, moments, the count of tokens, and what each rank's generators
+are at. Every loss is PASS, LOST_WORK, HARD_FAIL or SILENT_DIVERGENCE, as ``verdict.py`` has it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import harness
-from chaos_life import Reference, reference
-from chaos_story import MOMENTS, Loss, Story, as_json
-from chaos_verdict import PASS, VERDICTS
-
+from benchmarks.chaos.life import Reference, reference
+from benchmarks.chaos.story import MOMENTS, Loss, Story, as_json
+from benchmarks.chaos.verdict import PASS, VERDICTS
+from benchmarks.kit import machine, markdown, results
+from benchmarks.kit.options import Parser
 from holdfast.testing.faults import Hosts
 
 LOSSES_OF_A_RUN = 4
@@ -49,9 +49,15 @@ def tell(options: argparse.Namespace, expected: Reference, losses: list[Loss]) -
         chance = random.Random(f"{options.seed} {number}")
         with Hosts() as hosts:
             story = Story(
-                directory, hosts, count=options.hosts, parity=options.parity, seed=options.seed,
-                reference=expected, chance=chance, say=partial(say, number),
-            )  # fmt: skip
+                directory,
+                hosts,
+                count=options.hosts,
+                parity=options.parity,
+                seed=options.seed,
+                reference=expected,
+                chance=chance,
+                say=partial(say, number),
+            )
             try:
                 found = story.tell(most, is_time)
             except KeyboardInterrupt:
@@ -87,12 +93,18 @@ def shown(losses: Sequence[Loss], options: argparse.Namespace) -> str:
     other = [one for one in losses if one.moment not in MOMENTS]
     rows += [_row("at a start", other)] if other else []
     rows.append(_row("in all", losses))
-    head = ["hosts lost during", *VERDICTS, "from memory", "from storage", "steps lost, most",
-            "seconds to resume, median"]  # fmt: skip
+    head = [
+        "hosts lost during",
+        *VERDICTS,
+        "from memory",
+        "from storage",
+        "steps lost, most",
+        "seconds to resume, median",
+    ]
     return (
-        f"{harness.today()}: the demo's GPT on {options.hosts} hosts, parity {options.parity}, "
+        f"{results.today()}: the demo's GPT on {options.hosts} hosts, parity {options.parity}, "
         f"seed {options.seed}; {len(losses)} losses of "
-        f"{sum(len(one.lost) for one in losses)} hosts in all.\n\n{harness.table(head, rows)}"
+        f"{sum(len(one.lost) for one in losses)} hosts in all.\n\n{markdown.table(head, rows)}"
     )
 
 
@@ -100,27 +112,28 @@ def _row(name: str, losses: Sequence[Loss]) -> list[str]:
     verdicts, sources = Counter(one.verdict for one in losses), Counter(o.source for o in losses)
     resumed = sorted(one.resume_s for one in losses if one.resume_s)
     return [
-        name, *(str(verdicts[one]) for one in VERDICTS), str(sources["memory"]),
-        str(sources["storage"]), str(max((one.steps_lost for one in losses), default=0)),
+        name,
+        *(str(verdicts[one]) for one in VERDICTS),
+        str(sources["memory"]),
+        str(sources["storage"]),
+        str(max((one.steps_lost for one in losses), default=0)),
         f"{resumed[len(resumed) // 2]:.1f}" if resumed else "",
-    ]  # fmt: skip
+    ]
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """0 when every loss passed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser("chaos", __doc__)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--parity", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=int, default=0, help="stop after so many losses")
     parser.add_argument("--seconds", type=float, default=0.0, help="begin no run after so long")
     parser.add_argument("--steps", type=int, default=90, help="of the reference (90)")
-    parser.add_argument("--dir", help="a directory for the roots (default: the temporary one)")
+    parser.add_directory("a directory for the roots")
     parser.add_argument("--keep", action="store_true", help="the root of a run that did not pass")
     parser.add_argument("--no-results", action="store_true", help="print, and keep nothing")
-    options = parser.parse_args()
+    options = parser.parse(arguments)
     if not 2 <= options.hosts <= 12:
         parser.error("--hosts: from 2 to 12, for the demo's batch has 12 sequences")
     if not options.runs and not options.seconds:
@@ -135,21 +148,19 @@ def main() -> int:
     text = shown(losses, options)
     print(f"\n{text}")
     if not options.no_results:
-        print(f"results/{keep(options, losses, text).name}")
+        keep(options, losses, text)
     return 0 if losses and all(loss.verdict == PASS for loss in losses) else 1
 
 
-def keep(options: argparse.Namespace, losses: Sequence[Loss], text: str) -> Path:
+def keep(options: argparse.Namespace, losses: Sequence[Loss], text: str) -> None:
     """Beside the figures of the other benchmarks."""
-    facts = harness.machine_facts(Path(options.dir or tempfile.gettempdir()), ["torch"])
+    facts = machine.facts(Path(options.dir or tempfile.gettempdir()), ["torch"])
     found: dict[str, Any] = {
-        "hosts": options.hosts, "parity": options.parity, "seed": options.seed,
+        "hosts": options.hosts,
+        "parity": options.parity,
+        "seed": options.seed,
         "verdicts": dict(Counter(one.verdict for one in losses)),
         "losses": [as_json(one) for one in losses],
-    }  # fmt: skip
+    }
     kind = f"chaos-{options.hosts}-hosts-parity-{options.parity}"
-    return harness.write_results(kind, facts, found, text)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    results.keep(kind, facts, found, text)

@@ -1,4 +1,4 @@
-"""The processes of a run under chaos: started on simulated hosts, watched by what they write."""
+"""Start the ranks of a run under chaos on simulated hosts, and read what the ranks write."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import chaos_trainer
-
+from benchmarks.chaos import trainer
 from holdfast.testing.faults import Hosts, wait_until
 
 _MASK = (1 << 64) - 1
@@ -54,12 +53,12 @@ class Life:
         self.directory = Path(tempfile.mkdtemp(prefix="life-", dir=directory))
         life = settings | {"directory": str(self.directory), "world": len(on)}
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(chaos_trainer.PRELOADED)
+        context.set_forkserver_preload(trainer.PRELOADED)
         self._processes: list[BaseProcess] = []
         for rank, host in enumerate(on):
             environment = hosts.environment(host) | ONE_THREAD
             arguments = (rank, life, list(sys.path), environment)
-            process = context.Process(target=chaos_trainer.live, args=arguments, daemon=True)
+            process = context.Process(target=trainer.live, args=arguments, daemon=True)
             process.start()
             self._processes.append(process)
             assert process.pid is not None

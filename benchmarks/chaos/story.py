@@ -1,4 +1,4 @@
-"""One run under chaos: started, hosts lost at a chosen moment, started again, and judged each time.
+"""Run one training under chaos: lose hosts at chosen moments, restart, and judge each loss.
 
 All that chance decides comes from one generator, so that a seed tells the same story again as far
 as the machine's timing allows.
@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_life import Broke, Life, Reference, Seen
-from chaos_verdict import HARD_FAIL, Generation, Outcome, Start, classify, promised
-
+from benchmarks.chaos.life import Broke, Life, Reference, Seen
+from benchmarks.chaos.verdict import HARD_FAIL, Generation, Outcome, Start, classify, promised
 from holdfast.testing.faults import (
     Encoding,
     Hosts,
@@ -70,16 +69,27 @@ class Story:
     """A root of its own, hosts of its own, and the losses in their order."""
 
     def __init__(
-        self, directory: Path, hosts: Hosts, *, count: int, parity: int, seed: int,
-        reference: Reference, chance: random.Random, say: Callable[[Loss], None],
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path,
+        hosts: Hosts,
+        *,
+        count: int,
+        parity: int,
+        seed: int,
+        reference: Reference,
+        chance: random.Random,
+        say: Callable[[Loss], None],
+    ) -> None:
         self.directory, self.hosts, self.chance, self._say = directory, hosts, chance, say
         self.count, self.parity, self.reference = count, parity, reference
         self.root = directory / "root"
         self.settings: dict[str, Any] = {
-            "root": str(self.root), "steps": len(reference.sums), "storage": STORAGE_EVERY,
-            "parity": parity, "seed": seed,
-        }  # fmt: skip
+            "root": str(self.root),
+            "steps": len(reference.sums),
+            "storage": STORAGE_EVERY,
+            "parity": parity,
+            "seed": seed,
+        }
         self.starts: dict[int, Start] = {}
         self.known = dict(enumerate(reference.sums))
         """The sum over the state after each step, as it has to be."""
@@ -204,9 +214,10 @@ class Story:
     def _compare(self, seen: Seen) -> list[str]:
         """Steps of this life whose bits are not those they have to be; new ones are learned."""
         wrong = [
-            f"the state after step {step}" for step, found in sorted(seen.sums.items())
+            f"the state after step {step}"
+            for step, found in sorted(seen.sums.items())
             if self.known.setdefault(step, found) != found
-        ]  # fmt: skip
+        ]
         return [*wrong[:3], *self._other_draws(seen)]
 
     def _other_draws(self, seen: Seen) -> list[str]:
@@ -215,7 +226,7 @@ class Story:
             f"the generators of rank {rank} after step {step}"
             for (step, rank), found in sorted(seen.drawn.items())
             if self.reference.drawn[step, rank] != found
-        ]  # fmt: skip
+        ]
         return wrong[:3]
 
     # ── losses ───────────────────────────────────────────────────────────────────────────
@@ -225,14 +236,20 @@ class Story:
         assert self.life is not None
         life, here = self.life, self._here
         wait_until(
-            lambda: life.seen() and newest_durable(self.root), timeout_s=DEADLINE_S,
-            pause_s=0.05, what="a first checkpoint, for what parity does not replace",
-        )  # fmt: skip
+            lambda: life.seen() and newest_durable(self.root),
+            timeout_s=DEADLINE_S,
+            pause_s=0.05,
+            what="a first checkpoint, for what parity does not replace",
+        )
         if self.chance.random() < 0.85 and self.starts[max(self.starts)].parity:
             wait_protected(
-                self.root, max(self.starts), more=self.chance.randint(1, 3), after=here,
-                timeout_s=DEADLINE_S, check=life.seen,
-            )  # fmt: skip
+                self.root,
+                max(self.starts),
+                more=self.chance.randint(1, 3),
+                after=here,
+                timeout_s=DEADLINE_S,
+                check=life.seen,
+            )
         elif self.chance.random() < 0.5:
             until = here + self.chance.randint(1, STRIDE // 2)
             life.wait(lambda now: now.completed >= until, DEADLINE_S, f"step {until}")

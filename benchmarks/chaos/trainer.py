@@ -1,4 +1,4 @@
-"""One rank of a run under chaos: the demo's GPT, and fingerprints of its state at each step.
+"""Train the demo's GPT as one rank under chaos, with fingerprints of its state at each step.
 
 That of the tensors is a sum over all elements of all parameters and moments, each mixed with its
 name and its place in the whole tensor. Every rank sums its own elements and writes that down; the
@@ -46,9 +46,7 @@ def train(rank: int, life: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     import holdfast
-    from holdfast.demo.model import make_mesh, make_model
-    from holdfast.demo.text import batch, corpus
-    from holdfast.demo.train import losses_by_sequence
+    from holdfast.demo.train import batch, corpus, losses_by_sequence, make_mesh, make_model
 
     torch.set_num_threads(1)  # sums in one order
     directory, world = Path(life["directory"]), life["world"]
@@ -66,9 +64,11 @@ def train(rank: int, life: dict[str, Any]) -> None:
     checkpointer, first = None, 0
     if life["root"]:
         checkpointer = holdfast.Checkpointer(
-            life["root"], state, storage=holdfast.Every(steps=life["storage"]),
+            life["root"],
+            state,
+            storage=holdfast.Every(steps=life["storage"]),
             parity=life["parity"],
-        )  # fmt: skip
+        )
         write(phase="restore", incarnation=checkpointer.incarnation)
         restored = checkpointer.restore()
         first = restored.step + 1 if restored else 0

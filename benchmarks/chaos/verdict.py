@@ -1,4 +1,4 @@
-"""What a run had to come back with after hosts were lost, and what it is called by what it did.
+"""Judge what a run came back with after hosts were lost.
 
     PASS                it went on from the newest promised step or a newer one, bit for bit
     LOST_WORK           bit for bit, but from an older step than was promised

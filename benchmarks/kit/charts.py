@@ -1,43 +1,14 @@
-"""Results as images: plain SVG, written here, because a plot needs no library."""
+"""Draw results as plain SVG; a plot needs no library."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
-from typing import Any
 
-import tables
-from contenders import OURS
+from benchmarks.systems.contenders import OURS
 
 WIDTH, NAMES, FIGURES, BAR, GAP, HEAD = 760, 220, 70, 16, 6, 44
 OWN, OTHER, LIMIT = "#0b7285", "#adb5bd", "#c92a2a"
-
-
-def save(result: dict[str, Any]) -> dict[str, str]:
-    """The images of one run of save.py, by file name."""
-    drawn: dict[str, str] = {}
-    for name, state in result["states"].items():
-        entries = {
-            title: entry for title, entry in state["systems"].items() if "failed" not in entry
-        }
-        title = state["title"]
-        blocked = {system: tables.held(entry, training=True) for system, entry in entries.items()}
-        drawn[f"save-{name}-blocked.svg"] = bars(
-            f"Training held by a save behind forward and backward, seconds ({title})", blocked
-        )
-        drawn[f"save-{name}-durable.svg"] = bars(
-            f"Time to durable, seconds ({title})",
-            {system: tables.median(entry, "durable") for system, entry in entries.items()},
-            limit=("direct write", state["limits"]["figures"]["direct write"]["median"]),
-        )
-        drawn[f"save-{name}-memory.svg"] = bars(
-            f"Extra private memory of the trainer, GB ({title})",
-            {
-                system: max(0.0, entry["memory"]["private"]["median"]) / 1e3
-                for system, entry in entries.items()
-            },
-        )
-    return drawn
 
 
 def bars(
@@ -83,9 +54,14 @@ def bars(
 
 
 def _text(
-    x: float, y: float, text: str, *, anchor: str = "start", size: int = 12,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str = "start",
+    size: int = 12,
     colour: str = "#212529",
-) -> str:  # fmt: skip
+) -> str:
     return (
         f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}" font-size="{size}" '
         f'fill="{colour}">{escape(text)}</text>'

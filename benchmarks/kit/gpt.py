@@ -1,4 +1,4 @@
-"""A GPT that learns from real text on the CPU, alone or cut over ranks.
+"""Train a GPT on real text on the CPU, alone or cut over ranks.
 
 It is byte-level: bytes of the interpreter's standard library in, the next byte out. The update is
 fused AdamW, which overwrites parameters and moments in place and moves no version counter.
@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from training import Fingerprints, fingerprints
 
-from holdfast.demo.text import corpus
+from benchmarks.kit.training import Fingerprints, fingerprints
+from holdfast.demo.train import corpus
 
 BYTES = 256
 #: 42.0 million parameters: with both moments of AdamW 0.50 GB.

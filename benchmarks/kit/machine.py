@@ -1,32 +1,22 @@
-"""What every benchmark shares: a fair order, facts of the machine, and dated results.
+"""Describe the machine, wait until it is idle, and keep other work off it.
 
-A figure without its machine, its rivals and its raw values is a rumour. So every benchmark runs
-all systems in one alternating series on one machine, and writes what it measured beside what it
-prints.
+A figure without its machine is a rumour: every result carries these facts.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import json
 import os
 import platform
 import re
-import shutil
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "performance.md"
-IMAGES = DOCUMENT.parent / "images"
-RESULTS = Path(__file__).parent / "results"
 _VERSIONS = """
 import importlib.metadata, json, platform, sys
 found = {"python": platform.python_version()}
@@ -37,53 +27,9 @@ for name in sys.argv[1:]:
         pass
 print(json.dumps(found))
 """
-IN_MEMORY = ("tmpfs", "ramfs", "ramdisk")
 
 
-def alternate(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """(round, name): every name once a round, each round beginning with another one.
-
-    What disturbs a machine comes and goes; in this order it meets every system alike.
-    """
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
-            yield turn, name
-
-
-# ── values ───────────────────────────────────────────────────────────────────────────────────
-
-
-def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Median, extremes and the values themselves."""
-    return {
-        "median": round(statistics.median(values), 6),
-        "min": round(min(values), 6),
-        "max": round(max(values), 6),
-        "values": [round(value, 6) for value in values],
-    }
-
-
-def seconds(found: dict[str, Any]) -> str:
-    """A summary as it stands in a table."""
-    return f"{found['median']:.3f} ({found['min']:.3f}–{found['max']:.3f})"
-
-
-def counted(verdicts: Sequence[str]) -> str:
-    """How often each was found."""
-    return ", ".join(f"{verdicts.count(one)}x {one}" for one in sorted(set(verdicts)))
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; the first column is text, the others are figures."""
-    rule = ["---", *["---:"] * (len(head) - 1)]
-    return "\n".join("| " + " | ".join(row) + " |" for row in (head, rule, *rows))
-
-
-# ── the machine ──────────────────────────────────────────────────────────────────────────────
-
-
-def machine_facts(
+def facts(
     directory: Path, packages: Sequence[str], interpreter: str = sys.executable
 ) -> dict[str, str]:
     """What must stand beside a figure; no names of people, hosts or directories.
@@ -130,7 +76,7 @@ def available_bytes() -> int:
 
 
 @contextmanager
-def machine_alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Hold the lock file named by HOLDFAST_BENCH_LOCK, where it is set, while one visit is made.
 
     Other work on the machine that takes turns by the same file (``flock FILE make test``) stays
@@ -169,136 +115,3 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-# ── the disk ─────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def scratch(parent: str | None, needed_bytes: int) -> Iterator[Path]:
-    """A directory on a real disk with room for ``needed_bytes``, removed at the end."""
-    directory = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=parent))
-    try:
-        if file_system(directory) in IN_MEMORY:
-            raise SystemExit(f"{directory} is in memory: name a directory on a disk with --dir")
-        if shutil.disk_usage(directory).free < needed_bytes:
-            raise SystemExit(f"{directory} has no room for {needed_bytes / 1e9:.0f} GB: use --dir")
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def sync_directories(directory: Path) -> None:
-    """Make the names in ``directory`` durable, and its own: files alone are not found again."""
-    for path in (directory, directory.parent):
-        _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def sync_file(path: Path) -> None:
-    """Make a file's bytes durable."""
-    _fsync(path, os.O_RDONLY)
-
-
-def sync_tree(directory: Path) -> None:
-    """Make everything below ``directory`` durable, and its own name."""
-    for path, _, names in os.walk(directory, topdown=False):
-        for name in names:
-            _fsync(Path(path) / name, os.O_RDONLY)
-        _fsync(Path(path), os.O_RDONLY | os.O_DIRECTORY)
-    _fsync(directory.parent, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _fsync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def prime_page_cache(directory: Path, size_bytes: int) -> None:
-    """Have the page cache just freed as many bytes as are to be written: the rivals' best case.
-
-    A virtual machine gives memory back to its host two seconds after it was freed, and pays to get
-    it again: buffered writes of 1.6 GB then took 2.5 to 4.7 s instead of 0.6 (measured), where
-    direct I/O out of kept memory took the same. Elsewhere this changes nothing.
-    """
-    path, block = directory / "primer", memoryview(bytearray(8 << 20))
-    with path.open("wb", buffering=0) as file:
-        for start in range(0, size_bytes, len(block)):
-            file.write(block[: size_bytes - start])
-    path.unlink()  # before any of it went to the disk
-
-
-def remove(directory: Path) -> None:
-    """Remove a directory and wait until the disk is done with it: freeing space takes time too."""
-    shutil.rmtree(directory, ignore_errors=True)
-    sync_directories(directory.parent)
-
-
-def drop(files: Iterable[Path], *, cold: bool) -> None:
-    """Have none of the files in the page cache where they are to be cold."""
-    if not cold:
-        return
-    for path in files:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
-def warm(files: Iterable[Path]) -> None:
-    """Read the files through the page cache."""
-    room = bytearray(8 << 20)
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(room):
-                pass
-
-
-# ── results ──────────────────────────────────────────────────────────────────────────────────
-
-
-def write_results(
-    kind: str, facts: dict[str, str], found: dict[str, Any], shown: str, directory: Path = RESULTS
-) -> Path:
-    """``results/<kind>_<processor>_<month>``: the raw values as JSON, what is shown as markdown."""
-    path = _results_file(kind, facts, directory)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"date": today(), "machine": facts, **found}, indent=1) + "\n")
-    path.with_suffix(".md").write_text(shown + "\n")
-    return path
-
-
-def read_results(kind: str, facts: dict[str, str], directory: Path = RESULTS) -> dict[str, Any]:
-    """What was written before where ``write_results`` will write; {} when nothing was."""
-    path = _results_file(kind, facts, directory)
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    return found
-
-
-def _results_file(kind: str, facts: dict[str, str], directory: Path) -> Path:
-    slug = re.sub(r"[^a-z0-9]+", "-", f"{facts['processor']} {facts['cores']}c".lower()).strip("-")
-    return directory / f"{kind}_{slug}_{time.strftime('%Y%m')}.json"
-
-
-def today() -> str:
-    """The date of a result."""
-    return time.strftime("%Y-%m-%d")
-
-
-def add_document_option(parser: argparse.ArgumentParser) -> None:
-    """``--document``."""
-    parser.add_argument(
-        "--document", action="store_true", help="put tables and plots into docs/performance.md"
-    )
-
-
-def replace_block(document: Path, name: str, text: str) -> None:
-    """Put ``text`` between ``<!-- name -->`` and ``<!-- /name -->`` in a document."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    head, found, rest = document.read_text().partition(begin)
-    _, closed, tail = rest.partition(end)
-    if not (found and closed):
-        raise SystemExit(f"{document.name} has no block {name!r} to put the table in")
-    document.write_text(f"{head}{begin}{text}\n{end}{tail}")

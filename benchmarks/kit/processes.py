@@ -1,4 +1,4 @@
-"""What the kernel says of processes: memory by kind, processor time, descendants.
+"""Read what the kernel says of processes: memory by kind, processor time, descendants.
 
 No torch and no library: the process that watches must cost nothing.
 """

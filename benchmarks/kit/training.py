@@ -1,4 +1,4 @@
-"""Trainings whose state is saved: real parameters, gradients and AdamW moments, on the CPU.
+"""Train models whose state is saved: real parameters, gradients and AdamW moments, on the CPU.
 
 The update is fused AdamW: it overwrites parameters and moments in place without moving their
 version counters, so no system can notice it. Whoever copies too late has stored something else,
@@ -101,16 +101,8 @@ class Training:
         self.use_batch(KINDS[kind].rows)
         self.forward_backward()
         self.update()
-        self.leaves = self._name_leaves()
+        self.leaves = leaves_of(self.model, self.optimizer)
         self.size_bytes = sum(leaf.nbytes for leaf in self.leaves.values())
-
-    def _name_leaves(self) -> dict[str, Tensor]:
-        leaves: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
-            leaves[f"model.{name}"] = parameter.data
-            for key, moment in self.optimizer.state[parameter].items():
-                leaves[f"optimizer.{name}.{key}"] = moment
-        return leaves
 
     def forward_backward(self) -> None:
         """The part of a step that only reads parameters and moments."""
@@ -149,6 +141,16 @@ class Training:
     def fingerprints(self) -> Fingerprints:
         """What the state is now, bit for bit."""
         return fingerprints(self.leaves.items())
+
+
+def leaves_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """All tensors of a state, by the names that Holdfast gives them."""
+    leaves: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        leaves[f"model.{name}"] = parameter.data
+        for key, moment in optimizer.state[parameter].items():
+            leaves[f"optimizer.{name}.{key}"] = moment
+    return leaves
 
 
 def fingerprints(leaves: Iterable[tuple[str, Tensor]]) -> Fingerprints:

@@ -1,7 +1,7 @@
-"""Layouts as large runs have them: what each of thousands of ranks declares, without these ranks.
+"""Declare layouts of large runs: the tables of thousands of ranks, without these ranks.
 
-A model of the shapes of a large transformer with AdamW: of each parameter the weights, both moments
-and a step count, which is a plain tensor on every rank.
+A model of the shapes of a large transformer with AdamW: of each parameter the weights, both
+moments and a step count, which is a plain tensor on every rank.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ ROWS, COLUMNS = Placement(0), Placement(1)
 EXPERT = ("gate", "up", "down")
 EXPERTS = 60  # on 64 ranks: some have none
 LAYER = [
-    ("q", (WIDTH, WIDTH), 0), ("k", (1024, WIDTH), 0), ("v", (1024, WIDTH), 0),
-    ("o", (WIDTH, WIDTH), 1), ("gate", (HIDDEN, WIDTH), 0), ("up", (HIDDEN, WIDTH), 0),
-    ("down", (WIDTH, HIDDEN), 1), ("norm1", (WIDTH,), -1), ("norm2", (WIDTH,), -1),
-]  # fmt: skip
+    ("q", (WIDTH, WIDTH), 0),
+    ("k", (1024, WIDTH), 0),
+    ("v", (1024, WIDTH), 0),
+    ("o", (WIDTH, WIDTH), 1),
+    ("gate", (HIDDEN, WIDTH), 0),
+    ("up", (HIDDEN, WIDTH), 0),
+    ("down", (WIDTH, HIDDEN), 1),
+    ("norm1", (WIDTH,), -1),
+    ("norm2", (WIDTH,), -1),
+]
 
 #: The instance that a rank declares of a parameter: (rank, layer, name, dimension to cut).
 Where = Callable[[int, int, str, int], Instance | None]
@@ -109,11 +115,22 @@ def kinds(world: int) -> list[Kind]:
         Kind(f"FSDP {world}", world, fsdp, lambda rank: 0),
         Kind(f"HSDP {world // 256} x 256", world, hsdp, lambda rank: 0),
         Kind(f"TP 8 x FSDP {world // 8}", world, tp, lambda rank: rank % 8),
-        Kind(f"PP 16 x FSDP {each}", world, pipeline, lambda rank: rank // each,
-             has_layer=lambda rank, sixteenth: rank // each == sixteenth),
-        Kind(f"MoE {EXPERTS} experts on 64 x FSDP {world // 64}", world, experts, lambda rank: 0,
-             experts=EXPERT),
+        Kind(
+            f"PP 16 x FSDP {each}",
+            world,
+            pipeline,
+            lambda rank: rank // each,
+            has_layer=lambda rank, sixteenth: rank // each == sixteenth,
+        ),
+        Kind(
+            f"MoE {EXPERTS} experts on 64 x FSDP {world // 64}",
+            world,
+            experts,
+            lambda rank: 0,
+            experts=EXPERT,
+        ),
         Kind(f"DDP {world}", world, lambda *_: None, lambda rank: 0),
-        Kind(f"64 sets of names x FSDP {world // 64}", world, own, lambda rank: rank % 64,
-             own=EXPERT),
-    ]  # fmt: skip
+        Kind(
+            f"64 sets of names x FSDP {world // 64}", world, own, lambda rank: rank % 64, own=EXPERT
+        ),
+    ]

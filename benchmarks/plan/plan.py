@@ -1,25 +1,25 @@
-"""What planning costs at thousands of ranks: to agree, to save, to restore. Nothing is read.
+"""Measure what planning costs at thousands of ranks: to agree, to save, to restore.
 
-``python benchmarks/plan.py``, or ``--quick`` with 1,024 ranks. All ranks are simulated: what a
-rank would have been told is computed here, and what it would compute is timed.
+Nothing is read. All ranks are simulated: what a rank would have been told is computed here, and
+what it would compute is timed.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import harness
-from meshes import Kind, kinds
-
+from benchmarks.kit import machine, markdown, results, series
+from benchmarks.kit.options import Parser
+from benchmarks.plan.meshes import Kind, kinds
+from holdfast.coordinator.layouts import LayoutRegistry
 from holdfast.format.image import fill_in, parse_header, plan_image
 from holdfast.format.manifest import ImageRef, Manifest, seal, unseal
 from holdfast.geometry.layout import Layout, Mesh, Placement, local_boxes, table_hash, table_to_json
-from holdfast.load.plan import Want, plan_batches, plan_fetches
-from holdfast.snapshot.layouts import Layouts, image_items
+from holdfast.protocol.image_plan import image_items
+from holdfast.restore.planning.plan import Want, plan_batches, plan_fetches
 
 #: Seconds and bytes of issue 4: the first plan of a rank, its restore plan, the layout.
 FIRST_S, RESTORE_S, LAYOUT_BYTES = 0.5, 1.0, 1 << 20
@@ -42,7 +42,7 @@ def measure(kind: Kind, leaves: int) -> dict[str, Any]:
             tables[kind.table_of(rank)] = table_to_json(kind.table(rank, leaves))
     hashes = {key: table_hash(data) for key, data in tables.items()}
     of_rank = [kind.table_of(rank) for rank in range(kind.world)]
-    layouts = Layouts()
+    layouts = LayoutRegistry()
 
     def learn() -> None:
         for rank, key in enumerate(of_rank):
@@ -74,9 +74,12 @@ def _first_plan(data: bytes, rank: int) -> dict[str, Any]:
     first_s, plan = timed(lambda: plan_image(image_items(layout, rank)))
     held_s, _ = timed(lambda: [layout.held(n, rank) for n in range(len(layout.leaves))])
     return {
-        "decode_s": decode_s, "pieces_s": first_s, "held_s": held_s,
-        "first_s": decode_s + first_s + held_s, "pieces": len(plan.entries),
-    }  # fmt: skip
+        "decode_s": decode_s,
+        "pieces_s": first_s,
+        "held_s": held_s,
+        "first_s": decode_s + first_s + held_s,
+        "pieces": len(plan.entries),
+    }
 
 
 def _restore(data: bytes, rank: int, world: int, kind: Kind) -> dict[str, Any]:
@@ -109,10 +112,14 @@ def _restore(data: bytes, rank: int, world: int, kind: Kind) -> dict[str, Any]:
     count = sum(map(len, fetches.values()))
     share = sum(map(len, some.values())) / max(1, count)
     return {
-        "fetch_s": fetch_s, "batch_s": batch_s / max(share, 1e-9), "wants": len(wants),
-        "plan_s": fetch_s + batch_s / max(share, 1e-9), "fetches": count, "images": len(fetches),
+        "fetch_s": fetch_s,
+        "batch_s": batch_s / max(share, 1e-9),
+        "wants": len(wants),
+        "plan_s": fetch_s + batch_s / max(share, 1e-9),
+        "fetches": count,
+        "images": len(fetches),
         "header_s": parse_s / max(1, len(shown[:4])) * len(fetches),
-    }  # fmt: skip
+    }
 
 
 def _raw(layout: Layout, rank: int) -> tuple[bytes, str, int]:
@@ -127,12 +134,24 @@ def _header(layout: Layout, rank: int) -> Any:
 def manifests(world: int) -> dict[str, Any]:
     """How large a manifest of so many images is, and how long it takes to read."""
     images = tuple(
-        ImageRef(path=f"steps/1-7-{'a' * 20}/live-{rank:05d}.safetensors", rank=rank,
-                 size_bytes=10**9 + rank, header_xxh3=f"{rank:016x}", table_xxh3=f"{rank:016x}")
+        ImageRef(
+            path=f"steps/1-7-{'a' * 20}/live-{rank:05d}.safetensors",
+            rank=rank,
+            size_bytes=10**9 + rank,
+            header_xxh3=f"{rank:016x}",
+            table_xxh3=f"{rank:016x}",
+        )
         for rank in range(world)
-    )  # fmt: skip
-    written = Manifest(run_id="r", incarnation=1, step=7, attempt="a" * 20, world=world,
-                       layout="0" * 32, images=images)  # fmt: skip
+    )
+    written = Manifest(
+        run_id="r",
+        incarnation=1,
+        step=7,
+        attempt="a" * 20,
+        world=world,
+        layout="0" * 32,
+        images=images,
+    )
     seal_s, data = timed(lambda: seal(written))
     unseal_s, _ = timed(lambda: unseal(Manifest, data, "m"))
     return {"bytes": len(data), "seal_s": seal_s, "unseal_s": unseal_s}
@@ -141,54 +160,68 @@ def manifests(world: int) -> dict[str, Any]:
 def shown(found: dict[str, dict[str, Any]], documents: dict[str, Any], world: int) -> str:
     """The figures, beside their targets."""
     ms = "{:.0f}".format
-    head = ["", "leaves", "coordinator, ms", "rank, first, ms", "of target", "again, ms",
-            "layout, KB", "restore same, ms", f"restore on {RESTORED_WORLD}, ms", "images read",
-            "fetches"]  # fmt: skip
+    head = [
+        "",
+        "leaves",
+        "coordinator, ms",
+        "rank, first, ms",
+        "of target",
+        "again, ms",
+        "layout, KB",
+        "restore same, ms",
+        f"restore on {RESTORED_WORLD}, ms",
+        "images read",
+        "fetches",
+    ]
     rows = []
     for name, one in found.items():
         same, other = one["restore_same"], one[f"restore_{RESTORED_WORLD}"]
-        rows.append([
-            name, str(one["leaves"]), ms(1e3 * (one["learn_s"] + one["agree_s"] + one["sizes_s"])),
-            ms(1e3 * one["first_s"]), f"{one['first_s'] / FIRST_S:.2f}", ms(1e3 * one["again_s"]),
-            ms(one["layout_bytes"] / 1e3), ms(1e3 * same["plan_s"]), ms(1e3 * other["plan_s"]),
-            f"{same['images']}, {other['images']}", f"{same['fetches']}, {other['fetches']}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                str(one["leaves"]),
+                ms(1e3 * (one["learn_s"] + one["agree_s"] + one["sizes_s"])),
+                ms(1e3 * one["first_s"]),
+                f"{one['first_s'] / FIRST_S:.2f}",
+                ms(1e3 * one["again_s"]),
+                ms(one["layout_bytes"] / 1e3),
+                ms(1e3 * same["plan_s"]),
+                ms(1e3 * other["plan_s"]),
+                f"{same['images']}, {other['images']}",
+                f"{same['fetches']}, {other['fetches']}",
+            ]
+        )
     return (
-        f"{harness.table(head, rows)}\n\n"
+        f"{markdown.table(head, rows)}\n\n"
         f"A manifest of {world} images: {documents['bytes'] / 1e6:.1f} MB, written in "
         f"{ms(1e3 * documents['seal_s'])} ms, read in {ms(1e3 * documents['unseal_s'])} ms."
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit 1 where a target is missed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="1,024 ranks, and 1,000 leaves only")
+    parser = Parser("plan", __doc__, quick="1,024 ranks, and 1,000 leaves only")
     parser.add_argument("--leaves", type=int, nargs="*", help="how many (1000, and 3000)")
     parser.add_argument("--only", default="", help="the ways to cut whose name begins so")
-    harness.add_document_option(parser)
+    parser.add_document()
     parser.add_argument("--no-results", action="store_true", help="write no files")
-    options = parser.parse_args()
+    options = parser.parse(arguments)
     world = 1024 if options.quick else 16384
     found: dict[str, dict[str, Any]] = {}
     for leaves in options.leaves or ([1000] if options.quick else [1000, 3000]):
         for kind in kinds(world):
             if kind.name.startswith(options.only):
                 name = f"{kind.name}, {leaves:,} leaves"
-                print(f"{time.strftime('%H:%M:%S')}  {name}", flush=True)
+                series.show(name)
                 found[name] = measure(kind, leaves)
     documents = manifests(world)
     text = shown(found, documents, world)
     print(f"\n{text}\n")
     if not options.no_results:
-        facts = harness.machine_facts(Path(__file__).parent, ["msgspec", "numpy"])
+        facts = machine.facts(Path(__file__).parent, ["msgspec", "numpy"])
         result = {"world": world, "manifest": documents, "layouts": found}
-        kind_of = "plan_quick" if options.quick else "plan"
-        print(f"results/{harness.write_results(kind_of, facts, result, text).name}")
-        if options.document:
-            harness.replace_block(harness.DOCUMENT, "plan", text)
+        kept = "plan_quick" if options.quick else "plan"
+        results.keep(kept, facts, result, text, document=options.document, block="plan")
     met = (
         one["first_s"] <= FIRST_S
         and one["layout_bytes"] <= LAYOUT_BYTES
@@ -198,7 +231,3 @@ def main() -> int:
         if "1,000" in name and "names" not in name
     )
     return 0 if all(met) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

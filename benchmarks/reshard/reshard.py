@@ -1,33 +1,37 @@
-"""What a restore into another layout costs, beside torch.distributed.checkpoint's.
+"""Measure what a restore into another layout costs, beside torch.distributed.checkpoint.
 
-``python benchmarks/reshard.py``; ``--quick`` shows in about a minute whether it works. Ranks over
-gloo restore parameters and moments, as DTensors, that were saved in another layout: how long it
-takes, cold and from the page cache, how many bytes come from the storage, and how much memory the
-ranks need beyond what they restore into.
+``--quick`` shows in about a minute whether it works. Ranks over gloo restore parameters and
+moments, as DTensors, that were saved in another layout: how long it takes, cold and from the page
+cache, how many bytes come from the storage, and how much memory the ranks need beyond what they
+restore into.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import time
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
-import torch
-import torch.distributed as dist
-from ranks import run_ranks
-from reshard_ranks import DCP, EXCHANGING, HOLDFAST, PAIRS, Bench, Pair, save_all, width_of
+from benchmarks.kit import disk, machine, markdown, results, series
+from benchmarks.kit.options import Parser
+from benchmarks.kit.ranks import run_ranks, show
+from benchmarks.reshard.restores import (
+    DCP,
+    EXCHANGING,
+    HOLDFAST,
+    PAIRS,
+    Bench,
+    Pair,
+    save_all,
+    width_of,
+)
 
 CACHES = ("cold", "warm")
 READ_TARGET, COLD_TARGET, WARM_TARGET = 1.1, 1.0, 5.0
 TITLE = "## What a restore into another layout costs"
 SENTENCES = """\
-`python benchmarks/reshard.py`: parameters and both moments of AdamW, as DTensors, are restored by
+`python -m benchmarks reshard`: parameters and both moments of AdamW, as DTensors, are restored by
 ranks that hold them in another way than those that saved them. *cold*: nothing of it is in the page
 cache; *warm*: all of it is. *exchanging*: every block is read by one rank and passed on, as between
 hosts (`HOLDFAST_EXCHANGE=always`). Holdfast verifies every block, DCP nothing. Processor seconds
@@ -36,35 +40,16 @@ storage*, and those *asked* of files, whether in the page cache or not. Memory i
 rank had at any moment of the restore beyond what it had before."""
 
 
-def show(line: str) -> None:
-    """Progress, for whoever watches."""
-    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
-
-
-# ── ranks ────────────────────────────────────────────────────────────────────────────────────
-
-
-def rank_main(rank: int, world: int, root: str, options: argparse.Namespace, result: str) -> None:
-    """A process: join the group, save where that is its work, measure, and leave what was found."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
-    store = dist.FileStore(f"{root}/store-{world}", world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5)
-    )
+def measure_pairs(root: Path, world: int, options: argparse.Namespace) -> dict[str, Any]:
+    """On each rank: save where that is its work, and measure the pairs of this world."""
     width = width_of(options.size)
     if world == max(pair.world for pair in PAIRS):
-        save_all(Path(root), width)
-    found = {
-        pair.name: measure(pair, Path(root), width, options)
+        save_all(root, width)
+    return {
+        pair.name: measure(pair, root, width, options)
         for pair in options.pairs
         if pair.world == world
     }
-    if rank == 0:
-        Path(result).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def measure(pair: Pair, root: Path, width: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -73,37 +58,24 @@ def measure(pair: Pair, root: Path, width: int, options: argparse.Namespace) -> 
     labels = [f"{system}, {cache}" for cache in CACHES for system in (HOLDFAST, EXCHANGING, DCP)]
     found: dict[str, dict[str, list[float]]] = {label: {} for label in labels}
     verdicts: dict[str, list[str]] = {label: [] for label in labels}
-    for turn, label in harness.alternate(labels, options.rounds + 1):
+    for turn, label in series.alternate(labels, options.rounds + 1):
         system, _, cache = label.rpartition(", ")
         figures, verdict = bench.restore(system, is_cold=cache == "cold")
         verdicts[label].append(verdict)
         for name, value in figures.items() if turn else ():
             found[label].setdefault(name, []).append(value)
-        if dist.get_rank() == 0:
-            told = {name: round(value, 3) for name, value in figures.items()}
-            show(f"{pair.name}, round {turn}: {label}: {told} {verdict}")
+        told = {name: round(value, 3) for name, value in figures.items()}
+        show(f"{pair.name}, round {turn}: {label}: {told} {verdict}")
     return {
         "world": pair.world,
         "size_bytes": bench.size_bytes,
         "leaves": len(bench.state),
         "wanted_bytes": bench.wanted_bytes,
         "bound_bytes": bench.bound_bytes(),
-        "figures": {
-            label: {name: harness.summary(values) for name, values in figures.items()}
-            for label, figures in found.items()
-        },
-        "restored": {label: harness.counted(some) for label, some in verdicts.items()},
+        "figures": {label: series.summaries(figures) for label, figures in found.items()},
+        "restored": {label: series.counted(some) for label, some in verdicts.items()},
         "exact": all(set(some) == {"exact"} for some in verdicts.values()),
     }
-
-
-def run_world(world: int, root: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All pairs that are restored by so many ranks, in processes of their own."""
-    result = root / f"found-{world}.json"
-    arguments = [(rank, world, str(root), options, str(result)) for rank in range(world)]
-    run_ranks(f"{world} ranks", rank_main, arguments)
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────
@@ -119,7 +91,7 @@ def times_as_fast(found: Mapping[str, Any], cache: str, system: str) -> float:
     """The median of DCP's seconds over Holdfast's, of one round each."""
     slow, fast = (found["figures"][f"{one}, {cache}"]["seconds"] for one in (DCP, system))
     ratios = [a / b for a, b in zip(slow["values"], fast["values"], strict=True)]
-    return float(harness.summary(ratios)["median"])
+    return float(series.summary(ratios)["median"])
 
 
 def targets(pairs: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -146,11 +118,9 @@ def tables(result: dict[str, Any], facts: dict[str, str]) -> str:
     """All of it as markdown."""
     first = next(iter(result["pairs"].values()))
     parts = [
-        f"{harness.today()}: {facts['processor']}, {facts['cores']} cores, {facts['memory']}, "
-        f"{facts['disk']}; Linux {facts['kernel']}, Python {facts['python']}, torch "
-        f"{facts['torch']}. {first['size_bytes'] / 1e9:.2f} GB in {first['leaves']} leaves. "
-        f"Medians of {result['rounds']} rounds (lowest–highest); every restore was compared bit "
-        "for bit."
+        f"{markdown.heading(facts)}. {first['size_bytes'] / 1e9:.2f} GB in {first['leaves']} "
+        f"leaves. Medians of {result['rounds']} rounds (lowest–highest); every restore was "
+        "compared bit for bit."
     ]
     parts += [_pair_table(name, found) for name, found in result["pairs"].items()]
     return "\n\n".join([*parts, _targets_table(result)])
@@ -161,7 +131,7 @@ def _pair_table(name: str, found: Mapping[str, Any]) -> str:
     rows = [
         [
             label,
-            harness.seconds(figures["seconds"]),
+            markdown.spread(figures["seconds"]),
             f"{figures['processor']['median']:.2f}",
             f"{figures['storage']['median'] / wanted:.2f}",
             f"{figures['asked']['median'] / wanted:.2f}",
@@ -171,7 +141,7 @@ def _pair_table(name: str, found: Mapping[str, Any]) -> str:
         for label, figures in found["figures"].items()
     ]
     head = [name, "seconds", "processor s", "from storage", "asked", "memory", "restored"]
-    return harness.table(head, rows)
+    return markdown.table(head, rows)
 
 
 def _targets_table(result: Mapping[str, Any]) -> str:
@@ -181,11 +151,14 @@ def _targets_table(result: Mapping[str, Any]) -> str:
         ratios = [f"{aims[key]:.2f}" for key in ("read", "read, exchanging", "cold", "warm")]
         rows.append([name, *ratios, f"{aims['memory'] * bound / 1e6:.0f} of {bound / 1e6:.0f} MB"])
     head = [
-        "Holdfast", f"from storage (≤ {READ_TARGET:g})", "exchanging",
-        f"times as fast as DCP, cold (≥ {COLD_TARGET:g})", f"warm (≥ {WARM_TARGET:g})",
+        "Holdfast",
+        f"from storage (≤ {READ_TARGET:g})",
+        "exchanging",
+        f"times as fast as DCP, cold (≥ {COLD_TARGET:g})",
+        f"warm (≥ {WARM_TARGET:g})",
         "most memory, of its bound",
-    ]  # fmt: skip
-    return harness.table(head, rows)
+    ]
+    return markdown.table(head, rows)
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────
@@ -199,47 +172,40 @@ def size_of(text: str) -> int:
     return round(float(number) * (1e6 if unit == "MB" else 1e9))
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit 1 when anything was restored that was not saved."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = Parser(
+        "reshard",
+        __doc__,
+        quick="--rounds 1 --size 32MB --patience 0",
+        quick_settings={"rounds": 1, "size": 32_000_000, "patience": 0.0},
     )
-    parser.add_argument("--rounds", type=int, default=7, help="how often each is measured (7)")
+    parser.add_rounds(7)
     parser.add_argument("--size", type=size_of, default="768MB", help="of the state (768MB)")
-    parser.add_argument(
-        "--patience", type=float, default=2, metavar="S",
-        help="how long to wait for an idle machine before each measurement, in seconds (2)",
-    )  # fmt: skip
+    parser.add_patience()
     parser.add_argument("--only", default="", help="pairs with this in their name")
-    parser.add_argument("--dir", help="a directory on the disk to measure (default: /tmp's)")
+    parser.add_directory()
     parser.add_argument("--out", type=Path, help="where results go (default: benchmarks/results)")
-    harness.add_document_option(parser)
-    parser.add_argument("--quick", action="store_true", help="--rounds 1 --size 32MB --patience 0")
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.size, options.patience = 1, 32_000_000, 0.0
+    parser.add_document()
+    options = parser.parse(arguments)
     options.pairs = [pair for pair in PAIRS if options.only.lower() in pair.name.lower()]
     if not options.pairs:
         raise SystemExit(f"--only {options.only!r}: one of {', '.join(p.name for p in PAIRS)}")
-    if harness.available_bytes() < 6 * options.size:
+    if machine.available_bytes() < 6 * options.size:
         raise SystemExit("too little free memory: six copies of the state must fit; see --size")
-    with harness.scratch(options.dir, 6 * options.size) as root:
-        facts = harness.machine_facts(root, ["torch"])
+    with disk.scratch(options.dir, 6 * options.size) as root:
+        facts = machine.facts(root, ["torch"])
         pairs: dict[str, Any] = {}
         for world in sorted({pair.world for pair in PAIRS}, reverse=True):  # the most ranks save
-            pairs.update(run_world(world, root, options))
+            pairs |= run_ranks(f"{world} ranks", world, root, measure_pairs, root, world, options)
     pairs = {pair.name: pairs[pair.name] for pair in options.pairs}
     result = {"rounds": options.rounds, "pairs": pairs, "targets": targets(pairs)}
     shown = tables(result, facts)
     print(f"\n{shown}\n")
     if not options.quick or options.out:
-        out = options.out or harness.RESULTS
-        print(f"results/{harness.write_results('reshard', facts, result, shown, out).name}")
+        out = options.out or results.RESULTS
+        results.keep("reshard", facts, result, shown, directory=out)
     if options.document:
         block = f"{TITLE}\n\n{SENTENCES}\n\n{shown}"
-        harness.replace_block(harness.DOCUMENT, "reshard", block)
+        results.replace_block(results.DOCUMENT, "reshard", block)
     return 0 if all(found["exact"] for found in pairs.values()) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""One rank of reshard.py: the layouts, what it holds of a state in them, and one restore of it.
+"""Restore a state on one rank: the layouts, what the rank holds in them, and the figures.
 
 Every element of the state is computed from its leaf and place, so each rank makes what it should
 hold by itself, and no library that is compared has any part in it.
@@ -15,18 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import harness
-import processes
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import machine_alone
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import holdfast
+from benchmarks.kit import disk, machine, processes
+from benchmarks.kit.ranks import machine_alone
 from holdfast.events import Event, Restored
 
 HOLDFAST, EXCHANGING, DCP = "Holdfast", "Holdfast, exchanging", "DCP"
@@ -34,9 +33,14 @@ LAYERS = 4
 MOMENTS = ("model", "exp_avg", "exp_avg_sq")
 #: Rows and columns of the matrices, in widths; those that tensor parallelism cuts by columns.
 MATRICES = {
-    "q": (1, 1), "k": (0.25, 1), "v": (0.25, 1), "o": (1, 1), "gate": (3, 1), "up": (3, 1),
+    "q": (1, 1),
+    "k": (0.25, 1),
+    "v": (0.25, 1),
+    "o": (1, 1),
+    "gate": (3, 1),
+    "up": (3, 1),
     "down": (1, 3),
-}  # fmt: skip
+}
 BY_COLUMNS = ("o", "down")
 VOCABULARY = 8  # widths
 _MALLOC = ctypes.CDLL(None)
@@ -76,9 +80,12 @@ class Cut:
 
 
 CUTS = {
-    "FSDP 4": Cut((4,), by_rows), "FSDP 2": Cut((2,), by_rows), "TP 4": Cut((4,), by_heads),
-    "columns 4": Cut((4,), by_columns), "FSDP 2 x TP 2": Cut((2, 2), in_two_dimensions),
-}  # fmt: skip
+    "FSDP 4": Cut((4,), by_rows),
+    "FSDP 2": Cut((2,), by_rows),
+    "TP 4": Cut((4,), by_heads),
+    "columns 4": Cut((4,), by_columns),
+    "FSDP 2 x TP 2": Cut((2, 2), in_two_dimensions),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +109,12 @@ class Pair:
 
 
 PAIRS = (
-    Pair("FSDP 4", "FSDP 2"), Pair("FSDP 4", "TP 4"), Pair("FSDP 4", "FSDP 2 x TP 2"),
-    Pair("FSDP 4", "columns 4"), Pair("columns 4", "FSDP 4"),
-)  # fmt: skip
+    Pair("FSDP 4", "FSDP 2"),
+    Pair("FSDP 4", "TP 4"),
+    Pair("FSDP 4", "FSDP 2 x TP 2"),
+    Pair("FSDP 4", "columns 4"),
+    Pair("columns 4", "FSDP 4"),
+)
 
 
 # ── the state ────────────────────────────────────────────────────────────────────────────────
@@ -230,11 +240,11 @@ class Bench:
         dist.barrier()
         if dist.get_rank() == 0:
             files = [path for path in self._place(system).rglob("*") if path.is_file()]
-            harness.drop(files, cold=True)
+            disk.drop(files, cold=True)
             if not is_cold:
-                harness.warm(files)
+                disk.warm(files)
             if self._patience_s:
-                harness.wait_until_idle(self._patience_s)
+                machine.wait_until_idle(self._patience_s)
         os.environ["HOLDFAST_EXCHANGE"] = "always" if system == EXCHANGING else "auto"
         dist.barrier()
 

@@ -1,4 +1,4 @@
-"""Ways to restore one state: Holdfast's and others', from storage and from the arena."""
+"""Load one state by Holdfast and by others, from storage and from the arena."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import partial
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import warm
-from restore_state import Bench
 from torch import Tensor
 
 import holdfast
+from benchmarks.kit.disk import warm
+from benchmarks.restore.stored_state import Bench
 from holdfast.geometry.box import Box
 
 PARTS = ("one leaf", "one box of one leaf")

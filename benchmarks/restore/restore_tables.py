@@ -1,12 +1,13 @@
-"""The results of restore.py: how near the limits, and all of it as markdown."""
+"""Show the results of restores as markdown, and how near they are to the limits."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import harness
 import numpy as np
-from restore_limits import DIRECT, PREADV, SUMMED, SUMMED_NEW
+
+from benchmarks.kit import markdown
+from benchmarks.restore.restore_limits import DIRECT, PREADV, SUMMED, SUMMED_NEW
 
 
 def ratios(found: dict[str, list[float]]) -> dict[str, float]:
@@ -28,17 +29,15 @@ def ratios(found: dict[str, list[float]]) -> dict[str, float]:
 def tables(result: dict[str, Any], facts: dict[str, str]) -> str:
     """All of it as markdown."""
     parts = [
-        f"{harness.today()}: {facts['processor']}, {facts['cores']} cores, {facts['memory']}, "
-        f"{facts['disk']}; Linux {facts['kernel']}, Python {facts['python']}, torch "
-        f"{facts['torch']}, safetensors {facts['safetensors']}. Medians of {result['rounds']} "
-        "rounds (lowest–highest), in seconds; every restore was compared bit for bit."
+        f"{markdown.heading(facts)}. Medians of {result['rounds']} rounds (lowest–highest), in "
+        "seconds; every restore was compared bit for bit."
     ]
     for kind, found in result["states"].items():
         size = found["size_bytes"]
         rows = [
             [
                 name + (f" ({found['settings'][name]})" if name in found["settings"] else ""),
-                harness.seconds(figure),
+                markdown.spread(figure),
                 "–" if name.startswith("one ") else f"{size / figure['median'] / 1e9:.2f}",
                 found["restored"].get(name, "–"),
             ]
@@ -46,9 +45,9 @@ def tables(result: dict[str, Any], facts: dict[str, str]) -> str:
         ]
         parts += [
             f"{kind}: {size / 1e9:.2f} GB, {found['leaves']} tensors.",
-            harness.table(["", "seconds", "GB/s", "restored"], rows),
-            harness.table(["ratio", ""], [[n, f"{r:.2f}"] for n, r in found["ratios"].items()]),
+            markdown.table(["", "seconds", "GB/s", "restored"], rows),
+            markdown.table(["ratio", ""], [[n, f"{r:.2f}"] for n, r in found["ratios"].items()]),
         ]
-    rows = [[name, harness.seconds(found)] for name, found in result["ranks"].items()]
-    parts.append(harness.table(["ranks, warm cache", "seconds"], rows))
+    rows = [[name, markdown.spread(found)] for name, found in result["ranks"].items()]
+    parts.append(markdown.table(["ranks, warm cache", "seconds"], rows))
     return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""A state to restore, where every system has stored it, and what was measured with it."""
+"""Store a state with every system, and measure restores of it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import harness
 import safetensors.torch
 import torch
-from systems import DcpSave
 from torch import Tensor, nn
-from training import LAYERS, WIDTH, Fingerprints, fingerprints
 
 import holdfast
+from benchmarks.kit import disk, machine
+from benchmarks.kit.training import LAYERS, WIDTH, Fingerprints, fingerprints, leaves_of
+from benchmarks.systems.saving import DcpSave
 
 clock = time.perf_counter
 STATES = ("48 tensors", "3,000 leaves")
@@ -50,19 +50,13 @@ def build(kind: str, share: float, seed: int) -> tuple[nn.Module, torch.optim.Op
 
 def _gpt_block(width: int) -> nn.Module:
     return nn.Sequential(
-        nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width),
-        nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width),
-    )  # fmt: skip
-
-
-def leaves_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """All tensors, by the names Holdfast gives them."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        found[f"model.{name}"] = parameter.data
-        for key, moment in optimizer.state[parameter].items():
-            found[f"optimizer.{name}.{key}"] = moment
-    return found
+        nn.LayerNorm(width),
+        nn.Linear(width, 3 * width),
+        nn.Linear(width, width),
+        nn.LayerNorm(width),
+        nn.Linear(width, 4 * width),
+        nn.Linear(4 * width, width),
+    )
 
 
 # ── one state and its copies ─────────────────────────────────────────────────────────────────
@@ -120,19 +114,15 @@ class Bench:
     def measure(self, name: str, act: Callable[[], Any], *, cold: bool = False) -> None:
         """One restore into the state's own tensors, and what it made of them."""
         self.scribble()
-        harness.drop(self.files(), cold=cold)
-        harness.wait_until_idle(self.patience_s)
-        began = clock()
-        act()
-        self.found[name].append(clock() - began)
+        self.limit(name, act, cold=cold)
         now = fingerprints(self.leaves.items())
         wrong = sum(now[leaf] != self.saved[leaf] for leaf in now)
         self.verdicts[name].append("exact" if not wrong else f"{wrong} leaves differ")
 
     def limit(self, name: str, act: Callable[[], Any], *, cold: bool = False) -> None:
         """One measurement of what the machine can do."""
-        harness.drop(self.files(), cold=cold)
-        harness.wait_until_idle(self.patience_s)
+        disk.drop(self.files(), cold=cold)
+        machine.wait_until_idle(self.patience_s)
         began = clock()
         act()
         self.found[name].append(clock() - began)

@@ -1,7 +1,6 @@
-"""What a save costs: how long it holds the training, and how long until the state is durable.
+"""Measure how long a save holds the training, and how long until the state is durable.
 
-``make bench``, or ``python benchmarks/save.py --help``. What is measured and how to read it stands
-in docs/performance.md.
+``make bench`` runs all of it. What is measured and how to read it stands in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import charts
-import contenders
-import harness
-import processes
-import tables
-from watch import Outcome, visit
+from benchmarks.kit import disk, machine, processes, results, series
+from benchmarks.kit.options import Parser
+from benchmarks.kit.results import PROJECT
+from benchmarks.save import save_tables
+from benchmarks.save.watch import Outcome, visit
+from benchmarks.systems import contenders
 
-PROJECT = Path(__file__).parents[1]
 RIVALS = PROJECT / ".venv-rivals" / "bin" / "python"
 
 
@@ -43,25 +42,27 @@ STATES = {
     "tensors": State("1.6 GB in 48 tensors", "layers", 2887, 1_600_000_000),
     "leaves": State("1.6 GB in 3,000 leaves", "gpt", 416, 1_600_000_000),
     "ring": State(
-        "6 GB, 4 GiB of arena", "layers", 5590, 6_000_000_000,
-        {"HOLDFAST_ARENA_BYTES": str(4 << 30)}, copies=3.0,
+        "6 GB, 4 GiB of arena",
+        "layers",
+        5590,
+        6_000_000_000,
+        {"HOLDFAST_ARENA_BYTES": str(4 << 30)},
+        copies=3.0,
     ),
-}  # fmt: skip
+}
 SMALL = {
     "tensors": State("39 MB in 48 tensors", "layers", 451, 39_000_000),
     "leaves": State("0.1 GB in 3,000 leaves", "gpt", 104, 107_000_000),
     "ring": State(
-        "39 MB, 32 MiB of arena", "layers", 451, 39_000_000,
+        "39 MB, 32 MiB of arena",
+        "layers",
+        451,
+        39_000_000,
         {"HOLDFAST_ARENA_BYTES": str(32 << 20)},
     ),
-}  # fmt: skip
+}
 QUICK_STATES = ["tensors"]
 QUICK_SYSTEMS = [contenders.LIMITS, contenders.OURS, "torch.save", "DCP async_save, THREAD"]
-
-
-def show(line: str) -> None:
-    """Progress, for whoever watches."""
-    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
 class Series:
@@ -82,7 +83,7 @@ class Series:
         """Everything; what was found."""
         began = time.monotonic()
         self._calibrate()
-        show(f"about {self._guess_s() / 60:.0f} minutes for {self.options.rounds} rounds")
+        series.show(f"about {self._guess_s() / 60:.0f} minutes for {self.options.rounds} rounds")
         self._recall()
         for name in self.names:
             self._choose(name)
@@ -90,13 +91,15 @@ class Series:
         for turn in range(self.options.rounds):
             left_s = self.options.minutes * 60 - (time.monotonic() - began)
             if turn and left_s < sum(self.took_s.values()):
-                show(f"{self.options.minutes:.0f} minutes are over: {turn} rounds")
+                series.show(f"{self.options.minutes:.0f} minutes are over: {turn} rounds")
                 break
             self._round(turn)
             rounds_left = self.options.rounds - turn - 1
             per_round = sum(self.took_s.values())
-            show(f"a round takes {per_round / 60:.1f} minutes; {rounds_left} to go: "
-                 f"{rounds_left * per_round / 60:.0f} minutes")  # fmt: skip
+            series.show(
+                f"a round takes {per_round / 60:.1f} minutes; {rounds_left} to go: "
+                f"{rounds_left * per_round / 60:.0f} minutes"
+            )
             self.rounds = turn + 1
         return self._collect()
 
@@ -115,23 +118,25 @@ class Series:
         known = {name: one for name, one in self.settings.items() if name != contenders.LIMITS}
         tried = {name: one for name, one in self.tried.items() if name != contenders.LIMITS}
         found[self.state.title] = {
-            "settings": before["settings"] | known, "tried": before["tried"] | tried,
-        }  # fmt: skip
+            "settings": before["settings"] | known,
+            "tried": before["tried"] | tried,
+        }
         Path(file).write_text(json.dumps(found, indent=1) + "\n")
 
     def _guess_s(self) -> float:
         """How long all visits take on a machine that does nothing else, roughly."""
-        heats = 0 if self.options.quick else sum(
-            len(contenders.CONTENDERS[name].tried) for name in self.names
-        )  # fmt: skip
+        heats = (
+            0
+            if self.options.quick
+            else sum(len(contenders.CONTENDERS[name].tried) for name in self.names)
+        )
         gigabytes = self.state.size_bytes / 1e9
         visits = self.options.rounds * len(self.names)
         visit_s = 12 + (4 + 4 * self.options.repeat) * gigabytes
         return visits * visit_s + heats * (8 + 4 * gigabytes)
 
     def _round(self, turn: int) -> None:
-        first = turn % len(self.names)
-        for name in (*self.names[first:], *self.names[:first]):
+        for name in series.rotated(self.names, turn):
             if name in self.failed:
                 continue
             outcome = self._visit(name, self.settings[name])
@@ -141,13 +146,13 @@ class Series:
                 if name == contenders.LIMITS:
                     raise SystemExit(f"the limits could not be measured: {outcome.failed}")
                 self.failed[name] = outcome.failed + (f" (round {turn + 1})" if turn else "")
-                show(f"round {turn + 1}: {name}: failed: {outcome.failed}")
+                series.show(f"round {turn + 1}: {name}: failed: {outcome.failed}")
                 continue
             self.visits[name].append(outcome.result)
             self.peaks[name].append(outcome.peaks)
             figures = outcome.result["figures"]
             last = {key: round(figures[key][-1], 3) for key in _SHOWN if key in figures}
-            show(f"round {turn + 1}: {name}: {last} {outcome.result['verdicts'] or ''}")
+            series.show(f"round {turn + 1}: {name}: {last} {outcome.result['verdicts'] or ''}")
 
     def _calibrate(self) -> None:
         """The limits' best settings, and a batch that computes longer than a copy takes."""
@@ -157,7 +162,7 @@ class Series:
         self.rows = outcome.result["rows"]
         self.settings[contenders.LIMITS] = outcome.result["best"]
         self.tried[contenders.LIMITS] = outcome.result["tried"]
-        show(f"{self.state.title}: {outcome.result['settings']}; batch of {self.rows}")
+        series.show(f"{self.state.title}: {outcome.result['settings']}; batch of {self.rows}")
 
     def _choose(self, name: str) -> None:
         """The settings that make a system durable soonest."""
@@ -180,7 +185,7 @@ class Series:
             self.settings[name] = candidates[min(heats)[1]]
         else:
             self.failed[name] = why
-        show(f"{name}: {self.tried[name]}")
+        series.show(f"{name}: {self.tried[name]}")
 
     def _visit(self, name: str, settings: dict[str, Any], *, trial: bool = False) -> Outcome:
         spec = {
@@ -207,7 +212,7 @@ class Series:
             "repeat": self.options.repeat,
             "environment": self.state.environment,
             "settings_tried": self.tried,
-            "idle_before": harness.summary(
+            "idle_before": series.summary(
                 [
                     value
                     for visits in self.visits.values()
@@ -235,12 +240,12 @@ class Series:
             "settings": visits[0]["settings"],
             "is_async": visits[0]["is_async"],
             "early": visits[0]["early"],
-            "stored": harness.counted(verdicts["stored"]),
+            "stored": series.counted(verdicts["stored"]),
             "exact": set(verdicts["stored"]) == {"exact"},
-            "stored early": harness.counted(verdicts["stored early"]),
+            "stored early": series.counted(verdicts["stored early"]),
             "figures": self._summaries(name),
             "memory": {
-                kind: harness.summary([_extra(peaks, kind) for peaks in self.peaks[name]])
+                kind: series.summary([_extra(peaks, kind) for peaks in self.peaks[name]])
                 for kind in ("private", "shared", "files", "highest")
             },
         }
@@ -261,13 +266,18 @@ class Series:
         for one in self.visits[name]:
             for figure, values in one["figures"].items():
                 figures[figure] += values
-        return {figure: harness.summary(values) for figure, values in figures.items()}
+        return series.summaries(figures)
 
 
 _SHOWN = (
-    "host", "blocked", "blocked in training", "durable", "processor, trainer", "direct write",
+    "host",
+    "blocked",
+    "blocked in training",
+    "durable",
+    "processor, trainer",
+    "direct write",
     "direct read",
-)  # fmt: skip
+)
 
 
 def _extra(peaks: dict[str, dict[str, int]], kind: str) -> float:
@@ -283,58 +293,63 @@ def chosen(options: argparse.Namespace) -> tuple[dict[str, State], list[str]]:
     states = SMALL if options.quick else STATES
     names = options.systems or (QUICK_SYSTEMS if options.quick else list(contenders.CONTENDERS))
     wanted = options.states or (QUICK_STATES if options.quick else list(states))
-    unknown = [
-        *(set(names) - contenders.CONTENDERS.keys()), *(set(wanted) - states.keys())
-    ]  # fmt: skip
+    unknown = [*(set(names) - contenders.CONTENDERS.keys()), *(set(wanted) - states.keys())]
     if unknown:
         raise SystemExit(f"unknown: {', '.join(unknown)}; see --help")
     names = [contenders.LIMITS, *(name for name in names if name != contenders.LIMITS)]
     return {name: states[name] for name in wanted}, names
 
 
-def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = Parser(
+        "save",
+        __doc__,
+        quick="small states, few systems, one round",
+        quick_settings={"patience": 0},
     )
     parser.add_argument("--rounds", type=int, help="how often each is visited (2; 1 if --quick)")
     parser.add_argument(
         "--repeat", type=int, help="how often each is measured in a visit (4; 1 if --quick)"
     )
-    parser.add_argument("--quick", action="store_true", help="small states, few systems, one round")
     parser.add_argument(
         "--states", nargs="+", metavar="STATE", help=f"of {', '.join(STATES)} (all)"
     )
     parser.add_argument(
-        "--systems", nargs="+", metavar="NAME",
+        "--systems",
+        nargs="+",
+        metavar="NAME",
         help="of " + "; ".join(contenders.CONTENDERS) + " (all)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--minutes", type=float, default=120, metavar="M",
+        "--minutes",
+        type=float,
+        default=120,
+        metavar="M",
         help="begin no round of a state that would end later than this (120)",
-    )  # fmt: skip
+    )
+    parser.add_patience()
     parser.add_argument(
-        "--patience", type=float, default=2, metavar="S",
-        help="how long to wait for an idle machine before each measurement, in seconds (2)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--deadline", type=float, metavar="S",
+        "--deadline",
+        type=float,
+        metavar="S",
         help="what a system may take for one visit (90, and 60 for each GB)",
-    )  # fmt: skip
+    )
     parser.add_argument(
-        "--settings", metavar="FILE",
+        "--settings",
+        metavar="FILE",
         help="take the best settings of each system from here, and add those found",
-    )  # fmt: skip
+    )
     parser.add_argument("--out", help="where results go (benchmarks/results; nowhere if --quick)")
-    parser.add_argument("--dir", help="a directory on the disk to measure (the temporary one)")
+    parser.add_directory()
     parser.add_argument(
-        "--python", default=str(RIVALS if RIVALS.exists() else sys.executable),
+        "--python",
+        default=str(RIVALS if RIVALS.exists() else sys.executable),
         help="the interpreter that has the rivals (`make bench-rivals`)",
-    )  # fmt: skip
-    harness.add_document_option(parser)
-    options = parser.parse_args()
+    )
+    parser.add_document()
+    options = parser.parse(arguments)
     options.rounds = options.rounds or (1 if options.quick else 2)
     options.repeat = options.repeat or (1 if options.quick else 4)
-    options.patience = 0 if options.quick else options.patience
     return options
 
 
@@ -342,15 +357,15 @@ def write(
     result: dict[str, Any], facts: dict[str, str], shown: str, options: argparse.Namespace
 ) -> None:
     """Raw values, tables and plots; into the document, if asked."""
-    directory = Path(options.out) if options.out else harness.RESULTS
-    written = harness.write_results("save", facts, result, shown, directory)
+    directory = Path(options.out) if options.out else results.RESULTS
+    written = results.write("save", facts, result, shown, directory)
     print(f"{written.parent.name}/{written.name}")
-    drawn = charts.save(result)
+    drawn = save_tables.images(result)
     for title, image in drawn.items():
-        (harness.IMAGES if options.document else directory).joinpath(title).write_text(image)
+        (results.IMAGES if options.document else directory).joinpath(title).write_text(image)
     if options.document:
-        images = [f"![{_alternative(title)}](images/{title})" for title in drawn]
-        harness.replace_block(harness.DOCUMENT, "save", "\n\n".join([shown, *images]))
+        images = [f"![{_alternative(title)}]({results.IMAGE_LINK}/{title})" for title in drawn]
+        results.replace_block(results.DOCUMENT, "save", "\n\n".join([shown, *images]))
 
 
 def _alternative(title: str) -> str:
@@ -361,37 +376,31 @@ def _alternative(title: str) -> str:
 def fits(state: State) -> str:
     """Why a state cannot be measured here, or nothing."""
     needed = state.copies * state.size_bytes
-    if harness.available_bytes() < needed:
+    if machine.available_bytes() < needed:
         return f"needs {needed / 1e9:.0f} GB of free memory"
     return ""
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit 1 when Holdfast failed, or stored anything but what was saved."""
-    options = parsed()
+    options = parsed(arguments)
     states, names = chosen(options)
     processes.adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and clean up
     found: dict[str, Any] = {}
-    with harness.scratch(
-        options.dir, 4 * max(state.size_bytes for state in states.values())
-    ) as root:
-        facts = harness.machine_facts(root, contenders.PACKAGES, options.python)
+    with disk.scratch(options.dir, 4 * max(state.size_bytes for state in states.values())) as root:
+        facts = machine.facts(root, contenders.PACKAGES, options.python)
         for name, state in states.items():
             if why := fits(state):
-                show(f"{state.title}: left out: {why}")
+                series.show(f"{state.title}: left out: {why}")
                 continue
             found[name] = Series(state, names, root, options).run()
     result = {"quick": options.quick, "states": found}
-    print(f"\n{tables.save(result, facts)}\n")
+    print(f"\n{save_tables.save(result, facts)}\n")
     if options.out or not options.quick:
-        directory = Path(options.out) if options.out else harness.RESULTS
+        directory = Path(options.out) if options.out else results.RESULTS
         # What was measured of other states in the same month on the same machine stays.
-        before = harness.read_results("save", facts, directory).get("states", {})
+        before = results.read("save", facts, directory).get("states", {})
         result["states"] = {**before, **found}
-        write(result, facts, tables.save(result, facts), options)
-    return 0 if all(tables.is_sound(entry) for entry in found.values()) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+        write(result, facts, save_tables.save(result, facts), options)
+    return 0 if all(save_tables.is_sound(entry) for entry in found.values()) else 1

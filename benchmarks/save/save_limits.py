@@ -1,4 +1,4 @@
-"""What memory and disk can do with as many bytes as the state has: no save can be faster."""
+"""Measure what memory and disk can do with the bytes of a state: no save can be faster."""
 
 from __future__ import annotations
 
@@ -14,18 +14,15 @@ from typing import Any
 import xxhash
 from torch import Tensor
 
+from benchmarks.kit.limits import MIB, fastest, libc, pieces, read_file, share_out
 from holdfast.storage import LocalStore
 
-MIB = 1 << 20
-CHUNKS = [(mebibytes, threads) for mebibytes in (1, 4, 8, 16) for threads in (1, 2, 4)]
 SWEEP_BYTES = 1 << 29
 DEFAULTS = {"write": (4, 4), "read": (4, 4)}
 COPIES = (1, 2)
 COPY = "copy by {} into touched memory"
 SUM = "copy and xxh3 by {}"
 WRITE, READ = "direct write", "direct read"
-libc = ctypes.CDLL(None)
-libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def threads(count: int) -> str:
@@ -41,12 +38,16 @@ class Limits:
     """
 
     def __init__(
-        self, leaves: Sequence[Tensor], root: Path, best: dict[str, Any] | None = None, *,
+        self,
+        leaves: Sequence[Tensor],
+        root: Path,
+        best: dict[str, Any] | None = None,
+        *,
         sweep: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         # Whole pages, as an image has them: direct I/O takes no others.
         self._size = -(-sum(leaf.nbytes for leaf in leaves) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._parts = _parts(leaves)
+        self._parts = pieces(leaves)
         file = os.memfd_create("limits")
         os.ftruncate(file, self._size)
         self._memory = mmap.mmap(file, self._size)
@@ -70,9 +71,7 @@ class Limits:
         )
 
     def _sweep(self, what: str, measure: Callable[[int, int], float]) -> None:
-        found = {chunk: min(measure(*chunk) for _ in range(2)) for chunk in CHUNKS}
-        self.tried[what] = {f"{size} MiB x {n}": round(s, 4) for (size, n), s in found.items()}
-        self.best[what] = min(found, key=found.__getitem__)
+        self.best[what], self.tried[what] = fastest(measure)
 
     def measures(self) -> Iterator[tuple[str, Callable[[], float]]]:
         """(name, measurement) of every limit."""
@@ -89,20 +88,17 @@ class Limits:
         ``summed``: with a checksum of each MiB, of the copy, while it is in the cache.
         """
 
-        def work(parts: list[tuple[int, int, int]]) -> None:
+        def work(parts: Sequence[tuple[int, int, int]]) -> None:
             for source, at, size in parts:
                 libc.memcpy(self._address + at, source, size)
                 if summed:
                     xxhash.xxh3_64_intdigest(self._view[at : at + size])
 
-        # Threads take turns: leaves, and with them the work, are of very different sizes.
-        shares = [self._parts[number::count] for number in range(count)]
         began = time.perf_counter()
         if count == 1:
-            work(shares[0])
+            work(self._parts)
         else:
-            with ThreadPoolExecutor(count) as pool:
-                list(pool.map(work, shares))
+            share_out(work, self._parts, count)
         return time.perf_counter() - began
 
     def write(self) -> float:
@@ -135,27 +131,6 @@ class Limits:
         sink.finish()
 
     def _read(self, mebibytes: int, count: int) -> float:
-        chunk = mebibytes * MIB
         began = time.perf_counter()
-        file = os.open(self._root / "image", os.O_RDONLY | os.O_DIRECT)
-
-        def read(at: int) -> None:
-            end = min(at + chunk, self._size)
-            while at < end:
-                at += os.preadv(file, [self._view[at:end]], at)
-
-        with ThreadPoolExecutor(count) as pool:
-            list(pool.map(read, range(0, self._size, chunk)))
-        os.close(file)
+        read_file(self._root / "image", self._view[: self._size], (mebibytes, count), os.O_DIRECT)
         return time.perf_counter() - began
-
-
-def _parts(leaves: Sequence[Tensor]) -> list[tuple[int, int, int]]:
-    """(address, offset in the copy, bytes) of pieces of at most one MiB."""
-    found, offset = [], 0
-    for leaf in leaves:
-        for at in range(0, leaf.nbytes, MIB):
-            size = min(MIB, leaf.nbytes - at)
-            found.append((leaf.data_ptr() + at, offset, size))
-            offset += size
-    return found

@@ -1,4 +1,4 @@
-"""Results as markdown: what ``docs/performance.md`` shows."""
+"""Results as markdown: what ``results/README.md`` shows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-import harness
-from contenders import OURS
+from benchmarks.kit import charts, markdown
+from benchmarks.systems.contenders import OURS
 
 NONE = "–"
 Found = dict[str, Any]
@@ -59,17 +59,23 @@ def targets(state: Found) -> list[list[str]]:
     if right:
         best = min(right, key=right.__getitem__)
         ratio = median(ours, "blocked in training") / right[best]
-        rows.append(_row(
-            f"blocking behind forward and backward, of the best consistent rival's ({best})",
-            f"{ratio:.1%}", "≤ 5 %", ratio <= 0.05,
-        ))  # fmt: skip
-    rows.append(_row(
-        "raw direct write, of time to durable", f"{share:.2f}", "≥ 0.9", share >= 0.9
-    ))  # fmt: skip
-    rows.append(_row(
-        "extra memory of the trainer, beyond the arena", f"{memory:.0f} MiB", "≤ 64 MiB",
-        memory <= 64,
-    ))  # fmt: skip
+        rows.append(
+            _row(
+                f"blocking behind forward and backward, of the best consistent rival's ({best})",
+                f"{ratio:.1%}",
+                "≤ 5 %",
+                ratio <= 0.05,
+            )
+        )
+    rows.append(_row("raw direct write, of time to durable", f"{share:.2f}", "≥ 0.9", share >= 0.9))
+    rows.append(
+        _row(
+            "extra memory of the trainer, beyond the arena",
+            f"{memory:.0f} MiB",
+            "≤ 64 MiB",
+            memory <= 64,
+        )
+    )
     return rows
 
 
@@ -86,18 +92,42 @@ def _row(what: str, got: str, target: str, met: bool) -> list[str]:
     return [what, got, target, "yes" if met else "**no**"]
 
 
+# ── images ───────────────────────────────────────────────────────────────────────────────────
+
+
+def images(result: dict[str, Any]) -> dict[str, str]:
+    """The images of one run, by file name."""
+    drawn: dict[str, str] = {}
+    for name, state in result["states"].items():
+        entries = {
+            title: entry for title, entry in state["systems"].items() if "failed" not in entry
+        }
+        title = state["title"]
+        blocked = {system: held(entry, training=True) for system, entry in entries.items()}
+        drawn[f"save-{name}-blocked.svg"] = charts.bars(
+            f"Training held by a save behind forward and backward, seconds ({title})", blocked
+        )
+        drawn[f"save-{name}-durable.svg"] = charts.bars(
+            f"Time to durable, seconds ({title})",
+            {system: median(entry, "durable") for system, entry in entries.items()},
+            limit=("direct write", state["limits"]["figures"]["direct write"]["median"]),
+        )
+        drawn[f"save-{name}-memory.svg"] = charts.bars(
+            f"Extra private memory of the trainer, GB ({title})",
+            {
+                system: max(0.0, entry["memory"]["private"]["median"]) / 1e3
+                for system, entry in entries.items()
+            },
+        )
+    return drawn
+
+
 # ── tables ───────────────────────────────────────────────────────────────────────────────────
 
 
 def save(result: Found, facts: dict[str, str]) -> str:
-    """The tables of one run of save.py."""
-    names = ("processor", "cores", "memory", "disk", "kernel", "python")
-    packages = ", ".join(f"{name} {facts[name]}" for name in facts if name not in names)
-    parts = [
-        f"{harness.today()}: {facts['processor']}, {facts['cores']} cores, {facts['memory']}, "
-        f"{facts['disk']}; Linux {facts['kernel']}, Python {facts['python']}, {packages}. Medians "
-        "(lowest–highest), in seconds."
-    ]
+    """The tables of one run."""
+    parts = [f"{markdown.heading(facts)}. Medians (lowest–highest), in seconds."]
     for state in result["states"].values():
         parts += _state(state)
     return "\n\n".join(parts)
@@ -114,27 +144,48 @@ def _state(state: Found) -> list[str]:
         f"{state['size_bytes'] / 1e9:.2f} GB in {state['leaves']} leaves{set_}; {state['rounds']} "
         f"round{'s' * (state['rounds'] != 1)} of {state['repeat']} measurements. Before each the "
         f"processors were {idle['median']:.0%} idle ({idle['min']:.0%}–{idle['max']:.0%}).",
-        harness.table(
-            ["", "the call", "blocked, update at once", "blocked, in training",
-             "lost in training", "captured", "durable", "durable, in training",
-             "blocked at the first saves", "what was stored"],
-            [[name, *(_times(entry) if name in worked else _failure(entry, 9))]
-             for name, entry in entries.items()],
+        markdown.table(
+            [
+                "",
+                "the call",
+                "blocked, update at once",
+                "blocked, in training",
+                "lost in training",
+                "captured",
+                "durable",
+                "durable, in training",
+                "blocked at the first saves",
+                "what was stored",
+            ],
+            [
+                [name, *(_times(entry) if name in worked else _failure(entry, 9))]
+                for name, entry in entries.items()
+            ],
         ),
-        harness.table(
-            ["", "settings", "extra memory of the trainer, MB: private", "shared",
-             "processor seconds: trainer", "other processes", "an update that does not wait",
-             "blocked then", "what was stored then"],
+        markdown.table(
+            [
+                "",
+                "settings",
+                "extra memory of the trainer, MB: private",
+                "shared",
+                "processor seconds: trainer",
+                "other processes",
+                "an update that does not wait",
+                "blocked then",
+                "what was stored then",
+            ],
             [[name, *_costs(entry)] for name, entry in worked.items()],
         ),
-        harness.table(
+        markdown.table(
             ["limit, same series", "seconds", "rate"],
-            [[name, harness.seconds(found), _rate(state["size_bytes"], found)]
-             for name, found in state["limits"]["figures"].items()],
+            [
+                [name, markdown.spread(found), _rate(state["size_bytes"], found)]
+                for name, found in state["limits"]["figures"].items()
+            ],
         ),
         f"Direct I/O: {state['limits']['settings']}.",
-        harness.table(["target", "got", "wanted", "met"], targets(state)),
-    ]  # fmt: skip
+        markdown.table(["target", "got", "wanted", "met"], targets(state)),
+    ]
     if alone:
         figures = alone["figures"]
         parts.append(
@@ -153,7 +204,7 @@ def _times(entry: Found) -> list[str]:
     same = "the same"
 
     def cell(figure: str, otherwise: str = NONE) -> str:
-        return harness.seconds(figures[figure]) if figure in figures else otherwise
+        return markdown.spread(figures[figure]) if figure in figures else otherwise
 
     first = figures.get("blocked, first saves")
     return [
@@ -180,7 +231,7 @@ def _costs(entry: Found) -> list[str]:
         f"{figures['processor, trainer']['median']:.2f}",
         f"{figures['processor, others']['median']:.2f}",
         _cell(entry["early"]) or NONE,
-        harness.seconds(not_waiting) if not_waiting else NONE,
+        markdown.spread(not_waiting) if not_waiting else NONE,
         entry["stored early"] or NONE,
     ]
 

@@ -1,4 +1,4 @@
-"""The process of one visit: a training, one system, its saves, and what was stored.
+"""Measure one system in the process of a visit: its saves, and what was stored.
 
 Started by watch.py with a specification; answers in lines of JSON. ``window`` asks the watcher to
 note the highest memory from now on under a name, ``result`` and ``failed`` end the visit.
@@ -20,9 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import contenders
-import harness
-import processes
+from benchmarks.kit import disk, machine, processes
+from benchmarks.systems import contenders
 
 clock = time.perf_counter
 STEPS = 3
@@ -45,7 +44,7 @@ class Visit:
 
     def run(self) -> dict[str, Any]:
         """Everything asked for; what is measured."""
-        from training import Training
+        from benchmarks.kit.training import Training
 
         # Libraries first: their memory is not that of a save.
         make = contenders.load(self.spec["system"])
@@ -73,12 +72,14 @@ class Visit:
     # ── limits ───────────────────────────────────────────────────────────────────────────
 
     def _limits(self) -> tuple[str, dict[str, Any]]:
-        from limits import Limits
+        from benchmarks.save.save_limits import Limits
 
         limits = Limits(
-            list(self.training.leaves.values()), self.root, self.spec["settings"],
+            list(self.training.leaves.values()),
+            self.root,
+            self.spec["settings"],
             sweep=self.spec["trial"],
-        )  # fmt: skip
+        )
         for _ in range(self.spec["repeat"]):
             for name, measured in limits.measures():
                 self.settle()
@@ -151,7 +152,7 @@ class Visit:
         """Save, and update as soon as the system allows: nothing overlaps with its copying."""
         step = self._prepare()
         before = {} if self.spec["trial"] else self.training.fingerprints()
-        harness.prime_page_cache(self.root, self.training.size_bytes)
+        disk.prime_page_cache(self.root, self.training.size_bytes)
         began = clock()
         saving = self.system.save(step)
         returned = clock()
@@ -178,7 +179,7 @@ class Visit:
         """
         training, step, alone = self.training, self._prepare(), self._alone()
         self._before = training.fingerprints()
-        harness.prime_page_cache(self.root, training.size_bytes)
+        disk.prime_page_cache(self.root, training.size_bytes)
         began = clock()
         saving = self.system.save(step)
         returned = clock()
@@ -217,7 +218,7 @@ class Visit:
 
     def settle(self) -> None:
         """Let others finish: their work would be in the next figure."""
-        self.idle.append(harness.wait_until_idle(self.spec["patience_s"]))
+        self.idle.append(machine.wait_until_idle(self.spec["patience_s"]))
 
     def _prepare(self) -> int:
         self.settle()
@@ -244,7 +245,7 @@ class Visit:
             self._discard()
 
     def _check(self) -> str:
-        from training import fingerprints, verdict
+        from benchmarks.kit.training import fingerprints, verdict
 
         saved, updated = self._before, self.training.fingerprints()
         assert all(updated[name] != saved[name] for name in saved), "the update changed too little"

@@ -1,8 +1,8 @@
-"""One visit: a system saves in a process of its own, watched from outside.
+"""Run one visit: a system saves in a process of its own, watched from outside.
 
 A process for each system and round keeps their libraries, threads and memory apart, so that the
-memory is the system's own, and one that crashes, hangs or eats all memory costs its row only.
-The watcher reads the resident memory a hundred times a second while the visit asks for it.
+memory is the system's own, and one that crashes, hangs or eats all memory costs its row only. The
+watcher reads the resident memory a hundred times a second while the visit asks for it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import harness
-import processes
+from benchmarks.kit import disk, machine, processes
+from benchmarks.kit.disk import MEMORY
+from benchmarks.kit.results import PROJECT
 
-VISIT = Path(__file__).with_name("visit.py")
-SOURCES = Path(__file__).parents[1] / "src"
+SOURCES = [str(PROJECT), str(PROJECT / "src")]
 SAMPLE_S = 0.01
 LEAST_FREE_BYTES = 600 << 20
-MEMORY = Path("/dev/shm")
 
 
 @dataclass(slots=True)
@@ -52,19 +51,22 @@ class Watched:
         spec = {**spec, "root": str(scratch / "root"), "answer": write, "family": os.getpid()}
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(SOURCES), os.environ.get("PYTHONPATH")])
-            ),
+            "PYTHONPATH": os.pathsep.join(filter(None, [*SOURCES, os.environ.get("PYTHONPATH")])),
             "PYTHONWARNINGS": "ignore",
             "HOLDFAST_ARENA_DIR": str(arena),
             **spec["environment"],
         }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [python, str(VISIT), json.dumps(spec)], pass_fds=[write], env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                [python, "-m", "benchmarks.save.visit", json.dumps(spec)],
+                pass_fds=[write],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
                 cwd=scratch,
-            )  # fmt: skip
+            )
         os.close(write)
 
     def follow(self, deadline_s: float) -> Outcome:
@@ -78,7 +80,7 @@ class Watched:
                 self._give_up(f"no answer within {deadline_s:.0f} s")
             elif now - looked > 0.1:
                 looked = now
-                if harness.available_bytes() < LEAST_FREE_BYTES:
+                if machine.available_bytes() < LEAST_FREE_BYTES:
                     self._give_up("the memory of the machine was used up")
         self._hear(0)
         os.close(self._read)
@@ -126,7 +128,7 @@ class Watched:
 
 def visit(python: str, spec: dict[str, Any], parent: Path, *, deadline_s: float) -> Outcome:
     """Run one visit in a fresh directory and a fresh arena; nothing is left of it."""
-    with harness.machine_alone():
+    with machine.alone():
         return _visit(python, spec, parent, deadline_s)
 
 
@@ -144,4 +146,4 @@ def _visit(python: str, spec: dict[str, Any], parent: Path, deadline_s: float) -
         # After an answer the system's own processes have a moment to end by themselves.
         processes.end_descendants(10.0 if sys.exc_info()[0] is None else 0.0)
         shutil.rmtree(arena, ignore_errors=True)
-        harness.remove(scratch)
+        disk.remove(scratch)

@@ -1,4 +1,4 @@
-"""Who is compared: by name, what it needs, how it is made, and which settings are tried.
+"""Name the systems that are compared: how each is made, what it needs, which settings are tried.
 
 Nothing is imported before a visit asks for it: each library loads in its own process only.
 """
@@ -14,17 +14,27 @@ LIMITS = "limits"
 OURS = "Holdfast"
 #: Whose versions stand beside the figures.
 PACKAGES = (
-    "torch", "safetensors", "torchsnapshot", "torch_checkpointing", "megatron-core",
-    "nvidia-resiliency-ext", "dlrover", "deepspeed", "orbax-checkpoint", "jax", "tensorstore",
-)  # fmt: skip
+    "torch",
+    "safetensors",
+    "torchsnapshot",
+    "torch_checkpointing",
+    "megatron-core",
+    "nvidia-resiliency-ext",
+    "dlrover",
+    "deepspeed",
+    "orbax-checkpoint",
+    "jax",
+    "tensorstore",
+)
 Make = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """``make`` is "module:function" of (root, training, **settings); ``needs`` are modules.
+    """``make`` is "module:function" of (root, training, **settings), in ``benchmarks.systems``.
 
-    ``tried`` are the settings one of which is chosen by time to durable, in the same run.
+    ``needs`` are modules. ``tried`` are the settings one of which is chosen by time to durable, in
+    the same run.
     """
 
     make: str
@@ -42,60 +52,62 @@ def _batching(**more: Any) -> tuple[dict[str, Any], ...]:
 
 _PARTS = tuple({"parts": count} for count in (1, 2, 4))
 CONTENDERS = {
-    LIMITS: Contender("systems:nothing"),
-    OURS: Contender("systems:make_holdfast"),
-    "torch.save": Contender("systems:make_torch_save"),
-    "safetensors": Contender("systems:make_safetensors", ("safetensors",)),
-    "DCP save": Contender("systems:make_dcp_save", (), _threads(1, 2, 4)),
+    LIMITS: Contender("saving:nothing"),
+    OURS: Contender("saving:make_holdfast"),
+    "torch.save": Contender("saving:make_torch_save"),
+    "safetensors": Contender("saving:make_safetensors", ("safetensors",)),
+    "DCP save": Contender("saving:make_dcp_save", (), _threads(1, 2, 4)),
     "DCP async_save, THREAD": Contender(
-        "systems:make_dcp_async", (), _threads(1, 2, 4, process=False, shared=False)
+        "saving:make_dcp_async", (), _threads(1, 2, 4, process=False, shared=False)
     ),
     "DCP async_save, PROCESS": Contender(
         # One thread was never the best, and each try takes its time.
-        "systems:make_dcp_async", (),
+        "saving:make_dcp_async",
+        (),
         (*_threads(2, 4, process=True, shared=True), *_threads(2, 4, process=True, shared=False)),
     ),
-    "torchsnapshot take": Contender("rivals_meta:make_take", ("torchsnapshot",), _batching()),
+    "torchsnapshot take": Contender("meta:make_take", ("torchsnapshot",), _batching()),
     "torchsnapshot async_take": Contender(
         # Without batching it takes no copy at all.
-        "rivals_meta:make_async_take", ("torchsnapshot",), ({"batching": True, "hold": False},)
+        "meta:make_async_take",
+        ("torchsnapshot",),
+        ({"batching": True, "hold": False},),
     ),
     "torchsnapshot async_take, and wait()": Contender(
-        "rivals_meta:make_async_take", ("torchsnapshot",), _batching(hold=True)
+        "meta:make_async_take", ("torchsnapshot",), _batching(hold=True)
     ),
     "torch_checkpointing, sync": Contender(
-        "rivals_meta:make_sync_manager", ("torch_checkpointing",), _PARTS
+        "meta:make_sync_manager", ("torch_checkpointing",), _PARTS
     ),
     "torch_checkpointing, async": Contender(
-        "rivals_meta:make_async_manager", ("torch_checkpointing",), _PARTS
+        "meta:make_async_manager", ("torch_checkpointing",), _PARTS
     ),
     "Megatron dist_checkpointing": Contender(
-        "rivals_nvidia:make_megatron", ("megatron.core",), _threads(1, 2, 4)
+        "nvidia:make_megatron", ("megatron.core",), _threads(1, 2, 4)
     ),
     "NVRx, async torch.save": Contender(
-        "rivals_nvidia:make_async_torch", ("nvidia_resiliency_ext",),
+        "nvidia:make_async_torch",
+        ("nvidia_resiliency_ext",),
         ({"persistent": True}, {"persistent": False}),
     ),
     "NVRx, async DCP writer": Contender(
-        "rivals_nvidia:make_async_writer", ("nvidia_resiliency_ext",),
+        "nvidia:make_async_writer",
+        ("nvidia_resiliency_ext",),
         (*_threads(1, 2, persistent=True), *_threads(2, persistent=False)),
     ),
-    "NVRx, local checkpoint": Contender(
-        "rivals_nvidia:make_local", ("nvidia_resiliency_ext",)
-    ),
-    "DLRover flash checkpoint": Contender("rivals_others:make_dlrover", ("dlrover",)),
-    "DeepSpeed, torch engine": Contender("rivals_others:make_deepspeed", ("deepspeed",)),
-    "DeepSpeed, FastPersist engine": Contender(
-        "rivals_others:make_fast_persist", ("deepspeed",)
-    ),
+    "NVRx, local checkpoint": Contender("nvidia:make_local", ("nvidia_resiliency_ext",)),
+    "DLRover flash checkpoint": Contender("others:make_dlrover", ("dlrover",)),
+    "DeepSpeed, torch engine": Contender("others:make_deepspeed", ("deepspeed",)),
+    "DeepSpeed, FastPersist engine": Contender("others:make_fast_persist", ("deepspeed",)),
     "Orbax": Contender(
-        "rivals_others:make_orbax", ("orbax.checkpoint",),
+        "others:make_orbax",
+        ("orbax.checkpoint",),
         ({"ocdbt": True}, {"ocdbt": False}),
     ),
-}  # fmt: skip
+}
 
 
 def load(name: str) -> Make:
     """Import what makes a contender."""
     module, _, function = CONTENDERS[name].make.partition(":")
-    return getattr(importlib.import_module(module), function)
+    return getattr(importlib.import_module(f"benchmarks.systems.{module}"), function)

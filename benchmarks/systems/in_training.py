@@ -1,7 +1,7 @@
-"""The ways to save that train.py compares: those of systems.py, from a loop and on several ranks.
+"""Save from a training loop and on several ranks, by Holdfast and by DCP.
 
-A rival that is still writing when the next save is due is waited for, inside the measured time,
-as its documentation asks for; Holdfast is called as in any run, and decides by itself.
+A rival that is still writing when the next save is due is waited for, inside the measured time, as
+its documentation asks for; Holdfast is called as in any run, and decides by itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gpt import GptTraining
-from harness import sync_directories
-from systems import DcpAsync, Saving, System
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import holdfast
+from benchmarks.kit.disk import sync_directories
+from benchmarks.kit.gpt import GptTraining
+from benchmarks.systems.saving import DcpAsync, Saving, System
 
 
 class HoldfastInTraining:
@@ -35,16 +35,25 @@ class HoldfastInTraining:
     is_async = True
 
     def __init__(
-        self, root: Path, training: GptTraining, *, durable: bool, nice: tuple[int, int] = (0, 0),
-        is_held: bool = False, parity: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        root: Path,
+        training: GptTraining,
+        *,
+        durable: bool,
+        nice: tuple[int, int] = (0, 0),
+        is_held: bool = False,
+        parity: int = 0,
+    ) -> None:
         self._root = root / f"holdfast-{durable}-{nice[0]}-{nice[1]}-{is_held}-{parity}"
         every_step = holdfast.Every(steps=1)
         self._checkpointer = holdfast.Checkpointer(
-            self._root, {"model": training.model, "optimizer": training.optimizer},
-            memory=every_step, storage=every_step if durable else None, keep=holdfast.Keep(last=1),
+            self._root,
+            {"model": training.model, "optimizer": training.optimizer},
+            memory=every_step,
+            storage=every_step if durable else None,
+            keep=holdfast.Keep(last=1),
             parity=parity,
-        )  # fmt: skip
+        )
         self._durable, self._parity = durable, parity
         self._nice, self._is_held = nice, is_held
         self.settings = "Checkpointer.step, defaults"
@@ -110,9 +119,7 @@ class DcpInTraining(DcpAsync):
     """
 
     def __init__(self, root: Path, training: GptTraining, *, process: bool, threads: int) -> None:
-        super().__init__(
-            root, training.leaves, process=process, shared=process, threads=threads
-        )  # fmt: skip
+        super().__init__(root, training.leaves, process=process, shared=process, threads=threads)
         self._together = root / f"dcp-{'process' if process else 'thread'}"
         self._group = dist.new_group(backend="gloo")
         self._before: Future[Any] | None = None
@@ -121,10 +128,13 @@ class DcpInTraining(DcpAsync):
         if self._before is not None:
             self._before.result()  # or its staging memory would be overwritten
         answer = dcp.async_save(
-            self._leaves, storage_writer=self._writer(step), async_stager=self._stager,
-            async_checkpointer_type=self._kind, process_group=self._group,
+            self._leaves,
+            storage_writer=self._writer(step),
+            async_stager=self._stager,
+            async_checkpointer_type=self._kind,
+            process_group=self._group,
             planner=DefaultSavePlanner(enable_plan_caching=True),
-        )  # fmt: skip
+        )
         assert isinstance(answer, AsyncSaveResponse)
         staged: Future[Any] = answer.staging_completion
         stored: Future[Any] = answer.upload_completion
@@ -188,7 +198,7 @@ def ways_to_save(
         "DCP async_save, PROCESS": lambda root, training: DcpInTraining(
             root, training, process=True, threads=threads
         ),
-    }  # fmt: skip
+    }
     if nice is not None:
         for durable in (False, True):
             ways[f"Holdfast, nice, {'durable' if durable else 'memory only'}"] = partial(

@@ -1,4 +1,4 @@
-"""torchsnapshot and torch_checkpointing, each at its best settings on a CPU."""
+"""Save by torchsnapshot and torch_checkpointing, each at its best settings on a CPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torchsnapshot
-from harness import remove, sync_tree
-from systems import Saving
 from torch import Tensor
 from torch_checkpointing.checkpoint_manager import CheckpointManager
 from torch_checkpointing.config import AsyncCheckpointSaverConfig, SyncCheckpointSaverConfig
 from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+from benchmarks.kit.disk import remove, sync_tree
+from benchmarks.systems.saving import Saving
 
 
 class Take:

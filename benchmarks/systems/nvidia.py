@@ -1,4 +1,4 @@
-"""Megatron's dist_checkpointing and the checkpoints of NVIDIA's resiliency extension.
+"""Save by Megatron's dist_checkpointing and NVIDIA's resiliency extension.
 
 Both are made for GPUs: ``torch.cuda.synchronize`` and ``current_device`` are made to do nothing
 and to name the CPU, which is all they need here.
@@ -12,10 +12,11 @@ from threading import Lock
 from typing import Any
 
 import torch
-from harness import remove, sync_tree
-from systems import DcpSave, Saving
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from benchmarks.kit.disk import remove, sync_tree
+from benchmarks.systems.saving import DcpSave, Saving
 
 torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
 torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
@@ -45,9 +46,11 @@ class Megatron(DcpSave):
 
         self._path(step).mkdir()
         dist_checkpointing.save(
-            dict(self._sharded), str(self._path(step)), sharded_strategy=self._strategy,
+            dict(self._sharded),
+            str(self._path(step)),
+            sharded_strategy=self._strategy,
             validate_access_integrity=False,
-        )  # fmt: skip
+        )
         sync_tree(self._path(step))
         return Saving()
 
@@ -124,9 +127,14 @@ class AsyncWriter(DcpSave):
 
         writer = FileSystemWriterAsync(self._path(step), thread_count=self._threads)
         plan = state_dict_saver.save_state_dict_async_plan(
-            self._leaves, writer, None, 0, planner=DefaultSavePlanner(), enable_cache=True,
+            self._leaves,
+            writer,
+            None,
+            0,
+            planner=DefaultSavePlanner(),
+            enable_cache=True,
             metadata_cache=self._cache,
-        )  # fmt: skip
+        )
         write, _, arguments = writer.get_save_function_and_args()
 
         def finalize() -> None:

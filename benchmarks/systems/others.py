@@ -1,4 +1,4 @@
-"""DLRover's flash checkpoint, DeepSpeed's checkpoint engines, Orbax."""
+"""Save by DLRover's flash checkpoint, DeepSpeed's checkpoint engines and Orbax."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import remove, sync_file, sync_tree
-from systems import Saving
 from torch import Tensor
+
+from benchmarks.kit.disk import remove, sync_file, sync_tree
+from benchmarks.systems.saving import Saving
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -177,9 +178,14 @@ def make_fast_persist(root: Path, training: Any) -> Any:
     get_accelerator().is_pinned = lambda _: True  # there is nothing to pin memory for
 
     class Config:
-        checkpoint_config = get_checkpoint_config({"checkpoint": {
-            "checkpoint_serialization": False, "writer": {"type": "FAST", "decoupled": False}
-        }})  # fmt: skip
+        checkpoint_config = get_checkpoint_config(
+            {
+                "checkpoint": {
+                    "checkpoint_serialization": False,
+                    "writer": {"type": "FAST", "decoupled": False},
+                }
+            }
+        )
         aio_config = get_aio_config({})
 
     alone = DataParallelWriterConfig(

@@ -1,4 +1,4 @@
-"""The ways to save a training state that are compared, each at its best settings.
+"""Save a training state by Holdfast, torch and safetensors, each at its best settings.
 
 Each is brought to the same promise: when ``wait_durable`` returns, every file and every directory
 it made is fsynced. Where a library leaves that to the user, it is done here, inside the measured
@@ -24,13 +24,13 @@ from typing import Any, Protocol
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import remove, sync_directories
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import holdfast
+from benchmarks.kit.disk import remove, sync_directories
 
 warnings.filterwarnings("ignore", module="torch.distributed")
 logging.disable(logging.INFO)  # DCP's saving process, which imports this, tells of every save
@@ -153,9 +153,10 @@ class DcpSave:
 
     def save(self, step: int) -> Saving:
         dcp.save(
-            self._leaves, storage_writer=self._writer(step),
+            self._leaves,
+            storage_writer=self._writer(step),
             planner=DefaultSavePlanner(enable_plan_caching=True),
-        )  # fmt: skip
+        )
         sync_directories(self._path(step))
         return Saving()
 
@@ -202,18 +203,24 @@ class DcpAsync(DcpSave):
         super().__init__(root, leaves, threads=threads)
         kind = AsyncCheckpointerType
         self._kind = kind.PROCESS if process else kind.THREAD
-        self._stager = DefaultStager(StagingOptions(
-            use_pinned_memory=False, use_shared_memory=shared, use_async_staging=True,
-            use_non_blocking_copy=False,
-        ))  # fmt: skip
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False,
+                use_shared_memory=shared,
+                use_async_staging=True,
+                use_non_blocking_copy=False,
+            )
+        )
         self.settings = f"kept {'shared' if shared else 'private'} staging, thread_count={threads}"
 
     def save(self, step: int) -> Saving:
         answer = dcp.async_save(
-            self._leaves, storage_writer=self._writer(step), async_stager=self._stager,
+            self._leaves,
+            storage_writer=self._writer(step),
+            async_stager=self._stager,
             async_checkpointer_type=self._kind,
             planner=DefaultSavePlanner(enable_plan_caching=True),
-        )  # fmt: skip
+        )
         assert isinstance(answer, AsyncSaveResponse)
         staged: Future[Any] = answer.staging_completion
         stored: Future[Any] = answer.upload_completion
@@ -244,9 +251,12 @@ class Holdfast:
     ) -> None:
         self._root = root / "holdfast"
         self._checkpointer = holdfast.Checkpointer(
-            self._root, {"model": model, "optimizer": optimizer}, memory=None, storage=None,
+            self._root,
+            {"model": model, "optimizer": optimizer},
+            memory=None,
+            storage=None,
             keep=holdfast.Keep(last=1),
-        )  # fmt: skip
+        )
 
     def save(self, step: int) -> Saving:
         handle = self._checkpointer.save(step, durable=True)

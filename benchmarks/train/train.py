@@ -1,44 +1,46 @@
-"""What snapshots cost a training: its steps with them against the same steps without.
+"""Measure what snapshots cost a training: steps with them against the same steps without.
 
-``python benchmarks/train.py --help``. A real GPT on the CPU learns from real text, on one rank and
-on two; blocks of steps with a save and blocks without alternate in one process, and each block
-with saves is compared with the blocks before and after it, so that what others do on the machine
-meets both alike. All of a save's work counts: a block ends when its last save is done.
+A real GPT on the CPU learns from real text, on one rank and on two; blocks of steps with a save
+and blocks without alternate in one process, and each block with saves is compared with the blocks
+before and after it, so that what others do on the machine meets both alike. All of a save's work
+counts: a block ends when its last save is done.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import harness
 import torch
 import torch.distributed as dist
-import train_report
-from gpt import FULL, QUICK, GptTraining
-from ranked import DURABLE, MEMORY, PROTECTED, Make, keepers, ways_to_save
-from ranks import machine_alone, run_ranks
-from systems import System
-from training import fingerprints, verdict
 
+from benchmarks.kit import disk, machine, results, series
+from benchmarks.kit.gpt import FULL, QUICK, GptTraining
+from benchmarks.kit.options import Parser
+from benchmarks.kit.ranks import machine_alone, run_ranks, show
+from benchmarks.kit.training import fingerprints, verdict
+from benchmarks.systems.in_training import DURABLE, MEMORY, PROTECTED, Make, keepers, ways_to_save
+from benchmarks.systems.saving import System
+from benchmarks.train import train_tables
 from holdfast.errors import HoldfastError
-from holdfast.redundancy.pacing import TOO_SLOW
+from holdfast.parity.planning.budget import TOO_SLOW
 
 clock = time.perf_counter
 #: One rank computes with all cores; two have half of them each.
 WORLDS = {
-    "1 rank": ("plain", 1), "2 ranks, DDP": ("ddp", 2), "2 ranks, FSDP2": ("fsdp", 2),
+    "1 rank": ("plain", 1),
+    "2 ranks, DDP": ("ddp", 2),
+    "2 ranks, FSDP2": ("fsdp", 2),
     "2 hosts, FSDP2": ("fsdp", 2),
-}  # fmt: skip
+}
 HOSTS = ("2 hosts, FSDP2",)
 """Each rank is a host, with a keeper of its own, on this one machine."""
 INTERVALS = (1, 10)
@@ -48,12 +50,6 @@ ALONE_STEPS = 4
 WARM_UP_SAVES = 4
 NOT_CHECKED, OK = "–", ("–", "exact")
 INFLATION_TARGET, SHARE_TARGET, PARITY_TARGET = 0.05, 0.3, TOO_SLOW
-
-
-def show(line: str) -> None:
-    """Progress, for whoever watches."""
-    if dist.get_rank() == 0:
-        print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
 # ── one block of steps ───────────────────────────────────────────────────────────────────────
@@ -178,11 +174,11 @@ def run_series(bench: Bench, systems: dict[str, System], rounds: int, intervals:
     names = [f"{interval}|{name}" for interval in intervals for name in systems]
     with machine_alone():
         before = bench.alone(ALONE_STEPS)
-    for turn, key in harness.alternate(names, rounds):
+    for turn, key in series.alternate(names, rounds):
         interval, name = int(key.partition("|")[0]), key.partition("|")[2]
         with machine_alone():
             if dist.get_rank() == 0:
-                harness.prime_page_cache(bench.root, SAVES[interval] * bench.training.size_bytes)
+                disk.prime_page_cache(bench.root, SAVES[interval] * bench.training.size_bytes)
             dist.barrier()
             block = bench.with_saves(systems[name], SAVES[interval], interval)
             bench.discard(systems[name])
@@ -196,9 +192,12 @@ def run_series(bench: Bench, systems: dict[str, System], rounds: int, intervals:
 
 
 def compare(
-    block: dict[str, float], before: tuple[float, float], after: tuple[float, float],
-    saves: int, interval: int,
-) -> dict[str, float]:  # fmt: skip
+    block: dict[str, float],
+    before: tuple[float, float],
+    after: tuple[float, float],
+    saves: int,
+    interval: int,
+) -> dict[str, float]:
     """What a save cost, by what the steps around take without."""
     step_s, step_cpu_s = ((one + other) / 2 for one, other in zip(before, after, strict=True))
     lost = block["elapsed"] - block["steps"] * step_s
@@ -211,8 +210,12 @@ def compare(
     }
 
 
-def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One world's figures, on each of its ranks."""
+    if name in HOSTS:
+        os.environ["HOLDFAST_HOST_ID"] = f"host-{dist.get_rank()}"
+    os.environ["HOLDFAST_KEEPER_IDLE_S"] = "60"  # of a benchmark that was interrupted
+    kind = WORLDS[name][0]
     with machine_alone():
         training = GptTraining(kind, QUICK if options.quick else FULL)
     bench = Bench(training, root)
@@ -244,55 +247,26 @@ def measure(kind: str, root: Path, options: argparse.Namespace) -> dict[str, Any
         "stored": stored,
         "failed": failed,
         "settings": {name: system.settings for name, system in systems.items()},
-        "figures": {
-            key: {figure: harness.summary(values) for figure, values in figures.items()}
-            for key, figures in bench.found.items()
-        },
+        "figures": {key: series.summaries(figures) for key, figures in bench.found.items()},
     }
 
 
 def chosen(options: argparse.Namespace) -> dict[str, Make]:
     """The systems to compare."""
     every = ways_to_save(
-        options.threads, options.nice and tuple(options.nice), tries_held=options.held,
+        options.threads,
+        options.nice and tuple(options.nice),
+        tries_held=options.held,
         hosts="HOLDFAST_HOST_ID" in os.environ,
-    )  # fmt: skip
-    return {name: make for name, make in every.items() if options.only.lower() in name.lower()}
-
-
-# ── ranks ────────────────────────────────────────────────────────────────────────────────────
-
-
-def rank_main(
-    name: str, rank: int, world: int, root: str, options: argparse.Namespace, result: str
-) -> None:
-    """A process: join the group, measure, and leave what rank 0 found."""
-    if name in HOSTS:
-        os.environ["HOLDFAST_HOST_ID"] = f"host-{rank}"
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
-    os.environ["HOLDFAST_KEEPER_IDLE_S"] = "60"  # of a benchmark that was interrupted
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
-    store = dist.FileStore(f"{root}/store", world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=5)
     )
-    found = measure(WORLDS[name][0], Path(root), options)
-    if rank == 0:
-        Path(result).write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {name: make for name, make in every.items() if options.only.lower() in name.lower()}
 
 
 def run_world(name: str, options: argparse.Namespace, parent: Path) -> dict[str, Any]:
     """All ranks of one world, in processes of their own."""
-    world = WORLDS[name][1]
     root = parent / name.replace(", ", "-").replace(" ", "-")
-    result = root.with_suffix(".json")
     root.mkdir()
-    arguments = [(name, rank, world, str(root), options, str(result)) for rank in range(world)]
-    run_ranks(name, rank_main, arguments)
-    found: dict[str, Any] = json.loads(result.read_text())
+    found: dict[str, Any] = run_ranks(name, WORLDS[name][1], root, measure, name, root, options)
     return found
 
 
@@ -314,21 +288,20 @@ def verdicts(worlds: dict[str, Any]) -> list[tuple[str, float, float]]:
             added = (1 + inflation[PROTECTED]) / (1 + inflation[MEMORY]) - 1
             found.append((f"{world}: what parity adds to a step", added, PARITY_TARGET))
         exact = [
-            inflation[name] for name, said in result["stored"].items()
+            inflation[name]
+            for name, said in result["stored"].items()
             if said == "exact" and name in inflation and not name.startswith("Holdfast")
-        ]  # fmt: skip
+        ]
         if exact and DURABLE in inflation:
             share = inflation[DURABLE] / max(1e-9, min(exact))
             found.append((f"{world}: {DURABLE}, share of the best rival's", share, SHARE_TARGET))
     return found
 
 
-def main() -> int:
+def main(arguments: Sequence[str]) -> int:
     """Exit 1 when anything was stored that was not saved."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=7, help="how often each is measured (7)")
+    parser = Parser("train", __doc__, quick="a small model, two rounds: whether it works at all")
+    parser.add_rounds(7)
     parser.add_argument("--every", type=int, nargs="*", default=INTERVALS, help="1, 10 or both")
     parser.add_argument(
         "--worlds",
@@ -342,29 +315,30 @@ def main() -> int:
     parser.add_argument("--only", default="", help="systems with this in their name")
     parser.add_argument("--threads", type=int, default=2, help="DCP's writing threads a rank (2)")
     parser.add_argument(
-        "--nice", type=int, nargs=2, metavar=("COPYING", "WRITING"),
+        "--nice",
+        type=int,
+        nargs=2,
+        metavar=("COPYING", "WRITING"),
         help="two more systems: Holdfast with threads of these priorities",
-    )  # fmt: skip
-    parser.add_argument(
-        "--held", action="store_true",
-        help="two more systems: Holdfast, training held until all cores have copied",
-    )  # fmt: skip
-    parser.add_argument("--dir", help="a directory on the disk to measure (default: /tmp's)")
-    harness.add_document_option(parser)
-    parser.add_argument(
-        "--quick", action="store_true", help="a small model, two rounds: whether it works at all"
     )
-    options = parser.parse_args()
+    parser.add_argument(
+        "--held",
+        action="store_true",
+        help="two more systems: Holdfast, training held until all cores have copied",
+    )
+    parser.add_directory()
+    parser.add_document()
+    options = parser.parse(arguments)
     if options.quick:
         options.rounds = min(options.rounds, 2)
         options.worlds = options.worlds or ["1 rank", "2 ranks, FSDP2", *HOSTS]
     options.worlds = options.worlds or list(WORLDS)
-    with harness.scratch(options.dir, (1 if options.quick else 16) << 30) as parent:
-        facts = harness.machine_facts(parent, ["torch"])
+    with disk.scratch(options.dir, (1 if options.quick else 16) << 30) as parent:
+        facts = machine.facts(parent, ["torch"])
         worlds = {name: run_world(name, options, parent) for name in options.worlds}
     if options.join:
-        before = harness.read_results("train", facts)
-        old = before["worlds"] if before.get("date") == harness.today() else {}
+        before = results.read("train", facts)
+        old = before["worlds"] if before.get("date") == results.today() else {}
         for name, found in worlds.items():  # at other intervals, say
             found["figures"] = old.get(name, {}).get("figures", {}) | found["figures"]
         worlds = {name: (old | worlds)[name] for name in WORLDS if name in old | worlds}
@@ -374,20 +348,16 @@ def main() -> int:
         "worlds": worlds,
         "targets": [{"what": what, "got": got, "target": most} for what, got, most in checks],
     }
-    shown = train_report.markdown(result, facts)
+    shown = train_tables.tables(result, facts)
     print(f"\n{shown}\n")
     if not options.quick:
-        path = harness.write_results("train", facts, result, shown)
-        drawn = train_report.svg(result)
+        path = results.write("train", facts, result, shown)
+        drawn = train_tables.svg(result)
         path.with_suffix(".svg").write_text(drawn)
         if options.document:
-            (harness.IMAGES / "train.svg").write_text(drawn)
-            image = "![step inflation by save](images/train.svg)"
-            harness.replace_block(harness.DOCUMENT, "train", f"{shown}\n\n{image}")
+            (results.IMAGES / "train.svg").write_text(drawn)
+            image = f"![step inflation by save]({results.IMAGE_LINK}/train.svg)"
+            results.replace_block(results.DOCUMENT, "train", f"{shown}\n\n{image}")
         print(f"results/{path.name}")
     wrong = [one for world in worlds.values() for one in world["stored"].values() if one not in OK]
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,22 +1,21 @@
-"""The results of train.py as markdown, and as a picture without anything that draws."""
+"""Show the results of trainings with saves as markdown and as an image."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import harness
+from benchmarks.kit import markdown
 
 ROW, BAR, LEFT, RIGHT = 26, 16, 300, 560
 COLOURS = {"Holdfast": "#2a6f97", "": "#c0a36e"}
 
 
-def markdown(result: dict[str, Any], facts: dict[str, str]) -> str:
+def tables(result: dict[str, Any], facts: dict[str, str]) -> str:
     """Every figure of every world, and the targets."""
     parts = [
-        f"{harness.today()}: {facts['processor']}, {facts['cores']} cores, {facts['memory']}, "
-        f"{facts['disk']}; Linux {facts['kernel']}, Python {facts['python']}, torch "
-        f"{facts['torch']}. Medians of {result['rounds']} rounds (lowest–highest). Inflation: how "
-        "much longer a step takes than the same steps right before and after, without saves."
+        f"{markdown.heading(facts)}. Medians of {result['rounds']} rounds (lowest–highest). "
+        "Inflation: how much longer a step takes than the same steps right before and after, "
+        "without saves."
     ]
     for world, found in result["worlds"].items():
         parts += [f"**{world}**: {_what(found)}", _table(found)]
@@ -24,7 +23,7 @@ def markdown(result: dict[str, Any], facts: dict[str, str]) -> str:
         [one["what"], f"{one['got']:.3f}", f"{one['target']:.2f}", _met(one)]
         for one in result["targets"]
     ]
-    return "\n\n".join([*parts, harness.table(["target", "got", "at most", "met"], rows)])
+    return "\n\n".join([*parts, markdown.table(["target", "got", "at most", "met"], rows)])
 
 
 def _met(one: dict[str, Any]) -> str:
@@ -45,21 +44,30 @@ def _table(found: dict[str, Any]) -> str:
     for key, figures in found["figures"].items():
         interval, _, name = key.partition("|")
         inflation = figures["inflation"]
-        rows.append([
-            f"{name} ({found['settings'][name]})",
-            interval,
-            f"{inflation['median']:+.1%} ({inflation['min']:+.1%} – {inflation['max']:+.1%})",
-            f"{figures['lost']['median']:.3f}",
-            f"{figures['blocked']['median']:.3f}",
-            f"{figures['trainer cpu']['median']:.2f} + {figures['helper cpu']['median']:.2f}",
-            f"{figures['steps to done']['median']:.0f}",
-            found["stored"][name],
-        ])  # fmt: skip
+        rows.append(
+            [
+                f"{name} ({found['settings'][name]})",
+                interval,
+                f"{inflation['median']:+.1%} ({inflation['min']:+.1%} – {inflation['max']:+.1%})",
+                f"{figures['lost']['median']:.3f}",
+                f"{figures['blocked']['median']:.3f}",
+                f"{figures['trainer cpu']['median']:.2f} + {figures['helper cpu']['median']:.2f}",
+                f"{figures['steps to done']['median']:.0f}",
+                found["stored"][name],
+            ]
+        )
     rows += [[name, "", *["failed"] * 5, error] for name, error in found["failed"].items()]
-    head = ["", "a save every … steps", "inflation", "lost per save, s", "blocked per save, s",
-            "CPU s per save, trainer + others", "steps until the last is done",
-            "stored"]  # fmt: skip
-    return harness.table(head, rows)
+    head = [
+        "",
+        "a save every … steps",
+        "inflation",
+        "lost per save, s",
+        "blocked per save, s",
+        "CPU s per save, trainer + others",
+        "steps until the last is done",
+        "stored",
+    ]
+    return markdown.table(head, rows)
 
 
 def svg(result: dict[str, Any]) -> str:
@@ -77,7 +85,7 @@ def svg(result: dict[str, Any]) -> str:
         'font-family="sans-serif" font-size="13">',
         f'<rect width="100%" height="100%" fill="white"/>'
         f'<text x="8" y="{ROW - 8}" font-weight="bold">Longer steps by snapshots</text>',
-    ]  # fmt: skip
+    ]
     for number, (label, found) in enumerate(rows, start=1):
         lines += _row(label, found, y=ROW * number, scale=RIGHT / most)
     return "\n".join([*lines, "</svg>", ""])

@@ -60,6 +60,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "declare",
+    "events",
     "load",
     "offload",
     "open",
@@ -72,10 +73,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import offload, rules
+    from . import events, offload, rules
+    from .capture.handles import SaveHandle
     from .checkpointer import Checkpointer
+    from .data.planning.order import SplitList
     from .data.sampler import ResumableSampler
-    from .data.split_list import SplitList
     from .errors import (
         AlreadyPublished,
         ArenaError,
@@ -105,44 +107,42 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .events import Event, subscribe
-    from .format.foreign import register_enum
-    from .load.ahead import plan_restore
-    from .load.dryrun import RestorePlan
-    from .load.restore import Restored
+    from .format.native_types import register_enum
     from .oneshot import load, open, save
-    from .policy.interval import Every
     from .policy.retention import Keep
-    from .snapshot.handle import SaveHandle
-    from .state.declared import FlatBuffer, FlatRange, FlatShard, Shard, declare
+    from .policy.when import Every
+    from .restore.dry_run import plan_restore
+    from .restore.reading.layout_check import RestorePlan
+    from .restore.restore import Restored
+    from .state.mapped.shards import FlatBuffer, FlatRange, FlatShard, Shard, declare
     from .state.rng import Rng
-    from .state.subclasses import register_tensor
+    from .state.tensors import register_tensor
 else:  # hidden from type checkers, which would take every misspelt name for a public one
     import importlib
-    import sys
-    from types import ModuleType
 
     _HOME = {
         "Checkpointer": ".checkpointer",
         "Event": ".events",
-        "Every": ".policy.interval",
-        "FlatBuffer": ".state.declared",
-        "FlatRange": ".state.declared",
-        "FlatShard": ".state.declared",
+        "Every": ".policy.when",
+        "FlatBuffer": ".state.mapped.shards",
+        "FlatRange": ".state.mapped.shards",
+        "FlatShard": ".state.mapped.shards",
         "Keep": ".policy.retention",
-        "Restored": ".load.restore",
+        "Restored": ".restore.restore",
         "ResumableSampler": ".data.sampler",
         "Rng": ".state.rng",
-        "SaveHandle": ".snapshot.handle",
-        "Shard": ".state.declared",
-        "SplitList": ".data.split_list",
-        "declare": ".state.declared",
+        "SaveHandle": ".capture.handles",
+        "Shard": ".state.mapped.shards",
+        "SplitList": ".data.planning.order",
+        "declare": ".state.mapped.shards",
+        "events": ".events",
         "load": ".oneshot",
         "offload": ".offload",
-        "RestorePlan": ".load.dryrun",
+        "RestorePlan": ".restore.reading.layout_check",
         "open": ".oneshot",
-        "plan_restore": ".load.ahead",
-        "register_enum": ".format.foreign",
-        "register_tensor": ".state.subclasses",
+        "plan_restore": ".restore.dry_run",
+        "register_enum": ".format.native_types",
+        "register_tensor": ".state.tensors",
         "rules": ".rules",
         "save": ".oneshot",
         "subscribe": ".events",
@@ -152,23 +152,9 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         if name not in __all__:
             raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
         home = importlib.import_module(_HOME.get(name, ".errors"), __name__)
-        value = home if name in ("offload", "rules") else getattr(home, name)
+        value = home if name in ("events", "offload", "rules") else getattr(home, name)
         globals()[name] = value
         return value
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
-
-    class _Package(ModuleType):
-        """Keeps ``holdfast.load`` the function, although a package of that name lies beside it.
-
-        Importing ``holdfast.load.plan`` makes Python set ``holdfast.load`` to that package,
-        and the public function would be gone from then on.
-        """
-
-        def __setattr__(self, name: str, value: object) -> None:
-            if name in __all__ and isinstance(value, ModuleType):
-                return
-            super().__setattr__(name, value)
-
-    sys.modules[__name__].__class__ = _Package

@@ -1,16 +1,18 @@
-"""Where everything lies below a root, and what a root holds: names, and reading them all once."""
+"""Names every file below a root, and reads all manifests and records of a root at once."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from holdfast.errors import FormatError, HoldfastError, NewerFormat
+from holdfast.errors import FormatError, HoldfastError, NewerFormat, NotFound
 from holdfast.format.manifest import (
     MAX_DOCUMENT_BYTES,
     Generation,
     Incarnation,
+    Lease,
     Lineage,
     Manifest,
     Pin,
@@ -23,65 +25,78 @@ ROOT, LOCK = "holdfast.json", "writer"
 MANIFESTS, INCARNATIONS, LAYOUTS, STEPS = "manifests", "incarnations", "layouts", "steps"
 PINS, PINS_LOCK = "pins", "pins"
 PARTS = "parts"
+LEASES = "readers"
+#: The number of times a root is listed again when a file was removed while it was read.
+NEW_LISTS = 16
 _NUMBER = "(0|[1-9][0-9]{0,15})"
 _MANIFEST_NAME = re.compile(rf"{_NUMBER}-{_NUMBER}\.json")
 _INCARNATION_NAME = re.compile(rf"{_NUMBER}\.json")
-D = TypeVar("D", Manifest, Incarnation, Root, Pin)
+D = TypeVar("D", Manifest, Incarnation, Root, Pin, Lease)
+_SHOWN = 8
 
 
 def manifest_path(generation: Generation) -> str:
-    """Where the manifest of a generation stands."""
+    """Returns the path of a generation's manifest."""
     return f"{MANIFESTS}/{generation.incarnation}-{generation.step}.json"
 
 
 def pin_path(generation: Generation) -> str:
-    """Where the pin of a generation stands."""
+    """Returns the path of a generation's pin."""
     return f"{PINS}/{generation.incarnation}-{generation.step}.json"
 
 
+def lease_path(name: str) -> str:
+    """Returns the path of a reader's lease."""
+    return f"{LEASES}/{name}.json"
+
+
 def generation_of(name: str) -> Generation | None:
-    """The generation that a manifest or pin of this file name is of; None for other files."""
+    """Returns the generation of a manifest or pin with this file name; None for other files."""
     matched = _MANIFEST_NAME.fullmatch(name)
     return None if matched is None else Generation(int(matched[1]), int(matched[2]))
 
 
 def attempt_dir(generation: Generation, attempt: str) -> str:
-    """Where the images of one attempt at a generation lie; never used twice."""
+    """Returns the directory of the images of one attempt at a generation; never used twice."""
     return f"{STEPS}/{generation.incarnation}-{generation.step}-{attempt}"
 
 
 def image_path(generation: Generation, attempt: str, rank: int) -> str:
-    """Where the image of one rank lies."""
+    """Returns the path of one rank's image."""
     return f"{attempt_dir(generation, attempt)}/live-{rank:05d}.safetensors"
 
 
 def part_dir(generation: Generation, attempt: str) -> str:
-    """Where the frozen parts that one attempt wrote lie; later checkpoints may name them too."""
+    """Returns the directory of the frozen parts that one attempt wrote; later checkpoints may name
+    them too.
+    """
     return f"{PARTS}/{generation.incarnation}-{generation.step}-{attempt}"
 
 
 def part_path(generation: Generation, attempt: str, rank: int) -> str:
-    """Where the frozen part of one rank lies."""
+    """Returns the path of one rank's frozen part."""
     return f"{part_dir(generation, attempt)}/frozen-{rank:05d}.safetensors"
 
 
 def damage_note(path: str) -> str:
-    """The file beside a part that says that it was found damaged: it is not named again."""
+    """Returns the file beside a part that marks it as damaged: it is not named again."""
     return path.removesuffix(".safetensors") + ".damaged"
 
 
 def layout_path(hash_: str) -> str:
-    """Where a layout lies; its name is its content."""
+    """Returns the path of a layout; its name is the hash of its content."""
     return f"{LAYOUTS}/{hash_}.json"
 
 
 def is_root(store: Store) -> bool:
-    """Whether checkpoints can lie here."""
+    """True if there can be checkpoints here."""
     return store.exists(ROOT)
 
 
 def read_bounded(store: Store, path: str, limit_bytes: int) -> bytes:
-    """A whole file of at most this size; FormatError, before memory is taken, for a larger one."""
+    """Reads a whole file of at most this size; FormatError, before memory is allocated, for a
+    larger one.
+    """
     size_bytes = store.size_bytes(path)
     if size_bytes > limit_bytes:
         raise FormatError(
@@ -92,13 +107,17 @@ def read_bounded(store: Store, path: str, limit_bytes: int) -> bytes:
 
 
 def read_document(store: Store, kind: type[D], path: str) -> D:
-    """A sealed document of a root. NotFound or FormatError when there is none to be read."""
+    """Reads a sealed document of a root. Raises NotFound or FormatError when there is no readable
+    one.
+    """
     data = read_bounded(store, path, MAX_DOCUMENT_BYTES)
     return unseal(kind, data, f"{store.url}/{path}")
 
 
 def read_incarnation(store: Store, n: int) -> Incarnation:
-    """The record of an incarnation. NotFound or FormatError when there is none to be read."""
+    """Reads the record of an incarnation. Raises NotFound or FormatError when there is no readable
+    one.
+    """
     path = f"{INCARNATIONS}/{n}.json"
     found = read_document(store, Incarnation, path)
     if found.n != n:
@@ -106,9 +125,37 @@ def read_incarnation(store: Store, n: int) -> Incarnation:
     return found
 
 
+def find_parent(store: Store, n: int) -> Incarnation | Manifest | None:
+    """What storage has that tells the parent of an incarnation; None when nothing there does.
+
+    StorageError when it cannot be read now: that is not to be taken for none.
+    """
+    try:
+        return read_incarnation(store, n)
+    except NewerFormat:
+        raise
+    except (NotFound, FormatError):
+        said = (generation_of(name) for name in store.list(MANIFESTS))
+        of_it = (generation for generation in said if generation and generation.incarnation == n)
+        return next(
+            filter(None, (_manifest_there(store, generation) for generation in of_it)), None
+        )
+
+
+def _manifest_there(store: Store, generation: Generation) -> Manifest | None:
+    """Its manifest; None for one that is damaged, or was removed. StorageError."""
+    try:
+        found = read_document(store, Manifest, manifest_path(generation))
+    except NewerFormat:
+        raise
+    except (NotFound, FormatError):
+        return None
+    return found if found.generation == generation else None
+
+
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What a root holds, read once."""
+    """The content of a root, read once."""
 
     manifests: tuple[Manifest, ...] = ()
     incarnations: tuple[Incarnation, ...] = ()
@@ -116,38 +163,104 @@ class Catalogue:
 
     @property
     def parents(self) -> dict[int, tuple[int, int] | None]:
-        """The parent of each incarnation, from its own record or from its manifests."""
+        """Returns the parent of each incarnation, from its own record or from its manifests."""
         known = {m.incarnation: m.parent for m in self.manifests}
         return known | {i.n: i.parent for i in self.incarnations}
 
     @property
+    def starts(self) -> dict[int, tuple[str, float]]:
+        """Of each incarnation with a record: its nonce, and when the record was made."""
+        return {i.n: (i.nonce, i.created_s) for i in self.incarnations}
+
+    @property
+    def unreadable(self) -> tuple[int, ...]:
+        """Returns the incarnations whose records exist and cannot be read."""
+        heads = (path.partition("/") for path, _ in self.broken)
+        names = (
+            _INCARNATION_NAME.fullmatch(name) for head, _, name in heads if head == INCARNATIONS
+        )
+        return tuple(int(matched[1]) for matched in names if matched is not None)
+
+    @property
+    def line(self) -> Lineage:
+        """Returns the lineage of the newest incarnation, as far as it is known here."""
+        return Lineage(self.parents, self.unreadable)
+
+    @property
     def lineage(self) -> tuple[Generation, ...]:
-        """The generations that are not abandoned, oldest first."""
-        line = Lineage(self.parents)
-        return tuple(m.generation for m in self.manifests if m.generation in line)
+        """Returns the generations that the newest incarnation is known to descend from, oldest
+        first.
+
+        Ordered by step, because a run continues at larger steps than the one it restored.
+        """
+        line = self.line
+        found = (m.generation for m in self.manifests if m.generation in line)
+        return tuple(sorted(found, key=lambda g: (g.step, g.incarnation)))
 
     @property
     def abandoned(self) -> tuple[Generation, ...]:
-        """The generations of futures that were given up, oldest first."""
-        line = Lineage(self.parents)
-        return tuple(m.generation for m in self.manifests if m.generation not in line)
+        """Returns the generations of futures that are known to be given up, oldest first."""
+        line = self.line
+        return tuple(m.generation for m in self.manifests if line.is_abandoned(m.generation))
+
+    @property
+    def undecided(self) -> tuple[Generation, ...]:
+        """Returns those of which a missing record leaves open whether they were given up, oldest
+        first.
+        """
+        line = self.line
+        return tuple(m.generation for m in self.manifests if line.is_undecided(m.generation))
+
+    @property
+    def gap(self) -> str:
+        """Says which record is missing and which question it leaves open; "" for none."""
+        missing, undecided = self.line.missing, self.undecided
+        return "" if missing is None or not undecided else gap_text(missing, undecided)
 
     @property
     def latest(self) -> Generation | None:
-        """The newest generation that is not abandoned."""
-        return max(self.lineage, key=lambda g: (g.step, g.incarnation), default=None)
+        """Returns the newest generation that is known not to be abandoned."""
+        return next(reversed(self.lineage), None)
 
     def find(self, generation: Generation) -> Manifest | None:
-        """The manifest of a generation."""
+        """Returns the manifest of a generation."""
         return next((m for m in self.manifests if m.generation == generation), None)
 
 
-def catalogue(store: Store) -> Catalogue:
-    """Read every manifest and incarnation of a root; what cannot be read is listed as broken.
+def gap_text(missing: int, undecided: Collection[Generation]) -> str:
+    """Formats which record is missing, and the generations that may have been given up or not."""
+    shown = [str(generation) for generation in sorted(undecided)][-_SHOWN:]
+    more = ["..."] if len(undecided) > _SHOWN else []
+    return (
+        f"{INCARNATIONS}/{missing}.json, which says what incarnation {missing} went on from, is "
+        f"missing or cannot be read: whether {', '.join([*more, *shown])} were abandoned before it "
+        "cannot be told"
+    )
 
-    A manifest of a newer format is an error, not a broken file: what it holds must not be
-    taken for absent.
+
+def catalogue(store: Store) -> Catalogue:
+    """Reads every manifest and incarnation of a root; files that cannot be read are listed as
+    broken.
+
+    A manifest of a newer format is an error, not a broken file: its generation must not be taken
+    for absent. One that was removed since it was listed is not broken: all is listed again.
     """
+    for _ in range(NEW_LISTS):
+        found = _list_all(store)
+        gone = _removed_since(store, found)
+        if not gone:
+            break
+    left = tuple(one for one in found.broken if one[0] not in gone)
+    return Catalogue(found.manifests, found.incarnations, left)
+
+
+def _removed_since(store: Store, found: Catalogue) -> set[str]:
+    """Returns the manifests that were listed, could not be read, and are not listed any more."""
+    unread = {path for path, _ in found.broken if path.startswith(f"{MANIFESTS}/")}
+    return unread - {f"{MANIFESTS}/{name}" for name in store.list(MANIFESTS)} if unread else set()
+
+
+def _list_all(store: Store) -> Catalogue:
     broken: list[tuple[str, str]] = []
     manifests: list[Manifest] = []
     incarnations: list[Incarnation] = []
@@ -164,15 +277,30 @@ def catalogue(store: Store) -> Catalogue:
                 incarnations.append(record)
             elif record is not None:
                 broken.append((path, f"it speaks of incarnation {record.n}"))
-    return Catalogue(
+    read = Catalogue(
         tuple(sorted(manifests, key=lambda m: m.generation)),
         tuple(sorted(incarnations, key=lambda i: i.n)),
         tuple(broken),
     )
+    return read if read.line.missing is None else _list_again(store, read)
+
+
+def _list_again(store: Store, found: Catalogue) -> Catalogue:
+    """Lists again: a list made while records were published may have one and not the one before
+    it.
+    """
+    incarnations = {one.n: one for one in found.incarnations}
+    while (missing := found.line.missing) is not None and missing not in found.unreadable:
+        record = _read(Incarnation, store, f"{INCARNATIONS}/{missing}.json", [])
+        if record is None or record.n != missing:
+            break
+        incarnations[missing] = record
+        found = replace(found, incarnations=tuple(incarnations[n] for n in sorted(incarnations)))
+    return found
 
 
 def find_manifest(store: Store, generation: Generation) -> Manifest | None:
-    """The manifest of one generation, and no other file read; None if none can be read."""
+    """Reads the manifest of one generation, and no other file; None if none can be read."""
     return _read_manifest(store, generation, [])
 
 
@@ -192,6 +320,6 @@ def _read(kind: type[D], store: Store, path: str, broken: list[tuple[str, str]])
         return read_document(store, kind, path)
     except NewerFormat:
         raise
-    except HoldfastError as error:  # damaged, or removed by a prune since it was listed
+    except HoldfastError as error:  # damaged, or removed since it was listed
         broken.append((path, str(error)))
         return None

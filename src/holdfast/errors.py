@@ -262,7 +262,10 @@ class RestoreError(HoldfastError):
     """No state that all ranks can train with could be restored."""
 
     exit_code = 7
-    cause = "Every generation was damaged or unreadable, or a load_state_dict of yours raised."
+    cause = (
+        "Every generation was damaged or unreadable, a load_state_dict of yours raised, or a "
+        "record is missing that tells which generations are the run's."
+    )
     remedy = "The message lists each source and its reason. `holdfast verify --deep ROOT`."
 
 

@@ -16,7 +16,12 @@ import msgspec
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=True):
-    """What every record carries."""
+    """The fields of every event.
+
+    ``incarnation``: the start of the run that the event belongs to; 0 where it belongs to none.
+    ``step``: the step that the event is about; -1 where it is about none. ``rank``: the rank that
+    reports; -1 for the keeper.
+    """
 
     incarnation: int = 0
     step: int = -1
@@ -24,7 +29,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=Tr
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    """A trainer joined a run."""
+    """A trainer joined a run.
+
+    ``run_id``: the identity of the run, as in its root. ``world``: the number of ranks. ``host``:
+    the host of this rank. ``pid``: its process.
+    """
 
     run_id: str
     world: int
@@ -33,7 +42,14 @@ class RunStarted(Event, frozen=True, kw_only=True):
 
 
 class SaveReturned(Event, frozen=True, kw_only=True):
-    """``save`` gave the training thread back."""
+    """``save`` gave the training thread back.
+
+    ``held_s``: the time that the thread was held. ``describe_s``: the part of it that describing
+    the state took. ``volatile_s``: the part that copying took of leaves that cannot wait.
+    ``wait_previous_s``: the part that waiting for the save before took. ``leaves``: the number of
+    leaves. ``size_bytes``: the size of what this rank holds of them. ``durable``: the save is to be
+    published in storage.
+    """
 
     held_s: float
     describe_s: float
@@ -45,13 +61,20 @@ class SaveReturned(Event, frozen=True, kw_only=True):
 
 
 class FenceWaited(Event, frozen=True, kw_only=True):
-    """An optimizer step was held until the copies it would overwrite were made."""
+    """An optimizer step was held until the copies it would overwrite were made.
+
+    ``held_s``: the time that it was held.
+    """
 
     held_s: float
 
 
 class ImageCaptured(Event, frozen=True, kw_only=True):
-    """This rank's image is complete and sealed in its host's memory."""
+    """This rank's image is complete and sealed in its host's memory.
+
+    ``elapsed_s``: the time since the save was asked for. ``copy_s``: the time that copying took.
+    ``size_bytes``: the size of the image.
+    """
 
     elapsed_s: float
     copy_s: float
@@ -64,6 +87,10 @@ class ImagePassed(Event, frozen=True, kw_only=True):
     """This rank's image was handed to storage through a ring: no memory keeps it.
 
     Memory had no room for whole images; the save is durable or nothing.
+
+    ``elapsed_s``: the time since the save was asked for. ``copy_s``: the time that copying took.
+    ``size_bytes``: the size of the image. ``ring_bytes``: the size of the ring. ``compared_bytes``:
+    as in ``ImageCaptured``.
     """
 
     elapsed_s: float
@@ -74,7 +101,10 @@ class ImagePassed(Event, frozen=True, kw_only=True):
 
 
 class SnapshotCaptured(Event, frozen=True, kw_only=True):
-    """All ranks captured this generation."""
+    """All ranks captured this generation.
+
+    ``elapsed_s``: the time since the attempt began. ``world``: the number of ranks.
+    """
 
     elapsed_s: float
     world: int
@@ -89,13 +119,19 @@ class SnapshotProtected(Event, frozen=True, kw_only=True):
 
 
 class SnapshotNotProtected(Event, frozen=True, kw_only=True):
-    """Parity of this generation could not be made; what was protected before stays so."""
+    """Parity of this generation could not be made; what was protected before stays so.
+
+    ``reason``: why, in words.
+    """
 
     reason: str
 
 
 class ImageRebuilt(Event, frozen=True, kw_only=True):
-    """An image that a lost host had was decoded; ``host`` keeps it now, to be protected anew."""
+    """An image that a lost host had was decoded; ``host`` keeps it now, to be protected anew.
+
+    ``elapsed_s``: the time that decoding took. ``size_bytes``: the size of the image.
+    """
 
     host: str
     elapsed_s: float
@@ -107,6 +143,8 @@ class ProtectionPlanned(Event, frozen=True, kw_only=True):
 
     ``survives``: in words, the losses of hosts that every protected snapshot survives. ``missing``:
     what was asked for and is not reached, a sentence each.
+
+    ``parity``: how many hosts of each group can be lost. ``hosts``: the number of hosts.
     """
 
     parity: int
@@ -116,7 +154,11 @@ class ProtectionPlanned(Event, frozen=True, kw_only=True):
 
 
 class SnapshotMissed(Event, frozen=True, kw_only=True):
-    """No generation came of a save: it was skipped or abandoned on all ranks."""
+    """No generation came of a save: it was skipped or abandoned on all ranks.
+
+    ``reason``: why, in words. ``overtaken``: the state changed while it was copied. ``leaf``: the
+    first leaf found changed, where that is known.
+    """
 
     reason: str
     overtaken: bool = False
@@ -130,6 +172,9 @@ class ReplicasDiffer(Event, frozen=True, kw_only=True):
     them; where nothing is held by that many (``is_known_which`` False), all. ``box``: a part of the
     leaf that differs, as in the names of pieces. ``others``: how many more leaves differ, at least.
     The image holds of each part what the rank had that stored it.
+
+    ``leaf``: the first leaf that differs. ``replicas``: how many ranks hold that part.
+    ``is_known_which``: more than half of them hold the same.
     """
 
     leaf: str
@@ -141,7 +186,11 @@ class ReplicasDiffer(Event, frozen=True, kw_only=True):
 
 
 class ImageDurable(Event, frozen=True, kw_only=True):
-    """One image lies fsynced in storage."""
+    """One image lies fsynced in storage.
+
+    ``elapsed_s``: the time that writing took. ``size_bytes``: the size of the image. ``image``: its
+    path below the root.
+    """
 
     elapsed_s: float
     size_bytes: int
@@ -149,7 +198,11 @@ class ImageDurable(Event, frozen=True, kw_only=True):
 
 
 class CheckpointPublished(Event, frozen=True, kw_only=True):
-    """A manifest names this generation: it is durable."""
+    """A manifest names this generation: it is durable.
+
+    ``elapsed_s``: the time since writing began. ``size_bytes``: the size of all images. ``images``:
+    the number of ranks whose images it has.
+    """
 
     elapsed_s: float
     size_bytes: int
@@ -159,13 +212,19 @@ class CheckpointPublished(Event, frozen=True, kw_only=True):
 
 
 class PersistBroke(Event, frozen=True, kw_only=True):
-    """A snapshot could not be made durable; it will be tried again with the next one."""
+    """A snapshot could not be made durable; it will be tried again with the next one.
+
+    ``reason``: why, in words.
+    """
 
     reason: str
 
 
 class CheckpointPruned(Event, frozen=True, kw_only=True):
-    """A checkpoint left storage by the retention policy."""
+    """A checkpoint left storage by the retention policy.
+
+    ``pruned_step``: its step. ``pruned_incarnation``: the start of the run that saved it.
+    """
 
     pruned_step: int
     pruned_incarnation: int
@@ -175,6 +234,11 @@ class Restored(Event, frozen=True, kw_only=True):
     """This rank's objects hold a restored generation, verified.
 
     ``read_bytes`` it read from the source, ``received_bytes`` it had from ranks that did.
+
+    ``source``: "memory" or "storage". ``elapsed_s``: the time that the restore took on this rank.
+    ``size_bytes``: the size of what was restored here. ``saved_world``: the number of ranks that
+    saved it. ``world``: the number of ranks now. ``parent_incarnation``: the start of the run that
+    saved it.
     """
 
     source: str
@@ -188,7 +252,10 @@ class Restored(Event, frozen=True, kw_only=True):
 
 
 class SourceDropped(Event, frozen=True, kw_only=True):
-    """A source of a restore failed or did not verify; all ranks planned again without it."""
+    """A source of a restore failed or did not verify; all ranks planned again without it.
+
+    ``source``: the source and its generation. ``reason``: why, in words.
+    """
 
     source: str
     reason: str
@@ -199,6 +266,9 @@ class DamageFound(Event, frozen=True, kw_only=True):
 
     ``what``: "image" or "parity"; ``name``: which of the generation. ``outcome``: "repaired" from
     peers, or "dropped", for this ``reason``: it is neither restored from nor made durable then.
+
+    ``size_bytes``: the size of the blocks that were found changed. ``reason``: why it was
+    dropped, in words.
     """
 
     host: str
@@ -210,7 +280,11 @@ class DamageFound(Event, frozen=True, kw_only=True):
 
 
 class KeeperStarted(Event, frozen=True, kw_only=True):
-    """A keeper answers on this host."""
+    """A keeper answers on this host.
+
+    ``pid``: its process. ``found_generations``: the number of whole generations that an earlier
+    keeper left in memory. ``elapsed_s``: the time that taking them over took.
+    """
 
     pid: int
     found_generations: int
@@ -218,13 +292,19 @@ class KeeperStarted(Event, frozen=True, kw_only=True):
 
 
 class KeeperLost(Event, frozen=True, kw_only=True):
-    """The keeper of this host went away; another is started at the next save."""
+    """The keeper of this host went away; another is started at the next save.
+
+    ``reason``: what showed it, in words.
+    """
 
     reason: str
 
 
 class KeeperStopped(Event, frozen=True, kw_only=True):
-    """A keeper ended in order."""
+    """A keeper ended in order.
+
+    ``reason``: why, in words.
+    """
 
     reason: str
 
@@ -242,31 +322,61 @@ class RequestsRefused(Event, frozen=True, kw_only=True):
 
 
 class ValuesDiffer(Event, frozen=True, kw_only=True):
-    """Plain values differed between the saved ranks and the world changed; says what was taken."""
+    """Plain values differed between the saved ranks and the world changed; says what was taken.
+
+    ``names``: the places of the values in the state.
+    """
 
     names: tuple[str, ...]
 
 
 class SinkFailed(Event, frozen=True, kw_only=True):
-    """A sink raised and was removed."""
+    """A sink raised and was removed.
+
+    ``sink``: the sink. ``reason``: the error that it raised.
+    """
 
     sink: str
     reason: str
 
 
 class Warned(Event, frozen=True, kw_only=True):
-    """Something a person should look at; nothing was lost."""
+    """Something a person should look at; nothing was lost.
+
+    ``message``: the situation, and what to do.
+    """
 
     message: str
 
 
 AnyEvent = (
-    RunStarted | SaveReturned | FenceWaited | ImageCaptured | ImagePassed | SnapshotCaptured
-    | SnapshotProtected | SnapshotNotProtected | ImageRebuilt | ProtectionPlanned | SnapshotMissed
-    | ReplicasDiffer | ImageDurable | CheckpointPublished | PersistBroke
-    | CheckpointPruned | Restored | SourceDropped | DamageFound | KeeperStarted | KeeperLost
-    | KeeperStopped | RequestsRefused | ValuesDiffer | SinkFailed | Warned
-)  # fmt: skip
+    RunStarted
+    | SaveReturned
+    | FenceWaited
+    | ImageCaptured
+    | ImagePassed
+    | SnapshotCaptured
+    | SnapshotProtected
+    | SnapshotNotProtected
+    | ImageRebuilt
+    | ProtectionPlanned
+    | SnapshotMissed
+    | ReplicasDiffer
+    | ImageDurable
+    | CheckpointPublished
+    | PersistBroke
+    | CheckpointPruned
+    | Restored
+    | SourceDropped
+    | DamageFound
+    | KeeperStarted
+    | KeeperLost
+    | KeeperStopped
+    | RequestsRefused
+    | ValuesDiffer
+    | SinkFailed
+    | Warned
+)
 
 Sink = Callable[[Event, float], None]
 
@@ -276,7 +386,11 @@ _sinks: list[Sink] = []
 
 
 def subscribe(sink: Sink) -> Callable[[], None]:
-    """Call ``sink(event, time_s)`` for every event from now on; returns how to stop it."""
+    """Call ``sink(event, time_s)`` for every event from now on; returns how to stop it.
+
+    ``sink``: called on the thread that reports, with one of the classes of ``holdfast.events`` and
+    the wall clock in seconds. A sink that raises is removed.
+    """
     _sinks.append(sink)
 
     def unsubscribe() -> None:

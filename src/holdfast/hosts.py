@@ -1,11 +1,12 @@
-"""The hosts of a run, as its ranks agree on them before it begins: who they are, and the secret.
+"""Builds the table of a run's hosts on which all ranks agree at each start, with the run's secret.
 
-Keepers are told of each other by their trainers alone: at each start one rank of each host asks
-its keeper what it knows and where it listens, and tells it the table that comes of that.
+Keepers learn of each other through their trainers alone: at each start one rank of each host asks
+its keeper for its knowledge and its address, and sends it the resulting table.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import socket
@@ -15,40 +16,42 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.peers.secret import secret_from_environment
 from holdfast.policy.arguments import parity_rate
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import boot_id
-from holdfast.world import World, agree, host_id, tell_all
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import boot_id
+from holdfast.transport.channel import secret_from_environment
+from holdfast.world import World, all_gather_or_raise, from_rank0, host_id
 
 ADDRESS = "HOLDFAST_HOST_ADDRESS"
 DOMAIN = "HOLDFAST_FAILURE_DOMAIN"
 PARITY_RATE = "HOLDFAST_PARITY_RATE"
 LOOPBACK = "127.0.0.1"
 _SECRET_BYTES = 32
-#: How long a keeper waits for the coordinator once the run has begun: saves are many.
+_OF_RUN = b"holdfast run\n"
+#: Seconds for which a keeper waits for the coordinator once the run has begun: there are many
+#: saves.
 LATER_S = 1.0
 
 Request = Callable[[m.Message, type[m.Message]], m.Message]
 
 
 class HostFact(msgspec.Struct, frozen=True):
-    """What a rank says of the host it is on."""
+    """The description of a host by one of its ranks."""
 
     id: str
     machine: str
-    """Several hosts of a test are one machine."""
+    """The physical machine: in a test several hosts share one."""
     address: str
     domain: str = ""
-    """A rack, a switch, a power feed: what it may fail with."""
+    """A rack, a switch, a power feed: a unit that fails together."""
     parity_rate: int = 0
     """Bytes a second, at most, that parity may take of its network; 0: no bound."""
 
     @classmethod
     def of_this(cls, ranks: int) -> HostFact:
-        """For the host of this process, in a run of so many ranks.
+        """Describes the host of this process, in a run of so many ranks.
 
-        UsageError for a setting that means nothing.
+        Raises UsageError for an invalid setting.
         """
         address = os.environ.get(ADDRESS, "").strip()
         domain = os.environ.get(DOMAIN, "").strip()
@@ -59,12 +62,14 @@ class HostFact(msgspec.Struct, frozen=True):
 
 
 def _are_all_here(ranks: int) -> bool:
-    """Whether nobody needs to reach this host: no name is looked up then, which may take long."""
+    """True if nobody needs to reach this host: no name is looked up then, which may take long."""
     return ranks == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks)
 
 
 def _outward_address() -> str:
-    """How this host is seen from that of the process group's store; "" when that is not known."""
+    """Returns this host's address as the host of the process group's store sees it; "" when
+    unknown.
+    """
     store = os.environ.get("MASTER_ADDR", "")
     if not store:
         return ""
@@ -79,14 +84,14 @@ def _outward_address() -> str:
 
 
 @dataclass(slots=True)
-class Hosts:
+class HostTable:
     """All hosts of this start, this rank's own among them; the first is that of rank 0."""
 
-    table: tuple[m.HostPlace, ...]
+    table: tuple[m.HostEntry, ...]
     own: int
     secret: bytes = b""
     within_s: float = LATER_S
-    """How long a keeper that is told of its part waits for the coordinator."""
+    """Seconds for which a keeper waits for the coordinator after it got its role."""
 
     @property
     def own_id(self) -> str:
@@ -94,25 +99,39 @@ class Hosts:
         return self.table[self.own].id
 
     @property
+    def own_ranks(self) -> tuple[int, ...]:
+        """The ranks of this host."""
+        return self.table[self.own].ranks
+
+    @property
     def are_several(self) -> bool:
-        """Whether there is another host than this one."""
+        """True if there is another host than this one."""
         return len(self.table) > 1
 
     def speaks_for(self, rank: int) -> bool:
-        """Whether this rank is the one of its host that tells the keeper."""
+        """True if this rank is the one of its host that speaks to the keeper."""
         return rank == min(self.table[self.own].ranks)
 
-    def part(self, incarnation: int, nonce: str) -> m.TakePart:
-        """What this host's keeper is to be told."""
-        return m.TakePart(
-            incarnation=incarnation, nonce=nonce, hosts=self.table, host=self.own,
-            secret=self.secret, within_s=self.within_s,
-        )  # fmt: skip
+    def part(self, incarnation: int, nonce: str) -> m.AssignRole:
+        """Returns the role message for this host's keeper."""
+        return m.AssignRole(
+            incarnation=incarnation,
+            nonce=nonce,
+            hosts=self.table,
+            host=self.own,
+            secret=self.secret,
+            within_s=self.within_s,
+        )
 
     # ── agreeing ─────────────────────────────────────────────────────────────────────────
 
-    def agree_on_secret(self, world: World, timeout_s: float) -> None:
-        """From the file that all hosts have, or made by rank 0 for this start alone."""
+    def agree_on_secret(self, world: World, timeout_s: float, run: str = "") -> None:
+        """Agrees on the secret: from the file that all hosts have, or made by rank 0 for this start
+        alone.
+
+        ``run``: the run and its root. Each derives another secret from one file, so that no keeper
+        is mistaken for that of a copy.
+        """
 
         def say() -> bytes:
             found = secret_from_environment()
@@ -121,32 +140,34 @@ class Hosts:
                 return b""  # never over the store: a file is for those who do not trust that
             return secrets.token_bytes(_SECRET_BYTES) if world.rank == 0 else b"none"
 
-        said = agree(world, "start: secret", say, timeout_s=timeout_s)
+        said = all_gather_or_raise(world, "start: secret", say, timeout_s=timeout_s)
         without = [rank for rank, secret in enumerate(said) if secret]
         if 0 < len(without) < world.size:
             raise UsageError(
                 f"HOLDFAST_SECRET_FILE is not set on ranks {without}, but on the others: set it on "
                 "every host, to a file with the same bytes, or nowhere"
             )
-        self.secret = self.secret or said[0]
+        secret = self.secret or said[0]
+        self.secret = hmac.digest(secret, _OF_RUN + run.encode(), "sha256") if run else secret
 
     def survey(self, world: World, request: Request, timeout_s: float) -> int:
-        """Ask all keepers; the newest incarnation that any of them knows."""
+        """Asks all keepers; returns the newest incarnation that any of them knows."""
 
         def ask() -> bytes:
             if not self.speaks_for(world.rank):
                 return b""
             answer = request(
-                m.Survey(
-                    secret=self.secret, address=self.table[self.own].address,
+                m.ProbeHost(
+                    secret=self.secret,
+                    address=self.table[self.own].address,
                     is_coordinator=self.own == 0,
                 ),
-                m.Surveyed,
-            )  # fmt: skip
-            assert isinstance(answer, m.Surveyed)
+                m.HostProbed,
+            )
+            assert isinstance(answer, m.HostProbed)
             return msgspec.json.encode((answer.newest, answer.port, answer.control_port))
 
-        said = agree(world, "start: keepers", ask, timeout_s=timeout_s)
+        said = all_gather_or_raise(world, "start: keepers", ask, timeout_s=timeout_s)
         newest, table = 0, []
         for place in self.table:
             known, port, control_port = msgspec.json.decode(
@@ -158,11 +179,15 @@ class Hosts:
         return newest
 
     def begin(
-        self, world: World, begin: Callable[[int], int], request: Request, newest: int,
+        self,
+        world: World,
+        begin: Callable[[int], int],
+        request: Request,
+        newest: int,
         timeout_s: float,
-    ) -> int:  # fmt: skip
-        """Begin an incarnation, and have all keepers take their part in it; its number."""
-        begun = tell_all(
+    ) -> int:
+        """Begins an incarnation, and assigns all keepers their role in it; returns its number."""
+        begun = from_rank0(
             world, "start: incarnation", lambda: str(begin(newest)).encode(), timeout_s=timeout_s
         )
         n = int(begun)
@@ -173,15 +198,16 @@ class Hosts:
                 request(self.part(n, world.nonce), m.Done)
             return b""
 
-        agree(world, "start: hosts", tell, timeout_s=timeout_s)
+        all_gather_or_raise(world, "start: hosts", tell, timeout_s=timeout_s)
         return n
 
 
-def hosts_of(facts: Sequence[HostFact], rank: int, *, were_more: bool = False) -> Hosts | None:
-    """The hosts of these ranks, in order of their lowest; None when all are on one.
+def hosts_of(facts: Sequence[HostFact], rank: int, *, were_more: bool = False) -> HostTable | None:
+    """Returns the hosts of these ranks, in order of their lowest; None when all are on one.
 
     ``were_more``: an earlier start may have been on several, whose memory this one has parity of.
-    UsageError when there are several and one of them does not know how the others reach it.
+    Raises UsageError when there are several and one of them does not know its address for the
+    others.
     """
     ranks: dict[str, list[int]] = {}
     for number, fact in enumerate(facts):
@@ -200,9 +226,14 @@ def hosts_of(facts: Sequence[HostFact], rank: int, *, were_more: bool = False) -
                 "an address and no name of the host itself"
             )
         fact = facts[numbers[0]]
-        table.append(m.HostPlace(
-            id=id_, ranks=tuple(numbers), address=address, domain=fact.domain,
-            parity_rate=fact.parity_rate,
-        ))  # fmt: skip
+        table.append(
+            m.HostEntry(
+                id=id_,
+                ranks=tuple(numbers),
+                address=address,
+                domain=fact.domain,
+                parity_rate=fact.parity_rate,
+            )
+        )
     own = list(ranks).index(facts[rank].id)
-    return Hosts(tuple(table), own)
+    return HostTable(tuple(table), own)

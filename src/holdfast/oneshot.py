@@ -1,7 +1,8 @@
-"""Save, load and open without a keeper: one call each, for scripts, exports and evaluation.
+"""Saves, loads and opens checkpoints without a keeper: one call each, for scripts, exports and
+evaluation.
 
-``save`` takes the same way as a run does, image by image and manifest last, only through private
-memory and on the calling thread.
+``save`` writes as a run does, image by image and manifest last, only through private memory and on
+the calling thread.
 """
 
 from __future__ import annotations
@@ -16,40 +17,48 @@ from typing import Any
 
 import msgspec
 
-from holdfast.catalogue import LOCK, attempt_dir, image_path
-from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
-from holdfast.format.features import needed
-from holdfast.format.image import fill_in
-from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
-from holdfast.geometry.codec import has_listings
-from holdfast.geometry.layout import Layout, merge, table_from_json
-from holdfast.load.choose import Candidate
-from holdfast.load.compare import Request
-from holdfast.load.reader import CheckpointReader
-from holdfast.load.restore import Restored, restore_first
-from holdfast.load.source import Checkpoint
-from holdfast.load.stored import catalogue_of, choose_stored, open_stored, run_id_of
-from holdfast.persist import commit
-from holdfast.persist.writer import Arrival, Written, write_image
-from holdfast.policy.arguments import duration_s, step_number, wanted_step
-from holdfast.rules import Rules
-from holdfast.snapshot.capture import (
-    Overtaking,
-    Progress,
-    Target,
+from holdfast.capture.copy_plan import plan_copies
+from holdfast.capture.copy_slot import (
+    CopyProgress,
+    OvertakeDetector,
+    SlotTarget,
     computation_so_far,
     copy_image,
     stage,
 )
-from holdfast.snapshot.copies import plan_copies
-from holdfast.state.binding import Bindings
-from holdfast.state.choice import choose
+from holdfast.catalogue import LOCK, attempt_dir, image_path
+from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
+from holdfast.format.image import fill_in
+from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, needed
+from holdfast.geometry.codec import has_listings
+from holdfast.geometry.layout import Layout, merge, table_from_json
+from holdfast.persist import commit
+from holdfast.persist.writer import Arrival, WrittenImage, write_image
+from holdfast.policy.arguments import duration_s, step_number, wanted_step
+from holdfast.restore.match import RestoreRequest
+from holdfast.restore.planning.candidates import Candidate
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.reader import CheckpointReader
+from holdfast.restore.reading.stored import catalogue_of, choose_stored, open_stored, run_id_of
+from holdfast.restore.restore import Restored, restore_first
+from holdfast.restore.sources import Choices, StorageHold
+from holdfast.rules import Rules
+from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer, Description
+from holdfast.state.mapped.unused_rules import check_rules, require_all_used
 from holdfast.state.objects import State
-from holdfast.state.usage import check_rules, refuse_unused
+from holdfast.state.selection import choose
+from holdfast.state.step_calls import Rest, refuse_inside
 from holdfast.storage.base import Lock, Store
 from holdfast.storage.open import open_store
-from holdfast.world import World, agree, current_world, host_id, refuse_rank_without_group, tell_all
+from holdfast.world import (
+    World,
+    all_gather_or_raise,
+    current_world,
+    from_rank0,
+    host_id,
+    refuse_rank_without_group,
+)
 
 #: Reading and writing may take this many times as long as meeting the other ranks.
 _IO_PATIENCE = 10
@@ -66,18 +75,26 @@ def save(
 ) -> None:
     """Store ``state`` below ``path``, durable on return; all ranks call it.
 
-    ``rules``: what its tensors are in the checkpoint, where that is something else than here.
-    ``timeout_s`` bounds every wait for other ranks; ten times as long for their writing. Raises
-    UnsupportedState before anything is written, RootBusy while a run saves there, and
-    StorageError when storage refuses; then the checkpoints there are as they were.
+    ``path``: the root, a directory that all ranks reach. ``state``: names to modules, optimizers,
+    schedulers, objects with ``state_dict`` and ``load_state_dict``, and plain values. ``step``: the
+    step that the checkpoint is of. ``rules``: how its tensors correspond to leaves of the
+    checkpoint, where the two differ. ``timeout_s``: the bound, in seconds, of every wait for other
+    ranks; ten times as long for their writing.
+
+    Raises UnsupportedState before anything is written, RootBusy while a run saves there, and
+    StorageError when storage refuses; then the existing checkpoints are unchanged. In the middle of
+    an optimizer's step it raises UsageError; beside a thread that trains it raises CaptureOvertaken
+    when a step begins before the state is copied, because no step waits for this.
     """
+    refuse_inside("holdfast.save()")
     timeout_s, step = duration_s("timeout_s", timeout_s), step_number(step)
     refuse_rank_without_group()
     store, world = open_store(path), current_world(timeout_s=timeout_s)
+    rest = Rest(timeout_s)
     described, layout = _agree_layout(world, state, rules, timeout_s)
     lock: list[Lock] = []
     try:
-        told = tell_all(
+        told = from_rank0(
             world, "save: begin", lambda: _begin(world, store, step, lock), timeout_s=timeout_s
         )
         incarnation = msgspec.json.decode(told, type=Incarnation)
@@ -86,9 +103,9 @@ def save(
 
         def write() -> bytes:
             _require_same_root(world, store, incarnation.run_id)
-            return msgspec.json.encode(
-                _write_image(world, store, described, layout, incarnation, generation, attempt)
-            )
+            ref = _write_image(world, store, described, layout, incarnation, generation, attempt)
+            rest.check()
+            return msgspec.json.encode(ref)
 
         def publish() -> bytes:
             try:
@@ -98,31 +115,44 @@ def save(
                 raise
             commit.record_incarnation(store, incarnation)
             commit.write_layout(store, layout.hash, layout.to_json())
-            commit.publish(store, Manifest(
-                run_id=incarnation.run_id, incarnation=incarnation.n, step=step, attempt=attempt,
-                parent=incarnation.parent, world=world.size, layout=layout.hash, images=images,
-                requires=needed(parts=False, listings=has_listings(layout.to_json())),
-                created_s=time.time(), **_shown(described.values),
-            ))  # fmt: skip
+            commit.publish(
+                store,
+                Manifest(
+                    run_id=incarnation.run_id,
+                    incarnation=incarnation.n,
+                    step=step,
+                    attempt=attempt,
+                    parent=incarnation.parent,
+                    world=world.size,
+                    layout=layout.hash,
+                    images=images,
+                    requires=needed(parts=False, listings=has_listings(layout.to_json())),
+                    created_s=time.time(),
+                    **_shown(described.values),
+                ),
+            )
             return b""
 
         try:
-            refs = agree(world, "save: write", write, timeout_s=timeout_s * _IO_PATIENCE)
+            refs = all_gather_or_raise(
+                world, "save: write", write, timeout_s=timeout_s * _IO_PATIENCE
+            )
         except BaseException:
             if world.rank == 0:  # before the lock is released; what another rank still writes stays
                 _clear(store, generation, attempt)
             raise
         images = tuple(msgspec.json.decode(ref, type=ImageRef) for ref in refs)
-        tell_all(world, "save: publish", publish, timeout_s=timeout_s * _IO_PATIENCE)
+        from_rank0(world, "save: publish", publish, timeout_s=timeout_s * _IO_PATIENCE)
     finally:
         for held in lock:
             held.release()
 
 
 def _shown(values: bytes) -> dict[str, Any]:
-    """Values and aliases for who reads only the manifest; none where they would make it too long.
+    """Returns values and aliases for readers of the manifest alone; none where they would make it
+    too long.
 
-    A restore takes them from the images.
+    A restore reads them from the images.
     """
     if len(values) > _MAX_SHOWN_BYTES:
         return {}
@@ -131,7 +161,7 @@ def _shown(values: bytes) -> dict[str, Any]:
 
 
 def _require_same_root(world: World, store: Store, run_id: str) -> None:
-    """Rank 0 named the root's run: UsageError on a rank that finds another root, or none."""
+    """Raises UsageError on a rank that finds another root than rank 0, or none."""
     try:
         commit.require_root(store, run_id)
     except StorageError as error:
@@ -141,7 +171,7 @@ def _require_same_root(world: World, store: Store, run_id: str) -> None:
 
 
 def _require_images(store: Store, images: tuple[ImageRef, ...]) -> None:
-    """On rank 0: UsageError when what the others wrote is not where the manifest says."""
+    """On rank 0: raises UsageError when the other ranks' images are not where the manifest says."""
     for image in images:
         try:
             found: int | None = store.size_bytes(image.path)
@@ -163,7 +193,7 @@ def _apart(store: Store, what: str) -> UsageError:
 
 
 def _clear(store: Store, generation: Generation, attempt: str) -> None:
-    """Leave nothing of a save that came to nothing: no manifest names it."""
+    """Removes all files of a failed save: no manifest names them."""
     with contextlib.suppress(HoldfastError):
         store.remove_tree(attempt_dir(generation, attempt))
 
@@ -171,7 +201,7 @@ def _clear(store: Store, generation: Generation, attempt: str) -> None:
 def _agree_layout(
     world: World, state: State, rules: Rules | None, timeout_s: float
 ) -> tuple[Description, Layout]:
-    """This rank's leaves, and all ranks' together. One rank's error is everybody's."""
+    """Returns this rank's leaves, and all ranks' together. One rank's error is raised on all."""
     described: list[Description] = []
 
     def describe() -> bytes:
@@ -183,23 +213,26 @@ def _agree_layout(
         described.append(describer.describe())
         return msgspec.msgpack.encode((described[0].table, usage))
 
-    told = agree(world, "save: state", describe, timeout_s=timeout_s)
+    told = all_gather_or_raise(world, "save: state", describe, timeout_s=timeout_s)
     said = [msgspec.msgpack.decode(each, type=tuple[bytes, bytes]) for each in told]
-    refuse_unused([usage for _, usage in said])
+    require_all_used([usage for _, usage in said])
     return described[0], merge([table_from_json(table) for table, _ in said])
 
 
 def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
-    """On rank 0: lock the root, and make this save an incarnation of its own."""
+    """On rank 0: locks the root, and makes this save an incarnation of its own."""
     root = commit.open_root(store, run_id_of(store) or uuid.uuid4().hex[:12])
     owner = f"holdfast.save, process {os.getpid()} on {host_id()}"
     lock.append(store.lock(LOCK, owner))
     found = catalogue_of(store)
     before = [g for g in found.lineage if g.step < step]
     parent = max(before, key=lambda g: (g.step, g.incarnation), default=None)
+    if parent is None and step and any(g.step < step for g in found.undecided):
+        # Earlier checkpoints are not given up because a record is missing.
+        parent = Generation(max((*found.parents, *found.unreadable)), step - 1)
     incarnation = Incarnation(
         run_id=root.run_id,
-        n=max(found.parents, default=0) + 1,
+        n=max((*found.parents, *found.unreadable), default=0) + 1,
         nonce=uuid.uuid4().hex,
         parent=None if parent is None else (parent.incarnation, parent.step),
         world=world.size,
@@ -217,29 +250,33 @@ def _write_image(
     generation: Generation,
     attempt: str,
 ) -> ImageRef:
-    """Assemble this rank's image and stream it out while it grows."""
+    """Assembles this rank's image and streams it out while it grows."""
     plan = plan_copies(layout, world.rank, described.bindings)
     metadata = {
-        "run": incarnation.run_id, "incarnation": str(incarnation.n), "step": str(generation.step),
-        "attempt": attempt, "rank": str(world.rank), "world": str(world.size),
+        "run": incarnation.run_id,
+        "incarnation": str(incarnation.n),
+        "step": str(generation.step),
+        "attempt": attempt,
+        "rank": str(world.rank),
+        "world": str(world.size),
         "layout": layout.hash,
-    }  # fmt: skip
+    }
     image = fill_in(plan.image, metadata, len(described.values))
     memory = memoryview(bytearray(image.size_bytes))
     stage(described.bindings.volatile)
     path = image_path(generation, attempt, world.rank)
     arrival = Arrival()
-    progress = Progress(check=lambda: None, copied=arrival.copied, enqueued=lambda _: None)
+    progress = CopyProgress(check=lambda: None, copied=arrival.copied, enqueued=lambda _: None)
     sink = store.create(path, image.size_bytes)
     try:
         with ThreadPoolExecutor(1) as pool:
             writing = pool.submit(write_image, sink, memory, arrival, path)
             try:
                 seal = copy_image(
-                    Target(memory, plan),
+                    SlotTarget(memory, plan),
                     image,
                     described.values,
-                    Overtaking(Bindings(joined=described.bindings.joined)),
+                    OvertakeDetector(Bindings(joined=described.bindings.joined)),
                     progress,
                     0,
                     computation_so_far(described.bindings.gpus),
@@ -249,16 +286,19 @@ def _write_image(
                 arrival.abort(f"the state could not be copied: {error}")
                 raise
             written = writing.result()
-        if written != Written(seal.header_xxh3, seal.table_xxh3):
+        if written != WrittenImage(seal.header_xxh3, seal.table_xxh3):
             raise PersistFailed(f"{path} changed while it was written")
         sink.finish()
     except BaseException:
         sink.abort()
         raise
     return ImageRef(
-        path=path, rank=world.rank, size_bytes=image.size_bytes, header_xxh3=seal.header_xxh3,
+        path=path,
+        rank=world.rank,
+        size_bytes=image.size_bytes,
+        header_xxh3=seal.header_xxh3,
         table_xxh3=seal.table_xxh3,
-    )  # fmt: skip
+    )
 
 
 def load(
@@ -274,38 +314,56 @@ def load(
 ) -> Restored:
     """Fill ``state`` from the newest checkpoint below ``path``, whatever layout it was saved in.
 
-    ``rules``: what its tensors are in the checkpoint; ``stored_rules``: for a checkpoint that was
-    saved without the rules that it should have been saved with, these. ``only``: patterns of the
-    names to restore, all else stays as it is; ``allow_missing``: of names that need not be stored.
-    All ranks call it. ``step`` as in ``Checkpointer.restore``, ``timeout_s`` as in ``save``. Raises
-    NotFound when there is no checkpoint, StateMismatch listing every difference, RestoreError when
-    none could be read; after RestoreError the state may hold a part of it and must not be used.
+    ``path``: the root. ``state``: what is filled, as for ``save``. ``step``: the step to load
+    instead, as in ``Checkpointer.restore``. ``rules``: how its tensors correspond to leaves of the
+    checkpoint. ``stored_rules``: the rules that the checkpoint should have been saved with, where
+    it was saved without. ``only``: patterns of the names to restore; everything else stays as it
+    is. ``allow_missing``: patterns of names that need not be stored. ``timeout_s``: as in ``save``.
+
+    All ranks call it. Raises NotFound when there is no checkpoint, StateMismatch listing every
+    difference, RestoreError when none could be read, or a lost record leaves open which are the
+    run's (name one then); after RestoreError the state may hold a part of it and must not be used.
+    The checkpoint is not pruned while it is read, if this process can write a lease below ``path``.
     """
+    refuse_inside("holdfast.load()")
     timeout_s, step = duration_s("timeout_s", timeout_s), wanted_step(step)
-    request = Request(rules, stored_rules, choose(only, allow_missing))
+    request = RestoreRequest(rules, stored_rules, choose(only, allow_missing))
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
     store, world = open_store(path), current_world(timeout_s=timeout_s)
-    listed = tell_all(
-        world, "load: candidates", lambda: msgspec.json.encode(choose_stored(store, step)[1]),
-        timeout_s=timeout_s,
-    )  # fmt: skip
+    hold = StorageHold(store)
+    choices = Choices(
+        world, "load: candidates", hold, lambda: choose_stored(store, step)[1], timeout_s=timeout_s
+    )
 
     def open_checkpoint(candidate: Candidate) -> Checkpoint:
         return open_stored(store, candidate, world.rank)
 
-    restored = restore_first(
-        world, state, msgspec.json.decode(listed, type=list[Candidate]), open_checkpoint,
-        incarnation=0, timeout_s=timeout_s * _IO_PATIENCE, on_poison=lambda _: None,
-        request=request,
-    )  # fmt: skip
+    try:
+        restored = restore_first(
+            world,
+            state,
+            choices.first(),
+            open_checkpoint,
+            incarnation=0,
+            timeout_s=timeout_s * _IO_PATIENCE,
+            on_poison=lambda _: None,
+            request=request,
+            plan_again=choices.plan_again,
+        )
+    finally:
+        hold.end()
     assert restored is not None  # there was a candidate, and no error
     return restored
 
 
 def open(path: str | os.PathLike[str], step: int | str | None = None) -> CheckpointReader:
-    """Look into a checkpoint without torch.distributed and without the training code.
+    """Open a checkpoint for reading without torch.distributed and without the training code.
 
-    Gives its newest step, or ``step``. Raises NotFound when there is none.
+    ``path``: the root. ``step``: the step to open; None for the newest.
+
+    Raises NotFound when there is none, RestoreError when a lost record leaves open which are the
+    run's. While it is open it is not pruned, for a day at most, if this process can write a lease
+    below ``path``.
     """
     return CheckpointReader(open_store(path), wanted_step(step))

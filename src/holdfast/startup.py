@@ -1,48 +1,52 @@
-"""How a run begins: its ranks agree on everything that must be alike, and reach their keeper.
+"""Starts a run: its ranks agree on every setting that must be equal, and connect to their keeper.
 
-Whatever goes wrong here is raised on every rank, and is the user's to mend.
+Any error here is raised on every rank, and is the user's to fix.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import uuid
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 from msgspec import msgpack
 
+from holdfast.capture.saver import Saver
+from holdfast.capture.task import RankIdentity, Timeouts
+from holdfast.catalogue import ROOT, read_document
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
-from holdfast.load.host_offers import HostOffers
-from holdfast.load.offers import Offers
-from holdfast.load.stored import run_id_of
+from holdfast.format.manifest import Root
+from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of
 from holdfast.persist import commit
-from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
+from holdfast.policy.when import Every
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import ROOT_NAME, arena_dir, parse_arena_name
+from holdfast.protocol.client import KeeperClient, find_or_start
+from holdfast.restore.cluster_sources import ClusterSources
+from holdfast.restore.reading.stored import run_id_of
+from holdfast.restore.sources import RestoreSources
 from holdfast.rules import Rules
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import arena_dir
-from holdfast.snapshot.client import KeeperClient, find_or_start
-from holdfast.snapshot.hosts import LATER_S, HostFact, Hosts, hosts_of
-from holdfast.snapshot.saver import Saver
-from holdfast.snapshot.underway import Patience, Place
 from holdfast.state.describe import Describer
+from holdfast.state.mapped.unused_rules import require_all_used
 from holdfast.state.objects import State
-from holdfast.state.usage import refuse_unused
 from holdfast.storage.base import Store
-from holdfast.world import World, agree, host_id, tell_all
+from holdfast.storage.files import common_identity
+from holdfast.world import World, all_gather_or_raise, from_rank0, host_id
 
-#: How long a start that failed waits for its own threads to end.
+#: Seconds for which a failed start waits for its own threads to end.
 _HANG_UP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What all ranks say alike when they begin."""
+class RunOptions:
+    """The options that must be equal on all ranks."""
 
     root: str
     memory: Every | None
@@ -56,75 +60,98 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A run that has begun, on one rank."""
+class StartedRun:
+    """A started run, on one rank."""
 
     run_id: str
     incarnation: int
     may_restore: bool
     saver: Saver
-    offers: Offers
+    offers: RestoreSources
 
 
-def meet(world: World, store: Store, state: State, terms: Terms) -> Run:
-    """Agree with the other ranks on run, host and incarnation, and take a place at the keeper."""
-    timeout_s = terms.timeout_s
-    describer = Describer(state, world.rank, world.size, tells_frozen=True, rules=terms.rules)
-    told = agree(world, "start: state", lambda: _plan(state, describer, terms), timeout_s=timeout_s)
+def start_run(world: World, store: Store, state: State, options: RunOptions) -> StartedRun:
+    """Agrees with the other ranks on run, host and incarnation, and joins it at the keeper."""
+    timeout_s = options.timeout_s
+    describer = Describer(state, world.rank, world.size, mark_frozen=True, rules=options.rules)
+    told = all_gather_or_raise(
+        world, "start: state", lambda: _plan(state, describer, options), timeout_s=timeout_s
+    )
     plans = [msgpack.decode(each, type=tuple[bytes, bytes, bytes]) for each in told]
     _require_one_plan([plan for plan, _, _ in plans])
-    refuse_unused([usage for _, usage, _ in plans])
+    require_all_used([usage for _, usage, _ in plans])
     facts = [msgspec.json.decode(fact, type=HostFact) for _, _, fact in plans]
-    hosts = hosts_of(facts, world.rank, were_more=terms.parity > 0)
-    opened = tell_all(world, "start: root", lambda: _open_root(store, terms), timeout_s=timeout_s)
+    hosts = hosts_of(facts, world.rank, were_more=options.parity > 0)
+    opened = from_rank0(
+        world, "start: root", lambda: _open_root(store, options), timeout_s=timeout_s
+    )
     run_id = opened.decode()
-    arena = arena_dir(run_id, host_id())
-    place = Place(run_id, 0, world.nonce, world.rank, world.size)
-    connect = partial(_connect, terms, arena, hosts)
-    parity = terms.parity if hosts is not None and hosts.are_several else 0
+    seen = _agree_on_root(world, store, run_id, options)
+    root_id = _root_of_host(seen, range(world.size) if hosts is None else hosts.own_ranks)
+    arena = arena_dir(run_id, host_id(), root_id)
+    if world.rank == 0 if hosts is None else hosts.speaks_for(world.rank):
+        _warn_of_copies(arena, options.root)
+    place = RankIdentity(run_id, 0, world.nonce, world.rank, world.size, root_id)
+    connect = partial(_connect, options, arena, hosts)
+    parity = options.parity if hosts is not None and hosts.are_several else 0
     saver = Saver(describer, place, connect, _patience(timeout_s), parity=parity)
     request = partial(saver.request, timeout_s=timeout_s)
     offers = (
-        Offers(store, world.rank, arena, request)
+        RestoreSources(store, world.rank, arena, request)
         if hosts is None
-        else HostOffers(store, world.rank, arena, request, hosts)
+        else ClusterSources(store, world.rank, arena, request, hosts)
     )
     try:
         if hosts is None:
             begin = partial(_begin, world, saver, offers, timeout_s)
-            begun = tell_all(world, "start: incarnation", begin, timeout_s=timeout_s)
+            begun = from_rank0(world, "start: incarnation", begin, timeout_s=timeout_s)
         else:
+            of_all = common_identity(filter(None, seen))
+            hosts.agree_on_secret(world, timeout_s, f"{run_id}\n{of_all}")
             begun = _begin_on_hosts(world, hosts, saver, offers, timeout_s)
         incarnation, may_restore = msgspec.json.decode(begun, type=tuple[int, bool])
         offers.incarnation = incarnation
-        saver.place = Place(run_id, incarnation, world.nonce, world.rank, world.size)
-        agree(world, "start: join", lambda: _join(saver), timeout_s=timeout_s)
+        saver.place = replace(place, incarnation=incarnation)
+        all_gather_or_raise(world, "start: join", lambda: _join(saver), timeout_s=timeout_s)
     except BaseException:
-        # A keeper that still hears from us would hold the root against the next try.
+        # A keeper with an open connection would hold the root against the next try.
         saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
         raise
     if hosts is not None:
         hosts.within_s = LATER_S
-    if terms.parity > parity and world.rank == 0:
-        emit(Warned(message=(
-            f"parity={terms.parity}, and all ranks are on one host: it has nobody to keep its "
-            "parity, only storage protects its snapshots"
-        )))  # fmt: skip
-    return Run(run_id, incarnation, may_restore, saver, offers)
+    if options.parity > parity and world.rank == 0:
+        emit(
+            Warned(
+                message=(
+                    f"parity={options.parity}, and all ranks are on one host: it has nobody to "
+                    "keep its "
+                    "parity, only storage protects its snapshots"
+                )
+            )
+        )
+    return StartedRun(run_id, incarnation, may_restore, saver, offers)
 
 
-def _plan(state: State, describer: Describer, terms: Terms) -> bytes:
-    """What must be alike on all ranks; raises for a state that cannot be saved."""
+def _plan(state: State, describer: Describer, options: RunOptions) -> bytes:
+    """Encodes the settings that must be equal on all ranks; raises for a state that cannot be
+    saved.
+    """
     if not isinstance(state, dict) or not state:
         raise UsageError("the state is a dict from names to objects, and not empty")
     usage = describer.usage()
     describer.describe()
-    plan = msgspec.json.encode({
-        "root": terms.root, "memory": str(terms.memory), "storage": str(terms.storage),
-        "keep": str(terms.keep), "timeout_s": str(terms.timeout_s),
-        "compare_replicas": str(terms.compare_replicas), "parity": str(terms.parity),
-        "grace_s": str(terms.grace_s),
-    })  # fmt: skip
+    plan = msgspec.json.encode(
+        {
+            "root": options.root,
+            "memory": str(options.memory),
+            "storage": str(options.storage),
+            "keep": str(options.keep),
+            "timeout_s": str(options.timeout_s),
+            "compare_replicas": str(options.compare_replicas),
+            "parity": str(options.parity),
+            "grace_s": str(options.grace_s),
+        }
+    )
     return msgpack.encode((plan, usage, msgspec.json.encode(HostFact.of_this(describer.world))))
 
 
@@ -139,40 +166,113 @@ def _require_one_plan(plans: list[bytes]) -> None:
                 )
 
 
-def _open_root(store: Store, terms: Terms) -> bytes:
+def _open_root(store: Store, options: RunOptions) -> bytes:
     wanted = os.environ.get("HOLDFAST_RUN_ID", "")
     before = wanted or run_id_of(store)  # of a root that lost its holdfast.json
     found = commit.open_root(store, before or uuid.uuid4().hex[:12])
     if wanted and found.run_id != wanted:
         raise UsageError(
-            f"{terms.root} belongs to run {found.run_id}, HOLDFAST_RUN_ID says {wanted}: unset "
+            f"{options.root} belongs to run {found.run_id}, HOLDFAST_RUN_ID says {wanted}: unset "
             "it, or use another root"
         )
     return found.run_id.encode()
 
 
-def _patience(timeout_s: float) -> Patience:
-    usual = Patience()
-    return Patience(
-        first_grant_s=2.5 * timeout_s, grant_s=min(usual.grant_s, timeout_s),
-        durable_grant_s=min(usual.durable_grant_s, timeout_s), keeper_s=timeout_s,
+def _agree_on_root(world: World, store: Store, run_id: str, options: RunOptions) -> list[str]:
+    """The identity of the root as each rank sees it; "" by one that does not find it now.
+
+    UsageError for two runs. A rank that does not find the root is let be: a network file system
+    may show it a while later.
+    """
+
+    def identify() -> bytes:
+        try:
+            return msgpack.encode((read_document(store, Root, ROOT).run_id, store.identity()))
+        except HoldfastError:
+            if world.rank == 0:
+                raise
+            return msgpack.encode(("", ""))
+
+    identities = all_gather_or_raise(
+        world, "start: identity", identify, timeout_s=options.timeout_s
+    )
+    views = [msgpack.decode(each, type=tuple[str, str]) for each in identities]
+    for rank, (run, _) in enumerate(views):
+        if run not in ("", run_id):
+            raise UsageError(
+                f"the ranks see different directories at {options.root}: on rank 0 it is the root "
+                f"of run {run_id}, on rank {rank} that of run {run}. Give a directory that all "
+                "ranks reach, and not one of each node's own."
+            )
+    return [root_id if run else "" for run, root_id in views]
+
+
+def _root_of_host(seen: Sequence[str], ranks: Iterable[int]) -> str:
+    """The identity of the root on the host of these ranks: its memory and keeper are known by it.
+
+    As that host sees it, and not as all hosts of this start do: another start has other hosts, and
+    is to find the same memory. As all do where none of its ranks finds the root now.
+    """
+    own = [seen[rank] for rank in ranks if seen[rank]]
+    return common_identity(own or filter(None, seen))
+
+
+def _warn_of_copies(arena: Path, root: str) -> None:
+    """Warns of a copied root, which has the same run id: a start with either reports the other, if
+    it is here.
+    """
+    run_id, _, host = parse_arena_name(arena.name)
+    for other in sorted(arena.parent.glob(f"*@{glob.escape(host)}")):
+        run, key, _ = parse_arena_name(other.name)
+        if run != run_id or other.name == arena.name or other.name.startswith("."):
+            continue
+        try:
+            path = os.fsdecode((other / ROOT_NAME).read_bytes()).strip()
+        except OSError:  # it may be going away
+            continue
+        emit(
+            Warned(
+                message=(
+                    f"run {run_id} has more than one root: {root}, and {path}, whose memory is "
+                    "on this "
+                    f"host too ({other}). One is a copy of the other, or took its place. Each "
+                    "goes on from "
+                    "its own snapshots; nothing of the other is used or changed here"
+                )
+                if key
+                else (
+                    f"an older version of Holdfast left {other}, the memory of run {run_id} at "
+                    f"{path}: it "
+                    "is not known to be that of this root, and not used (`holdfast doctor` shows "
+                    "it)"
+                )
+            )
+        )
+
+
+def _patience(timeout_s: float) -> Timeouts:
+    usual = Timeouts()
+    return Timeouts(
+        first_grant_s=2.5 * timeout_s,
+        grant_s=min(usual.grant_s, timeout_s),
+        durable_grant_s=min(usual.durable_grant_s, timeout_s),
+        keeper_s=timeout_s,
         room_s=min(usual.room_s, timeout_s),
-    )  # fmt: skip
+    )
 
 
-def _begin(world: World, saver: Saver, offers: Offers, timeout_s: float) -> bytes:
-    """On rank 0: the number of this start, and whether there is something to restore."""
+def _begin(world: World, saver: Saver, offers: RestoreSources, timeout_s: float) -> bytes:
+    """On rank 0: returns the number of this start, and whether there is something to restore."""
     message = m.Begin(nonce=world.nonce, world=world.size)
     begun = saver.request(message, m.Begun, timeout_s=timeout_s)
     return msgspec.json.encode((begun.incarnation, offers.is_there_any()))
 
 
 def _begin_on_hosts(
-    world: World, hosts: Hosts, saver: Saver, offers: Offers, timeout_s: float
+    world: World, hosts: HostTable, saver: Saver, offers: RestoreSources, timeout_s: float
 ) -> bytes:
     """The same where ranks are on several hosts, whose keepers are told of each other first."""
     request = partial(saver.request, timeout_s=timeout_s)
-    hosts.agree_on_secret(world, timeout_s)
     newest = hosts.survey(world, request, timeout_s)
 
     def begin(after: int) -> int:
@@ -180,10 +280,12 @@ def _begin_on_hosts(
         return saver.request(message, m.Begun, timeout_s=timeout_s).incarnation
 
     n = offers.incarnation = hosts.begin(world, begin, request, newest, timeout_s)
-    return tell_all(
-        world, "start: sources", lambda: msgspec.json.encode((n, offers.is_there_any())),
+    return from_rank0(
+        world,
+        "start: sources",
+        lambda: msgspec.json.encode((n, offers.is_there_any())),
         timeout_s=timeout_s,
-    )  # fmt: skip
+    )
 
 
 def _join(saver: Saver) -> bytes:
@@ -192,35 +294,45 @@ def _join(saver: Saver) -> bytes:
 
 
 def _connect(
-    terms: Terms,
+    options: RunOptions,
     arena: Path,
-    hosts: Hosts | None,
-    place: Place,
+    hosts: HostTable | None,
+    place: RankIdentity,
     is_copying: bool,
     owes_durable: bool,
     listener: Callable[[m.Message], None],
     on_lost: Callable[[str], None],
 ) -> KeeperClient:
-    """A line to this host's keeper, and this rank's place in the incarnation on it."""
+    """Connects to this host's keeper, and joins this rank to the incarnation on it."""
     line = find_or_start(
-        arena, run_id=place.run_id, root=terms.root, host_id=host_id(), timeout_s=terms.timeout_s
+        arena,
+        run_id=place.run_id,
+        root=options.root,
+        host_id=host_id(),
+        timeout_s=options.timeout_s,
+        root_id=place.root_id,
     )
     client = KeeperClient(line, listener, on_lost)
     try:
-        hello = m.Hello(run_id=place.run_id, root=terms.root)
-        client.request(hello, m.Welcome, timeout_s=terms.timeout_s)
+        hello = m.Hello(run_id=place.run_id, root=options.root, root_id=place.root_id)
+        client.request(hello, m.Welcome, timeout_s=options.timeout_s)
         if place.incarnation and hosts is not None:
             part = hosts.part(place.incarnation, place.nonce)
-            client.request(part, m.Done, timeout_s=terms.timeout_s)
+            client.request(part, m.Done, timeout_s=options.timeout_s)
         if place.incarnation:
             join = m.Join(
-                incarnation=place.incarnation, nonce=place.nonce, rank=place.rank,
-                keep_last=terms.keep.last, keep_every=terms.keep.every,
-                persist_at_end=terms.storage is not None, is_copying=is_copying,
-                owes_durable=owes_durable, compare_replicas=terms.compare_replicas,
-                parity=terms.parity,
-            )  # fmt: skip
-            client.request(join, m.Done, timeout_s=terms.timeout_s)
+                incarnation=place.incarnation,
+                nonce=place.nonce,
+                rank=place.rank,
+                keep_last=options.keep.last,
+                keep_every=options.keep.every,
+                persist_at_end=options.storage is not None,
+                is_copying=is_copying,
+                owes_durable=owes_durable,
+                compare_replicas=options.compare_replicas,
+                parity=options.parity,
+            )
+            client.request(join, m.Done, timeout_s=options.timeout_s)
     except HoldfastError:
         client.close()
         raise

@@ -1,7 +1,7 @@
-"""The ranks of this run, and small messages between them under deadlines that name the absent.
+"""Connects the ranks of this run: gathers small messages, with deadlines that name missing ranks.
 
-Ranks meet through the process group's own store, not through collectives: a collective that
-one rank never enters hangs the others without a word.
+Ranks communicate through the process group's own store, not through collectives: a collective that
+one rank never enters hangs the others without a message.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from holdfast import errors
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 
-#: How long ranks wait for each other to come to a call of Holdfast, unless told otherwise.
+#: Default timeout for ranks that wait for each other in a call of Holdfast.
 MEET_S = 600.0
 MEETING = "the call of Holdfast"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
@@ -28,14 +28,16 @@ T = TypeVar("T")
 
 
 class World(Protocol):
-    """Which ranks there are, and how they tell each other small things."""
+    """The ranks of a run, and the exchange of small messages between them."""
 
     rank: int
     size: int
     nonce: str
 
     def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """Every rank's payload, by rank. DeadlineExceeded names who did not come, and the phase."""
+        """Return every rank's payload, by rank. DeadlineExceeded names the missing ranks, and the
+        phase.
+        """
         ...
 
 
@@ -48,27 +50,27 @@ class SoloWorld:
         self.nonce = uuid.uuid4().hex
 
     def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """The payload itself."""
+        """Return the payload itself."""
         return [payload]
 
 
 class TorchWorld:
-    """The ranks of torch.distributed's default process group, met within ``timeout_s``."""
+    """The ranks of torch.distributed's default process group, connected within ``timeout_s``."""
 
     def __init__(self, *, timeout_s: float = MEET_S) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._store = _Postbox(dist.distributed_c10d._get_default_store())
+        self._store = _StoreKeys(dist.distributed_c10d._get_default_store())
         self._count = 0
         self._before = MEETING
         self.nonce = self._meet(timeout_s)
 
     def _meet(self, timeout_s: float) -> str:
-        """A name for this meeting of just these processes; rank 0 gives it.
+        """Returns a name for this meeting of just these processes, chosen by rank 0.
 
         The store may be the launcher's and outlive a round of workers, with the keys of the dead
-        round still in it. So rank 0 counts answers to its fresh call only, and the others believe
-        a call only when rank 0 says that it heard this very process. A broadcast would do it too,
-        but hangs without a word where one rank does not come.
+        round still in it. So rank 0 counts answers to its fresh call only, and the others accept a
+        call only when rank 0 confirms that it received this very process's answer. A broadcast
+        would do it too, but hangs without a message where one rank does not come.
         """
         token, deadline = uuid.uuid4().hex, _Deadline(timeout_s)
         if self.rank == 0:
@@ -77,7 +79,7 @@ class TorchWorld:
         return self._answer(token, deadline, timeout_s)
 
     def _call(self, call: str, deadline: _Deadline, timeout_s: float) -> None:
-        """Rank 0: call the others, wait for all their answers, and say whose came."""
+        """On rank 0: calls the others, waits for all their answers, and publishes whose arrived."""
         self._store.put("call", call.encode())
         heard: dict[int, bytes] = {}
         while len(heard) < self.size - 1:
@@ -92,7 +94,9 @@ class TorchWorld:
         self._store.put(f"{call}/all", b" ".join(heard.values()))
 
     def _answer(self, token: str, deadline: _Deadline, timeout_s: float) -> str:
-        """The other ranks: answer every call there is, until one is said to have heard us."""
+        """On the other ranks: answers every call, until one is confirmed to have received this
+        rank's answer.
+        """
         call = ""
         while True:
             latest = (self._store.find("call") or b"").decode()
@@ -112,7 +116,7 @@ class TorchWorld:
         return [rank for rank in ranks if rank not in heard]
 
     def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """See ``World``. UsageError at once when a rank is at another phase."""
+        """See ``World``. Raises UsageError at once when a rank is at another phase."""
         self._count += 1
         here = f"{self.nonce}/{self._count}"
         self._store.put(f"{here}/{self.rank}", phase.encode() + b"\0" + payload)
@@ -142,10 +146,10 @@ class TorchWorld:
         return payload
 
 
-class _Postbox:
-    """The store of the process group, asked again and again and never waited for.
+class _StoreKeys:
+    """Reads the store of the process group by polling, without its own wait.
 
-    A time-out of the store's own wait is printed as a warning by torch, on every rank that waits.
+    torch prints a warning for each timeout of the store's own wait, on every rank that waits.
     """
 
     def __init__(self, store: Any) -> None:
@@ -156,7 +160,7 @@ class _Postbox:
             self._store.set(f"holdfast/{key}", data)
 
     def find(self, key: str) -> bytes | None:
-        """What lies under ``key``, or None when nothing does yet."""
+        """Returns the value under ``key``, or None when there is none yet."""
         with _reaching_the_store():
             if self._store.check([f"holdfast/{key}"]):
                 return bytes(self._store.get(f"holdfast/{key}"))
@@ -175,7 +179,7 @@ def _reaching_the_store() -> Iterator[None]:
 
 
 class _Deadline:
-    """When to give up, and pauses that grow until then."""
+    """A deadline, with pauses that grow until it."""
 
     def __init__(self, timeout_s: float) -> None:
         self._end_s = time.monotonic() + timeout_s
@@ -203,7 +207,7 @@ def _absent(
 
 
 def current_world(*, timeout_s: float = MEET_S) -> World:
-    """The process group's ranks, or this process alone when there is no group.
+    """Return the process group's ranks, or this process alone when there is no group.
 
     All ranks call it. DeadlineExceeded names those that did not within ``timeout_s``.
     """
@@ -213,9 +217,9 @@ def current_world(*, timeout_s: float = MEET_S) -> World:
 
 
 def refuse_rank_without_group() -> None:
-    """UsageError in a process that was started as one of several ranks and has no group.
+    """Raises UsageError in a process that was started as one of several ranks and has no group.
 
-    It would take itself for a run of its own, and the ranks would fence each other off.
+    It would act as a run of its own, and the ranks would fence each other off.
     """
     world = os.environ.get("WORLD_SIZE", "1")
     has_group = dist.is_available() and dist.is_initialized()
@@ -228,7 +232,7 @@ def refuse_rank_without_group() -> None:
 
 
 def host_id() -> str:
-    """This host's name for arenas and messages; HOLDFAST_HOST_ID overrides it."""
+    """Returns this host's name for arenas and messages; HOLDFAST_HOST_ID overrides it."""
     name = os.environ.get("HOLDFAST_HOST_ID") or socket.gethostname()
     return "".join(c if c.isalnum() or c in "-._" else "-" for c in name)[:64] or "host"
 
@@ -240,11 +244,14 @@ class _Outcome(msgspec.Struct, array_like=True):
     fields: dict[str, Any] = {}
 
 
-def agree(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> list[bytes]:
-    """Run ``act`` on every rank and give all its results to all, or one error to all.
+def all_gather_or_raise(
+    world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float
+) -> list[bytes]:
+    """Runs ``act`` on every rank and gives all its results to all, or one error to all.
 
     Without it, one rank's error would leave the others waiting for a message it never sends. Of
-    several errors all ranks raise the one of the lowest rank: what they do next hangs on its kind.
+    several errors all ranks raise the one of the lowest rank: their next action depends on its
+    kind.
     """
     mine = _Outcome("", "", b"")
     cause: Exception | None = None
@@ -275,6 +282,8 @@ def _error_of(rank: int, outcome: _Outcome) -> HoldfastError:
     return errors.error_of(outcome.kind, f"rank {rank}: {text}", outcome.fields)
 
 
-def tell_all(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> bytes:
-    """Run ``act`` on rank 0 only and give its result, or its error, to every rank."""
-    return agree(world, phase, act if world.rank == 0 else bytes, timeout_s=timeout_s)[0]
+def from_rank0(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> bytes:
+    """Runs ``act`` on rank 0 only and gives its result, or its error, to every rank."""
+    return all_gather_or_raise(
+        world, phase, act if world.rank == 0 else bytes, timeout_s=timeout_s
+    )[0]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import importlib
 import random
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import ModuleType
 
 import pytest
 
-from code_blocks import PROJECT
 from holdfast.testing.faults import Hosts
 
 
 @pytest.fixture
-def judge(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(PROJECT / "benchmarks"))
-    return importlib.import_module("chaos_verdict")
+def judge(importable: None) -> ModuleType:
+    return importlib.import_module("benchmarks.chaos.verdict")
 
 
 @pytest.mark.parametrize(
@@ -70,17 +68,22 @@ def test_only_what_the_newest_start_goes_on_from_is_promised(judge: ModuleType) 
     assert judge.promised(starts, {(1, 5)}, None) == (-1, "")
 
 
-def test_generators_that_go_on_otherwise_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(PROJECT / "benchmarks"))
-    life, story = importlib.import_module("chaos_life"), importlib.import_module("chaos_story")
+@pytest.mark.usefixtures("importable")
+def test_generators_that_go_on_otherwise_are_named(tmp_path: Path) -> None:
+    life = importlib.import_module("benchmarks.chaos.life")
+    story = importlib.import_module("benchmarks.chaos.story")
     expected = life.Reference([5, 6], {(0, 0): 1, (0, 1): 2, (1, 0): 3, (1, 1): 4})
     with Hosts() as hosts:
         told = story.Story(
-            tmp_path, hosts, count=2, parity=1, seed=1, reference=expected, say=print,
+            tmp_path,
+            hosts,
+            count=2,
+            parity=1,
+            seed=1,
+            reference=expected,
+            say=print,
             chance=random.Random(1),
-        )  # fmt: skip
+        )
     seen = life.Seen(sums={0: 5, 1: 6}, drawn={(1, 0): 3})  # on fewer ranks, say
     assert told._compare(seen) == []
     seen.drawn[1, 1] = 3
@@ -89,9 +92,8 @@ def test_generators_that_go_on_otherwise_are_named(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_short_chaos_passes() -> None:
-    command = [sys.executable, str(PROJECT / "benchmarks" / "chaos.py"), "--no-results"]
-    command += ["--hosts", "3", "--parity", "1", "--runs", "3", "--steps", "50", "--seed", "7"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+def test_a_short_chaos_passes(bench: Callable[..., CompletedProcess[str]]) -> None:
+    options = ("--hosts", "3", "--parity", "1", "--runs", "3", "--steps", "50", "--seed", "7")
+    ended = bench("chaos", "--no-results", *options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "| in all | 3 | 0 | 0 | 0 |" in ended.stdout

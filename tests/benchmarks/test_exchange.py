@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-from code_blocks import PROJECT
+from collections.abc import Callable
+from subprocess import CompletedProcess
 
 
-def test_the_quick_benchmark_of_the_exchange_runs() -> None:
-    ended = subprocess.run(
-        [sys.executable, str(PROJECT / "benchmarks" / "exchange.py"), "--quick"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+def test_the_quick_benchmark_of_the_exchange_runs(
+    bench: Callable[..., CompletedProcess[str]],
+) -> None:
+    ended = bench("exchange", "--quick")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "| 2, 1 |" in ended.stdout and "| 5, 2 |" in ended.stdout

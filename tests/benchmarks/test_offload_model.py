@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -14,19 +14,16 @@ PAGE = PROJECT / "docs" / "offload-model.md"
 
 
 @pytest.fixture(scope="module")
-def printed() -> dict[str, str]:
+def printed(bench: Callable[..., CompletedProcess[str]]) -> dict[str, str]:
     """What the script prints: the name of each block, and its table."""
-    ended = subprocess.run(
-        [sys.executable, str(PROJECT / "benchmarks" / "offload_model.py")],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    ended = bench("offload_model")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return dict(re.findall(r"^(\w+)\n\n((?:\|.*\n)+)", ended.stdout, re.MULTILINE))
 
 
 def test_the_page_shows_what_the_model_says(printed: dict[str, str]) -> None:
     page = re.findall(r"<!-- (\w+) -->\n(.*?)<!-- /\1 -->", PAGE.read_text(), re.DOTALL)
-    assert dict(page) == printed, "run `python benchmarks/offload_model.py --document`"
+    assert dict(page) == printed, "run `python -m benchmarks offload_model --document`"
 
 
 def test_steps_of_one_host_come_out_within_a_twentieth_of_what_was_published(

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
+from subprocess import CompletedProcess
 
 import pytest
 
-from code_blocks import PROJECT
-
 
 @pytest.mark.slow
-def test_the_quick_benchmark_of_recovery_runs() -> None:
-    ended = subprocess.run(
-        [sys.executable, str(PROJECT / "benchmarks" / "recovery.py"), "--quick"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+def test_the_quick_benchmark_of_recovery_runs(bench: Callable[..., CompletedProcess[str]]) -> None:
+    ended = bench("recovery", "--quick")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "decoded, by a host that came new" in ended.stdout

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
-
-from code_blocks import PROJECT
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_quick_benchmark_restores_every_pair_of_layouts_exactly(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [
-            sys.executable, str(PROJECT / "benchmarks" / "reshard.py"), "--quick",
-            "--dir", str(tmp_path), "--out", str(tmp_path),
-        ],
-        capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
+def test_the_quick_benchmark_restores_every_pair_of_layouts_exactly(
+    tmp_path: Path, bench: Callable[..., CompletedProcess[str]]
+) -> None:
+    ended = bench(
+        *("reshard", "--quick", "--dir", str(tmp_path), "--out", str(tmp_path)),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (path,) = tmp_path.glob("reshard_*.json")
     pairs = json.loads(path.read_text())["pairs"]

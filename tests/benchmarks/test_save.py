@@ -5,21 +5,22 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from subprocess import CompletedProcess
 
 import pytest
 
 from code_blocks import PROJECT
 
 BENCHMARKS = PROJECT / "benchmarks"
+SYSTEMS = BENCHMARKS / "systems"
 
 
 def entries() -> dict[str, str]:
     """Every contender's "module:function", by name; their modules need not be installed."""
-    tree = ast.parse((BENCHMARKS / "contenders.py").read_text())
+    tree = ast.parse((SYSTEMS / "contenders.py").read_text())
     table = next(
         node.value
         for node in tree.body
@@ -34,7 +35,7 @@ def entries() -> dict[str, str]:
 
 
 def functions(module: str) -> set[str]:
-    tree = ast.parse((BENCHMARKS / f"{module}.py").read_text())
+    tree = ast.parse((SYSTEMS / f"{module}.py").read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
@@ -64,16 +65,13 @@ def test_the_rivals_do_not_ask_for_other_versions_than_this_tree_is_tested_with(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_quick_benchmark_measures_what_holdfast_and_torch_save_store(
-    tmp_path: Path, arena_dir: Path
+    tmp_path: Path, arena_dir: Path, bench: Callable[..., CompletedProcess[str]]
 ) -> None:
-    found: dict[str, Any] = {"env": {**os.environ, "TMPDIR": str(tmp_path)}}
-    ended = subprocess.run(
-        [
-            sys.executable, str(BENCHMARKS / "save.py"), "--quick", "--python", sys.executable,
-            "--systems", "Holdfast", "torch.save", "--out", str(tmp_path),
-        ],
-        capture_output=True, text=True, check=False, **found,
-    )  # fmt: skip
+    ended = bench(
+        *("save", "--quick", "--python", sys.executable, "--out", str(tmp_path)),
+        *("--systems", "Holdfast", "torch.save"),
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "| Holdfast |" in ended.stdout and "| torch.save |" in ended.stdout
     assert ended.stdout.count("exact") >= 2

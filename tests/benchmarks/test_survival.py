@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 from types import ModuleType
 
 import pytest
 
-from code_blocks import PROJECT
-
 
 @pytest.fixture
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "survival_tables", PROJECT / "benchmarks" / "survival.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(importable: None) -> ModuleType:
+    return importlib.import_module("benchmarks.survival")
 
 
 @pytest.mark.slow
 def test_the_page_shows_the_tables_that_are_made(script: ModuleType) -> None:
     page = script.PAGE.read_text()
-    assert page == script.in_page(page, script.tables()), "python benchmarks/survival.py --write"
+    assert page == script.in_page(page, script.tables()), "python -m benchmarks survival --write"
 
 
 def test_a_row_of_each_table_is_made_again(
@@ -37,7 +29,7 @@ def test_a_row_of_each_table_is_made_again(
     for table in (script.at_once, script.over_time):
         row = list(table())[2]
         assert row.startswith(("| 128 | 8 |", "| 64 | 96 h | 60 min |"))
-        assert row in page, "python benchmarks/survival.py --write"
+        assert row in page, "python -m benchmarks survival --write"
 
 
 def test_what_was_drawn_is_within_the_bounds_of_chance(script: ModuleType) -> None:

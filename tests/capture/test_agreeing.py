@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast.capture import copy_ring as through_ring
+from holdfast.capture.copy_slot import CopyProgress, SlotTarget, copy_image
+from holdfast.capture.replica_samples import ScalarAgreement
 from holdfast.errors import UsageError
-from holdfast.snapshot import through_ring
-from holdfast.snapshot.agreeing import Agreeing
-from holdfast.snapshot.capture import Progress, Target, copy_image
-from holdfast.state.binding import Source
+from holdfast.state.bindings import LeafSource
 from holdfast.storage.memory import MemoryStore
 from ring_runs import FakeGpu, Through
 
@@ -23,15 +23,15 @@ def state(*numbers: float) -> Through:
     tensors = {f"n{at}": torch.tensor(number) for at, number in enumerate(numbers)}
     through = Through({"large": torch.ones(1 << 20), **tensors})
     found = [binding for binding in through.bindings if binding.name.startswith("n")]
-    through.bindings.joined = [("n", [Source(binding) for binding in found])]
-    through.overtaking.agreeing = Agreeing(through.bindings.joined)
+    through.bindings.joined = [("n", [LeafSource(binding) for binding in found])]
+    through.overtaking.agreeing = ScalarAgreement(through.bindings.joined)
     return through
 
 
 def into_memory(through: Through) -> None:
     memory = memoryview(bytearray(through.image.size_bytes))
-    progress = Progress(check=lambda: None, copied=lambda _: None, enqueued=lambda _: None)
-    target = Target(memory, through.plan)
+    progress = CopyProgress(check=lambda: None, copied=lambda _: None, enqueued=lambda _: None)
+    target = SlotTarget(memory, through.plan)
     copy_image(target, through.image, through.values, through.overtaking, progress, 0, {})
 
 
@@ -68,12 +68,12 @@ def test_differing_numbers_end_the_copy(copied: Callable[[Through], None], other
 def test_what_is_on_a_device_is_copied_from_it_and_compared() -> None:
     through = state(1.0, 2.0)
     device = torch.device("cpu")  # where a copy that was enqueued is there at once
-    agreeing = Agreeing(through.bindings.joined)
+    agreeing = ScalarAgreement(through.bindings.joined)
     agreeing.enqueue(device)
     with pytest.raises(UsageError, match=r"n0 is 1\.0 and n1 is 2\.0"):
         agreeing.check()
     same = state(2.0, 2.0)
-    agreeing = Agreeing(same.bindings.joined)
+    agreeing = ScalarAgreement(same.bindings.joined)
     agreeing.enqueue(device)
     same.bindings.joined[0][1][0].memory.fill_(7.0)  # an update behind the copy
     agreeing.check()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.snapshot import flag
-from holdfast.snapshot.flag import Flag
+from holdfast.capture import task as flag
+from holdfast.capture.task import SignalSafeEvent
 
 
 class Interrupt(Exception):
@@ -49,7 +49,7 @@ def interrupted(act: Callable[[], object], at: int) -> bool:
 def test_it_is_sound_wherever_it_was_interrupted(what: str, is_set: bool) -> None:
     at = 1
     while True:
-        one = Flag()
+        one = SignalSafeEvent()
         if is_set:
             one.set()
         waiting = threading.Thread(target=one.wait, args=(20.0,), daemon=True)
@@ -65,7 +65,7 @@ def test_it_is_sound_wherever_it_was_interrupted(what: str, is_set: bool) -> Non
 
 
 def test_it_wakes_all_who_wait_at_once_and_is_waited_for_no_longer_than_asked() -> None:
-    one = Flag()
+    one = SignalSafeEvent()
     woken: list[bool] = []
     threads = [
         threading.Thread(target=lambda: woken.append(one.wait(20.0)), daemon=True) for _ in range(8)

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from holdfast.capture.copy_plan import plan_copies
+from holdfast.capture.copy_slot import CopyProgress, OvertakeDetector, SlotTarget, copy_image, stage
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import fill_in
 from holdfast.geometry.layout import merge, table_from_json
-from holdfast.snapshot.capture import Overtaking, Progress, Target, copy_image, stage
-from holdfast.snapshot.copies import plan_copies
-from holdfast.state.binding import Bindings
+from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer
 from images import halves, seals
 
@@ -22,19 +22,19 @@ def test_nothing_of_what_the_memory_held_before_is_left_in_the_gap() -> None:
     model.base = nn.Parameter(torch.ones(BLOCK_BYTES // 4 + 5), requires_grad=False)
     model.adapter = nn.Parameter(torch.ones(7))
     state: dict[str, Any] = {"model": model}
-    described = Describer(state, 0, tells_frozen=True).describe()
+    described = Describer(state, 0, mark_frozen=True).describe()
     layout = merge([table_from_json(described.table)])
     plan = plan_copies(layout, 0, described.bindings)
     image = fill_in(plan.image, {"rank": "0"}, len(described.values))
     assert image.gap == (BLOCK_BYTES + 20, 2 * BLOCK_BYTES)
     memory = bytearray(b"\xff" * image.size_bytes)
     stage(described.bindings)
-    progress = Progress(check=lambda: None, copied=lambda _: None, enqueued=lambda _: None)
+    progress = CopyProgress(check=lambda: None, copied=lambda _: None, enqueued=lambda _: None)
     seal = copy_image(
-        Target(memoryview(memory), plan),
+        SlotTarget(memoryview(memory), plan),
         image,
         described.values,
-        Overtaking(Bindings()),
+        OvertakeDetector(Bindings()),
         progress,
         0,
         {},

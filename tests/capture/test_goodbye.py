@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.client import KeeperClient
+from holdfast.protocol import messages as m
+from holdfast.protocol.client import KeeperClient
 
 
 def _answer_and_leave(line: socket.socket) -> None:

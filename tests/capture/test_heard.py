@@ -7,65 +7,73 @@ import time
 import pytest
 import torch
 
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.capture import Overtaking
-from holdfast.snapshot.handle import SaveHandle
-from holdfast.snapshot.heard import Heard
-from holdfast.snapshot.promises import Promises
-from holdfast.snapshot.underway import Capture, Place
+from holdfast.capture.copy_slot import OvertakeDetector
+from holdfast.capture.handles import PendingHandles, SaveHandle
+from holdfast.capture.session import KeeperNotifications
+from holdfast.capture.task import CaptureTask, RankIdentity
+from holdfast.protocol import messages as m
 from holdfast.state.describe import Describer
 
-PLACE = Place(run_id="r", incarnation=1, nonce="n", rank=0, world=1)
+PLACE = RankIdentity(run_id="r", incarnation=1, nonce="n", rank=0, world=1)
 
 
-def request(step: int, turn: int) -> Capture:
+def request(step: int, turn: int) -> CaptureTask:
     """A capture whose slot was asked for, and that waits for the answer."""
     description = Describer({"model": torch.nn.Linear(2, 2)}, 0).describe()
-    return Capture(
-        step=step, durable=False, exact=True, description=description,
-        overtaking=Overtaking(description.bindings), started_s=time.monotonic(), turn=turn,
+    return CaptureTask(
+        step=step,
+        durable=False,
+        exact=True,
+        description=description,
+        overtaking=OvertakeDetector(description.bindings),
+        started_s=time.monotonic(),
+        request_number=turn,
         handle=SaveHandle(step, durable=False, explain=str),
-    )  # fmt: skip
+    )
 
 
 def grant(step: int, turn: int, attempt: str) -> m.Grant:
-    return m.Grant(step=step, attempt=attempt, slot="s", durable=False, layout="l", turn=turn)
+    return m.Grant(
+        step=step, attempt=attempt, slot="s", durable=False, layout="l", request_number=turn
+    )
 
 
 @pytest.fixture
-def heard() -> Heard:
-    return Heard(Promises())
+def heard() -> KeeperNotifications:
+    return KeeperNotifications(PendingHandles())
 
 
 def test_a_grant_for_a_request_that_was_given_up_is_none_for_the_next_of_the_same_step(
-    heard: Heard,
+    heard: KeeperNotifications,
 ) -> None:
     again = request(step=5, turn=2)
-    answer = heard.hear(grant(5, 1, "first"), again, PLACE)
-    assert isinstance(answer, m.Abandon) and answer.attempt == "first"
+    answer = heard.handle(grant(5, 1, "first"), again, PLACE)
+    assert isinstance(answer, m.AbortCapture) and answer.attempt == "first"
     # The keeper ends that attempt too: it is no word on the second.
-    heard.hear(m.Aborted(step=5, attempt="first", reason="it stopped waiting"), again, PLACE)
-    assert again.answer is None and not again.called_off
-    assert heard.hear(grant(5, 2, "second"), again, PLACE) is None
+    heard.handle(m.Aborted(step=5, attempt="first", reason="it stopped waiting"), again, PLACE)
+    assert again.answer is None and not again.cancelled
+    assert heard.handle(grant(5, 2, "second"), again, PLACE) is None
     assert isinstance(again.answer, m.Grant) and again.answer.attempt == "second"
 
 
-def test_a_second_grant_for_one_request_is_abandoned(heard: Heard) -> None:
+def test_a_second_grant_for_one_request_is_abandoned(heard: KeeperNotifications) -> None:
     capture = request(step=5, turn=1)
-    assert heard.hear(grant(5, 1, "a"), capture, PLACE) is None
-    answer = heard.hear(grant(5, 1, "b"), capture, PLACE)
-    assert isinstance(answer, m.Abandon) and answer.attempt == "b"
+    assert heard.handle(grant(5, 1, "a"), capture, PLACE) is None
+    answer = heard.handle(grant(5, 1, "b"), capture, PLACE)
+    assert isinstance(answer, m.AbortCapture) and answer.attempt == "b"
     assert isinstance(capture.answer, m.Grant) and capture.answer.attempt == "a"
 
 
-def test_an_announced_step_that_is_passed_over_is_meant_by_the_next_one(heard: Heard) -> None:
+def test_an_announced_step_that_is_passed_over_is_meant_by_the_next_one(
+    heard: KeeperNotifications,
+) -> None:
     for step, which in ((12, "storage"), (13, "storage"), (30, "storage"), (5, "memory")):
-        heard.hear(m.Announced(step=step, which=which), None, PLACE)
-    assert not heard.take_announced(11, "storage")
-    assert heard.take_announced(20, "storage")
-    assert not heard.take_announced(29, "storage")
-    assert heard.take_announced(30, "storage") and heard.take_announced(30, "memory")
+        heard.handle(m.Announced(step=step, which=which), None, PLACE)
+    assert not heard.consume_announced(11, "storage")
+    assert heard.consume_announced(20, "storage")
+    assert not heard.consume_announced(29, "storage")
+    assert heard.consume_announced(30, "storage") and heard.consume_announced(30, "memory")
     assert heard.announced == set()
-    heard.hear(m.Announced(step=25, which=m.MISSED), None, PLACE)
-    assert not heard.take_announced(26, m.MISSED, after=25)  # that one was saved
-    assert not heard.take_announced(27, m.MISSED)
+    heard.handle(m.Announced(step=25, which=m.MISSED), None, PLACE)
+    assert not heard.consume_announced(26, m.MISSED, after=25)  # that one was saved
+    assert not heard.consume_announced(27, m.MISSED)

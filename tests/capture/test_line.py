@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.capture.session import KeeperSession
 from holdfast.errors import KeeperError
-from holdfast.snapshot.line import Line
 
 
 class Client:
@@ -16,10 +16,10 @@ class Client:
 
     is_open = True
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         self.is_open = False
 
-    close = hang_up
+    close = disconnect
 
 
 def test_two_threads_that_take_up_the_line_at_once_have_one_conversation() -> None:
@@ -31,7 +31,7 @@ def test_two_threads_that_take_up_the_line_at_once_have_one_conversation() -> No
         made.append(Client())
         return made[-1]
 
-    line, taken = Line(connect), list[Any]()
+    line, taken = KeeperSession(connect), list[Any]()
     threads = [threading.Thread(target=lambda: taken.append(line.ensure())) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -48,7 +48,7 @@ def test_a_line_that_has_ended_is_not_taken_up_again_even_if_that_had_begun() ->
         line.end()  # on another thread: the rank says goodbye
         return made
 
-    line = Line(connect)
+    line = KeeperSession(connect)
     line.ensure()
     assert not made.is_open
     with pytest.raises(KeeperError, match="has left its keeper"):

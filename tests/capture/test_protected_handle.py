@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.capture.handles import PendingHandles, SaveHandle
+from holdfast.capture.session import KeeperNotifications
+from holdfast.capture.task import RankIdentity
 from holdfast.errors import NotProtected, SnapshotSkipped, UsageError
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.handle import SaveHandle
-from holdfast.snapshot.heard import Heard
-from holdfast.snapshot.promises import Promises
-from holdfast.snapshot.underway import Place
+from holdfast.protocol import messages as m
 
-PLACE = Place(run_id="r", incarnation=1, nonce="n", rank=0, world=1)
+PLACE = RankIdentity(run_id="r", incarnation=1, nonce="n", rank=0, world=1)
 
 
 class Rank:
     """A rank of a run with this parity, and the handles of its saves."""
 
     def __init__(self, parity: int = 1) -> None:
-        self.promises = Promises()
-        self.heard = Heard(self.promises)
+        self.promises = PendingHandles()
+        self.heard = KeeperNotifications(self.promises)
         self.parity = parity
 
     def save(self, step: int, *, durable: bool = False) -> SaveHandle:
@@ -29,7 +28,7 @@ class Rank:
 
     def hear(self, *messages: m.Message) -> None:
         for message in messages:
-            self.heard.hear(message, None, PLACE)
+            self.heard.handle(message, None, PLACE)
 
 
 def complete(step: int) -> m.Complete:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from holdfast import events
+from holdfast.capture import replica_samples as sampling
+from holdfast.capture.replica_samples import ReplicaSample
 from holdfast.errors import CaptureOvertaken
 from holdfast.format.checksum import checksum
-from holdfast.snapshot import sampling
-from holdfast.snapshot.sampling import Sample
 from mishaps import listening
 from replicas import WORLD, Replica, numbers
 
@@ -39,13 +39,14 @@ def test_what_two_ranks_hold_alike_has_the_same_sums_in_every_turn() -> None:
 def test_how_elements_lie_in_memory_makes_no_difference(dtype: torch.dtype) -> None:
     plain = numbers(4, 6, 8, 10).to(dtype)
     ways = [
-        plain, plain.contiguous(memory_format=torch.channels_last),
+        plain,
+        plain.contiguous(memory_format=torch.channels_last),
         plain.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
-    ]  # fmt: skip
+    ]
     found = []
     for way in ways:
         sample = Replica(0, {"w": way.clone(memory_format=torch.preserve_format)}).sample()
-        sample.take_on_host()
+        sample.sum_on_host()
         found.append(sample.sums)
     low = checksum(bytes(plain.view(torch.uint8).numpy())) & 0xFFFFFFFF
     assert found == [(low.to_bytes(4, "little"),)] * 3
@@ -56,7 +57,7 @@ def test_one_bit_changes_the_sum_of_its_tile_and_of_no_other() -> None:
     sums = []
     for _ in range(2):
         sample = Replica(0, {"w": tensor}).sample()
-        sample.take_on_host()
+        sample.sum_on_host()
         sums.append([sample.sums[0][n : n + 4] for n in range(0, len(sample.sums[0]), 4)])
         tensor.view(torch.int32)[1499, 699] ^= 1 << 30
     unlike = [a != b for a, b in zip(*sums, strict=True)]
@@ -125,17 +126,17 @@ def test_what_is_on_a_gpu_is_copied_beside_the_image_and_summed_when_it_is_there
     monkeypatch.setattr(torch.Tensor, "copy_", enqueue)
     on_gpu: list[Any] = [FakeGpu(tile) for tile in tiles]
     staging = torch.full((256,), 3, dtype=torch.uint8)
-    sample = Sample([[on_gpu[0], tiles[1]], [on_gpu[1], on_gpu[2]]], staging)
+    sample = ReplicaSample([[on_gpu[0], tiles[1]], [on_gpu[1], on_gpu[2]]], staging)
     sample.enqueue(torch.device("cuda", 1))  # another one: nothing of it is there
     assert not landing
     sample.enqueue(FakeGpu.device)
-    sample.take_on_host()
+    sample.sum_on_host()
     assert len(landing) == 3
     for land in landing:
         land()
     sample.finish()
-    expected = Sample([[tiles[0], tiles[1]], [tiles[1], tiles[2]]])
-    expected.take_on_host()
+    expected = ReplicaSample([[tiles[0], tiles[1]], [tiles[1], tiles[2]]])
+    expected.sum_on_host()
     assert sample.sums == expected.sums
 
 
@@ -144,10 +145,10 @@ def test_a_sample_does_not_wait_for_who_helps_to_copy() -> None:
     replica = Replica(0, {"w": numbers(1500, 700)})
     order: list[str] = []
 
-    class Watched(Sample):
-        def take_on_host(self) -> None:
+    class Watched(ReplicaSample):
+        def sum_on_host(self) -> None:
             order.append(f"sampled on {threading.current_thread().name}")
-            super().take_on_host()
+            super().sum_on_host()
 
     sample = replica.sample()
     watched = Watched(sample._groups)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.capture.copy_plan import Segment, SegmentCopy, SharedCopy, plan_segments
+from holdfast.capture.copy_slot import CopyCancelled
+from holdfast.capture.task import CaptureTask
 from holdfast.format.checksum import BLOCK_BYTES, checksum
-from holdfast.snapshot.capture import Stopped
-from holdfast.snapshot.segments import Move, Segment, Sharing, plan_segments
-from holdfast.snapshot.underway import Capture
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -28,19 +28,19 @@ class Image:
     def __init__(self, sizes: list[int], gaps: list[int], segment_bytes: int) -> None:
         numbers = np.random.default_rng(len(sizes))
         self.sources = [numbers.integers(1, 256, size, dtype=np.uint8) for size in sizes]
-        self.moves: list[Move] = []
+        self.moves: list[SegmentCopy] = []
         at = 0
         self.expected: Bytes = np.zeros(sum(sizes) + sum(gaps), dtype=np.uint8)
         for source, gap in zip(self.sources, gaps, strict=True):
             at += gap
-            self.moves.append(Move(at, source.ctypes.data, source.size))
+            self.moves.append(SegmentCopy(at, source.ctypes.data, source.size))
             self.expected[at : at + source.size] = source
             at += source.size
         self.memory: Bytes = np.zeros_like(self.expected)
         self.segments = plan_segments(self.moves, self.expected.size, segment_bytes)
 
-    def sharing(self, check: Callable[[], None] = lambda: None) -> Sharing:
-        return Sharing(self.segments, self.memory.data, self.memory.ctypes.data, check)
+    def sharing(self, check: Callable[[], None] = lambda: None) -> SharedCopy:
+        return SharedCopy(self.segments, self.memory.data, self.memory.ctypes.data, check)
 
     @property
     def sums(self) -> list[int]:
@@ -85,14 +85,17 @@ def test_whoever_copies_the_image_and_its_sums_are_the_same(
 
 def test_segments_are_whole_blocks_and_hold_each_byte_once() -> None:
     one = BLOCK_BYTES
-    moves = [Move(10, 1000, 2 * one), Move(3 * one, 9_000_000, 5)]
+    moves = [SegmentCopy(10, 1000, 2 * one), SegmentCopy(3 * one, 9_000_000, 5)]
     assert plan_segments(moves, 3 * one + 5, 2 * one) == [
-        Segment(0, 2 * one, ((Move(10, 1000, one - 10),), (Move(one, 990 + one, one),))),
         Segment(
-            2 * one, 3 * one + 5,
-            ((Move(2 * one, 990 + 2 * one, 10),), (Move(3 * one, 9_000_000, 5),)),
+            0, 2 * one, ((SegmentCopy(10, 1000, one - 10),), (SegmentCopy(one, 990 + one, one),))
         ),
-    ]  # fmt: skip
+        Segment(
+            2 * one,
+            3 * one + 5,
+            ((SegmentCopy(2 * one, 990 + 2 * one, 10),), (SegmentCopy(3 * one, 9_000_000, 5),)),
+        ),
+    ]
 
 
 def test_nobody_gets_a_segment_of_a_capture_that_was_called_off() -> None:
@@ -103,12 +106,12 @@ def test_nobody_gets_a_segment_of_a_capture_that_was_called_off() -> None:
         nonlocal asked
         asked += 1
         if asked > 3:
-            raise Stopped("a new incarnation began")
+            raise CopyCancelled("a new incarnation began")
 
     sharing = image.sharing(check)
     sharing.work()
     sharing.work()
-    with pytest.raises(Stopped, match="new incarnation"):
+    with pytest.raises(CopyCancelled, match="new incarnation"):
         sharing.finish()
     assert asked == 4
     assert not image.memory[3 * BLOCK_BYTES :].any()
@@ -164,13 +167,13 @@ class Held:
         self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
         self.helpers: set[str] = set()
         self.helped = threading.Event()
-        self.copy: Callable[..., list[int]] = vars(Sharing)["_copy"]
+        self.copy: Callable[..., list[int]] = vars(SharedCopy)["_copy"]
         state = {"model": self.layer, "optimizer": self.optimizer}
         self.checkpointer = holdfast.Checkpointer(root, state)
         self.checkpointer.restore()
-        patch.setattr(Sharing, "_copy", lambda sharing, segment: self._wait(sharing, segment))
+        patch.setattr(SharedCopy, "_copy", lambda sharing, segment: self._wait(sharing, segment))
 
-    def _wait(self, sharing: Sharing, segment: Segment) -> list[int]:
+    def _wait(self, sharing: SharedCopy, segment: Segment) -> list[int]:
         name = threading.current_thread().name
         if name == "holdfast-capture":
             assert self.helped.wait(30), "nobody else copies"
@@ -210,14 +213,14 @@ def test_an_interrupt_at_the_fence_harms_neither_the_snapshot_nor_a_save_after_i
 ) -> None:
     held = Held(tmp_path, monkeypatch)
 
-    def interrupt(capture: Capture, timeout_s: float) -> bool:
+    def interrupt(capture: CaptureTask, timeout_s: float) -> bool:
         raise KeyboardInterrupt
 
     with held.checkpointer as checkpointer:
         before = held.backward()
         handle = checkpointer.save(0)
         with monkeypatch.context() as patch:
-            patch.setattr(Capture, "wait_released", interrupt)
+            patch.setattr(CaptureTask, "wait_released", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 held.optimizer.step()
         held.helped.set()
@@ -233,7 +236,7 @@ def test_what_was_missed_is_captured_when_it_is_saved_once_more(
 
     failures: list[Segment] = []
 
-    def fail_once(sharing: Sharing, segment: Segment) -> list[int]:
+    def fail_once(sharing: SharedCopy, segment: Segment) -> list[int]:
         if failures:
             return held.copy(sharing, segment)
         failures.append(segment)
@@ -242,7 +245,7 @@ def test_what_was_missed_is_captured_when_it_is_saved_once_more(
 
     with held.checkpointer as checkpointer:
         before = held.backward()
-        monkeypatch.setattr(Sharing, "_copy", fail_once)
+        monkeypatch.setattr(SharedCopy, "_copy", fail_once)
         missed = checkpointer.save(0)
         assert missed.state == "pending"
         checkpointer.save(0, durable=True).wait_durable(60)
@@ -250,30 +253,33 @@ def test_what_was_missed_is_captured_when_it_is_saved_once_more(
     assert torch.equal(weight_of(tmp_path, 0), before)
 
 
-def test_what_a_signals_handler_saves_while_the_fence_waits_is_waited_for_too(
+def test_what_a_signals_handler_saves_while_the_fence_waits_is_of_the_end_of_that_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(tmp_path, monkeypatch)
     held.helped.set()
     saved: list[holdfast.SaveHandle] = []
-    wait: Callable[[Capture, float], bool] = vars(Capture)["wait_released"]
+    wait: Callable[[CaptureTask, float], bool] = vars(CaptureTask)["wait_released"]
 
-    def copy_late(sharing: Sharing, segment: Segment) -> list[int]:
-        time.sleep(0.02)  # an update that did not wait would be in the copy
+    def copy_late(sharing: SharedCopy, segment: Segment) -> list[int]:
+        time.sleep(0.02)  # the next update, if it did not wait, would be in the copy
         return held.copy(sharing, segment)
 
-    def save_once_more(capture: Capture, timeout_s: float) -> bool:
+    def save_once_more(capture: CaptureTask, timeout_s: float) -> bool:
         """As a handler would that runs while this waits."""
         is_released = wait(capture, timeout_s)
         if not saved:
-            monkeypatch.setattr(Sharing, "_copy", copy_late)
+            monkeypatch.setattr(SharedCopy, "_copy", copy_late)
             saved.append(held.checkpointer.save(1, durable=True))
         return is_released
 
     with held.checkpointer as checkpointer:
         before = held.backward()
         checkpointer.save(0)
-        monkeypatch.setattr(Capture, "wait_released", save_once_more)
+        monkeypatch.setattr(CaptureTask, "wait_released", save_once_more)
+        held.optimizer.step()
+        after = held.layer.weight.detach().clone()
         held.optimizer.step()
         saved[0].wait_durable(60)
-    assert torch.equal(weight_of(tmp_path, 1), before)
+    assert not torch.equal(before, after)
+    assert torch.equal(weight_of(tmp_path, 1), after)

@@ -12,11 +12,12 @@ from torch import nn
 
 import holdfast
 from coordinators import Keeper, granted, of
+from holdfast.capture.replica_samples import OptimizerSteps, StandstillProbe, TrainedParameters
+from holdfast.coordinator.actions import Warn
+from holdfast.coordinator.replica_check import StandstillAlarm
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Warn
-from holdfast.snapshot.standing import CHANGED, NOTHING_TO_SAY, Standing
-from holdfast.snapshot.stillness import Steps, Stillness, Trained
+from holdfast.protocol import messages as m
+from holdfast.protocol.messages import CHANGED, NOTHING_TO_SAY
 from losing import events_of
 
 # ── what all ranks say ───────────────────────────────────────────────────────────────────────
@@ -35,9 +36,9 @@ from losing import events_of
 def test_it_is_an_alarm_when_no_rank_has_anything_that_changed(
     said: tuple[int, int], is_alarm: bool
 ) -> None:
-    standing = Standing()
+    standing = StandstillAlarm()
     for one in said:
-        standing.told("a", one)
+        standing.add_report("a", one)
     found = standing.finish("a", 5)
     assert bool(found) == is_alarm
     if is_alarm:
@@ -47,21 +48,21 @@ def test_it_is_an_alarm_when_no_rank_has_anything_that_changed(
 
 
 def test_it_is_told_once_until_it_passes() -> None:
-    standing, told = Standing(), []
+    standing, told = StandstillAlarm(), []
     for step, said in enumerate([4, 4, NOTHING_TO_SAY, 4, CHANGED, 4, 4]):
-        standing.told(f"a{step}", said)
+        standing.add_report(f"a{step}", said)
         told += [step] if standing.finish(f"a{step}", step) else []
     assert told == [0, 5]
     standing.begin()
-    standing.told("b", 4)
+    standing.add_report("b", 4)
     assert standing.finish("b", 9)
 
 
 def test_what_ranks_said_of_an_attempt_that_came_to_nothing_counts_for_none() -> None:
-    standing = Standing()
-    standing.told("a", CHANGED)
+    standing = StandstillAlarm()
+    standing.add_report("a", CHANGED)
     standing.drop("a")
-    standing.told("a", 4)
+    standing.add_report("a", 4)
     assert standing.finish("a", 5)
 
 
@@ -85,7 +86,11 @@ def test_the_coordinator_tells_it_with_the_last_seal() -> None:
 
 
 def test_a_rank_compares_with_its_capture_before_if_it_was_trained_meanwhile() -> None:
-    rank, stepped, not_stepped = Stillness(), Trained(has_stepped=True), Trained()
+    rank, stepped, not_stepped = (
+        StandstillProbe(),
+        TrainedParameters(has_stepped=True),
+        TrainedParameters(),
+    )
     assert rank.same_since(1, stepped, "p") == NOTHING_TO_SAY  # there is none before
     assert rank.same_since(2, not_stepped, "p") == NOTHING_TO_SAY
     assert rank.same_since(3, stepped, "p") == 2
@@ -105,9 +110,9 @@ def taken(*groups: dict[str, Any], **attributes: Any) -> bool:
     optimizer = torch.optim.SGD([{"lr": 0.1, **group} for group in groups])
     for name, value in attributes.items():
         setattr(optimizer, name, value)
-    steps = Steps()
+    steps = OptimizerSteps()
     steps.note(optimizer)
-    return steps.take(_NO_BINDINGS, [optimizer]).has_stepped
+    return steps.collect(_NO_BINDINGS, lambda: {"optimizer": optimizer}).has_stepped
 
 
 _NO_BINDINGS: Any = []
@@ -127,13 +132,16 @@ def test_only_steps_that_must_change_something_count() -> None:
 
 
 def test_a_step_counts_for_one_save_and_for_the_optimizers_of_the_state_alone() -> None:
-    steps, mine, other = Steps(), *(torch.optim.SGD([parameter()], lr=0.1) for _ in range(2))
+    steps, mine, other = (
+        OptimizerSteps(),
+        *(torch.optim.SGD([parameter()], lr=0.1) for _ in range(2)),
+    )
     steps.note(other)
-    assert not steps.take(_NO_BINDINGS, [mine]).has_stepped
+    assert not steps.collect(_NO_BINDINGS, lambda: {"mine": mine}).has_stepped
     steps.note(mine)
     steps.note(mine)
-    assert steps.take(_NO_BINDINGS, [mine]).has_stepped
-    assert not steps.take(_NO_BINDINGS, [mine]).has_stepped
+    assert steps.collect(_NO_BINDINGS, lambda: {"mine": mine}).has_stepped
+    assert not steps.collect(_NO_BINDINGS, lambda: {"mine": mine}).has_stepped
 
 
 # ── all of it ────────────────────────────────────────────────────────────────────────────────

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import rules
+from holdfast.capture import copy_ring as through_ring
+from holdfast.capture.copy_plan import plan_copies
+from holdfast.capture.copy_slot import OvertakeDetector, stage
 from holdfast.errors import CaptureOvertaken, PersistFailed, StorageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import fill_in
 from holdfast.geometry.layout import merge, table_from_json
-from holdfast.persist.writer import Written
-from holdfast.snapshot import through_ring
-from holdfast.snapshot.capture import Overtaking, stage
-from holdfast.snapshot.copies import plan_copies
-from holdfast.snapshot.rings import chunk_bytes, largest_useful
+from holdfast.persist.writer import WrittenImage
+from holdfast.protocol.image_plan import chunk_bytes, largest_useful
 from holdfast.state.describe import Describer
 from holdfast.storage.base import ImageSink
 from holdfast.storage.memory import MemoryStore
@@ -40,7 +40,7 @@ def check(tensors: dict[str, torch.Tensor], ring_bytes: int, values: bytes = b"{
     seal, written = through.run(ring_bytes, store, most_ahead=never_over_what_is_not_stored)
     assert store.read("image") == whole
     assert seal == sealed
-    assert written == Written(seal.header_xxh3, seal.table_xxh3)
+    assert written == WrittenImage(seal.header_xxh3, seal.table_xxh3)
 
 
 def bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -67,15 +67,24 @@ def form(tensor: torch.Tensor, how: str) -> torch.Tensor:
     return tensor
 
 
-dtypes = st.sampled_from([
-    torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.complex64, torch.bool,
-    torch.complex128,
-])  # fmt: skip
+dtypes = st.sampled_from(
+    [
+        torch.float32,
+        torch.bfloat16,
+        torch.float64,
+        torch.uint8,
+        torch.complex64,
+        torch.bool,
+        torch.complex128,
+    ]
+)
 shapes = st.sampled_from(["plain", "strided", "transposed", "conjugate", "negative", "cube"])
 counts = st.one_of(
-    st.integers(0, 40), st.integers(0, 20_000), st.integers(100_000, 700_000),
+    st.integers(0, 40),
+    st.integers(0, 20_000),
+    st.integers(100_000, 700_000),
     st.sampled_from([MIB, MIB // 4, MIB + 1, 6 * 40_000, 24 * 30_000]),
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -207,7 +216,7 @@ def test_an_update_before_the_fence_opens_is_found_out() -> None:
     layout = merge([table_from_json(described.table)])
     through.plan = plan_copies(layout, 0, described.bindings)
     through.image = fill_in(through.plan.image, {"step": "3"}, 2)
-    through.overtaking = Overtaking(described.bindings)
+    through.overtaking = OvertakeDetector(described.bindings)
     is_late = [False]
 
     def overtake(told: int, _: int) -> None:
@@ -238,18 +247,20 @@ def test_parts_of_tensors_pass_through_a_ring_as_they_are_copied_at_once() -> No
         bits(2 * MIB, torch.float32, 2).nan_to_num().reshape(16, 2, 65536)
     )
     module.table = torch.nn.Parameter(bits(1 * MIB, torch.int16, 3).reshape(1024, 1024), False)
-    seen = rules.Rules([
-        ("qkv", rules.fused(0, (2048, 512, 512), into=("q", "k", "v"))),
-        ("wide", rules.unstack(1, into="wide.{n}")),
-        ("table", rules.transpose(1, 0), rules.padded(0, 1000)),
-    ])  # fmt: skip
+    seen = rules.Rules(
+        [
+            ("qkv", rules.fused(0, (2048, 512, 512), into=("q", "k", "v"))),
+            ("wide", rules.unstack(1, into="wide.{n}")),
+            ("table", rules.transpose(1, 0), rules.padded(0, 1000)),
+        ]
+    )
     described = Describer({"model": module}, 0, rules=seen).describe()
     through = Through({"x": torch.zeros(3)})
     stage(described.bindings)
     layout = merge([table_from_json(described.table)])
     through.plan = plan_copies(layout, 0, described.bindings)
     through.image = fill_in(through.plan.image, {"step": "3"}, 2)
-    through.overtaking = Overtaking(described.bindings)
+    through.overtaking = OvertakeDetector(described.bindings)
     image, seal = through.whole()
     store = MemoryStore()
     found, written = through.run(4 * MIB, store)

@@ -18,7 +18,8 @@ import holdfast
 from commands import SOURCE, Out, json_of, text_of, tied_model
 from holdfast import errors
 from holdfast.cli import BUG, COMMANDS, main, parser
-from holdfast.cli.output import SlowProgress, in_json
+from holdfast.cli.command import in_json
+from holdfast.cli.output import SlowProgress
 
 
 def test_the_command_line_loads_no_torch() -> None:
@@ -224,13 +225,14 @@ def test_the_documented_json_is_what_is_printed(by_ranks: Path, root: Path, caps
     printed: dict[str, list[tuple[str | Path, ...]]] = {
         "ls": [("ls", root)],
         "show": [
-            ("show", root, "--step", "30"), ("show", by_ranks / "tp", weight),
+            ("show", root, "--step", "30"),
+            ("show", by_ranks / "tp", weight),
             ("show", by_ranks / "tp", "--for", "dp=2"),
         ],
         "diff": [("diff", root, "--step", "10")],
         "dump": [("dump", by_ranks / "tp", weight)],
         "verify": [("verify", root)],
-    }  # fmt: skip
+    }
     for name, calls in printed.items():
         section = DOCUMENT.read_text().partition(f"## holdfast {name}\n")[2].partition("\n## ")[0]
         blocks = re.findall(r"```json\n(.*?)```", section, re.DOTALL)

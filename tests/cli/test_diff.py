@@ -23,13 +23,12 @@ from commands import (
     text_of,
     tied_model,
 )
-from holdfast.cli import portions
+from holdfast.cli import leaf_reader as portions
 from holdfast.cli.checkpoints import open_checkpoint, open_root
-from holdfast.cli.compare import Difference, First, joined
-from holdfast.cli.differences import leaf_changes
-from holdfast.load.plan import Want
-from holdfast.load.read import Array
-from holdfast.load.source import Checkpoint
+from holdfast.cli.differences import CheckpointDifference, First, joined, leaf_changes
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.read import Array
 
 LAYOUTS = ("plain", "ddp", "fsdp", "tp", "fsdp_tp")
 
@@ -156,12 +155,12 @@ def test_every_kind_of_element_is_measured(
 
 def test_the_first_difference_is_the_first_in_the_leaf_not_in_the_images() -> None:
     parts = [
-        Difference(8, 2, max_abs=1.0, max_rel=0.5, first=First((5, 0), 1, 2)),
-        Difference(8, 3, nan=1, max_abs=4.0, max_rel=0.1, first=First((0, 6), 3, 4)),
-        Difference(8),
+        CheckpointDifference(8, 2, max_abs=1.0, max_rel=0.5, first=First((5, 0), 1, 2)),
+        CheckpointDifference(8, 3, nan=1, max_abs=4.0, max_rel=0.1, first=First((0, 6), 3, 4)),
+        CheckpointDifference(8),
     ]
     for order in (parts, parts[::-1]):
-        assert joined(order) == Difference(
+        assert joined(order) == CheckpointDifference(
             24, 5, nan=1, max_abs=4.0, max_rel=0.5, first=First((0, 6), 3, 4)
         )
 

@@ -12,25 +12,26 @@ import pytest
 
 from holdfast.cli import EXIT_CODES, doctor, main
 from holdfast.cli.doctor import judge
-from holdfast.cli.doctor.facts import (
+from holdfast.cli.doctor.rules.findings import (
     Arena,
     Facts,
-    Host,
-    Meeting,
-    Place,
-    Protected,
-    Root,
+    Finding,
+    HostFacts,
+    PlaceFacts,
+    ProtectedFacts,
+    Rendezvous,
+    RootFacts,
     Speeds,
     Torch,
+    worst,
 )
-from holdfast.cli.doctor.finding import Finding, worst
 from holdfast.storage.local import LocalStore
 from roots import fill, leave_behind
 
 Out = pytest.CaptureFixture[str]
 GB = 10**9
 
-HOST = Host(
+HOST = HostFacts(
     system="Linux",
     kernel="6.8.0",
     python=(3, 12, 1),
@@ -42,8 +43,8 @@ HOST = Host(
     locked_memory_bytes=None,
     open_files=65536,
 )
-SHM = Place("/dev/shm", "tmpfs", "/dev/shm", size_bytes=32 * GB, free_bytes=30 * GB)
-DISK = Place(
+SHM = PlaceFacts("/dev/shm", "tmpfs", "/dev/shm", size_bytes=32 * GB, free_bytes=30 * GB)
+DISK = PlaceFacts(
     "/data/run",
     "xfs",
     "/data",
@@ -55,12 +56,20 @@ DISK = Place(
     locks=True,
 )
 TORCH = Torch("2.12.0", cuda=False)
-ROOT = Root(
-    "/data/run", run_id="r", checkpoints=3, newest="2-40", newest_bytes=4 * GB, newest_images=4
+KEY = "0123456789abcdef"
+ROOT = RootFacts(
+    "/data/run",
+    run_id="r",
+    keys=(KEY,),
+    checkpoints=3,
+    newest="2-40",
+    newest_bytes=4 * GB,
+    newest_images=4,
 )
 ARENA = Arena(
     "/dev/shm/holdfast-0/r@here",
     run_id="r",
+    root_key=KEY,
     host_id="here",
     size_bytes=12 * GB,
     keeper_pid=77,
@@ -72,8 +81,8 @@ ARENA = Arena(
     users=(80, 81),
 )
 GOOD = Facts(HOST, SHM, DISK, TORCH, Speeds(2 * GB, 4 * GB, 10 * GB, 20 * GB), {}, (ARENA,), ROOT)
-PROTECTED = Protected(2, 1, 4, "any 1 of 4 hosts", newest="2-57")
-MEETING = Meeting("head:29400", (4711,), is_here=False)
+PROTECTED = ProtectedFacts(2, 1, 4, "any 1 of 4 hosts", newest="2-57")
+MEETING = Rendezvous("head:29400", (4711,), is_here=False)
 DEAD = replace(ARENA, keeper_pid=0, keeper_state="", answers=None, users=())
 
 
@@ -212,6 +221,8 @@ TROUBLE = [
         "manifests/1-1.json cannot be read: bad checksum",
         "/data/run/manifests/1-1.json",
     ),
+    (root(gap="2.json is missing"), "root", "warn", "2.json is missing", "restore('1-100')"),
+    (root(gap="2.json is missing", newest=""), "root", "bad", "2.json is missing", "by its name"),
     (
         root(leftovers=2, leftover_bytes=GB),
         "root",
@@ -356,10 +367,12 @@ def test_memory_that_this_run_holds_already_counts_as_free_for_it() -> None:
 
 def test_settings_of_several_hosts_have_a_meaning() -> None:
     known = settings(
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", HOLDFAST_PARITY_RATE="500M",
-        HOLDFAST_SECRET_FILE="/run/secret", HOLDFAST_HOST_ADDRESS="10.0.0.7",
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        HOLDFAST_PARITY_RATE="500M",
+        HOLDFAST_SECRET_FILE="/run/secret",
+        HOLDFAST_HOST_ADDRESS="10.0.0.7",
         HOLDFAST_FAILURE_DOMAIN="rack-a",
-    )  # fmt: skip
+    )
     assert worst(judge(known)) == "ok"
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.doctor.facts import Meeting, Protected
-from holdfast.cli.doctor.run_facts import probe_hosts, probe_meetings, probe_protected
+from holdfast.cli.doctor.root import probe_hosts, probe_meetings, probe_protected
+from holdfast.cli.doctor.rules.findings import ProtectedFacts, Rendezvous
 from holdfast.events import (
     Event,
     ProtectionPlanned,
@@ -34,14 +34,21 @@ def test_the_protection_of_the_newest_start_is_read_from_its_events(tmp_path: Pa
     planned = ProtectionPlanned(parity=1, hosts=2, survives="any 1 of 2 hosts", incarnation=3)
     old = ProtectionPlanned(parity=1, hosts=4, survives="any 1 of 4 hosts", incarnation=2)
     write_events(
-        tmp_path, began(2, "c"), began(3, "a"), began(3, "b"), planned, old,
+        tmp_path,
+        began(2, "c"),
+        began(3, "a"),
+        began(3, "b"),
+        planned,
+        old,
         SnapshotProtected(survives="", elapsed_s=1.0, incarnation=2, step=90),
         SnapshotProtected(survives="", elapsed_s=1.0, incarnation=3, step=8),
         SnapshotProtected(survives="", elapsed_s=1.0, incarnation=3, step=9),
         SnapshotNotProtected(reason="old", incarnation=3, step=7),
-    )  # fmt: skip
+    )
     assert probe_hosts(str(tmp_path)) == ("a", "b")
-    assert probe_protected(str(tmp_path)) == Protected(3, 1, 2, "any 1 of 2 hosts", newest="3-9")
+    assert probe_protected(str(tmp_path)) == ProtectedFacts(
+        3, 1, 2, "any 1 of 2 hosts", newest="3-9"
+    )
 
 
 def launcher(proc: Path, pid: int, *words: str) -> None:
@@ -60,8 +67,8 @@ def test_where_launchers_meet_is_on_their_command_lines_and_in_the_environment(
     launcher(tmp_path, 14, "torchrun", "--standalone", "train.py")
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "no such name.invalid:29400")
     here, unknown = probe_meetings(("b",), tmp_path)
-    assert here == Meeting("127.0.0.1:1", (11, 12), is_here=True)
-    assert unknown == Meeting("no such name.invalid:29400", (), is_here=None)
+    assert here == Rendezvous("127.0.0.1:1", (11, 12), is_here=True)
+    assert unknown == Rendezvous("no such name.invalid:29400", (), is_here=None)
     monkeypatch.setenv("PET_RDZV_ENDPOINT", "192.0.2.1:29400")  # nobody's, by RFC 5737
     assert [one.is_here for one in probe_meetings((), tmp_path)] == [True, False]
     assert probe_meetings(("192.0.2.1",), tmp_path)[1].on == "192.0.2.1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,14 +16,27 @@ from typing import Any
 
 import pytest
 
+from holdfast.catalogue import ROOT
 from holdfast.cli import main
-from holdfast.cli.doctor import arena_facts, place_facts
-from holdfast.cli.doctor.arena_facts import clear, probe_arenas
-from holdfast.cli.doctor.facts import Arena
-from holdfast.cli.doctor.host_facts import cores_quota, memory_bytes, memory_limit_bytes, probe_host
-from holdfast.cli.doctor.place_facts import measure, mounted_at, probe_place
-from holdfast.cli.doctor.torch_facts import driver, probe_torch
-from holdfast.snapshot.arena import (
+from holdfast.cli.doctor import arena as arena_facts
+from holdfast.cli.doctor import host as place_facts
+from holdfast.cli.doctor.arena import clear, probe_arenas
+from holdfast.cli.doctor.host import (
+    cores_quota,
+    driver,
+    measure,
+    memory_bytes,
+    memory_limit_bytes,
+    mounted_at,
+    probe_host,
+    probe_place,
+    probe_torch,
+)
+from holdfast.cli.doctor.rules.findings import Arena
+from holdfast.errors import NotFound
+from holdfast.format import manifest as documents
+from holdfast.format.manifest import seal
+from holdfast.protocol.arena import (
     SlotFile,
     SlotRecord,
     arena_dir,
@@ -32,7 +46,7 @@ from holdfast.snapshot.arena import (
     make_private_dir,
     process_start,
 )
-from holdfast.snapshot.client import find_or_start
+from holdfast.protocol.client import find_or_start
 from holdfast.storage.local import LocalStore
 from leftovers import keeper_pids
 from roots import fill
@@ -224,22 +238,44 @@ def kill(pid: int) -> None:
 
 def start_keeper(root: Path, keepers: list[int], run_id: str = "r") -> Path:
     """A keeper of ``root``, and its arena."""
-    arena = arena_dir(run_id, "here")
-    find_or_start(arena, run_id=run_id, root=str(root), host_id="here", timeout_s=30).close()
+    root_id = identity_of(root)
+    arena = arena_dir(run_id, "here", root_id)
+    find_or_start(
+        arena, run_id=run_id, root=str(root), host_id="here", timeout_s=30, root_id=root_id
+    ).close()
     keepers.extend(keeper_pids(arena))
     return arena
 
 
+def identity_of(root: Path) -> str:
+    """What arenas of this root are known by; "" where none is."""
+    try:
+        return LocalStore(root).identity()
+    except NotFound:
+        return ""
+
+
 def put_snapshot(arena: Path, step: int, ranks: tuple[int, ...] = (0, 1), **change: Any) -> None:
     """Slots as two trainers leave them, captured."""
+    said = arena / "root"
+    root_id = identity_of(Path(said.read_text())) if said.exists() else ""
     for rank in ranks:
         slot_id = len(list(arena.glob("*.slot")))
         slot = SlotFile.create(arena / f"{slot_id:05d}.slot", 1 << 20)
         fields: dict[str, Any] = {
-            "state": "captured", "boot_id": boot_id(), "run_id": "r", "incarnation": 2,
-            "step": step, "attempt": f"a{step}", "rank": rank, "world": 2, "image_bytes": 1 << 20,
-            "writer_pid": 4194303, "writer_start": 1,  # long gone
-        }  # fmt: skip
+            "state": "captured",
+            "boot_id": boot_id(),
+            "run_id": "r",
+            "incarnation": 2,
+            "step": step,
+            "attempt": f"a2x{step}",
+            "rank": rank,
+            "world": 2,
+            "image_bytes": 1 << 20,
+            "writer_pid": 4194303,
+            "writer_start": 1,  # long gone
+            "root_id": root_id,
+        }
         slot.write_record(SlotRecord(**(fields | change)))
         slot.close()
 
@@ -442,7 +478,7 @@ def test_half_made_slots_and_foreign_directories_do_not_hide_the_rest(arena_dir:
 
 def make_arena(root: Path, **change: Any) -> Path:
     """The arena of a dead run of ``root``, with one image."""
-    arena = arena_home() / "r@here"
+    arena = arena_dir("r", "here", identity_of(root))
     make_private_dir(arena)
     (arena / "root").write_text(str(root))
     put_snapshot(arena, 41, ranks=(0,), **change)
@@ -473,3 +509,73 @@ def test_an_arena_whose_storage_cannot_be_asked_stays(tmp_path: Path, arena_dir:
     assert arena.exists()
     (arena / "root").unlink()
     assert only_arena().has_news is None and clear(only_arena()) == arena_facts.NEWS
+
+
+@pytest.mark.parametrize("now", ["another run", "a copy", "another run, and older"])
+def test_a_snapshot_is_not_in_storage_because_another_root_has_one_of_its_number(
+    now: str, tmp_path: Path, arena_dir: Path, capsys: Out
+) -> None:
+    root, away = tmp_path / "root", tmp_path / "away"
+    fill(LocalStore(root), [(2, 40)])
+    arena = make_arena(root, world=1)
+    root.rename(away)
+    if now == "a copy":
+        shutil.copytree(away, root)
+        fill(LocalStore(root), [(2, 60)])
+    else:
+        store = LocalStore(root)
+        store.publish(ROOT, seal(documents.Root(run_id="another")))
+        fill(store, [(2, 41)] if now == "another run" else [(2, 60)])
+    found = only_arena()
+    assert found.newest == "2-41" and found.newest_is_durable is not True
+    assert found.has_news is None and not found.may_go
+    assert main(["doctor", "--clean", "--yes"]) == 0
+    assert "in storage too" not in capsys.readouterr().out and arena.exists()
+    assert clear(found) == arena_facts.NEWS
+    assert main(["doctor", "--quick"]) in (0, 11)
+    if now != "a copy":
+        assert "is another root by now" in capsys.readouterr().out
+
+
+def test_a_snapshot_of_the_same_number_by_another_attempt_is_not_in_storage(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    fill(LocalStore(tmp_path), [(2, 41)])
+    arena = make_arena(tmp_path, world=1, attempt="another")
+    assert (only_arena().newest_is_durable, only_arena().has_news) == (False, True)
+    assert clear(only_arena()) == arena_facts.NEWS and arena.exists()
+
+
+def test_an_older_snapshot_of_a_start_that_storage_knows_otherwise_is_news(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    """The record of its start never reached storage, and its number was given again."""
+    fill(LocalStore(tmp_path), [(2, 60)])
+    make_arena(tmp_path, world=1, nonce="another start")
+    assert (only_arena().newest_is_durable, only_arena().has_news) == (False, True)
+
+
+def test_a_snapshot_whose_very_attempt_is_in_storage_may_go_whatever_root_it_was_of(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    root, copy = tmp_path / "root", tmp_path / "copy"
+    fill(LocalStore(root), [(2, 41)])
+    arena = make_arena(root, world=1)
+    shutil.copytree(root, copy)
+    (arena / "root").write_text(str(copy))
+    assert (only_arena().newest_is_durable, only_arena().has_news) == (True, False)
+
+
+def test_what_an_older_version_left_is_said_to_be_of_no_use_and_goes_only_when_asked(
+    tmp_path: Path, arena_dir: Path, capsys: Out
+) -> None:
+    fill(LocalStore(tmp_path), [(2, 60)])
+    arena = arena_home() / "r@here"
+    make_private_dir(arena)
+    put_snapshot(arena, 41)
+    (arena / "root").write_text(str(tmp_path))
+    assert (only_arena().newest, only_arena().has_news) == ("2-41", None)
+    assert main(["doctor", "--quick"]) in (0, 11)
+    assert "an older version of Holdfast left it" in capsys.readouterr().out
+    assert main(["doctor", "--clean", "--yes"]) == 0 and arena.exists()
+    assert main(["doctor", "--clean", "--lose-snapshots", "--yes"]) == 0 and not arena.exists()

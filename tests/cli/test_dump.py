@@ -16,14 +16,15 @@ from safetensors import safe_open
 
 import holdfast
 from commands import Out, damage, error_of, image_of, json_of, run_alone, text_of
-from holdfast.cli import dump, portions
+from holdfast.cli import dump
+from holdfast.cli import leaf_reader as portions
 from holdfast.cli.boxes import parse_box
 from holdfast.cli.checkpoints import open_checkpoint, open_root
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
-from holdfast.load.plan import Want
-from holdfast.load.read import Array
-from holdfast.load.source import Checkpoint
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.read import Array
 
 
 def save(root: Path, **state: Any) -> Path:
@@ -54,7 +55,7 @@ def test_dump_says_what_the_elements_are_like(root: Path, capsys: Out) -> None:
 def test_a_mean_far_from_zero_hides_no_deviation(
     tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.cli.statistics.CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("holdfast.cli.leaf_reader.CHUNK_ELEMENTS", 7)
     values = 1e8 + torch.arange(100, dtype=torch.float64) / 100
     found = json_of(capsys, "dump", save(tmp_path, x=values), "x")["statistics"]
     assert found["mean"] == pytest.approx(values.mean().item(), rel=1e-15)
@@ -154,7 +155,7 @@ def test_head_shows_the_first_elements_and_reads_no_others(
 
     chosen = open_checkpoint(open_root(str(root)), None)
     leaf = chosen.checkpoint.layout.leaves[chosen.leaves["model.weight"]]
-    source = dump.Source(chosen, leaf, Box.whole(leaf.shape), recording)
+    source = dump.DumpSource(chosen, leaf, Box.whole(leaf.shape), recording)
     found = dump.first_elements(source, 2003)
     assert found[-1]["index"] == [1, 2]
     assert sum(read) < 3 * 2003
@@ -178,8 +179,8 @@ def test_no_more_is_read_at_once_than_the_limit_however_large_a_leaf_is(
 
     chosen = open_checkpoint(open_root(str(root)), None)
     leaf = chosen.checkpoint.layout.leaves[chosen.leaves["model.weight"]]
-    whole = dump.facts(dump.Source(chosen, leaf, Box.whole(leaf.shape)))
-    assert dump.facts(dump.Source(chosen, leaf, Box.whole(leaf.shape), recording)) == whole
+    whole = dump.facts(dump.DumpSource(chosen, leaf, Box.whole(leaf.shape)))
+    assert dump.facts(dump.DumpSource(chosen, leaf, Box.whole(leaf.shape), recording)) == whole
     assert sum(asked) == leaf.size_bytes
     assert max(asked) <= 10_000
 
@@ -194,10 +195,24 @@ def test_dump_needs_no_torch(tmp_path: Path) -> None:
 # ── files ───────────────────────────────────────────────────────────────────────────────────────
 
 DTYPES = [
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-    torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
-    torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
-]  # fmt: skip
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+]
 
 
 @pytest.fixture(scope="module")
@@ -269,13 +284,13 @@ def test_a_file_that_somebody_makes_meanwhile_is_kept(
     root: Path, tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "bias.npy"
-    portions_of = dump.Source.portions
+    portions_of = dump.DumpSource.portions
 
-    def meanwhile(self: dump.Source) -> Iterator[Array]:
+    def meanwhile(self: dump.DumpSource) -> Iterator[Array]:
         yield from portions_of(self)
         out.write_text("mine")
 
-    monkeypatch.setattr(dump.Source, "portions", meanwhile)
+    monkeypatch.setattr(dump.DumpSource, "portions", meanwhile)
     error_of(capsys, "dump", root, "model.bias", "--out", out, code=2)
     assert out.read_text() == "mine"
     assert list(tmp_path.glob(".*")) == []

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.cli.elements import bits, element, has_numbers, numbers, short_text
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.cli.leaf_reader import bits, element, has_numbers, numbers, short_text
+from holdfast.geometry.index import ITEMSIZE
 
 SMALL = {
     "F8_E4M3": torch.float8_e4m3fn,

@@ -9,10 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from holdfast.cli.drawing import ASCII, BOX, Lines, draw
-from holdfast.cli.picture import MAX_CELLS, cuts_texts, grid_of, ranks_text, spread_texts
+from holdfast.cli.pictures import (
+    ASCII,
+    BOX,
+    MAX_CELLS,
+    DrawnLines,
+    cuts_texts,
+    draw,
+    grid_of,
+    ranks_text,
+    spread_texts,
+)
 from holdfast.geometry.box import Box
-from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Listing, Placement
+from holdfast.geometry.layout import REPLICATE, BoxList, Instance, Layout, LeafSpec, Placement
 from layouts import layouts, mesh, on
 
 ROWS, COLUMNS = Placement(0), Placement(1)
@@ -26,7 +35,7 @@ def one_leaf(
     return Layout(max(world, math.prod(over)), (leaf,))
 
 
-def picture(layout: Layout, width: int = 100, lines: Lines = BOX) -> list[str]:
+def picture(layout: Layout, width: int = 100, lines: DrawnLines = BOX) -> list[str]:
     grid = grid_of(layout, 0)
     assert grid is not None
     return [line.plain for line in draw(grid, width, lines)]
@@ -64,8 +73,11 @@ def test_a_grid_has_its_cuts_along_both_edges() -> None:
 def test_repeated_boxes_say_who_stores_which_part_of_them() -> None:
     lines = picture(one_leaf((4000, 2000), REPLICATE, ROWS, over=(2, 2)))
     assert [cell.strip() for cell in lines[3].strip("│").split("│")] == [
-        "0* 2", "0 2*", "1* 3", "1 3*",
-    ]  # fmt: skip
+        "0* 2",
+        "0 2*",
+        "1* 3",
+        "1 3*",
+    ]
 
 
 def test_strides_are_drawn_where_they_lie() -> None:
@@ -135,15 +147,15 @@ def test_the_spread_is_told_in_words() -> None:
 
 
 def test_boxes_that_no_mesh_describes_are_counted_and_drawn() -> None:
-    halves = Listing(((Box((0,), (3,)), (0, 1)), (Box((3,), (8,)), (1,))))
+    halves = BoxList(((Box((0,), (3,)), (0, 1)), (Box((3,), (8,)), (1,))))
     leaf = LeafSpec("w", "F32", (8,), "lowest", (on(2), halves))
     assert spread_texts(leaf) == ["whole on rank 2", "ranks 0 to 1: 2 boxes, listed one by one"]
     grid = grid_of(Layout(3, (leaf,)), 0)
     assert grid is not None
     assert [cell.label for cell in grid.cells.values()] == ["0* 1 2", "1* 2"]
-    one = LeafSpec("w", "F32", (3,), "lowest", (Listing(halves.parts[:1]),))
+    one = LeafSpec("w", "F32", (3,), "lowest", (BoxList(halves.parts[:1]),))
     assert spread_texts(one) == ["ranks 0 to 1: 1 box, listed one by one"]
-    assert spread_texts(LeafSpec("w", "F32", (0,), "lowest", (Listing(()),))) == []
+    assert spread_texts(LeafSpec("w", "F32", (0,), "lowest", (BoxList(()),))) == []
 
 
 def test_terminals_without_lines_get_ascii() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.catalogue import LOCK
 from holdfast.cli import main
-from holdfast.cli.held import holders, root_holder
+from holdfast.cli.checkpoints import holders, root_holder
 from holdfast.storage.local import LocalStore
 from roots import fill, leave_behind, whole
 
@@ -193,8 +193,10 @@ def test_a_lock_of_another_file_with_the_same_number_is_not_taken_for_ours(tmp_p
         (proc / str(pid) / "fd").mkdir(parents=True)
         (proc / str(pid) / "fd" / "3").symlink_to(opened)
     inode = path.stat().st_ino
-    lines = [f"{n}: FLOCK  ADVISORY  WRITE {pid} 00:2a:{inode} 0 EOF" for n, pid in
-             ((1, 11), (2, 12), (3, 13))]  # fmt: skip
+    lines = [
+        f"{n}: FLOCK  ADVISORY  WRITE {pid} 00:2a:{inode} 0 EOF"
+        for n, pid in ((1, 11), (2, 12), (3, 13))
+    ]
     lines += [f"4: -> FLOCK  ADVISORY  WRITE 12 00:2a:{inode} 0 EOF", "nonsense", ""]
     (proc / "locks").write_text("\n".join(lines))
     assert holders(path, proc) == [12]

@@ -8,8 +8,8 @@ import pytest
 
 import holdfast
 from commands import Out, error_of, json_of, run_alone, text_of
-from holdfast.geometry.asked import AskedLayout, asked
 from holdfast.geometry.box import Box
+from holdfast.geometry.parallelism import NamedLayout, asked
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ def test_what_is_asked_for_is_what_ranks_of_that_kind_really_held(
 ) -> None:
     with holdfast.open(by_ranks / saved) as checkpoint:
         layout = checkpoint.layout
-    found = AskedLayout(layout, asked(wish))
+    found = NamedLayout(layout, asked(wish))
     for rank in range(4):
         boxes: dict[str, list[Box]] = {leaf.name: [] for leaf in layout.leaves}
         for leaf, box in found.boxes(rank):

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from coordinators import CAPTURE_S, GRANT_S, Actions, Keeper, granted, of, told
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import AbortPersist, Allocate, GiveSlot, StartPersist, Tell
-from holdfast.snapshot.slots import NO_SLOT
+from holdfast.coordinator.actions import (
+    AbortPersist,
+    AllocateSlots,
+    GrantSlot,
+    SendMessage,
+    StartPersist,
+)
+from holdfast.coordinator.slots import NO_SLOT
+from holdfast.protocol import messages as m
 
 
 def started(actions: Actions) -> list[str]:
@@ -71,7 +77,7 @@ def test_due_saves_wait_while_storage_is_busy_and_the_newest_stands_for_them() -
     assert durable(actions) == [(0, ())]
     assert started(actions) == [newest]
     assert durable(keeper.c.persisted(newest)) == [(25, (10, 20))]
-    assert not keeper.c.debts.are_open
+    assert not keeper.c.durability.is_requested
 
 
 def test_an_exact_save_does_not_wait_for_storage_and_stands_for_those_before() -> None:
@@ -90,7 +96,7 @@ def test_a_save_that_stood_for_others_owes_them_when_it_comes_to_nothing() -> No
     first = keeper.capture(0, durable=True)
     keeper.capture(10, durable=True)
     attempt = granted(keeper.ask_all(20, durable=True, exact=True))
-    keeper.c.abandon(0, m.Abandon(attempt=attempt, reason="no"))
+    keeper.c.abort_capture(0, m.AbortCapture(attempt=attempt, reason="no"))
     actions = keeper.c.persisted(first)
     (second,) = started(actions)
     assert durable(keeper.c.persisted(second)) == [(10, (10,))]
@@ -162,7 +168,7 @@ def test_an_exact_save_does_not_wait_for_ever() -> None:
     keeper.ask_all(3, durable=True, exact=True, now_s=10.0)
     (skip,) = told(keeper.c.tick(10.1 + GRANT_S), m.Skip)
     assert (skip.step, skip.reason) == (3, NO_SLOT)
-    assert not of(keeper.c.persisted(busy[0]), GiveSlot)
+    assert not of(keeper.c.persisted(busy[0]), GrantSlot)
 
 
 def test_an_exact_save_does_not_wait_for_a_rank_that_went_away_or_gave_up() -> None:
@@ -170,11 +176,11 @@ def test_an_exact_save_does_not_wait_for_a_rank_that_went_away_or_gave_up() -> N
         keeper = Keeper(2)
         busy = full(keeper)
         keeper.ask_all(3, durable=True, exact=True)
-        actions = keeper.c.lost(1) if leave == "lost" else keeper.c.withdraw(1, 3)
+        actions = keeper.c.lost(1) if leave == "lost" else keeper.c.cancel_request(1, 3)
         (skip,) = told(actions, m.Skip)
         assert skip.step == 3
         assert "rank 1" in skip.reason
-        assert not of(keeper.c.persisted(busy[0]), GiveSlot)
+        assert not of(keeper.c.persisted(busy[0]), GrantSlot)
 
 
 # ── asked for afterwards ─────────────────────────────────────────────────────────────────────
@@ -191,7 +197,7 @@ def test_a_captured_step_is_made_durable_after_all() -> None:
 def test_a_step_being_captured_is_made_durable_with_the_rest_of_it() -> None:
     keeper = Keeper(1)
     keeper.has_memory = False
-    (slot,) = of(keeper.ask_all(5), Allocate)
+    (slot,) = of(keeper.ask_all(5), AllocateSlots)
     assert keeper.c.make_durable(5) == []
     assert started(keeper.c.allocated(slot.slot))
     other = Keeper(1)
@@ -219,17 +225,17 @@ def test_what_is_no_longer_in_memory_cannot_be_made_durable_and_the_next_step_is
 
 def test_at_the_end_the_newest_is_made_durable_unless_it_is() -> None:
     keeper = Keeper(1)
-    assert keeper.c.debts.unpaid() == ""
+    assert keeper.c.durability.not_durable() == ""
     assert keeper.c.persist_newest() == []
     attempt = keeper.capture(5)
-    assert keeper.c.debts.unpaid() == attempt
+    assert keeper.c.durability.not_durable() == attempt
     assert started(keeper.c.persist_newest()) == [attempt]
     assert keeper.c.persist_newest() == []
     keeper.c.persist_failed(attempt, "disk full")
-    assert keeper.c.debts.unpaid() == attempt
+    assert keeper.c.durability.not_durable() == attempt
     assert started(keeper.c.persist_newest()) == [attempt]
     keeper.c.persisted(attempt)
-    assert keeper.c.debts.unpaid() == ""
+    assert keeper.c.durability.not_durable() == ""
 
 
 def test_what_an_earlier_incarnation_made_durable_is_not_told_under_the_same_step() -> None:
@@ -242,7 +248,7 @@ def test_what_an_earlier_incarnation_made_durable_is_not_told_under_the_same_ste
             actions = keeper.c.persisted(attempt)
         else:
             actions = keeper.c.persist_failed(attempt, "disk full")
-        assert not of(actions, Tell)
+        assert not of(actions, SendMessage)
         assert not keeper.c.is_busy()
 
 
@@ -279,7 +285,7 @@ def test_what_is_made_durable_at_the_end_stands_only_for_saves_of_its_own_incarn
     assert started(keeper.c.persist_newest()) == [newest]
     assert keeper.c.attempts[newest].fulfils == ()
     keeper.c.persisted(busy)
-    assert keeper.c.debts.are_open  # it is owed still
+    assert keeper.c.durability.is_requested  # it is owed still
 
 
 def test_a_capture_that_is_late_is_owed_like_any_other() -> None:
@@ -302,7 +308,9 @@ def test_an_image_that_is_damaged_while_it_is_written_is_lost_when_that_is_over(
         for slot in slots:
             assert keeper.c.image_lost(slot, newest) == []
         assert keeper.c.attempts.newest == newest
-        assert all(keeper.c.slots.is_kept(keeper.c.slots[slot]) for slot in slots), "they are read"
+        assert all(keeper.c.slots.is_retained(keeper.c.slots[slot]) for slot in slots), (
+            "they are read"
+        )
         if ended == "persisted":
             keeper.c.persisted(newest)
         else:

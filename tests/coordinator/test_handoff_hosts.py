@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 
 from coordinators import CAPTURE_S, Actions, Keeper, granted, of, told
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import (
+from holdfast.coordinator.actions import (
     Action,
-    Allocate,
     AllocateRings,
-    GiveSlot,
-    KeepLayout,
+    AllocateSlots,
+    GrantSlot,
     StartPersist,
+    StoreLayout,
 )
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.slots import Slot, host_of, number_of, slot_id_of
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.slots import Slot, host_of, number_of, slot_id_of
+from holdfast.protocol import messages as m
 
 PLACES = (
-    m.HostPlace(id="a", ranks=(0, 3)),
-    m.HostPlace(id="b", ranks=(1,)),
-    m.HostPlace(id="c", ranks=(2,)),
+    m.HostEntry(id="a", ranks=(0, 3)),
+    m.HostEntry(id="b", ranks=(1,)),
+    m.HostEntry(id="c", ranks=(2,)),
 )
 HOST = {0: 0, 3: 0, 1: 1, 2: 2}
 
@@ -70,7 +70,7 @@ def test_every_rank_is_given_a_slot_of_its_own_host(keeper: OnHosts) -> None:
         attempt = keeper.capture(step)
         slots = keeper.c.attempts[attempt].slots
         assert {rank: host_of(slot) for rank, slot in slots.items()} == HOST
-        keeper.with_memory(keeper.c.spares())
+        keeper.with_memory(keeper.c.preallocate())
     counts = [sum(host_of(slot) == host for slot in keeper.c.slots) for host in range(3)]
     assert counts == [6, 3, 3]
 
@@ -85,12 +85,12 @@ def test_slots_of_each_host_are_as_large_as_its_own_images() -> None:
 
 def test_no_room_on_one_host_is_no_slot_for_anybody(keeper: OnHosts) -> None:
     keeper.has_memory = False
-    needed = of(keeper.ask_all(1), Allocate)
+    needed = of(keeper.ask_all(1), AllocateSlots)
     by_host = {host_of(each.slot): each.slot for each in needed}
     assert by_host.keys() == {0, 1, 2}
     keeper.c.allocated(by_host[0])
     actions = keeper.c.allocation_failed(by_host[1], "on host b: too small")
-    assert not of(actions, GiveSlot)
+    assert not of(actions, GrantSlot)
     (aborted,) = told(actions, m.Aborted)
     assert "on host b" in aborted.reason
     assert not keeper.c.attempts
@@ -99,7 +99,7 @@ def test_no_room_on_one_host_is_no_slot_for_anybody(keeper: OnHosts) -> None:
 def granted_rings(keeper: OnHosts, step: int) -> list[Action]:
     """What follows when host c has room for rings alone, and rings are made on all."""
     keeper.has_memory = False
-    made = of(keeper.ask_all(step, durable=True, exact=True), Allocate)
+    made = of(keeper.ask_all(step, durable=True, exact=True), AllocateSlots)
     actions: list[Action] = []
     for each in made:
         if host_of(each.slot) == 2:
@@ -118,7 +118,7 @@ def granted_rings(keeper: OnHosts, step: int) -> list[Action]:
 
 def test_a_durable_save_takes_rings_on_all_hosts_when_one_has_no_room(keeper: OnHosts) -> None:
     last = granted_rings(keeper, 1)
-    assert {host_of(give.slot) for give in of(last, GiveSlot)} == {0, 1, 2}
+    assert {host_of(give.slot) for give in of(last, GrantSlot)} == {0, 1, 2}
 
 
 def test_it_is_durable_before_old_ones_are_pruned_and_the_next_one_waits_for_that(
@@ -130,8 +130,8 @@ def test_it_is_durable_before_old_ones_are_pruned_and_the_next_one_waits_for_tha
         keeper.seal(rank, attempt)
     (durable,) = told(keeper.c.persisted(attempt), m.Durable)
     assert durable.step == 1
-    assert not of(keeper.ask_all(2, durable=True, exact=True), GiveSlot)
-    assert of(keeper.c.persist_ended(attempt), GiveSlot)
+    assert not of(keeper.ask_all(2, durable=True, exact=True), GrantSlot)
+    assert of(keeper.c.persist_ended(attempt), GrantSlot)
 
 
 # ── a host is lost ───────────────────────────────────────────────────────────────────────────
@@ -165,9 +165,9 @@ def test_nothing_is_complete_while_a_part_of_it_is_out_of_reach(keeper: OnHosts)
     held = keeper.held_by(1)
     keeper.c.detach(1, "b")
     assert keeper.c.attempts.complete() == []
-    assert keeper.c.debts.unpaid() == ""
+    assert keeper.c.durability.not_durable() == ""
     assert not of(keeper.c.make_durable(2), StartPersist)
-    assert {part.id for part in keeper.c.attempts.parts()} == {first, second}
+    assert {part.id for part in keeper.c.attempts.incomplete()} == {first, second}
     keeper.c.attach(1, *held)
     assert [whole.id for whole in keeper.c.attempts.complete()] == [first, second]
     assert keeper.c.attempts.newest == second
@@ -177,27 +177,27 @@ def test_a_host_without_room_for_a_layout_says_so_when_its_ranks_may_be_copying(
     keeper: OnHosts,
 ) -> None:
     keeper.capture(1)
-    keeper.with_memory(keeper.c.spares())
+    keeper.with_memory(keeper.c.preallocate())
     keeper.c.join(1, keeper.writer(1))  # the layout is told again
     actions = keeper.ask_all(2)
-    (kept,), attempt = of(actions, KeepLayout), granted(actions)
+    (kept,), attempt = of(actions, StoreLayout), granted(actions)
     given = keeper.slots(attempt)
-    (aborted,) = told(keeper.c.layout_not_kept(kept.hash, "on host b: no room", 1), m.Aborted)
+    (aborted,) = told(keeper.c.layout_not_stored(kept.hash, "on host b: no room", 1), m.Aborted)
     assert (aborted.attempt, aborted.reason) == (attempt, "on host b: no room")
     assert {keeper.c.slots[slot].state for slot in given} == {"quarantined"}
     assert not given & keeper.slots(granted(keeper.ask_all(3)))
     for rank in range(4):
-        keeper.c.abandon(rank, m.Abandon(attempt=attempt, reason="given up"))
+        keeper.c.abort_capture(rank, m.AbortCapture(attempt=attempt, reason="given up"))
     assert {keeper.c.slots[slot].state for slot in given} == {"free"}
 
 
 def test_a_host_without_room_for_a_layout_frees_slots_nobody_was_told_of(keeper: OnHosts) -> None:
     keeper.has_memory = False
     actions = keeper.ask_all(1)
-    (kept,) = of(actions, KeepLayout)
-    first, *others = [made.slot for made in of(actions, Allocate)]
+    (kept,) = of(actions, StoreLayout)
+    first, *others = [made.slot for made in of(actions, AllocateSlots)]
     keeper.c.allocated(first)
-    assert told(keeper.c.layout_not_kept(kept.hash, "on host b: no room", 1), m.Aborted)
+    assert told(keeper.c.layout_not_stored(kept.hash, "on host b: no room", 1), m.Aborted)
     assert keeper.c.slots[first].state == "free"
     assert all(keeper.c.slots[other].is_spare for other in others)
 
@@ -210,9 +210,9 @@ def test_what_a_host_has_lost_is_given_up_when_captures_go_on(keeper: OnHosts) -
     keeper.c.join(1, keeper.writer(1))
     for step in (3, 4, 5):
         keeper.capture(step)
-        keeper.with_memory(keeper.c.spares())
+        keeper.with_memory(keeper.c.preallocate())
     assert lost not in keeper.c.attempts
-    assert keeper.c.attempts.parts() == []
+    assert keeper.c.attempts.incomplete() == []
     assert min(number_of(id_) for id_ in keeper.c.slots if host_of(id_) == 1) >= 7
 
 
@@ -259,7 +259,7 @@ def test_a_save_that_waits_for_storage_is_not_waited_for_for_ever_when_a_host_is
     (lost,) = told(keeper.c.tick(CAPTURE_S + 1), m.NotDurable)
     assert (lost.step, lost.fulfils) == (2, ()) and "the keeper of b is out of reach" in lost.reason
     assert not told(keeper.c.tick(CAPTURE_S + 2), m.NotDurable)
-    assert keeper.c.debts.are_open, "the next snapshot is made durable for it"
+    assert keeper.c.durability.is_requested, "the next snapshot is made durable for it"
 
 
 # ── another start, another keeper ────────────────────────────────────────────────────────────
@@ -325,13 +325,13 @@ def test_a_keeper_that_takes_over_keeps_a_part_that_the_incarnation_went_on_from
 ) -> None:
     parent = keeper.capture(1)
     held = {host: keeper.held_by(host) for host in range(2)}  # the third host is lost
-    places = (m.HostPlace(id="a", ranks=(0, 2)), m.HostPlace(id="b", ranks=(1,)))
+    places = (m.HostEntry(id="a", ranks=(0, 2)), m.HostEntry(id="b", ranks=(1,)))
     later = OnHosts(4).c
     later.start_over(*held[0], 50)
     later.resume(2, "n", 3, (1, 1), 0.0, places)
     later.attach(1, *held[1])
-    assert later.attempts[parent].is_part
-    assert later.attempts.pinned == parent and later.attempts.must_stay(later.attempts[parent])
+    assert later.attempts[parent].is_incomplete
+    assert later.attempts.pinned == parent and later.attempts.is_retained(later.attempts[parent])
 
 
 def test_where_hosts_keep_parity_a_capture_alone_does_not_free_what_was_restored_from(
@@ -366,16 +366,19 @@ def test_a_keeper_that_decides_again_uses_no_number_twice(keeper: OnHosts) -> No
     for rank in range(4):
         keeper.c.join(rank, keeper.writer(rank))
     keeper.c.adopt(0.0)
-    made = of(keeper.ask_all(1), Allocate)
+    made = of(keeper.ask_all(1), AllocateSlots)
     assert sorted(made_slot.slot for made_slot in made) == [
-        9, 10, slot_id_of(1, 5), slot_id_of(2, 5),
-    ]  # fmt: skip
+        9,
+        10,
+        slot_id_of(1, 5),
+        slot_id_of(2, 5),
+    ]
 
 
 def test_a_start_on_one_host_keeps_what_storage_is_still_writing(keeper: OnHosts) -> None:
     attempt = keeper.capture(1, durable=True)
     keeper.c.begin(2, "00000002", 1)
-    assert keeper.c.attempts[attempt].is_part
+    assert keeper.c.attempts[attempt].is_incomplete
     keeper.c.persist_failed(attempt, "a host is gone")
     assert not keeper.c.is_busy()
     assert attempt not in keeper.c.attempts
@@ -386,11 +389,11 @@ def test_on_the_one_host_that_is_left_a_part_outlives_what_storage_makes_of_it(
     keeper: OnHosts,
 ) -> None:
     attempt = keeper.capture(1, durable=True)
-    keeper.c.begin(2, "00000002", 1, (m.HostPlace(id="a", ranks=(0,)),))  # with parity
+    keeper.c.begin(2, "00000002", 1, (m.HostEntry(id="a", ranks=(0,)),))  # with parity
     assert keeper.c.pin(attempt)
     keeper.c.persist_failed(attempt, "a host is gone")
-    assert keeper.c.attempts[attempt].is_part and keeper.c.pin(attempt)
-    assert keeper.c.attempts.must_stay(keeper.c.attempts[attempt])
+    assert keeper.c.attempts[attempt].is_incomplete and keeper.c.pin(attempt)
+    assert keeper.c.attempts.is_retained(keeper.c.attempts[attempt])
     assert "free" not in {
         keeper.c.slots[n].state for n in keeper.c.attempts[attempt].slots.values()
     }
@@ -417,9 +420,9 @@ def test_only_a_part_newer_than_all_that_is_whole_or_durable_is_worth_keeping(
     assert keeper.c.holds_newest_part()
     keeper.c.attach(1, (), (), 7)
     keeper.c.join(1, keeper.writer(1))
-    keeper.with_memory(keeper.c.spares())
+    keeper.with_memory(keeper.c.preallocate())
     second = keeper.capture(2, durable=True)
-    assert keeper.c.attempts.parts()
+    assert keeper.c.attempts.incomplete()
     assert not keeper.c.holds_newest_part()
     keeper.c.detach(1, "b")
     assert keeper.c.holds_newest_part()  # storage has not taken it yet
@@ -439,10 +442,10 @@ def test_no_spare_is_made_on_a_host_whose_slots_could_not_be_made(keeper: OnHost
     attempt = granted(keeper.ask_all(1))
     for rank in range(4):
         keeper.seal(rank, attempt)
-    spares = of(keeper.c.spares(), Allocate)
+    spares = of(keeper.c.preallocate(), AllocateSlots)
     on_b = [spare.slot for spare in spares if host_of(spare.slot) == 1]
     keeper.c.allocation_failed(on_b[0], "full")
-    assert all(host_of(each.slot) != 1 for each in of(keeper.c.spares(), Allocate))
+    assert all(host_of(each.slot) != 1 for each in of(keeper.c.preallocate(), AllocateSlots))
 
 
 def test_what_loses_an_image_while_it_is_written_is_a_part_when_that_is_over(

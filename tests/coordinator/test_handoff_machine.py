@@ -24,11 +24,11 @@ from coordinators import CAPTURE_S, GRANT_S
 from handoff_checks import CheckedWorld
 from handoff_facts import Process, Save, is_idle
 from handoff_hosts import HostedWorld
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.handoff import Coordinator
-from holdfast.snapshot.slots import Slot, Slots, Writer
+from holdfast.coordinator.actions import Action
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import Slot, Slots, SlotWriter
+from holdfast.protocol import messages as m
 
 #: Sizes of the values in an image: the second pair lies on both sides of a slot's next size.
 VALUES_BYTES = (10, 1_000_000, 1_040_000, 5_000_000)
@@ -119,6 +119,12 @@ class Handoff(CheckedWorld, RuleBasedStateMachine):
     def all_ask(self, save: Save) -> None:
         for process in self.trainers(is_idle):
             self.make_ask(process, save)
+
+    @precondition(lambda self: any(map(is_idle, self.trainers())))
+    @rule(data=st.data())
+    def is_asked_an_update_later(self, data: st.DataObject) -> None:
+        """A signal, say, reaches this rank behind its next update, and others before theirs."""
+        self.one(data, self.trainers(is_idle)).is_ahead = True
 
     @precondition(lambda self: any(map(hears, self.trainers())))
     @rule()
@@ -266,6 +272,10 @@ class Handoff(CheckedWorld, RuleBasedStateMachine):
     def a_ring_is_never_a_snapshot(self) -> None:
         self.check_rings()
 
+    @invariant()
+    def nobody_waits_for_a_rank_that_is_not_there(self) -> None:
+        self.check_waits()
+
     def teardown(self) -> None:
         if not self.is_broken:
             self.check_end()
@@ -309,9 +319,14 @@ class OnSeveralHosts(HostedWorld, Handoff):
 
 
 FAST = settings(
-    max_examples=300, stateful_step_count=50, deadline=None, derandomize=True, database=None,
-    suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
-)  # fmt: skip
+    max_examples=300,
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+)
 
 
 def test_the_rules_hold_whatever_happens() -> None:
@@ -342,31 +357,31 @@ def test_the_rules_hold_whatever_happens_for_long() -> None:
 class ForgetsTheNewest(Slots):
     """As with two slots: one rank copies n + 2 over n while another still copies n + 1."""
 
-    def is_kept(self, slot: Slot) -> bool:
+    def is_retained(self, slot: Slot) -> bool:
         is_newest = slot.state == "captured" and slot.attempt == self.attempts.newest
-        return super().is_kept(slot) and not is_newest
+        return super().is_retained(slot) and not is_newest
 
 
 class ForgetsWhatIsRestored(Slots):
-    def is_kept(self, slot: Slot) -> bool:
+    def is_retained(self, slot: Slot) -> bool:
         is_only_pinned = slot.attempt == self.attempts.pinned != self.attempts.newest
-        return super().is_kept(slot) and not (slot.state == "captured" and is_only_pinned)
+        return super().is_retained(slot) and not (slot.state == "captured" and is_only_pinned)
 
 
 class ForgetsWhatIsPersisted(Slots):
-    def is_kept(self, slot: Slot) -> bool:
+    def is_retained(self, slot: Slot) -> bool:
         attempt = self.attempts.get(slot.attempt)
         is_newest = slot.attempt == self.attempts.newest
         is_busy = attempt is not None and attempt.persisting and not is_newest
-        return super().is_kept(slot) and not (slot.state == "captured" and is_busy)
+        return super().is_retained(slot) and not (slot.state == "captured" and is_busy)
 
 
 class ForgetsWhoMayStillWrite(Slots):
-    def take_back(self, attempt: Attempt) -> None:
+    def reclaim(self, attempt: Attempt) -> None:
         for slot in attempt.slots.values():
             if slot in self:
                 self[slot].writer = None
-        super().take_back(attempt)
+        super().reclaim(attempt)
 
 
 class ForgetsThatASlotWasGivenAway(Slots):
@@ -375,30 +390,30 @@ class ForgetsThatASlotWasGivenAway(Slots):
 
 
 class TakesOneRanksWordForAnother(Slots):
-    def stopped_all(self, writer: Writer, rank: int, incarnation: int) -> None:
+    def writer_stopped_all(self, writer: SlotWriter, rank: int, incarnation: int) -> None:
         for slot in self.values():
             if slot.state == "quarantined" and slot.incarnation == incarnation:
                 slot.free()
 
 
 class TakesAProcessForItsSuccessor(Slots):
-    def stopped_all(self, writer: Writer, rank: int, incarnation: int) -> None:
+    def writer_stopped_all(self, writer: SlotWriter, rank: int, incarnation: int) -> None:
         for slot in self.values():
             if slot.state == "quarantined" and slot.rank == rank:
                 slot.free()
 
 
 class TakesAQuarantinedRing(Slots):
-    def take_back(self, attempt: Attempt) -> None:
-        super().take_back(attempt)
+    def reclaim(self, attempt: Attempt) -> None:
+        super().reclaim(attempt)
         for slot in self.quarantined():
             if slot.is_ring:
                 slot.free()
 
 
 class TakesARingForAWholeSlot(Slots):
-    def take_back(self, attempt: Attempt) -> None:
-        super().take_back(attempt)
+    def reclaim(self, attempt: Attempt) -> None:
+        super().reclaim(attempt)
         for slot in self.values():
             if slot.state == "free":
                 slot.is_ring, slot.capacity_bytes = False, self.on(0).capacity_bytes
@@ -407,11 +422,17 @@ class TakesARingForAWholeSlot(Slots):
 @pytest.mark.parametrize(
     "broken",
     [
-        ForgetsTheNewest, ForgetsWhatIsRestored, ForgetsWhatIsPersisted, ForgetsWhoMayStillWrite,
-        ForgetsThatASlotWasGivenAway, TakesOneRanksWordForAnother, TakesAProcessForItsSuccessor,
-        TakesAQuarantinedRing, TakesARingForAWholeSlot,
+        ForgetsTheNewest,
+        ForgetsWhatIsRestored,
+        ForgetsWhatIsPersisted,
+        ForgetsWhoMayStillWrite,
+        ForgetsThatASlotWasGivenAway,
+        TakesOneRanksWordForAnother,
+        TakesAProcessForItsSuccessor,
+        TakesAQuarantinedRing,
+        TakesARingForAWholeSlot,
     ],
-)  # fmt: skip
+)
 def test_slots_given_away_by_a_known_mistake_are_found_out(broken: type[Slots]) -> None:
     class Broken(Handoff):
         slots = broken
@@ -421,7 +442,7 @@ def test_slots_given_away_by_a_known_mistake_are_found_out(broken: type[Slots]) 
 
 class BelievesEveryCopierStopped(Coordinator):
     def join(
-        self, rank: int, writer: Writer, *, is_copying: bool = True, owes_durable: bool = False
+        self, rank: int, writer: SlotWriter, *, is_copying: bool = True, owes_durable: bool = False
     ) -> list[Action]:
         return super().join(rank, writer, is_copying=False, owes_durable=owes_durable)
 
@@ -429,6 +450,26 @@ class BelievesEveryCopierStopped(Coordinator):
 def test_a_keeper_that_believes_every_copier_stopped_is_found_out() -> None:
     class Broken(Handoff):
         coordinator = BelievesEveryCopierStopped
+
+    expect_to_be_found_out(Broken)
+
+
+class TakesRanksOfDifferentUpdates(Coordinator):
+    def _why_apart(self, asks: Mapping[int, m.RequestCapture]) -> str:
+        return ""
+
+
+class LooksAtTwoRanksOnly(Coordinator):
+    def _why_apart(self, asks: Mapping[int, m.RequestCapture]) -> str:
+        return super()._why_apart({rank: asks[rank] for rank in sorted(asks)[:2]})
+
+
+@pytest.mark.parametrize("broken", [TakesRanksOfDifferentUpdates, LooksAtTwoRanksOnly])
+def test_a_keeper_that_mixes_ranks_of_different_updates_is_found_out(
+    broken: type[Coordinator],
+) -> None:
+    class Broken(Handoff):
+        coordinator = broken
 
     expect_to_be_found_out(Broken)
 
@@ -468,6 +509,18 @@ def test_a_keeper_that_is_mistaken_about_rings_is_found_out(broken: type[Coordin
     expect_to_be_found_out(Broken)
 
 
+class WaitsForWhoIsNotThere(Coordinator):
+    def _skip_waiting(self, reason: str) -> list[Action]:
+        return []
+
+
+def test_a_keeper_that_has_ranks_wait_for_one_that_is_not_there_is_found_out() -> None:
+    class Broken(Handoff):
+        coordinator = WaitsForWhoIsNotThere
+
+    expect_to_be_found_out(Broken)
+
+
 class GivesRanksAnyHostsSlots(Slots):
     def begin(self, hosts: Mapping[int, int]) -> None:
         super().begin(dict.fromkeys(hosts, 0))
@@ -487,8 +540,8 @@ def test_mistakes_about_whose_slots_they_are_are_found_out(broken: type[Slots]) 
 
 
 class TakesGrantsThatLeftForUntold(Coordinator):
-    def layout_not_kept(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
-        return super().layout_not_kept(hash_, reason)
+    def layout_not_stored(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
+        return super().layout_not_stored(hash_, reason)
 
 
 def test_a_keeper_that_takes_grants_that_left_for_untold_is_found_out() -> None:

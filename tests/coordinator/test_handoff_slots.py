@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
+from holdfast.coordinator.actions import AllocateSlots, RemoveSlot
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.coordinator import ONLY_DURABLE, Coordinator
+from holdfast.coordinator.slots import BEING_MADE, Slot, SlotWriter
 from holdfast.geometry.layout import table_hash
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Allocate, Remove
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.handoff import ONLY_DURABLE, Coordinator
-from holdfast.snapshot.slots import BEING_MADE, Slot, Writer
+from holdfast.protocol import messages as m
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────
 
@@ -16,7 +16,7 @@ from holdfast.snapshot.slots import BEING_MADE, Slot, Writer
 def test_the_newest_generation_stays_and_the_oldest_goes_first() -> None:
     keeper = Keeper(1)
     attempts = [keeper.capture(step) for step in range(2)]
-    keeper.with_memory(keeper.c.spares())
+    keeper.with_memory(keeper.c.preallocate())
     attempts.append(keeper.capture(2))
     one, two, three = (keeper.slots(attempt) for attempt in attempts)
     assert len(one | two | three) == 3
@@ -28,12 +28,12 @@ def test_the_newest_generation_stays_and_the_oldest_goes_first() -> None:
 def test_three_slots_an_image_are_made_and_no_more() -> None:
     keeper = Keeper()
     keeper.capture(0)
-    assert len(of(keeper.with_memory(keeper.c.spares()), Allocate)) == 4
+    assert len(of(keeper.with_memory(keeper.c.preallocate()), AllocateSlots)) == 4
     for step in range(1, 10):
-        assert not of(keeper.ask_all(step), Allocate)
+        assert not of(keeper.ask_all(step), AllocateSlots)
         for rank in range(2):
             keeper.seal(rank, list(keeper.c.attempts)[-1])
-        assert keeper.c.spares() == []
+        assert keeper.c.preallocate() == []
     assert len(keeper.c.slots) == 6
 
 
@@ -44,26 +44,26 @@ def test_values_that_grow_over_the_next_size_of_a_slot_do_not_double_the_memory(
         actions = keeper.ask_all(step, values=1_000_000 if step % 2 else 1_040_000)
         capacities |= {keeper.c.slots.on(0).capacity_bytes}
         keeper.seal(0, granted(actions))
-        keeper.with_memory(keeper.c.spares())
+        keeper.with_memory(keeper.c.preallocate())
         assert len(keeper.c.slots) == 3
-        assert not of(actions, Remove)
+        assert not of(actions, RemoveSlot)
     assert len(capacities) == 2
 
 
 def test_slots_that_have_become_too_small_make_room_for_larger_ones() -> None:
     keeper = Keeper(1)
     small = keeper.capture(0)
-    keeper.with_memory(keeper.c.spares())
+    keeper.with_memory(keeper.c.preallocate())
     actions = keeper.ask_all(1, values=30_000_000)
-    assert len(of(actions, Remove)) == 2
-    assert of(actions, Allocate)[0].capacity_bytes > 30_000_000
+    assert len(of(actions, RemoveSlot)) == 2
+    assert of(actions, AllocateSlots)[0].capacity_bytes > 30_000_000
     assert keeper.slots(small) <= set(keeper.c.slots)  # the newest stays, whatever its size
 
 
 def test_a_run_on_fewer_ranks_goes_on_and_gives_the_memory_of_the_others_back() -> None:
     keeper = Keeper(4)
     keeper.capture(0)
-    keeper.with_memory(keeper.c.spares())
+    keeper.with_memory(keeper.c.preallocate())
     keeper.begin(2, 1)
     keeper.c.adopt(0.0)
     for step in range(1, 6):
@@ -87,7 +87,7 @@ def test_a_run_on_fewer_ranks_goes_on_although_two_old_generations_must_stay() -
 def test_memory_that_cannot_be_had_is_told_with_the_reason() -> None:
     keeper = Keeper()
     keeper.has_memory = False
-    one, two = of(keeper.ask_all(5), Allocate)
+    one, two = of(keeper.ask_all(5), AllocateSlots)
     actions = keeper.c.allocation_failed(one.slot, "shared memory too small")
     (aborted,) = told(actions, m.Aborted)
     assert (aborted.step, aborted.reason) == (5, f"shared memory too small {ONLY_DURABLE}")
@@ -98,19 +98,19 @@ def test_memory_that_cannot_be_had_is_told_with_the_reason() -> None:
 def test_spares_that_cannot_be_had_are_not_asked_for_again() -> None:
     keeper = Keeper(1)
     keeper.capture(0)
-    for spare in of(keeper.c.spares(), Allocate):
+    for spare in of(keeper.c.preallocate(), AllocateSlots):
         assert keeper.c.allocation_failed(spare.slot, "no") == []
-    assert keeper.c.spares() == []
+    assert keeper.c.preallocate() == []
 
 
 def test_a_save_takes_spares_that_are_still_being_made() -> None:
     keeper = Keeper(1)
     keeper.capture(0)
     keeper.has_memory = False
-    spare, _ = of(keeper.c.spares(), Allocate)
+    spare, _ = of(keeper.c.preallocate(), AllocateSlots)
     actions = keeper.ask_all(1)
     assert not told(actions, m.Skip)
-    assert not of(actions, Allocate)
+    assert not of(actions, AllocateSlots)
     assert granted(keeper.c.allocated(spare.slot))
 
 
@@ -118,8 +118,8 @@ def slow_memory() -> tuple[Keeper, list[int]]:
     """A keeper of two ranks that gave up waiting for the first slots, and those slots."""
     keeper = Keeper()
     keeper.has_memory = False
-    slots = [allocate.slot for allocate in of(keeper.ask_all(1), Allocate)]
-    assert told(keeper.c.withdraw(0, 1), m.Aborted)
+    slots = [allocate.slot for allocate in of(keeper.ask_all(1), AllocateSlots)]
+    assert told(keeper.c.cancel_request(0, 1), m.Aborted)
     return keeper, slots
 
 
@@ -138,7 +138,7 @@ def test_no_step_is_held_for_memory_that_was_waited_for_in_vain() -> None:
     for step in range(2, 5):
         actions = keeper.ask_all(step)
         assert [skip.reason for skip in told(actions, m.Skip)] == [BEING_MADE]
-        assert not of(actions, Allocate)
+        assert not of(actions, AllocateSlots)
     assert not keeper.c.is_busy()
     keeper.c.allocated(two)
     assert keeper.slots(granted(keeper.ask_all(5))) == {one, two}
@@ -156,7 +156,7 @@ def test_memory_that_was_late_and_cannot_be_had_is_asked_for_again() -> None:
     keeper, slots = slow_memory()
     for slot in slots:
         keeper.c.allocation_failed(slot, "shared memory too small")
-    assert len(of(keeper.ask_all(2), Allocate)) == 2
+    assert len(of(keeper.ask_all(2), AllocateSlots)) == 2
 
 
 def test_a_new_incarnation_waits_for_slots_an_older_one_waited_for_in_vain() -> None:
@@ -172,11 +172,11 @@ def test_a_spare_that_is_not_begun_is_dropped_but_not_one_that_is_waited_for() -
     keeper = Keeper(1)
     keeper.capture(0)
     keeper.has_memory = False
-    spares = [allocate.slot for allocate in of(keeper.c.spares(), Allocate)]
+    spares = [allocate.slot for allocate in of(keeper.c.preallocate(), AllocateSlots)]
     keeper.ask_all(1)
     assert [keeper.c.drop_spare(slot) for slot in spares] == [False, True]
     assert set(keeper.c.slots) == {0, spares[0]}
-    assert len(of(keeper.c.spares(), Allocate)) == 1  # it is made when it is needed
+    assert len(of(keeper.c.preallocate(), AllocateSlots)) == 1  # it is made when it is needed
 
 
 # ── incarnations ─────────────────────────────────────────────────────────────────────────────
@@ -198,7 +198,7 @@ def test_a_new_incarnation_ends_what_the_old_one_was_capturing() -> None:
 def test_what_was_restored_from_stays_until_a_new_generation_is_complete() -> None:
     keeper = Keeper(1)
     keeper.capture(0)
-    keeper.with_memory(keeper.c.spares())
+    keeper.with_memory(keeper.c.preallocate())
     old, newest = keeper.capture(1), keeper.capture(2)
     keeper.begin(2, 1)
     assert not keeper.c.pin("nonsense")
@@ -230,7 +230,7 @@ def found(*images: tuple[str, int, int], world: int = 2) -> Coordinator:
         attempt = attempts.setdefault(name, Attempt(name, 1, step, world, "layout"))
         attempt.slots[rank] = number
     coordinator = Coordinator(keeper="l", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
-    coordinator.found(slots, attempts.values())
+    coordinator.discovered(slots, attempts.values())
     return coordinator
 
 
@@ -238,7 +238,7 @@ def test_what_all_ranks_captured_is_found_and_the_newest_of_it_is_kept() -> None
     c = found(("a", 7, 0), ("a", 7, 1), ("b", 6, 1), ("b", 6, 0), ("c", 8, 0))
     assert [a.id for a in c.attempts.complete()] == ["b", "a"]
     assert c.attempts.newest == "a"
-    assert [c.slots.is_kept(c.slots[n]) for n in range(5)] == [True, True, False, False, False]
+    assert [c.slots.is_retained(c.slots[n]) for n in range(5)] == [True, True, False, False, False]
     assert c.slots[4].state == "free"
     assert not c.is_busy()
 
@@ -246,11 +246,11 @@ def test_what_all_ranks_captured_is_found_and_the_newest_of_it_is_kept() -> None
 def test_slots_made_later_do_not_take_the_place_of_those_found() -> None:
     c = found(("a", 7, 0), ("a", 7, 1))
     c.begin(2, "00000002", 1)
-    c.join(0, Writer(1, 1))
+    c.join(0, SlotWriter(1, 1))
     c.adopt(0.0)
     c.table(0, table_hash(table(1)), table(1))
-    ask = m.Ask(step=8, table=table_hash(table(1)), values_bytes=10, durable=False)
-    assert [a.slot for a in of(c.ask(0, ask, 0.0), Allocate)] == [2]
+    ask = m.RequestCapture(step=8, table=table_hash(table(1)), values_bytes=10, durable=False)
+    assert [a.slot for a in of(c.request_capture(0, ask, 0.0), AllocateSlots)] == [2]
 
 
 def test_keepers_of_one_incarnation_do_not_call_two_attempts_by_one_name() -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
+from holdfast.coordinator.actions import Action, StartPersist
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import FormatError
 from holdfast.geometry.layout import table_hash
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action, StartPersist
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.handoff import Coordinator
-from holdfast.snapshot.slots import Slot, Writer
+from holdfast.protocol import messages as m
 
 
 def left(*images: tuple[int, int], capacity_bytes: int = 2 << 20) -> Coordinator:
@@ -22,12 +22,12 @@ def left(*images: tuple[int, int], capacity_bytes: int = 2 << 20) -> Coordinator
         name = f"{incarnation}-{step}"
         slots.append(Slot(number, capacity_bytes, "captured", name, 0, 4096))
         attempts.append(Attempt(name, incarnation, step, 1, "layout", slots={0: number}))
-    coordinator.found(slots, attempts)
+    coordinator.discovered(slots, attempts)
     return coordinator
 
 
 def kept(coordinator: Coordinator) -> set[str]:
-    return {s.attempt for s in coordinator.slots.values() if coordinator.slots.is_kept(s)}
+    return {s.attempt for s in coordinator.slots.values() if coordinator.slots.is_retained(s)}
 
 
 # ── what the incarnation went on from ────────────────────────────────────────────────────────
@@ -69,7 +69,8 @@ def take_over(c: Coordinator, *owes: bool) -> list[list[Action]]:
     """A keeper goes on with incarnation 1 of this many ranks; what follows as each joins."""
     c.resume(1, "n", len(owes), None, 0.0)
     return [
-        c.join(rank, Writer(100 + rank, 7), owes_durable=owing) for rank, owing in enumerate(owes)
+        c.join(rank, SlotWriter(100 + rank, 7), owes_durable=owing)
+        for rank, owing in enumerate(owes)
     ]
 
 
@@ -90,11 +91,11 @@ def test_nothing_is_made_durable_that_nobody_was_promised() -> None:
 def test_what_was_owed_is_made_durable_when_all_ranks_can_hear_of_it() -> None:
     c = Coordinator(keeper="l", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
     slots = [Slot(rank, 2 << 20, "captured", "a", rank, 4096) for rank in range(2)]
-    c.found(slots, [Attempt("a", 1, 19, 2, "layout", slots={0: 0, 1: 1})])
+    c.discovered(slots, [Attempt("a", 1, 19, 2, "layout", slots={0: 0, 1: 1})])
     c.resume(1, "n", 2, None, 0.0)
-    assert c.join(0, Writer(100, 7), owes_durable=True) == []
+    assert c.join(0, SlotWriter(100, 7), owes_durable=True) == []
     assert c.tick(1.0) == []
-    assert of(c.join(1, Writer(101, 7)), StartPersist)
+    assert of(c.join(1, SlotWriter(101, 7)), StartPersist)
 
 
 def test_what_was_owed_is_owed_by_the_next_snapshot_when_none_is_left() -> None:
@@ -108,7 +109,7 @@ def test_what_was_owed_is_owed_by_the_next_snapshot_when_none_is_left() -> None:
 def test_a_rank_whose_line_broke_is_not_believed_to_be_owed_what_this_keeper_knows() -> None:
     c = left((1, 10), (1, 19))
     take_over(c, False)
-    assert c.join(0, Writer(100, 7), owes_durable=True) == []
+    assert c.join(0, SlotWriter(100, 7), owes_durable=True) == []
     assert c.tick(1.0) == []
 
 
@@ -129,7 +130,7 @@ def after_a_keeper_died(keeper: Keeper, deaths: int, *, do_they_say: bool) -> li
             if slot.attempt == attempt:
                 slot.state = "quarantined"
             slots.append(slot)
-        keeper.c.found(slots, [a for a in old.attempts.values() if a.phase == "complete"])
+        keeper.c.discovered(slots, [a for a in old.attempts.values() if a.phase == "complete"])
         keeper.c.resume(1, "00000001", keeper.world, None, 0.0)
         for rank in range(keeper.world):
             keeper.c.join(rank, keeper.writer(rank), is_copying=not do_they_say)
@@ -138,10 +139,24 @@ def after_a_keeper_died(keeper: Keeper, deaths: int, *, do_they_say: bool) -> li
     return counts
 
 
+def test_a_rank_that_asks_again_and_copies_no_more_frees_what_was_kept_from_others() -> None:
+    """Its copy ended after it had joined a new keeper: no message of its own says so."""
+    keeper = Keeper(2)
+    attempt = granted(keeper.ask_all(5))
+    keeper.c.lost(1)
+    keeper.c.join(1, keeper.writer(1))  # it still copies
+    (slot,) = [s for s in keeper.c.slots.values() if s.rank == 1]
+    assert (slot.state, slot.attempt) == ("quarantined", attempt)
+    keeper.ask(1, 6)
+    assert slot.state == "quarantined"
+    keeper.ask(1, 7, is_copying=False)
+    assert slot.state == "free"
+
+
 def test_memory_does_not_grow_when_one_keeper_after_the_other_dies_during_a_capture() -> None:
     keeper = Keeper(2)
     keeper.capture(0)
-    keeper.with_memory(keeper.c.spares())
+    keeper.with_memory(keeper.c.preallocate())
     assert after_a_keeper_died(keeper, 3, do_they_say=True) == [6, 6, 6]
     assert "quarantined" not in keeper.states()
 
@@ -149,9 +164,18 @@ def test_memory_does_not_grow_when_one_keeper_after_the_other_dies_during_a_capt
 def test_slots_stay_quarantined_when_nobody_says_that_it_stopped() -> None:
     keeper = Keeper(2)
     keeper.capture(0)
-    keeper.with_memory(keeper.c.spares())
-    assert after_a_keeper_died(keeper, 3, do_they_say=False) == [6, 8, 10]
-    assert keeper.states().count("quarantined") == 6
+    keeper.with_memory(keeper.c.preallocate())
+    assert after_a_keeper_died(keeper, 2, do_they_say=False) == [6, 8]
+    assert keeper.states().count("quarantined") == 4
+    attempt = granted(keeper.ask_all(104))
+    keeper.c.lost(0)
+    keeper.c.lost(1)
+    for rank in range(2):
+        keeper.c.join(rank, keeper.writer(rank))
+    assert keeper.states().count("quarantined") == 6, attempt
+    (skip, *_) = told(keeper.ask_all(105), m.Skip)  # memory is not taken for them without end
+    assert "may still be written to by ranks [0, 1]" in skip.reason
+    assert len(keeper.c.slots) == 8
 
 
 @pytest.mark.parametrize("other", ["rank", "process", "incarnation"])
@@ -165,7 +189,7 @@ def test_only_the_rank_that_copied_can_say_that_it_stopped(other: str) -> None:
     if other == "incarnation":  # the same process, but it began the run again
         keeper.begin(2, 2)
     if other == "process":
-        writer = Writer(writer.pid, writer.start + 1)
+        writer = SlotWriter(writer.pid, writer.start + 1)
     keeper.c.join(0 if other == "rank" else 1, writer, is_copying=False)
     assert slot.state == "quarantined"
 
@@ -186,9 +210,13 @@ def test_a_save_that_waits_for_a_slot_gets_the_one_whose_copier_stopped() -> Non
 def test_a_copier_that_is_out_of_control_keeps_its_slot_from_everybody() -> None:
     keeper = Keeper(1)
     attempt = granted(keeper.ask_all(5))
-    keeper.c.abandon(0, m.Abandon(attempt=attempt, reason="CUDA error", has_stopped=False))
+    keeper.c.abort_capture(
+        0, m.AbortCapture(attempt=attempt, reason="CUDA error", has_stopped=False)
+    )
     assert keeper.states() == ["quarantined"]
-    keeper.c.abandon(0, m.Abandon(attempt=attempt, reason="CUDA error", has_stopped=False))
+    keeper.c.abort_capture(
+        0, m.AbortCapture(attempt=attempt, reason="CUDA error", has_stopped=False)
+    )
     assert keeper.states() == ["quarantined"]
 
 
@@ -204,14 +232,14 @@ def test_two_thousand_generations_leave_nothing_behind() -> None:
             keeper.c.persisted(busy) if step % 2 else keeper.c.persist_failed(busy, "disk full")
         busy = next((a.id for a in keeper.c.attempts.values() if a.persisting), "")
         if step % 11 == 0:
-            keeper.c.withdraw(0, step + 1)
+            keeper.c.cancel_request(0, step + 1)
             keeper.c.decline(1, step + 10_000, "a lambda")
-        keeper.with_memory(keeper.c.spares())
+        keeper.with_memory(keeper.c.preallocate())
         assert attempt in keeper.c.attempts
         assert len(keeper.c.slots) <= 6
         assert len(keeper.c.attempts) <= 3
-    assert len(keeper.c._asks._declined) <= 8
-    assert len(keeper.c._asks._by_step) == 0
+    assert len(keeper.c._requests._declined) <= 8
+    assert len(keeper.c._requests._by_step) == 0
     assert len(keeper.c._layouts._tables) == 1
 
 

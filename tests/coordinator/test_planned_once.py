@@ -13,12 +13,14 @@ from torch import nn
 
 from coordinators import Keeper, granted, of, table, told
 from holdfast import Checkpointer
+from holdfast.capture import slot_cache as mapped
+from holdfast.coordinator import layouts
+from holdfast.coordinator.actions import StoreLayout
 from holdfast.geometry.layout import Layout, table_hash
-from holdfast.geometry.owners import Owners
-from holdfast.snapshot import layouts, mapped
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import KeepLayout
-from holdfast.snapshot.client import KeeperClient
+from holdfast.geometry.ownership import WriteOwners
+from holdfast.protocol import image_plan
+from holdfast.protocol import messages as m
+from holdfast.protocol.client import KeeperClient
 from holdfast.state import describe
 
 
@@ -39,28 +41,32 @@ class Counts(Counter[str]):
 def coordinators_plans(monkeypatch: pytest.MonkeyPatch) -> Counts:
     counts = Counts()
     for name in ("table_from_json", "merge", "image_items", "plan_image"):
-        counts.watch(monkeypatch, layouts, name)
-    counts.watch(monkeypatch, Owners, "__init__")
-    counts.watch(monkeypatch, Owners, "of_rank")
+        counts.watch(monkeypatch, image_plan if "image" in name else layouts, name)
+    counts.watch(monkeypatch, WriteOwners, "__init__")
+    counts.watch(monkeypatch, WriteOwners, "of_rank")
     return counts
 
 
 def test_the_coordinator_plans_once_for_all_saves_of_a_layout(coordinators_plans: Counts) -> None:
     keeper = Keeper(3)
     first = keeper.ask_all(0)
-    assert len(told(first, m.LayoutAgreed)) == len(of(first, KeepLayout)) == 1
+    assert len(told(first, m.LayoutAgreed)) == len(of(first, StoreLayout)) == 1
     planned = Counter(coordinators_plans)
     assert planned == {
-        "table_from_json": 1, "merge": 1, "image_items": 3, "plan_image": 3,
-        "__init__": 1, "of_rank": 3,
-    }  # fmt: skip
+        "table_from_json": 1,
+        "merge": 1,
+        "image_items": 3,
+        "plan_image": 3,
+        "__init__": 1,
+        "of_rank": 3,
+    }
     for step in range(1, 6):
         attempt = granted(first)
         for rank in range(3):
             keeper.seal(rank, attempt)
         first = keeper.ask_all(step, values=10 + step)
         assert granted(first) != attempt
-        assert not told(first, m.LayoutAgreed) and not of(first, KeepLayout)
+        assert not told(first, m.LayoutAgreed) and not of(first, StoreLayout)
     assert coordinators_plans == planned
 
 
@@ -74,7 +80,7 @@ def test_another_form_of_the_state_is_planned_anew(coordinators_plans: Counts) -
 
 
 def test_a_table_is_decoded_once_for_all_ranks_that_declare_it(coordinators_plans: Counts) -> None:
-    known = layouts.Layouts()
+    known = layouts.LayoutRegistry()
     data = table(300)
     for _ in range(2):
         for rank in range(300):
@@ -114,5 +120,5 @@ def test_a_trainer_describes_and_plans_once_and_is_told_the_layout_once(
     assert planned["plan_copies"] == planned["from_json"] == 1
     assert planned["table_to_json"] and planned["leaf_entry"]
     assert counts == planned
-    assert Counter(said)[m.Table] == 1
-    assert Counter(said)[m.Ask] == 6
+    assert Counter(said)[m.LeafTable] == 1
+    assert Counter(said)[m.RequestCapture] == 6

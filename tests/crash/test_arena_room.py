@@ -26,8 +26,10 @@ def small_memory(directory: Path, size_mib: int) -> Iterator[Callable[[int], Non
     """A tmpfs of this size at ``directory``; gives how to change its size. Skipped without root."""
     made = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "tmpfs", str(directory)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if made.returncode:
         pytest.skip(f"a tmpfs can be mounted by root alone: {made.stderr.strip()}")
 

@@ -13,10 +13,11 @@ from holdfast.catalogue import catalogue
 from holdfast.errors import StorageError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.geometry.layout import Layout
-from holdfast.keeper.images import ImageJob, Job
+from holdfast.keeper.image_writer import ImageJob, PersistJob
 from holdfast.keeper.persister import Persister
-from holdfast.load.verify import verify
+from holdfast.persist.pins import pin
 from holdfast.policy.retention import Keep
+from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -24,23 +25,32 @@ from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
 from images import images_of, random_leaf, seals, split_leaf
 
 LAYOUT = Layout(2, (split_leaf("b", "I64", (3,), 2), split_leaf("w", "F32", (5, 3), 2)))
+#: The same state after it got a leaf, and what it is at every step of a run that grows and shrinks.
+GROWN = Layout(2, (*LAYOUT.leaves, split_leaf("x", "F32", (4,), 2)))
+MORE = Layout(2, (*GROWN.leaves, split_leaf("y", "F32", (4,), 2)))
+CHANGING = (LAYOUT, GROWN, MORE, LAYOUT, LAYOUT, LAYOUT, GROWN, LAYOUT, MORE)
 
 
-def job_at(step: int, incarnation: int = 1, parent: tuple[int, int] | None = None) -> Job:
+def job_at(
+    step: int,
+    incarnation: int = 1,
+    parent: tuple[int, int] | None = None,
+    layout: Layout = LAYOUT,
+) -> PersistJob:
     """A captured generation, as the keeper would hand it to its persister."""
     generation, attempt = Generation(incarnation, step), f"attempt{incarnation}-{step}"
-    leaves = {"w": random_leaf("F32", (5, 3), step), "b": random_leaf("I64", (3,), step)}
-    images = images_of(LAYOUT, leaves, generation=generation, attempt=attempt)
+    leaves = {leaf.name: random_leaf(leaf.dtype, leaf.shape, step) for leaf in layout.leaves}
+    images = images_of(layout, leaves, generation=generation, attempt=attempt)
     jobs = {rank: ImageJob(rank, memoryview(image)) for rank, image in images.items()}
     for rank, image in images.items():
         jobs[rank].seal(*seals(image))
     record = Incarnation(run_id="r", n=incarnation, nonce=f"n{incarnation}", parent=parent)
-    job = Job(attempt, generation, record, 2, LAYOUT.hash, LAYOUT.to_json(), jobs)
+    job = PersistJob(attempt, generation, record, 2, layout.hash, layout.to_json(), jobs)
     job.is_complete.set()
     return job
 
 
-def persist(store: Store, job: Job, keep: Keep) -> str | None:
+def persist(store: Store, job: PersistJob, keep: Keep) -> str | None:
     """Run one job to its end: None when it was published, else the reason. Stopped may rise."""
     outcome: list[str | None] = []
     stopped: list[BaseException] = []
@@ -250,6 +260,78 @@ def test_no_fault_at_any_operation_of_a_whole_run_takes_what_a_manifest_names(mo
             check(inner, {(1, last), (1, last + 1)})
         else:
             assert last == -1
+
+
+def change(store: Store, incarnation: int = 1) -> list[str | None]:
+    """One keeper persists a run whose layout changes from step to step, and keeps the last one."""
+    outcomes: list[str | None] = []
+    persister = Persister(store, Keep(last=1), lambda _, reason: outcomes.append(reason))
+    try:
+        for step, layout in enumerate(CHANGING):
+            persister.work_one(job_at(step + 10 * incarnation, incarnation, layout=layout))
+    except Stopped:
+        outcomes.append("stopped")
+    persister.stop()
+    return outcomes
+
+
+def layouts(store: Store) -> list[str]:
+    return [name.removesuffix(".json") for name in store.list("layouts")]
+
+
+def test_a_layout_that_no_checkpoint_is_in_goes_at_the_second_publication_after() -> None:
+    store, lives = MemoryStore(), list[bool]()
+    persister = Persister(store, Keep(last=1), lambda *_: None)
+    persister.work_one(job_at(0, layout=GROWN))
+    store.publish("layouts/notes.txt", b"a person's own")
+    for step in range(1, 4):
+        persister.work_one(job_at(step))
+        lives.append(GROWN.hash in layouts(store))
+    persister.stop()
+    assert lives == [True, True, False]
+    assert layouts(store) == [LAYOUT.hash, "notes.txt"]
+
+
+def test_layouts_that_checkpoints_or_pins_need_stay_whatever_retention_takes() -> None:
+    store = MemoryStore()
+    persister = Persister(store, Keep(last=1), lambda *_: None)
+    persister.work_one(job_at(0, layout=GROWN))
+    pin(store, Generation(1, 0))
+    for step in range(1, 8):
+        persister.work_one(job_at(step, layout=MORE if step % 2 else LAYOUT))
+    persister.stop()
+    assert {LAYOUT.hash, GROWN.hash, MORE.hash} == set(layouts(store))
+    check(store, {(1, 7)})
+
+
+def test_while_a_manifest_cannot_be_read_no_layout_goes() -> None:
+    store = MemoryStore()
+    persister = Persister(store, Keep(last=1), lambda *_: None)
+    persister.work_one(job_at(0, layout=GROWN))
+    good = store.read("manifests/1-0.json")
+    store.publish("manifests/1-0.json", good[:-20], replace=True)
+    for step in range(1, 8):
+        persister.work_one(job_at(step))
+    persister.stop()
+    store.publish("manifests/1-0.json", good, replace=True)
+    check(store, {(1, 7)})
+
+
+@pytest.mark.parametrize("mode", ["stop", "torn", "error"])
+def test_no_fault_at_any_operation_takes_a_layout_that_a_checkpoint_is_in(mode: Mode) -> None:
+    counted = FaultyStore(MemoryStore())
+    assert change(counted) == [None] * len(CHANGING)
+    swept = [path for name, path in counted.changes if name == "remove" and "layouts/" in path]
+    assert len(swept) >= 2
+    assert set(layouts(counted.inner)) >= {MORE.hash}
+    for k in range(1, len(counted.changes) + 1):
+        inner = MemoryStore()
+        outcomes = change(FaultyStore(inner, fail_at=k, mode=mode))
+        if catalogue(inner).manifests:
+            last = max((step for step, why in enumerate(outcomes) if why is None), default=-1)
+            check(inner, {(1, 10 + last), (1, 11 + last)})
+        assert change(inner, 2) == [None] * len(CHANGING)  # the next start, as if nothing had been
+        check(inner, {(2, 20 + len(CHANGING) - 1)})
 
 
 class _Broken(PassingStore):

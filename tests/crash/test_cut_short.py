@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.snapshot.arena import IMAGE_START, PAGE_BYTES
+from holdfast.protocol.arena import IMAGE_START, PAGE_BYTES
 from holdfast.testing.faults import newest_durable
 from leftovers import keeper_pids
 from lives import Lives

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import holdfast
-from holdfast.data.order import Order
+from holdfast.data.planning.order import Order
 from launch import run_ranks
 from packing import SAMPLES, Packing, lines
 

@@ -17,7 +17,7 @@ import pytest
 import holdfast
 from evidence import check_storage
 from holdfast.catalogue import catalogue
-from holdfast.preemption.signals import Caught
+from holdfast.preemption import SignalWatch
 from holdfast.storage.local import LocalStore
 from leftovers import keeper_pids
 from lives import Lives, build, read_progress, read_signpost, take_step
@@ -133,9 +133,11 @@ def test_a_script_alone_is_ended_so_too_and_children_of_it_as_they_always_were(
     lives = Lives(tmp_path / "run", seed=53)
     life = lives.plan(1, 100_000, layout="plain", storage=None, options={"grace_s": GRACE_S})
     process = subprocess.Popen(
-        [sys.executable, str(SCRIPT), write_life(life)], env=environment(), stderr=subprocess.PIPE,
+        [sys.executable, str(SCRIPT), write_life(life)],
+        env=environment(),
+        stderr=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
+    )
     directory = f"{lives.directory}/round-0"
     deadline = time.monotonic() + 60
     while read_progress(directory, 1) < 5:
@@ -313,7 +315,7 @@ def test_when_the_grace_is_over_sigterm_means_again_what_it_meant_before() -> No
     owner, (reading, writing) = Owner(), os.pipe()
     os.set_blocking(writing, False)
     try:
-        caught = Caught(weakref.WeakMethod(owner.told), writing)
+        caught = SignalWatch(weakref.WeakMethod(owner.told), writing)
         term()
         over_s = time.monotonic() + 1.0
         caught.let_go(deaf_until_s=over_s)

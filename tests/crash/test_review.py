@@ -22,10 +22,10 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 import holdfast
 from gates import Gate
 from holdfast import events
+from holdfast.capture.task import Timeouts
 from holdfast.catalogue import catalogue
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.client import KeeperClient
-from holdfast.snapshot.underway import Patience
+from holdfast.protocol import messages as m
+from holdfast.protocol.client import KeeperClient
 from holdfast.storage.local import LocalStore
 from keepers import kill_keeper
 from launch import run_ranks
@@ -45,7 +45,7 @@ def test_a_keeper_stopped_during_a_durable_copy_does_not_hang_training(
     # Each large leaf is told as progress; a socket that nobody reads holds a few hundred of them.
     state: dict[str, Any] = {f"w{n}": torch.zeros(16384) for n in range(1000)}
     checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
-    checkpointer._saver.patience = Patience(
+    checkpointer._saver.timeouts = Timeouts(
         first_grant_s=30, grant_s=0.5, durable_grant_s=0.5, copy_s=0.5
     )
     checkpointer.save(0).wait_captured(30)
@@ -86,7 +86,7 @@ def test_snapshots_go_on_after_a_keeper_that_was_slow_to_start(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model, state = build("plain")
     checkpointer = holdfast.Checkpointer(tmp_path / "root", state, storage=None, timeout_s=3.0)
-    checkpointer._saver.patience = Patience(grant_s=0.2, durable_grant_s=5.0, keeper_s=3.0)
+    checkpointer._saver.timeouts = Timeouts(grant_s=0.2, durable_grant_s=5.0, keeper_s=3.0)
     take_step(model, state, 0)
     checkpointer.save(0).wait_captured(30)
     flag.touch()
@@ -147,9 +147,9 @@ import sys, time
 import torch
 import holdfast
 from holdfast import checkpointer as of
-from holdfast.snapshot import capture
+from holdfast.capture import copy_slot as capture
 
-for module in (of, sys.modules.get("holdfast.meeting")):
+for module in (of, sys.modules.get("holdfast.startup")):
     if hasattr(module, "_HANG_UP_S"):
         module._HANG_UP_S = 0.05  # as 5 s are to an image of tens of GB
 
@@ -245,14 +245,14 @@ def test_a_close_that_raises_leaves_neither_line_nor_worker(
     gate = Gate(monkeypatch)
     checkpointer = holdfast.Checkpointer(tmp_path, {"w": torch.zeros(4)}, storage=None)
     saver = checkpointer._saver
-    saver.patience = Patience(copy_s=0.1, durable_grant_s=0.1)
+    saver.timeouts = Timeouts(copy_s=0.1, durable_grant_s=0.1)
     checkpointer.save(0).wait_captured(30)
     gate.shut()
     checkpointer.save(1)
     assert gate.reached.wait(30)
     with pytest.raises(holdfast.SnapshotSkipped, match="has not ended"):
         checkpointer.close(timeout_s=0.1)
-    assert not saver._line.is_up
+    assert not saver._session.is_up
     gate.is_open.set()
     saver._worker.join(30)
     assert not saver._worker.is_alive()

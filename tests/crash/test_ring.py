@@ -16,9 +16,9 @@ import torch
 import holdfast
 from evidence import check_storage, read_events, slot_records, unpublished_attempts
 from holdfast import events
+from holdfast.capture.task import Timeouts
 from holdfast.catalogue import catalogue
-from holdfast.observe.fold import read_report
-from holdfast.snapshot.underway import Patience
+from holdfast.observe.report_builder import read_report
 from holdfast.storage.local import LocalStore
 from keepers import kill_keeper
 from leftovers import keeper_pids
@@ -200,7 +200,7 @@ def test_storage_that_hangs_costs_the_save_and_lets_training_go(
     train(state, 0)
     with listening() as heard:
         checkpointer = holdfast.Checkpointer(root, state, storage=None, memory=None)
-        checkpointer._saver.patience = Patience(room_s=0.5, durable_grant_s=2.0)
+        checkpointer._saver.timeouts = Timeouts(room_s=0.5, durable_grant_s=2.0)
         checkpointer.save(0, durable=True).wait_durable(60)
         shut.touch()
         handle = checkpointer.save(1, durable=True)

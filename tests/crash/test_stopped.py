@@ -15,7 +15,7 @@ import torch
 
 import holdfast
 from evidence import check_storage, newest_sealed, read_events
-from holdfast.snapshot.underway import Patience
+from holdfast.capture.task import Timeouts
 from leftovers import keeper_pids
 from lives import Lives, build, read_progress, take_step
 
@@ -131,7 +131,7 @@ def test_what_is_asked_for_while_the_keeper_is_stopped_is_kept_or_refused_never_
 ) -> None:
     model, state = build("plain")
     checkpointer = holdfast.Checkpointer(tmp_path, state, storage=None)
-    checkpointer._saver.patience = Patience(**PATIENCE)
+    checkpointer._saver.timeouts = Timeouts(**PATIENCE)
     take_step(model, state, 0)
     checkpointer.save(0).wait_captured(30)
     (keeper,) = keeper_pids(arena_dir)
@@ -184,15 +184,37 @@ def test_a_stopped_rank_costs_the_others_snapshots_never_their_steps(tmp_path: P
         wait_sealed(lives, 2, 3)
         with stopped(lives.pids[1]):
             stopped_at = read_progress(lives.directory, 1)
-            lives.wait_progress(1, stopped_at + 4)  # of rank 0
-        reasons = {event["reason"] for event in missed(lives.root, "rank-00000")}
-        assert any("no answer to the request for a slot within 1 s" in r for r in reasons), reasons
+            lives.wait_progress(1, stopped_at + 40)  # of rank 0
+        reasons = [event["reason"] for event in missed(lives.root, "rank-00000")]
+        waits = [reason for reason in reasons if "no answer to the request" in reason]
+        (wait,) = waits  # one patience, whatever else the keeper said meanwhile
+        assert "within 1 s: ranks [1] have not asked to capture it" in wait
+        skips = [reason for reason in reasons if "ranks [1] let the others wait in vain" in reason]
+        assert len(skips) >= 30, reasons
+        assert not any("keeper" in reason for reason in reasons), "the keeper is blamed"
         # They catch up with each other, and are saved together again.
-        reached = max(newest_sealed(lives.root, 2), stopped_at + 4)
+        reached = max(newest_sealed(lives.root, 2), stopped_at + 40)
         wait_sealed(lives, 2, reached + 5)
         lives.end(2)
         lives.start(2, 1, layout="plain")
         assert lives.wait_restored(2)[0] >= reached + 5
+        lives.wait_end()
+
+
+@pytest.mark.timeout(300)
+def test_a_dead_rank_costs_the_others_snapshots_and_not_one_wait(tmp_path: Path) -> None:
+    with Lives(tmp_path / "run", seed=6) as lives:
+        lives.start(2, 100_000, layout="plain", meets=False, pause_s=0.02, patience=PATIENCE)
+        lives.wait_restored(2)
+        wait_sealed(lives, 2, 3)
+        os.kill(lives.pids[1], signal.SIGKILL)
+        lives.wait_progress(1, read_progress(lives.directory, 1) + 40)  # of rank 0
+        reasons = [event["reason"] for event in missed(lives.root, "rank-00000")]
+        assert not any("no answer to the request" in reason for reason in reasons), reasons
+        assert sum("ranks [1] went away" in reason for reason in reasons) >= 30, reasons
+        lives.end(2)
+        lives.start(2, 1, layout="plain")
+        assert lives.wait_restored(2)[0] >= 3
         lives.wait_end()
 
 

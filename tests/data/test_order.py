@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.order import Order
+from holdfast.data.planning.order import Order
 
 SEEDS = st.integers(-(2**70), 2**70)
 EPOCHS = st.integers(0, 2**40)

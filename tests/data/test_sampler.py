@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
-from holdfast.data.order import Order
+from holdfast.data.planning.order import Order
 
 TORCHDATA_IS_OLDER_THAN_TORCH = pytest.mark.filterwarnings(
     "ignore:'set_vital' is deprecated:UserWarning"
@@ -74,9 +74,10 @@ def _restored(
     seed=st.integers(0, 3),
     lives=st.lists(
         st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 9), st.integers(0, 3)),
-        min_size=1, max_size=6,
+        min_size=1,
+        max_size=6,
     ),
-)  # fmt: skip
+)
 def test_no_sample_is_missed_or_seen_twice_over_any_kills_and_numbers_of_ranks(
     samples: int, seed: int, lives: list[tuple[int, int, int, int]]
 ) -> None:
@@ -115,8 +116,12 @@ def test_what_workers_have_fetched_is_not_counted(workers: int) -> None:
         seen += _indices(next(batches))
         sampler.advance()
     assert sampler.state_dict() == {
-        "seed": 0, "epoch": 0, "consumed": 12, "samples": 40, "shuffle": True,
-    }  # fmt: skip
+        "seed": 0,
+        "epoch": 0,
+        "consumed": 12,
+        "samples": 40,
+        "shuffle": True,
+    }
     again = holdfast.ResumableSampler(40, batch_size=5, seed=9)
     again.load_state_dict(sampler.state_dict())
     assert len(again) == 6

@@ -7,7 +7,7 @@ from itertools import chain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.data.shares import pieces
+from holdfast.data.planning.order import pieces
 
 LISTS = st.lists(st.lists(st.integers(), max_size=9), min_size=1, max_size=9)
 

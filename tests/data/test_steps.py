@@ -8,7 +8,7 @@ from itertools import chain
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from holdfast.data.steps import Place, Step, Steps, Stretch
+from holdfast.data.planning.order import SamplePlace, SampleStep, StepPlan, Stretch
 
 #: (ranks, samples per rank, how many steps until the next change).
 LIVES = st.lists(
@@ -16,13 +16,13 @@ LIVES = st.lists(
 )
 
 
-def _run(samples: int, drop_last: bool, lives: list[tuple[int, int, int]]) -> Iterator[
-    tuple[Steps, Place, Step]
-]:  # fmt: skip
+def _run(
+    samples: int, drop_last: bool, lives: list[tuple[int, int, int]]
+) -> Iterator[tuple[StepPlan, SamplePlace, SampleStep]]:
     """The steps of a run that is resumed on other numbers of ranks."""
-    place = Place(0, 0)
+    place = SamplePlace(0, 0)
     for world, each, count in lives:
-        steps = Steps(samples, world * each, world, drop_last)
+        steps = StepPlan(samples, world * each, world, drop_last)
         if samples < (steps.batch if drop_last else world):
             continue
         for _ in range(count):
@@ -51,14 +51,14 @@ def test_every_sample_of_every_epoch_is_taken_once_and_in_order(
 def test_what_fills_no_step_is_left_out_on_request_and_nothing_else(
     samples: int, lives: list[tuple[int, int, int]]
 ) -> None:
-    expected = Place(0, 0)
+    expected = SamplePlace(0, 0)
     for steps, _, step in _run(samples, True, lives):
         if samples - expected.consumed < steps.batch:
-            expected = Place(expected.epoch + 1, 0)
+            expected = SamplePlace(expected.epoch + 1, 0)
         assert step.stretches == (Stretch(*expected, expected.consumed + steps.batch),)
-        expected = Place(expected.epoch, expected.consumed + steps.batch)
+        expected = SamplePlace(expected.epoch, expected.consumed + steps.batch)
         if samples - expected.consumed < steps.batch:  # that epoch stays over on any ranks
-            expected = Place(expected.epoch + 1, 0)
+            expected = SamplePlace(expected.epoch + 1, 0)
         assert step.after == expected
 
 
@@ -95,7 +95,7 @@ def test_steps_of_one_size_over_all_ranks_are_the_same_on_any_number_of_them(
     fitting = [world for world in worlds if world <= rest]
     taken = set()
     for world in fitting:
-        steps, place, found = Steps(samples, each, world, False), Place(0, 0), []
+        steps, place, found = StepPlan(samples, each, world, False), SamplePlace(0, 0), []
         while place.epoch < 2:
             step = steps.next(place)
             found.append(step.stretches)

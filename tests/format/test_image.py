@@ -30,7 +30,7 @@ from holdfast.format.image import (
     plan_image,
 )
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE, STORED_AS_BYTES
+from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
 from images import assemble
 from items import Item, contents_of, items_lists, parse
 
@@ -61,13 +61,26 @@ def _tensor(dtype: torch.dtype) -> torch.Tensor:
 
 
 TORCH_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 
 def test_every_dtype_is_known_to_torch_or_stored_as_bytes() -> None:
@@ -81,8 +94,10 @@ def test_a_tensor_of_each_dtype_opens_as_that_in_torch(dtype: str, tmp_path: Pat
     tensor = _tensor(TORCH_DTYPES[dtype])
     raw = tensor.view(torch.uint8).numpy().tobytes()
     items: list[Item] = [
-        ("matrix", dtype, tuple(tensor.shape)), ("scalar", dtype, ()), ("none", dtype, (0, 3)),
-    ]  # fmt: skip
+        ("matrix", dtype, tuple(tensor.shape)),
+        ("scalar", dtype, ()),
+        ("none", dtype, (0, 3)),
+    ]
     contents = {"matrix": raw, "scalar": raw[: ITEMSIZE[dtype]], "none": b""}
     path = tmp_path / "image.safetensors"
     path.write_bytes(assemble(plan_image(items), contents))
@@ -153,8 +168,10 @@ def test_the_header_stays_the_same_size_however_long_the_step_number_is(
     assert len({(len(image.header), image.data_start, image.size_bytes) for image in images}) == 1
 
 
-@pytest.mark.parametrize("tensor_bytes", [0, 1, BLOCK_BYTES - PAGE_BYTES, BLOCK_BYTES,
-                                          BLOCK_BYTES + 1, 3 * BLOCK_BYTES - 1])  # fmt: skip
+@pytest.mark.parametrize(
+    "tensor_bytes",
+    [0, 1, BLOCK_BYTES - PAGE_BYTES, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES - 1],
+)
 def test_the_block_table_holds_the_checksum_of_every_block_before_it(tensor_bytes: int) -> None:
     items: list[Item] = [("t", "U8", (tensor_bytes,))]
     image = assemble(plan_image(items), contents_of(items))
@@ -171,9 +188,14 @@ def test_the_block_table_holds_the_checksum_of_every_block_before_it(tensor_byte
 
 def test_there_is_room_for_the_metadata_however_the_rest_fills_the_last_page() -> None:
     metadata = {
-        "run": "r" * 64, "incarnation": "9" * 12, "step": "9" * 12, "attempt": "a" * 32,
-        "rank": "9" * 6, "world": "9" * 6, "layout": "f" * 32,
-    }  # fmt: skip
+        "run": "r" * 64,
+        "incarnation": "9" * 12,
+        "step": "9" * 12,
+        "attempt": "a" * 32,
+        "rank": "9" * 6,
+        "world": "9" * 6,
+        "layout": "f" * 32,
+    }
     for length in range(1, PAGE_BYTES + 1):
         image = fill_in(plan_image([("n" * length, "F32", (2,))]), metadata, 10**9)
         assert image.data_start % PAGE_BYTES == 0

@@ -25,11 +25,14 @@ from holdfast.format.manifest import (
 
 numbers = st.integers(0, MAX_NUMBER)
 plain = st.recursive(
-    st.none() | st.booleans() | numbers | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | numbers
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
     max_leaves=6,
-)  # fmt: skip
+)
 words = st.text(max_size=12)
 sums = st.integers(0, 2**64 - 1).map(text)
 layouts = st.integers(0, 2**128 - 1).map("{:032x}".format)
@@ -43,30 +46,42 @@ def manifests(draw: st.DrawFn) -> Manifest:
     directory = f"steps/{incarnation}-{step}-{draw(attempts)}"
     images = [
         ImageRef(
-            path=f"{directory}/live-{rank:05d}.safetensors", rank=rank,
-            size_bytes=draw(st.integers(1, 2**63 - 1)), header_xxh3=draw(sums),
+            path=f"{directory}/live-{rank:05d}.safetensors",
+            rank=rank,
+            size_bytes=draw(st.integers(1, 2**63 - 1)),
+            header_xxh3=draw(sums),
             table_xxh3=draw(sums),
         )
         for rank in draw(st.permutations(range(world)))
-    ]  # fmt: skip
+    ]
     parts = [
         ImageRef(
             path=f"parts/{draw(numbers)}-{draw(numbers)}-{draw(attempts)}"
             f"/frozen-{rank:05d}.safetensors",
-            rank=rank, size_bytes=draw(st.integers(1, 2**63 - 1)), header_xxh3=draw(sums),
+            rank=rank,
+            size_bytes=draw(st.integers(1, 2**63 - 1)),
+            header_xxh3=draw(sums),
             table_xxh3=draw(sums),
         )
         for rank in draw(st.sets(st.integers(0, world - 1)))
-    ]  # fmt: skip
+    ]
     says_so = draw(st.booleans())
     return Manifest(
-        parts=tuple(parts), requires=("parts",) if parts or says_so else (),
-        optional=draw(st.lists(words, max_size=2).map(tuple)), run_id=draw(words),
-        incarnation=incarnation, step=step, attempt=draw(words), parent=draw(parents(incarnation)),
-        world=world, layout=draw(layouts), images=tuple(images),
+        parts=tuple(parts),
+        requires=("parts",) if parts or says_so else (),
+        optional=draw(st.lists(words, max_size=2).map(tuple)),
+        run_id=draw(words),
+        incarnation=incarnation,
+        step=step,
+        attempt=draw(words),
+        parent=draw(parents(incarnation)),
+        world=world,
+        layout=draw(layouts),
+        images=tuple(images),
         values=draw(st.dictionaries(words, plain, max_size=3)),
-        aliases=draw(st.dictionaries(words, words, max_size=3)), created_s=draw(st.floats(0, 1e12)),
-    )  # fmt: skip
+        aliases=draw(st.dictionaries(words, words, max_size=3)),
+        created_s=draw(st.floats(0, 1e12)),
+    )
 
 
 @st.composite
@@ -81,9 +96,12 @@ def parents(draw: st.DrawFn, incarnation: int) -> tuple[int, int] | None:
 def incarnations(draw: st.DrawFn) -> Incarnation:
     n = draw(numbers)
     return Incarnation(
-        run_id=draw(words), n=n, nonce=draw(words), parent=draw(parents(n)),
+        run_id=draw(words),
+        n=n,
+        nonce=draw(words),
+        parent=draw(parents(n)),
         world=draw(st.integers(1, 1 << 20)),
-    )  # fmt: skip
+    )
 
 
 # ── documents ────────────────────────────────────────────────────────────────────────────────
@@ -157,10 +175,15 @@ def test_a_manifest_knows_what_it_shares_with_earlier_ones() -> None:
         return ImageRef(path=path, rank=0, size_bytes=size_bytes, header_xxh3="", table_xxh3="")
 
     manifest = Manifest(
-        run_id="r", incarnation=2, step=40, attempt="a", world=1, layout="l",
+        run_id="r",
+        incarnation=2,
+        step=40,
+        attempt="a",
+        world=1,
+        layout="l",
         images=(ref("steps/2-40-ab/live", 1),),
         parts=(ref("parts/2-40-ab/frozen", 20), ref("parts/2-30-ab/frozen", 300)),
-    )  # fmt: skip
+    )
     assert (manifest.size_bytes, manifest.image_bytes, manifest.reused_bytes) == (321, 1, 300)
     assert manifest.directories == {"steps/2-40-ab", "parts/2-40-ab", "parts/2-30-ab"}
 
@@ -196,6 +219,23 @@ def test_nothing_is_in_an_empty_lineage_and_nonsense_is_in_none() -> None:
     assert (1, 0) not in Lineage({})
     for nonsense in ("1-0", (1,), (1, 2, 3), None, [1, 0]):
         assert nonsense not in Lineage({1: None})
+
+
+def test_a_missing_record_is_not_a_beginning() -> None:
+    line = Lineage({1: None, 3: (2, 10), 4: (3, 20)})
+    assert line.missing == 2
+    assert (2, 10) in line and (3, 20) in line and (1, 5) not in line
+    assert line.is_undecided((1, 5)) and not line.is_abandoned((1, 5))
+    for known in ((2, 11), (3, 21)):
+        assert line.is_abandoned(known) and not line.is_undecided(known)
+    assert Lineage({1: None, 2: (1, 5)}).missing is None
+
+
+def test_of_a_newest_record_that_cannot_be_read_all_that_is_older_hangs() -> None:
+    line = Lineage({1: None, 2: (1, 10)}, unreadable=[3])
+    assert line.missing == 3
+    assert line.is_undecided((1, 99)) and line.is_undecided((2, 11))
+    assert (3, 5) in line
 
 
 @st.composite
@@ -261,3 +301,18 @@ def test_parents_that_make_no_sense_still_give_an_answer(parents: Parents, n: in
     if parents:
         assert (max(parents), 10**9) in line
     assert isinstance((n, 3) in line, bool)
+
+
+@given(parents=histories(), data=st.data(), step=st.integers(0, 40))
+def test_a_lost_record_makes_nothing_abandoned_and_nothing_kept_that_was_not(
+    parents: Parents, data: st.DataObject, step: int
+) -> None:
+    lost = data.draw(st.sampled_from(sorted(parents)))
+    left = {n: parent for n, parent in parents.items() if n != lost}
+    true, line = Lineage(parents), Lineage(left, [lost] if lost == max(parents) else [])
+    for n in left:
+        if (n, step) in line:
+            assert (n, step) in true
+        if line.is_abandoned((n, step)):
+            assert (n, step) not in true
+        assert line.missing in (None, lost)

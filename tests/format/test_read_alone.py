@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from forge import GENERATION, LEAVES, copy_of, make_good
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Layout
 from holdfast.storage.local import LocalStore
 from images import images_of, publish_checkpoint, random_leaf, split_leaf
@@ -65,8 +65,11 @@ def _save_uneven(rank: int, world: int, root: str) -> dict[str, Any]:
         state["c"] = torch.arange(600).to(torch.complex128) * (1j + step)
         state["half"] = torch.arange(5000, dtype=torch.bfloat16) / 8
         holdfast.save(root, state, step=step)
-    whole = {f"model.{name}": tensor for name, tensor in truth(state).items()
-             if isinstance(tensor, torch.Tensor) and "exp_avg" not in name}  # fmt: skip
+    whole = {
+        f"model.{name}": tensor
+        for name, tensor in truth(state).items()
+        if isinstance(tensor, torch.Tensor) and "exp_avg" not in name
+    }
     found = {name: t.numpy() for name, t in whole.items() if not name.endswith(".step")}
     found["c"], found["half"] = state["c"].numpy(), state["half"].view(torch.int16).numpy()
     return found
@@ -81,8 +84,14 @@ def test_every_leaf_of_several_ranks_is_read_without_holdfast_bit_for_bit(tmp_pa
     names = {line.split()[0] for line in leaves}
     assert set(saved) <= names
     assert "half BF16 [5000]" in leaves
-    some = ["c", "half", "model.blocks.0.up.weight", "model.norm.running_var",
-            "model.norm.num_batches_tracked", "model.blocks.1.seen"]  # fmt: skip
+    some = [
+        "c",
+        "half",
+        "model.blocks.0.up.weight",
+        "model.norm.running_var",
+        "model.norm.num_batches_tracked",
+        "model.blocks.1.seen",
+    ]
     for name in some:
         found = leaf_alone(tmp_path / "root", name, tmp_path / "leaf.npy")
         assert found.shape == saved[name].shape

@@ -21,10 +21,12 @@ import specification as spec
 from holdfast.checkpointer import Checkpointer
 from holdfast.format import image, manifest, values
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.format.features import KNOWN_FEATURES
-from holdfast.format.manifest import Generation
-from holdfast.geometry import codec, cutting, leaves, owners, placements
-from holdfast.geometry.dtypes import ITEMSIZE, STORED_AS_BYTES
+from holdfast.format.manifest import KNOWN_FEATURES, Generation
+from holdfast.geometry import codec, leaves
+from holdfast.geometry import mesh as placements
+from holdfast.geometry import ownership as owners
+from holdfast.geometry import partition as cutting
+from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh
 from holdfast.persist.pins import pin
 from holdfast.storage.open import open_store
@@ -41,6 +43,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "Manifest": manifest.Manifest,
     "Image reference": manifest.ImageRef,
     "Pin": manifest.Pin,
+    "Lease": manifest.Lease,
 }
 
 
@@ -92,6 +95,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         "characters of a leaf's name": leaves.MAX_NAME_LENGTH,
         "largest integer in a document": manifest.MAX_NUMBER,
         "depth of values": values.MAX_DEPTH,
+        "keys of a dictionary, or items of a set, with one hash": values.MAX_ALIKE,
         "smallest bytes of a divided box's parts": owners.PART_BYTES,
         "dimensions of all listed boxes, added up, 1 for a box of none": codec.MAX_LISTED_DIMS,
         "boxes that the cells of a region lie in, for each box of it (A.5)": cutting.MAX_OVERLAP,
@@ -115,6 +119,7 @@ def test_numbers_in_the_rules_are_those_of_the_table() -> None:
         ("multiple of 1048576", "bytes of a block"),
         ("512; those in excess", "entries of a block table, a multiple of"),
         ("nest at most 64 deep", "depth of values"),
+        ("more than 64 with one hash", "keys of a dictionary, or items of a set, with one hash"),
         ("at most 64 dimensions, with", "dimensions"),
         ("at most\n9223372036854775807", "bytes of a leaf"),
         (
@@ -255,11 +260,15 @@ def everything() -> dict[str, Any]:
     model.append(nn.Linear(5, 3))
     model[2].weight = model[0].weight  # tied
     return {
-        "model": model, "optimizer": optimizer, "rng": holdfast.Rng(), "tokens": 12,
+        "model": model,
+        "optimizer": optimizer,
+        "rng": holdfast.Rng(),
+        "tokens": 12,
         "tensors": {str(d): torch.zeros(3, 2).to(d) for d in (torch.bfloat16, torch.complex128)},
-        "empty": torch.empty(0, 4), "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(3.5),
         "notes": (1, b"bytes", float("nan"), 1 << 70, {1: 2}, {"a": {3, 4}}, torch.float16),
-    }  # fmt: skip
+    }
 
 
 def test_what_save_writes_on_one_rank_is_what_the_document_says(tmp_path: Path) -> None:

@@ -11,14 +11,20 @@ from hypothesis import strategies as st
 
 from holdfast.errors import FormatError
 from holdfast.format.checksum import BLOCK_BYTES, unpack_table
-from holdfast.format.features import PARTS
-from holdfast.format.image import GAP, PAD, TABLE, VALUES, Header, plan_image
-from holdfast.format.split import join, split
+from holdfast.format.image import GAP, PAD, TABLE, VALUES, Header, join, plan_image, split
+from holdfast.format.manifest import PARTS
 from images import assemble, halves
 from items import Item, contents_of, items_lists, parse
 
-ABOUT = {"run": "r", "incarnation": "1", "step": "7", "attempt": "a0", "rank": "3", "world": "4",
-         "layout": "0" * 32}  # fmt: skip
+ABOUT = {
+    "run": "r",
+    "incarnation": "1",
+    "step": "7",
+    "attempt": "a0",
+    "rank": "3",
+    "world": "4",
+    "layout": "0" * 32,
+}
 
 
 def tensors_of(file: bytes) -> dict[str, bytes]:

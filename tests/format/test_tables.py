@@ -7,28 +7,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ChecksumMismatch, FormatError
+from holdfast.format.block_table import BlockTable, table_offset
 from holdfast.format.checksum import BLOCK_BYTES, checksum, text
 from holdfast.format.image import PAGE_BYTES, fill_in, header_size, parse_header, plan_image
-from holdfast.format.tables import BlockTable, table_offset
 from images import assemble, seals
 
 COVERED = PAGE_BYTES // 8 * BLOCK_BYTES
 
 
-@given(st.one_of(
-    st.integers(0, 1 << 62),
-    st.builds(lambda n, by: max(0, n * COVERED + by), st.integers(0, 9), st.integers(-9000, 9000)),
-))  # fmt: skip
+@given(
+    st.one_of(
+        st.integers(0, 1 << 62),
+        st.builds(
+            lambda n, by: max(0, n * COVERED + by), st.integers(0, 9), st.integers(-9000, 9000)
+        ),
+    )
+)
 def test_the_table_of_every_image_is_found_by_its_size(size: int) -> None:
     image = fill_in(plan_image([("a", "U8", (size,))]), {}, 2)
     assert table_offset(image.size_bytes - image.data_start) == image.table_offset
 
 
-@given(st.one_of(
-    st.integers(-1, 1 << 62),
-    st.builds(lambda n, by: max(0, n * COVERED + by * PAGE_BYTES), st.integers(0, 9),
-              st.integers(-20, 20)),
-))  # fmt: skip
+@given(
+    st.one_of(
+        st.integers(-1, 1 << 62),
+        st.builds(
+            lambda n, by: max(0, n * COVERED + by * PAGE_BYTES),
+            st.integers(0, 9),
+            st.integers(-20, 20),
+        ),
+    )
+)
 def test_a_size_that_no_image_has_is_refused(data_bytes: int) -> None:
     try:
         offset = table_offset(data_bytes)

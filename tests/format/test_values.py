@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum, Flag, IntEnum
 from pathlib import Path
@@ -21,7 +22,7 @@ from hypothesis.extra import numpy as hnp
 
 import holdfast
 from holdfast.errors import FormatError, UnsupportedState, UsageError
-from holdfast.format.foreign import DeviceName, DtypeName, EnumMember, register_enum
+from holdfast.format.native_types import DeviceName, DtypeName, EnumMember, register_enum
 from holdfast.format.values import (
     _TAGS,
     MAX_DEPTH,
@@ -31,29 +32,46 @@ from holdfast.format.values import (
     encode,
     from_bytes,
     to_bytes,
+    values_of,
 )
 
 numpy_dtypes = (
-    hnp.boolean_dtypes() | hnp.integer_dtypes() | hnp.unsigned_integer_dtypes()
-    | hnp.floating_dtypes(sizes=(16, 32, 64)) | hnp.complex_number_dtypes(sizes=(64, 128))
-    | hnp.byte_string_dtypes(max_len=4) | hnp.unicode_string_dtypes(max_len=4)
-)  # fmt: skip
+    hnp.boolean_dtypes()
+    | hnp.integer_dtypes()
+    | hnp.unsigned_integer_dtypes()
+    | hnp.floating_dtypes(sizes=(16, 32, 64))
+    | hnp.complex_number_dtypes(sizes=(64, 128))
+    | hnp.byte_string_dtypes(max_len=4)
+    | hnp.unicode_string_dtypes(max_len=4)
+)
 arrays = numpy_dtypes.flatmap(
     lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=0, min_side=0, max_side=3))
 )
 torch_dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool])
 atoms = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
-    | torch_dtypes | st.builds(LeafRef, st.text()) | st.binary().map(bytearray)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.binary()
+    | torch_dtypes
+    | st.builds(LeafRef, st.text())
+    | st.binary().map(bytearray)
     | st.sampled_from([torch.device("cpu"), torch.device("cuda", 3), torch.device("meta")])
     | st.dictionaries(st.text(max_size=2), st.integers(), max_size=3).map(Counter)
     | st.sets(st.integers() | st.text(max_size=3), max_size=4)
     | st.frozensets(st.integers() | st.floats() | st.text(max_size=3), max_size=4)
-)  # fmt: skip
+)
 keys: st.SearchStrategy[Any] = (
-    st.text(max_size=5) | st.integers() | st.binary(max_size=3) | st.floats() | st.booleans()
-    | st.tuples(st.integers(), st.text(max_size=2)) | st.sampled_from(["$int", "$", "$x"])
-)  # fmt: skip
+    st.text(max_size=5)
+    | st.integers()
+    | st.binary(max_size=3)
+    | st.floats()
+    | st.booleans()
+    | st.tuples(st.integers(), st.text(max_size=2))
+    | st.sampled_from(["$int", "$", "$x"])
+)
 values = st.recursive(
     atoms | arrays | arrays.filter(lambda array: array.size > 0).map(lambda array: array.flat[0]),
     lambda inner: (
@@ -134,9 +152,19 @@ def test_an_integer_that_a_float_may_not_hold_is_stored_as_its_digits(value: int
 
 @pytest.mark.parametrize(
     "value",
-    [np.str_(""), np.str_("é"), np.bytes_(b""), np.float64("nan"), np.array([""]), np.bool_(True),
-     np.zeros((0, 3)), np.array(5, ">i4"), np.int64(-1), np.asfortranarray(np.ones((2, 3)))],
-)  # fmt: skip
+    [
+        np.str_(""),
+        np.str_("é"),
+        np.bytes_(b""),
+        np.float64("nan"),
+        np.array([""]),
+        np.bool_(True),
+        np.zeros((0, 3)),
+        np.array(5, ">i4"),
+        np.int64(-1),
+        np.asfortranarray(np.ones((2, 3))),
+    ],
+)
 def test_numpy_values_that_are_special_come_back(value: Any) -> None:
     found = through_storage(value)
     assert type(found) is type(value)
@@ -265,14 +293,25 @@ class Sneaky:
 @pytest.mark.parametrize(
     "value",
     [
-        object(), Sneaky(), Point(1, 2), UserDict(a=1), torch.Size([1]), torch.zeros(1),
-        1j, lambda: None, Path("/"), range(3),
-        np.array([object()]), np.ma.masked_array([1, 2], [True, False]),
+        object(),
+        Sneaky(),
+        Point(1, 2),
+        UserDict(a=1),
+        torch.Size([1]),
+        torch.zeros(1),
+        1j,
+        lambda: None,
+        Path("/"),
+        range(3),
+        np.array([object()]),
+        np.ma.masked_array([1, 2], [True, False]),
         np.memmap("/dev/zero", mode="r", shape=3),
-        np.zeros(2, [("a", "f4")]), np.datetime64("2026-01-01"), np.random.default_rng(0),
+        np.zeros(2, [("a", "f4")]),
+        np.datetime64("2026-01-01"),
+        np.random.default_rng(0),
     ],
     ids=lambda value: type(value).__name__,
-)  # fmt: skip
+)
 def test_what_cannot_be_kept_exactly_is_refused_by_its_place(value: Any) -> None:
     with pytest.raises(UnsupportedState, match=r"^state\.list\.1 is a") as caught:
         encode({"list": [0, value]}, "state")
@@ -326,7 +365,7 @@ def test_a_list_that_contains_itself_is_refused() -> None:
 def test_a_torch_dtype_reads_as_its_name_where_torch_is_not_loaded() -> None:
     program = (
         "import sys; from holdfast.format.values import decode;"
-        "from holdfast.format.foreign import DtypeName;"
+        "from holdfast.format.native_types import DtypeName;"
         "assert decode({'$dtype': 'bfloat16'}) == DtypeName('bfloat16'); assert 'torch' not in "
         "sys.modules and 'numpy' not in sys.modules"
     )
@@ -381,14 +420,18 @@ def test_the_stored_form_is_plain_json(value: Any) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.text(max_size=6)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.text(max_size=6)
     | st.floats(allow_nan=False, allow_infinity=False),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.text(max_size=4), inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from([*_TAGS, "$new"]), inner, min_size=1, max_size=1),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*_TAGS, "$new"]), inner, min_size=1, max_size=1)
+    ),
     max_leaves=8,
-)  # fmt: skip
+)
 
 
 @given(document=json_values)
@@ -414,3 +457,65 @@ def test_a_list_is_stored_as_its_items_are_one_by_one(value: list[Any]) -> None:
     assert stored is not value
     assert to_bytes(stored) == to_bytes([encode(item) for item in value])
     assert to_bytes(encode(tuple(value))) == to_bytes({"$tuple": stored})
+
+
+@pytest.mark.parametrize(
+    "kind", ["$set", "$frozenset", "$dict", "$counter", "$ordered", "$default"]
+)
+@pytest.mark.parametrize("form", ["int", "tuple", "complex"])
+def test_keys_that_hash_alike_are_refused_before_they_are_compared(kind: str, form: str) -> None:
+    count = 50_000  # they would take half a minute
+    forms: dict[str, Callable[[int], Any]] = {
+        "int": lambda n: {"$int": str(n * (2**61 - 1))},
+        "tuple": lambda n: {"$tuple": ["a", {"$int": hex(n * (2**61 - 1))}]},
+        "complex": lambda n: encode(np.complex128(complex(1000003 * n, -n))),
+    }
+    if form != "int":
+        count = 2_000
+    items = [forms[form](n) for n in range(1, count)]
+    body: Any = items if "set" in kind else [[item, 0] for item in items]
+    with pytest.raises(FormatError, match=r"malformed.*have the same hash"):
+        decode({kind: ["int", body] if kind == "$default" else body})
+
+
+def test_what_could_not_be_read_is_not_stored() -> None:
+    alike = [n * (2**61 - 1) for n in range(1, 70)]
+    for value in (set(alike), frozenset(alike), dict.fromkeys(alike), Counter(alike)):
+        with pytest.raises(UnsupportedState, match=r"of state\.seen have the same hash"):
+            encode({"seen": value}, "state")
+    assert decode(encode(set(alike[:64]))) == set(alike[:64])
+
+
+def test_keys_that_honest_states_have_are_stored_however_many() -> None:
+    for value in (
+        set(range(-5000, 5000)),
+        {2.0**n for n in range(-1074, 1024)},
+        {(a, b) for a in range(60) for b in range(60)},
+        {n / 7 for n in range(5000)},
+        {frozenset({n, n + 1}) for n in range(3000)},
+        {n: str(n) for n in range(5000)},
+    ):
+        assert decode(encode(value)) == value
+
+
+def test_values_as_deep_as_can_be_stored_are_read_and_deeper_ones_are_refused() -> None:
+    value: Any = np.zeros((1, 1))
+    for _ in range(MAX_DEPTH - 1):
+        value = defaultdict(int, {(1,): value})
+    stored = {"shared": {"deep": encode(value)}, "own": {}}
+    assert values_of(to_bytes(stored), "here") == {**stored, "aliases": {}}
+    deeper: Any = 0
+    for _ in range(5 * MAX_DEPTH):
+        deeper = [deeper]
+    with pytest.raises(FormatError, match="here: the stored values are nested too deep"):
+        values_of(to_bytes({"shared": {"deep": deeper}}), "here")
+
+
+@pytest.mark.parametrize(
+    "document",
+    [{"shared": []}, {"own": None}, {"aliases": {"a": ["w"]}}, {"aliases": ["w"]}, [], "x", None],
+    ids=repr,
+)
+def test_values_that_are_not_those_of_a_rank_are_refused_by_name(document: Any) -> None:
+    with pytest.raises(FormatError, match="here: its values are not those of a rank"):
+        values_of(to_bytes(document), "here")

@@ -9,7 +9,7 @@ from holdfast.errors import StateMismatch
 from holdfast.geometry.codec import has_frozen
 from holdfast.geometry.layout import (
     REPLICATE,
-    Held,
+    HolderBoxes,
     Instance,
     Layout,
     LeafEntry,
@@ -30,7 +30,7 @@ def test_merged_tables_hold_what_every_rank_declared(layout: Layout) -> None:
     for number, leaf in enumerate(layout.leaves):
         for one in leaf.instances:
             for rank in one.ranks:
-                mine = one if isinstance(one, Instance) else Held(one.of_rank(rank))
+                mine = one if isinstance(one, Instance) else HolderBoxes(one.of_rank(rank))
                 entry = LeafEntry(leaf.name, leaf.dtype, leaf.shape, leaf.spread, mine)
                 tables[rank].append(entry)
                 assert entry.boxes(rank) == layout.held(number, rank)
@@ -85,9 +85,14 @@ def test_ranks_may_have_leaves_of_their_own() -> None:
 
 
 def entry(
-    name: str, rank: int, *, dtype: str = "F32", size: int = 4, spread: str = "split",
+    name: str,
+    rank: int,
+    *,
+    dtype: str = "F32",
+    size: int = 4,
+    spread: str = "split",
     is_frozen: bool = False,
-) -> LeafEntry:  # fmt: skip
+) -> LeafEntry:
     return LeafEntry(name, dtype, (size,), spread, on(rank), is_frozen)
 
 
@@ -96,10 +101,13 @@ LARGE = 1 << 18  # of F32, one block
 
 def test_a_leaf_is_frozen_if_all_ranks_that_have_it_say_so() -> None:
     tables = [
-        [entry("all", rank, size=LARGE, is_frozen=True), entry("live", rank),
-         entry("some", rank, size=LARGE, is_frozen=rank == 1)]
+        [
+            entry("all", rank, size=LARGE, is_frozen=True),
+            entry("live", rank),
+            entry("some", rank, size=LARGE, is_frozen=rank == 1),
+        ]
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     tables[1].append(entry("stage", 1, size=LARGE, is_frozen=True))
     layout = merge([table_from_json(table_to_json(table)) for table in tables])
     assert [leaf.name for leaf in layout.leaves if leaf.is_frozen] == ["all", "stage"]

@@ -11,23 +11,22 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import slow_owners
-from holdfast.geometry import fill as filling
-from holdfast.geometry import forms
+from holdfast.geometry import leaf_classes as forms
+from holdfast.geometry import ownership as filling
 from holdfast.geometry.box import Box
-from holdfast.geometry.cells import Cells, DimCuts
-from holdfast.geometry.fill import fill
 from holdfast.geometry.layout import (
     REPLICATE,
+    BoxList,
     Instance,
     Layout,
     LeafSpec,
-    Listing,
     Mesh,
     Piece,
     Placement,
 )
-from holdfast.geometry.owners import Owners
-from holdfast.geometry.placements import Cut, holders, local_ranges
+from holdfast.geometry.mesh import MeshCut, holders, local_ranges
+from holdfast.geometry.mesh_cells import DimCuts, MeshCells
+from holdfast.geometry.ownership import WriteOwners, balance
 from layouts import instances, irregular, mesh, placed, shapes, unhurried
 
 # ── who stores what ──────────────────────────────────────────────────────────────────────────
@@ -40,14 +39,14 @@ def worlds(draw: st.DrawFn) -> Layout:
     Some instances are cut alike, some otherwise into the same boxes; some leaves are listed.
     """
     world = draw(st.integers(1, 12))
-    made: list[tuple[tuple[int, ...], tuple[Instance | Listing, ...], str, str]] = []
+    made: list[tuple[tuple[int, ...], tuple[Instance | BoxList, ...], str, str]] = []
     for _ in range(draw(st.integers(1, 4))):
         shape = draw(st.lists(st.integers(0, 9), max_size=3).map(tuple))
         ranks = draw(st.permutations(range(world)))
         bounds = sorted(draw(st.sets(st.integers(1, world), max_size=3)) | {0})
         groups = [ranks[a:b] for a, b in pairwise(bounds)] or [ranks]
         regular = tuple(draw(instances(len(shape), group)) for group in groups)
-        drawn: tuple[Instance | Listing, ...] = regular
+        drawn: tuple[Instance | BoxList, ...] = regular
         if draw(st.booleans()):
             drawn = tuple(draw(alike(regular[0], one)) for one in regular)
         elif draw(st.booleans()):
@@ -55,10 +54,13 @@ def worlds(draw: st.DrawFn) -> Layout:
         dtype = draw(st.sampled_from(["F32", "BF16", "U8"]))
         made.append((shape, drawn, dtype, draw(st.sampled_from(["split", "split", "lowest"]))))
     order = draw(st.lists(st.sampled_from(made), min_size=1, max_size=8))
-    return Layout(world, tuple(
-        LeafSpec(f"{n:02d}", dtype, shape, spread, drawn)
-        for n, (shape, drawn, dtype, spread) in enumerate(order)
-    ))  # fmt: skip
+    return Layout(
+        world,
+        tuple(
+            LeafSpec(f"{n:02d}", dtype, shape, spread, drawn)
+            for n, (shape, drawn, dtype, spread) in enumerate(order)
+        ),
+    )
 
 
 @st.composite
@@ -87,7 +89,7 @@ def test_owners_are_those_that_asking_for_every_share_gives(
         expected = slow_owners.assign(layout.leaves, part_bytes)
         for number in data.draw(st.permutations(range(len(layout.leaves)))):
             assert layout.owners(number) == expected[number]
-        by_rank = Owners(layout.leaves)
+        by_rank = WriteOwners(layout.leaves)
         for rank in range(layout.world):
             pieces = [
                 Piece(number, box)
@@ -100,7 +102,7 @@ def test_owners_are_those_that_asking_for_every_share_gives(
             assert found == [(piece.leaf, piece.box) for piece in pieces]
             # Python's own numbers: others cannot be written into documents.
             assert {type(n) for _, box in found for n in (*box.start, *box.stop)} <= {int}
-        some = Owners(layout.leaves)
+        some = WriteOwners(layout.leaves)
         for number, leaf in enumerate(layout.leaves):
             ends = [data.draw(st.tuples(*[st.integers(0, size)] * 2)) for size in leaf.shape]
             box = Box(tuple(map(min, ends)), tuple(map(max, ends)))
@@ -112,10 +114,13 @@ def huge(extent: int) -> Layout:
     """More bytes than 64 bits can count."""
     whole = Instance(mesh(3), (REPLICATE,))
     grid = Instance(mesh(2, 2), (REPLICATE, Placement(0)))
-    return Layout(4, tuple(
-        LeafSpec(f"{n}", "U8", (extent - n, 3)[: 1 + n % 2], "split", (one,))
-        for n, one in enumerate([whole, grid, whole, grid, Instance(mesh(4), (Placement(0),))])
-    ))  # fmt: skip
+    return Layout(
+        4,
+        tuple(
+            LeafSpec(f"{n}", "U8", (extent - n, 3)[: 1 + n % 2], "split", (one,))
+            for n, one in enumerate([whole, grid, whole, grid, Instance(mesh(4), (Placement(0),))])
+        ),
+    )
 
 
 @pytest.mark.parametrize("extent", [(1 << 61), (1 << 63) // 3 - 1])
@@ -168,7 +173,7 @@ def test_a_rank_of_thousands_computes_only_what_it_asks_for() -> None:
     )
     made = 0
     for form in layout._owners._forms:
-        assert isinstance(form.cells, Cells)
+        assert isinstance(form.cells, MeshCells)
         made += len(form.cells._boxes)
     assert made == 50 + 2
 
@@ -178,9 +183,12 @@ def test_a_rank_of_thousands_computes_only_what_it_asks_for() -> None:
 
 @unhurried
 @given(
-    st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 9), st.integers(1, 80),
-    st.sampled_from([0, 1 << 62, 1 << 70]), st.sampled_from([0, filling.FEW]),
-)  # fmt: skip
+    st.lists(st.integers(0, 30), min_size=1, max_size=8),
+    st.integers(1, 9),
+    st.integers(1, 80),
+    st.sampled_from([0, 1 << 62, 1 << 70]),
+    st.sampled_from([0, filling.FEW]),
+)
 def test_fill_gives_each_to_whoever_has_least_the_first_of_several(
     loads: list[int], size: int, count: int, above: int, few: int
 ) -> None:
@@ -188,7 +196,7 @@ def test_fill_gives_each_to_whoever_has_least_the_first_of_several(
     kind = np.int64 if not above else object
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(filling, "FEW", few)
-        given_to = fill(np.array(now, dtype=kind), size, count).tolist()
+        given_to = balance(np.array(now, dtype=kind), size, count).tolist()
     expected = []
     for _ in range(count):
         least = now.index(min(now))
@@ -202,8 +210,9 @@ def test_fill_gives_each_to_whoever_has_least_the_first_of_several(
 
 @st.composite
 def dim_cuts(draw: st.DrawFn) -> DimCuts:
-    cuts = draw(st.lists(st.tuples(st.integers(1, 5), st.sampled_from([1, 1, 2, 3, 4, 6])),
-                         max_size=3))  # fmt: skip
+    cuts = draw(
+        st.lists(st.tuples(st.integers(1, 5), st.sampled_from([1, 1, 2, 3, 4, 6])), max_size=3)
+    )
     size = draw(st.integers(0, 40))
     return DimCuts(size, tuple(n for n, _ in cuts), tuple(f for _, f in cuts))
 
@@ -216,7 +225,7 @@ def test_the_places_that_meet_a_range_are_those_that_hold_some_of_it(
     start, stop = sorted((min(one, dim.size), min(other, dim.size)))
     assume(start < stop)
     places = list(product(*map(range, dim.parts)))
-    held = [local_ranges(dim.size, list(map(Cut, dim.parts, at, dim.factors))) for at in places]
+    held = [local_ranges(dim.size, list(map(MeshCut, dim.parts, at, dim.factors))) for at in places]
     assert [dim.ranges(n) for n in range(dim.places)] == held
     meeting = [n for n, some in enumerate(held) if any(a < stop and start < b for a, b in some)]
     assert dim.meeting(start, stop) == meeting
@@ -245,7 +254,7 @@ def test_strided_boxes_of_replicas_are_found_one_by_one() -> None:
 @given(placed())
 def test_cells_are_what_an_instance_holds(case: tuple[tuple[int, ...], Instance]) -> None:
     shape, instance = case
-    cells = Cells(shape, forms._cuts(instance))
+    cells = MeshCells(shape, forms._cuts(instance))
     boxes = [box for n in range(cells.count) for box in cells.boxes(n)]
     assert boxes == list(holders(shape, instance))
     kind, known = cells.kinds
@@ -257,7 +266,7 @@ def test_cells_are_what_an_instance_holds(case: tuple[tuple[int, ...], Instance]
 
 @given(shapes)
 def test_a_leaf_that_is_not_cut_is_one_cell(shape: tuple[int, ...]) -> None:
-    assert Cells(shape, ()).boxes(0) == (() if 0 in shape else (Box.whole(shape),))
+    assert MeshCells(shape, ()).boxes(0) == (() if 0 in shape else (Box.whole(shape),))
 
 
 def test_a_mesh_that_was_read_again_is_the_same_object() -> None:

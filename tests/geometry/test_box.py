@@ -83,8 +83,11 @@ def test_a_box_contains_another_when_it_has_all_its_elements(pair: tuple[Shape, 
 def test_what_is_left_around_a_box_in_the_middle_are_four_boxes() -> None:
     left = Box((0, 0), (5, 5)).subtract(Box((2, 1), (3, 4)))
     assert left == (
-        Box((0, 0), (2, 5)), Box((3, 0), (5, 5)), Box((2, 0), (3, 1)), Box((2, 4), (3, 5))
-    )  # fmt: skip
+        Box((0, 0), (2, 5)),
+        Box((3, 0), (5, 5)),
+        Box((2, 0), (3, 1)),
+        Box((2, 4), (3, 5)),
+    )
 
 
 @unhurried
@@ -255,9 +258,15 @@ def pinwheels(box: Box, depth: int) -> Iterator[Box]:
         return
     (top, left), (bottom, right) = box.start, box.stop
     height, width = (bottom - top) // 3, (right - left) // 3
-    rows, columns = (top, top + height, top + 2 * height, bottom), (
-        left, left + width, left + 2 * width, right,
-    )  # fmt: skip
+    rows, columns = (
+        (top, top + height, top + 2 * height, bottom),
+        (
+            left,
+            left + width,
+            left + 2 * width,
+            right,
+        ),
+    )
     for a, b, c, d in [(0, 1, 0, 2), (0, 2, 2, 3), (2, 3, 1, 3), (1, 3, 0, 1), (1, 2, 1, 2)]:
         yield from pinwheels(Box((rows[a], columns[c]), (rows[b], columns[d])), depth - 1)
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 import conformance
 from holdfast.geometry import box as boxes
-from holdfast.geometry import cutting
+from holdfast.geometry import partition as cutting
 from holdfast.geometry.box import Box
-from holdfast.geometry.cutting import MAX_OVERLAP, Part, common_elements, cut
+from holdfast.geometry.irregular import Part
+from holdfast.geometry.partition import MAX_OVERLAP, common_elements, partition
 
 Shape = tuple[int, ...]
 Case = tuple[Shape, list[Part]]
@@ -46,7 +47,7 @@ def test_every_element_that_is_held_is_in_one_cell_of_those_that_hold_it(
             holders[rank][box.slices()] = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting, "MAX_OVERLAP", most)
-        found = cut(shape, parts)
+        found = partition(shape, parts)
     count = np.zeros(shape, dtype=int)
     for box, ranks in found.cells:
         count[box.slices()] += 1
@@ -69,7 +70,7 @@ def test_every_element_that_is_held_is_in_one_cell_of_those_that_hold_it(
 def test_the_cells_are_those_of_the_document(case: Case) -> None:
     shape, parts = case
     held = [(tuple(zip(b.start, b.stop, strict=True)), list(ranks)) for b, ranks in parts]
-    assert plain(cut(shape, parts).cells) == conformance.make_cells(shape, held)
+    assert plain(partition(shape, parts).cells) == conformance.make_cells(shape, held)
 
 
 def plain(cells: list[Part]) -> conformance.Held:
@@ -88,25 +89,34 @@ def lines(extent: int, count: int, rank: int, *, dim: int) -> list[Part]:
 
 def test_replicas_cut_in_two_ways_share_every_element() -> None:
     """Few of them: each cell is a piece that either of two ranks can store."""
-    found = cut((24, 24), lines(24, 4, 0, dim=0) + lines(24, 6, 4, dim=1))
+    found = partition((24, 24), lines(24, 4, 0, dim=0) + lines(24, 6, 4, dim=1))
     assert found.missing is None
     assert {ranks for _, ranks in found.cells} == {(a, 4 + b) for a in range(4) for b in range(6)}
-    flat = cut((24,), [(Box((0,), (10,)), (0,)), (Box((10,), (24,)), (1,)),
-                       (Box((0,), (15,)), (2,)), (Box((15,), (24,)), (3,))])  # fmt: skip
+    flat = partition(
+        (24,),
+        [
+            (Box((0,), (10,)), (0,)),
+            (Box((10,), (24,)), (1,)),
+            (Box((0,), (15,)), (2,)),
+            (Box((15,), (24,)), (3,)),
+        ],
+    )
     assert flat.cells == [
-        (Box((0,), (10,)), (0, 2)), (Box((10,), (15,)), (1, 2)), (Box((15,), (24,)), (1, 3)),
-    ]  # fmt: skip
+        (Box((0,), (10,)), (0, 2)),
+        (Box((10,), (15,)), (1, 2)),
+        (Box((15,), (24,)), (1, 3)),
+    ]
 
 
 def test_of_many_replicas_cut_in_two_ways_those_of_the_lowest_ranks_are_stored() -> None:
     """All their cells would be too many: 1600 of them, of 80 boxes."""
     rows = lines(80, 40, 40, dim=0)
-    found = cut((80, 80), rows + lines(80, 40, 100, dim=1))
+    found = partition((80, 80), rows + lines(80, 40, 100, dim=1))
     assert found.cells == rows
-    part = cut((80, 80), rows[1:] + lines(80, 40, 100, dim=1))
+    part = partition((80, 80), rows[1:] + lines(80, 40, 100, dim=1))
     assert part.missing is None
     assert Counter(box.shape for box, _ in part.cells) == {(2, 80): 39, (2, 2): 40}
-    lacking = cut((80, 80), rows[1:] + lines(80, 40, 100, dim=1)[1:])
+    lacking = partition((80, 80), rows[1:] + lines(80, 40, 100, dim=1)[1:])
     assert lacking.missing == Box((0, 0), (2, 2))
     assert lacking.volume == 80 * 80 - 4
 
@@ -115,7 +125,7 @@ def test_what_touches_a_region_of_many_cells_is_cut_by_itself() -> None:
     """How much overlaps in one region decides nothing about its neighbour."""
     grid = lines(80, 40, 0, dim=0) + lines(80, 40, 40, dim=1)
     beside = [(Box((0, 80), (80, 95)), (200,)), (Box((0, 85), (80, 100)), (201,))]
-    found = cut((80, 100), [*grid, *beside])
+    found = partition((80, 100), [*grid, *beside])
     assert found.missing is None
     assert [cell for cell in found.cells if cell[0].start[1] >= 80] == [
         (Box((0, 80), (80, 85)), (200,)),
@@ -134,10 +144,10 @@ def test_boxes_that_only_touch_are_cells_as_they_are() -> None:
         ((1, 1), (2, 2)),
     ]
     pinwheel = sorted(((Box(a, b), (n,)) for n, (a, b) in enumerate(sails)), key=first)
-    assert cut((3, 3), pinwheel[::-1]).cells == pinwheel
+    assert partition((3, 3), pinwheel[::-1]).cells == pinwheel
     holed = [part for part in pinwheel if part[0].start != (1, 1)]
-    assert cut((3, 3), holed).missing == Box((1, 1), (2, 2))
-    assert cut((3, 3), holed).cells == holed
+    assert partition((3, 3), holed).missing == Box((1, 1), (2, 2))
+    assert partition((3, 3), holed).cells == holed
 
 
 def first(part: Part) -> Shape:
@@ -146,16 +156,18 @@ def first(part: Part) -> Shape:
 
 def test_what_nobody_holds_is_named_wherever_it_is() -> None:
     def missing(*ranges: tuple[int, int]) -> Box | None:
-        return cut((10,), [(Box((a,), (b,)), (n,)) for n, (a, b) in enumerate(ranges)]).missing
+        return partition(
+            (10,), [(Box((a,), (b,)), (n,)) for n, (a, b) in enumerate(ranges)]
+        ).missing
 
     assert missing((0, 4), (4, 10)) is None
     assert missing((1, 4), (4, 10)) == Box((0,), (1,))
     assert missing((0, 4), (5, 10)) == Box((4,), (5,))
     assert missing((0, 4), (4, 9)) == Box((9,), (10,))
     assert missing() == Box((0,), (10,))
-    assert cut((0, 3), []).missing is None
-    assert cut((), []).missing == Box((), ())
-    assert cut((), [(Box((), ()), (3,))]).missing is None
+    assert partition((0, 3), []).missing is None
+    assert partition((), []).missing == Box((), ())
+    assert partition((), [(Box((), ()), (3,))]).missing is None
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -178,7 +190,7 @@ def test_the_work_is_near_linear_whichever_dimension_is_cut(
         ends = sorted({0, shape[dim], *range(2 + replica, shape[dim], 4)})
         for n, (a, b) in enumerate(pairwise(ends)):
             parts.append((Box.whole(shape).between(dim, a, b), (replica * 4096 + n,)))
-    found = cut(shape, parts)
+    found = partition(shape, parts)
     assert found.missing is None
     assert found.volume == math.prod(shape)
     assert len(found.cells) >= len(parts) - 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box, runs
-from holdfast.geometry.flat import flat_boxes
+from holdfast.geometry.index import flat_boxes
 from layouts import unhurried
 
 

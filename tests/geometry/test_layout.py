@@ -14,19 +14,19 @@ from holdfast.errors import FormatError, NewerFormat, UsageError
 from holdfast.geometry import codec
 from holdfast.geometry.layout import (
     REPLICATE,
-    Held,
+    BoxList,
+    HolderBoxes,
     Instance,
     Layout,
     LeafEntry,
     LeafSpec,
-    Listing,
     Mesh,
     Placement,
     table_from_json,
     table_hash,
     table_to_json,
 )
-from holdfast.geometry.placements import MAX_STRIDES
+from holdfast.geometry.mesh import MAX_STRIDES
 from layouts import layouts, mesh, on, unhurried
 
 
@@ -43,11 +43,11 @@ def test_a_layout_comes_back_from_its_bytes(layout: Layout) -> None:
         assert back.pieces(rank) == layout.pieces(rank)
 
 
-def declared(one: Instance | Listing) -> Instance | Held:
+def declared(one: Instance | BoxList) -> Instance | HolderBoxes:
     """What the lowest of its ranks says of a leaf."""
     if isinstance(one, Instance):
         return one
-    return Held(one.of_rank(min(one.ranks, default=0)))
+    return HolderBoxes(one.of_rank(min(one.ranks, default=0)))
 
 
 @unhurried
@@ -88,8 +88,10 @@ def test_the_hash_changes_with_everything_that_is_in_a_layout() -> None:
 
 def valid() -> dict[str, Any]:
     first = Instance(mesh(2, 2), (Placement(0, 2), Placement(0)))
-    leaves = (LeafSpec("a", "F32", (8, 8), "split", (first,)),
-              LeafSpec("b", "I64", (), "lowest", (on(0), on(2))))  # fmt: skip
+    leaves = (
+        LeafSpec("a", "F32", (8, 8), "split", (first,)),
+        LeafSpec("b", "I64", (), "lowest", (on(0), on(2))),
+    )
     document: dict[str, Any] = json.loads(Layout(4, leaves).to_json())
     assert Layout.from_json(json.dumps(document).encode()).leaves == leaves
     return document

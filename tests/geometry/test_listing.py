@@ -16,28 +16,28 @@ from holdfast.errors import FormatError, StateMismatch, UsageError
 from holdfast.geometry import codec
 from holdfast.geometry.box import Box, cover_fault
 from holdfast.geometry.codec import has_listings
-from holdfast.geometry.flat import flat_boxes
+from holdfast.geometry.index import flat_boxes
 from holdfast.geometry.layout import (
     REPLICATE,
-    Held,
+    BoxList,
+    HolderBoxes,
     Instance,
     Layout,
     LeafEntry,
     LeafSpec,
-    Listing,
     Placement,
     merge,
     table_from_json,
     table_to_json,
 )
-from holdfast.geometry.placements import MAX_RANKS
+from holdfast.geometry.mesh import MAX_RANKS
 from layouts import held_by, in_order, mesh, on, unhurried
 
 SHAPE = (6, 4)
 
 
 def entry(*boxes: Box, shape: tuple[int, ...] = SHAPE) -> LeafEntry:
-    return LeafEntry("w", "F32", shape, "split", Held(boxes))
+    return LeafEntry("w", "F32", shape, "split", HolderBoxes(boxes))
 
 
 def rows(a: int, b: int) -> Box:
@@ -74,7 +74,7 @@ def test_each_box_of_a_rank_has_memory_of_its_own() -> None:
 )
 def test_what_no_rank_can_hold_is_refused(boxes: tuple[Box, ...], match: str) -> None:
     with pytest.raises(UsageError, match=match):
-        Held(boxes)
+        HolderBoxes(boxes)
 
 
 def test_boxes_outside_of_their_leaf_are_refused() -> None:
@@ -82,7 +82,7 @@ def test_boxes_outside_of_their_leaf_are_refused() -> None:
         with pytest.raises(UsageError, match="boxes of w reach to"):
             entry(box)
         with pytest.raises(UsageError, match="boxes of w reach to"):
-            LeafSpec("w", "F32", SHAPE, "split", (Listing(((box, (0,)),)),))
+            LeafSpec("w", "F32", SHAPE, "split", (BoxList(((box, (0,)),)),))
     assert entry(Box((0, 0), (6, 1))).boxes(0)
 
 
@@ -106,11 +106,11 @@ def test_a_listing_that_means_nothing_is_refused(
     parts: tuple[tuple[Box, tuple[int, ...]], ...], match: str
 ) -> None:
     with pytest.raises(UsageError, match=match):
-        Listing(parts)
+        BoxList(parts)
 
 
 def test_a_leaf_has_one_listing_and_no_rank_in_two_places() -> None:
-    one, other = Listing(((rows(0, 6), (0,)),)), Listing(((rows(0, 6), (1,)),))
+    one, other = BoxList(((rows(0, 6), (0,)),)), BoxList(((rows(0, 6), (1,)),))
     with pytest.raises(UsageError, match="w has 2 listings"):
         LeafSpec("w", "F32", SHAPE, "split", (one, other))
     with pytest.raises(UsageError, match="two instances"):
@@ -141,7 +141,7 @@ def test_every_element_of_overlapping_replicas_is_stored_once_by_a_rank_that_hol
     case: tuple[tuple[int, ...], list[list[Box]]], spread: str, is_written: bool
 ) -> None:
     shape, held = case
-    tables = [[LeafEntry("w", "F32", shape, spread, Held(in_order(some)))] for some in held]
+    tables = [[LeafEntry("w", "F32", shape, spread, HolderBoxes(in_order(some)))] for some in held]
     layout = merge(tables)
     if is_written:
         layout = Layout.from_json(layout.to_json())
@@ -160,7 +160,7 @@ def test_replicas_of_flat_shards_store_equal_shares_whether_cut_alike_or_not() -
     alike, others = [0, count // 2, count], [0, count // 2 + 70000, count]
     for ends in ([alike, alike], [alike, others], [alike, others, alike]):
         tables = [
-            [LeafEntry("w", "F32", shape, "split", Held(flat_boxes(shape, a, b)))]
+            [LeafEntry("w", "F32", shape, "split", HolderBoxes(flat_boxes(shape, a, b)))]
             for some in ends
             for a, b in pairwise(some)
         ]
@@ -203,7 +203,7 @@ def test_ranks_that_have_it_whole_or_on_a_mesh_share_with_those_that_list_it() -
         [entry(Box((40, 0), (64, 16384)), shape=large)],
     ]
     layout = merge(tables)
-    assert [type(one) for one in layout.leaves[0].instances] == [Instance, Instance, Listing]
+    assert [type(one) for one in layout.leaves[0].instances] == [Instance, Instance, BoxList]
     for rank, table in enumerate(tables):
         assert layout.held(0, rank) == table[0].boxes(rank)
     # Three cells, of rows 0-31, 32-39 and 40-63, each on three ranks.
@@ -214,7 +214,7 @@ def test_ranks_that_have_it_whole_or_on_a_mesh_share_with_those_that_list_it() -
 
 
 def test_ranks_that_differ_are_told_so_before_anything_is_missed() -> None:
-    other = LeafEntry("w", "F32", (9, 4), "split", Held((rows(0, 2),)))
+    other = LeafEntry("w", "F32", (9, 4), "split", HolderBoxes((rows(0, 2),)))
     with pytest.raises(StateMismatch, match=r"its shape is \(6, 4\) on rank 0, \(9, 4\) on rank 1"):
         merge([[flat(0, 3)], [other]])
     cut = LeafEntry("w", "F32", SHAPE, "split", Instance(mesh(2), (REPLICATE,)))
@@ -241,8 +241,10 @@ def test_leaves_that_are_held_alike_are_written_once() -> None:
 
     def table(start: int, stop: int) -> list[LeafEntry]:
         names = ("exp_avg", "exp_avg_sq", "master")
-        return [LeafEntry(n, "F32", SHAPE, "split", Held(flat_boxes(SHAPE, start, stop)))
-                for n in names]  # fmt: skip
+        return [
+            LeafEntry(n, "F32", SHAPE, "split", HolderBoxes(flat_boxes(SHAPE, start, stop)))
+            for n in names
+        ]
 
     tables = [table(0, 7), table(7, 24)]
     layout = merge([table_from_json(table_to_json(one)) for one in tables])
@@ -255,18 +257,23 @@ def test_leaves_that_are_held_alike_are_written_once() -> None:
 
 def test_boxes_and_sets_of_ranks_are_written_once_each() -> None:
     columns = [Box((0, n), (6, n + 1)) for n in range(4)]
-    both = Listing(tuple((box, (0, 1) if n % 2 else (2,)) for n, box in enumerate(columns)))
+    both = BoxList(tuple((box, (0, 1) if n % 2 else (2,)) for n, box in enumerate(columns)))
     equal = tuple(sorted({0, 1}))  # an equal set, and another object
-    again = Listing(tuple((box, equal if len(r) == 2 else r) for box, r in both.parts[1:]))
-    layout = Layout(3, tuple(
-        LeafSpec(name, "F32", SHAPE, "split", (one,)) for name, one in (("v", both), ("w", again))
-    ))  # fmt: skip
+    again = BoxList(tuple((box, equal if len(r) == 2 else r) for box, r in both.parts[1:]))
+    layout = Layout(
+        3,
+        tuple(
+            LeafSpec(name, "F32", SHAPE, "split", (one,))
+            for name, one in (("v", both), ("w", again))
+        ),
+    )
     document = json.loads(layout.to_json())
     assert document["extents"] == [[6, 1]]
     assert document["sets"] == [[0, 1]]
     assert document["listings"] == [
-        [[6, 4], [0] * 4, [-1] * 4, [2, 1, -1, 1]], [[6, 4], [1, 0, 0], [-1] * 3, [3, -1, 1]],
-    ]  # fmt: skip
+        [[6, 4], [0] * 4, [-1] * 4, [2, 1, -1, 1]],
+        [[6, 4], [1, 0, 0], [-1] * 3, [3, -1, 1]],
+    ]
     back = Layout.from_json(layout.to_json())
     assert back == layout
     assert back.leaves[0].instances[0] == both and hash(back.leaves[0].instances[0]) == hash(both)
@@ -280,18 +287,28 @@ def test_a_big_listing_takes_at_most_16_bytes_a_box() -> None:
     )
     flats = [(flat_boxes(shape, a, b), n) for n, (a, b) in enumerate(pairwise(ends))]
     columns = [((Box((0, 6 * n), (shape[0], 6 * n + 6)),), n) for n in range(2048)]
-    experts = [((Box((n // 32, 0, n % 32 * 64), (n // 32 + 1, 512, n % 32 * 64 + 64)),), n)
-               for n in range(2048)]  # fmt: skip
+    experts = [
+        ((Box((n // 32, 0, n % 32 * 64), (n // 32 + 1, 512, n % 32 * 64 + 64)),), n)
+        for n in range(2048)
+    ]
     for leaf_shape, some in ((shape, flats), (shape, columns), ((64, 512, 2048), experts)):
-        tables = [[LeafEntry("w", "F32", leaf_shape, "split", Held(boxes))] for boxes, _ in some]
+        tables = [
+            [LeafEntry("w", "F32", leaf_shape, "split", HolderBoxes(boxes))] for boxes, _ in some
+        ]
         data = merge(tables).to_json()
         assert len(data) <= 16 * sum(len(boxes) for boxes, _ in some)
 
 
-LISTED = merge([
-    [LeafEntry("a", "F32", SHAPE, "split", Held((Box((0, 0), (6, 2)),)))],
-    [LeafEntry("a", "F32", SHAPE, "split", Held((Box((0, 0), (6, 2)), Box((0, 2), (6, 4)))))],
-])  # fmt: skip
+LISTED = merge(
+    [
+        [LeafEntry("a", "F32", SHAPE, "split", HolderBoxes((Box((0, 0), (6, 2)),)))],
+        [
+            LeafEntry(
+                "a", "F32", SHAPE, "split", HolderBoxes((Box((0, 0), (6, 2)), Box((0, 2), (6, 4))))
+            )
+        ],
+    ]
+)
 
 
 def listing(*row: object, **fields: object) -> dict[str, Any]:
@@ -375,11 +392,16 @@ def test_a_long_set_of_ranks_for_each_of_many_boxes_costs_its_length_once() -> N
     """A small file names 131072 ranks for each of thousands of boxes, and is read all the same."""
     world, boxes = 1 << 17, 1 << 12
     document = {
-        "holds": "layout", "version": 2, "world": world, "meshes": [], "instances": [],
-        "groups": [[-1]], "leaves": [["w", "U8", [boxes], "lowest", 0]],
+        "holds": "layout",
+        "version": 2,
+        "world": world,
+        "meshes": [],
+        "instances": [],
+        "groups": [[-1]],
+        "leaves": [["w", "U8", [boxes], "lowest", 0]],
         "sets": [list(range(world))],
         "listings": [[[boxes], [0] * boxes, [1] * boxes, [world] + [0] * (boxes - 1)]],
-    }  # fmt: skip
+    }
     layout = Layout.from_json(json.dumps(document).encode())
     assert layout.owners_meeting(0, Box((7,), (8,))) == ((0, Box((7,), (8,))),)
     assert len(layout.held(0, world - 1)) == boxes

@@ -19,7 +19,7 @@ from holdfast.geometry.layout import (
     Piece,
     Placement,
 )
-from holdfast.geometry.owners import PART_BYTES
+from holdfast.geometry.ownership import PART_BYTES
 from layouts import layouts, mesh, on, unhurried
 
 
@@ -109,11 +109,19 @@ def small_leaves(draw: st.DrawFn) -> Layout:
     """Leaves too small to be cut, each whole on some ranks."""
     held = st.sets(st.integers(0, 4), min_size=1)
     leaves = draw(st.lists(st.tuples(st.integers(1, 20), held), max_size=12))
-    return Layout(5, tuple(
-        LeafSpec(f"{n:02d}", "U8", (size,), "split",
-                 (Instance(Mesh((len(ranks),), tuple(ranks)), (REPLICATE,)),))
-        for n, (size, ranks) in enumerate(leaves)
-    ))  # fmt: skip
+    return Layout(
+        5,
+        tuple(
+            LeafSpec(
+                f"{n:02d}",
+                "U8",
+                (size,),
+                "split",
+                (Instance(Mesh((len(ranks),), tuple(ranks)), (REPLICATE,)),),
+            )
+            for n, (size, ranks) in enumerate(leaves)
+        ),
+    )
 
 
 @unhurried
@@ -147,8 +155,10 @@ def test_a_large_box_is_cut_over_all_that_hold_it() -> None:
 
 def test_instances_that_are_cut_alike_share_the_work() -> None:
     # FSDP2 with tensor parallelism, which leaves a norm's weight alone: twice whole, cut in two.
-    twice = (Instance(Mesh((2,), (0, 2)), (Placement(0),)),
-             Instance(Mesh((2,), (1, 3)), (Placement(0),)))  # fmt: skip
+    twice = (
+        Instance(Mesh((2,), (0, 2)), (Placement(0),)),
+        Instance(Mesh((2,), (1, 3)), (Placement(0),)),
+    )
     layout = Layout(4, (LeafSpec("norm", "F32", (4 * PART_BYTES,), "split", twice),))
     assert [rank for rank, _ in layout.owners(0)] == [0, 1, 2, 3]
 

@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box, overlap
-from holdfast.geometry.patches import Near, Patch, Seen, local_padding, local_patches, renamed
-from holdfast.geometry.tables import Clash, Table, clash, joined, turned
+from holdfast.geometry.leaf_maps import (
+    Clash,
+    NearLeaf,
+    Patch,
+    Seen,
+    Table,
+    clash,
+    joined,
+    local_padding,
+    local_patches,
+    renamed,
+    turned,
+)
 
 
 def patch(leaf: str, box: Box, here: Box, dims: tuple[int, ...]) -> Patch:
@@ -44,26 +55,26 @@ def test_an_overlap_is_found_exactly_when_there_is_one(boxes: list[Box]) -> None
 @given(st.lists(squares, min_size=1, max_size=6), squares)
 def test_what_is_near_has_all_that_meets(boxes: list[Box], wanted: Box) -> None:
     patches = [patch(f"l{n}", box, box, (0, 1)) for n, box in enumerate(boxes)]
-    near = Near(patches)(wanted)
+    near = NearLeaf(patches)(wanted)
     assert {p.leaf for p in patches if p.here.intersect(wanted)} <= {p.leaf for p in near}
 
 
 def test_little_is_near_when_patches_lie_side_by_side() -> None:
     rows = [patch("l", Box((n, 0), (n + 1, 8)), Box((n, 0), (n + 1, 8)), (0, 1)) for n in range(99)]
-    assert len(Near(rows)(Box((40, 2), (42, 3)))) == 2
-    assert Near([])(Box((), ())) == ()
+    assert len(NearLeaf(rows)(Box((40, 2), (42, 3)))) == 2
+    assert NearLeaf([])(Box((), ())) == ()
 
 
 def test_a_long_patch_is_near_although_short_ones_begin_behind_it() -> None:
     lines_ = [line(0, 9), line(1, 2), line(2, 3)]
-    near = Near([patch(f"l{n}", box, box, (0,)) for n, box in enumerate(lines_)])
+    near = NearLeaf([patch(f"l{n}", box, box, (0,)) for n, box in enumerate(lines_)])
     assert [p.leaf for p in near(line(5, 6))] == ["l0", "l1", "l2"]
 
 
 def test_scalars_meet() -> None:
     scalar = Box((), ())
     seen = renamed("x", ())
-    assert Near(seen.patches)(scalar) == seen.patches
+    assert NearLeaf(seen.patches)(scalar) == seen.patches
     assert local_patches(seen, [(scalar, scalar)])[0].leaf == "x"
     assert overlap([scalar, scalar]) == scalar
     assert overlap([]) is None

@@ -21,7 +21,7 @@ from holdfast.geometry.layout import (
     local_boxes,
     local_shape,
 )
-from holdfast.geometry.placements import MAX_RANKS, Cut, local_ranges
+from holdfast.geometry.mesh import MAX_RANKS, MeshCut, local_ranges
 from layouts import mesh, on, placed, unhurried
 
 
@@ -64,7 +64,7 @@ def test_values_that_mean_nothing_are_refused(make: Callable[[], object]) -> Non
 
 
 def test_chunks_are_as_large_as_the_first_and_the_last_may_be_empty() -> None:
-    found = [local_ranges(7, [Cut(6, at)]) for at in range(6)]
+    found = [local_ranges(7, [MeshCut(6, at)]) for at in range(6)]
     assert found == [((0, 2),), ((2, 4),), ((4, 6),), ((6, 7),), (), ()]
 
 
@@ -72,19 +72,24 @@ def test_fsdp_after_tensor_parallel_cuts_what_tensor_parallel_left() -> None:
     # 7 rows on a 3x2 mesh, read from torch: the rank with dp 2 and tp 0 has nothing, although
     # cutting from left to right would give it row 6.
     def rows(dp: int, tp: int) -> tuple[tuple[int, int], ...]:
-        return local_ranges(7, [Cut(3, dp, split_factor=2), Cut(2, tp)])
+        return local_ranges(7, [MeshCut(3, dp, split_factor=2), MeshCut(2, tp)])
 
     assert [rows(dp, tp) for dp, tp in product(range(3), range(2))] == [
-        ((0, 2),), ((4, 5),), ((2, 4),), ((5, 6),), (), ((6, 7),),
-    ]  # fmt: skip
+        ((0, 2),),
+        ((4, 5),),
+        ((2, 4),),
+        ((5, 6),),
+        (),
+        ((6, 7),),
+    ]
 
 
 def test_a_stride_that_no_other_cut_explains_gives_several_ranges() -> None:
     # A fused weight of three parts over two ranks: each has its half of every part.
-    fused = [local_ranges(12, [Cut(2, at, split_factor=3)]) for at in range(2)]
+    fused = [local_ranges(12, [MeshCut(2, at, split_factor=3)]) for at in range(2)]
     assert fused == [((0, 2), (4, 6), (8, 10)), ((2, 4), (6, 8), (10, 12))]
     # FSDP2 then cuts each of these as if it were one.
-    first = local_ranges(12, [Cut(2, 0, split_factor=2), Cut(2, 0, split_factor=3)])
+    first = local_ranges(12, [MeshCut(2, 0, split_factor=2), MeshCut(2, 0, split_factor=3)])
     assert first == ((0, 2), (4, 5))
 
 

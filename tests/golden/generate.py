@@ -35,8 +35,8 @@ import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Generation
 from holdfast.geometry.box import Box
-from holdfast.geometry.flat import flat_boxes
-from holdfast.geometry.layout import Held, LeafEntry, merge
+from holdfast.geometry.index import flat_boxes
+from holdfast.geometry.layout import HolderBoxes, LeafEntry, merge
 from holdfast.persist.commit import open_root
 from holdfast.persist.pins import pin
 from holdfast.state.tensors import DTYPE_NAMES
@@ -129,16 +129,24 @@ def value_tags(root: Path) -> None:
         "plain": [None, True, -5, 0.1, 1e300, "text é 名", [], {}],
         "floats": [float("inf"), float("-inf"), float("nan"), -0.0, 5e-324],
         "ints": [2**53, -(2**70), 2**9000],
-        "bytes": b"\x00\xff", "bytearray": bytearray(b"ab"),
-        "tuple": (1, (2, "x")), "set": {3, 1, 2}, "frozenset": frozenset({"b", "a"}),
-        "dict": {1: "one", (2, 3): None, "$x": 0}, "ordered": ordered,
-        "counter": Counter("abca"), "default": factories,
-        "dtype": torch.bfloat16, "device": torch.device("cuda:1"),
-        "array": np.arange(6, dtype=">i2").reshape(2, 3), "scalar": np.float32(0.25),
+        "bytes": b"\x00\xff",
+        "bytearray": bytearray(b"ab"),
+        "tuple": (1, (2, "x")),
+        "set": {3, 1, 2},
+        "frozenset": frozenset({"b", "a"}),
+        "dict": {1: "one", (2, 3): None, "$x": 0},
+        "ordered": ordered,
+        "counter": Counter("abca"),
+        "default": factories,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cuda:1"),
+        "array": np.arange(6, dtype=">i2").reshape(2, 3),
+        "scalar": np.float32(0.25),
         "strings": np.array(["a", "bcd"]),
-        "enum": Phase.STEADY, "flag": Parts.HEAD | Parts.BODY,
+        "enum": Phase.STEADY,
+        "flag": Parts.HEAD | Parts.BODY,
         "tensor": torch.arange(3, dtype=torch.int16),
-    }  # fmt: skip
+    }
     holdfast.save(root, {"values": values}, step=3)
 
 
@@ -216,12 +224,19 @@ LISTED: dict[str, tuple[tuple[int, ...], list[tuple[Box, ...] | None]]] = {
     "copies": (FLAT, [flat_boxes(FLAT, *ends) for ends in ((0, 11), (11, 35), (0, 20), (20, 35))]),
     "flat": (FLAT, [flat_boxes(FLAT, *ends) for ends in ((0, 9), (9, 10), (10, 33), (33, 35))]),
     "half": (SQUARE, [(Box((0, 0), (3, 8)),), (Box((3, 0), (6, 8)),), (), None]),
-    "rows": (SQUARE, [(Box((n, 0), (n + 1, 8)), Box((n + 4, 0), (n + 5, 8))) if n < 2
-                      else (Box((n, 0), (n + 1, 8)),) for n in range(4)]),
+    "rows": (
+        SQUARE,
+        [
+            (Box((n, 0), (n + 1, 8)), Box((n + 4, 0), (n + 5, 8)))
+            if n < 2
+            else (Box((n, 0), (n + 1, 8)),)
+            for n in range(4)
+        ],
+    ),
     "scalar": ((), [(Box((), ()),), (), (), ()]),
     "stack": (STACK, [(Box((0, 0, 0), (2, 3, 3)),), (Box((2, 0, 0), (4, 3, 3)),)] * 2),
     "stack.rest": (STACK, [(Box((0, 0, 0), (4, 3, 5)),), (Box((0, 1, 0), (4, 3, 5)),), None, ()]),
-}  # fmt: skip
+}
 
 
 def listed(root: Path) -> None:
@@ -231,13 +246,13 @@ def listed(root: Path) -> None:
     """
     tables = [
         [
-            LeafEntry(name, "F32", shape, "split", None if boxes is None else Held(boxes))
+            LeafEntry(name, "F32", shape, "split", None if boxes is None else HolderBoxes(boxes))
             for name, (shape, held) in LISTED.items()
             for boxes in [held[rank]]
         ]
         for rank in range(4)
     ]
-    rest = Held((Box((0, 0, 3), (4, 3, 5)),))
+    rest = HolderBoxes((Box((0, 0, 3), (4, 3, 5)),))
     layout = merge([*tables, [LeafEntry("stack", "F32", STACK, "split", rest)]])
     arrays = {}
     for name, (shape, _) in LISTED.items():
@@ -250,23 +265,34 @@ def listed(root: Path) -> None:
 
 
 ALONE = {
-    "one-rank": one_rank, "element-types": element_types, "value-tags": value_tags,
-    "history": history, "kept": kept, "frozen": frozen, "listed": listed,
-}  # fmt: skip
+    "one-rank": one_rank,
+    "element-types": element_types,
+    "value-tags": value_tags,
+    "history": history,
+    "kept": kept,
+    "frozen": frozen,
+    "listed": listed,
+}
 TOGETHER = {
-    "fsdp-uneven": (3, fsdp_uneven), "fsdp-tensor-parallel": (4, fsdp_tensor_parallel),
+    "fsdp-uneven": (3, fsdp_uneven),
+    "fsdp-tensor-parallel": (4, fsdp_tensor_parallel),
     "own-tensors": (2, own_tensors),
-}  # fmt: skip
+}
 #: What each directory was made with; what is new gets a directory of its own.
 MADE = {
     "v1": [
-        "one-rank", "element-types", "value-tags", "history", "kept",
-        "fsdp-uneven", "fsdp-tensor-parallel",
+        "one-rank",
+        "element-types",
+        "value-tags",
+        "history",
+        "kept",
+        "fsdp-uneven",
+        "fsdp-tensor-parallel",
     ],
     "v1-small-tensors": ["own-tensors"],
     "v1-frozen-parts": ["frozen"],
     "v1-listings": ["listed"],
-}  # fmt: skip
+}
 
 
 def main(version: str) -> None:

@@ -28,8 +28,8 @@ from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Generation
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
-from holdfast.load.verify import verify
 from holdfast.persist.pins import read_pins
+from holdfast.restore.reading.verify import verify
 from holdfast.storage.open import open_store
 from launch import run_ranks
 
@@ -37,12 +37,17 @@ HERE = Path(__file__).parent
 V1 = HERE / "v1"
 
 LEAVES: dict[str, tuple[int, ...]] = {
-    "model.embed.weight": (5, 4), "model.up.weight": (6, 4), "model.up.bias": (6,),
-    "model.down.weight": (4, 6), "model.down.bias": (4,),
-    "model.norm.weight": (4,), "model.norm.bias": (4,),
-    "model.norm.running_mean": (4,), "model.norm.running_var": (4,),
+    "model.embed.weight": (5, 4),
+    "model.up.weight": (6, 4),
+    "model.up.bias": (6,),
+    "model.down.weight": (4, 6),
+    "model.down.bias": (4,),
+    "model.norm.weight": (4,),
+    "model.norm.bias": (4,),
+    "model.norm.running_mean": (4,),
+    "model.norm.running_var": (4,),
     "model.norm.num_batches_tracked": (),
-}  # fmt: skip
+}
 PARAMETERS = [
     name.removeprefix("model.")
     for name in LEAVES
@@ -162,8 +167,12 @@ class Tied(torch.nn.Module):
 def test_a_model_and_its_optimizer_are_restored_as_they_were(root: Path) -> None:
     model = Tied()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "tokens": 0,
-                             "rng": holdfast.Rng()}  # fmt: skip
+    state: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "tokens": 0,
+        "rng": holdfast.Rng(),
+    }
     holdfast.load(root, state)
     assert state["tokens"] == 1234
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]) == (
@@ -185,8 +194,10 @@ def test_every_element_type_has_the_bytes_that_were_saved(root: Path) -> None:
     raw = np.array([(7 * place + 3) % 251 for place in range(96)], np.uint8)
     with holdfast.open(root) as opened:
         assert opened.leaves.keys() == {
-            *(f"tensors.{name}" for name in spec.dtypes()), "tensors.empty", "tensors.scalar",
-        }  # fmt: skip
+            *(f"tensors.{name}" for name in spec.dtypes()),
+            "tensors.empty",
+            "tensors.scalar",
+        }
         for dtype, (size, _) in spec.dtypes().items():
             leaf = opened.leaves[f"tensors.{dtype}"]
             assert (leaf.dtype, leaf.shape) == (dtype, (2, 48 // size))
@@ -210,15 +221,24 @@ VALUES: dict[str, Any] = {
     "plain": [None, True, -5, 0.1, 1e300, "text \u00e9 \u540d", [], {}],
     "floats": [math.inf, -math.inf, math.nan, -0.0, 5e-324],
     "ints": [9007199254740992, -1180591620717411303424, 2**9000],
-    "bytes": b"\x00\xff", "bytearray": bytearray(b"ab"),
-    "tuple": (1, (2, "x")), "set": {1, 2, 3}, "frozenset": frozenset({"a", "b"}),
-    "dict": {1: "one", (2, 3): None, "$x": 0}, "ordered": OrderedDict([("z", 1), ("a", 2)]),
-    "counter": Counter({"a": 2, "b": 1, "c": 1}), "default": defaultdict(list, {"k": [1]}),
-    "dtype": torch.bfloat16, "device": torch.device("cuda:1"),
-    "array": np.array([[0, 1, 2], [3, 4, 5]], ">i2"), "scalar": np.float32(0.25),
-    "strings": np.array(["a", "bcd"]), "enum": Phase.STEADY, "flag": Parts.HEAD | Parts.BODY,
+    "bytes": b"\x00\xff",
+    "bytearray": bytearray(b"ab"),
+    "tuple": (1, (2, "x")),
+    "set": {1, 2, 3},
+    "frozenset": frozenset({"a", "b"}),
+    "dict": {1: "one", (2, 3): None, "$x": 0},
+    "ordered": OrderedDict([("z", 1), ("a", 2)]),
+    "counter": Counter({"a": 2, "b": 1, "c": 1}),
+    "default": defaultdict(list, {"k": [1]}),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cuda:1"),
+    "array": np.array([[0, 1, 2], [3, 4, 5]], ">i2"),
+    "scalar": np.float32(0.25),
+    "strings": np.array(["a", "bcd"]),
+    "enum": Phase.STEADY,
+    "flag": Parts.HEAD | Parts.BODY,
     "tensor": torch.tensor([0, 1, 2], dtype=torch.int16),
-}  # fmt: skip
+}
 
 
 def assert_same(found: Any, wanted: Any) -> None:
@@ -317,9 +337,15 @@ def test_a_model_with_a_frozen_weight_is_restored_as_it_was() -> None:
 
 LISTED = HERE / "v1-listings" / "listed"
 LISTED_SHAPES: dict[str, tuple[int, ...]] = {
-    "columns": (6, 8), "copies": (5, 7), "flat": (5, 7), "half": (6, 8), "rows": (6, 8),
-    "scalar": (), "stack": (4, 3, 5), "stack.rest": (4, 3, 5),
-}  # fmt: skip
+    "columns": (6, 8),
+    "copies": (5, 7),
+    "flat": (5, 7),
+    "half": (6, 8),
+    "rows": (6, 8),
+    "scalar": (),
+    "stack": (4, 3, 5),
+    "stack.rest": (4, 3, 5),
+}
 
 
 def test_leaves_that_no_mesh_describes_have_the_elements_that_were_saved() -> None:

@@ -85,9 +85,10 @@ def test_a_run_on_a_gpu_resumes_from_memory(tmp_path: Path) -> None:
 def test_what_a_gpu_holds_has_the_same_sums_as_the_same_on_the_host() -> None:
     tensors = {"a": numbers(1500, 700), "b": numbers(6, 8, 40, 5).to(torch.bfloat16)}
     ways = [
-        tensors, {name: tensor.cuda() for name, tensor in tensors.items()},
+        tensors,
+        {name: tensor.cuda() for name, tensor in tensors.items()},
         {"a": tensors["a"].cuda(), "b": tensors["b"].cuda().contiguous(memory_format=_CHANNELS)},
-    ]  # fmt: skip
+    ]
     found = []
     for way in ways:
         replica = Replica(0, {name: tensor.clone() for name, tensor in way.items()})

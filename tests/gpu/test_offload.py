@@ -18,8 +18,8 @@ import holdfast
 import hybrids
 from holdfast.events import Event, subscribe
 from holdfast.offload import HybridAdamW
-from holdfast.offload.checksums import sums
-from holdfast.offload.rows import MASTER
+from holdfast.offload.host_state import MASTER
+from holdfast.offload.kernels import sums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,9 +44,12 @@ def loss_of(model: nn.Module, step: int) -> torch.Tensor:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, clip: float = 0.0,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    clip: float = 0.0,
     micro: int = 1,
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     losses = []
     for step in steps:
         for part in range(micro):

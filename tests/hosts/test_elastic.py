@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agents import Agents, Store
-from holdfast.demo import processes
+from holdfast.demo import runs as processes
 from lives import Lives
 
 #: All that is asked of the user. Storage has nothing to offer here.

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.snapshot.hosts import LATER_S
-from holdfast.snapshot.underway import Patience
+from holdfast.capture.task import Timeouts
+from holdfast.hosts import LATER_S
 from leftovers import keeper_pids
 from lives import Lives, read_progress
 from losing import events_of, lose, protected, wait_protected
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 PARITY: dict[str, Any] = {"parity": 1}
 HOSTS = ("a", "b", "c")
 #: A step is held for no longer: the stated deadline, and what a busy machine takes.
-HELD_S = Patience().grant_s + 3.0
+HELD_S = Timeouts().grant_s + 3.0
 #: After so long the keeper of a host that was cut off is known to be out of reach.
 SILENCE_S = 15.0 + 3.0 + 3.0
 
@@ -52,9 +52,15 @@ def wires(arena_dir: Path) -> Iterator[Networks]:
 
 def start(lives: Lives, wires: Networks, hosts: tuple[str, ...], **options: Any) -> None:
     lives.start(
-        len(hosts), 100_000, hosts=hosts, storage=100_000, options=PARITY,
-        settings=wires.settings(hosts), namespaces=wires.namespaces(hosts), **options,
-    )  # fmt: skip
+        len(hosts),
+        100_000,
+        hosts=hosts,
+        storage=100_000,
+        options=PARITY,
+        settings=wires.settings(hosts),
+        namespaces=wires.namespaces(hosts),
+        **options,
+    )
 
 
 def longest_step_s(lives: Lives, for_s: float, *, more: int = 0, within_s: float = 60.0) -> float:
@@ -130,9 +136,10 @@ def test_a_slow_network_delays_protection_says_so_and_holds_no_step(
         assert longest_step_s(lives, 15.0, more=20) < HELD_S
         reached = wait_protected(lives, root, 1, more=2, after=reached + 5)
         took_s = [
-            event["elapsed_s"] for event in events_of(root, "SnapshotProtected")
+            event["elapsed_s"]
+            for event in events_of(root, "SnapshotProtected")
             if event["rank"] < 0 and event["step"] <= reached
-        ]  # fmt: skip
+        ]
         assert max(took_s) > 5 * min(took_s), took_s
         assert protected(root)[1] < read_progress(lives.directory, 3), "captured, not protected yet"
         wires.mend("b")
@@ -180,9 +187,10 @@ def test_a_host_that_is_cut_off_from_everything_changes_nothing_when_it_is_back(
         reached = wait_protected(lives, root, 2, after=reached)
         assert {event["incarnation"] for event in events_of(root, "SnapshotProtected")} == {1, 2}
         newest_of_old = max(
-            event["step"] for event in events_of(root, "SnapshotCaptured")
+            event["step"]
+            for event in events_of(root, "SnapshotCaptured")
             if event["incarnation"] == 1
-        )  # fmt: skip
+        )
         assert newest_of_old <= completed + 1, "the old start took snapshots after its end"
         with suppress(ProcessLookupError):
             os.kill(zombie, signal.SIGKILL)

@@ -14,13 +14,13 @@ import pytest
 
 from holdfast.errors import Fenced, KeeperError, PeerError, UsageError
 from holdfast.format.manifest import Generation
-from holdfast.keeper.network import Network
-from holdfast.peers.calling import Peer
-from holdfast.peers.client import Puller, Wanted
-from holdfast.peers.control import ControlLine
-from holdfast.peers.names import INVENTORY, generation_name, image_path
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import SlotFile, arena_dir
+from holdfast.keeper.hosts.network import Network
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotFile, arena_dir
+from holdfast.transport.channel import SealedChannel
+from holdfast.transport.client import Puller, WantedRange
+from holdfast.transport.client_connection import Peer
+from holdfast.transport.wire.http import INVENTORY, generation_name, image_path
 from host_pairs import NONCE, SECRET, Rank, Run
 from keepers import RUN, hear
 from leftovers import keeper_pids
@@ -55,7 +55,7 @@ def test_a_save_on_two_hosts_is_kept_by_both_and_offered_by_each(
         wait_for(lambda p=peer: attempt in attempts_of(puller, p), "the inventory")  # type: ignore[misc]
         image = memoryview(bytearray(slot.image_bytes))
         path, generation_1 = image_path(attempt, slot.rank), generation_name(Generation(run.n, 1))
-        puller.pull([Wanted(peer, path, generation_1, 0, image)])
+        puller.pull([WantedRange(peer, path, generation_1, 0, image)])
         file = SlotFile.open(Path(slot.path), writable=False)
         assert image == file.image[: slot.image_bytes]
         file.close()
@@ -63,7 +63,7 @@ def test_a_save_on_two_hosts_is_kept_by_both_and_offered_by_each(
     for step in range(2, 6):
         run.capture(step)
     with pytest.raises(PeerError):
-        puller.pull([Wanted(peer, path, generation_1, 0, memoryview(bytearray(8)))])
+        puller.pull([WantedRange(peer, path, generation_1, 0, memoryview(bytearray(8)))])
     puller.close()
     run.end()
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
@@ -264,13 +264,13 @@ def test_a_keeper_nobody_comes_back_to_ends_and_leaves_what_only_it_has(
 
 
 def test_a_coordinator_whose_port_is_taken_says_so() -> None:
-    async def welcome(_: ControlLine) -> None: ...
+    async def welcome(_: SealedChannel) -> None: ...
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         network = Network(SECRET, "a", "127.0.0.1")
         with pytest.raises(KeeperError, match=f"port {port}, where they look for it"):
-            asyncio.run(network.listen_for_hands(welcome, port))
+            asyncio.run(network.listen_for_followers(welcome, port))
 
 
 def test_who_calls_a_keeper_by_a_wrong_name_or_secret_has_no_part(
@@ -283,7 +283,7 @@ def test_who_calls_a_keeper_by_a_wrong_name_or_secret_has_no_part(
         other.take_part(run.n, run.table)
     with pytest.raises(UsageError, match="host 7 is none of 2"):
         other.take_part(run.n, run.table, host=7)
-    table = (run.table[0], m.HostPlace(id="c", ranks=(1,), address="127.0.0.1"))
+    table = (run.table[0], m.HostEntry(id="c", ranks=(1,), address="127.0.0.1"))
     with pytest.raises(KeeperError, match="out of reach of c"):
         other.take_part(run.n, table, secret=b"another secret of this run", within_s=1.0)
     # Nor has one that knows the secret, and is none of the hosts that were agreed on.

@@ -196,12 +196,13 @@ def test_a_host_that_comes_back_is_protected_with_the_one_that_has_its_image_dec
 
 def wait_protected_again(lives: Lives, root: Path, step: int, times: int = 2) -> None:
     """Wait until generation 1-``step`` is told to be protected for a second time, or further."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while True:
         told = [
-            e for e in events_of(root, "SnapshotProtected")
+            e
+            for e in events_of(root, "SnapshotProtected")
             if (e["incarnation"], e["step"]) == (1, step)
-        ]  # fmt: skip
+        ]
         if len(told) >= times:
             return
         lives.raise_errors()

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.observe.fold import read_report
-from holdfast.redundancy.records import ParityRecord, unseal
-from holdfast.snapshot.arena import SlotFile
+from holdfast.observe.report_builder import read_report
+from holdfast.parity.planning.record import ParityRecord, unseal
+from holdfast.protocol.arena import SlotFile
 from leftovers import keeper_pids
 from lives import Lives
 from losing import arena_of, events_of, lose, protected, wait_protected
@@ -91,8 +91,9 @@ def test_flipped_bits_in_a_slot_and_in_a_row_are_found_and_made_anew_from_peers(
         half.image[offset + record.size_bytes // 2] ^= 1
         found = wait_damage(root, 2)
         assert [(e["what"], e["host"], e["outcome"]) for e in found] == [
-            ("image", "b", "repaired"), ("parity", "a", "repaired"),
-        ]  # fmt: skip
+            ("image", "b", "repaired"),
+            ("parity", "a", "repaired"),
+        ]
         assert (bytes(slot.image), bytes(half.image)) == (image, row)
         assert {(e["incarnation"], e["step"]) for e in found} == {(1, step)}
         # Both are needed now.

@@ -9,20 +9,18 @@ from typing import Any, cast
 
 import pytest
 
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.slots import Slot, slot_id_of
 from holdfast.errors import PersistFailed
 from holdfast.format.manifest import Incarnation
-from holdfast.keeper import control
-from holdfast.keeper.background import Background
-from holdfast.keeper.facts import Fact
-from holdfast.keeper.hands import Hands
-from holdfast.keeper.images import Job
-from holdfast.keeper.jobs import Jobs
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.shares import FarShare
-from holdfast.keeper.writing import Writings
-from holdfast.snapshot.arena import SlotFile, SlotRecord
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.slots import Slot, slot_id_of
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.followers import FollowerRegistry
+from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts.remote_writes import RemoteWriteService
+from holdfast.keeper.image_writer import PersistJob
+from holdfast.keeper.jobs import Background, Jobs, RemoteImages
+from holdfast.protocol.arena import SlotFile, SlotRecord
 from holdfast.storage.local import LocalStore
 from keepers import RUN
 
@@ -38,21 +36,27 @@ class Mind:
             attempts={"x": self.attempt}, slots={slot: Slot(slot, 1 << 20, "captured")}
         )
         background = SimpleNamespace(from_thread=lambda call: call())
-        self.hands = Hands(
-            cast(Any, coordinator), cast(Any, background), lambda _: None, lambda *_: None,
+        self.hands = FollowerRegistry(
+            cast(Any, coordinator),
+            cast(Any, background),
             lambda _: None,
-        )  # fmt: skip
+            lambda *_: None,
+            lambda _: None,
+        )
         self.said: list[Fact] = []
         by_host = vars(self.hands)["_by_host"]
         for n in (1, 2):
-            by_host[n] = SimpleNamespace(host=n, shares={}, say=self.said.append)
+            by_host[n] = SimpleNamespace(host=n, shares={}, send=self.said.append)
         memory = SimpleNamespace(layout=lambda _: b"")
         self.jobs = Jobs(
-            cast(Any, memory), cast(Any, coordinator), lambda *_: None, lambda *_: None,
+            cast(Any, memory),
+            cast(Any, coordinator),
+            lambda *_: None,
+            lambda *_: None,
             self.hands.share,
-        )  # fmt: skip
+        )
 
-    def start(self) -> Job:
+    def start(self) -> PersistJob:
         incarnation = Incarnation(run_id=RUN, n=1, nonce="n", parent=None, world=1, created_s=0.0)
         return self.jobs.start(self.attempt, incarnation)
 
@@ -80,28 +84,30 @@ def test_no_host_is_told_to_write_what_lies_on_another() -> None:
 
 
 def test_a_slot_that_holds_another_image_is_not_written(tmp_path: Path) -> None:
-    memory = Memory(tmp_path, RUN, None)
+    memory = ArenaFiles(tmp_path, RUN, None)
     memory.files[0] = SlotFile.create(tmp_path / "00000.slot", 1 << 20)
     memory.stamp(0, SlotRecord(state="captured", attempt="x", rank=1))
-    writings = Writings(memory, LocalStore(tmp_path / "root"), Background.__new__(Background))
+    writings = RemoteWriteService(
+        memory, LocalStore(tmp_path / "root"), Background.__new__(Background)
+    )
     said: list[Fact] = []
     for attempt, rank in (("y", 1), ("x", 0)):
-        image = control.ImageOrder(rank=rank, slot=0, image_bytes=100, ring_bytes=0)
+        image = messages.ImageOrder(rank=rank, slot=0, image_bytes=100, ring_bytes=0)
         writings.start(
-            control.Write(
+            messages.WriteImage(
                 directory="d", attempt=attempt, incarnation=1, step=1, layout="L", images=(image,)
             ),
             said.append,
         )
         told = said.pop()
-        assert isinstance(told, control.WritingEnded)
+        assert isinstance(told, messages.WriteEnded)
         assert told.reason == f"slot 0 holds no image of rank {rank} in attempt {attempt}"
     memory.files[0].close()
 
 
-def share(**limits: float) -> tuple[FarShare, list[str]]:
+def share(**limits: float) -> tuple[RemoteImages, list[str]]:
     stopped: list[str] = []
-    return FarShare("b", frozenset({0}), lambda: None, stopped.append, **limits), stopped
+    return RemoteImages("b", frozenset({0}), lambda: None, stopped.append, **limits), stopped
 
 
 def test_a_host_that_writes_nothing_for_long_is_named() -> None:

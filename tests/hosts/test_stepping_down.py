@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.catalogue import LOCK
 from holdfast.errors import Fenced, RootBusy
-from holdfast.keeper.server import Keeper
+from holdfast.keeper.process import Keeper
 from holdfast.persist import commit
 from holdfast.storage.base import Lock
 from holdfast.storage.local import LocalStore
@@ -31,9 +31,9 @@ def is_free(directory: Path) -> bool:
 
 
 async def stood_down(one: Keeper) -> None:
-    one.part.superseded(2)
+    one.role.superseded(2)
     async with asyncio.timeout(10):
-        while one.coordinator.incarnation != 2 or not one.part.is_bystander:
+        while one.coordinator.incarnation != 2 or not one.role.is_bystander:
             await asyncio.sleep(0.01)
         while one.root_access.persister is not None:
             await asyncio.sleep(0.01)
@@ -47,22 +47,22 @@ def test_it_decides_nothing_while_it_gives_the_lock_back_and_asks_for_it_no_more
         one.coordinator.begin(1, "n", 1)
         await one.root_access.open()
         seen: list[tuple[int, int]] = []
-        let_go = one.root_access.let_go
+        let_go = one.root_access.release
 
         def let_go_and_look() -> None:
             seen.append((one.coordinator.incarnation, one.coordinator.world))
             let_go()
 
-        monkeypatch.setattr(one.root_access, "let_go", let_go_and_look)
+        monkeypatch.setattr(one.root_access, "release", let_go_and_look)
         await stood_down(one)
         assert seen == [(2, 0)]
         assert is_free(tmp_path)
         with pytest.raises(Fenced):
             await one.root_access.open()
         assert is_free(tmp_path)
-        await one.part.lead(3, ())  # its turn again
+        await one.role.lead(3, ())  # its turn again
         await one.root_access.open()
-        one.root_access.let_go()
+        one.root_access.release()
 
     asyncio.run(life())
 

@@ -19,9 +19,13 @@ def test_training_goes_on_while_the_keeper_of_a_host_is_stopped_and_protection_a
     root, simulated = tmp_path / "run", Hosts(arena_dir)
     with Lives(root, seed=46) as lives:
         lives.start(
-            3, 100_000, storage=100_000, hosts=("a", "b", "c"), options={"parity": 1},
+            3,
+            100_000,
+            storage=100_000,
+            hosts=("a", "b", "c"),
+            options={"parity": 1},
             patience={"grant_s": 2.0},
-        )  # fmt: skip
+        )
         lives.wait_restored(3)
         reached = wait_protected(lives, root, 1)
         simulated.stop_keeper("b")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 import holdfast
 from holdfast import events
+from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
+from keepers import arena_of, kill_keeper
 from mishaps import build, content, files, listening, remount, small_disk, train
 
 WIDE = 7000  # an image of 3.3 MB
@@ -52,6 +55,51 @@ def test_a_full_disk_costs_a_checkpoint_and_the_next_one_succeeds_when_there_is_
         checkpointer.close()
         assert holdfast.load(root, into).step == 2
         assert content(into) == content(state)
+
+
+def test_a_start_while_the_disk_is_full_does_not_cut_the_line_of_the_run(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    with small_disk(tmp_path / "run", "6m") as root:
+        state = build()
+        first = holdfast.Checkpointer(root, state, storage=None)
+        for step in range(3):
+            train(state, step)
+            first.save(step, durable=True).wait_durable(60)
+        saved = content(state)
+        first.__exit__(RuntimeError, RuntimeError(), None)  # its keeper stays
+        _fill(root / "filler")
+        second = holdfast.Checkpointer(root, state, storage=None)
+        restored = second.restore()
+        assert restored is not None and restored.source == "memory"
+        train(state, 3)
+        second.save(3).wait_captured(60)
+        second.__exit__(RuntimeError, RuntimeError(), None)
+        assert sorted(path.name for path in (root / "incarnations").iterdir()) == ["1.json"]
+        (root / "filler").unlink()
+        third = holdfast.Checkpointer(root, state, storage=None)
+        restored = third.restore()
+        assert restored is not None and restored.generation == (2, 3)
+        third.__exit__(RuntimeError, RuntimeError(), None)
+        kill_keeper(arena_dir)
+        shutil.rmtree(arena_of(arena_dir))  # the host is lost
+        found = catalogue(LocalStore(root))
+        assert [i.parent for i in found.incarnations] == [None, (1, 2), (2, 3)]
+        assert [str(one) for one in found.lineage] == ["1-0", "1-1", "1-2"]
+        assert found.abandoned == ()
+        into = build(1)
+        with holdfast.Checkpointer(root, into, storage=None) as fourth:
+            restored = fourth.restore()
+            assert restored is not None and restored.generation == (1, 2)
+        assert content(into) == saved
+
+
+def _fill(path: Path) -> None:
+    """Take all the room that there is on a disk."""
+    with suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    assert os.statvfs(path).f_bavail == 0
 
 
 def test_a_save_that_does_not_fit_says_how_much_it_needs_and_leaves_nothing_behind(

@@ -26,9 +26,12 @@ def _python(program: str, *arguments: str, **environment: str) -> str:
     """What a fresh process prints that runs ``program``."""
     path = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=90,
+        [sys.executable, "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
         env=os.environ | {"PYTHONPATH": path} | environment,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -164,8 +167,10 @@ def test_a_forked_child_cannot_save_nor_end_the_run_of_its_parent(tmp_path: Path
     small = torch.optim.SGD([torch.ones(1, requires_grad=True)])  # a child has no threads to share
     refusal = f"UsageError: this Checkpointer belongs to process {os.getpid()}"
     calls: list[Callable[[], object]] = [
-        lambda: checkpointer.step(5), lambda: checkpointer.save(5), checkpointer.restore,
-    ]  # fmt: skip
+        lambda: checkpointer.step(5),
+        lambda: checkpointer.save(5),
+        checkpointer.restore,
+    ]
     for number, act in enumerate(calls):
         assert _in_child(act).startswith(refusal), number
     assert _in_child(small.step) == "nothing"  # its optimizers have no fence

@@ -131,8 +131,10 @@ def _one_source_fails(rank: int, world: int, root: str) -> dict[str, Any]:
     with listening() as heard:
         restored = holdfast.load(root, into)
     found = {
-        "step": restored.step, "same": content(into) == before[0], "dropped": dropped(heard),
-    }  # fmt: skip
+        "step": restored.step,
+        "same": content(into) == before[0],
+        "dropped": dropped(heard),
+    }
     dist.barrier()
     if rank == 0:
         for image in Path(root).glob("steps/1-0-*/live-00000.safetensors"):
@@ -152,7 +154,7 @@ def test_a_source_that_one_rank_cannot_read_is_dropped_by_all(tmp_path: Path) ->
 
 
 def _mixed_errors(rank: int, world: int) -> list[str]:
-    from holdfast.world import agree, current_world
+    from holdfast.world import all_gather_or_raise, current_world
 
     ours = current_world(timeout_s=30)
     assert isinstance(ours, (TorchWorld, SoloWorld))
@@ -164,7 +166,7 @@ def _mixed_errors(rank: int, world: int) -> list[str]:
             raise ValueError("mine")
         return b""
 
-    said = [_error(lambda: agree(ours, "read", act, timeout_s=30))]
+    said = [_error(lambda: all_gather_or_raise(ours, "read", act, timeout_s=30))]
 
     def leave() -> bytes:
         if rank == 2:
@@ -172,7 +174,7 @@ def _mixed_errors(rank: int, world: int) -> list[str]:
         return b""
 
     try:
-        said.append(_error(lambda: agree(ours, "left", leave, timeout_s=30)))
+        said.append(_error(lambda: all_gather_or_raise(ours, "left", leave, timeout_s=30)))
     except KeyboardInterrupt:
         said.append("left")
     return said

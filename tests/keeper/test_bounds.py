@@ -10,9 +10,9 @@ import pytest
 
 from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
-from holdfast.keeper.memory import INCARNATIONS_REMEMBERED, Memory
-from holdfast.snapshot import messages as m
-from keepers import arena_of, begin, capture, connect, end, slots_of
+from holdfast.keeper.arena_files import INCARNATIONS_REMEMBERED, ArenaFiles
+from holdfast.protocol import messages as m
+from keepers import arena_of, begin, capture, connect, end, memory_bytes, slots_of
 from leftovers import keeper_pids
 
 
@@ -26,13 +26,6 @@ def holdings(pid: int, arena_home: Path) -> dict[str, int]:
         "layouts": len(list((arena / "layouts").iterdir())),
         "incarnations": len(list((arena / "incarnations").iterdir())),
     }
-
-
-def memory_bytes(pid: int) -> int:
-    """Memory of its own: the slots, which are shared, are not counted."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    (line,) = (one for one in status.splitlines() if one.startswith("RssAnon"))
-    return int(line.split()[1]) << 10
 
 
 def test_two_thousand_generations_and_twenty_broken_lines_leave_nothing_in_the_keeper(
@@ -58,25 +51,27 @@ def test_two_thousand_generations_and_twenty_broken_lines_leave_nothing_in_the_k
 
 
 @pytest.fixture
-def memory(arena_dir: Path) -> Memory:
-    return Memory(arena_dir, "run")
+def memory(arena_dir: Path) -> ArenaFiles:
+    return ArenaFiles(arena_dir, "run")
 
 
-def test_layouts_are_forgotten_when_no_generation_in_memory_has_them(memory: Memory) -> None:
+def test_layouts_are_forgotten_when_no_generation_in_memory_has_them(memory: ArenaFiles) -> None:
     hashes = []
     for size in range(50):
         data = b"[" + b" " * size + b"]"
         hashes.append(table_hash(data))
-        memory.keep_layout(hashes[-1], data, used={hashes[0], hashes[-1]})
+        memory.store_layout(hashes[-1], data, used={hashes[0], hashes[-1]})
     kept = sorted(path.stem for path in (memory.directory / "layouts").iterdir())
     assert kept == sorted({hashes[0], hashes[-1]})
     assert memory.layout(hashes[0]) == b"[]"
 
 
 def test_incarnations_of_a_run_that_starts_for_ever_are_forgotten_but_for_those_held(
-    memory: Memory,
+    memory: ArenaFiles,
 ) -> None:
     for n in range(1, INCARNATIONS_REMEMBERED + 50):
-        memory.keep_incarnation(Incarnation(run_id="run", n=n, nonce="x"), held={3})
+        memory.store_incarnation(Incarnation(run_id="run", n=n, nonce="x"))
+    assert len(memory.incarnations()) == INCARNATIONS_REMEMBERED + 49  # storage may lack them
+    memory.forget_incarnations({3})
     found = sorted(incarnation.n for incarnation in memory.incarnations())
     assert found == [3, *range(50, INCARNATIONS_REMEMBERED + 50)]

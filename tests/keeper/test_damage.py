@@ -21,8 +21,8 @@ import holdfast
 from holdfast.catalogue import LAYOUTS
 from holdfast.errors import RestoreError
 from holdfast.format.image import header_size
-from holdfast.snapshot.arena import IMAGE_START, PAGE_BYTES, SlotFile
-from keepers import arena_of, kill_keeper, slots_of
+from holdfast.protocol.arena import IMAGE_START, PAGE_BYTES, SlotFile
+from keepers import arena_of, hand_over, kill_keeper, slots_of
 
 Damage = Callable[[Path], None]
 
@@ -62,6 +62,7 @@ def left_behind(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(left_behind: Path, tmp_path: Path, arena_dir: Path) -> Path:
     shutil.copytree(left_behind / "root", tmp_path / "root")
     shutil.copytree(left_behind / "arenas", arena_dir, dirs_exist_ok=True)
+    hand_over(arena_dir, tmp_path / "root")
     return tmp_path / "root"
 
 

@@ -6,16 +6,16 @@ from typing import get_args
 
 import msgspec
 
-from holdfast.keeper import control
-from holdfast.keeper.facts import Fact
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.parity_messages import Fact
 
 
 def test_every_fact_can_be_heard_by_the_coordinator_or_by_a_hand() -> None:
-    heard = {*get_args(control.ToCoordinator), *get_args(control.ToHand)}
+    heard = {*get_args(messages.ToCoordinator), *get_args(messages.ToFollower)}
     assert set(Fact.__subclasses__()) - heard == set()
 
 
 def test_a_fact_without_fields_arrives_as_what_it_is() -> None:
-    for kind in get_args(control.ToHand):
+    for kind in get_args(messages.ToFollower):
         if not msgspec.structs.fields(kind):
-            assert control.from_coordinator(control.pack(kind())) == kind()
+            assert messages.from_coordinator(messages.pack(kind())) == kind()

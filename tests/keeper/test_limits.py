@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import subprocess
@@ -12,16 +13,26 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import FormatError, HoldfastError, KeeperError, UsageError
-from holdfast.keeper import limits
-from holdfast.keeper.connection import peer_of
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import arena_dir as arena_path
-from holdfast.snapshot.arena import process_start
+from holdfast.keeper import message_limits as limits
+from holdfast.keeper.connections import peer_of
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import arena_dir as arena_path
+from holdfast.protocol.arena import process_start
 from keepers import HOST, NONCE, RUN, ask, begin, connect, end, wait_for
 
 X = "0" * 16
+
+
+def part(*, incarnation: int = 1, nonce: str = "n", within_s: float = 1.0) -> m.AssignRole:
+    return m.AssignRole(
+        incarnation=incarnation, nonce=nonce, hosts=(), host=0, secret=b"", within_s=within_s
+    )
+
+
 GOOD: list[m.Message] = [
     m.Begin(nonce="n", world=1),
+    m.Begin(nonce="n", world=1, after=7, hosts=(m.HostEntry(id="a", ranks=(0,), port=65535),)),
+    part(),
     m.Join(incarnation=1, nonce="n", rank=3),
     m.Join(incarnation=1, nonce="n", rank=3, compare_replicas=0),
     m.Adopt(parent=None),
@@ -38,6 +49,23 @@ NONSENSE: list[m.Message] = [
     m.Begin(nonce="n", world=-1),
     m.Begin(nonce="n", world=1 << 40),
     m.Begin(nonce="", world=1),
+    m.Begin(nonce="../../up", world=1),
+    m.Begin(nonce="n" * 65, world=1),
+    m.Begin(nonce="n", world=1, after=-1),
+    m.Begin(nonce="n", world=1, after=1 << 63),
+    m.Begin(nonce="n", world=1, hosts=(m.HostEntry(id="a", ranks=(0,), port=1 << 16),)),
+    m.Begin(nonce="n", world=1, hosts=(m.HostEntry(id="a", ranks=(0,), control_port=-1),)),
+    m.Begin(nonce="n", world=1, hosts=(m.HostEntry(id="a", ranks=(0,), parity_rate=-1),)),
+    part(incarnation=0),
+    part(incarnation=1 << 63),
+    part(nonce=""),
+    part(within_s=-1.0),
+    part(within_s=math.inf),
+    part(within_s=math.nan),
+    m.Join(incarnation=-1, nonce="n", rank=3),
+    m.Join(incarnation=1 << 63, nonce="n", rank=3),
+    m.Join(incarnation=1, nonce="n", rank=3, keep_last=1 << 63),
+    m.Join(incarnation=1, nonce="n", rank=3, keep_every=-1),
     m.Join(incarnation=1, nonce="n", rank=-1),
     m.Join(incarnation=1, nonce="n", rank=4),
     m.Join(incarnation=1, nonce="n", rank=3, compare_replicas=-1),
@@ -47,37 +75,39 @@ NONSENSE: list[m.Message] = [
     ask(1 << 63),
     ask(1, values_bytes=-1),
     ask(1, values_bytes=1 << 60),
+    ask(1, turn=-1),
     m.Progress(attempt="a", size_bytes=-1),
     m.Captured(attempt="a", image_bytes=-4096, header_xxh3=X, table_xxh3=X),
     m.Captured(attempt="a", image_bytes=1 << 60, header_xxh3=X, table_xxh3=X),
     m.Captured(attempt="a", image_bytes=1, header_xxh3="", table_xxh3=X),
     m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X + "0"),
-    m.Withdraw(step=-1),
-    m.Decline(step=-1, reason=""),
+    m.CancelRequest(step=-1),
+    m.DeclineStep(step=-1, reason=""),
     m.MakeDurable(step=-1),
     m.Announce(step=-1, which="memory"),
+    m.Announce(step=1, which="x" * 65),
     m.Explain(step=-1),
 ]
 
 
 @pytest.mark.parametrize("message", GOOD, ids=lambda message: type(message).__name__)
 def test_what_can_be_meant_is_let_through(message: m.Message) -> None:
-    limits.check(message, world=4)
+    limits.validate_message(message, world=4)
 
 
 @pytest.mark.parametrize("message", NONSENSE, ids=repr)
 def test_a_number_that_means_nothing_is_refused(message: m.Message) -> None:
     with pytest.raises(UsageError):
-        limits.check(message, world=4)
+        limits.validate_message(message, world=4)
 
 
 def test_more_sums_than_any_layout_has_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_SUMS_BYTES", 4)
     told = m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X, sums=(b"12", b"34"))
-    limits.check(told, world=4)
+    limits.validate_message(told, world=4)
     told = m.Captured(attempt="a", image_bytes=1, header_xxh3=X, table_xxh3=X, sums=(b"12", b"345"))
     with pytest.raises(UsageError, match="the size of the sums is 5"):
-        limits.check(told, world=4)
+        limits.validate_message(told, world=4)
 
 
 # ── a real keeper ────────────────────────────────────────────────────────────────────────────
@@ -98,14 +128,14 @@ def test_a_keeper_refuses_nonsense_and_goes_on(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=reason):
             line.request(message, m.Done, timeout_s=10)
     with pytest.raises(FormatError):
-        line.request(m.Table(hash="0" * 32, data=b"[]"), m.Done, timeout_s=10)
+        line.request(m.LeafTable(hash="0" * 32, data=b"[]"), m.Done, timeout_s=10)
     for message in NONSENSE:  # nobody waits for an answer to these
         line.send(message)
     assert "step is -1" in wait_for(line, heard, m.Skip).reason
     # None of it cost the rank its place.
     line.send(ask(7))
     grant = wait_for(line, heard, m.Grant)
-    line.send(m.Abandon(attempt=grant.attempt, reason="enough"))
+    line.send(m.AbortCapture(attempt=grant.attempt, reason="enough"))
     end(line)
 
 
@@ -122,7 +152,7 @@ JOIN_AS_RANK_0 = """
 import sys
 from pathlib import Path
 from keepers import NONCE, connect
-from holdfast.snapshot import messages as m
+from holdfast.protocol import messages as m
 line = connect(Path(sys.argv[1]))
 try:
     line.request(m.Join(incarnation=int(sys.argv[2]), nonce=NONCE, rank=0), m.Done, timeout_s=10)
@@ -138,8 +168,11 @@ def test_two_processes_cannot_both_be_one_rank(tmp_path: Path) -> None:
     other = subprocess.run(
         [sys.executable, "-c", JOIN_AS_RANK_0, str(tmp_path), str(incarnation)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        capture_output=True, text=True, check=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     assert f"UsageError rank 0 of this incarnation is process {os.getpid()}" in other.stdout
     line.request(m.Explain(step=1), m.Explanation, timeout_s=10)  # it still has its place
     end(line)
@@ -162,7 +195,7 @@ def test_a_rank_whose_line_broke_unnoticed_takes_its_place_again(tmp_path: Path)
 def test_bytes_that_are_no_message_end_that_line_and_no_other(tmp_path: Path, raw: bytes) -> None:
     line, other = connect(tmp_path), connect(tmp_path)
     begin(line)
-    raw_line: socket.socket = vars(other)["_line"]
+    raw_line: socket.socket = vars(other)["_socket"]
     raw_line.sendall(raw)
     with pytest.raises(HoldfastError):
         other.request(m.ListInventory(), m.Inventory, timeout_s=10)
@@ -203,8 +236,11 @@ def test_a_keeper_does_not_serve_an_arena_that_is_not_ours_alone(
     ended = subprocess.run(
         [*command, "--root", str(tmp_path), "--host-id", HOST],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert ended.returncode == 8
     assert "only this user" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -221,5 +257,5 @@ def test_what_a_keeper_makes_is_for_our_user_alone(tmp_path: Path) -> None:
     for path in [arena.parent, arena, *arena.rglob("*")]:
         assert path.lstat().st_mode & 0o077 == 0, path
         assert path.lstat().st_uid == os.getuid()
-    line.send(m.Abandon(attempt=grant.attempt, reason="enough"))
+    line.send(m.AbortCapture(attempt=grant.attempt, reason="enough"))
     end(line)

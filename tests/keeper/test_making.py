@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from coordinators import CAPTURE_S, GRANT_S, of
-from holdfast.keeper.background import Background
-from holdfast.keeper.making import SlotMaker
-from holdfast.keeper.memory import Memory
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Allocate
-from holdfast.snapshot.arena import PAGE_BYTES, SlotFile
-from holdfast.snapshot.handoff import Coordinator
+from holdfast.coordinator.actions import AllocateSlots
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.jobs import Background
+from holdfast.keeper.slot_allocator import SlotAllocator
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import PAGE_BYTES, SlotFile
 from keepers import IMAGE_BYTES, X, arena_of, ask, begin, capture, connect, end, hear
 
 #: Stands for slots of tens of gigabytes.
@@ -90,13 +90,13 @@ def test_the_keeper_listens_while_memory_is_given_back_and_makes_no_slot_before(
         coordinator = Coordinator(
             keeper="k", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S
         )
-        memory, made = Memory(arena_dir, "run"), asyncio.Event()
-        maker = SlotMaker(coordinator, memory, Background(), lambda _: made.set())
+        memory, made = ArenaFiles(arena_dir, "run"), asyncio.Event()
+        maker = SlotAllocator(coordinator, memory, Background(), lambda _: made.set())
         memory.files[90] = memory.create(90, PAGE_BYTES)
         maker.remove(90)
         assert not memory.slot_path(90).exists()
         coordinator.slots.on(0).capacity_bytes = PAGE_BYTES
-        (spare,) = of(coordinator.slots.spares({0: 1}), Allocate)[:1]
+        (spare,) = of(coordinator.slots.preallocate({0: 1}), AllocateSlots)[:1]
         maker.make(spare.slot, spare.capacity_bytes)
         for _ in range(20):
             await asyncio.sleep(0.005)  # the loop is free all the while
@@ -122,11 +122,11 @@ def test_whatever_keeps_a_slot_from_being_made_nobody_waits_for_it_for_ever(
         coordinator = Coordinator(
             keeper="k", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S
         )
-        memory, told = Memory(arena_dir, "run"), asyncio.Event()
+        memory, told = ArenaFiles(arena_dir, "run"), asyncio.Event()
         monkeypatch.setattr(memory, "create", fail)
-        maker = SlotMaker(coordinator, memory, Background(), lambda _: told.set())
+        maker = SlotAllocator(coordinator, memory, Background(), lambda _: told.set())
         coordinator.slots.on(0).capacity_bytes = PAGE_BYTES
-        (spare,) = of(coordinator.slots.spares({0: 1}), Allocate)[:1]
+        (spare,) = of(coordinator.slots.preallocate({0: 1}), AllocateSlots)[:1]
         maker.make(spare.slot, spare.capacity_bytes)
         await told.wait()
         assert spare.slot not in coordinator.slots

@@ -12,34 +12,46 @@ from typing import Any
 import msgspec
 import pytest
 
+from holdfast import events
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import ArenaError
 from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
-from holdfast.keeper.memory import Memory
-from holdfast.snapshot.arena import PAGE_BYTES, SlotFile, SlotRecord, boot_id, process_start
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.slots import Slot, Writer
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.protocol.arena import PAGE_BYTES, SlotFile, SlotRecord, boot_id, process_start
 
 CAPACITY = 2 * PAGE_BYTES
 
 
 @pytest.fixture
-def memory(arena_dir: Path) -> Memory:
-    return Memory(arena_dir, "run")
+def memory(arena_dir: Path) -> ArenaFiles:
+    return ArenaFiles(arena_dir, "run")
 
 
 def captured(rank: int, **changes: Any) -> SlotRecord:
     """The record of a sealed image of attempt a7 at step 7, by a living process."""
     record = SlotRecord(
-        state="captured", boot_id=boot_id(), run_id="run", incarnation=2, nonce="n", step=7,
-        attempt="a7", rank=rank, world=2, layout="l" * 32, image_bytes=CAPACITY - 5,
-        header_xxh3=f"{rank:016x}", table_xxh3=f"{rank + 50:016x}", writer_pid=os.getpid(),
+        state="captured",
+        boot_id=boot_id(),
+        run_id="run",
+        incarnation=2,
+        nonce="n",
+        step=7,
+        attempt="a7",
+        rank=rank,
+        world=2,
+        layout="l" * 32,
+        image_bytes=CAPACITY - 5,
+        header_xxh3=f"{rank:016x}",
+        table_xxh3=f"{rank + 50:016x}",
+        writer_pid=os.getpid(),
         writer_start=process_start(os.getpid()),
-    )  # fmt: skip
+    )
     return msgspec.structs.replace(record, **changes)
 
 
-def leave(memory: Memory, *records: SlotRecord | None) -> None:
+def leave(memory: ArenaFiles, *records: SlotRecord | None) -> None:
     """Slots as a keeper that was killed leaves them, numbered from 0."""
     for slot_id, record in enumerate(records):
         file = SlotFile.create(memory.slot_path(slot_id), CAPACITY)
@@ -48,12 +60,12 @@ def leave(memory: Memory, *records: SlotRecord | None) -> None:
         file.close()
 
 
-def scan(memory: Memory) -> tuple[list[Slot], list[Attempt]]:
+def scan(memory: ArenaFiles) -> tuple[list[Slot], list[Attempt]]:
     """What the next keeper finds."""
-    return Memory(memory.directory, "run").scan()
+    return ArenaFiles(memory.directory, "run").scan()
 
 
-def the_only(memory: Memory, record: SlotRecord | None) -> Slot:
+def the_only(memory: ArenaFiles, record: SlotRecord | None) -> Slot:
     """The slot found when there is one with this record, and no attempt."""
     leave(memory, record)
     (slot,), attempts = scan(memory)
@@ -64,16 +76,16 @@ def the_only(memory: Memory, record: SlotRecord | None) -> Slot:
 # ── one slot ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_empty_arena_holds_nothing(memory: Memory) -> None:
+def test_an_empty_arena_holds_nothing(memory: ArenaFiles) -> None:
     assert scan(memory) == ([], [])
 
 
-def test_a_slot_without_a_record_is_free(memory: Memory) -> None:
+def test_a_slot_without_a_record_is_free(memory: ArenaFiles) -> None:
     slot = the_only(memory, None)
     assert (slot.id, slot.state, slot.capacity_bytes) == (0, "free", CAPACITY)
 
 
-def test_a_slot_whose_record_is_torn_is_what_it_was_before(memory: Memory) -> None:
+def test_a_slot_whose_record_is_torn_is_what_it_was_before(memory: ArenaFiles) -> None:
     leave(memory, captured(0, world=1))
     file = SlotFile.open(memory.slot_path(0), writable=True)
     file.write_record(captured(0, state="writing", step=8, attempt="a8"))
@@ -83,26 +95,37 @@ def test_a_slot_whose_record_is_torn_is_what_it_was_before(memory: Memory) -> No
     assert (attempt.id, attempt.step) == ("a7", 7)
 
 
-def test_a_slot_that_a_living_process_writes_to_is_given_to_nobody(memory: Memory) -> None:
+def test_a_slot_that_a_living_process_writes_to_is_given_to_nobody(memory: ArenaFiles) -> None:
     slot = the_only(memory, captured(1, state="writing"))
     assert slot.state == "quarantined"
-    assert slot.writer == Writer(os.getpid(), process_start(os.getpid()))
+    assert slot.writer == SlotWriter(os.getpid(), process_start(os.getpid()))
     assert (slot.rank, slot.incarnation) == (1, 2)  # of whom alone it is believed that it stopped
 
 
-def test_a_slot_whose_writer_is_dead_is_free(memory: Memory) -> None:
+def test_a_slot_whose_writer_is_dead_is_free(memory: ArenaFiles) -> None:
     # The pid lives, but it is another process's now.
     slot = the_only(memory, captured(1, state="writing", writer_start=1))
     assert slot.state == "free"
     assert slot.writer is None
 
 
-def test_a_slot_whose_writer_cannot_be_seen_is_given_to_nobody(memory: Memory) -> None:
+def test_a_slot_whose_writer_cannot_be_seen_is_given_to_nobody(memory: ArenaFiles) -> None:
     slot = the_only(memory, captured(1, state="writing", writer_pid=0, writer_start=0))
-    assert (slot.state, slot.writer) == ("quarantined", Writer(0, 0))
+    assert (slot.state, slot.writer) == ("quarantined", SlotWriter(0, 0))
 
 
-def test_a_slot_is_quarantined_for_as_long_as_its_writer_lives(memory: Memory) -> None:
+def test_a_slot_that_another_hosts_coordinator_orders_is_this_hosts_all_the_same(
+    memory: ArenaFiles,
+) -> None:
+    """Its writer lives: the next keeper here gives the slot to nobody."""
+    memory.files[0] = memory.create(0, CAPACITY)
+    order = captured(0, state="writing", boot_id="the coordinator's", root_id="as it sees it")
+    memory.stamp(0, order)
+    (slot,), _ = scan(memory)
+    assert slot.state == "quarantined"
+
+
+def test_a_slot_is_quarantined_for_as_long_as_its_writer_lives(memory: ArenaFiles) -> None:
     command = [sys.executable, "-SIc", "input()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as writer:
         start = process_start(writer.pid)
@@ -116,30 +139,32 @@ def test_a_slot_is_quarantined_for_as_long_as_its_writer_lives(memory: Memory) -
 
 
 @pytest.mark.parametrize("state", ["free", "granted", "sealed", ""])
-def test_a_slot_in_any_other_state_is_free(memory: Memory, state: str) -> None:
+def test_a_slot_in_any_other_state_is_free(memory: ArenaFiles, state: str) -> None:
     assert the_only(memory, captured(0, state=state)).state == "free"
 
 
 @pytest.mark.parametrize("state", ["captured", "writing"])
 @pytest.mark.parametrize("changed", [{"boot_id": "another"}, {"run_id": "another"}])
 def test_what_another_boot_or_another_run_left_counts_for_nothing(
-    memory: Memory, state: str, changed: dict[str, str]
+    memory: ArenaFiles, state: str, changed: dict[str, str]
 ) -> None:
     assert the_only(memory, captured(0, state=state, world=1, **changed)).state == "free"
 
 
-def test_an_image_longer_than_its_slot_counts_for_nothing(memory: Memory) -> None:
+def test_an_image_longer_than_its_slot_counts_for_nothing(memory: ArenaFiles) -> None:
     too_long = captured(0, world=1, image_bytes=CAPACITY + 1)
     assert the_only(memory, too_long).state == "free"
 
 
-def test_an_image_that_fills_its_slot_counts(memory: Memory) -> None:
+def test_an_image_that_fills_its_slot_counts(memory: ArenaFiles) -> None:
     leave(memory, captured(0, world=1, image_bytes=CAPACITY))
     (slot,), attempts = scan(memory)
     assert (slot.state, slot.image_bytes, len(attempts)) == ("captured", CAPACITY, 1)
 
 
-def test_a_slot_says_itself_when_its_writer_is_done_with_this_very_attempt(memory: Memory) -> None:
+def test_a_slot_says_itself_when_its_writer_is_done_with_this_very_attempt(
+    memory: ArenaFiles,
+) -> None:
     leave(memory, captured(0, state="writing"))
     memory.scan()
     assert not memory.is_sealed(0, "a7")
@@ -154,7 +179,7 @@ def test_a_slot_says_itself_when_its_writer_is_done_with_this_very_attempt(memor
 # ── attempts ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_complete_generation_is_found_whole(memory: Memory) -> None:
+def test_a_complete_generation_is_found_whole(memory: ArenaFiles) -> None:
     leave(memory, None, captured(1), captured(0))
     slots, (attempt,) = scan(memory)
     assert [slot.state for slot in slots] == ["free", "captured", "captured"]
@@ -162,29 +187,30 @@ def test_a_complete_generation_is_found_whole(memory: Memory) -> None:
     said = (attempt.id, attempt.incarnation, attempt.step, attempt.world, attempt.layout)
     assert said == ("a7", 2, 7, 2, "l" * 32)
     assert [(slot.rank, slot.header_xxh3, slot.table_xxh3) for slot in slots[1:]] == [
-        (1, f"{1:016x}", f"{51:016x}"), (0, f"{0:016x}", f"{50:016x}"),
-    ]  # fmt: skip
+        (1, f"{1:016x}", f"{51:016x}"),
+        (0, f"{0:016x}", f"{50:016x}"),
+    ]
     assert all(slot.image_bytes == CAPACITY - 5 for slot in slots[1:])
 
 
-def test_a_generation_outlives_the_process_that_captured_it(memory: Memory) -> None:
+def test_a_generation_outlives_the_process_that_captured_it(memory: ArenaFiles) -> None:
     leave(memory, *[captured(rank, writer_start=1) for rank in (0, 1)])
     _, (attempt,) = scan(memory)
     assert sorted(attempt.slots) == [0, 1]
 
 
-def test_an_incomplete_generation_of_one_host_is_nothing(memory: Memory) -> None:
+def test_an_incomplete_generation_of_one_host_is_nothing(memory: ArenaFiles) -> None:
     leave(memory, captured(0), captured(1, state="writing"))
     slots, attempts = scan(memory)
     assert attempts == []
     assert [slot.state for slot in slots] == ["free", "quarantined"]
-    found = Memory(memory.directory, "run")
+    found = ArenaFiles(memory.directory, "run")
     found.scan()
     assert not found.holds_images()
 
 
 def test_a_part_of_a_generation_of_several_hosts_has_the_ranks_that_are_here(
-    memory: Memory,
+    memory: ArenaFiles,
 ) -> None:
     leave(memory, captured(0, hosts=2), captured(1, state="writing", hosts=2))
     slots, (attempt,) = scan(memory)
@@ -194,14 +220,14 @@ def test_a_part_of_a_generation_of_several_hosts_has_the_ranks_that_are_here(
     assert slots[1].state == "quarantined"
 
 
-def test_two_generations_are_two_attempts(memory: Memory) -> None:
+def test_two_generations_are_two_attempts(memory: ArenaFiles) -> None:
     later = [captured(rank, step=8, attempt="a8") for rank in (0, 1)]
     leave(memory, captured(0), later[0], later[1], captured(1))
     _, attempts = scan(memory)
     assert {one.id: one.slots for one in attempts} == {"a7": {0: 0, 1: 3}, "a8": {0: 1, 1: 2}}
 
 
-def test_of_two_slots_for_one_rank_only_one_counts(memory: Memory) -> None:
+def test_of_two_slots_for_one_rank_only_one_counts(memory: ArenaFiles) -> None:
     leave(memory, captured(0), captured(0), captured(1))
     slots, (attempt,) = scan(memory)
     assert sorted(attempt.slots) == [0, 1]
@@ -213,7 +239,7 @@ def test_of_two_slots_for_one_rank_only_one_counts(memory: Memory) -> None:
     "other", [{"step": 8}, {"incarnation": 3}, {"world": 3}, {"layout": "m" * 32}, {"hosts": 3}]
 )
 def test_images_that_disagree_are_never_one_attempt_whatever_they_are_called(
-    memory: Memory, other: dict[str, Any]
+    memory: ArenaFiles, other: dict[str, Any]
 ) -> None:
     leave(memory, captured(0, hosts=2), captured(1, **{"hosts": 2} | other))
     slots, attempts = scan(memory)
@@ -227,7 +253,7 @@ def test_images_that_disagree_are_never_one_attempt_whatever_they_are_called(
 # ── files that are no slots ──────────────────────────────────────────────────────────────────
 
 
-def test_half_made_slots_are_removed_and_others_kept(memory: Memory) -> None:
+def test_half_made_slots_are_removed_and_others_kept(memory: ArenaFiles) -> None:
     leave(memory, captured(0, world=1))
     (memory.directory / "00001.slot").write_bytes(b"")
     (memory.directory / "tmp.slot").write_bytes(bytes(5 * PAGE_BYTES))
@@ -238,7 +264,7 @@ def test_half_made_slots_are_removed_and_others_kept(memory: Memory) -> None:
 
 
 def test_a_slot_that_cannot_be_opened_now_is_not_taken_for_a_half_made_one(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(memory, captured(0, world=1))
     real_open = os.open
@@ -251,12 +277,12 @@ def test_a_slot_that_cannot_be_opened_now_is_not_taken_for_a_half_made_one(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         with pytest.raises(ArenaError, match="Too many open files"):
-            Memory(memory.directory, memory.run_id).scan()
+            ArenaFiles(memory.directory, memory.run_id).scan()
     _, (attempt,) = scan(memory)
     assert attempt.slots == {0: 0}
 
 
-def test_a_slot_is_made_stamped_and_removed(memory: Memory) -> None:
+def test_a_slot_is_made_stamped_and_removed(memory: ArenaFiles) -> None:
     memory.files[4] = memory.create(4, CAPACITY)
     memory.stamp(4, captured(0, world=1))
     (slot,), (attempt,) = scan(memory)
@@ -269,7 +295,7 @@ def test_a_slot_is_made_stamped_and_removed(memory: Memory) -> None:
     assert scan(memory) == ([], [])
 
 
-def test_a_slot_that_does_not_fit_is_an_arena_error(memory: Memory) -> None:
+def test_a_slot_that_does_not_fit_is_an_arena_error(memory: ArenaFiles) -> None:
     with pytest.raises(ArenaError, match="too small"):
         memory.create(0, 1 << 50)
     assert scan(memory) == ([], [])
@@ -278,29 +304,91 @@ def test_a_slot_that_does_not_fit_is_an_arena_error(memory: Memory) -> None:
 # ── layouts and incarnations ─────────────────────────────────────────────────────────────────
 
 
-def test_layouts_and_incarnations_are_found_by_the_next_keeper(memory: Memory) -> None:
+def test_layouts_and_incarnations_are_found_by_the_next_keeper(memory: ArenaFiles) -> None:
     first = Incarnation(run_id="run", n=1, nonce="x")
     second = Incarnation(run_id="run", n=2, nonce="y", parent=(1, 30))
     for incarnation in (first, second):
-        memory.keep_incarnation(incarnation)
+        memory.store_incarnation(incarnation)
     hash_ = table_hash(b"{}")
-    memory.keep_layout(hash_, b"{}")
-    later = Memory(memory.directory, "run")
+    memory.store_layout(hash_, b"{}")
+    later = ArenaFiles(memory.directory, "run")
     assert sorted(later.incarnations(), key=lambda i: i.n) == [first, second]
     assert later.layout(hash_) == b"{}"
 
 
-def test_a_half_written_incarnation_is_as_if_never_begun(memory: Memory) -> None:
+def test_a_record_whose_bytes_changed_is_not_believed_and_told_once(memory: ArenaFiles) -> None:
     kept = Incarnation(run_id="run", n=1, nonce="x")
-    memory.keep_incarnation(kept)
+    memory.store_incarnation(kept)
     data = (memory.directory / "incarnations" / "1.json").read_bytes()
     (memory.directory / "incarnations" / "2.json").write_bytes(data[:-9])
     (memory.directory / "incarnations" / "3.json").write_bytes(b"")
-    assert memory.incarnations() == [kept]
+    told: list[events.Event] = []
+    stop = events.subscribe(lambda event, _: told.append(event))
+    assert memory.incarnations() == memory.incarnations() == [kept]
+    stop()
+    assert len(told) == 2
 
 
-def test_an_incarnation_is_replaced_whole(memory: Memory) -> None:
+@pytest.mark.parametrize("name", ["incarnations/1.json", "begun"])
+def test_a_record_that_cannot_be_read_now_is_not_taken_for_none(
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    memory.store_incarnation(Incarnation(run_id="run", n=1, nonce="x"))
+    memory.store_begun(2)
+    real_read = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if str(path).endswith(name):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return real_read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        with pytest.raises(ArenaError, match="Too many open files"):
+            memory.incarnations() if "/" in name else memory.begun()
+    assert len(memory.incarnations()) == 1
+    assert memory.begun() == 2
+
+
+def test_a_record_that_the_arena_has_no_room_for_is_remembered_while_its_keeper_lives(
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Incarnation(run_id="run", n=1, nonce="x")
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(Path, "write_bytes", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            memory.store_incarnation(first)
+    assert memory.incarnations() == [first]
+    assert ArenaFiles(memory.directory, "run").incarnations() == []
+    memory.store_incarnation(first)
+    assert ArenaFiles(memory.directory, "run").incarnations() == [first]
+
+
+def test_a_record_that_cannot_be_replaced_is_not_left_as_it_was(
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start restored twice; what it went on from at first is not so any more."""
+    first = Incarnation(run_id="run", n=2, nonce="x", parent=(1, 100))
+    second = Incarnation(run_id="run", n=2, nonce="x", parent=(1, 50))
+    memory.store_incarnation(first)
+
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    memory.store_incarnation(first)  # it is there as it is
+    with pytest.raises(OSError, match="No space left"):
+        memory.store_incarnation(second)
+    assert memory.incarnations() == [second]
+    assert ArenaFiles(memory.directory, "run").incarnations() == []
+
+
+def test_an_incarnation_is_replaced_whole(memory: ArenaFiles) -> None:
     for parent in (None, (1, 5)):
-        memory.keep_incarnation(Incarnation(run_id="run", n=2, nonce="x", parent=parent))
+        memory.store_incarnation(Incarnation(run_id="run", n=2, nonce="x", parent=parent))
     assert [one.parent for one in memory.incarnations()] == [(1, 5)]
     assert [path.name for path in (memory.directory / "incarnations").iterdir()] == ["2.json"]

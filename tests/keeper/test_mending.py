@@ -16,18 +16,24 @@ from exchanging import ATTEMPT, BEFORE, Group, Host
 from holdfast.errors import TooManyLost
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size, plan_image
-from holdfast.keeper import mending, parity_facts
-from holdfast.keeper.background import Background
-from holdfast.keeper.facts import Fact
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.mending import Reached, decode_image, decode_row, group_left, pieces_of
-from holdfast.keeper.offering import Offering
-from holdfast.keeper.rebuilding import REBUILDING, Rebuilding
-from holdfast.keeper.repairing import _decode_image
-from holdfast.keeper.scrubbing import HEADER, DamagedImage
-from holdfast.peers.names import parity_path, record_path
-from holdfast.redundancy.records import ParityRecord, unseal
-from holdfast.snapshot.arena import SlotRecord
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.hosts import parity_messages
+from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.jobs import Background
+from holdfast.keeper.parity import group_access as mending
+from holdfast.keeper.parity.group_access import (
+    GroupAccess,
+    decode_image,
+    encode_again,
+    open_group,
+    pieces_of,
+)
+from holdfast.keeper.parity.rebuild import REBUILDING, RebuildWorker
+from holdfast.keeper.published_images import PublishedImages
+from holdfast.keeper.scrub import HEADER, DamagedImage, _decode_image
+from holdfast.parity.planning.record import ParityRecord, unseal
+from holdfast.protocol.arena import SlotRecord
+from holdfast.transport.wire.http import parity_path, record_path
 from images import assemble, seals
 from peering import GENERATION, close_pullers, puller
 
@@ -41,9 +47,13 @@ def make_image(rank: int, size: int) -> bytes:
     """As ``exchanging`` makes it, with all that an image says of itself."""
     data = np.random.default_rng(rank).integers(0, 256, size, dtype=np.uint8).tobytes()
     metadata = {
-        "rank": str(rank), "incarnation": "3", "step": "1200", "attempt": ATTEMPT,
-        "world": str(WORLD), "layout": LAYOUT,
-    }  # fmt: skip
+        "rank": str(rank),
+        "incarnation": "3",
+        "step": "1200",
+        "attempt": ATTEMPT,
+        "world": str(WORLD),
+        "layout": LAYOUT,
+    }
     return bytes(assemble(plan_image([("a", "U8", (size,))]), {"a": data}, metadata=metadata))
 
 
@@ -72,20 +82,20 @@ def offer_rows(group: Group, host: Host) -> None:
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Memory:
+def memory(tmp_path: Path) -> ArenaFiles:
     directory = tmp_path / "arena"
     directory.mkdir(mode=0o700)
-    return Memory(directory, "run")
+    return ArenaFiles(directory, "run")
 
 
 def record_of(group: Group, own: str) -> ParityRecord:
     return unseal(group.sealed[own][0].record, "a record")
 
 
-def reach(group: Group, own: str, memory: Memory, *lost: str) -> Reached:
+def reach(group: Group, own: str, memory: ArenaFiles, *lost: str) -> GroupAccess:
     """As the keeper of ``own`` reaches the others; what is its own is gone."""
     peers = {name: peer for name, peer in group.peers.items() if name not in (own, *lost)}
-    return Reached(own, memory, {}, [], peers, puller(connections=2))
+    return GroupAccess(own, memory, {}, [], peers, puller(connections=2))
 
 
 def whole(image: Any, data_start: int) -> bytes:
@@ -94,18 +104,20 @@ def whole(image: Any, data_start: int) -> bytes:
 
 
 def test_every_image_of_a_host_is_decoded_out_of_the_others_header_and_all(
-    group: Group, memory: Memory
+    group: Group, memory: ArenaFiles
 ) -> None:
     host = group.hosts[1]
     for own in ("host-0", "host-1"):  # by another, or by itself out of what others have
-        left = group_left(record_of(group, own), reach(group, own, memory, "host-1"))
+        left = open_group(record_of(group, own), reach(group, own, memory, "host-1"))
         for rank, image in host.images.items():
             decoded = decode_image(left, record_of(group, own), rank)
             start = header_size(image, "image", len(image))
             assert whole(decoded, start) == image
 
 
-def test_what_is_wrong_in_a_source_is_found_and_another_taken(group: Group, memory: Memory) -> None:
+def test_what_is_wrong_in_a_source_is_found_and_another_taken(
+    group: Group, memory: ArenaFiles
+) -> None:
     slot = group.hosts[2].slot(3)
     with slot.open("r+b") as file:
         file.seek(BEFORE + 2 * MIB)
@@ -113,63 +125,71 @@ def test_what_is_wrong_in_a_source_is_found_and_another_taken(group: Group, memo
     record = record_of(group, "host-1")
     image = group.hosts[1].images[2]
     start = header_size(image, "image", len(image))
-    left = group_left(record, reach(group, "host-1", memory))
+    left = open_group(record, reach(group, "host-1", memory))
     assert whole(decode_image(left, record, 2), start) == image
 
 
-def test_with_too_few_left_nothing_is_made(group: Group, memory: Memory) -> None:
+def test_with_too_few_left_nothing_is_made(group: Group, memory: ArenaFiles) -> None:
     record = record_of(group, "host-1")
-    left = group_left(record, reach(group, "host-1", memory, "host-0", "host-2"))
+    left = open_group(record, reach(group, "host-1", memory, "host-0", "host-2"))
     with pytest.raises(TooManyLost, match=r"host-0 .lost.*host-1 .lost.*replaces 2"):
         decode_image(left, record, 1)
 
 
 def test_where_images_are_now_is_believed_and_not_where_they_were(
-    group: Group, memory: Memory
+    group: Group, memory: ArenaFiles
 ) -> None:
     record = record_of(group, "host-0")
     # Of rank 1 it is said that nobody has it, of rank 2 that it is where it was: its host counts
     # as lost with both.
     places = {0: "host-0", 2: "host-1", 3: "host-2", 4: "host-3"}
-    left = group_left(record, reach(group, "host-0", memory), places)
+    left = open_group(record, reach(group, "host-0", memory), places)
     assert set(left._images) == {(1, 1), (2, 0), (3, 0)}
 
 
-def test_blocks_of_a_row_are_encoded_again(group: Group, memory: Memory) -> None:
+def test_blocks_of_a_row_are_encoded_again(group: Group, memory: ArenaFiles) -> None:
     for host in group.hosts:
         for one in group.sealed[host.name]:
             record = unseal(one.record, "a record")
-            left = group_left(record, reach(group, host.name, memory))
+            left = open_group(record, reach(group, host.name, memory))
             row = bytes(host.rows[one.kept.stripe, one.kept.row])
             for number in {0, (len(row) - 1) // MIB}:
-                block = decode_row(left, record, host.name, number)
+                block = encode_again(left, record, host.name, number)
                 assert block is not None
                 assert bytes(block) == row[number * MIB : (number + 1) * MIB]
 
 
 def test_a_row_that_comes_out_otherwise_than_it_was_made_is_not_believed(
-    group: Group, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    group: Group, memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mending, "sums_of", lambda record: [0] * 99)
     record = record_of(group, "host-0")
-    left = group_left(record, reach(group, "host-0", memory))
-    assert decode_row(left, record, "host-0", 0) is None
+    left = open_group(record, reach(group, "host-0", memory))
+    assert encode_again(left, record, "host-0", 0) is None
 
 
-def test_the_damaged_bytes_of_an_image_are_made_and_no_others(group: Group, memory: Memory) -> None:
+def test_the_damaged_bytes_of_an_image_are_made_and_no_others(
+    group: Group, memory: ArenaFiles
+) -> None:
     image, record = group.hosts[0].images[0], record_of(group, "host-0")
     start = header_size(image, "image", len(image))
     header, table = seals(image)
     said = SlotRecord(
-        state="captured", attempt=ATTEMPT, rank=0, image_bytes=len(image), header_xxh3=header,
+        state="captured",
+        attempt=ATTEMPT,
+        rank=0,
+        image_bytes=len(image),
+        header_xxh3=header,
         table_xxh3=table,
-    )  # fmt: skip
+    )
     block = start + MIB, start + 2 * MIB
     damage = DamagedImage(0, said, (HEADER, block, (len(image) - 4096, len(image))))
     found = _decode_image(damage, record, lambda: reach(group, "host-0", memory))
     assert found == {
-        0: image[:start], block[0]: image[slice(*block)], len(image) - 4096: image[-4096:]
-    }  # fmt: skip
+        0: image[:start],
+        block[0]: image[slice(*block)],
+        len(image) - 4096: image[-4096:],
+    }
 
 
 # ── into a slot ──────────────────────────────────────────────────────────────────────────────
@@ -186,30 +206,36 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-ORDER = parity_facts.Rebuild(
-    slot=7, attempt=ATTEMPT, rank=2, half=0,
+ORDER = parity_messages.RebuildImage(
+    slot=7,
+    attempt=ATTEMPT,
+    rank=2,
+    half=0,
     places={0: "host-0", 1: "host-1", 3: "host-2", 4: "host-3"},
-)  # fmt: skip
+)
 
 
-def test_a_lost_image_is_whole_in_its_slot_and_says_so(group: Group, memory: Memory) -> None:
+def test_a_lost_image_is_whole_in_its_slot_and_says_so(group: Group, memory: ArenaFiles) -> None:
     file = memory.files[7] = memory.create(7, 6 * MIB)
     image, told = group.hosts[1].images[2], Told()
 
     async def play() -> None:
-        rebuilding = Rebuilding(memory, Background(), Offering(memory))
+        rebuilding = RebuildWorker(memory, Background(), PublishedImages(memory))
         rebuilding.begin(
-            ORDER, record_of(group, "host-0"), "host-0",
-            lambda: reach(group, "host-0", memory), told,
-        )  # fmt: skip
-        assert not memory.found()[1]  # not before it is whole
+            ORDER,
+            record_of(group, "host-0"),
+            "host-0",
+            lambda: reach(group, "host-0", memory),
+            told,
+        )
+        assert not memory.discovered()[1]  # not before it is whole
         await until(lambda: bool(told))
 
     asyncio.run(play())
     (fact,) = told
-    assert isinstance(fact, parity_facts.Rebuilt) and (fact.slot, fact.rank) == (7, 2)
+    assert isinstance(fact, parity_messages.RebuildComplete) and (fact.slot, fact.rank) == (7, 2)
     assert bytes(file.image[: len(image)]) == image
-    _, (attempt,) = memory.found()
+    _, (attempt,) = memory.discovered()
     assert attempt.slots == {2: 7} and attempt.generation == (3, 1200)
     record = file.read_record()
     assert record is not None
@@ -218,7 +244,7 @@ def test_a_lost_image_is_whole_in_its_slot_and_says_so(group: Group, memory: Mem
 
 @pytest.mark.parametrize("moment", ["before", "between"])
 def test_nothing_is_written_to_a_slot_once_its_image_was_given_up(
-    group: Group, memory: Memory, monkeypatch: pytest.MonkeyPatch, moment: str
+    group: Group, memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     file = memory.files[7] = memory.create(7, 6 * MIB)
     told, reached, may_go_on = Told(), threading.Event(), threading.Event()
@@ -234,13 +260,16 @@ def test_nothing_is_written_to_a_slot_once_its_image_was_given_up(
     monkeypatch.setattr(mending, "pieces_of", slow_pieces)
 
     async def play() -> None:
-        rebuilding = Rebuilding(memory, Background(), Offering(memory))
+        rebuilding = RebuildWorker(memory, Background(), PublishedImages(memory))
         rebuilding.begin(
-            ORDER, record_of(group, "host-0"), "host-0",
-            lambda: reach(group, "host-0", memory), told,
-        )  # fmt: skip
+            ORDER,
+            record_of(group, "host-0"),
+            "host-0",
+            lambda: reach(group, "host-0", memory),
+            told,
+        )
         await until(reached.is_set)
-        rebuilding.give_up("something newer is captured")
+        rebuilding.cancel("something newer is captured")
         file.image[:] = b"n" * len(file.image)  # it is another's from now on
         may_go_on.set()
         await until(lambda: bool(told))
@@ -249,7 +278,8 @@ def test_nothing_is_written_to_a_slot_once_its_image_was_given_up(
     asyncio.run(play())
     (fact,) = told
     assert (
-        isinstance(fact, parity_facts.NotRebuilt) and fact.reason == "something newer is captured"
+        isinstance(fact, parity_messages.RebuildFailed)
+        and fact.reason == "something newer is captured"
     )
     assert bytes(file.image) == b"n" * len(file.image)
     record = file.read_record()

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.keeper.conversations import Conversations
-from holdfast.keeper.pacer import Pacer
-from holdfast.redundancy.pacing import LEAST, Pacing
-from holdfast.snapshot import messages as m
+from holdfast.keeper.parity.scheduler import ParityPacer
+from holdfast.keeper.trainer_api import TrainerApi
+from holdfast.parity.planning.budget import LEAST, StepPacing
+from holdfast.protocol import messages as m
 
 
 class Clock:
@@ -26,83 +26,85 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(
-        "holdfast.keeper.pacer.time", SimpleNamespace(monotonic=lambda: found.now_s)
+        "holdfast.keeper.parity.scheduler.time", SimpleNamespace(monotonic=lambda: found.now_s)
     )
     return found
 
 
-def steps(pacer: Pacer, clock: Clock, first: int, count: int, step_s: float, every: int = 1) -> int:
+def steps(
+    pacer: ParityPacer, clock: Clock, first: int, count: int, step_s: float, every: int = 1
+) -> int:
     """A run of steps with a snapshot of every so many; the next step."""
     for step in range(first, first + count * every, every):
         clock.pass_(step_s * every)
-        pacer.asked(step)
+        pacer.on_request(step)
     return first + count * every
 
 
-def seen(pacer: Pacer) -> Pacing:
+def seen(pacer: ParityPacer) -> StepPacing:
     return pacer._pacing
 
 
 def test_a_step_is_as_long_as_there_is_between_two_requests_by_as_many_steps(clock: Clock) -> None:
-    pacer = Pacer()
+    pacer = ParityPacer()
     step = steps(pacer, clock, 5, 4, 0.5, every=10)
     assert seen(pacer).without == (0.5,) * 3
-    pacer.asked(step)  # at the same moment
-    pacer.asked(3)  # of an earlier step: somebody went back
+    pacer.on_request(step)  # at the same moment
+    pacer.on_request(3)  # of an earlier step: somebody went back
     clock.pass_(1)
-    pacer.asked(4)
+    pacer.on_request(4)
     assert seen(pacer).without == (0.5,) * 3 + (1.0,)
 
 
 def test_steps_are_those_of_parity_by_how_much_of_them_it_was_made(clock: Clock) -> None:
-    pacer = Pacer()
+    pacer = ParityPacer()
     step = steps(pacer, clock, 0, 2, 1.0)
     clock.pass_(0.7)
-    pacer.begun(10**9)
+    pacer.on_begin(10**9)
     clock.pass_(0.1)
-    pacer.ended(is_made=True)
+    pacer.on_end(is_made=True)
     clock.pass_(0.2)
-    pacer.asked(step)  # a tenth of it: neither
-    pacer.begun(10**9)
+    pacer.on_request(step)  # a tenth of it: neither
+    pacer.on_begin(10**9)
     step = steps(pacer, clock, step + 1, 2, 1.5)
     clock.pass_(0.5)
-    pacer.ended(is_made=False)
+    pacer.on_end(is_made=False)
     clock.pass_(1.0)
-    pacer.asked(step)  # a third
+    pacer.on_request(step)  # a third
     assert seen(pacer).without == (1.0,)
     assert seen(pacer).coding == pytest.approx((1.5, 1.5, 1.5))
 
 
 def test_a_turn_that_is_felt_makes_the_next_one_slower_unless_it_failed(clock: Clock) -> None:
     for is_made in (True, False):
-        pacer = Pacer()
+        pacer = ParityPacer()
         step = steps(pacer, clock, 0, LEAST + 1, 1.0)
         assert pacer.rate_bytes_s is None
-        pacer.begun(80 * 10**9)
+        pacer.on_begin(80 * 10**9)
         steps(pacer, clock, step, LEAST, 1.25)
-        pacer.ended(is_made=is_made)
+        pacer.on_end(is_made=is_made)
         expected = int(80e9 / (LEAST * 1.25) / 2) if is_made else None
         assert pacer.rate_bytes_s == expected
-        pacer.ended(is_made=True)  # it had ended
+        pacer.on_end(is_made=True)  # it had ended
         assert pacer.rate_bytes_s == expected
 
 
 def test_where_no_step_is_without_parity_the_next_turn_waits_for_some_and_no_longer(
     clock: Clock,
 ) -> None:
-    pacer, step = Pacer(), 0
+    pacer, step = ParityPacer(), 0
     for _ in range(LEAST + 1):
         assert pacer.may_begin()
-        pacer.begun(10**9)
+        pacer.on_begin(10**9)
         step = steps(pacer, clock, step, 1, 2.0)
-        pacer.ended(is_made=True)
+        pacer.on_end(is_made=True)
     assert not pacer.may_begin()
     step = steps(pacer, clock, step, LEAST, 1.0)
     assert pacer.may_begin()  # it has seen enough
     for _ in range(300):
-        pacer.begun(10**9)
+        pacer.on_begin(10**9)
         step = steps(pacer, clock, step, 1, 2.0)
-        pacer.ended(is_made=True)
+        pacer.on_end(is_made=True)
         if not pacer.may_begin():
             break
     else:
@@ -113,15 +115,15 @@ def test_where_no_step_is_without_parity_the_next_turn_waits_for_some_and_no_lon
 
 def test_whoever_coordinates_hears_of_each_step_that_a_rank_asks_for() -> None:
     heard: list[tuple[int, int]] = []
-    protecting = SimpleNamespace(stepped=lambda rank, step: heard.append((rank, step)))
-    asked: Any = Conversations.__new__(Conversations)
+    protecting = SimpleNamespace(on_step=lambda rank, step: heard.append((rank, step)))
+    asked: Any = TrainerApi.__new__(TrainerApi)
     asked.ranks = SimpleNamespace(require=lambda rank: rank)
-    asked.coordinator = SimpleNamespace(world=4, ask=lambda *_: [])
+    asked.coordinator = SimpleNamespace(world=4, request_capture=lambda *_: [])
     asked.executor = SimpleNamespace(
-        carry_out=lambda _: None, hands=SimpleNamespace(protecting=protecting)
+        carry_out=lambda _: None, followers=SimpleNamespace(parity_scheduler=protecting)
     )
     for rank, step in ((0, 7), (3, 7), (0, 1 << 70)):  # the last means nothing
-        ask = m.Ask(step=step, table="", values_bytes=0, durable=False)
+        ask = m.RequestCapture(step=step, table="", values_bytes=0, durable=False)
         asked.coordinator.decline = lambda *_: []
-        asyncio.run(asked._ask(rank, ask, 0))
+        asyncio.run(asked._request_capture(rank, ask, 0))
     assert heard == [(0, 7), (3, 7)]

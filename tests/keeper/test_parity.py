@@ -11,17 +11,17 @@ import msgspec
 
 from exchanging import ATTEMPT, MIB, fact_of, make_image
 from holdfast.format.manifest import Generation
-from holdfast.keeper import parity_facts
-from holdfast.keeper.background import Background
-from holdfast.keeper.facts import Fact
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.network import LIMITS, Network
-from holdfast.keeper.offering import Offering
-from holdfast.keeper.parity import Parity
-from holdfast.peers.names import image_path
-from holdfast.redundancy.exchange import PATIENCE_S
-from holdfast.redundancy.records import MemberFact
-from holdfast.snapshot import messages as m
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.hosts import parity_messages
+from holdfast.keeper.hosts.network import LIMITS, Network
+from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.jobs import Background
+from holdfast.keeper.parity.worker import ParityWorker
+from holdfast.keeper.published_images import PublishedImages
+from holdfast.parity.exchange.shard_exchange import PATIENCE_S
+from holdfast.parity.planning.record import MemberFact
+from holdfast.protocol import messages as m
+from holdfast.transport.wire.http import image_path
 from peering import GENERATION, SECRET
 
 INCARNATION, TURN, M = 5, 7, 10**6
@@ -37,22 +37,25 @@ class Keeper:
         self.image = make_image(number, size)
         self.network = Network(SECRET, f"h{number}", "127.0.0.1")
         self.fact = MemberFact(self.network.name, (fact_of(number, self.image),))
-        self.memory = Memory(directory, "run")
+        self.memory = ArenaFiles(directory, "run")
         self.said: list[Fact] = []
-        self.parity = Parity(self.memory, Background(), Offering(self.memory))
+        self.parity = ParityWorker(self.memory, Background(), PublishedImages(self.memory))
 
-    async def serve(self) -> m.HostPlace:
+    async def serve(self) -> m.HostEntry:
         await self.network.listen()
         self.network.begin(INCARNATION)
         path = self.directory / "image"
         path.touch(0o600)
         path.write_bytes(self.image)
         self.network.peers.offer_file(
-            image_path(ATTEMPT, self.rank), path, offset_bytes=0, length_bytes=len(self.image),
+            image_path(ATTEMPT, self.rank),
+            path,
+            offset_bytes=0,
+            length_bytes=len(self.image),
             generation=GENERATION,
-        )  # fmt: skip
+        )
         self.parity.serve(self.network, INCARNATION)
-        return m.HostPlace(
+        return m.HostEntry(
             id=self.network.name, ranks=(self.rank,), address="127.0.0.1", port=self.network.port
         )
 
@@ -70,18 +73,26 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 def order_of(
     keepers: Sequence[Keeper], parity: int = 1, turn: int = TURN
-) -> parity_facts.MakeParity:
-    return parity_facts.MakeParity(
-        turn=turn, half=0, incarnation=STEP.incarnation, step=STEP.step, attempt=ATTEMPT,
-        world=len(keepers), layout="0" * 32, parity=parity,
-        members=tuple(keeper.fact for keeper in keepers), ports=(0,) * len(keepers),
-    )  # fmt: skip
+) -> parity_messages.MakeParity:
+    return parity_messages.MakeParity(
+        turn=turn,
+        half=0,
+        incarnation=STEP.incarnation,
+        step=STEP.step,
+        attempt=ATTEMPT,
+        world=len(keepers),
+        layout="0" * 32,
+        parity=parity,
+        members=tuple(keeper.fact for keeper in keepers),
+        ports=(0,) * len(keepers),
+    )
 
 
 async def with_keepers(
-    directory: Path, sizes: Sequence[int],
-    play: Callable[[list[Keeper], list[m.HostPlace]], object],
-) -> None:  # fmt: skip
+    directory: Path,
+    sizes: Sequence[int],
+    play: Callable[[list[Keeper], list[m.HostEntry]], object],
+) -> None:
     """Play with keepers of hosts with images of these sizes."""
     keepers = [Keeper(directory / f"h{n}", n, size) for n, size in enumerate(sizes)]
     try:
@@ -103,11 +114,11 @@ def said(keepers: Sequence[Keeper], kind: type[Fact]) -> bool:
 def test_a_host_has_its_memory_before_anybody_reads_and_begins_when_it_is_told(
     tmp_path: Path,
 ) -> None:
-    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
         late = keepers[-1]
         for keeper in keepers:
             keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
-        await until(lambda: said(keepers, parity_facts.ParityReady), "memory of all")
+        await until(lambda: said(keepers, parity_messages.ParityReady), "memory of all")
         assert all(keeper.memory.parity_bytes > 2 * MIB for keeper in keepers)
         for keeper in keepers:
             keeper.parity.begin(TURN - 1)  # of a turn that is over
@@ -115,37 +126,37 @@ def test_a_host_has_its_memory_before_anybody_reads_and_begins_when_it_is_told(
         assert not any(keeper.served("connections") for keeper in keepers)
         for keeper in keepers[:-1]:
             keeper.parity.begin(TURN)
-        await until(lambda: said(keepers[:-1], parity_facts.ParityMade), "all but one")
-        assert said([late], parity_facts.ParityReady)
+        await until(lambda: said(keepers[:-1], parity_messages.ParityComplete), "all but one")
+        assert said([late], parity_messages.ParityReady)
         late.parity.begin(TURN)
-        await until(lambda: said(keepers, parity_facts.ParityMade), "the last one")
-        assert all(len(keeper.parity.rows()) == 1 for keeper in keepers)
+        await until(lambda: said(keepers, parity_messages.ParityComplete), "the last one")
+        assert all(len(keeper.parity.shards()) == 1 for keeper in keepers)
 
     asyncio.run(with_keepers(tmp_path, [3 * MIB, 2 * MIB, 3 * MIB], play))
 
 
 def test_who_waits_for_the_others_can_be_called_off(tmp_path: Path) -> None:
-    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
         keeper = keepers[0]
         keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
-        await until(lambda: said([keeper], parity_facts.ParityReady), "its memory")
-        keeper.parity.give_up("no network")
-        await until(lambda: said([keeper], parity_facts.ParityNotMade), "its end")
-        assert keeper.said[-1] == parity_facts.ParityNotMade(turn=TURN, reason="no network")
-        assert not keeper.parity.rows() and not keepers[1].served("connections")
+        await until(lambda: said([keeper], parity_messages.ParityReady), "its memory")
+        keeper.parity.cancel("no network")
+        await until(lambda: said([keeper], parity_messages.ParityFailed), "its end")
+        assert keeper.said[-1] == parity_messages.ParityFailed(turn=TURN, reason="no network")
+        assert not keeper.parity.shards() and not keepers[1].served("connections")
         for turn in (TURN + 1, TURN + 2):  # the second, before the first was told to begin
             for one in keepers:
                 one.parity.make(order_of(keepers, turn=turn), hosts, one.said.append)
-        await until(lambda: said(keepers, parity_facts.ParityReady), "the next turn")
+        await until(lambda: said(keepers, parity_messages.ParityReady), "the next turn")
         for one in keepers:
             one.parity.begin(TURN + 2)
-        await until(lambda: said(keepers, parity_facts.ParityMade), "its rows")
+        await until(lambda: said(keepers, parity_messages.ParityComplete), "its rows")
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
 
 
 def test_a_keeper_waits_for_a_peer_longer_than_the_peer_waits_for_a_third(tmp_path: Path) -> None:
-    async def play(keepers: list[Keeper], _: list[m.HostPlace]) -> None:
+    async def play(keepers: list[Keeper], _: list[m.HostEntry]) -> None:
         assert keepers[0].network.peers._service.limits is LIMITS
         assert LIMITS.progress_s > 2 * PATIENCE_S
         assert keepers[0].parity.port == keepers[0].network.port > 0
@@ -158,35 +169,35 @@ def test_a_keeper_waits_for_a_peer_longer_than_the_peer_waits_for_a_third(tmp_pa
 def test_no_more_is_read_and_sent_for_parity_than_the_coordinator_allows(
     tmp_path: Path,
 ) -> None:
-    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
         order = msgspec.structs.replace(order_of(keepers), rate_bytes_s=7 * M)
         for keeper in keepers:
             keeper.parity.make(order, hosts, keeper.said.append)
-        await until(lambda: said(keepers, parity_facts.ParityReady), "memory of all")
+        await until(lambda: said(keepers, parity_messages.ParityReady), "memory of all")
         assert all(rates(keeper) == (7 * M, 7 * M) for keeper in keepers)
         began_s = time.monotonic()
         for keeper in keepers:
             keeper.parity.begin(TURN)
-        await until(lambda: said(keepers, parity_facts.ParityMade), "rows of all")
+        await until(lambda: said(keepers, parity_messages.ParityComplete), "rows of all")
         assert time.monotonic() - began_s > 0.3  # of 3 MiB, and some at once
         assert all(rates(keeper) == (None, None) for keeper in keepers)
 
     asyncio.run(with_keepers(tmp_path, [3 * MIB] * 3, play))
 
 
-async def make_all(keepers: Sequence[Keeper], hosts: list[m.HostPlace]) -> None:
+async def make_all(keepers: Sequence[Keeper], hosts: list[m.HostEntry]) -> None:
     """A whole turn, in half 0."""
     for keeper in keepers:
         keeper.said.clear()
         keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
-    await until(lambda: said(keepers, parity_facts.ParityReady), "memory of all")
+    await until(lambda: said(keepers, parity_messages.ParityReady), "memory of all")
     for keeper in keepers:
         keeper.parity.begin(TURN)
-    await until(lambda: said(keepers, parity_facts.ParityMade), "rows of all")
+    await until(lambda: said(keepers, parity_messages.ParityComplete), "rows of all")
 
 
 def test_an_order_that_cannot_be_carried_out_costs_no_row(tmp_path: Path) -> None:
-    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
         await make_all(keepers, hosts)
         keeper, good = keepers[0], order_of(keepers, turn=TURN + 1)
         first, second = good.members
@@ -195,8 +206,8 @@ def test_an_order_that_cannot_be_carried_out_costs_no_row(tmp_path: Path) -> Non
         for members in ((first, twice), strangers):
             order = msgspec.structs.replace(good, members=members)
             keeper.parity.make(order, hosts, keeper.said.append)
-            assert isinstance(keeper.said[-1], parity_facts.ParityNotMade)
-            assert len(keeper.parity.rows()) == 1 and not keeper.parity.is_busy
+            assert isinstance(keeper.said[-1], parity_messages.ParityFailed)
+            assert len(keeper.parity.shards()) == 1 and not keeper.parity.is_busy
             assert len(list((keeper.directory / "parity").glob("0-*.record"))) == 1
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
@@ -205,34 +216,36 @@ def test_an_order_that_cannot_be_carried_out_costs_no_row(tmp_path: Path) -> Non
 def test_memory_that_nobody_needs_is_given_back_once_nothing_is_written_there(
     tmp_path: Path,
 ) -> None:
-    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
         keeper = keepers[0]
         keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
-        await until(lambda: said([keeper], parity_facts.ParityReady), "its memory")
+        await until(lambda: said([keeper], parity_messages.ParityReady), "its memory")
         keeper.parity.drop()
         assert keeper.memory.parity_bytes, "a thread may write there"
-        await until(lambda: said([keeper], parity_facts.ParityNotMade), "its end")
+        await until(lambda: said([keeper], parity_messages.ParityFailed), "its end")
         await until(lambda: not keeper.memory.parity_bytes, "its memory back")
         assert not list((keeper.directory / "parity").iterdir())
         keeper.parity.make(order_of(keepers), hosts, keeper.said.append)
-        await until(lambda: said([keeper], parity_facts.ParityReady), "memory again")
+        await until(lambda: said([keeper], parity_messages.ParityReady), "memory again")
         keeper.parity.drop()
         await make_all(keepers, hosts)  # it is needed after all
-        assert len(keeper.parity.rows()) == 1
+        assert len(keeper.parity.shards()) == 1
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
 
 
 def test_rows_of_one_half_are_not_those_of_the_other(tmp_path: Path) -> None:
-    async def play(keepers: list[Keeper], hosts: list[m.HostPlace]) -> None:
+    async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
         await make_all(keepers, hosts)
         parity = keepers[0].parity
         assert parity.record_of(ATTEMPT, 1) == parity.record_of(ATTEMPT, 1, 0) is not None
         assert parity.record_of(ATTEMPT, 1, 1) is None and parity.record_of(ATTEMPT, 2) is None
-        order = parity_facts.Rebuild(slot=0, attempt=ATTEMPT, rank=1, half=1, places={})
+        order = parity_messages.RebuildImage(slot=0, attempt=ATTEMPT, rank=1, half=1, places={})
         parity.rebuild(order, hosts, keepers[0].said.append)
         told = keepers[0].said[-1]
-        assert isinstance(told, parity_facts.NotRebuilt) and "no parity is kept" in told.reason
+        assert (
+            isinstance(told, parity_messages.RebuildFailed) and "no parity is kept" in told.reason
+        )
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))
 

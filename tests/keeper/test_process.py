@@ -14,17 +14,17 @@ import pytest
 import holdfast
 from holdfast.errors import Fenced, KeeperError, UsageError
 from holdfast.persist import commit
-from holdfast.snapshot import client as client_module
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import (
+from holdfast.protocol import client as client_module
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import (
     SlotFile,
     SlotRecord,
     boot_id,
     lock_dir,
     make_private_dir,
 )
-from holdfast.snapshot.arena import arena_dir as arena_of
-from holdfast.snapshot.client import KeeperClient, find_or_start
+from holdfast.protocol.arena import arena_dir as arena_of
+from holdfast.protocol.client import KeeperClient, find_or_start
 from holdfast.storage.local import LocalStore
 
 
@@ -67,7 +67,7 @@ def test_the_keeper_answers_soon_after_its_start_and_loads_no_torch(tmp_path: Pa
 
 def test_importing_the_keeper_and_all_it_uses_loads_no_torch_and_no_numpy() -> None:
     check = (
-        "import sys, holdfast.keeper.server, holdfast.cli;"
+        "import sys, holdfast.keeper.process, holdfast.cli;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy')))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -180,10 +180,19 @@ def test_a_keeper_that_finds_only_some_ranks_images_of_one_host_ends_soon_and_le
 ) -> None:
     """All were killed in the middle of a capture, when one rank of two had sealed its image."""
     sealed = SlotRecord(
-        state="captured", boot_id=boot_id(), run_id="run", incarnation=1, step=1, attempt="a",
-        rank=0, world=2, layout="l" * 32, image_bytes=4096, header_xxh3="0" * 16,
+        state="captured",
+        boot_id=boot_id(),
+        run_id="run",
+        incarnation=1,
+        step=1,
+        attempt="a",
+        rank=0,
+        world=2,
+        layout="l" * 32,
+        image_bytes=4096,
+        header_xxh3="0" * 16,
         table_xxh3="0" * 16,
-    )  # fmt: skip
+    )
     arena = arena_of("run", "host")
     make_private_dir(arena)
     slot = SlotFile.create(arena / "00000.slot", 2 << 20)

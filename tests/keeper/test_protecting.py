@@ -10,16 +10,17 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
+from holdfast.coordinator.attempts import Attempt, Attempts
+from holdfast.coordinator.slots import Slot, Slots, host_of, number_of, slot_id_of
 from holdfast.events import Event, subscribe
-from holdfast.keeper import control, parity_facts, replacing
-from holdfast.keeper.facts import Fact
-from holdfast.keeper.protecting import Protecting
-from holdfast.redundancy.records import ImageFact, MemberFact
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.attempts import Attempt, Attempts
-from holdfast.snapshot.slots import Slot, Slots, host_of, number_of, slot_id_of
+from holdfast.keeper.hosts import messages, parity_messages
+from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.parity import rebuild as replacing
+from holdfast.keeper.parity.scheduler import ParityScheduler
+from holdfast.parity.planning.record import ImageFact, MemberFact
+from holdfast.protocol import messages as m
 
-HOSTS = tuple(m.HostPlace(id=f"h{n}", ranks=(n,)) for n in range(3))
+HOSTS = tuple(m.HostEntry(id=f"h{n}", ranks=(n,)) for n in range(3))
 IMAGES = dict.fromkeys(range(3), 8192)
 
 
@@ -28,7 +29,7 @@ class FakeParity:
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
-        self.orders: list[parity_facts.MakeParity] = []
+        self.orders: list[parity_messages.MakeParity] = []
         self.begun: list[int] = []
         self.given_up: list[str] = []
         self.dropped: list[int] = []
@@ -37,27 +38,27 @@ class FakeParity:
         self.is_dropped = False
         self.tells: Any = None
 
-    def rows(self) -> list[Any]:
+    def shards(self) -> list[Any]:
         return self.kept
 
     def member(self, attempt: str) -> MemberFact:
         told: MemberFact = self.tells(0, attempt)
         return told
 
-    def make(self, order: parity_facts.MakeParity, _: Any, tell: Any) -> None:
+    def make(self, order: parity_messages.MakeParity, _: Any, tell: Any) -> None:
         self.orders.append(order)
         self.tell = tell
 
     def begin(self, turn: int) -> None:
         self.begun.append(turn)
 
-    def give_up(self, why: str) -> None:
+    def cancel(self, why: str) -> None:
         self.given_up.append(why)
 
     def drop(self) -> None:
         self.is_dropped = True
 
-    def drop_half(self, half: int) -> None:
+    def drop_buffer(self, half: int) -> None:
         self.dropped.append(half)
 
     def keep(self, attempt: str, half: int, *members: str) -> None:
@@ -90,12 +91,13 @@ class Play:
         self.parity = FakeParity()
         self.parity.tells = self.member_of
         hands: Any = SimpleNamespace(
-            say_host=lambda host, fact: self.said.append((host, fact)), port_of=lambda host: host
+            send_to_host=lambda host, fact: self.said.append((host, fact)),
+            port_of=lambda host: host,
         )
-        ranks: Any = SimpleNamespace(tell=lambda message, _: self.told.append(message))
+        ranks: Any = SimpleNamespace(send=lambda message, _: self.told.append(message))
         parity: Any = self.parity
         coordinator: Any = self.coordinator
-        self.protecting = Protecting(coordinator, ranks, hands, parity, self.carried.extend)
+        self.protecting = ParityScheduler(coordinator, ranks, hands, parity, self.carried.extend)
         self.protecting.begin(HOSTS)
 
     def hold(self, id_: str, step: int, *, incarnation: int = 2, lost: int = 0) -> None:
@@ -115,7 +117,7 @@ class Play:
     @property
     def turn(self) -> int:
         """The last that was begun."""
-        asked = [fact for _, fact in self.said if isinstance(fact, parity_facts.TellHeads)]
+        asked = [fact for _, fact in self.said if isinstance(fact, parity_messages.ListImages)]
         return asked[-1].turn
 
     def member_of(self, number: int, attempt: str) -> MemberFact:
@@ -125,20 +127,21 @@ class Play:
 
     def tell_heads(self, **others: MemberFact) -> None:
         """Each what is believed of it, but for ``others``."""
-        asked = [fact for _, fact in self.said if isinstance(fact, parity_facts.TellHeads)][-1]
+        asked = [fact for _, fact in self.said if isinstance(fact, parity_messages.ListImages)][-1]
         told = {f"h{number}": self.member_of(number, asked.attempt) for number in (1, 2)}
         for host, fact in (told | others).items():
-            self.protecting.hear(host, parity_facts.Heads(turn=self.turn, member=fact))
+            self.protecting.handle(host, parity_messages.ImagesListed(turn=self.turn, member=fact))
 
     def ready(self, *numbers: int, turn: int | None = None) -> None:
         for number in numbers:
-            fact = parity_facts.ParityReady(turn=self.turn if turn is None else turn)
-            self.protecting.hear(f"h{number}", fact)
+            fact = parity_messages.ParityReady(turn=self.turn if turn is None else turn)
+            self.protecting.handle(f"h{number}", fact)
 
     def make(self, *numbers: int, turn: int | None = None) -> None:
         for number in numbers:
-            self.protecting.hear(
-                f"h{number}", parity_facts.ParityMade(turn=self.turn if turn is None else turn)
+            self.protecting.handle(
+                f"h{number}",
+                parity_messages.ParityComplete(turn=self.turn if turn is None else turn),
             )
 
 
@@ -162,14 +165,14 @@ def named(events: list[Event], name: str) -> list[Any]:
 def test_a_generation_is_protected_with_the_last_seal_and_stays_until_the_next_one_is(
     play: Play, events: list[Event]
 ) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     assert [e.survives for e in named(events, "ProtectionPlanned")] == ["any 1 of 3 hosts"]
     play.capture("a", 1)
     play.tell_heads()
     assert [order.attempt for order in play.parity.orders] == ["a"]
     play.capture("b", 2)  # while a is coded: that turn goes on
     play.make(0, 1)
-    assert not play.told and play.attempts.kept == {"a", "b"}
+    assert not play.told and play.attempts.pinned_by_parity == {"a", "b"}
     play.make(2)
     assert play.told == [m.Protected(step=1, attempt="a")]
     assert [e.step for e in named(events, "SnapshotProtected")] == [1]
@@ -177,16 +180,16 @@ def test_a_generation_is_protected_with_the_last_seal_and_stays_until_the_next_o
     first, second = play.parity.orders
     assert second.attempt == "b" and second.half == 1 - first.half
     play.capture("c", 3)
-    assert play.attempts.kept == {"a", "b", "c"}
+    assert play.attempts.pinned_by_parity == {"a", "b", "c"}
     play.make(0, 1, 2)
-    assert play.attempts.kept == {"b", "c"}
-    assert not play.attempts.must_stay(play.attempts["a"])
+    assert play.attempts.pinned_by_parity == {"b", "c"}
+    assert not play.attempts.is_retained(play.attempts["a"])
 
 
 def test_a_turn_that_fails_is_given_up_by_all_and_costs_nothing_that_was_protected(
     play: Play, events: list[Event]
 ) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("a", 1)
     play.tell_heads()
     play.make(0, 1, 2)
@@ -194,25 +197,25 @@ def test_a_turn_that_fails_is_given_up_by_all_and_costs_nothing_that_was_protect
     play.tell_heads()
     failed, half = play.turn, play.parity.orders[-1].half
     play.make(0)
-    play.protecting.hear("h1", parity_facts.ParityNotMade(turn=failed, reason="no network"))
+    play.protecting.handle("h1", parity_messages.ParityFailed(turn=failed, reason="no network"))
     assert [e.reason for e in named(events, "SnapshotNotProtected")] == ["on h1: no network"]
     assert isinstance(play.told[-1], m.Unprotected) and play.parity.given_up
-    assert {"a", "b"} <= play.attempts.kept
+    assert {"a", "b"} <= play.attempts.pinned_by_parity
     play.make(1, 2, turn=failed)  # too late
     assert len(named(events, "SnapshotProtected")) == 1
     play.capture("c", 3)  # tried at once
     play.tell_heads()
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("c", half)
-    assert "a" in play.attempts.kept
+    assert "a" in play.attempts.pinned_by_parity
 
 
 def test_a_host_out_of_reach_ends_its_turn_and_nothing_begins_until_it_is_back(play: Play) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("a", 1)
     begun = play.turn
     play.coordinator.away[2] = "h2"
     play.protecting.detached("h2")
-    assert play.attempts.kept == {"a"} and len(play.told) == 1
+    assert play.attempts.pinned_by_parity == {"a"} and len(play.told) == 1
     play.capture("b", 2)
     assert play.turn == begun
     play.coordinator.away.clear()
@@ -222,14 +225,14 @@ def test_a_host_out_of_reach_ends_its_turn_and_nothing_begins_until_it_is_back(p
     assert play.parity.orders[-1].attempt == "b"
 
 
-def rows(attempt: str, half: int) -> tuple[parity_facts.HeldRows, ...]:
+def rows(attempt: str, half: int) -> tuple[parity_messages.ParityShards, ...]:
     return (held(attempt, half, "h0", "h1", "h2"),)
 
 
-def held(attempt: str, half: int, *members: str) -> parity_facts.HeldRows:
-    return parity_facts.HeldRows(
+def held(attempt: str, half: int, *members: str) -> parity_messages.ParityShards:
+    return parity_messages.ParityShards(
         half=half, attempt=attempt, members=members, parity=1, images=IMAGES
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -243,12 +246,12 @@ def test_a_coordinator_that_takes_over_keeps_what_all_hosts_have_sealed(
     play.parity.keep("old", half, "h0", "h1", "h2")
     play.protecting.attached("h1", rows("old", half))
     play.protecting.attached("h2", (*rows("old", half), *rows("new", 1 - half)))
-    play.protecting.ask(1)
-    assert play.attempts.kept == {"old", "new"}
+    play.protecting.configure(1)
+    assert play.attempts.pinned_by_parity == {"old", "new"}
     play.tell_heads()  # protected anew before anything is captured
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("new", 1 - half)
     play.make(0, 1, 2)
-    assert play.attempts.kept == {"new"}
+    assert play.attempts.pinned_by_parity == {"new"}
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -259,14 +262,14 @@ def test_what_was_restored_from_with_a_host_missing_stays_until_something_is_pro
     play.attempts.pinned = "restored"
     play.protecting.attached("h1", rows("restored", half))
     play.protecting.attached("h2", rows("restored", half))
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     assert not play.said  # there is nothing whole to code
     play.capture("a", 8)
     play.tell_heads()
     assert play.parity.orders[-1].half == 1 - half
-    assert play.attempts.must_stay(play.attempts["restored"])
+    assert play.attempts.is_retained(play.attempts["restored"])
     play.make(0, 1, 2)
-    assert not play.attempts.must_stay(play.attempts["restored"])
+    assert not play.attempts.is_retained(play.attempts["restored"])
 
 
 @pytest.mark.parametrize("whole", [0, 1])
@@ -281,66 +284,70 @@ def test_rows_of_a_turn_that_was_cut_short_are_not_taken_for_those_that_are_comp
     play.parity.keep("old", 1 - whole, *wider)
     play.protecting.attached("h1", (held("old", 1 - whole, *wider), *rows("old", whole)))
     play.protecting.attached("h2", rows("old", whole))
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     # It is protected: nothing is coded, and what is left of the other turn is given up.
-    assert {type(fact) for _, fact in play.said} == {parity_facts.DropRows}
+    assert {type(fact) for _, fact in play.said} == {parity_messages.DropShards}
     assert play.parity.dropped == [1 - whole]
     play.capture("a", 8)
     play.tell_heads()
     assert play.parity.orders[-1].half == 1 - whole
-    assert play.attempts.kept == {"old", "a"}
+    assert play.attempts.pinned_by_parity == {"old", "a"}
 
 
 def test_a_generation_that_is_captured_again_is_protected_as_what_it_is(play: Play) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("first", 7)
     play.tell_heads()
     play.capture("again", 7)
-    assert play.attempts.kept == {"first", "again"}
+    assert play.attempts.pinned_by_parity == {"first", "again"}
     play.make(0, 1, 2)
     assert play.told == [m.Protected(step=7, attempt="first")]
     play.tell_heads()
     assert play.parity.orders[-1].attempt == "again"
-    assert play.attempts.kept == {"first", "again"}
+    assert play.attempts.pinned_by_parity == {"first", "again"}
     play.make(0, 1, 2)
     assert play.told[-1] == m.Protected(step=7, attempt="again")
-    assert play.attempts.kept == {"again"}
+    assert play.attempts.pinned_by_parity == {"again"}
 
 
 def test_hosts_hear_where_the_others_listen_now(play: Play) -> None:
     play.parity.port = 99
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("a", 1)
     play.tell_heads()
     assert play.parity.orders[-1].ports == (99, 1, 2)
 
 
 def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) -> None:
-    play.protecting.ask(0)
+    play.protecting.configure(0)
     play.attempts.pinned = "old"
     play.capture("a", 1)
-    assert {type(fact) for _, fact in play.said} == {parity_facts.DropParity}
+    assert {type(fact) for _, fact in play.said} == {parity_messages.DropParity}
     assert play.parity.is_dropped and len(play.said) == 2  # of the others
     play.capture("b", 2)
-    assert len(play.said) == 2 and play.attempts.pinned is None and not play.attempts.kept
+    assert (
+        len(play.said) == 2 and play.attempts.pinned is None and not play.attempts.pinned_by_parity
+    )
 
 
 def begun(play: Play) -> list[tuple[int, int]]:
     """Which hosts were told to begin, and with which turn."""
     far = [
-        (host, fact.turn) for host, fact in play.said if isinstance(fact, parity_facts.BeginParity)
+        (host, fact.turn)
+        for host, fact in play.said
+        if isinstance(fact, parity_messages.BeginParity)
     ]
     return far + [(0, turn) for turn in play.parity.begun]
 
 
 def test_nobody_begins_before_all_hosts_have_memory_for_their_rows(play: Play) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("a", 1)
     play.tell_heads()
     earlier = play.turn
     play.ready(0, 2)
     assert not begun(play)
-    play.protecting.hear("h1", parity_facts.ParityNotMade(turn=earlier, reason="no memory"))
+    play.protecting.handle("h1", parity_messages.ParityFailed(turn=earlier, reason="no memory"))
     play.capture("b", 2)
     play.tell_heads()
     play.ready(1, turn=earlier)  # too late
@@ -355,24 +362,24 @@ def test_a_host_that_never_has_memory_ends_its_turn_and_is_named(
 ) -> None:
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("holdfast.keeper.protecting.time", clock)
-    play.protecting.ask(1)
+    monkeypatch.setattr("holdfast.keeper.parity.scheduler.time", clock)
+    play.protecting.configure(1)
     play.capture("a", 1)
     play.tell_heads()
     play.ready(0, 2)
     now[0] += 299
-    play.protecting.look()
+    play.protecting.poll()
     assert not named(events, "SnapshotNotProtected")
     now[0] += 2
-    play.protecting.look()
+    play.protecting.poll()
     (event,) = named(events, "SnapshotNotProtected")
     assert event.reason.startswith("h1 had no memory for parity in 300 s")
     now[0] += 10
-    play.protecting.look()  # the next turn, with all its time
+    play.protecting.poll()  # the next turn, with all its time
     play.tell_heads()
     play.ready(0, 1, 2)
     now[0] += 1000
-    play.protecting.look()
+    play.protecting.poll()
     assert len(begun(play)) == 3 and len(named(events, "SnapshotNotProtected")) == 1
 
 
@@ -381,16 +388,16 @@ def test_steps_that_parity_slows_down_make_the_next_turn_slower(
 ) -> None:
     now = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("holdfast.keeper.protecting.time", clock)
-    monkeypatch.setattr("holdfast.keeper.pacer.time", clock)
-    play.protecting.ask(1)
+    monkeypatch.setattr("holdfast.keeper.parity.scheduler.time", clock)
+    monkeypatch.setattr("holdfast.keeper.parity.scheduler.time", clock)
+    play.protecting.configure(1)
 
     def train(first: int, step_s: float) -> None:
         for step in range(first, first + 9):
             now[0] += step_s
             for rank in (2, 0, 1):
                 now[0] += step_s * (rank == 1)
-                play.protecting.stepped(rank, step)
+                play.protecting.on_step(rank, step)
 
     train(0, 0.5)
     play.capture("a", 9)
@@ -402,16 +409,16 @@ def test_steps_that_parity_slows_down_make_the_next_turn_slower(
     play.capture("b", 18)
     play.tell_heads()
     assert play.parity.orders[-1].rate_bytes_s == 4_000_000  # images are small: the least there is
-    told = [fact for _, fact in play.said if isinstance(fact, parity_facts.MakeParity)]
+    told = [fact for _, fact in play.said if isinstance(fact, parity_messages.MakeParity)]
     assert told[-1].rate_bytes_s == 4_000_000
 
 
 def test_a_group_is_no_faster_than_the_slowest_of_its_hosts_allows(play: Play) -> None:
     rates = dict.fromkeys(("h0", "h1", "h2"), 0) | {"h1": 9_000_000, "h2": 8_000_000}
-    play.protecting.begin([
-        m.HostPlace(id=host.id, ranks=host.ranks, parity_rate=rates[host.id]) for host in HOSTS
-    ])  # fmt: skip
-    play.protecting.ask(1)
+    play.protecting.begin(
+        [m.HostEntry(id=host.id, ranks=host.ranks, parity_rate=rates[host.id]) for host in HOSTS]
+    )
+    play.protecting.configure(1)
     play.capture("a", 1)
     play.tell_heads()
     assert play.parity.orders[-1].rate_bytes_s == 8_000_000
@@ -419,10 +426,10 @@ def test_a_group_is_no_faster_than_the_slowest_of_its_hosts_allows(play: Play) -
 
 def test_whatever_keepers_say_to_each_other_is_understood_by_one_of_them() -> None:
     kinds = set(Fact.__subclasses__())
-    assert kinds == {*get_args(control.ToHand), *get_args(control.ToCoordinator)}
+    assert kinds == {*get_args(messages.ToFollower), *get_args(messages.ToCoordinator)}
     assert (
-        control.from_coordinator(control.pack(parity_facts.DropParity()))
-        == parity_facts.DropParity()
+        messages.from_coordinator(messages.pack(parity_messages.DropParity()))
+        == parity_messages.DropParity()
     )
 
 
@@ -434,22 +441,28 @@ def restored(play: Play, *, size: int = 8192) -> None:
     play.hold("restored", 7, incarnation=1, lost=1)
     play.attempts.pinned = "restored"
     images = dict.fromkeys(range(3), size)
-    kept = parity_facts.HeldRows(
+    kept = parity_messages.ParityShards(
         half=0, attempt="restored", members=("h0", "h1", "h2"), parity=1, images=images
-    )  # fmt: skip
+    )
     play.protecting.attached("h1", (kept,))
     play.protecting.attached("h2", (kept,))
 
 
-def orders(play: Play) -> list[tuple[int, parity_facts.Rebuild]]:
-    return [(host, fact) for host, fact in play.said if isinstance(fact, parity_facts.Rebuild)]
+def orders(play: Play) -> list[tuple[int, parity_messages.RebuildImage]]:
+    return [
+        (host, fact) for host, fact in play.said if isinstance(fact, parity_messages.RebuildImage)
+    ]
 
 
-def rebuilt(order: parity_facts.Rebuild) -> parity_facts.Rebuilt:
-    return parity_facts.Rebuilt(
-        slot=order.slot, attempt=order.attempt, rank=order.rank, image_bytes=8192,
-        header_xxh3="a" * 16, table_xxh3="b" * 16,
-    )  # fmt: skip
+def rebuilt(order: parity_messages.RebuildImage) -> parity_messages.RebuildComplete:
+    return parity_messages.RebuildComplete(
+        slot=order.slot,
+        attempt=order.attempt,
+        rank=order.rank,
+        image_bytes=8192,
+        header_xxh3="a" * 16,
+        table_xxh3="b" * 16,
+    )
 
 
 def free_slot(play: Play, host: int, number: int = 99) -> Slot:
@@ -464,12 +477,12 @@ def test_an_image_that_is_lost_is_decoded_and_what_was_restored_from_is_protecte
 ) -> None:
     slot = free_slot(play, 1)
     restored(play)
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     ((host, order),) = orders(play)
     assert (host, order.slot, order.rank) == (1, 99, 0)
     assert order.places == {1: "h1", 2: "h2"}
-    assert play.coordinator.slots.is_kept(slot) and slot.state == "granted"
-    play.protecting.hear("h1", rebuilt(order))
+    assert play.coordinator.slots.is_retained(slot) and slot.state == "granted"
+    play.protecting.handle("h1", rebuilt(order))
     assert play.attempts["restored"].is_whole and slot.state == "captured"
     play.tell_heads()
     assert play.parity.orders[-1].attempt == "restored"
@@ -482,16 +495,16 @@ def test_earlier_rows_of_what_is_protected_anew_are_given_up_by_all_before_it_is
 ) -> None:
     free_slot(play, 1)
     restored(play)
-    play.protecting.ask(1)
-    play.protecting.hear("h1", rebuilt(orders(play)[0][1]))
+    play.protecting.configure(1)
+    play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
     play.tell_heads()
     play.make(0, 1, 2)
-    dropped = [(host, f) for host, f in play.said if isinstance(f, parity_facts.DropRows)]
+    dropped = [(host, f) for host, f in play.said if isinstance(f, parity_messages.DropShards)]
     assert [(host, fact.half) for host, fact in dropped] == [(1, 0), (2, 0)]
     assert play.parity.dropped == [0]
-    play.protecting.hear("h1", parity_facts.RowsDropped(turn=play.turn))
+    play.protecting.handle("h1", parity_messages.ShardsDropped(turn=play.turn))
     assert not named(events, "SnapshotProtected") and play.attempts.pinned
-    play.protecting.hear("h2", parity_facts.RowsDropped(turn=play.turn))
+    play.protecting.handle("h2", parity_messages.ShardsDropped(turn=play.turn))
     (told,) = named(events, "SnapshotProtected")
     assert (told.incarnation, told.step) == (1, 7) and play.attempts.pinned is None
 
@@ -501,18 +514,18 @@ def test_a_lost_image_is_given_up_for_something_newer_and_its_slot_is_free_again
 ) -> None:
     slot = free_slot(play, 1)
     restored(play)
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     ((_, order),) = orders(play)
     play.capture("new", 8)
     assert slot.state == "free" and (1, give_up(play)) in play.said
-    play.protecting.hear("h1", rebuilt(order))  # too late: its slot may be another's
+    play.protecting.handle("h1", rebuilt(order))  # too late: its slot may be another's
     assert not play.attempts["restored"].is_whole and slot.state == "free"
     play.tell_heads()
     assert play.parity.orders[-1].attempt == "new"
 
 
-def give_up(play: Play) -> parity_facts.GiveUpRebuild:
-    return next(fact for _, fact in play.said if isinstance(fact, parity_facts.GiveUpRebuild))
+def give_up(play: Play) -> parity_messages.CancelRebuild:
+    return next(fact for _, fact in play.said if isinstance(fact, parity_messages.CancelRebuild))
 
 
 def test_a_lost_image_that_cannot_be_decoded_is_told_and_tried_again_a_few_times(
@@ -522,41 +535,43 @@ def test_a_lost_image_that_cannot_be_decoded_is_told_and_tried_again_a_few_times
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
     free_slot(play, 1)
     restored(play)
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     for turn in range(1, replacing.TRIES + 1):
         assert len(orders(play)) == turn
         order = orders(play)[-1][1]
-        failed = parity_facts.NotRebuilt(slot=order.slot, attempt="restored", reason="h2 is silent")
-        play.protecting.hear("h1", failed)
-        play.protecting.look()
+        failed = parity_messages.RebuildFailed(
+            slot=order.slot, attempt="restored", reason="h2 is silent"
+        )
+        play.protecting.handle("h1", failed)
+        play.protecting.poll()
         now_s += 6.0
-        play.protecting.look()
+        play.protecting.poll()
     assert len(orders(play)) == replacing.TRIES
     told = named(events, "SnapshotNotProtected")
     assert len(told) == replacing.TRIES and "on h1: h2 is silent" in told[0].reason
-    assert play.attempts.must_stay(play.attempts["restored"])
+    assert play.attempts.is_retained(play.attempts["restored"])
 
 
 def test_a_slot_is_made_for_a_lost_image_where_none_is_free_and_none_is_taken_that_is_needed(
     play: Play, events: list[Event]
 ) -> None:
     restored(play, size=100 << 20)
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     assert not orders(play)
     (made,) = play.carried
     assert made.capacity_bytes >= 100 << 20
     slot = play.coordinator.slots[made.slot]
     slot.free()  # it is there
-    play.protecting.look()
+    play.protecting.poll()
     ((_, order),) = orders(play)
     assert order.slot == number_of(made.slot)
 
 
 def test_without_memory_for_a_lost_image_it_is_told(play: Play, events: list[Event]) -> None:
     restored(play, size=100 << 20)
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     del play.coordinator.slots[play.carried[0].slot]  # it could not be made
-    play.protecting.look()
+    play.protecting.poll()
     (told,) = named(events, "SnapshotNotProtected")
     assert "h1 has no memory for the image of rank 0" in told.reason
 
@@ -564,32 +579,32 @@ def test_without_memory_for_a_lost_image_it_is_told(play: Play, events: list[Eve
 def test_what_has_lost_a_row_is_protected_anew_in_the_other_half(
     play: Play, events: list[Event]
 ) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("a", 1)
     play.tell_heads()
     play.make(0, 1, 2)
     half = play.parity.orders[-1].half
-    play.protecting.hear("h2", parity_facts.RowLost(attempt="old"))
+    play.protecting.handle("h2", parity_messages.ShardLost(attempt="old"))
     assert len(play.parity.orders) == 1
-    play.protecting.hear("h2", parity_facts.RowLost(attempt="a"))
-    assert play.attempts.must_stay(play.attempts["a"])
+    play.protecting.handle("h2", parity_messages.ShardLost(attempt="a"))
+    assert play.attempts.is_retained(play.attempts["a"])
     play.tell_heads()
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1 - half)
     play.make(0, 1, 2)
     assert play.parity.dropped == [half]
     for host in ("h1", "h2"):
-        play.protecting.hear(host, parity_facts.RowsDropped(turn=play.turn))
+        play.protecting.handle(host, parity_messages.ShardsDropped(turn=play.turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [1, 1]
 
 
 def test_a_row_that_is_lost_before_the_last_is_made_ends_its_turn(
     play: Play, events: list[Event]
 ) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("a", 1)
     play.tell_heads()
     play.make(1)
-    play.protecting.hear("h1", parity_facts.RowLost(attempt="a"))
+    play.protecting.handle("h1", parity_messages.ShardLost(attempt="a"))
     play.make(0, 2)
     assert not named(events, "SnapshotProtected")
     (told,) = named(events, "SnapshotNotProtected")
@@ -597,11 +612,11 @@ def test_a_row_that_is_lost_before_the_last_is_made_ends_its_turn(
 
 
 def test_no_parity_is_made_of_less_than_all_images(play: Play, events: list[Event]) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("a", 1)
-    play.protecting.hear("h1", parity_facts.Heads(turn=play.turn, member=member(1, 1)))
+    play.protecting.handle("h1", parity_messages.ImagesListed(turn=play.turn, member=member(1, 1)))
     empty = MemberFact("h2", ())  # what is damaged is not told
-    play.protecting.hear("h2", parity_facts.Heads(turn=play.turn, member=empty))
+    play.protecting.handle("h2", parity_messages.ImagesListed(turn=play.turn, member=empty))
     assert not play.parity.orders
     (told,) = named(events, "SnapshotNotProtected")
     assert "images of ranks [2]" in told.reason
@@ -614,7 +629,7 @@ def test_no_parity_is_made_of_less_than_all_images(play: Play, events: list[Even
 def test_an_image_that_two_hosts_have_is_coded_once_where_the_coordinator_looks_for_it(
     play: Play, where: int
 ) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.hold("restored", 7, incarnation=1)
     play.attempts["restored"].slots[2] = slot_id_of(where, 7 + where)
     play.attempts.captured("restored")
@@ -635,12 +650,12 @@ def test_a_row_that_is_missing_where_a_coordinator_takes_over_is_made_anew(play:
     play.parity.keep("a", 0, "h0", "h1", "h2")
     play.protecting.attached("h1", rows("a", 0))
     play.protecting.attached("h2", ())  # its keeper was killed before it had sealed
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.tell_heads()
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1)
 
 
-def come_back(play: Play, host: str, held: tuple[parity_facts.HeldRows, ...]) -> None:
+def come_back(play: Play, host: str, held: tuple[parity_messages.ParityShards, ...]) -> None:
     play.coordinator.away[int(host[1:])] = host
     play.protecting.detached(host)
     play.coordinator.away.clear()
@@ -650,7 +665,7 @@ def come_back(play: Play, host: str, held: tuple[parity_facts.HeldRows, ...]) ->
 def test_a_host_that_comes_back_without_its_rows_has_what_is_protected_made_anew(
     play: Play,
 ) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("a", 1)
     play.tell_heads()
     play.make(0, 1, 2)
@@ -666,7 +681,7 @@ def test_a_host_that_comes_back_without_its_rows_has_what_is_protected_made_anew
 def test_of_two_rows_that_a_host_has_to_keep_both_are_looked_for_when_it_is_back(
     play: Play,
 ) -> None:
-    play.protecting.ask(2)
+    play.protecting.configure(2)
     play.capture("a", 1)
     play.tell_heads()
     play.make(0, 1, 2)
@@ -686,8 +701,8 @@ def protected_anew_while_more_was_captured(play: Play) -> int:
     """What was restored is coded, and a capture waits: the turn of the coding."""
     free_slot(play, 1)
     restored(play)
-    play.protecting.ask(1)
-    play.protecting.hear("h1", rebuilt(orders(play)[0][1]))
+    play.protecting.configure(1)
+    play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
     play.tell_heads()
     turn = play.turn
     play.capture("new", 8)
@@ -701,7 +716,7 @@ def test_what_is_protected_anew_is_told_although_the_next_turn_has_begun(
     turn = protected_anew_while_more_was_captured(play)
     assert play.turn > turn and play.attempts.pinned == "restored"
     for host in ("h1", "h2"):
-        play.protecting.hear(host, parity_facts.RowsDropped(turn=turn))
+        play.protecting.handle(host, parity_messages.ShardsDropped(turn=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
     assert play.attempts.pinned is None
     play.tell_heads()
@@ -714,15 +729,15 @@ def test_a_host_that_was_away_is_asked_again_to_give_up_earlier_rows(
 ) -> None:
     free_slot(play, 1)
     restored(play)
-    play.protecting.ask(1)
-    play.protecting.hear("h1", rebuilt(orders(play)[0][1]))
+    play.protecting.configure(1)
+    play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
     play.tell_heads()
     play.make(0, 1, 2)
-    play.protecting.hear("h1", parity_facts.RowsDropped(turn=play.turn))
+    play.protecting.handle("h1", parity_messages.ShardsDropped(turn=play.turn))
     come_back(play, "h2", rows("restored", 1))
-    asked = [host for host, fact in play.said if isinstance(fact, parity_facts.DropRows)]
+    asked = [host for host, fact in play.said if isinstance(fact, parity_messages.DropShards)]
     assert asked == [1, 2, 2]
-    play.protecting.hear("h2", parity_facts.RowsDropped(turn=play.turn))
+    play.protecting.handle("h2", parity_messages.ShardsDropped(turn=play.turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
 
 
@@ -737,13 +752,13 @@ def test_earlier_rows_that_a_coordinator_had_no_time_to_drop_are_dropped_by_the_
         play.parity.keep("old", half, *members)
     for host in ("h1", "h2"):
         play.protecting.attached(host, (held("old", 0, *wider), *rows("old", 1)))
-    play.protecting.ask(1)
-    (turn,) = {fact.turn for _, fact in play.said if isinstance(fact, parity_facts.DropRows)}
+    play.protecting.configure(1)
+    (turn,) = {fact.turn for _, fact in play.said if isinstance(fact, parity_messages.DropShards)}
     assert play.parity.dropped == [0] and play.attempts.pinned == "old"
     for host in ("h1", "h2"):
-        play.protecting.hear(host, parity_facts.RowsDropped(turn=turn))
+        play.protecting.handle(host, parity_messages.ShardsDropped(turn=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
-    assert play.attempts.pinned is None and play.attempts.kept == {"old"}
+    assert play.attempts.pinned is None and play.attempts.pinned_by_parity == {"old"}
 
 
 def test_what_is_newer_and_protected_meanwhile_stands_for_it(
@@ -754,7 +769,7 @@ def test_what_is_newer_and_protected_meanwhile_stands_for_it(
     play.make(0, 1, 2)
     assert play.attempts.pinned is None
     for host in ("h1", "h2"):
-        play.protecting.hear(host, parity_facts.RowsDropped(turn=turn))
+        play.protecting.handle(host, parity_messages.ShardsDropped(turn=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [8]
 
 
@@ -764,15 +779,15 @@ def test_what_is_newer_and_protected_meanwhile_stands_for_it(
 def test_hosts_are_told_nothing_more_of_a_turn_that_one_has_refused(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     play.capture("a", 1)
 
-    def refuse(order: parity_facts.MakeParity, _: Any, tell: Any) -> None:
-        tell(parity_facts.ParityNotMade(turn=order.turn, reason="these are no terms"))
+    def refuse(order: parity_messages.MakeParity, _: Any, tell: Any) -> None:
+        tell(parity_messages.ParityFailed(turn=order.turn, reason="these are no terms"))
 
     monkeypatch.setattr(play.parity, "make", refuse)
     play.tell_heads()
-    assert not [fact for _, fact in play.said if isinstance(fact, parity_facts.MakeParity)]
+    assert not [fact for _, fact in play.said if isinstance(fact, parity_messages.MakeParity)]
     assert play.parity.given_up == ["on h0: these are no terms"]
 
 
@@ -783,6 +798,6 @@ def test_lost_images_are_decoded_out_of_the_rows_that_are_complete(play: Play) -
     for host in ("h1", "h2"):
         torn = (held("restored", 1, "h0", "h1", "h3"),) if host == "h1" else ()
         play.protecting.attached(host, (*rows("restored", 0), *torn))
-    play.protecting.ask(1)
+    play.protecting.configure(1)
     ((_, order),) = orders(play)
     assert order.half == 0

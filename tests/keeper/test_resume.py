@@ -14,10 +14,10 @@ from torch import nn
 
 import holdfast
 from gates import Gate, capture_at_last
-from holdfast.snapshot import copier as copier_module
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import SlotFile
-from holdfast.snapshot.capture import StillCopying
+from holdfast.capture import copier as copier_module
+from holdfast.capture.copy_slot import GpuCopyStuck
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotFile
 from keepers import (
     IMAGE_BYTES,
     X,
@@ -75,10 +75,10 @@ def test_a_grant_says_which_request_it_answers(tmp_path: Path, arena_dir: Path) 
     for step, turn in ((1, 6), (2, 7)):
         line.send(ask(step, turn=turn))
         grant = hear(heard, m.Grant)
-        assert (grant.step, grant.turn) == (step, turn)
-        line.send(m.Captured(
-            attempt=grant.attempt, image_bytes=IMAGE_BYTES, header_xxh3=X, table_xxh3=X
-        ))  # fmt: skip
+        assert (grant.step, grant.request_number) == (step, turn)
+        line.send(
+            m.Captured(attempt=grant.attempt, image_bytes=IMAGE_BYTES, header_xxh3=X, table_xxh3=X)
+        )
         hear(heard, m.Complete)
     end(line)
 
@@ -167,7 +167,7 @@ def test_a_copy_out_of_control_is_never_said_to_have_stopped(
     tmp_path: Path, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
-        raise StillCopying("CUDA error: an illegal memory access was encountered")
+        raise GpuCopyStuck("CUDA error: an illegal memory access was encountered")
 
     with holdfast.Checkpointer(tmp_path, build(), storage=None) as checkpointer:
         checkpointer.save(1).wait_captured(60)

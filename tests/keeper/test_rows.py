@@ -12,10 +12,10 @@ import pytest
 
 from exchanging import Group
 from holdfast.errors import ArenaError
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.rows import RowMemory, division_of
-from holdfast.redundancy.capacity import capacity
-from holdfast.redundancy.stripes import stored_by
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.parity.store import ShardFiles, division_of
+from holdfast.parity.planning.budget import capacity
+from holdfast.parity.planning.placement import stored_by
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
 def test_rows_are_found_again_with_their_records_and_none_whose_half_was_begun_anew(
     arena: Path, group: Group
 ) -> None:
-    memory = RowMemory(Memory(arena, "run"))
+    memory = ShardFiles(ArenaFiles(arena, "run"))
     terms, own = group.terms, "host-1"
     memory.make(terms, own, 0)
     kept = stored_by(terms.placement, terms.number_of(own))
@@ -44,16 +44,16 @@ def test_rows_are_found_again_with_their_records_and_none_whose_half_was_begun_a
     places = memory.place(0, kept)
     for one in sealed:
         places[one.kept][1][:] = group.hosts[1].rows[one.kept.stripe, one.kept.row]
-    memory.keep(0, [(places[one.kept][0], one.record) for one in sealed])
-    found = RowMemory(Memory(arena, "run"))
+    memory.store_records(0, [(places[one.kept][0], one.record) for one in sealed])
+    found = ShardFiles(ArenaFiles(arena, "run"))
     assert [(r.half, r.record.row) for r in found.scan()] == [(0, 0), (0, 1)]
     assert {r.offset_bytes for r in found.scan()} == {places[one.kept][0] for one in sealed}
     for one in sealed:
         offset = places[one.kept][0]
         again = found.place(0, kept)[one.kept]
         assert again[0] == offset and again[1] == places[one.kept][1]
-    assert not RowMemory(Memory(arena, "other")).scan()  # and they are gone with that
-    memory.keep(0, [(places[one.kept][0], one.record) for one in sealed])
+    assert not ShardFiles(ArenaFiles(arena, "other")).scan()  # and they are gone with that
+    memory.store_records(0, [(places[one.kept][0], one.record) for one in sealed])
     found.forget(1)
     assert len(found.scan()) == 2
     found.forget(0)
@@ -63,11 +63,11 @@ def test_rows_are_found_again_with_their_records_and_none_whose_half_was_begun_a
 def test_a_record_that_is_cut_short_or_reaches_beyond_its_half_is_no_row(
     arena: Path, group: Group
 ) -> None:
-    memory = RowMemory(Memory(arena, "run"))
+    memory = ShardFiles(ArenaFiles(arena, "run"))
     memory.make(group.terms, "host-0", 0)
     sealed = group.run().sealed["host-0"]
-    (kept,) = memory.keep(0, [(0, sealed[0].record)])
-    memory.keep(1, [(1 << 40, sealed[0].record)])
+    (kept,) = memory.store_records(0, [(0, sealed[0].record)])
+    memory.store_records(1, [(1 << 40, sealed[0].record)])
     (memory.directory / "0-0.record").write_bytes(kept.data[:-1])
     (memory.directory / "x-y.record").write_bytes(b"")
     assert not memory.scan() and not list(memory.directory.glob("*.record"))
@@ -77,17 +77,17 @@ def test_what_parity_takes_counts_against_the_room_and_too_little_is_said_with_n
     arena: Path, group: Group
 ) -> None:
     needed = capacity(division_of(group.terms))
-    short = Memory(arena, "run", needed.shared - 1)
+    short = ArenaFiles(arena, "run", needed.shared - 1)
     with pytest.raises(ArenaError, match=r"parity=2 in groups of 4 takes \d+ MiB") as raised:
-        RowMemory(short).make(group.terms, "host-0", 0)
+        ShardFiles(short).make(group.terms, "host-0", 0)
     assert raised.value.fields["needed_bytes"] == needed.shared
     assert not list((arena / "parity").glob("*.rows"))
-    memory = Memory(arena, "run", needed.shared + (1 << 20))
-    RowMemory(memory).make(group.terms, "host-0", 1)
+    memory = ArenaFiles(arena, "run", needed.shared + (1 << 20))
+    ShardFiles(memory).make(group.terms, "host-0", 1)
     assert needed.shared <= memory.parity_bytes <= needed.shared + 3 * 8192
     assert memory.room_bytes() == (1 << 20) - (memory.parity_bytes - needed.shared)
     there = {p.name: p.stat().st_ino for p in (arena / "parity").glob("*.rows")}
-    RowMemory(memory).make(group.terms, "host-0", 0)  # once for all
+    ShardFiles(memory).make(group.terms, "host-0", 0)  # once for all
     assert there == {p.name: p.stat().st_ino for p in (arena / "parity").glob("*.rows")}
 
 
@@ -95,9 +95,9 @@ def test_what_parity_takes_counts_against_the_room_and_too_little_is_said_with_n
 def test_what_cannot_be_opened_now_is_not_taken_for_half_made(
     arena: Path, group: Group, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory = RowMemory(Memory(arena, "run"))
+    memory = ShardFiles(ArenaFiles(arena, "run"))
     memory.make(group.terms, "host-0", 0)
-    memory.keep(0, [(0, group.run().sealed["host-0"][0].record)])
+    memory.store_records(0, [(0, group.run().sealed["host-0"][0].record)])
     there = sorted(path.name for path in memory.directory.iterdir())
     real_open, real_read = os.open, Path.read_bytes
     too_many = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -116,23 +116,23 @@ def test_what_cannot_be_opened_now_is_not_taken_for_half_made(
         patch.setattr(os, "open", refuse)
         patch.setattr(Path, "read_bytes", refuse_read)
         with pytest.raises(ArenaError, match="Too many open files"):
-            RowMemory(Memory(arena, "run")).scan()
+            ShardFiles(ArenaFiles(arena, "run")).scan()
     assert there == sorted(path.name for path in memory.directory.iterdir())
-    (row,) = RowMemory(Memory(arena, "run")).scan()
+    (row,) = ShardFiles(ArenaFiles(arena, "run")).scan()
     assert (row.half, row.offset_bytes) == (0, 0)
 
 
 def test_a_half_that_cannot_be_mapped_now_stays(
     arena: Path, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    RowMemory(Memory(arena, "run")).make(group.terms, "host-0", 0)
+    ShardFiles(ArenaFiles(arena, "run")).make(group.terms, "host-0", 0)
     there = sorted(path.name for path in (arena / "parity").iterdir())
 
     def refuse(*_: object, **__: object) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("holdfast.snapshot.arena.mmap.mmap", refuse)
+        patch.setattr("holdfast.protocol.arena.mmap.mmap", refuse)
         with pytest.raises(ArenaError, match="cannot map"):
-            RowMemory(Memory(arena, "run"))
+            ShardFiles(ArenaFiles(arena, "run"))
     assert there == sorted(path.name for path in (arena / "parity").iterdir())

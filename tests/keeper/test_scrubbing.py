@@ -16,51 +16,62 @@ from exchanging import Group, make_image
 from holdfast.events import DamageFound, Event, subscribe
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size
-from holdfast.keeper import scrubbing
-from holdfast.keeper.background import Background
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.offering import Offering
-from holdfast.keeper.repairing import DAMAGED, Repairing
-from holdfast.keeper.rows import KeptRow, RowMemory
-from holdfast.keeper.scrubbing import HEADER, DamagedImage, DamagedRow, Scrubbing
-from holdfast.redundancy.stripes import stored_by
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import SlotFile, SlotRecord
+from holdfast.keeper import scrub as scrubbing
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.jobs import Background
+from holdfast.keeper.parity.store import ShardFiles, StoredParity
+from holdfast.keeper.published_images import PublishedImages
+from holdfast.keeper.scrub import DAMAGED, HEADER, DamagedImage, DamagedShard, Repairer, Scrubber
+from holdfast.parity.planning.placement import stored_by
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotFile, SlotRecord
 from images import seals
 
 MIB = 1 << 20
 
 
 @pytest.fixture
-def memory(tmp_path: Path) -> Memory:
+def memory(tmp_path: Path) -> ArenaFiles:
     directory = tmp_path / "arena"
     directory.mkdir(mode=0o700)
-    return Memory(directory, "run")
+    return ArenaFiles(directory, "run")
 
 
-def fill(memory: Memory, slot: int, image: bytes, rank: int = 0) -> SlotFile:
+def fill(memory: ArenaFiles, slot: int, image: bytes, rank: int = 0) -> SlotFile:
     """A slot with a sealed image of attempt a0."""
     file = memory.files[slot] = memory.create(slot, len(image) + 4096)
     file.image[: len(image)] = image
     header, table = seals(image)
-    file.write_record(SlotRecord(
-        state="captured", boot_id=memory.boot_id, run_id="run", incarnation=1, step=4,
-        attempt="a0", rank=rank, world=2, layout="l", image_bytes=len(image),
-        header_xxh3=header, table_xxh3=table, hosts=2,
-    ))  # fmt: skip
+    file.write_record(
+        SlotRecord(
+            state="captured",
+            boot_id=memory.boot_id,
+            run_id="run",
+            incarnation=1,
+            step=4,
+            attempt="a0",
+            rank=rank,
+            world=2,
+            layout="l",
+            image_bytes=len(image),
+            header_xxh3=header,
+            table_xxh3=table,
+            hosts=2,
+        )
+    )
     return file
 
 
 class Looking:
     """One pass after another over a memory, and what was found."""
 
-    def __init__(self, memory: Memory, rows: Callable[[], list[KeptRow]] = list) -> None:
+    def __init__(self, memory: ArenaFiles, rows: Callable[[], list[StoredParity]] = list) -> None:
         self.found: list[Any] = []
-        self.scrubbing = Scrubbing(memory, rows, self.found.append, rate_bytes_s=1 << 40)
+        self.scrubbing = Scrubber(memory, rows, self.found.append, rate_bytes_s=1 << 40)
 
     def look(self) -> list[Any]:
         self.found.clear()
-        self.scrubbing.look_through()
+        self.scrubbing.run_pass()
         return list(self.found)
 
 
@@ -68,7 +79,7 @@ def flip(file: SlotFile, at: int) -> None:
     file.image[at] ^= 0x10
 
 
-def test_a_flipped_bit_is_found_wherever_it_is_in_a_sealed_image(memory: Memory) -> None:
+def test_a_flipped_bit_is_found_wherever_it_is_in_a_sealed_image(memory: ArenaFiles) -> None:
     image = make_image(0, 3 * MIB + 5)
     file, looking = fill(memory, 3, image), Looking(memory)
     data = header_size(image, "image", len(image))
@@ -92,7 +103,7 @@ def test_a_flipped_bit_is_found_wherever_it_is_in_a_sealed_image(memory: Memory)
     assert looking.scrubbing.passes == len(cases) + 2
 
 
-def test_all_that_is_wrong_in_an_image_is_told_at_once(memory: Memory) -> None:
+def test_all_that_is_wrong_in_an_image_is_told_at_once(memory: ArenaFiles) -> None:
     image = make_image(0, 4 * MIB)
     file, looking = fill(memory, 0, image), Looking(memory)
     data = header_size(image, "image", len(image))
@@ -103,7 +114,7 @@ def test_all_that_is_wrong_in_an_image_is_told_at_once(memory: Memory) -> None:
 
 
 @pytest.mark.parametrize("state", ["writing", "free", DAMAGED, "rebuilding"])
-def test_slots_that_are_not_sealed_are_not_looked_at(memory: Memory, state: str) -> None:
+def test_slots_that_are_not_sealed_are_not_looked_at(memory: ArenaFiles, state: str) -> None:
     file = fill(memory, 0, make_image(0, MIB))
     record = file.read_record()
     assert record is not None
@@ -114,7 +125,7 @@ def test_slots_that_are_not_sealed_are_not_looked_at(memory: Memory, state: str)
 
 
 def test_a_slot_that_is_given_away_while_it_is_read_is_no_damage(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image = make_image(0, 2 * MIB)
     file = fill(memory, 0, image)
@@ -134,10 +145,10 @@ def test_a_slot_that_is_given_away_while_it_is_read_is_no_damage(
 
 
 def test_the_rate_is_kept_whatever_there_is_and_nothing_is_read_while_others_work(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(memory, 0, make_image(0, 9 * MIB))
-    looking = Scrubbing(memory, list, lambda _: None, rate_bytes_s=2 * MIB)
+    looking = Scrubber(memory, list, lambda _: None, rate_bytes_s=2 * MIB)
     waited_s: list[float] = []
 
     def wait(seconds: float) -> bool:
@@ -147,29 +158,29 @@ def test_the_rate_is_kept_whatever_there_is_and_nothing_is_read_while_others_wor
         return False
 
     monkeypatch.setattr(looking._over, "wait", wait)
-    looking.look_through()
+    looking.run_pass()
     read = looking.checked_bytes
     assert read >= 9 * MIB and 0.0 <= read / (2 * MIB) - sum(waited_s) <= 2.0
     waited_s.clear()
     looking.is_busy = True
-    looking.look_through()
+    looking.run_pass()
     assert len(waited_s) > 20 and not looking.is_busy
 
 
 def test_something_that_hangs_does_not_keep_memory_from_being_looked_at(
-    memory: Memory, monkeypatch: pytest.MonkeyPatch
+    memory: ArenaFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(memory, 0, make_image(0, 9 * MIB))
-    looking = Scrubbing(memory, list, lambda _: None)
+    looking = Scrubber(memory, list, lambda _: None)
     looking.is_busy = True
     monkeypatch.setattr(looking._over, "wait", lambda _: False)
-    looking.look_through()
+    looking.run_pass()
     assert looking.passes == 1
 
 
-def test_it_ends_in_the_middle_of_a_pass(memory: Memory) -> None:
+def test_it_ends_in_the_middle_of_a_pass(memory: ArenaFiles) -> None:
     fill(memory, 0, make_image(0, 9 * MIB))
-    looking = Scrubbing(memory, list, lambda _: None, rate_bytes_s=1, pause_s=0.0)
+    looking = Scrubber(memory, list, lambda _: None, rate_bytes_s=1, pause_s=0.0)
     looking.begin()
     looking.end()
     for thread in threading.enumerate():
@@ -185,26 +196,26 @@ def group(tmp_path: Path) -> Iterator[Group]:
 
 
 def test_a_flipped_bit_is_found_in_a_row_of_parity_unless_it_is_made_anew(
-    memory: Memory, group: Group
+    memory: ArenaFiles, group: Group
 ) -> None:
-    files, terms, own = RowMemory(memory), group.terms, "host-1"
+    files, terms, own = ShardFiles(memory), group.terms, "host-1"
     files.make(terms, own, 0)
     kept = stored_by(terms.placement, terms.number_of(own))
     sealed = group.run().check_all().sealed[own]
     places = files.place(0, kept)
     for one in sealed:
         places[one.kept][1][:] = group.hosts[1].rows[one.kept.stripe, one.kept.row]
-    rows = files.keep(0, [(places[one.kept][0], one.record) for one in sealed])
+    rows = files.store_records(0, [(places[one.kept][0], one.record) for one in sealed])
     looking = Looking(memory, lambda: rows)
     assert not looking.look()
     places[kept[1]][1][-1] ^= 1
     (damage,) = looking.look()
-    assert isinstance(damage, DamagedRow) and damage.row is rows[1]
+    assert isinstance(damage, DamagedShard) and damage.row is rows[1]
     last = (kept[1].size_bytes - 1) // MIB
     assert damage.numbers == (last,)
     asked = 0
 
-    def forgotten() -> list[KeptRow]:
+    def forgotten() -> list[StoredParity]:
         nonlocal asked
         asked += 1
         return rows if asked == 1 else []
@@ -223,14 +234,14 @@ class AlonePart:
     def __init__(self) -> None:
         self.lost: list[tuple[int, str]] = []
 
-    def way_to(self, *_: object) -> None:
+    def decode_access(self, *_: object) -> None:
         return None
 
     def image_lost(self, slot: int, attempt: str) -> None:
         self.lost.append((slot, attempt))
 
 
-def test_an_image_that_nobody_can_repair_is_dropped_and_told(memory: Memory) -> None:
+def test_an_image_that_nobody_can_repair_is_dropped_and_told(memory: ArenaFiles) -> None:
     image = make_image(0, 2 * MIB)
     file = fill(memory, 5, image)
     flip(file, MIB)
@@ -240,11 +251,11 @@ def test_an_image_that_nobody_can_repair_is_dropped_and_told(memory: Memory) -> 
 
     async def play() -> None:
         background = Background()
-        repairing = Repairing("a", memory, background, Offering(memory), part)
+        repairing = Repairer("a", memory, background, PublishedImages(memory), part)
         looking = Looking(memory)
         (damage,) = looking.look()
-        repairing.found(damage)
-        repairing.found(damage)  # a second word of the same
+        repairing.on_damage(damage)
+        repairing.on_damage(damage)  # a second word of the same
         await asyncio.sleep(0)
         await asyncio.sleep(0)
 
@@ -257,10 +268,10 @@ def test_an_image_that_nobody_can_repair_is_dropped_and_told(memory: Memory) -> 
     assert part.lost == [(5, "a0")]
     record = file.read_record()
     assert record is not None and record.state == DAMAGED
-    assert not memory.found()[1]  # nobody believes it, now or later
+    assert not memory.discovered()[1]  # nobody believes it, now or later
 
 
-def damaged(memory: Memory) -> tuple[SlotFile, DamagedImage, bytes]:
+def damaged(memory: ArenaFiles) -> tuple[SlotFile, DamagedImage, bytes]:
     image = make_image(0, 2 * MIB)
     file = fill(memory, 5, image)
     flip(file, MIB + 9)
@@ -270,15 +281,15 @@ def damaged(memory: Memory) -> tuple[SlotFile, DamagedImage, bytes]:
 
 @pytest.mark.parametrize("is_given_away", [False, True])
 def test_what_was_decoded_is_written_only_into_the_slot_that_it_is_for(
-    memory: Memory, is_given_away: bool, monkeypatch: pytest.MonkeyPatch
+    memory: ArenaFiles, is_given_away: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, damage, image = damaged(memory)
     part: Any = AlonePart()
-    part.way_to = lambda *_: (None, None)
+    part.decode_access = lambda *_: (None, None)
     ((start, stop),) = damage.spans
 
     async def play() -> None:
-        repairing = Repairing("a", memory, Background(), Offering(memory), part)
+        repairing = Repairer("a", memory, Background(), PublishedImages(memory), part)
 
         def decode(_: Any, *__: Any) -> dict[int, bytes]:
             if is_given_away:
@@ -287,8 +298,8 @@ def test_what_was_decoded_is_written_only_into_the_slot_that_it_is_for(
                 file.image[: len(image)] = b"n" * len(image)
             return {start: image[start:stop]}
 
-        monkeypatch.setattr("holdfast.keeper.repairing._decode_image", decode)
-        repairing.found(damage)
+        monkeypatch.setattr("holdfast.keeper.scrub._decode_image", decode)
+        repairing.on_damage(damage)
         for _ in range(100):
             await asyncio.sleep(0.01)
             record = file.read_record()

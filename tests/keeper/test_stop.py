@@ -19,9 +19,9 @@ from torch import nn
 import holdfast
 from gates import Gate, capture_at_last
 from holdfast.catalogue import catalogue
-from holdfast.snapshot import client as client_module
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import SlotFile
+from holdfast.protocol import client as client_module
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotFile
 from holdfast.storage.local import LocalStore
 from keepers import IMAGE_BYTES, arena_of, ask, begin, connect, end, hear, kill_keeper, start
 from leftovers import keeper_pids

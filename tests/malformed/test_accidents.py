@@ -126,12 +126,15 @@ def huge_everything(forger: Forger) -> None:
             del header[name]
         header["w@0:3,0:4"] = {"dtype": "U8", "shape": [stop - 8], "data_offsets": [0, stop - 8]}
         for name, dtype, size, start, end in (
-            ("values", "U8", 8, stop - 8, stop), ("pad", "U8", 0, stop, stop),
+            ("values", "U8", 8, stop - 8, stop),
+            ("pad", "U8", 0, stop, stop),
             ("blocks", "U64", table, stop, stop + 8 * table),
-        ):  # fmt: skip
+        ):
             header[f"__holdfast_{name}__"] = {
-                "dtype": dtype, "shape": [size], "data_offsets": [start, end],
-            }  # fmt: skip
+                "dtype": dtype,
+                "shape": [size],
+                "data_offsets": [start, end],
+            }
 
     forger.header(0, change)
     begin = 8 + int.from_bytes(forger.image_path(0).read_bytes()[:8], "little")
@@ -146,9 +149,10 @@ def huge_values(forger: Forger) -> None:
         start = header["__holdfast_values__"]["data_offsets"][0]
         stop = -(-(start + MAX_VALUES_BYTES + 1) // 8) * 8
         for name, shape, offsets in (
-            ("values", stop - start, [start, stop]), ("pad", 0, [stop, stop]),
+            ("values", stop - start, [start, stop]),
+            ("pad", 0, [stop, stop]),
             ("blocks", 0, [stop, stop]),
-        ):  # fmt: skip
+        ):
             header[f"__holdfast_{name}__"] |= {"shape": [shape], "data_offsets": offsets}
         header["__holdfast_blocks__"]["dtype"] = "U64"
 
@@ -175,10 +179,14 @@ def long_digits(forger: Forger) -> None:
 
 
 LIES: list[tuple[Callable[[Forger], None], str]] = [
-    (huge_reference, "bytes"), (huge_header, "bytes"), (huge_everything, "bytes"),
-    (huge_values, "more than any have"), (many_dimensions, "more bytes than"),
-    (many_numbers, "1048576 ranks"), (long_digits, "not a valid"),
-]  # fmt: skip
+    (huge_reference, "bytes"),
+    (huge_header, "bytes"),
+    (huge_everything, "bytes"),
+    (huge_values, "more than any have"),
+    (many_dimensions, "more bytes than"),
+    (many_numbers, "1048576 ranks"),
+    (long_digits, "not a valid"),
+]
 
 
 def assert_refused_in_bounds(forger: Forger, match: str = ".") -> None:

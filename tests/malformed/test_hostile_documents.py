@@ -17,11 +17,25 @@ from holdfast.format.manifest import ImageRef, Incarnation, Manifest, Root, seal
 from holdfast.format.values import decode, from_bytes
 
 MANIFEST = Manifest(
-    run_id="r", incarnation=2, step=40, attempt="a1", parent=(1, 30), world=1, layout="0f" * 16,
-    images=(ImageRef(path="steps/2-40-a1/live-00000.safetensors", rank=0, size_bytes=8192,
-                     header_xxh3="0" * 16, table_xxh3="f" * 16),),
-    values={"tokens": 7}, created_s=1.5,
-)  # fmt: skip
+    run_id="r",
+    incarnation=2,
+    step=40,
+    attempt="a1",
+    parent=(1, 30),
+    world=1,
+    layout="0f" * 16,
+    images=(
+        ImageRef(
+            path="steps/2-40-a1/live-00000.safetensors",
+            rank=0,
+            size_bytes=8192,
+            header_xxh3="0" * 16,
+            table_xxh3="f" * 16,
+        ),
+    ),
+    values={"tokens": 7},
+    created_s=1.5,
+)
 BODY: dict[str, Any] = json.loads(seal(MANIFEST))["body"]
 
 
@@ -91,13 +105,24 @@ def test_a_checksum_mismatch_names_the_file_and_both_checksums() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"null", b"[]", b"{}", b'{"checksum":"0"}', b'{"body":{}}', b"\xff\xfe", b"{" * 10,
-        b'{"checksum":1,"body":{}}', b'{"checksum":null,"body":{}}', b'{"checksum":"0","body":{}',
+        b"",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"checksum":"0"}',
+        b'{"body":{}}',
+        b"\xff\xfe",
+        b"{" * 10,
+        b'{"checksum":1,"body":{}}',
+        b'{"checksum":null,"body":{}}',
+        b'{"checksum":"0","body":{}',
         b'{"checksum":"0","body":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"checksum":"\xff","body":{}}', b"PK\x03\x04", b"\x80\x04\x95",
+        b'{"checksum":"\xff","body":{}}',
+        b"PK\x03\x04",
+        b"\x80\x04\x95",
     ],
     ids=range(15),
-)  # fmt: skip
+)
 def test_what_is_no_document_is_refused_by_name(data: bytes) -> None:
     with pytest.raises(FormatError, match="there"):
         unseal(Manifest, data, "there")
@@ -114,19 +139,33 @@ def test_a_document_of_any_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     "body",
     [
-        [], 7, "x", None, {}, b"[" * 100_000 + b"]" * 100_000,
+        [],
+        7,
+        "x",
+        None,
+        {},
+        b"[" * 100_000 + b"]" * 100_000,
         b'{"values":' + b"[" * 5000 + b"]" * 5000 + b"}",
         {k: v for k, v in BODY.items() if k != "images"},
         {k: v for k, v in BODY.items() if k != "layout"},
-        BODY | {"step": "40"}, BODY | {"step": None}, BODY | {"step": 40.5}, BODY | {"step": True},
-        BODY | {"images": {}}, BODY | {"images": [{}]}, BODY | {"images": [None]},
+        BODY | {"step": "40"},
+        BODY | {"step": None},
+        BODY | {"step": 40.5},
+        BODY | {"step": True},
+        BODY | {"images": {}},
+        BODY | {"images": [{}]},
+        BODY | {"images": [None]},
         BODY | {"images": [{**BODY["images"][0], "size_bytes": "8192"}]},
-        BODY | {"parent": [1]}, BODY | {"parent": [1, 2, 3]}, BODY | {"parent": 1},
-        BODY | {"values": []}, BODY | {"run_id": 5},
-        BODY | {"format_version": "1"}, BODY | {"requires": "x"},
+        BODY | {"parent": [1]},
+        BODY | {"parent": [1, 2, 3]},
+        BODY | {"parent": 1},
+        BODY | {"values": []},
+        BODY | {"run_id": 5},
+        BODY | {"format_version": "1"},
+        BODY | {"requires": "x"},
     ],
     ids=range(24),
-)  # fmt: skip
+)
 def test_a_body_that_is_no_manifest_is_refused_although_its_checksum_is_true(body: Any) -> None:
     with pytest.raises(FormatError, match=r"^m "):
         unseal(Manifest, with_body(body), "m")
@@ -200,29 +239,56 @@ ARRAY = {"dtype": "<f4", "shape": [2], "data": "AAAAAAAAAAA="}
 @pytest.mark.parametrize(
     "form",
     [
-        {"$float": "1.5"}, {"$float": 1.5}, {"$float": "Infinity"}, {"$float": []},
-        {"$int": 5}, {"$int": "0xg0"}, {"$int": "1_0"}, {"$int": " 1"}, {"$int": "١"}, {"$int": ""},
-        {"$int": "9" * 5000}, {"$bytes": "a"}, {"$bytes": "****"}, {"$bytes": 5},
+        {"$float": "1.5"},
+        {"$float": 1.5},
+        {"$float": "Infinity"},
+        {"$float": []},
+        {"$int": 5},
+        {"$int": "0xg0"},
+        {"$int": "1_0"},
+        {"$int": " 1"},
+        {"$int": "١"},
+        {"$int": ""},
+        {"$int": "9" * 5000},
+        {"$bytes": "a"},
+        {"$bytes": "****"},
+        {"$bytes": 5},
         {"$bytes": "YQ==\n"},
-        {"$tuple": "ab"}, {"$tuple": {"a": 1}}, {"$tuple": None},
-        {"$dict": {"a": 1}}, {"$dict": ["ab"]}, {"$dict": [[1]]}, {"$dict": [[1, 2, 3]]},
-        {"$dict": [[[1], 2]]}, {"$dict": 5},
-        {"$dtype": 5}, {"$leaf": 5},
-        {"$numpy": []}, {"$numpy": {}}, {"$numpy": ARRAY | {"dtype": "O"}},
-        {"$numpy": ARRAY | {"dtype": None}}, {"$numpy": ARRAY | {"dtype": "f4,f4"}},
+        {"$tuple": "ab"},
+        {"$tuple": {"a": 1}},
+        {"$tuple": None},
+        {"$dict": {"a": 1}},
+        {"$dict": ["ab"]},
+        {"$dict": [[1]]},
+        {"$dict": [[1, 2, 3]]},
+        {"$dict": [[[1], 2]]},
+        {"$dict": 5},
+        {"$dtype": 5},
+        {"$leaf": 5},
+        {"$numpy": []},
+        {"$numpy": {}},
+        {"$numpy": ARRAY | {"dtype": "O"}},
+        {"$numpy": ARRAY | {"dtype": None}},
+        {"$numpy": ARRAY | {"dtype": "f4,f4"}},
         {"$numpy": ARRAY | {"dtype": "<f4,<f4", "shape": [1]}},
         {"$numpy": ARRAY | {"dtype": "<M8[s]", "shape": [1]}},
         {"$numpy": ARRAY | {"dtype": "|V8", "shape": [1]}},
-        {"$numpy": ARRAY | {"dtype": "nonsense"}}, {"$numpy": ARRAY | {"dtype": ["<f4"]}},
-        {"$numpy": ARRAY | {"shape": [3]}}, {"$numpy": ARRAY | {"shape": [-1]}},
-        {"$numpy": ARRAY | {"shape": [-1, -2]}}, {"$numpy": ARRAY | {"shape": ["2"]}},
-        {"$numpy": ARRAY | {"shape": 2}}, {"$numpy": ARRAY | {"shape": None}},
+        {"$numpy": ARRAY | {"dtype": "nonsense"}},
+        {"$numpy": ARRAY | {"dtype": ["<f4"]}},
+        {"$numpy": ARRAY | {"shape": [3]}},
+        {"$numpy": ARRAY | {"shape": [-1]}},
+        {"$numpy": ARRAY | {"shape": [-1, -2]}},
+        {"$numpy": ARRAY | {"shape": ["2"]}},
+        {"$numpy": ARRAY | {"shape": 2}},
+        {"$numpy": ARRAY | {"shape": None}},
         {"$numpy": ARRAY | {"shape": [2**70, 0, 2**70], "data": ""}},
-        {"$numpy": ARRAY | {"shape": [1] * 70}}, {"$numpy": ARRAY | {"data": "!"}},
-        {"$numpy": ARRAY | {"data": None}}, {"$numpy": {"dtype": "<f4", "shape": [2]}},
+        {"$numpy": ARRAY | {"shape": [1] * 70}},
+        {"$numpy": ARRAY | {"data": "!"}},
+        {"$numpy": ARRAY | {"data": None}},
+        {"$numpy": {"dtype": "<f4", "shape": [2]}},
     ],
     ids=lambda form: repr(form)[:60],
-)  # fmt: skip
+)
 def test_a_tagged_value_that_is_malformed_is_refused_by_its_tag(form: dict[str, Any]) -> None:
     (tag,) = form
     for place in (form, [form], {"a": {"b": form}}, {"$tuple": [form]}):

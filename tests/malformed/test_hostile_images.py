@@ -27,9 +27,15 @@ from holdfast.format.image import (
 from images import assemble
 
 Document = dict[str, Any]
-FILE_BYTES = len(assemble(plan_image([("a", "F32", (2, 3)), ("b", "I8", (5,))]), {
-    "a": bytes(24), "b": bytes(5),
-}))  # fmt: skip
+FILE_BYTES = len(
+    assemble(
+        plan_image([("a", "F32", (2, 3)), ("b", "I8", (5,))]),
+        {
+            "a": bytes(24),
+            "b": bytes(5),
+        },
+    )
+)
 
 
 def image() -> bytearray:
@@ -107,10 +113,21 @@ def test_an_empty_header_is_refused() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "[]", "null", "7", '"a"', "{'a': 1}", '{"a": }', "{} {}", "{}\0",
-        b'{"a\xff": 1}', b"\xff\xfe{\0}\0", '{"__metadata__":{"holdfast":"1"}',
+        "",
+        "{",
+        "[]",
+        "null",
+        "7",
+        '"a"',
+        "{'a': 1}",
+        '{"a": }',
+        "{} {}",
+        "{}\0",
+        b'{"a\xff": 1}',
+        b"\xff\xfe{\0}\0",
+        '{"__metadata__":{"holdfast":"1"}',
     ],
-)  # fmt: skip
+)
 def test_a_header_that_is_not_a_json_object_is_refused(text: str | bytes) -> None:
     refused(with_header(text), "not the JSON of an image")
 
@@ -133,15 +150,18 @@ def test_a_header_nested_without_end_is_refused() -> None:
         ('"b": {', '"b": {"dtype": "I8", "shape": [5], "data_offsets": [24, 29]}, "b": {'),
         ('"b": {', r'"\u0062": {"dtype": "I8", "shape": [5], "data_offsets": [24, 29]}, "b": {'),
         # Spelt with escapes throughout, so that no count of plain spellings notices.
-        ('"b": {', r'"b": {"d\u0074ype": "U8", "sh\u0061pe": [5], "data\u005foffsets": [24, 29]}, '
-                   '"b": {'),
+        (
+            '"b": {',
+            r'"b": {"d\u0074ype": "U8", "sh\u0061pe": [5], "data\u005foffsets": [24, 29]}, '
+            '"b": {',
+        ),
         ('"dtype": "I8"', '"dtype": "I8", "dtype": "U8"'),
         ('"shape": [5]', '"shape": [5], "shape": [1, 5]'),
         ('"__metadata__"', '"__metadata__": {"holdfast": "1"}, "__metadata__"'),
         ('"holdfast": "1"', '"holdfast": "2", "holdfast": "1"'),
         ('"a": {', '"__metadata__": {"holdfast": "2"}, "a": {'),
     ],
-)  # fmt: skip
+)
 def test_a_name_that_is_there_twice_is_refused(old: str, new: str) -> None:
     text = json.dumps(document())
     assert text.count(old) == 1
@@ -187,7 +207,12 @@ def changed(name: str, **fields: Any) -> bytes:
 @pytest.mark.parametrize(
     "entry",
     [
-        7, [], None, {}, {"dtype": "I8", "shape": [5]}, {"shape": [5], "data_offsets": [24, 29]},
+        7,
+        [],
+        None,
+        {},
+        {"dtype": "I8", "shape": [5]},
+        {"shape": [5], "data_offsets": [24, 29]},
         {"dtype": "I8", "shape": [5], "data_offsets": [24]},
         {"dtype": "I8", "shape": [5], "data_offsets": [24, 29, 30]},
         {"dtype": "I8", "shape": [5.5], "data_offsets": [24, 29]},
@@ -196,7 +221,7 @@ def changed(name: str, **fields: Any) -> bytes:
         {"dtype": 8, "shape": [5], "data_offsets": [24, 29]},
         {"dtype": "I8", "shape": ["5"], "data_offsets": [24, 29]},
     ],
-)  # fmt: skip
+)
 def test_an_entry_that_is_none_is_refused_by_name(entry: Any) -> None:
     refused(with_header(json.dumps(document() | {"b": entry})), "entry 'b'|there twice")
 
@@ -274,8 +299,9 @@ def move_table(found: Document) -> None:
     found[VALUES] |= {"shape": [start - values[0]], "data_offsets": [values[0], start]}
     found[TABLE]["data_offsets"] = [start, start + size]
     found[PAD] |= {
-        "shape": [table[1] - start - size], "data_offsets": [start + size, table[1]],
-    }  # fmt: skip
+        "shape": [table[1] - start - size],
+        "data_offsets": [start + size, table[1]],
+    }
 
 
 def no_table(found: Document) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.data.order import Order
+from holdfast.data.planning.order import Order
 from holdfast.events import ValuesDiffer
 from launch import run_ranks
 from packing import SAMPLES, Packing, lines
@@ -101,8 +101,10 @@ def _data_ranks(rank: int, world: int, root: str) -> dict[str, Any]:
 
 def test_data_and_randomness_follow_the_number_of_ranks(tmp_path: Path) -> None:
     told = run_ranks(3, _live, str(tmp_path))
-    by_life = [[told[rank][n - (rank == 2)] for rank in range(ranks)]
-               for n, (_, ranks, _) in enumerate(LIVES)]  # fmt: skip
+    by_life = [
+        [told[rank][n - (rank == 2)] for rank in range(ranks)]
+        for n, (_, ranks, _) in enumerate(LIVES)
+    ]
 
     # Every sample once, in the one order, over both changes and the epoch's end.
     given: list[int] = []

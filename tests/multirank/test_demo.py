@@ -14,23 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.demo import main, orchestrate, processes, runs
+from holdfast.demo import main, orchestrate, runs
+from holdfast.demo import runs as processes
 from holdfast.demo.records import (
-    Finished,
-    HandedOver,
-    Hashed,
-    Incarnation,
+    DemoIncarnation,
+    FinishRecord,
+    HandoverRecord,
+    HashRecord,
     Journal,
     Journals,
-    Restored,
-    Started,
-    Updated,
+    RestoredRecord,
+    StartRecord,
+    UpdateRecord,
 )
-from holdfast.demo.text import batch
+from holdfast.demo.train import batch
 from holdfast.demo.verdict import (
     TOLERANCE,
     Interruption,
-    Row,
+    VerdictRow,
     judge_all_killed,
     judge_host_lost,
     judge_hosts_lost,
@@ -48,28 +49,28 @@ def _loss(step: int) -> float:
 
 def _incarnation(
     n: int, steps: range, *, world: int = 2, restored: tuple[int, str] | None = None
-) -> Incarnation:
+) -> DemoIncarnation:
     """One that made ``steps`` with the right losses, every step handed over."""
-    found = Incarnation(n)
+    found = DemoIncarnation(n)
     for rank in range(world):
-        found.take(rank, Started(incarnation=n, world=world, pid=1))
+        found.add(rank, StartRecord(incarnation=n, world=world, pid=1))
         if restored is not None:
             step, source = restored
-            found.take(rank, Restored(incarnation=n, step=step, source=source, elapsed_s=0.1))
-            found.take(rank, Hashed(incarnation=n, step=step, state=f"{step}", elapsed_s=0.0))
+            found.add(rank, RestoredRecord(incarnation=n, step=step, source=source, elapsed_s=0.1))
+            found.add(rank, HashRecord(incarnation=n, step=step, state=f"{step}", elapsed_s=0.0))
         for step in steps:
-            found.take(rank, Updated(incarnation=n, step=step, loss=_loss(step).hex()))
-            found.take(rank, HandedOver(incarnation=n, step=step))
-        found.take(rank, Finished(incarnation=n))
+            found.add(rank, UpdateRecord(incarnation=n, step=step, loss=_loss(step).hex()))
+            found.add(rank, HandoverRecord(incarnation=n, step=step))
+        found.add(rank, FinishRecord(incarnation=n))
     return found
 
 
 @pytest.fixture
-def reference() -> Incarnation:
+def reference() -> DemoIncarnation:
     found = _incarnation(1, range(LAST + 1))
     for step in range(LAST + 1):
-        record = Hashed(incarnation=1, step=step, state=f"{step}", elapsed_s=0.0)
-        found.take(0, record)
+        record = HashRecord(incarnation=1, step=step, state=f"{step}", elapsed_s=0.0)
+        found.add(0, record)
     return found
 
 
@@ -84,7 +85,7 @@ def kill() -> Interruption:
 
 @pytest.mark.parametrize(("step", "lost"), [(5, 0), (4, 1)])
 def test_memory_gives_the_last_completed_step_or_the_one_before(
-    step: int, lost: int, kill: Interruption, reference: Incarnation
+    step: int, lost: int, kill: Interruption, reference: DemoIncarnation
 ) -> None:
     resumed = _incarnation(2, range(step + 1, LAST + 1), restored=(step, "memory"))
     row = judge_one_killed(kill, resumed, reference)
@@ -94,7 +95,7 @@ def test_memory_gives_the_last_completed_step_or_the_one_before(
 
 @pytest.mark.parametrize("restored", [(3, "memory"), (6, "memory"), (5, "storage"), None])
 def test_any_other_step_or_source_is_not_as_promised(
-    restored: tuple[int, str] | None, kill: Interruption, reference: Incarnation
+    restored: tuple[int, str] | None, kill: Interruption, reference: DemoIncarnation
 ) -> None:
     first = restored[0] + 1 if restored else 0
     resumed = _incarnation(2, range(first, LAST + 1), restored=restored)
@@ -102,10 +103,10 @@ def test_any_other_step_or_source_is_not_as_promised(
 
 
 def test_a_step_counts_from_its_update_and_binds_from_its_end(
-    kill: Interruption, reference: Incarnation
+    kill: Interruption, reference: DemoIncarnation
 ) -> None:
     for rank in range(2):  # step 6 is made, but ``Checkpointer.step`` has not returned
-        kill.killed.take(rank, Updated(incarnation=1, step=6, loss=_loss(6).hex()))
+        kill.killed.add(rank, UpdateRecord(incarnation=1, step=6, loss=_loss(6).hex()))
     resumed = _incarnation(2, range(5, LAST + 1), restored=(4, "memory"))
     row = judge_one_killed(kill, resumed, reference)
     assert row.broken == ()
@@ -114,21 +115,21 @@ def test_a_step_counts_from_its_update_and_binds_from_its_end(
 
 @pytest.mark.parametrize("restored", [(2, "storage"), (4, "memory"), (5, "storage")])
 def test_after_everything_was_killed_only_the_newest_checkpoint_will_do(
-    restored: tuple[int, str], kill: Interruption, reference: Incarnation
+    restored: tuple[int, str], kill: Interruption, reference: DemoIncarnation
 ) -> None:
     resumed = _incarnation(2, range(restored[0] + 1, LAST + 1), restored=restored)
     assert judge_all_killed(kill, resumed, 4, reference).broken
 
 
-def _resumed_elsewhere(reference: Incarnation, kill: Interruption, loss: float) -> Row:
+def _resumed_elsewhere(reference: DemoIncarnation, kill: Interruption, loss: float) -> VerdictRow:
     resumed = _incarnation(2, range(5, LAST), world=3, restored=(4, "storage"))
     for rank in range(3):
-        resumed.take(rank, Updated(incarnation=2, step=LAST, loss=loss.hex()))
+        resumed.add(rank, UpdateRecord(incarnation=2, step=LAST, loss=loss.hex()))
     return judge_other_world(kill, "3 ranks", resumed, 4, reference)
 
 
 def test_other_ranks_may_differ_by_rounding_and_by_no_more(
-    kill: Interruption, reference: Incarnation
+    kill: Interruption, reference: DemoIncarnation
 ) -> None:
     right = _loss(LAST)
     assert _resumed_elsewhere(reference, kill, right * (1 + TOLERANCE / 2)).broken == ()
@@ -137,16 +138,18 @@ def test_other_ranks_may_differ_by_rounding_and_by_no_more(
 
 
 def test_one_bit_of_one_loss_is_seen_on_the_same_ranks(
-    kill: Interruption, reference: Incarnation
+    kill: Interruption, reference: DemoIncarnation
 ) -> None:
     resumed = _incarnation(2, range(6, LAST), restored=(5, "memory"))
     nearly = float.fromhex(_loss(LAST).hex()) * (1 + 2**-52)
     for rank in range(2):
-        resumed.take(rank, Updated(incarnation=2, step=LAST, loss=nearly.hex()))
+        resumed.add(rank, UpdateRecord(incarnation=2, step=LAST, loss=nearly.hex()))
     assert "1 losses are not" in judge_one_killed(kill, resumed, reference).broken[0]
 
 
-def test_a_state_with_another_checksum_is_seen(kill: Interruption, reference: Incarnation) -> None:
+def test_a_state_with_another_checksum_is_seen(
+    kill: Interruption, reference: DemoIncarnation
+) -> None:
     resumed = _incarnation(2, range(6, LAST + 1), restored=(5, "memory"))
     resumed.states[5] = "another"
     row = judge_one_killed(kill, resumed, reference)
@@ -154,12 +157,18 @@ def test_a_state_with_another_checksum_is_seen(kill: Interruption, reference: In
     assert row.broken
 
 
-@pytest.mark.parametrize(("step", "source", "is_kept"), [
-    (4, "memory", True), (5, "memory", True), (3, "memory", False), (6, "memory", False),
-    (4, "storage", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "source", "is_kept"),
+    [
+        (4, "memory", True),
+        (5, "memory", True),
+        (3, "memory", False),
+        (6, "memory", False),
+        (4, "storage", False),
+    ],
+)
 def test_after_the_loss_of_a_host_memory_gives_a_protected_step_or_a_newer_one(
-    step: int, source: str, is_kept: bool, kill: Interruption, reference: Incarnation
+    step: int, source: str, is_kept: bool, kill: Interruption, reference: DemoIncarnation
 ) -> None:
     resumed = _incarnation(2, range(step + 1, LAST + 1), world=3, restored=(step, source))
     row = judge_host_lost(kill, resumed, 4, reference)
@@ -168,7 +177,7 @@ def test_after_the_loss_of_a_host_memory_gives_a_protected_step_or_a_newer_one(
 
 
 def test_a_state_restored_on_fewer_hosts_is_compared_or_the_promise_is_not_kept(
-    kill: Interruption, reference: Incarnation
+    kill: Interruption, reference: DemoIncarnation
 ) -> None:
     resumed = _incarnation(2, range(5, LAST + 1), world=3, restored=(4, "memory"))
     del reference.states[4]
@@ -194,17 +203,17 @@ def test_a_reference_that_misses_a_step_or_a_checkpoint_is_seen() -> None:
 
 def test_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
     journal = Journal(tmp_path, 0)
-    journal.write(Updated(incarnation=1, step=0, loss="0x1p0"))
+    journal.write(UpdateRecord(incarnation=1, step=0, loss="0x1p0"))
     journal.close()
     whole = (tmp_path / "rank-0.jsonl").read_bytes()
     with (tmp_path / "rank-0.jsonl").open("ab") as file:
         file.write(whole[:-9])
     journals = Journals(tmp_path)
-    journals.look()
+    journals.poll()
     assert journals.lines == 1
     with (tmp_path / "rank-0.jsonl").open("ab") as file:
         file.write(whole[-9:])
-    journals.look()
+    journals.poll()
     assert journals.lines == 2
 
 

@@ -21,11 +21,11 @@ import holdfast
 import launch
 from holdfast import events, oneshot
 from holdfast.catalogue import catalogue
-from holdfast.load import together
-from holdfast.load.exchange import Exchange, Pending, Traffic, Wire
-from holdfast.load.read import Array
-from holdfast.load.source import from_manifest
-from holdfast.load.wire import GlooWire
+from holdfast.restore import read_once as together
+from holdfast.restore.exchange.block_exchange import BlockExchange, Pending, Traffic, Wire
+from holdfast.restore.read_once import GlooWire
+from holdfast.restore.reading.images import from_manifest
+from holdfast.restore.reading.read import Array
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 from launch import run_ranks
@@ -113,7 +113,7 @@ class Run:
 def _noting_reads(reads: list[tuple[str, int, int]]) -> Iterator[None]:
     """Every read of a store's file while ranks exchange."""
     is_on = False
-    real_read, real_run = LocalStore.read_into, Exchange.run
+    real_read, real_run = LocalStore.read_into, BlockExchange.run
 
     def read_into(
         store: LocalStore, path: str, offset_bytes: int, buffer: memoryview, **how: bool
@@ -122,7 +122,7 @@ def _noting_reads(reads: list[tuple[str, int, int]]) -> Iterator[None]:
             reads.append((path, offset_bytes, len(buffer)))
         real_read(store, path, offset_bytes, buffer, **how)
 
-    def run(exchange: Exchange, wire: Wire) -> Traffic:
+    def run(exchange: BlockExchange, wire: Wire) -> Traffic:
         nonlocal is_on
         is_on = True
         try:
@@ -132,7 +132,7 @@ def _noting_reads(reads: list[tuple[str, int, int]]) -> Iterator[None]:
 
     with (
         mock.patch.object(LocalStore, "read_into", read_into),
-        mock.patch.object(Exchange, "run", run),
+        mock.patch.object(BlockExchange, "run", run),
     ):
         yield
 
@@ -147,18 +147,23 @@ def _reads_once(rank: int, world: int, root: str) -> dict[str, Any]:
             _, wrong, event, _ = run.load("always")
         _, wrong_alone, alone, _ = run.load("never")
         found[layout] = {
-            "wrong": wrong + wrong_alone, "reads": reads, "read": event.read_bytes,
-            "received": event.received_bytes, "alone": alone.read_bytes,
+            "wrong": wrong + wrong_alone,
+            "reads": reads,
+            "read": event.read_bytes,
+            "received": event.received_bytes,
+            "alone": alone.read_bytes,
             "alone_received": alone.received_bytes,
-        }  # fmt: skip
+        }
     # As another layout than was saved: columns of what was stored in rows.
     for saved, wanted in (("hsdp", "tp_dp"), ("tp_dp", "ddp"), ("ddp", "hsdp")):
         reads = []
         with _noting_reads(reads):
             _, wrong, event, _ = Run(f"{root}/{saved}", wanted).load("always")
         found[f"{saved} to {wanted}"] = {
-            "wrong": wrong, "reads": reads, "read": event.read_bytes,
-        }  # fmt: skip
+            "wrong": wrong,
+            "reads": reads,
+            "read": event.read_bytes,
+        }
     return found
 
 
@@ -414,7 +419,12 @@ def test_ranks_read_for_each_other_on_several_hosts_where_much_is_wanted_twice(
 ) -> None:
     for found in run_ranks(2, _chooses, str(tmp_path)):
         assert found == {
-            "one host": 0, "rank 1 says never": 0, "too little": 0, "two hosts": True, "never": 0,
+            "one host": 0,
+            "rank 1 says never": 0,
+            "too little": 0,
+            "two hosts": True,
+            "never": 0,
             # No byte is wanted twice; but by columns every block is.
-            "rows of rows": (1.0, 0.0, True), "columns of rows": (1.0, 1.0, True),
-        }  # fmt: skip
+            "rows of rows": (1.0, 0.0, True),
+            "columns of rows": (1.0, 1.0, True),
+        }

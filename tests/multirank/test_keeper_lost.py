@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import Every, events
-from holdfast.snapshot import client
-from holdfast.snapshot.copier import Copier
+from holdfast.capture.copier import Copier
+from holdfast.protocol import client
 from holdfast.testing.faults import Hosts
 from launch import run_ranks
 from mishaps import listening
@@ -93,9 +93,10 @@ MOMENTS: dict[str, type[Moment]] = {"sealed": Sealed, "asked": Asked, "idle": Id
 
 
 HOSTS = pytest.mark.parametrize(
-    ("hosts", "loses"), [("aa", "a"), ("ab", "a"), ("ab", "b")],
+    ("hosts", "loses"),
+    [("aa", "a"), ("ab", "a"), ("ab", "b")],
     ids=["one host", "coordinator", "another host"],
-)  # fmt: skip
+)
 
 
 def _goes_on(
@@ -239,7 +240,7 @@ def _waits_for_it(rank: int, world: int, root: Path, arena: Path) -> str:
         checkpointer = holdfast.Checkpointer(root / "run", state, memory=None)
         checkpointer.save(FIRST - 1).wait_captured(60)
         moment.save(checkpointer, patch)
-    missed = checkpointer._last_handle
+    missed = checkpointer._promised.last
     assert missed is not None and checkpointer._saver.end_capture(timeout_s=60)
     train(model, state, range(FIRST + 1, FIRST + 2))
     assert checkpointer.step(FIRST + 1) is None  # nothing is due
@@ -276,5 +277,6 @@ def _one_leaves(rank: int, world: int, root: Path) -> str:
 
 def test_whoever_saves_when_another_has_closed_is_told_so_and_keeps_nobody(tmp_path: Path) -> None:
     assert run_ranks(2, _one_leaves, tmp_path) == [
-        "", "step 21 was skipped on all ranks: ranks [0] have closed their Checkpointer"
-    ]  # fmt: skip
+        "",
+        "step 21 was skipped on all ranks: ranks [0] have closed their Checkpointer",
+    ]

@@ -9,8 +9,8 @@ from typing import Any
 
 import holdfast
 from holdfast import events
-from holdfast.snapshot.capture import Overtaking
-from holdfast.snapshot.underway import Patience
+from holdfast.capture.copy_slot import OvertakeDetector
+from holdfast.capture.task import Timeouts
 from launch import run_ranks
 from models import build, train
 
@@ -26,16 +26,16 @@ def _captures_together(rank: int, world: int, root: str) -> dict[str, Any]:
     checkpointer.save(0).wait_captured(30)
 
     # Rank 1's copy is overtaken: no rank keeps step 1.
-    real = Overtaking.check
+    real = OvertakeDetector.check
     if rank == 1:
-        setattr(Overtaking, "check", _overtaken)  # noqa: B010  (not a method of its type)
+        setattr(OvertakeDetector, "check", _overtaken)  # noqa: B010  (not a method of its type)
     handle = checkpointer.save(1)
     try:
         handle.wait_captured(30)
         found["overtaken"] = "captured"
     except holdfast.CaptureOvertaken as error:
         found["overtaken"] = str(error)
-    setattr(Overtaking, "check", real)  # noqa: B010
+    setattr(OvertakeDetector, "check", real)  # noqa: B010
 
     # Rank 1 misses a step: the others are told at once, and all meet at the next one.
     started_s = time.monotonic()
@@ -139,4 +139,4 @@ def test_a_rank_that_does_not_come_is_named_and_does_not_hold_the_others(tmp_pat
     first, _ = run_ranks(2, _a_rank_that_never_comes, str(tmp_path))
     assert "ranks [1] have not asked" in first
     assert "held True" in first
-    assert Patience().grant_s <= 10
+    assert Timeouts().grant_s <= 10

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast import events
-from holdfast.observe.fold import read_report
 from holdfast.observe.log import NoticeSink
 from holdfast.observe.report import to_json
+from holdfast.observe.report_builder import read_report
 from launch import run_ranks
 from mishaps import build as build_large
 from mishaps import listening
@@ -121,8 +121,9 @@ def _hybrid(rank: int, world: int, root: str) -> list[Any]:
 def test_under_hybrid_sharding_the_ranks_of_one_shard_are_named(tmp_path: Path) -> None:
     found = run_ranks(4, _hybrid, str(tmp_path))
     assert {leaf for _, leaf, *_ in found[0]} <= {
-        "optimizer.0.weight.exp_avg_sq", "model.0.weight"  # it is updated by that
-    }  # fmt: skip
+        "optimizer.0.weight.exp_avg_sq",
+        "model.0.weight",  # it is updated by that
+    }
     first = min(found[0])
     assert 2 * SAVES <= first[0] < 3 * SAVES
     assert {each[2:] for each in found[0]} == {((1, 3), 2, False)}
@@ -144,9 +145,10 @@ def _through_rings(rank: int, world: int, root: str) -> dict[str, Any]:
             checkpointer.save(step, durable=True).wait_durable(60)
     checkpointer.close()
     return {
-        "differ": differing(heard), "kinds": {type(each).__name__ for each in heard},
+        "differ": differing(heard),
+        "kinds": {type(each).__name__ for each in heard},
         "compared": sum(e.compared_bytes for e in heard if isinstance(e, events.ImagePassed)),
-    }  # fmt: skip
+    }
 
 
 def test_what_passes_through_rings_is_compared_too(

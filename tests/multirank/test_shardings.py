@@ -23,9 +23,11 @@ WORLD = 4
 FURTHER = range(shardings.STEPS, shardings.STEPS + 3)
 #: The layouts from which a training that is cut over the ranks goes on.
 SHARDED = {
-    "fsdp": ("tp4", "zero1", "stages", "turned"), "hsdp": ("tp2", "mesh"),
-    "fsdp_tp": ("zero3", "plain"), "ddp": ("tp4", "zero3"),
-}  # fmt: skip
+    "fsdp": ("tp4", "zero1", "stages", "turned"),
+    "hsdp": ("tp2", "mesh"),
+    "fsdp_tp": ("zero3", "plain"),
+    "ddp": ("tp4", "zero3"),
+}
 #: Sums over ranks are made in another order than on one, so the losses may differ in their last
 #: bits: by at most 1.4e-7 of them, as measured, where a float32 tells 1.2e-7 apart.
 REORDERED = 1e-6

@@ -50,9 +50,16 @@ def test_debug_shows_every_event() -> None:
 
 def unlike(*, is_known: bool, others: int = 0, box: str = "") -> events.Event:
     return events.ReplicasDiffer(
-        incarnation=2, step=7, rank=0, leaf="model.w", box=box, ranks=(1,) if is_known else (0, 1),
-        replicas=4 if is_known else 2, is_known_which=is_known, others=others,
-    )  # fmt: skip
+        incarnation=2,
+        step=7,
+        rank=0,
+        leaf="model.w",
+        box=box,
+        ranks=(1,) if is_known else (0, 1),
+        replicas=4 if is_known else 2,
+        is_known_which=is_known,
+        others=others,
+    )
 
 
 #: One of each, so that a phrase that asks for a field an event has not got is found here.
@@ -106,9 +113,13 @@ def test_a_level_that_is_unknown_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: type(event).__name__)
 def test_unasked_only_trouble_is_shown(event: events.Event) -> None:
     trouble = (
-        events.SnapshotMissed, events.PersistBroke, events.KeeperLost, events.SourceDropped,
-        events.Warned, events.ReplicasDiffer,
-    )  # fmt: skip
+        events.SnapshotMissed,
+        events.PersistBroke,
+        events.KeeperLost,
+        events.SourceDropped,
+        events.Warned,
+        events.ReplicasDiffer,
+    )
     assert len(noticed([(event, 0.0)])) == isinstance(event, trouble)
 
 
@@ -132,8 +143,10 @@ def test_replicas_that_differ_are_named_with_what_is_known_of_them() -> None:
 
 
 def test_the_same_trouble_is_shown_at_once_and_then_once_a_minute_with_its_count() -> None:
-    reasons = [(missed(step, f"step {step}: slot {step}.slot is too small"), float(step))
-               for step in range(150)]  # fmt: skip
+    reasons = [
+        (missed(step, f"step {step}: slot {step}.slot is too small"), float(step))
+        for step in range(150)
+    ]
     first, second, third = noticed(reasons)
     assert "2-0" in first and "more" not in first
     assert "2-60" in second and "(59 more since this was last said)" in second

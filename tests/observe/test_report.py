@@ -13,9 +13,9 @@ from rich.console import Console
 
 from holdfast import events
 from holdfast.errors import NotFound
-from holdfast.observe.divergence import Divergence
-from holdfast.observe.fold import read_report
+from holdfast.observe.log import Divergence
 from holdfast.observe.report import Figures, RefusedAtDoor, Report, Save, render, to_json
+from holdfast.observe.report_builder import read_report
 
 
 def write(root: Path, name: str, *records: events.Event | bytes, first_s: int = 1_000) -> None:
@@ -235,9 +235,15 @@ def test_the_tables_show_saves_sums_restores_and_troubles(run: Path) -> None:
 
 def unlike(step: int, rank: int, leaf: str, ranks: tuple[int, ...], known: bool) -> events.Event:
     return events.ReplicasDiffer(
-        incarnation=1, step=step, rank=rank, leaf=leaf, box="", ranks=ranks, replicas=4,
+        incarnation=1,
+        step=step,
+        rank=rank,
+        leaf=leaf,
+        box="",
+        ranks=ranks,
+        replicas=4,
         is_known_which=known,
-    )  # fmt: skip
+    )
 
 
 def test_replicas_that_differed_count_once_a_save_whoever_told(tmp_path: Path) -> None:
@@ -282,17 +288,19 @@ def test_progress_never_goes_beyond_its_end(run: Path) -> None:
 def test_what_is_protected_and_what_losses_that_survives_is_said(tmp_path: Path) -> None:
     told = "on b: no network"
     write(
-        tmp_path, "keeper-a.jsonl",
+        tmp_path,
+        "keeper-a.jsonl",
         events.ProtectionPlanned(incarnation=1, parity=1, hosts=4, survives="any 1 of 4 hosts"),
         events.SnapshotCaptured(incarnation=1, step=0, elapsed_s=0.5, world=4),
         events.SnapshotProtected(incarnation=1, step=0, survives="any 1 of 4 hosts", elapsed_s=1),
         events.SnapshotCaptured(incarnation=1, step=1, elapsed_s=0.5, world=4),
         events.SnapshotNotProtected(incarnation=1, step=1, reason=told),
-    )  # fmt: skip
+    )
     write(
-        tmp_path, "rank-0.jsonl",
+        tmp_path,
+        "rank-0.jsonl",
         events.SnapshotNotProtected(incarnation=1, step=1, rank=0, reason=told),
-    )  # fmt: skip
+    )
     report = read_report(tmp_path)
     assert [save.state for save in report.saves] == ["protected", "captured"]
     assert report.unprotected == (f"1-1: {told}",)
@@ -320,16 +328,28 @@ def test_what_keepers_turned_away_is_summed_by_host_and_door(tmp_path: Path) -> 
 
 def test_what_was_found_damaged_in_memory_is_listed_with_what_came_of_it(tmp_path: Path) -> None:
     write(
-        tmp_path, "keeper-a.jsonl",
+        tmp_path,
+        "keeper-a.jsonl",
         events.DamageFound(
-            incarnation=1, step=7, host="a", what="image", name="rank 2", size_bytes=1 << 20,
+            incarnation=1,
+            step=7,
+            host="a",
+            what="image",
+            name="rank 2",
+            size_bytes=1 << 20,
             outcome="repaired",
         ),
         events.DamageFound(
-            incarnation=1, step=7, host="a", what="parity", name="row 0 of stripe 1",
-            size_bytes=1 << 20, outcome="dropped", reason="no other host is in reach",
+            incarnation=1,
+            step=7,
+            host="a",
+            what="parity",
+            name="row 0 of stripe 1",
+            size_bytes=1 << 20,
+            outcome="dropped",
+            reason="no other host is in reach",
         ),
-    )  # fmt: skip
+    )
     report = read_report(tmp_path)
     assert [one.outcome for one in report.damages] == ["repaired", "dropped"]
     shown = rendered(report)

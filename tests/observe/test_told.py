@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.events import Event, SnapshotProtected, Warned, to_record
-from holdfast.observe import told as module
-from holdfast.observe.told import told
+from holdfast.observe import log as module
+from holdfast.observe.log import read_events
 
 
 def line(event: Event) -> bytes:
@@ -31,11 +31,11 @@ def test_every_whole_line_of_the_kind_is_found_once(
     }
     for name, content in files.items():
         (tmp_path / "events" / f"{name}.jsonl").write_bytes(b"".join(content))
-    assert [one.step for one in told(tmp_path, SnapshotProtected)] == [0, 1, 2, 3]
-    assert len(list(told(tmp_path, Warned))) == 1
+    assert [one.step for one in read_events(tmp_path, SnapshotProtected)] == [0, 1, 2, 3]
+    assert len(list(read_events(tmp_path, Warned))) == 1
 
 
 def test_a_run_without_events_told_of_nothing(tmp_path: Path) -> None:
-    assert list(told(tmp_path, Warned)) == []
+    assert list(read_events(tmp_path, Warned)) == []
     (tmp_path / "events" / "rank-0.jsonl").mkdir(parents=True)
-    assert list(told(tmp_path, Warned)) == []
+    assert list(read_events(tmp_path, Warned)) == []

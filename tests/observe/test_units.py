@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.observe.units import (
+from holdfast.observe.text import (
     counts_text,
     moment_text,
     ranks_text,

@@ -11,7 +11,8 @@ from torch import nn
 import hybrids
 from holdfast.errors import UsageError
 from holdfast.events import Event, subscribe
-from holdfast.offload import HybridAdamW, HybridSGD, kernels, placing
+from holdfast.offload import HybridAdamW, HybridSGD, kernels
+from holdfast.offload import placement as placing
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -22,13 +23,16 @@ def test_sparse_gradients_are_refused() -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize(("tensor", "said"), [
-    (torch.zeros(3, dtype=torch.float64), "is of torch.float64, and masters are FP32"),
-    (torch.zeros(3, dtype=torch.complex64), "is of torch.complex64"),
-    (torch.zeros(3, device="meta"), "is on the meta device"),
-    (torch.zeros(1).expand(4), "has gaps in its memory, or elements that share it"),
-    (torch.zeros(4, 6)[:, ::2], "has gaps in its memory"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(3, dtype=torch.float64), "is of torch.float64, and masters are FP32"),
+        (torch.zeros(3, dtype=torch.complex64), "is of torch.complex64"),
+        (torch.zeros(3, device="meta"), "is on the meta device"),
+        (torch.zeros(1).expand(4), "has gaps in its memory, or elements that share it"),
+        (torch.zeros(4, 6)[:, ::2], "has gaps in its memory"),
+    ],
+)
 def test_parameters_it_cannot_hold_are_refused_and_the_group_is_not_added(
     tensor: torch.Tensor, said: str
 ) -> None:
@@ -94,7 +98,7 @@ def test_without_room_on_the_device_all_is_updated_on_the_host(
 
     said: list[Event] = []
     end = subscribe(lambda event, _: said.append(event))
-    monkeypatch.setattr(placing, "Slot", full)
+    monkeypatch.setattr(placing, "DeviceSlot", full)
     ours, theirs = hybrids.tiny(), hybrids.tiny()
     one = HybridAdamW(ours.parameters(), subgroup_elements=700, device_share=0.5)
     other = torch.optim.AdamW(theirs.parameters(), fused=True)
@@ -139,7 +143,7 @@ def test_an_update_that_broke_off_is_never_gone_on_from(
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.offload import rows
+    from holdfast.offload import host_state as rows
 
     class Refusing:
         def cudaHostRegister(self, *_: int) -> int:
@@ -158,7 +162,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "ones", ones)
     end = subscribe(lambda event, _: said.append(event))
     monkeypatch.setattr(torch.cuda, "cudart", Refusing)
-    rows.Row([rows.Place(torch.ones(40), "w")], 0, is_pinned=True)
+    rows.FlatBufferRow([rows.ParamSlot(torch.ones(40), "w")], 0, is_pinned=True)
     end()
     assert "could not be pinned (CUDA error 2)" in getattr(said[0], "message", "")
     assert launched, "the next who launches gets an error that is none of theirs"

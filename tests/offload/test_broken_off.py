@@ -16,11 +16,13 @@ from torch import nn
 import holdfast
 import hybrids
 from holdfast.errors import UnsupportedState, UsageError
-from holdfast.offload import HybridAdamW, HybridSGD, gradients, kernels, noting, stepping
-from holdfast.offload.checksums import checksum
-from holdfast.offload.lanes import ThreadMark
-from holdfast.offload.placing import Placing
-from holdfast.offload.stepping import Stepping
+from holdfast.offload import HybridAdamW, HybridSGD, gradients, kernels
+from holdfast.offload import step as noting
+from holdfast.offload import step as stepping
+from holdfast.offload.kernels import checksum
+from holdfast.offload.placement import SubgroupPlacement
+from holdfast.offload.step import StepRunner
+from holdfast.offload.streams import ThreadMark
 from holdfast.offload.update import Update
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
@@ -138,13 +140,13 @@ def test_an_update_interrupted_before_it_began_is_none(
         hybrids.loss_of(pair[0], 7).backward()
     if where == "_count" and make is sgd:
         where = "_begin"
-    real = getattr(Stepping, where)
+    real = getattr(StepRunner, where)
 
     def interrupted(*args: Any, **options: Any) -> None:
         real(*args, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Stepping, where, interrupted)
+    monkeypatch.setattr(StepRunner, where, interrupted)
     with pytest.raises(KeyboardInterrupt):
         one[1].step()
     monkeypatch.undo()
@@ -155,13 +157,13 @@ def test_an_update_interrupted_before_it_began_is_none(
 
 
 class _Interrupt:
-    """Interrupts ``Stepping.step`` before its line with this number, in the order they run."""
+    """Interrupts ``StepRunner.step`` before its line with this number, in the order they run."""
 
     def __init__(self, line: int) -> None:
         self.left = line
 
     def __call__(self, frame: FrameType, event: str, _: object) -> Any:
-        return self._line if frame.f_code is Stepping.step.__code__ else None
+        return self._line if frame.f_code is StepRunner.step.__code__ else None
 
     def _line(self, _: FrameType, event: str, __: object) -> Any:
         self.left -= event == "line"
@@ -207,7 +209,7 @@ def test_a_step_that_did_not_begin_behind_one_that_raised_though_whole_keeps_the
     one, other = ((model, adamw(model)) for model in (hybrids.tiny(), hybrids.tiny()))
     for pair in (one, other):
         hybrids.loss_of(pair[0], 0).backward()
-    real, left = Stepping._end, [1]
+    real, left = StepRunner._end, [1]
 
     def interrupted(*given: Any) -> None:
         real(*given)
@@ -215,7 +217,7 @@ def test_a_step_that_did_not_begin_behind_one_that_raised_though_whole_keeps_the
             left.pop()
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Stepping, "_end", interrupted)
+    monkeypatch.setattr(StepRunner, "_end", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one[1].step()
     other[1].step()
@@ -224,7 +226,7 @@ def test_a_step_that_did_not_begin_behind_one_that_raised_though_whole_keeps_the
         optimizer.zero_grad()
         (hybrids.loss_of(model, 1) * 100).backward()
         assert optimizer.clip_grad_norm_(0.1) > 1
-    monkeypatch.setattr(Placing, "ready", _interrupted)
+    monkeypatch.setattr(SubgroupPlacement, "ready", _interrupted)
     with pytest.raises(KeyboardInterrupt):
         one[1].step()
     monkeypatch.undo()
@@ -306,6 +308,9 @@ def test_no_memory_for_a_checksum_raises_nothing_and_changes_no_bit(
     assert hybrids.differences(one, other) == []
 
 
+_note = noting.note
+
+
 def _note_one(places: Any) -> None:
-    noting.note(list(places)[:1])
+    _note(list(places)[:1])
     raise torch.OutOfMemoryError("CUDA out of memory")

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.offload import checksums
-from holdfast.offload.checksums import Bits, are_same, checksum, sums
+from holdfast.offload import kernels as checksums
+from holdfast.offload.kernels import Bits, are_same, checksum, sums
 
 LONG, PIECE = checksums._LONG, checksums._ROWS * checksums._WIDTH
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {

@@ -5,13 +5,21 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.offload.cutting import ALIGNED, Span, aligned, batches, cut, merged, starts
+from holdfast.offload.planning.subgroups import (
+    ALIGNED,
+    ElementSpan,
+    aligned,
+    batches,
+    cut,
+    merged,
+    starts,
+)
 
 SIZES = st.lists(st.integers(0, 200), max_size=12)
 LONGEST = st.integers(1, 300)
 
 
-def elements(spans: list[Span]) -> list[tuple[int, int]]:
+def elements(spans: list[ElementSpan]) -> list[tuple[int, int]]:
     return [(span.parameter, at) for span in spans for at in range(span.start, span.stop)]
 
 

@@ -16,8 +16,9 @@ from torch import nn
 
 import hybrids
 from holdfast.errors import UsageError
-from holdfast.offload import HybridAdamW, states
-from holdfast.offload.rows import Place, Row
+from holdfast.offload import HybridAdamW
+from holdfast.offload import state_dict as states
+from holdfast.offload.host_state import FlatBufferRow, ParamSlot
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
 
@@ -126,7 +127,7 @@ def test_masters_are_compared_with_their_parameters_only_where_those_were_change
     followed = []
     follow = states.follow_parameter
 
-    def count(row: Row, place: Place, *, keep: bool) -> None:
+    def count(row: FlatBufferRow, place: ParamSlot, *, keep: bool) -> None:
         followed.append(place.parameter)
         follow(row, place, keep=keep)
 
@@ -246,7 +247,8 @@ def test_clipping_holds_for_one_step() -> None:
         hybrids.loss_of(there[0], step).backward()
         if step == 1:
             here[1].clip_grad_norm_(0.01)
-            nn.utils.clip_grad_norm_(there[0].parameters(), 0.01)
+            order = [one for group in there[1].param_groups for one in group["params"]]
+            nn.utils.clip_grad_norm_(order, 0.01)
         here[1].step()
         there[1].step()
         here[0].zero_grad()
@@ -381,8 +383,9 @@ def test_step_hooks_closures_and_schedulers_work() -> None:
 def test_parameters_added_later_are_trained_from_then_on() -> None:
     results = []
     for make in (
-        lambda p: HybridAdamW(p, 1e-2, **SMALL), lambda p: torch.optim.AdamW(p, 1e-2, fused=True)
-    ):  # fmt: skip
+        lambda p: HybridAdamW(p, 1e-2, **SMALL),
+        lambda p: torch.optim.AdamW(p, 1e-2, fused=True),
+    ):
         model = hybrids.tiny()
         parameters = list(model.parameters())
         optimizer = make(parameters[:4])

@@ -27,13 +27,16 @@ def theirs() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(hybrids.groups(model), 1e-2, fused=True)
 
 
-@pytest.mark.parametrize(("kind", "value", "said"), [
-    ("exp_avg", torch.zeros(3), "'exp_avg' given for parameter 2 of group 1 has the shape"),
-    ("exp_avg", torch.zeros(33, dtype=torch.complex64), "dense real numbers are needed"),
-    ("exp_avg_sq", torch.zeros(33).to_sparse(), "dense real numbers are needed"),
-    ("step", torch.zeros(3), r"'step' given for parameter 2 of group 1 is no number: \[3\]"),
-    ("step", "three", "is no number: 'three'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        ("exp_avg", torch.zeros(3), "'exp_avg' given for parameter 2 of group 1 has the shape"),
+        ("exp_avg", torch.zeros(33, dtype=torch.complex64), "dense real numbers are needed"),
+        ("exp_avg_sq", torch.zeros(33).to_sparse(), "dense real numbers are needed"),
+        ("step", torch.zeros(3), r"'step' given for parameter 2 of group 1 is no number: \[3\]"),
+        ("step", "three", "is no number: 'three'"),
+    ],
+)
 def test_what_does_not_fit_is_refused_and_nothing_of_the_rest_is_taken(
     kind: str, value: Any, said: str
 ) -> None:

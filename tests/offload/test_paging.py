@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from holdfast.errors import StorageError
-from holdfast.offload.paging import PAGE_ELEMENTS, Paged
-from holdfast.storage.scratch import Scratch
+from holdfast.offload.paged_memory import PAGE_ELEMENTS, PagedMemory
+from holdfast.storage.direct import Scratch
 
 PARTS = 6
 ELEMENTS = PARTS * PAGE_ELEMENTS - 100
 
 
-def made(tmp_path: Path) -> Paged:
-    return Paged(str(tmp_path), ELEMENTS)
+def made(tmp_path: Path) -> PagedMemory:
+    return PagedMemory(str(tmp_path), ELEMENTS)
 
 
 def part(number: int) -> tuple[int, int]:

@@ -12,20 +12,21 @@ from torch import nn
 
 import hybrids
 from holdfast.events import Event, subscribe
-from holdfast.offload import HybridAdamW, placing, schedule
+from holdfast.offload import HybridAdamW
+from holdfast.offload import placement as placing
 from holdfast.offload.kernels import AdamW
-from holdfast.offload.lanes import host_threads, make_lanes
-from holdfast.offload.measure import measure
-from holdfast.offload.rates import Measured, Rates
-from holdfast.offload.schedule import Schedule
-from holdfast.offload.update import Slot
+from holdfast.offload.planning import schedule
+from holdfast.offload.planning.schedule import Schedule
+from holdfast.offload.planning.simulate import Measured, Rates
+from holdfast.offload.streams import host_threads, make_streams, measure
+from holdfast.offload.update import DeviceSlot
 
 GROUP: dict[str, Any] = dict(torch.optim.AdamW([torch.zeros(0)]).defaults)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rates_are_measured_on_the_lanes_themselves(dtype: torch.dtype) -> None:
-    lanes = make_lanes(torch.device("cpu"), threads=1)
+    lanes = make_streams(torch.device("cpu"), threads=1)
     found = measure(lanes, AdamW(), GROUP, dtype, elements=1 << 18)
     assert found.h2d_bytes_s > 1e6 and found.host_update_elements_s > 1e5
     assert 0.1 <= found.both_ways <= 1.0
@@ -90,7 +91,7 @@ def test_a_device_that_was_full_is_never_planned_with_again(
         asked.append(1)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(placing, "Slot", full)
+    monkeypatch.setattr(placing, "DeviceSlot", full)
     monkeypatch.setattr(placing, "_REPLAN_STEPS", 1)
     monkeypatch.setattr(placing, "measure", lambda *_: FAST)
     model, optimizer = _planned()
@@ -116,9 +117,9 @@ def test_a_device_with_room_for_one_subgroup_is_used_with_one(
             made.append(0)
             raise torch.OutOfMemoryError("CUDA out of memory")
         made.append(1)
-        return Slot(*given)
+        return DeviceSlot(*given)
 
-    monkeypatch.setattr(placing, "Slot", slot)
+    monkeypatch.setattr(placing, "DeviceSlot", slot)
     monkeypatch.setattr(placing, "measure", lambda *_: FAST)
     model, optimizer = _planned()
     theirs = hybrids.tiny()
@@ -207,7 +208,7 @@ def test_a_rank_bound_to_its_share_of_the_cores_updates_with_all_of_it(
 def test_a_lane_of_its_own_threads_leaves_the_training_its_own() -> None:
     before = torch.get_num_threads()
     found: list[int] = []
-    lanes = make_lanes(torch.device("cpu"), threads=1)
+    lanes = make_streams(torch.device("cpu"), threads=1)
     lanes.host.run(lambda: found.append(torch.get_num_threads())).wait()
     other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
     other.start()

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 import hybrids
-from holdfast.demo.model import make_model
+from holdfast.demo.train import make_model
 from holdfast.errors import UsageError
 from holdfast.offload import HybridAdamW
 from launch import run_ranks
@@ -197,9 +197,11 @@ def _beyond_memory(rank: int, world: int, root: str) -> list[str]:
 
 def _on_meshes(rank: int, world: int, root: str) -> list[str]:
     return [
-        *_changed_by_others(rank, world), *_sequence_parallel(rank, world), *_refused(rank, world),
+        *_changed_by_others(rank, world),
+        *_sequence_parallel(rank, world),
+        *_refused(rank, world),
         *_beyond_memory(rank, world, root),
-    ]  # fmt: skip
+    ]
 
 
 def test_parameters_on_a_mesh_follow_others_and_their_gradients_are_reduced(

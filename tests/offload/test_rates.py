@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.offload.rates import Estimate, Kind, Measured, Rates
+from holdfast.offload.planning.simulate import Estimate, Kind, Measured, Rates
 
 KINDS: tuple[Kind, ...] = ("h2d", "d2h", "host_update", "device_update", "host_cast")
 RATES = Rates(10e9, 8e9, 1e9, 40e9, 3e9, overhead_s=1e-5)
@@ -80,11 +80,20 @@ def test_what_takes_no_time_by_agreement_is_not_measured() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("h2d_bytes_s", 0), ("d2h_bytes_s", -1), ("host_update_elements_s", math.nan),
-     ("host_cast_elements_s", 0), ("h2d_bytes_s", math.inf), ("both_ways", 0), ("both_ways", 1.5),
-     ("host_memory_bytes_s", 0), ("state_in_bytes", -4), ("overhead_s", -1),
-     ("overhead_s", math.nan)],
-)  # fmt: skip
+    [
+        ("h2d_bytes_s", 0),
+        ("d2h_bytes_s", -1),
+        ("host_update_elements_s", math.nan),
+        ("host_cast_elements_s", 0),
+        ("h2d_bytes_s", math.inf),
+        ("both_ways", 0),
+        ("both_ways", 1.5),
+        ("host_memory_bytes_s", 0),
+        ("state_in_bytes", -4),
+        ("overhead_s", -1),
+        ("overhead_s", math.nan),
+    ],
+)
 def test_rates_that_mean_nothing_are_refused(name: str, value: float) -> None:
     given = {"h2d_bytes_s": 1, "d2h_bytes_s": 1, "host_update_elements_s": 1}
     with pytest.raises(UsageError, match=f"{name}={value!r} is no rate"):

@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 import hybrids
 from holdfast.errors import UsageError
 from holdfast.events import Event, subscribe
-from holdfast.offload import HybridAdamW, kernels, placing
-from holdfast.offload.rates import Rates
-from holdfast.offload.schedule import Schedule
-from holdfast.offload.update import Slot
+from holdfast.offload import HybridAdamW, kernels
+from holdfast.offload import placement as placing
+from holdfast.offload.planning.schedule import Schedule
+from holdfast.offload.planning.simulate import Rates
+from holdfast.offload.update import DeviceSlot
 from launch import run_ranks
 
 DEVICE_IS_FAST = Rates(1e12, 1e12, 1e6, 1e12)
@@ -48,17 +49,17 @@ def _fake_device(rates: Rates, monkeypatch: pytest.MonkeyPatch) -> None:
 def _make_room(slots: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """For so many slots at a time. What is returned grows by one for each slot made."""
     made: list[int] = []
-    living: weakref.WeakSet[Slot] = weakref.WeakSet()
+    living: weakref.WeakSet[DeviceSlot] = weakref.WeakSet()
 
-    def slot(*given: Any) -> Slot:
+    def slot(*given: Any) -> DeviceSlot:
         if len(living) >= slots:
             raise torch.OutOfMemoryError("CUDA out of memory")
         made.append(1)
-        one = Slot(*given)
+        one = DeviceSlot(*given)
         living.add(one)
         return one
 
-    monkeypatch.setattr(placing, "Slot", slot)
+    monkeypatch.setattr(placing, "DeviceSlot", slot)
     return made
 
 

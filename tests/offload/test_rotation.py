@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.offload.rotation import Rotation, rotate
+from holdfast.offload.planning.subgroups import TierRotation, rotate
 
 sizes = st.lists(st.integers(0, 50), max_size=12)
 budgets = st.integers(0, 400)
@@ -18,15 +18,17 @@ flights = st.integers(1, 4)
 
 def steps(
     sizes_bytes: list[int], budget_bytes: int, in_flight: int, count: int = 5
-) -> list[Rotation]:
-    found: list[Rotation] = []
+) -> list[TierRotation]:
+    found: list[TierRotation] = []
     for _ in range(count):
         found.append(
             rotate(
-                sizes_bytes, budget_bytes=budget_bytes, after=found[-1] if found else None,
+                sizes_bytes,
+                budget_bytes=budget_bytes,
+                after=found[-1] if found else None,
                 in_flight=in_flight,
             )
-        )  # fmt: skip
+        )
     return found
 
 

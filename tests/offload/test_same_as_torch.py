@@ -47,9 +47,14 @@ def _options(divided: str) -> Any:
     return DIVIDED[divided]
 
 
-@pytest.mark.parametrize("options", [
-    {"maximize": True}, {"weight_decay": 0.3, "betas": (0.8, 0.95)}, {"lr": torch.tensor(3e-3)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"maximize": True},
+        {"weight_decay": 0.3, "betas": (0.8, 0.95)},
+        {"lr": torch.tensor(3e-3)},
+    ],
+)
 def test_every_option_of_adamw_is_torchs(options: dict[str, Any]) -> None:
     ours, theirs = hybrids.tiny(), hybrids.tiny()
     one = HybridAdamW(ours.parameters(), subgroup_elements=700, device_share=0.5, **options)
@@ -59,10 +64,15 @@ def test_every_option_of_adamw_is_torchs(options: dict[str, Any]) -> None:
     assert hybrids.differences((ours, one), (theirs, other)) == []
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    {"momentum": 0.9, "dampening": 0.5, "maximize": True},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.5, "maximize": True},
+    ],
+)
 def test_sgd_is_torchs(options: dict[str, Any]) -> None:
     ours, theirs = hybrids.tiny(), hybrids.tiny()
     one = HybridSGD(ours.parameters(), 0.05, subgroup_elements=700, device_share=0.5, **options)
@@ -104,11 +114,12 @@ def _in_order(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _like(optimizer: torch.optim.Optimizer, shadows: list[torch.Tensor]) -> list[dict[str, Any]]:
     left = iter(shadows)
     return [
-        {**{k: v for k, v in group.items() if k != "fused"}, "params": [
-            next(left) for _ in group["params"]
-        ]}
+        {
+            **{k: v for k, v in group.items() if k != "fused"},
+            "params": [next(left) for _ in group["params"]],
+        }
         for group in optimizer.param_groups
-    ]  # fmt: skip
+    ]
 
 
 def test_lanes_that_dawdle_change_nothing() -> None:

@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.offload.rates import Rates
-from holdfast.offload.schedule import LEAST_CHANGE, LEAST_GAIN, Schedule, plan, replan, timeline
-from holdfast.offload.simulate import Name, run, tasks
+from holdfast.offload.planning.schedule import (
+    LEAST_CHANGE,
+    LEAST_GAIN,
+    Schedule,
+    plan,
+    replan,
+    timeline,
+)
+from holdfast.offload.planning.simulate import Name, Rates, run, tasks
 from machines import machines, slots, subgroups
 
 #: The best order of all orders of all divisions is at most so much better than a plan.
@@ -34,14 +40,21 @@ few = st.lists(st.integers(0, 300), min_size=1, max_size=4).flatmap(
 
 @given(listed, machines, st.integers(0, 4), shares, st.booleans())
 def test_every_subgroup_is_updated_exactly_once(
-    drawn: tuple[list[int], tuple[float, ...]], rates: Rates, device_slots: int,
-    share: float | None, awaited: bool,
-) -> None:  # fmt: skip
+    drawn: tuple[list[int], tuple[float, ...]],
+    rates: Rates,
+    device_slots: int,
+    share: float | None,
+    awaited: bool,
+) -> None:
     sizes, ready_s = drawn
     found = plan(
-        sizes, rates, device_slots=device_slots, device_share=share if device_slots else None,
-        ready_s=ready_s, flush_is_awaited=awaited,
-    )  # fmt: skip
+        sizes,
+        rates,
+        device_slots=device_slots,
+        device_share=share if device_slots else None,
+        ready_s=ready_s,
+        flush_is_awaited=awaited,
+    )
     assert sorted((*found.host, *found.device)) == list(range(len(sizes)))
     there = sum(sizes[one] for one in found.device)
     assert found.share == (there / sum(sizes) if sum(sizes) else 0)
@@ -89,11 +102,13 @@ def test_of_many_subgroups_no_other_place_to_meet_is_much_better(
     everyone = tuple(range(len(sizes)))
     others = [
         timeline(
-            sizes, Schedule(everyone[:cut], everyone[cut:][::-1], 0), rates,
+            sizes,
+            Schedule(everyone[:cut], everyone[cut:][::-1], 0),
+            rates,
             device_slots=device_slots,
         ).finished_s
         for cut in range(len(sizes) + 1)
-    ]  # fmt: skip
+    ]
     assert found.expected_s <= min(others) * 1.1
 
 
@@ -186,16 +201,20 @@ def test_a_schedule_is_kept_until_another_saves_enough() -> None:
 
 @given(listed, machines, st.floats(0.975, 1.025), st.floats(0.975, 1.025), slots)
 def test_rates_that_hardly_moved_need_no_look(
-    drawn: tuple[list[int], tuple[float, ...]], before: Rates, up: float, host: float,
+    drawn: tuple[list[int], tuple[float, ...]],
+    before: Rates,
+    up: float,
+    host: float,
     device_slots: int,
-) -> None:  # fmt: skip
+) -> None:
     """What ``replan`` does not compute would have changed nothing, but for the plan's own slack."""
     sizes, _ = drawn
     current = plan(sizes, before, device_slots=device_slots)
     now = replace(
-        before, h2d_bytes_s=before.h2d_bytes_s * up,
+        before,
+        h2d_bytes_s=before.h2d_bytes_s * up,
         host_update_elements_s=before.host_update_elements_s * host,
-    )  # fmt: skip
+    )
     assert replan(current, sizes, now, device_slots=device_slots) is current
     kept_s = timeline(sizes, current, now, device_slots=device_slots).finished_s
     best = plan(sizes, now, device_slots=device_slots)
@@ -208,8 +227,9 @@ def test_a_duration_in_a_step_tells_what_the_update_alone_takes() -> None:
     found = plan(sizes, narrow, device_slots=1, device_share=0.5)
     assert found.host_speed < 0.95
     spans = timeline(sizes, found, narrow, device_slots=1).spans
-    took_s = sum(spans[Name("update", one)].end_s - spans[Name("update", one)].begin_s
-                 for one in found.host)  # fmt: skip
+    took_s = sum(
+        spans[Name("update", one)].end_s - spans[Name("update", one)].begin_s for one in found.host
+    )
     assert 10 * 10**8 / (took_s * found.host_speed) == pytest.approx(narrow.host_elements_s)
     assert plan(sizes, narrow, device_slots=1, device_share=1).host_speed == 1.0
 

@@ -12,19 +12,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.offload.rates import Rates
-from holdfast.offload.simulate import Lane, Name, Task, Timeline, run, speed, tasks
+from holdfast.offload.planning.simulate import (
+    Lane,
+    Name,
+    Rates,
+    SimulatedTask,
+    Timeline,
+    run,
+    speed,
+    tasks,
+)
 from machines import LANES, machines, slots, subgroups, worked_s
 
 #: 1 byte or element a second each way, four bytes in, two out, one for gradient and parameter.
 PLAIN = Rates(1, 1, 1, 1, state_in_bytes=4, state_out_bytes=2, gradient_bytes=1, parameter_bytes=1)
-shuffled = subgroups.flatmap(lambda sizes: st.tuples(
-    st.just(sizes), st.permutations(range(len(sizes))), st.integers(0, len(sizes)),
-    st.just(()) | st.tuples(*[st.floats(-50, 20)] * len(sizes)),
-))  # fmt: skip
+shuffled = subgroups.flatmap(
+    lambda sizes: st.tuples(
+        st.just(sizes),
+        st.permutations(range(len(sizes))),
+        st.integers(0, len(sizes)),
+        st.just(()) | st.tuples(*[st.floats(-50, 20)] * len(sizes)),
+    )
+)
 
 
-def given_tasks(drawn: tuple[Any, ...], rates: Rates, device_slots: int) -> list[Task]:
+def given_tasks(drawn: tuple[Any, ...], rates: Rates, device_slots: int) -> list[SimulatedTask]:
     sizes, order, cut, ready_s = drawn
     return tasks(sizes, order[:cut], order[cut:], rates, device_slots=device_slots, ready_s=ready_s)
 
@@ -91,10 +103,14 @@ def test_a_step_by_hand() -> None:
     """Two on the host, one on the device: where each second goes."""
     played = run(tasks([4, 2, 3], [0, 1], [2], PLAIN, device_slots=1), PLAIN)
     assert played.spans == {
-        Name("prefetch", 2): (0, 12), Name("compute", 2): (12, 15), Name("flush", 2): (15, 21),
-        Name("update", 0): (0, 4), Name("upload", 0): (12, 16),
-        Name("update", 1): (4, 6), Name("upload", 1): (16, 18),
-    }  # fmt: skip
+        Name("prefetch", 2): (0, 12),
+        Name("compute", 2): (12, 15),
+        Name("flush", 2): (15, 21),
+        Name("update", 0): (0, 4),
+        Name("upload", 0): (12, 16),
+        Name("update", 1): (4, 6),
+        Name("upload", 1): (16, 18),
+    }
     assert (played.finished_s, played.visible_s) == (21, 18)
     assert played.busy_s("h2d") == played.work_s("h2d") == 18
 
@@ -124,9 +140,10 @@ def test_both_directions_share_a_link_and_all_share_the_hosts_memory() -> None:
 def test_what_is_slowed_for_a_while_is_fast_again_after_it() -> None:
     rates = Rates(1, 1, 1, 1, both_ways=0.5)
     wanted = [
-        Task(Name("prefetch", 0), "h2d", 3), Task(Name("flush", 1), "d2h", 1),
-        Task(Name("update", 2), "host", 4),
-    ]  # fmt: skip
+        SimulatedTask(Name("prefetch", 0), "h2d", 3),
+        SimulatedTask(Name("flush", 1), "d2h", 1),
+        SimulatedTask(Name("update", 2), "host", 4),
+    ]
     spans = run(wanted, rates).spans
     assert spans[Name("flush", 1)].end_s == pytest.approx(2)  # at half speed
     assert spans[Name("prefetch", 0)].end_s == pytest.approx(4)  # 1 of 3 by then, then alone
@@ -137,8 +154,13 @@ def test_a_copy_and_an_update_cost_their_overhead() -> None:
     rates = Rates(1, 1, 2, 1, 4, state_in_bytes=4, state_out_bytes=2, overhead_s=10)
     wanted = tasks([4, 4], [0], [1], rates, device_slots=1, ready_s=[0, 0])
     assert {one.name.act: one.work_s for one in wanted} == {
-        "prefetch": 26, "compute": 14, "flush": 18, "gradient": 18, "update": 13, "upload": 18,
-    }  # fmt: skip
+        "prefetch": 26,
+        "compute": 14,
+        "flush": 18,
+        "gradient": 18,
+        "update": 13,
+        "upload": 18,
+    }
 
 
 def test_nothing_takes_no_time() -> None:
@@ -153,7 +175,10 @@ def test_what_waits_for_ever_is_an_error(device: Sequence[int]) -> None:
 
 
 def test_a_lane_without_work_waits_for_what_comes_later() -> None:
-    wanted = [Task(Name("update", 0), "host", 10), Task(Name("gradient", 1), "d2h", 1, (), 3.0)]
+    wanted = [
+        SimulatedTask(Name("update", 0), "host", 10),
+        SimulatedTask(Name("gradient", 1), "d2h", 1, (), 3.0),
+    ]
     played = run(wanted, PLAIN)
     assert played.spans[Name("gradient", 1)] == (3, 4)
     assert played.spans[Name("update", 0)] == (0, 10) and math.isfinite(played.finished_s)

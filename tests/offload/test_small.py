@@ -11,7 +11,7 @@ from torch import nn
 
 import hybrids
 from holdfast.offload import HybridAdamW, kernels
-from holdfast.offload.rows import Place, Row
+from holdfast.offload.host_state import FlatBufferRow, ParamSlot
 
 SIZES = (1, 16, 33, 48, 5, 64, 160, 7, 32, 16, 2000, 3000)
 
@@ -37,9 +37,11 @@ class Pair:
             assert not any(p.small for _, p in self.other._places.values())
 
     def step(
-        self, step: int, leave_out: set[int] = frozenset(),  # type: ignore[assignment]
+        self,
+        step: int,
+        leave_out: set[int] = frozenset(),  # type: ignore[assignment]
         before: Callable[[list[nn.Parameter], torch.optim.Optimizer], object] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         for of, optimizer in ((self.ours, self.one), (self.theirs, self.other)):
             generator = torch.Generator().manual_seed(step)
             for number, parameter in enumerate(of):
@@ -153,9 +155,20 @@ def test_gradients_of_all_go_to_the_host_in_one_piece_of_work() -> None:
 
 
 def test_they_lie_last_in_their_row_and_those_that_fill_vectors_first() -> None:
-    places = [Place(p, "") for p in parameters()]
-    row = Row(places, 0, is_pinned=False, small=187)
+    places = [ParamSlot(p, "") for p in parameters()]
+    row = FlatBufferRow(places, 0, is_pinned=False, small=187)
     assert [place.size for place in row.places] == [
-        2000, 3000, 16, 48, 64, 160, 32, 16, 1, 33, 5, 7
-    ]  # fmt: skip
+        2000,
+        3000,
+        16,
+        48,
+        64,
+        160,
+        32,
+        16,
+        1,
+        33,
+        5,
+        7,
+    ]
     assert row.small is not None and (row.small.start, row.small.stop) == (5008, row.elements)

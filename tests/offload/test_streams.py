@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import hybrids
-from holdfast.offload import HybridAdamW, lanes
-from holdfast.offload.lanes import EventMark, Passed, StreamLane, ThreadMark, make_lanes
+from holdfast.offload import HybridAdamW
+from holdfast.offload import streams as lanes
+from holdfast.offload.streams import CudaStream, EventMark, PassedMark, ThreadMark, make_streams
 
 
 @dataclass
@@ -60,14 +61,17 @@ GPU = torch.device("cuda", 0)
 
 
 def test_work_comes_behind_its_marks_and_before_its_own(notes: list[Any]) -> None:
-    one, other = StreamLane(GPU), StreamLane(GPU)
+    one, other = CudaStream(GPU), CudaStream(GPU)
     first = one.run(lambda: notes.append("first"))
     used = torch.ones(2)
-    other.run(lambda: notes.append("second"), after=[first, Passed()], uses=[used])
+    other.run(lambda: notes.append("second"), after=[first, PassedMark()], uses=[used])
     assert notes == [
-        "first", ("stream 0", "records", 0),
-        ("stream 1", "waits", 0), "second", ("stream 1", "records", 1),
-    ]  # fmt: skip
+        "first",
+        ("stream 0", "records", 0),
+        ("stream 1", "waits", 0),
+        "second",
+        ("stream 1", "records", 1),
+    ]
     stream: Any = other._stream
     assert stream.used == [used]
     first.wait()
@@ -75,7 +79,7 @@ def test_work_comes_behind_its_marks_and_before_its_own(notes: list[Any]) -> Non
 
 
 def test_the_lanes_of_a_gpu_are_streams_but_for_the_host(notes: list[Any]) -> None:
-    made = make_lanes(GPU, threads=1)
+    made = make_streams(GPU, threads=1)
     assert isinstance(made.host.run(lambda: None), ThreadMark)
     streams = [made.gradients, made.parameters, made.prefetch, made.compute, made.flush]
     marks = [lane.run(lambda: None) for lane in streams]
@@ -89,7 +93,7 @@ def test_the_lanes_of_a_gpu_are_streams_but_for_the_host(notes: list[Any]) -> No
 
 
 def test_delays_are_on_the_stream_before_the_work(notes: list[Any]) -> None:
-    StreamLane(GPU, delay_s=0.01).run(lambda: notes.append("work"))
+    CudaStream(GPU, delay_s=0.01).run(lambda: notes.append("work"))
     assert notes[:2] == [("sleeps", True), "work"]
 
 
@@ -97,8 +101,8 @@ def test_an_update_on_streams_ties_every_copy_to_what_it_needs(notes: list[Any])
     ours, theirs = hybrids.tiny(torch.bfloat16), hybrids.tiny(torch.bfloat16)
     options: Any = {"subgroup_elements": 700, "device_share": 0.6, "device_slots": 2}
     one = HybridAdamW(ours.parameters(), **options)
-    one._lanes = replace(make_lanes(GPU, threads=1), device=torch.device("cpu"))
-    one._gradients = lanes_gradients(one._lanes)
+    one._streams = replace(make_streams(GPU, threads=1), device=torch.device("cpu"))
+    one._gradients = lanes_gradients(one._streams)
     other = HybridAdamW(theirs.parameters(), **options)
     assert hybrids.train(ours, one, range(2)) == hybrids.train(theirs, other, range(2))
     assert hybrids.differences((ours, one), (theirs, other)) == []
@@ -116,7 +120,7 @@ def test_an_update_on_streams_ties_every_copy_to_what_it_needs(notes: list[Any])
     assert {("host waits", number) for number in stores} <= set(notes)
 
 
-def lanes_gradients(of: lanes.Lanes) -> Any:
+def lanes_gradients(of: lanes.WorkStreams) -> Any:
     from holdfast.offload.gradients import Gradients
 
     return Gradients(of)

@@ -18,7 +18,7 @@ import holdfast
 import hybrids
 from holdfast.errors import StorageError, UnsupportedState, UsageError
 from holdfast.offload import HybridAdamW, HybridSGD
-from holdfast.storage.scratch import Scratch
+from holdfast.storage.direct import Scratch
 
 #: A subgroup of 1,024 elements, of three kinds.
 PART = 3 * 4096
@@ -194,13 +194,16 @@ def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
         tiered(tmp_path / "file" / "below")
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"storage_path": None}, "both, or neither"),
-    ({"host_memory_bytes": None}, "both, or neither"),
-    ({"host_memory_bytes": -1}, "both, or neither"),
-    ({"device_share": 0.5}, "with a storage_path: storage is slower"),
-    ({"host_memory_bytes": PART}, "3 subgroups on their way need"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"storage_path": None}, "both, or neither"),
+        ({"host_memory_bytes": None}, "both, or neither"),
+        ({"host_memory_bytes": -1}, "both, or neither"),
+        ({"device_share": 0.5}, "with a storage_path: storage is slower"),
+        ({"host_memory_bytes": PART}, "3 subgroups on their way need"),
+    ],
+)
 def test_options_that_cannot_mean_anything_are_refused(
     tmp_path: Path, options: dict[str, Any], said: str
 ) -> None:
@@ -224,7 +227,7 @@ import sys
 import torch
 torch.set_num_threads(1)
 import holdfast
-from holdfast.storage.scratch import Scratch
+from holdfast.storage.direct import Scratch
 sys.path.insert(0, {tests!r})
 import hybrids, pathlib
 from offload.test_tier import tiered

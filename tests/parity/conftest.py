@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.redundancy import isal
-from holdfast.redundancy.erasure import Backend
-from holdfast.redundancy.numpy_coding import NumpyBackend
+from holdfast.parity.coding import backends as isal
+from holdfast.parity.coding.codes import Backend, NumpyBackend
 
 
 def isal_backends() -> list[Backend]:

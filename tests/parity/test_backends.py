@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.redundancy import backends, isal, numpy_coding
-from holdfast.redundancy.backends import choose, chosen, fault_of, plain_sum
-from holdfast.redundancy.erasure import Backend, Coder
-from holdfast.redundancy.numpy_coding import Bytes, NumpyBackend
+from holdfast.parity.coding import backends
+from holdfast.parity.coding import backends as isal
+from holdfast.parity.coding import codes as numpy_coding
+from holdfast.parity.coding.backends import choose, chosen, fault_of, plain_sum
+from holdfast.parity.coding.codes import Backend, Bytes, Coder, NumpyBackend
 
 
 @given(st.data())
@@ -30,8 +31,10 @@ def test_any_sum_is_the_same_by_tables(data: st.DataObject) -> None:
     sources = [noise(random, size, draw(st.integers(0, 64))) for _ in range(sources_count)]
     before = [noise(random, size, draw(st.integers(0, 64))) for _ in range(outputs_count)]
     for add in (False, True):
-        expected = [plain_sum(row, sources) ^ (old if add else 0)
-                    for row, old in zip(rows, before, strict=True)]  # fmt: skip
+        expected = [
+            plain_sum(row, sources) ^ (old if add else 0)
+            for row, old in zip(rows, before, strict=True)
+        ]
         for backend in (NumpyBackend(), chosen().backend):
             outputs = [old.copy() for old in before]
             backend.combine(rows, sources, outputs, add=add)
@@ -45,8 +48,10 @@ def test_sums_go_through_long_buffers(beyond: int, add: bool, backend: Backend) 
     sources = [noise(random, 2 * numpy_coding.TILE_BYTES + beyond, n) for n in range(3)]
     rows = [b"\1\1\1", b"\1\2\4", b"\x9d\0\x47"]
     outputs = [noise(random, len(sources[0]), n) for n in range(3)]
-    expected = [plain_sum(row, sources) ^ (old if add else 0)
-                for row, old in zip(rows, outputs, strict=True)]  # fmt: skip
+    expected = [
+        plain_sum(row, sources) ^ (old if add else 0)
+        for row, old in zip(rows, outputs, strict=True)
+    ]
     backend.combine(rows, sources, outputs, add=add)
     assert all(map(np.array_equal, outputs, expected))
 
@@ -130,9 +135,12 @@ def beside(outputs: Sequence[Bytes], add: bool) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "said"),
-    [(flip_last, "it computes wrongly, 257 bytes of 5+2"), (flip_added, "it adds wrongly"),
-     (beside, "it writes beside the output")],
-)  # fmt: skip
+    [
+        (flip_last, "it computes wrongly, 257 bytes of 5+2"),
+        (flip_added, "it adds wrongly"),
+        (beside, "it writes beside the output"),
+    ],
+)
 def test_a_library_that_computes_wrongly_is_not_used(
     harm: Callable[[Sequence[Bytes], bool], None], said: str
 ) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import ArenaError
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.redundancy.capacity import (
+from holdfast.parity.planning.budget import (
     WINDOW_BYTES,
     Capacity,
     capacity,
@@ -16,8 +16,8 @@ from holdfast.redundancy.capacity import (
     passing_bytes,
     staging_bytes,
 )
-from holdfast.redundancy.groups import MAX_GROUP, Division, Host, divide
-from holdfast.redundancy.stripes import Placement, stored_by
+from holdfast.parity.planning.groups import MAX_GROUP, Division, GroupHost, divide
+from holdfast.parity.planning.placement import StripePlacement, stored_by
 
 MIB = 1 << 20
 images = st.lists(st.integers(0, 40 * MIB), max_size=3).map(tuple)
@@ -26,7 +26,7 @@ images = st.lists(st.integers(0, 40 * MIB), max_size=3).map(tuple)
 @st.composite
 def divisions(draw: st.DrawFn) -> Division:
     sizes = draw(st.lists(images, min_size=1, max_size=12))
-    hosts = [Host(f"h{n:02d}", "", of) for n, of in enumerate(sizes)]
+    hosts = [GroupHost(f"h{n:02d}", "", of) for n, of in enumerate(sizes)]
     parity = draw(st.integers(1, 3))
     return divide(hosts, parity=parity, group_size=draw(st.integers(parity + 1, 8)))
 
@@ -35,7 +35,7 @@ def divisions(draw: st.DrawFn) -> Division:
 def test_two_generations_of_every_members_rows_fit(division: Division) -> None:
     taken = capacity(division)
     for group in division.groups:
-        placement = Placement(tuple(host.image_bytes for host in group.hosts), group.parity)
+        placement = StripePlacement(tuple(host.image_bytes for host in group.hosts), group.parity)
         for member in range(placement.members):
             rows = sum(kept.size_bytes for kept in stored_by(placement, member))
             assert rows <= taken.rows
@@ -48,16 +48,20 @@ def test_hosts_that_change_groups_need_no_more(division: Division, draw: object)
     hosts = [host for group in division.groups for host in group.hosts]
     sizes = [host.image_bytes for host in hosts]
     draw.shuffle(sizes)  # type: ignore[attr-defined]
-    moved = [Host(host.id, "", of) for host, of in zip(hosts, sizes, strict=True)]
-    again = divide(moved, parity=division.asked, group_size=max(
-        division.asked + 1, min(8, max(len(group.hosts) for group in division.groups))
-    ))  # fmt: skip
+    moved = [GroupHost(host.id, "", of) for host, of in zip(hosts, sizes, strict=True)]
+    again = divide(
+        moved,
+        parity=division.asked,
+        group_size=max(
+            division.asked + 1, min(8, max(len(group.hosts) for group in division.groups))
+        ),
+    )
     if min(len(g.hosts) for g in again.groups) >= min(len(g.hosts) for g in division.groups):
         assert capacity(again).rows <= capacity(division).rows
 
 
 def test_a_share_of_parity_is_m_of_n_minus_m() -> None:
-    hosts = [Host(f"h{n}", "", (1000 * MIB, 1000 * MIB)) for n in range(6)]
+    hosts = [GroupHost(f"h{n}", "", (1000 * MIB, 1000 * MIB)) for n in range(6)]
     assert capacity(divide(hosts, parity=2, group_size=6)) == Capacity(
         1000 * MIB, 2000 * MIB + 2 * 8 * MIB, 8 * MIB
     )
@@ -66,13 +70,13 @@ def test_a_share_of_parity_is_m_of_n_minus_m() -> None:
 
 
 def test_one_host_alone_takes_nothing() -> None:
-    division = divide([Host("a", "", (9,))], parity=1, group_size=2)
+    division = divide([GroupHost("a", "", (9,))], parity=1, group_size=2)
     assert capacity(division) == Capacity(0, 0, 0)
     check_room(division, {"a": 0})
 
 
 def test_a_division_whose_parity_does_not_fit_is_refused_with_the_numbers() -> None:
-    division = divide([Host(one, "", (100 * MIB,)) for one in "abcd"], parity=1, group_size=2)
+    division = divide([GroupHost(one, "", (100 * MIB,)) for one in "abcd"], parity=1, group_size=2)
     check_room(division, dict.fromkeys("abcd", 200 * MIB))
     with pytest.raises(ArenaError, match=r"groups of 2 takes 200 MiB .* c has 199 MiB") as raised:
         check_room(division, {**dict.fromkeys("abd", 200 * MIB), "c": 200 * MIB - 1})

@@ -15,10 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import TooManyLost, UsageError
-from holdfast.redundancy.backends import chosen
-from holdfast.redundancy.erasure import Backend, Coder
-from holdfast.redundancy.matrices import parity_rows, times
-from holdfast.redundancy.numpy_coding import NumpyBackend
+from holdfast.parity.coding.backends import chosen
+from holdfast.parity.coding.codes import Backend, Coder, NumpyBackend, parity_rows, times
 
 GUARD = 0x5A
 

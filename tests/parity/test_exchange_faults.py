@@ -17,11 +17,11 @@ import pytest
 from exchanging import BEFORE, MIB, POISON, Group, Host
 from holdfast.errors import Fenced, NotProtected, UsageError
 from holdfast.format.manifest import Generation
-from holdfast.keeper.network import LIMITS
-from holdfast.peers.offering import Offering
-from holdfast.redundancy.exchange import PATIENCE_S, Exchange, Sealed
-from holdfast.redundancy.records import Terms
-from holdfast.redundancy.waiting import Budget
+from holdfast.keeper.hosts.network import LIMITS
+from holdfast.parity.exchange.shard_exchange import PATIENCE_S, SealedShard, ShardExchange
+from holdfast.parity.exchange.windows import RateBudget
+from holdfast.parity.planning.record import RecordTerms
+from holdfast.transport.server import ThreadSafeServer
 from peering import close_pullers, wait_for
 
 ONE = ([[3 * MIB], [5 * MIB + 9, MIB], [4 * MIB]], 1)
@@ -85,8 +85,11 @@ def test_a_flipped_byte_never_gets_into_parity(shape: Any, where: str, arena_dir
     with Group(arena_dir, *shape) as group:
         host = group.hosts[1]
         fact = host.fact.images[0]
-        at = {"first": fact.data_start, "last": fact.data_start + 5 * MIB - 1,
-              "table": fact.image_bytes - 4000}[where]  # fmt: skip
+        at = {
+            "first": fact.data_start,
+            "last": fact.data_start + 5 * MIB - 1,
+            "table": fact.image_bytes - 4000,
+        }[where]
         flip(host.slot(fact.rank), BEFORE + at)
         group.run()
         because = "the block table of" if where == "table" else "block "
@@ -152,7 +155,7 @@ def test_a_slot_that_is_given_away_in_the_middle_spoils_nothing(
 
 def test_another_generation_is_not_taken_for_this_one(arena_dir: Path) -> None:
     with Group(arena_dir, *ONE) as group:
-        group.terms = Terms(
+        group.terms = RecordTerms(
             "run", Generation(3, 1201), "a0", 4, "0" * 32, 1, group.terms.members, 1
         )
         group.run()
@@ -164,7 +167,7 @@ def test_another_generation_is_not_taken_for_this_one(arena_dir: Path) -> None:
 
 def test_another_attempt_is_not_taken_for_this_one(arena_dir: Path) -> None:
     with Group(arena_dir, *ONE) as group:
-        group.terms = Terms(
+        group.terms = RecordTerms(
             "run", Generation(3, 1200), "a1", 4, "0" * 32, 1, group.terms.members, 1
         )
         group.run()
@@ -272,14 +275,13 @@ def test_a_keeper_of_rows_that_is_late_is_waited_for_and_costs_no_healthy_host(
         host.served.options["limits"] = limits
     with group:
         made = {
-            one.name: group.exchange_of(one, patience_s=PATIENCE_S / shorter)
-            for one in group.hosts
-        }  # fmt: skip
+            one.name: group.exchange_of(one, patience_s=PATIENCE_S / shorter) for one in group.hosts
+        }
         late = made["host-3"]  # has row 1 of a stripe with half of the image
 
-        def run() -> tuple[Sealed, ...]:
+        def run() -> tuple[SealedShard, ...]:
             time.sleep(20 / shorter)
-            return Exchange.run(late)
+            return ShardExchange.run(late)
 
         monkeypatch.setattr(late, "run", run)
         group.run_these(made)
@@ -322,7 +324,7 @@ def test_nothing_stays_offered_but_what_was(shape: Any, arena_dir: Path) -> None
         assert not group.sealed and all(not offered(host) for host in group.hosts)
 
 
-class Mangled(Offering):
+class Mangled(ThreadSafeServer):
     """Offers something else than it was told."""
 
     def __init__(self, host: Host, mangle: Callable[[bytes], bytes] | None) -> None:
@@ -352,9 +354,9 @@ def noted(**fields: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
     def mangle(data: bytes) -> bytes:
         window_bytes, first, sums = msgspec.msgpack.decode(data)
         said = {"window_bytes": window_bytes, "first": first, "sums": sums}
-        return msgspec.msgpack.encode([
-            change(said[name]) if (change := fields.get(name)) else said[name] for name in said
-        ])  # fmt: skip
+        return msgspec.msgpack.encode(
+            [change(said[name]) if (change := fields.get(name)) else said[name] for name in said]
+        )
 
     return mangle
 
@@ -362,14 +364,21 @@ def noted(**fields: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     "mangle",
     [
-        noted(window_bytes=lambda n: n + 1), noted(window_bytes=lambda n: 0),
-        noted(window_bytes=lambda n: 16 * MIB), noted(window_bytes=lambda n: -n),
-        noted(first=lambda n: n + 1), noted(first=lambda n: -1), noted(first=lambda n: "0"),
-        noted(sums=lambda n: [one[:-1] for one in n]), noted(sums=lambda n: [*n, *n]),
+        noted(window_bytes=lambda n: n + 1),
+        noted(window_bytes=lambda n: 0),
+        noted(window_bytes=lambda n: 16 * MIB),
+        noted(window_bytes=lambda n: -n),
+        noted(first=lambda n: n + 1),
+        noted(first=lambda n: -1),
+        noted(first=lambda n: "0"),
+        noted(sums=lambda n: [one[:-1] for one in n]),
+        noted(sums=lambda n: [*n, *n]),
         noted(sums=lambda n: [b"", *n]),
-        lambda data: data + b"\0", lambda data: b"", lambda data: b"\x90",
+        lambda data: data + b"\0",
+        lambda data: b"",
+        lambda data: b"\x90",
     ],
-)  # fmt: skip
+)
 def test_a_note_that_makes_no_sense_is_not_followed(
     mangle: Callable[[bytes], bytes], arena_dir: Path
 ) -> None:
@@ -423,8 +432,8 @@ def test_the_budget_is_kept_and_can_be_changed_while_it_runs(arena_dir: Path) ->
 def test_a_budget_of_nothing_is_refused() -> None:
     for rate in (0, -1):
         with pytest.raises(UsageError, match=f"parity cannot be made from {rate} bytes a second"):
-            Budget(rate)
-    assert Budget(7).seconds(21) == 3 and Budget().seconds(1 << 60) == 0
+            RateBudget(rate)
+    assert RateBudget(7).seconds(21) == 3 and RateBudget().seconds(1 << 60) == 0
 
 
 def test_memory_that_does_not_fit_and_unknown_hosts_are_refused(arena_dir: Path) -> None:

@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.redundancy.groups import Division, Group, Host, divide
-from holdfast.redundancy.matrices import MAX_MEMBERS
-from holdfast.redundancy.regroup import Room, settle
+from holdfast.parity.coding.codes import MAX_MEMBERS
+from holdfast.parity.planning.groups import Division, GroupHost, HostGroup, HostRoom, divide, settle
 
 
-def named(count: int, domains: int = 0) -> list[Host]:
+def named(count: int, domains: int = 0) -> list[GroupHost]:
     """Hosts h00, h01, ...; with ``domains``, in racks r0, r1, ... in turn."""
-    return [Host(f"h{n:02}", f"r{n % domains}" if domains else "") for n in range(count)]
+    return [GroupHost(f"h{n:02}", f"r{n % domains}" if domains else "") for n in range(count)]
 
 
 def ids(division: Division) -> list[list[str]]:
@@ -26,14 +25,14 @@ def ids(division: Division) -> list[list[str]]:
 
 
 hosts = st.lists(st.sampled_from(["", "a", "b", "c", "d"]), min_size=1, max_size=24).map(
-    lambda domains: [Host(f"h{n:02}", domain) for n, domain in enumerate(domains)]
+    lambda domains: [GroupHost(f"h{n:02}", domain) for n, domain in enumerate(domains)]
 )
 parities, group_sizes = st.integers(1, 3), st.integers(4, 9)
 
 
 @given(hosts, parities, group_sizes, st.randoms())
 def test_groups_follow_from_the_set_of_hosts(
-    given_hosts: list[Host], parity: int, group_size: int, shuffler: random.Random
+    given_hosts: list[GroupHost], parity: int, group_size: int, shuffler: random.Random
 ) -> None:
     division = divide(given_hosts, parity=parity, group_size=group_size)
     mixed = list(given_hosts)
@@ -50,7 +49,7 @@ def test_groups_follow_from_the_set_of_hosts(
 
 @given(hosts, parities, group_sizes)
 def test_the_level_is_what_is_survived_and_no_less(
-    given_hosts: list[Host], parity: int, group_size: int
+    given_hosts: list[GroupHost], parity: int, group_size: int
 ) -> None:
     given_hosts = given_hosts[:10]
     division = divide(given_hosts, parity=parity, group_size=group_size)
@@ -66,8 +65,9 @@ def test_the_level_is_what_is_survived_and_no_less(
         by_label.setdefault(host.label, set()).add(host.id)
 
     def survives_domains(count: int) -> bool:
-        return all(division.survives(set().union(*lost))
-                   for lost in combinations(by_label.values(), count))  # fmt: skip
+        return all(
+            division.survives(set().union(*lost)) for lost in combinations(by_label.values(), count)
+        )
 
     assert survives_domains(level.domains)
     assert level.domains == len(by_label) or not survives_domains(level.domains + 1)
@@ -75,7 +75,7 @@ def test_the_level_is_what_is_survived_and_no_less(
 
 @given(hosts, parities, group_sizes)
 def test_no_division_spreads_a_domain_wider(
-    given_hosts: list[Host], parity: int, group_size: int
+    given_hosts: list[GroupHost], parity: int, group_size: int
 ) -> None:
     division = divide(given_hosts, parity=parity, group_size=group_size)
     labels = [host.label for host in given_hosts]
@@ -86,10 +86,23 @@ def test_no_division_spreads_a_domain_wider(
 
 @pytest.mark.parametrize(
     ("count", "parity", "group_size", "sizes"),
-    [(7, 1, 4, [4, 3]), (8, 1, 4, [4, 4]), (4, 1, 4, [4]), (5, 1, 4, [5]), (6, 1, 4, [3, 3]),
-     (9, 1, 4, [5, 4]), (5, 2, 3, [5]), (6, 2, 3, [3, 3]), (3, 1, 8, [3]), (2, 1, 4, [2]),
-     (2, 2, 4, [2]), (1, 1, 4, [1]), (17, 2, 16, [17]), (128, 4, 128, [128])],
-)  # fmt: skip
+    [
+        (7, 1, 4, [4, 3]),
+        (8, 1, 4, [4, 4]),
+        (4, 1, 4, [4]),
+        (5, 1, 4, [5]),
+        (6, 1, 4, [3, 3]),
+        (9, 1, 4, [5, 4]),
+        (5, 2, 3, [5]),
+        (6, 2, 3, [3, 3]),
+        (3, 1, 8, [3]),
+        (2, 1, 4, [2]),
+        (2, 2, 4, [2]),
+        (1, 1, 4, [1]),
+        (17, 2, 16, [17]),
+        (128, 4, 128, [128]),
+    ],
+)
 def test_sizes_are_as_close_to_the_preferred_as_can_be(
     count: int, parity: int, group_size: int, sizes: list[int]
 ) -> None:
@@ -117,7 +130,7 @@ def test_sizes_are_as_close_to_the_preferred_as_can_be(
     ],
 )
 def test_what_is_reached_and_what_is_not_is_said(
-    given_hosts: list[Host], parity: int, text: str, missing: str
+    given_hosts: list[GroupHost], parity: int, text: str, missing: str
 ) -> None:
     level = divide(given_hosts, parity=parity, group_size=4).level
     assert level.text == text
@@ -126,7 +139,7 @@ def test_what_is_reached_and_what_is_not_is_said(
 
 
 def test_a_label_is_not_taken_for_an_id() -> None:
-    division = divide([Host("a"), Host("b", "a")], parity=1, group_size=4)
+    division = divide([GroupHost("a"), GroupHost("b", "a")], parity=1, group_size=4)
     assert division.level.text == "any 1 of 2 hosts"
 
 
@@ -162,7 +175,7 @@ def divisions(every: list[str], sizes: Sequence[int]) -> list[list[list[str]]]:
 def test_nobody_moves_who_need_not(data: st.DataObject, parity: int) -> None:
     """Against all divisions of the same sizes that survive as many domains."""
     labels = data.draw(st.lists(st.sampled_from(["", "a", "b", "c"]), min_size=2, max_size=8))
-    everyone = [Host(f"h{n}", label) for n, label in enumerate(labels)]
+    everyone = [GroupHost(f"h{n}", label) for n, label in enumerate(labels)]
     before = data.draw(st.sets(st.sampled_from(everyone), min_size=1))
     after = data.draw(st.sets(st.sampled_from(everyone), min_size=1, max_size=7))
     size = data.draw(st.integers(parity + 1, 5))
@@ -181,9 +194,9 @@ def test_nobody_moves_who_need_not(data: st.DataObject, parity: int) -> None:
     assert moved(earlier, ids(found)) == least
 
 
-def divide_level(groups: list[list[str]], by_id: dict[str, Host], like: Division) -> int:
+def divide_level(groups: list[list[str]], by_id: dict[str, GroupHost], like: Division) -> int:
     parity = like.groups[0].parity
-    made = tuple(Group(tuple(by_id[one] for one in group), parity) for group in groups)
+    made = tuple(HostGroup(tuple(by_id[one] for one in group), parity) for group in groups)
     return Division(made, parity).level.domains
 
 
@@ -195,7 +208,7 @@ def test_a_host_that_is_lost_moves_nobody_and_one_that_replaces_it_takes_its_pla
     left = [host for host in named(12, 4) if host.id != f"h{gone:02}"]
     without = divide(left, parity=1, group_size=4, earlier=ids(before))
     assert moved(ids(before), ids(without)) == 0
-    new = Host("new", f"r{gone % 4}")
+    new = GroupHost("new", f"r{gone % 4}")
     again = divide([*left, new], parity=1, group_size=4, earlier=ids(without))
     assert moved(ids(without), ids(again)) == 0
     assert again.level == before.level
@@ -220,7 +233,7 @@ def test_a_group_too_small_to_protect_itself_joins_another() -> None:
 def test_where_no_step_spreads_the_domains_the_fresh_groups_are_taken() -> None:
     labels = {"a": (True, "r"), "b": (True, "r")}
     fresh = [["a", "b"]]
-    assert settle(labels, [["a", "b"]], Room(1, 2, 2), fresh, lambda groups: False) is fresh
+    assert settle(labels, [["a", "b"]], HostRoom(1, 2, 2), fresh, lambda groups: False) is fresh
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────
@@ -230,7 +243,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(UsageError, match="there are no hosts"):
         divide([], parity=1, group_size=4)
     with pytest.raises(UsageError, match="several hosts are called 'h00'"):
-        divide([*named(2), Host("h00")], parity=1, group_size=4)
+        divide([*named(2), GroupHost("h00")], parity=1, group_size=4)
     with pytest.raises(UsageError, match="parity=0: groups are for a parity of 1 or more"):
         divide(named(2), parity=0, group_size=4)
     for size in (2, 129):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.redundancy.matrices import (
+from holdfast.parity.coding.codes import (
     MAX_MEMBERS,
     POLYNOMIAL,
     generator,

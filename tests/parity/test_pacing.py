@@ -9,8 +9,8 @@ from statistics import median
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast.parity.planning.budget import LEAST, MOST, MOST_STEPS, STALE, TOO_SLOW, StepPacing
 from holdfast.policy.arguments import LEAST_PARITY_RATE
-from holdfast.redundancy.pacing import LEAST, MOST, MOST_STEPS, STALE, TOO_SLOW, Pacing
 
 GB = 10**9
 
@@ -27,7 +27,7 @@ class Run:
     def speed(self, rate: int | None) -> float:
         return self.network if rate is None else min(self.network, rate)
 
-    def turn(self, pacing: Pacing) -> Pacing:
+    def turn(self, pacing: StepPacing) -> StepPacing:
         """A generation is coded, during some steps, and some pass without."""
         speed = self.speed(pacing.rate_bytes_s)
         for _ in range(LEAST):
@@ -43,15 +43,18 @@ class Run:
 
 
 RUNS = st.builds(
-    Run, felt=st.floats(1e6, 30 * GB), network=st.floats(1e8, 10 * GB),
-    moved=st.integers(1, 200 * GB), step_s=st.floats(0.01, 60),
-)  # fmt: skip
+    Run,
+    felt=st.floats(1e6, 30 * GB),
+    network=st.floats(1e8, 10 * GB),
+    moved=st.integers(1, 200 * GB),
+    step_s=st.floats(0.01, 60),
+)
 
 
 @settings(max_examples=100)
 @given(RUNS)
 def test_the_rate_comes_near_what_training_does_not_feel_and_stays_there(run: Run) -> None:
-    pacing, rates = Pacing(), list[int | None]()
+    pacing, rates = StepPacing(), list[int | None]()
     for _ in range(120):
         pacing = run.turn(pacing)
         rates.append(pacing.rate_bytes_s)
@@ -67,12 +70,13 @@ def test_the_rate_comes_near_what_training_does_not_feel_and_stays_there(run: Ru
 @settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.floats(1e-3, 100), st.sampled_from([0.0, 0.1, 0.5, 1.0])), max_size=200),
-    st.integers(1, 10**12), st.floats(1e-6, 1e4),
-)  # fmt: skip
+    st.integers(1, 10**12),
+    st.floats(1e-6, 1e4),
+)
 def test_whatever_steps_take_a_generation_is_done_in_time_and_memory_is_bounded(
     steps: list[tuple[float, float]], moved: int, took_s: float
 ) -> None:
-    pacing = Pacing()
+    pacing = StepPacing()
     for number, (step_s, coded) in enumerate(steps):
         pacing = pacing.stepped(step_s, coded)
         if number % 10 == 9:
@@ -87,7 +91,7 @@ def test_whatever_steps_take_a_generation_is_done_in_time_and_memory_is_bounded(
 def test_what_is_only_chance_is_not_felt() -> None:
     draw = random.Random(7)
     felt = unbound = 0
-    pacing = Pacing()
+    pacing = StepPacing()
     for _ in range(400):
         for coded in (0.0, 1.0):
             for _ in range(LEAST):
@@ -99,7 +103,7 @@ def test_what_is_only_chance_is_not_felt() -> None:
 
 
 def test_a_few_steps_are_no_measure_and_one_that_was_partly_coded_is_neither() -> None:
-    pacing = Pacing()
+    pacing = StepPacing()
     for _ in range(LEAST - 1):
         pacing = pacing.stepped(1.0, 0.0).stepped(9.0, 1.0).stepped(5.0, 0.1)
     assert not pacing.is_felt and pacing.made(GB, 1.0) == pacing
@@ -108,7 +112,7 @@ def test_a_few_steps_are_no_measure_and_one_that_was_partly_coded_is_neither() -
 
 
 def test_where_parity_never_rests_it_is_to_rest_once_in_a_while() -> None:
-    pacing = Pacing()
+    pacing = StepPacing()
     for _ in range(LEAST):
         assert not pacing.needs_rest
         pacing = pacing.stepped(2.0, 1.0)

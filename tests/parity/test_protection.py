@@ -16,11 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.format.manifest import Generation
-from holdfast.redundancy.protection import Captured, Cover, Protection
-from holdfast.redundancy.takeover import HostRow, Present, Taken, take_over
+from holdfast.parity.planning.protection import (
+    CaptureDone,
+    Cover,
+    HeldSnapshot,
+    HostShards,
+    Protection,
+    Takeover,
+    take_over,
+)
 
-TORN = Captured(Generation(0, 0), "")
-Slots = tuple[Captured, ...]
+TORN = CaptureDone(Generation(0, 0), "")
+Slots = tuple[CaptureDone, ...]
 Row = tuple[Cover, int] | None  # which turn filled it
 
 
@@ -36,12 +43,12 @@ class Host:
     rows: tuple[Row, Row] = (None, None)
 
 
-def captured(generation: Generation, hosts: Iterable[str]) -> Captured:
+def captured(generation: Generation, hosts: Iterable[str]) -> CaptureDone:
     """The name of an attempt says here on which hosts its images were."""
-    return Captured(generation, f"{generation}:{','.join(sorted(hosts))}")
+    return CaptureDone(generation, f"{generation}:{','.join(sorted(hosts))}")
 
 
-def holders(one: Captured) -> frozenset[str]:
+def holders(one: CaptureDone) -> frozenset[str]:
     return frozenset(one.attempt.partition(":")[2].split(","))
 
 
@@ -63,17 +70,17 @@ class World:
     restarts: int
     """How often the run may still be started anew besides, with a further host or without."""
     parity: int
-    taken: Callable[..., Taken] = take_over
+    taken: Callable[..., Takeover] = take_over
     lives_on: bool = False
     """Whether its coordinator never dies."""
     incarnation: int = 1
-    parent: Captured = TORN
+    parent: CaptureDone = TORN
     """What this incarnation went on from."""
-    pin: Captured = TORN
+    pin: CaptureDone = TORN
     """The same, until something is protected."""
     best: Cover | None = None
     """The newest of which it was said that it is protected."""
-    capturing: Captured = TORN
+    capturing: CaptureDone = TORN
     slot: int = -1
     told: frozenset[tuple[int, str]] = frozenset()
     """Seals that the coordinator has not heard of yet."""
@@ -88,21 +95,22 @@ class World:
             raise Lost(f"{self.best} was protected, and there is {self.newest()}, of {self.hosts}")
         return self
 
-    def newest(self) -> Captured:
+    def newest(self) -> CaptureDone:
         """What a start restores from: whole, or rebuilt from one half of the rows."""
         there = {one for _, host in self.hosts for one in host.slots if one != TORN}
         return max((one for one in there if self.can_restore(one)), default=TORN)
 
-    def can_restore(self, one: Captured) -> bool:
+    def can_restore(self, one: CaptureDone) -> bool:
         return self.is_whole(one) or any(
             row and row[0].captured == one and self.gone(row[0], half) <= self.parity
-            for _, host in self.hosts for half, row in enumerate(host.rows)
-        )  # fmt: skip
+            for _, host in self.hosts
+            for half, row in enumerate(host.rows)
+        )
 
-    def having(self, one: Captured) -> frozenset[str]:
+    def having(self, one: CaptureDone) -> frozenset[str]:
         return frozenset(name for name, host in self.hosts if one in host.slots)
 
-    def is_whole(self, one: Captured) -> bool:
+    def is_whole(self, one: CaptureDone) -> bool:
         return holders(one) <= self.having(one)
 
     def gone(self, cover: Cover, half: int) -> int:
@@ -114,11 +122,14 @@ class World:
         hosts = tuple((n, replace(h, **fields) if n == name else h) for n, h in self.hosts)
         return replace(self, hosts=hosts)
 
-    def all_slots(self, slot: int, content: Captured) -> World:
-        return replace(self, hosts=tuple(
-            (name, replace(host, slots=(*host.slots[:slot], content, *host.slots[slot + 1 :])))
-            for name, host in self.hosts
-        ))  # fmt: skip
+    def all_slots(self, slot: int, content: CaptureDone) -> World:
+        return replace(
+            self,
+            hosts=tuple(
+                (name, replace(host, slots=(*host.slots[:slot], content, *host.slots[slot + 1 :])))
+                for name, host in self.hosts
+            ),
+        )
 
     def renumbered(self) -> World:
         """This turn is 1, all earlier ones 0: else no world would ever come again."""
@@ -215,7 +226,7 @@ class World:
         told = replace(self, mind=mind, pin=TORN, best=mind.protected)
         return told.dropped(mind.protected.captured, 1 - mind.half)
 
-    def dropped(self, captured: Captured, half: int) -> World:
+    def dropped(self, captured: CaptureDone, half: int) -> World:
         """Earlier rows of the same are given up before it is told that it is protected."""
         now = self
         for name, host in self.hosts:
@@ -237,21 +248,27 @@ class World:
         began = replace(self, parent=newest, incarnation=self.incarnation + 1)
         return began.taken_over(newest)
 
-    def taken_over(self, pin: Captured) -> World:
+    def taken_over(self, pin: CaptureDone) -> World:
         """Another coordinator, which knows what the hosts say of themselves."""
         there = sorted({one for _, host in self.hosts for one in host.slots if one != TORN})
-        presents = [Present(one, len(holders(one)), self.is_whole(one)) for one in there]
+        presents = [HeldSnapshot(one, len(holders(one)), self.is_whole(one)) for one in there]
         rows = [
-            HostRow(
+            HostShards(
                 name, half, row[0].captured.attempt, self.parity, row[0].members, ranks(row[0])
             )
-            for name, host in self.hosts for half, row in enumerate(host.rows) if row
+            for name, host in self.hosts
+            for half, row in enumerate(host.rows)
+            if row
             for _ in range(self.parity)
-        ]  # fmt: skip
+        ]
         mind = self.taken(
-            self.names, presents, rows, restored=pin.attempt, incarnation=self.incarnation,
+            self.names,
+            presents,
+            rows,
+            restored=pin.attempt,
+            incarnation=self.incarnation,
             turn=self.mind.turn,
-        ).state  # fmt: skip
+        ).state
         mind = type(self.mind)(mind.members, None, mind.protected, mind.half, turn=mind.turn)
         whole = [one for one in there if self.is_whole(one)]
         own = [one for one in whole if one.generation.incarnation == self.incarnation]
@@ -264,14 +281,25 @@ class World:
 
 
 def world(
-    kind: type[Protection], hosts: int, *, slots: int = 4, parity: int = 1, losses: int = 0,
-    restarts: int = 0, taken: Callable[..., Taken] = take_over,
-) -> World:  # fmt: skip
+    kind: type[Protection],
+    hosts: int,
+    *,
+    slots: int = 4,
+    parity: int = 1,
+    losses: int = 0,
+    restarts: int = 0,
+    taken: Callable[..., Takeover] = take_over,
+) -> World:
     names = [f"h{n}" for n in range(hosts)]
     return World(
-        tuple((name, Host((TORN,) * slots)) for name in names), kind(frozenset(names)),
-        next_step=1, losses=losses, restarts=restarts, parity=parity, taken=taken,
-    )  # fmt: skip
+        tuple((name, Host((TORN,) * slots)) for name in names),
+        kind(frozenset(names)),
+        next_step=1,
+        losses=losses,
+        restarts=restarts,
+        parity=parity,
+        taken=taken,
+    )
 
 
 def reached(first: World, steps: int) -> set[World]:
@@ -289,15 +317,15 @@ def reached(first: World, steps: int) -> set[World]:
 @pytest.mark.parametrize(
     ("hosts", "slots", "parity", "losses", "restarts", "steps"),
     [
-        (2, 3, 1, 1, 0, 2), (2, 4, 1, 0, 1, 1), (3, 4, 1, 1, 0, 1),
+        (2, 3, 1, 1, 0, 2),
+        (2, 4, 1, 0, 1, 1),
+        (3, 4, 1, 1, 0, 1),
     ],
-)  # fmt: skip
+)
 def test_nothing_that_was_protected_is_lost_in_any_order_of_events(
     hosts: int, slots: int, parity: int, losses: int, restarts: int, steps: int
 ) -> None:
-    first = world(
-        Protection, hosts, slots=slots, parity=parity, losses=losses, restarts=restarts
-    )  # fmt: skip
+    first = world(Protection, hosts, slots=slots, parity=parity, losses=losses, restarts=restarts)
     worlds = reached(first, steps)
     assert any(w.best is not None and w.best.captured.generation.step == steps for w in worlds), (
         "and it goes on"
@@ -336,10 +364,7 @@ def test_nothing_is_lost_in_larger_groups_either(
 def test_with_four_slots_no_capture_waits_and_with_three_only_while_something_is_coded() -> None:
     for slots in (3, 4):
         first = replace(world(Protection, 2, slots=slots), lives_on=True)
-        waiting = [
-            w for w in reached(first, 4)
-            if w.capturing == TORN and not w.free_slots()
-        ]  # fmt: skip
+        waiting = [w for w in reached(first, 4) if w.capturing == TORN and not w.free_slots()]
         assert bool(waiting) == (slots == 3)
         assert all(w.mind.coding is not None for w in waiting)
 
@@ -351,7 +376,7 @@ class SlotsGo(Protection):
     """The images of what is protected are written over."""
 
     @property
-    def slots_stay(self) -> frozenset[Captured]:
+    def slots_stay(self) -> frozenset[CaptureDone]:
         return frozenset({self.captured} if self.captured else ())
 
 
@@ -386,22 +411,25 @@ def test_without_any_one_of_the_rules_something_is_lost(kind: type[Protection]) 
 
 
 def newest_first(
-    members: frozenset[str], presents: Sequence[Present], rows: Iterable[HostRow], **told: Any
-) -> Taken:
+    members: frozenset[str],
+    presents: Sequence[HeldSnapshot],
+    rows: Iterable[HostShards],
+    **told: Any,
+) -> Takeover:
     """Whatever else there is, rows of the newest stay, complete or not."""
     newest = max(presents, key=lambda one: one.captured.generation, default=None)
     return take_over(members, [] if newest is None else [newest], rows, **told)
 
 
 def images_alone(
-    members: frozenset[str], presents: Sequence[Present], _: Iterable[HostRow], **told: Any
-) -> Taken:
+    members: frozenset[str], presents: Sequence[HeldSnapshot], _: Iterable[HostShards], **told: Any
+) -> Takeover:
     """What lies in which half is forgotten."""
     return take_over(members, presents, (), **told)
 
 
 @pytest.mark.parametrize("taken", [newest_first, images_alone])
-def test_whoever_takes_over_otherwise_loses_something(taken: Callable[..., Taken]) -> None:
+def test_whoever_takes_over_otherwise_loses_something(taken: Callable[..., Takeover]) -> None:
     with pytest.raises(Lost, match="was protected"):
         reached(world(Protection, 2, losses=1, taken=taken), 2)
 
@@ -423,7 +451,7 @@ def test_nothing_is_lost_in_a_long_life(
 
 # ── one by one ───────────────────────────────────────────────────────────────────────────────
 
-ONE, TWO, THREE = (Captured(Generation(1, step), f"a{step}") for step in (1, 2, 3))
+ONE, TWO, THREE = (CaptureDone(Generation(1, step), f"a{step}") for step in (1, 2, 3))
 BOTH = frozenset({"a", "b"})
 
 
@@ -457,7 +485,7 @@ def test_other_hosts_code_anew_what_is_protected_and_it_stays_meanwhile() -> Non
 
 
 def test_a_generation_that_is_captured_again_is_newer() -> None:
-    again = Captured(ONE.generation, "b1")
+    again = CaptureDone(ONE.generation, "b1")
     mind = Protection(BOTH).has_captured(ONE).begin().has_captured(again)
     assert mind.slots_stay == {ONE, again}
     mind = mind.has_sealed(1, "a").has_sealed(1, "b")

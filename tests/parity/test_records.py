@@ -14,10 +14,17 @@ from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageErr
 from holdfast.format.checksum import checksum
 from holdfast.format.image import header_size, plan_image
 from holdfast.format.manifest import Generation
-from holdfast.peers.client import MOST_DOCUMENT_BYTES
-from holdfast.redundancy import records
-from holdfast.redundancy.records import ImageFact, MemberFact, ParityRecord, Terms, seal, unseal
-from holdfast.redundancy.stripes import Kept
+from holdfast.parity.planning import record as records
+from holdfast.parity.planning.placement import StoredShard
+from holdfast.parity.planning.record import (
+    ImageFact,
+    MemberFact,
+    ParityRecord,
+    RecordTerms,
+    seal,
+    unseal,
+)
+from holdfast.transport.client import MOST_DOCUMENT_BYTES
 from images import assemble, seals
 
 MIB = 1 << 20
@@ -44,10 +51,21 @@ FACTS = tuple(
 
 def record(**fields: Any) -> ParityRecord:
     made: dict[str, Any] = {
-        "version": 1, "run_id": "run", "incarnation": 3, "step": 1200, "attempt": "a-0_Z",
-        "world": 4, "layout": "0" * 32, "parity": 2, "members": FACTS, "stripe": 1, "row": 1,
-        "size_bytes": 3 * MIB, "sums": bytes(24), **fields,
-    }  # fmt: skip
+        "version": 1,
+        "run_id": "run",
+        "incarnation": 3,
+        "step": 1200,
+        "attempt": "a-0_Z",
+        "world": 4,
+        "layout": "0" * 32,
+        "parity": 2,
+        "members": FACTS,
+        "stripe": 1,
+        "row": 1,
+        "size_bytes": 3 * MIB,
+        "sums": bytes(24),
+        **fields,
+    }
     return ParityRecord(**made)
 
 
@@ -96,8 +114,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("a rank twice", {"members": (*FACTS, MemberFact("e", FACTS[1].images))}, "images of ranks"),
     ("a host of no name", {"members": (MemberFact("", ()), *FACTS)}, "'' names no host"),
     ("a host with a space", {"members": (MemberFact("A B", ()), *FACTS)}, "names no host"),
-    ("images in disorder",
-     {"members": (MemberFact("a", FACTS[0].images[::-1]), *FACTS[1:])}, "not in order"),
+    (
+        "images in disorder",
+        {"members": (MemberFact("a", FACTS[0].images[::-1]), *FACTS[1:])},
+        "not in order",
+    ),
     ("a negative rank", {"members": changed(0, rank=-1)}, "images of ranks"),
     ("a rank out of the world", {"members": changed(1, rank=4)}, "images of ranks"),
     ("an image of no bytes", {"members": changed(0, image_bytes=0)}, "are none"),
@@ -107,20 +128,35 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("data behind the end", {"members": changed(0, data_start=1 << 30)}, "are none"),
     ("data at the start", {"members": changed(0, data_start=0)}, "are none"),
     ("data not on a page", {"members": changed(0, data_start=4095)}, "begin at byte 4095"),
-    ("data behind a long header",
-     {"members": changed(0, data_start=101 << 20, image_bytes=1 << 40)}, "begin at byte"),
+    (
+        "data behind a long header",
+        {"members": changed(0, data_start=101 << 20, image_bytes=1 << 40)},
+        "begin at byte",
+    ),
     ("an image of no size", {"members": changed(0, image_bytes=3 * 4096 + 1)}, "no image has 8193"),
     ("another checksum of the header", {"members": changed(0, header_xxh3="0" * 16)}, "header"),
     ("no checksum of the header", {"members": changed(0, header_xxh3="xyz")}, "is no checksum"),
     ("no checksum of the table", {"members": changed(0, table_xxh3="F" * 16)}, "is no checksum"),
     ("no header", {"members": changed(0, head=b"")}, "not the one that was captured"),
-    ("another header",
-     {"members": changed(0, head=FACTS[0].images[0].head[:-1] + b"!")}, "not the one that was"),
-    ("a longer header",
-     {"members": changed(0, head=FACTS[0].images[0].head + b" ")}, "not the one that was"),
-    ("a header of another length",
-     {"members": changed(0, head=b"\1" * 4096, header_xxh3=f"{checksum(bytes([1] * 4096)):016x}")},
-     "does not end where"),
+    (
+        "another header",
+        {"members": changed(0, head=FACTS[0].images[0].head[:-1] + b"!")},
+        "not the one that was",
+    ),
+    (
+        "a longer header",
+        {"members": changed(0, head=FACTS[0].images[0].head + b" ")},
+        "not the one that was",
+    ),
+    (
+        "a header of another length",
+        {
+            "members": changed(
+                0, head=b"\1" * 4096, header_xxh3=f"{checksum(bytes([1] * 4096)):016x}"
+            )
+        },
+        "does not end where",
+    ),
     ("no such stripe", {"stripe": 4}, "no row 1 of stripe 4"),
     ("a negative stripe", {"stripe": -1}, "of stripe -1"),
     ("no such row", {"row": 2}, "no row 2 of stripe 1"),
@@ -128,7 +164,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("another size", {"size_bytes": 2 * MIB}, "its row has 2097152 bytes, those of its group"),
     ("too few checksums", {"sums": bytes(16)}, "16 bytes of checksums"),
     ("too many checksums", {"sums": bytes(25)}, "25 bytes of checksums"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("fields", "match"), [one[1:] for one in BAD], ids=[one[0] for one in BAD])
@@ -142,16 +178,23 @@ def test_a_record_with_anything_wrong_is_neither_read_nor_sealed(
         seal(record(**fields))
 
 
-def terms(**fields: Any) -> Terms:
+def terms(**fields: Any) -> RecordTerms:
     made: dict[str, Any] = {
-        "run_id": "run", "generation": Generation(3, 1200), "attempt": "a-0_Z", "world": 4,
-        "layout": "0" * 32, "parity": 2, "members": FACTS, "turn": 7, **fields,
-    }  # fmt: skip
-    return Terms(**made)
+        "run_id": "run",
+        "generation": Generation(3, 1200),
+        "attempt": "a-0_Z",
+        "world": 4,
+        "layout": "0" * 32,
+        "parity": 2,
+        "members": FACTS,
+        "turn": 7,
+        **fields,
+    }
+    return RecordTerms(**made)
 
 
 def test_what_a_group_agreed_on_makes_its_records() -> None:
-    assert terms().record(Kept(1, 1, 3 * MIB), bytes(24)) == record()
+    assert terms().record(StoredShard(1, 1, 3 * MIB), bytes(24)) == record()
     assert terms().placement == record().placement
     assert [terms().number_of(host) for host in "abcd"] == [0, 1, 2, 3]
     with pytest.raises(UsageError, match=r"e is not in the group \['a', 'b', 'c', 'd'\]"):
@@ -160,8 +203,8 @@ def test_what_a_group_agreed_on_makes_its_records() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "match"),
-    [one[1:] for one in BAD if set(one[1]) <= set(Terms.__dataclass_fields__)],
-    ids=[one[0] for one in BAD if set(one[1]) <= set(Terms.__dataclass_fields__)],
+    [one[1:] for one in BAD if set(one[1]) <= set(RecordTerms.__dataclass_fields__)],
+    ids=[one[0] for one in BAD if set(one[1]) <= set(RecordTerms.__dataclass_fields__)],
 )
 def test_what_no_record_can_say_cannot_be_agreed_on(fields: dict[str, Any], match: str) -> None:
     with pytest.raises(FormatError, match=match):
@@ -254,11 +297,15 @@ def test_a_flipped_byte_is_called_so() -> None:
 
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.binary(max_size=9)
-    | st.text(max_size=9) | st.floats(),
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.binary(max_size=9)
+    | st.text(max_size=9)
+    | st.floats(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
     max_leaves=9,
-)  # fmt: skip
+)
 
 
 @given(st.binary(max_size=200) | values.map(msgspec.msgpack.encode))

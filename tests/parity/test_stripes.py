@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from holdfast.errors import TooManyLost, UsageError
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.redundancy.backends import chosen
-from holdfast.redundancy.erasure import Coder
-from holdfast.redundancy.stripes import (
-    Part,
-    Placement,
-    Rebuild,
-    Source,
+from holdfast.parity.coding.backends import chosen
+from holdfast.parity.coding.codes import Coder
+from holdfast.parity.planning.placement import (
+    RepairStep,
+    StripePart,
+    StripePlacement,
+    StripeSource,
     needed_for,
     needed_for_parity,
     stored_by,
@@ -29,19 +29,19 @@ BLOCK = 4
 
 
 @st.composite
-def placements(draw: st.DrawFn, most: int = 7) -> Placement:
+def placements(draw: st.DrawFn, most: int = 7) -> StripePlacement:
     """Groups of any shape; images of any sizes, some empty, not as many on each host."""
     members = draw(st.integers(2, most))
     parity = draw(st.integers(1, min(4, members - 1)))
     images = st.lists(st.integers(0, 60), max_size=3).map(tuple)
     sizes = draw(st.lists(images, min_size=members, max_size=members))
-    return Placement(tuple(sizes), parity, BLOCK)
+    return StripePlacement(tuple(sizes), parity, BLOCK)
 
 
 class Hosts:
     """Toy images, and the parity that the members of a group made of them."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: StripePlacement) -> None:
         draw = random.Random(5)
         self.placement = placement
         self.images = [[draw.randbytes(size) for size in sizes] for sizes in placement.image_bytes]
@@ -51,13 +51,14 @@ class Hosts:
             rows = [bytearray(stripe.size_bytes) for _ in stripe.parity]
             for source in stripe.data:
                 for part in source.parts:
-                    views = [memoryview(row)[part.at : part.at + part.stop - part.start]
-                             for row in rows]  # fmt: skip
+                    views = [
+                        memoryview(row)[part.at : part.at + part.stop - part.start] for row in rows
+                    ]
                     self.coder.add(source.number, self.read(source, part, stripe.number), views)
             for member, row in zip(stripe.parity, rows, strict=True):
                 self.kept[member, stripe.number] = row
 
-    def read(self, source: Source, part: Part, stripe: int) -> bytes:
+    def read(self, source: StripeSource, part: StripePart, stripe: int) -> bytes:
         whole = (
             self.kept[source.member, stripe]
             if part.image is None
@@ -75,7 +76,7 @@ class Hosts:
             found += self.decoded(step)
         return found
 
-    def decoded(self, step: Rebuild) -> bytes:
+    def decoded(self, step: RepairStep) -> bytes:
         output = bytearray(step.stop - step.start)
         factors = self.coder.solve([one.number for one in step.sources], [step.wanted])
         for source in step.sources:
@@ -87,7 +88,7 @@ class Hosts:
 
 
 @given(placements())
-def test_every_byte_is_in_exactly_one_stripe(placement: Placement) -> None:
+def test_every_byte_is_in_exactly_one_stripe(placement: StripePlacement) -> None:
     seen: Counter[tuple[int, int, int]] = Counter()
     for stripe in stripes(placement):
         taken: Counter[tuple[int, int]] = Counter()
@@ -105,7 +106,7 @@ def test_every_byte_is_in_exactly_one_stripe(placement: Placement) -> None:
 
 
 @given(placements())
-def test_no_member_keeps_parity_of_its_own_data(placement: Placement) -> None:
+def test_no_member_keeps_parity_of_its_own_data(placement: StripePlacement) -> None:
     for stripe in stripes(placement):
         members = [source.member for source in stripe.data] + list(stripe.parity)
         assert sorted(members) == list(range(placement.members))
@@ -116,7 +117,7 @@ def test_no_member_keeps_parity_of_its_own_data(placement: Placement) -> None:
 
 @given(placements())
 def test_every_member_keeps_one_row_of_each_kind_and_no_more_than_its_share(
-    placement: Placement,
+    placement: StripePlacement,
 ) -> None:
     """m/(n - m) of the largest member's bytes, up to a block for each image and row."""
     largest = max(sum(map(placement.segment_bytes, sizes)) for sizes in placement.image_bytes)
@@ -134,7 +135,7 @@ def test_every_member_keeps_one_row_of_each_kind_and_no_more_than_its_share(
 
 
 @given(placements(6))
-def test_all_bytes_come_back_whatever_members_are_lost(placement: Placement) -> None:
+def test_all_bytes_come_back_whatever_members_are_lost(placement: StripePlacement) -> None:
     hosts = Hosts(placement)
     for lost in map(set, combinations(range(placement.members), placement.parity)):
         for member in lost:
@@ -143,7 +144,9 @@ def test_all_bytes_come_back_whatever_members_are_lost(placement: Placement) -> 
 
 
 @given(placements(), st.data())
-def test_any_range_of_a_lost_image_comes_back(placement: Placement, data: st.DataObject) -> None:
+def test_any_range_of_a_lost_image_comes_back(
+    placement: StripePlacement, data: st.DataObject
+) -> None:
     hosts = Hosts(placement)
     everyone = list(range(placement.members))
     lost = data.draw(st.sets(st.sampled_from(everyone), min_size=1, max_size=placement.parity))
@@ -155,7 +158,7 @@ def test_any_range_of_a_lost_image_comes_back(placement: Placement, data: st.Dat
 
 
 @given(placements(), st.data())
-def test_lost_parity_comes_back_too(placement: Placement, data: st.DataObject) -> None:
+def test_lost_parity_comes_back_too(placement: StripePlacement, data: st.DataObject) -> None:
     hosts = Hosts(placement)
     everyone = list(range(placement.members))
     lost = data.draw(st.sets(st.sampled_from(everyone), min_size=1, max_size=placement.parity))
@@ -174,14 +177,14 @@ def test_lost_parity_comes_back_too(placement: Placement, data: st.DataObject) -
     ("stripe", "start", "stop"), [(2, 0, 1), (0, 0, 11), (0, -1, 1), (0, 2, 1)]
 )
 def test_parity_that_a_member_has_not_is_refused(stripe: int, start: int, stop: int) -> None:
-    placement = Placement(((10,),) * 3, 1, BLOCK)
+    placement = StripePlacement(((10,),) * 3, 1, BLOCK)
     with pytest.raises(UsageError, match=f"member 0 keeps no parity from {start} to {stop} of"):
         needed_for_parity(placement, 0, stripe, start, stop, ())
 
 
 @given(placements())
-def test_one_member_more_than_the_parity_is_refused(placement: Placement) -> None:
-    placement = Placement(((9,), *placement.image_bytes[1:]), placement.parity, BLOCK)
+def test_one_member_more_than_the_parity_is_refused(placement: StripePlacement) -> None:
+    placement = StripePlacement(((9,), *placement.image_bytes[1:]), placement.parity, BLOCK)
     lost = set(range(placement.parity + 1))
     with pytest.raises(TooManyLost, match="storage in the end") as raised:
         needed_for(placement, 0, 0, 0, 9, lost)
@@ -191,14 +194,14 @@ def test_one_member_more_than_the_parity_is_refused(placement: Placement) -> Non
 
 
 def test_a_mirror_is_a_copy() -> None:
-    placement = Placement(((10,), (7,)), 1, BLOCK)
+    placement = StripePlacement(((10,), (7,)), 1, BLOCK)
     hosts = Hosts(placement)
     assert hosts.kept[1, 1] == hosts.images[0][0]
     assert hosts.kept[0, 0] == hosts.images[1][0]
 
 
 def test_alone_there_is_nothing_to_keep() -> None:
-    placement = Placement(((10, 4),), 0)
+    placement = StripePlacement(((10, 4),), 0)
     assert not stripes(placement) and not stored_by(placement, 0)
     with pytest.raises(TooManyLost, match=r"members \[0\] of a group of 1"):
         needed_for(placement, 0, 0, 0, 1, ())
@@ -206,40 +209,41 @@ def test_alone_there_is_nothing_to_keep() -> None:
 
 def test_the_placement_never_changes() -> None:
     """Keepers of one run may be of different versions: 5 members, 2 of which can be lost."""
-    placement = Placement(((8 * BLOCK_BYTES,), *[(5 * BLOCK_BYTES + 1,)] * 4), 2)
+    placement = StripePlacement(((8 * BLOCK_BYTES,), *[(5 * BLOCK_BYTES + 1,)] * 4), 2)
     mib = BLOCK_BYTES
-    assert [(s.size_bytes, [one.member for one in s.data], s.parity)
-            for s in stripes(placement)] == [
+    assert [
+        (s.size_bytes, [one.member for one in s.data], s.parity) for s in stripes(placement)
+    ] == [
         (2 * mib, [4, 3, 2], (0, 1)),
         (3 * mib, [0, 4, 3], (1, 2)),
         (3 * mib, [1, 0, 4], (2, 3)),
         (2 * mib, [2, 1, 0], (3, 4)),
         (2 * mib, [3, 2, 1], (4, 0)),
-    ]  # fmt: skip
+    ]
     assert [(k.stripe, k.row) for k in stored_by(placement, 0)] == [(0, 0), (4, 1)]
     (found,) = needed_for(placement, 0, 0, 6 * mib + 5, 7 * mib, {3})
     assert (found.stripe, found.wanted) == (3, 2)
     assert found.sources == (
-        Source(2, 0, (Part(0, 5, mib, 0),)),
-        Source(1, 1, (Part(0, 2 * mib + 5, 3 * mib, 0),)),
-        Source(4, 4, (Part(None, 5, mib, 0),)),
+        StripeSource(2, 0, (StripePart(0, 5, mib, 0),)),
+        StripeSource(1, 1, (StripePart(0, 2 * mib + 5, 3 * mib, 0),)),
+        StripeSource(4, 4, (StripePart(None, 5, mib, 0),)),
     )
 
 
 @pytest.mark.parametrize("parity", [-1, 2, 3])
 def test_a_group_with_fewer_members_than_it_can_lose_is_refused(parity: int) -> None:
     with pytest.raises(UsageError, match=f"parity={parity} in a group of 2"):
-        Placement(((1,), (1,)), parity)
+        StripePlacement(((1,), (1,)), parity)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, 11)])
 def test_bytes_that_an_image_has_not_are_refused(start: int, stop: int) -> None:
     with pytest.raises(UsageError, match="image 0 of member 1 has bytes 0 to 10, not"):
-        needed_for(Placement(((3,), (10,)), 1), 1, 0, start, stop, ())
+        needed_for(StripePlacement(((3,), (10,)), 1), 1, 0, start, stop, ())
 
 
 def test_of_each_column_everybody_sends_one_and_receives_one() -> None:
-    placement = Placement(((1000,),) * 7, 2)
+    placement = StripePlacement(((1000,),) * 7, 2)
     for column in range(placement.columns):
         senders = [stripe.data[column].member for stripe in stripes(placement)]
         assert sorted(senders) == list(range(7))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.redundancy.survival import (
+from holdfast.parity.planning.survival import (
     Sizes,
     loss_over,
     simulated,
@@ -21,8 +21,9 @@ from holdfast.redundancy.survival import (
 
 groups = st.lists(
     st.integers(1, 4).flatmap(lambda size: st.tuples(st.just(size), st.integers(0, size))),
-    min_size=1, max_size=4,
-)  # fmt: skip
+    min_size=1,
+    max_size=4,
+)
 
 
 @given(groups, st.integers(0, 16))
@@ -30,18 +31,25 @@ def test_the_formula_counts_what_enumeration_finds(sizes: Sizes, lost: int) -> N
     group_of = [number for number, (size, _) in enumerate(sizes) for _ in range(size)]
     lost = min(lost, len(group_of))
     survived = sum(
-        all([group_of[host] for host in hit].count(number) <= parity
-            for number, (_, parity) in enumerate(sizes))
+        all(
+            [group_of[host] for host in hit].count(number) <= parity
+            for number, (_, parity) in enumerate(sizes)
+        )
         for hit in combinations(range(len(group_of)), lost)
-    )  # fmt: skip
+    )
     assert survival(sizes, lost) == Fraction(survived, comb(len(group_of), lost))
 
 
 @pytest.mark.parametrize(
     ("sizes", "lost"),
-    [([(2, 1)] * 32, 3), ([(8, 2)] * 8, 4), ([(16, 2)] * 4, 4), ([(4, 1), (3, 1)], 2),
-     ([(5, 2), (4, 1), (4, 1)], 3)],
-)  # fmt: skip
+    [
+        ([(2, 1)] * 32, 3),
+        ([(8, 2)] * 8, 4),
+        ([(16, 2)] * 4, 4),
+        ([(4, 1), (3, 1)], 2),
+        ([(5, 2), (4, 1), (4, 1)], 3),
+    ],
+)
 def test_a_seeded_simulation_agrees_with_the_formula(sizes: Sizes, lost: int) -> None:
     trials, exact = 4000, float(survival(sizes, lost))
     found = simulated(sizes, lost, trials=trials, seed=7)
@@ -70,8 +78,9 @@ def test_the_table_of_the_design_is_reproduced(hosts: int, lost: int) -> None:
             found = float(survival([(size, parity)] * (hosts // size), lost))
             digits = max(3, len(shown) - 1)
             assert f"{found:.{digits}f}".lstrip("0").rstrip("0").rstrip(".") in (
-                shown, shown.rstrip("0"),
-            )  # fmt: skip
+                shown,
+                shown.rstrip("0"),
+            )
 
 
 @pytest.mark.parametrize("lost", [-1, 5])
@@ -102,8 +111,12 @@ def test_any_division_simulated_is_within_the_bounds_of_chance(
 
 @settings(derandomize=True, max_examples=60)
 @given(
-    groups, st.floats(0.01, 3), st.floats(0, 2), st.floats(0, 20), st.integers(0, 2**32),
-)  # fmt: skip
+    groups,
+    st.floats(0.01, 3),
+    st.floats(0, 2),
+    st.floats(0, 20),
+    st.integers(0, 2**32),
+)
 def test_any_life_simulated_is_within_the_bounds_of_chance(
     sizes: Sizes, rate: float, repair: float, horizon: float, seed: int
 ) -> None:
@@ -142,9 +155,17 @@ def test_two_losses_in_one_repair_are_what_overcomes_a_pair() -> None:
 
 @pytest.mark.parametrize(
     ("size", "parity", "repair_min", "shown"),
-    [(2, 1, 1, 0.999), (2, 1, 10, 0.990), (2, 1, 60, 0.943), (8, 1, 1, 0.993), (8, 1, 10, 0.934),
-     (8, 1, 60, 0.664), (8, 2, 60, 0.9999), (16, 2, 60, 0.9993)],
-)  # fmt: skip
+    [
+        (2, 1, 1, 0.999),
+        (2, 1, 10, 0.990),
+        (2, 1, 60, 0.943),
+        (8, 1, 1, 0.993),
+        (8, 1, 10, 0.934),
+        (8, 1, 60, 0.664),
+        (8, 2, 60, 0.9999),
+        (16, 2, 60, 0.9993),
+    ],
+)
 def test_a_repair_begins_with_a_loss_which_doubles_the_risk_of_counting_by_the_clock(
     size: int, parity: int, repair_min: int, shown: float
 ) -> None:

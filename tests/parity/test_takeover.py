@@ -5,50 +5,67 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from holdfast.format.manifest import Generation
-from holdfast.redundancy.protection import Captured, Cover
-from holdfast.redundancy.takeover import HostRow, Present, Taken, take_over
+from holdfast.parity.planning.protection import (
+    CaptureDone,
+    Cover,
+    HeldSnapshot,
+    HostShards,
+    Takeover,
+    take_over,
+)
 
 
-def what(name: str, incarnation: int = 1) -> Captured:
-    return Captured(Generation(incarnation, int(name[1:])), name)
+def what(name: str, incarnation: int = 1) -> CaptureDone:
+    return CaptureDone(Generation(incarnation, int(name[1:])), name)
 
 
-def whole(name: str, hosts: str, incarnation: int = 1) -> Present:
+def whole(name: str, hosts: str, incarnation: int = 1) -> HeldSnapshot:
     """Each of these hosts had one rank when it was captured: a rank 0, b rank 1."""
-    return Present(what(name, incarnation), len(hosts), True)
+    return HeldSnapshot(what(name, incarnation), len(hosts), True)
 
 
-def part(name: str, hosts: str, incarnation: int = 1) -> Present:
+def part(name: str, hosts: str, incarnation: int = 1) -> HeldSnapshot:
     return whole(name, hosts, incarnation)._replace(is_whole=False)
 
 
 def rows(
     name: str, half: int, keepers: str, members: str, *, parity: int = 1, ranks: str = ""
-) -> list[HostRow]:
+) -> list[HostShards]:
     """All the rows that these keepers have to have; ``ranks``: of others than the members."""
     of = frozenset("abcd".index(one) for one in ranks or members)
     return [
-        HostRow(host, half, name, parity, frozenset(members), of)
-        for host in keepers for _ in range(parity)
-    ]  # fmt: skip
+        HostShards(host, half, name, parity, frozenset(members), of)
+        for host in keepers
+        for _ in range(parity)
+    ]
 
 
 def taken(
-    members: str, presents: Iterable[Present], *held: list[HostRow], restored: str = "",
+    members: str,
+    presents: Iterable[HeldSnapshot],
+    *held: list[HostShards],
+    restored: str = "",
     incarnation: int = 2,
-) -> Taken:  # fmt: skip
+) -> Takeover:
     return take_over(
-        frozenset(members), tuple(presents), [row for some in held for row in some],
-        restored=restored, incarnation=incarnation, turn=7,
-    )  # fmt: skip
+        frozenset(members),
+        tuple(presents),
+        [row for some in held for row in some],
+        restored=restored,
+        incarnation=incarnation,
+        turn=7,
+    )
 
 
 def test_the_half_is_the_one_where_all_rows_are() -> None:
     for half in (0, 1):
         found = taken(
-            "abcd", [whole("p5", "abc")], rows("p5", half, "abc", "abc"),
-            rows("p5", 1 - half, "ad", "abcd"), restored="p5",
-        )  # fmt: skip
+            "abcd",
+            [whole("p5", "abc")],
+            rows("p5", half, "abc", "abc"),
+            rows("p5", 1 - half, "ad", "abcd"),
+            restored="p5",
+        )
         assert found.state.protected == Cover(what("p5"), frozenset("abc"))
         assert (found.state.half, found.state.turn) == (half, 7)
         assert found.groups == (frozenset("abc"),)
@@ -58,9 +75,11 @@ def test_the_half_is_the_one_where_all_rows_are() -> None:
 def test_of_two_that_are_complete_it_is_that_of_the_hosts_of_now() -> None:
     for half in (0, 1):
         found = taken(
-            "abc", [whole("p5", "ab")], rows("p5", half, "abc", "abc"),
+            "abc",
+            [whole("p5", "ab")],
+            rows("p5", half, "abc", "abc"),
             rows("p5", 1 - half, "ab", "ab"),
-        )  # fmt: skip
+        )
         assert found.state.half == half and found.state.next is None
 
 
@@ -71,8 +90,9 @@ def test_the_half_that_is_being_written_over_does_not_count() -> None:
 
 def test_a_host_counts_with_all_of_its_rows_or_not() -> None:
     torn = rows("p5", 0, "ab", "abc", parity=2) + rows("p5", 0, "c", "abc", parity=2)[:1]
-    found = taken("abc", [whole("p5", "abc"), whole("p3", "abc")], torn,
-                  rows("p3", 1, "abc", "abc", parity=2))  # fmt: skip
+    found = taken(
+        "abc", [whole("p5", "abc"), whole("p3", "abc")], torn, rows("p3", 1, "abc", "abc", parity=2)
+    )
     assert found.state.protected == Cover(what("p3"), frozenset("abc"))
     assert found.state.half == 1
 
@@ -99,9 +119,12 @@ def test_with_hosts_lost_what_was_restored_from_stays_unless_something_own_is_pr
 
 def test_what_can_be_rebuilt_stays_although_something_newer_is_whole_and_not_protected() -> None:
     found = taken(
-        "ab", [part("p5", "abc"), whole("q6", "ab", incarnation=2)], rows("p5", 0, "ab", "abc"),
-        restored="q6", incarnation=3,
-    )  # fmt: skip
+        "ab",
+        [part("p5", "abc"), whole("q6", "ab", incarnation=2)],
+        rows("p5", 0, "ab", "abc"),
+        restored="q6",
+        incarnation=3,
+    )
     assert found.state.protected == Cover(what("p5"), frozenset()) and found.state.half == 0
 
 
@@ -126,9 +149,12 @@ def test_nothing_is_protected_where_nothing_can_be_rebuilt() -> None:
 def test_a_row_that_is_missing_is_made_anew_also_by_the_same_hosts() -> None:
     for restored, incarnation in (("", 1), ("p5", 2)):
         found = taken(
-            "abc", [whole("p5", "abc")], rows("p5", 0, "ab", "abc"), restored=restored,
+            "abc",
+            [whole("p5", "abc")],
+            rows("p5", 0, "ab", "abc"),
+            restored=restored,
             incarnation=incarnation,
-        )  # fmt: skip
+        )
         assert found.state.next == Cover(what("p5"), frozenset("abc"))
         assert (found.state.half, found.state.coding_half) == (0, 1), "what there is stays"
     torn = rows("p5", 0, "ab", "abc", parity=2) + rows("p5", 0, "c", "abc", parity=2)[:1]
@@ -140,9 +166,12 @@ def test_rows_of_all_ranks_count_wherever_their_images_are_looked_for() -> None:
     # c was lost, b has its image decoded, and it was coded with that; then c came back with its own
     # image and row.
     found = taken(
-        "abc", [whole("p5", "abc")], rows("p5", 0, "ab", "ab", ranks="abc"),
-        rows("p5", 1, "c", "abc"), restored="p5",
-    )  # fmt: skip
+        "abc",
+        [whole("p5", "abc")],
+        rows("p5", 0, "ab", "ab", ranks="abc"),
+        rows("p5", 1, "c", "abc"),
+        restored="p5",
+    )
     assert found.state.protected == Cover(what("p5"), frozenset("ab"))
     assert (found.state.half, found.state.coding_half) == (0, 1)
     assert found.state.next == Cover(what("p5"), frozenset("abc"))

@@ -11,10 +11,9 @@ import pytest
 from exchanging import fact_of, make_image
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.manifest import Generation
-from holdfast.redundancy.capacity import WINDOW_BYTES, passing_bytes
-from holdfast.redundancy.records import MemberFact, Terms
-from holdfast.redundancy.waiting import Ended, Halt
-from holdfast.redundancy.windows import Outbox
+from holdfast.parity.exchange.windows import CancelScope, ExchangeEnded, Outbox
+from holdfast.parity.planning.budget import WINDOW_BYTES, passing_bytes
+from holdfast.parity.planning.record import MemberFact, RecordTerms
 
 
 class Noted:
@@ -39,16 +38,22 @@ class Noted:
 
 
 @pytest.fixture
-def made() -> tuple[Outbox, Noted, Halt]:
+def made() -> tuple[Outbox, Noted, CancelScope]:
     members = tuple(MemberFact(f"host-{n}", (fact_of(n, make_image(n, 0)),)) for n in range(4))
-    terms = Terms("run", Generation(3, 1200), "a0", 4, "0" * 32, 3, members, 1)
-    offers, halt = Noted(), Halt()
+    terms = RecordTerms("run", Generation(3, 1200), "a0", 4, "0" * 32, 3, members, 1)
+    offers, scope = Noted(), CancelScope()
     outbox = Outbox(
-        terms, 0, memory=memoryview(bytearray(passing_bytes(3))), file=-1, offset_bytes=0,
-        offers=offers, halt=halt, patience=lambda: 0.2,
-    )  # fmt: skip
+        terms,
+        0,
+        memory=memoryview(bytearray(passing_bytes(3))),
+        file=-1,
+        offset_bytes=0,
+        offers=offers,
+        scope=scope,
+        patience=lambda: 0.2,
+    )
     outbox.begin()
-    return outbox, offers, halt
+    return outbox, offers, scope
 
 
 def fill(outbox: Outbox, window: int) -> list[memoryview]:
@@ -58,7 +63,7 @@ def fill(outbox: Outbox, window: int) -> list[memoryview]:
 
 
 def test_a_window_is_written_again_when_all_rows_of_it_were_taken(
-    made: tuple[Outbox, Noted, Halt],
+    made: tuple[Outbox, Noted, CancelScope],
 ) -> None:
     outbox, offers, _ = made
     for window in (0, 1):
@@ -79,11 +84,13 @@ def test_a_window_is_written_again_when_all_rows_of_it_were_taken(
     assert not offers.offered
 
 
-def test_who_waits_for_a_window_ends_with_all_others(made: tuple[Outbox, Noted, Halt]) -> None:
-    outbox, offers, halt = made
+def test_who_waits_for_a_window_ends_with_all_others(
+    made: tuple[Outbox, Noted, CancelScope],
+) -> None:
+    outbox, offers, scope = made
     fill(outbox, 0)
-    threading.Timer(0.05, halt.stop, (ValueError("over"),)).start()
-    with pytest.raises(Ended):
+    threading.Timer(0.05, scope.stop, (ValueError("over"),)).start()
+    with pytest.raises(ExchangeEnded):
         outbox.finish()
     outbox.close()
-    assert not offers.offered and str(halt.reason) == "over"
+    assert not offers.offered and str(scope.reason) == "over"

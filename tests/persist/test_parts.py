@@ -16,15 +16,15 @@ from holdfast.errors import ChecksumMismatch, StorageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.geometry.layout import Layout
-from holdfast.keeper.images import ImageJob, Job
+from holdfast.keeper.image_writer import ImageJob, PersistJob
 from holdfast.keeper.persister import Persister
-from holdfast.load.read import verify_blocks
-from holdfast.load.source import from_manifest
-from holdfast.load.verify import verify
 from holdfast.persist import commit
 from holdfast.persist.pins import pin
 from holdfast.persist.removal import plan, remove
 from holdfast.policy.retention import Keep
+from holdfast.restore.reading.images import from_manifest
+from holdfast.restore.reading.read import verify_blocks
+from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -43,9 +43,12 @@ FIRST = Generation(1, 0)
 
 
 def job_at(
-    step: int, base: int = 0, incarnation: int = 1, parent: tuple[int, int] | None = None,
+    step: int,
+    base: int = 0,
+    incarnation: int = 1,
+    parent: tuple[int, int] | None = None,
     layout: Layout = LAYOUT,
-) -> Job:  # fmt: skip
+) -> PersistJob:
     """A captured generation, as the keeper hands it to its persister."""
     generation, attempt = Generation(incarnation, step), f"a{incarnation}x{step}"
     leaves = {"base": BASES[base], "lora": random_leaf("F32", (6, 3), 1000 + step)}
@@ -54,12 +57,12 @@ def job_at(
     for rank, image in images.items():
         jobs[rank].seal(*seals(image))
     record = Incarnation(run_id="r", n=incarnation, nonce=f"n{incarnation}", parent=parent)
-    job = Job(attempt, generation, record, 2, layout.hash, layout.to_json(), jobs)
+    job = PersistJob(attempt, generation, record, 2, layout.hash, layout.to_json(), jobs)
     job.is_complete.set()
     return job
 
 
-def run(store: Store, jobs: Sequence[Job], keep: Keep = Keep()) -> list[str | None]:  # noqa: B008
+def run(store: Store, jobs: Sequence[PersistJob], keep: Keep = Keep()) -> list[str | None]:  # noqa: B008
     """One keeper makes these durable one after the other; how each ended."""
     outcomes: list[str | None] = []
     persister = Persister(store, keep, lambda _, reason: outcomes.append(reason))
@@ -376,7 +379,7 @@ def check(store: Store) -> None:
 BASE_AT = [0, 0, 1, 1, 0, 1]
 
 
-def jobs_of(incarnation: int = 1, parent: tuple[int, int] | None = None) -> list[Job]:
+def jobs_of(incarnation: int = 1, parent: tuple[int, int] | None = None) -> list[PersistJob]:
     first = 10 * incarnation
     return [job_at(first + n, base, incarnation, parent) for n, base in enumerate(BASE_AT)]
 
@@ -424,22 +427,36 @@ def test_an_image_with_its_frozen_leaves_in_one_file_is_read_beside_those_in_two
     for rank, image in job.images.items():
         path = f"steps/1-1-whole/live-{rank:05d}.safetensors"
         store.publish(path, bytes(image.memory))
-        refs.append(ImageRef(
-            path=path, rank=rank, size_bytes=len(image.memory),
-            header_xxh3=image.header_xxh3, table_xxh3=image.table_xxh3,
-        ))  # fmt: skip
-    commit.publish(store, Manifest(
-        run_id="r", incarnation=1, step=1, attempt=job.attempt, world=2, layout=LAYOUT.hash,
-        images=tuple(refs),
-    ))  # fmt: skip
+        refs.append(
+            ImageRef(
+                path=path,
+                rank=rank,
+                size_bytes=len(image.memory),
+                header_xxh3=image.header_xxh3,
+                table_xxh3=image.table_xxh3,
+            )
+        )
+    commit.publish(
+        store,
+        Manifest(
+            run_id="r",
+            incarnation=1,
+            step=1,
+            attempt=job.attempt,
+            world=2,
+            layout=LAYOUT.hash,
+            images=tuple(refs),
+        ),
+    )
     assert run(store, [job_at(2)]) == [None]
     assert parts_of(store, 2) == parts_of(store, 0)
     for step in range(3):
         assert leaves_of(store, step) == content(0, step)
     assert whole(store) == ["1-0", "1-1", "1-2"]
     # Whoever does not know of gaps refuses the image, with or without its manifest.
-    (header,) = {image.memory[:4096].tobytes().count(b'"requires":"parts"')
-                 for image in job.images.values()}  # fmt: skip
+    (header,) = {
+        image.memory[:4096].tobytes().count(b'"requires":"parts"') for image in job.images.values()
+    }
     assert header == 1
 
 
@@ -473,11 +490,18 @@ def test_no_byte_of_an_image_in_two_files_is_written_before_it_arrived(is_stored
     if is_stored:
         assert run(store, [job_at(0)]) == [None]
     final = job_at(1)
-    job = Job(
-        final.attempt, final.generation, final.incarnation, 2, LAYOUT.hash, final.layout_data,
-        {rank: ImageJob(rank, memoryview(bytearray(len(one.memory))))
-         for rank, one in final.images.items()},
-    )  # fmt: skip
+    job = PersistJob(
+        final.attempt,
+        final.generation,
+        final.incarnation,
+        2,
+        LAYOUT.hash,
+        final.layout_data,
+        {
+            rank: ImageJob(rank, memoryview(bytearray(len(one.memory))))
+            for rank, one in final.images.items()
+        },
+    )
 
     def copy() -> None:
         for start in range(0, len(final.images[0].memory), 300_000):

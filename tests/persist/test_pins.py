@@ -14,9 +14,9 @@ from holdfast.catalogue import catalogue, manifest_path, pin_path
 from holdfast.errors import HoldfastError, NotFound, RootBusy
 from holdfast.format.manifest import Generation, Manifest, Pin, Root, seal, unseal
 from holdfast.geometry.layout import Layout
-from holdfast.load.verify import verify
 from holdfast.persist import commit, pins
 from holdfast.persist.pins import mend, pin, pinned, read_pins, unpin
+from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, PassingStore, Stopped

@@ -10,7 +10,7 @@ from holdfast.catalogue import Catalogue
 from holdfast.errors import FormatError, StorageError
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.persist.pins import pin
-from holdfast.persist.removal import condemned, plan, remove
+from holdfast.persist.removal import plan, removable, remove
 from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
@@ -35,10 +35,11 @@ def found_of(*generations: tuple[int, int], parent: tuple[int, int] | None = (1,
     """A catalogue of manifests that name nothing; incarnation 2 went on from ``parent``."""
     image = ImageRef(path="p", rank=0, size_bytes=1, header_xxh3="0", table_xxh3="0")
     manifests = tuple(
-        Manifest(run_id="r", incarnation=i, step=s, attempt="a", world=1, layout="x",
-                 images=(image,))
+        Manifest(
+            run_id="r", incarnation=i, step=s, attempt="a", world=1, layout="x", images=(image,)
+        )
         for i, s in generations
-    )  # fmt: skip
+    )
     records = [Incarnation(run_id="r", n=1, nonce="x", world=1)]
     records.append(Incarnation(run_id="r", n=2, nonce="y", parent=parent))
     return Catalogue(manifests, tuple(records))
@@ -60,20 +61,20 @@ FALL_BACK = ((1, 10), (1, 20), (1, 30), (2, 20), (2, 30), (2, 40))
     ],
 )
 def test_only_what_the_options_name_goes(rule: dict[str, Any], abandoned: bool, going: str) -> None:
-    gone = condemned(found_of(*FALL_BACK), (), Keep(**rule), abandoned=abandoned)
+    gone = removable(found_of(*FALL_BACK), (), Keep(**rule), abandoned=abandoned)
     assert " ".join(str(m.generation) for m in gone) == going
 
 
 def test_pinned_checkpoints_stay_abandoned_or_not() -> None:
     pins = {Generation(1, 10), Generation(1, 20)}
-    gone = condemned(found_of(*FALL_BACK), pins, Keep(last=1), abandoned=True)
+    gone = removable(found_of(*FALL_BACK), pins, Keep(last=1), abandoned=True)
     assert [str(m.generation) for m in gone] == ["1-30", "2-20", "2-30"]
 
 
 def test_while_the_newest_start_has_saved_nothing_the_newest_abandoned_checkpoint_stays() -> None:
     found = found_of((1, 10), (1, 20), parent=None)
     assert found.lineage == ()
-    (gone,) = condemned(found, (), Keep(last=1), abandoned=True)
+    (gone,) = removable(found, (), Keep(last=1), abandoned=True)
     assert gone.generation == (1, 10)
 
 

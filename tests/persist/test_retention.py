@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast import events
 from holdfast.catalogue import catalogue, manifest_path
 from holdfast.format.manifest import Generation, Incarnation, seal
-from holdfast.keeper.images import ImageJob, Job
+from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.persist.pins import pin, unpin
@@ -13,27 +13,19 @@ from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore
-from images import images_of, random_leaf, seals
-from roots import LAYOUT, whole
+from keeper_jobs import job_of
+from roots import whole
 
 FIRST = Generation(1, 0)
 
 
-def job_at(step: int, incarnation: int = 1, parent: tuple[int, int] | None = None) -> Job:
+def job_at(step: int, incarnation: int = 1, parent: tuple[int, int] | None = None) -> PersistJob:
     """A captured generation, as the keeper hands it to its persister."""
-    generation, attempt = Generation(incarnation, step), f"a{incarnation}x{step}"
-    leaves = {"w": random_leaf("F32", (6, 2), step)}
-    images = images_of(LAYOUT, leaves, generation=generation, attempt=attempt)
-    jobs = {rank: ImageJob(rank, memoryview(image)) for rank, image in images.items()}
-    for rank, image in images.items():
-        jobs[rank].seal(*seals(image))
     record = Incarnation(run_id="r", n=incarnation, nonce=f"n{incarnation}", parent=parent)
-    job = Job(attempt, generation, record, 2, LAYOUT.hash, LAYOUT.to_json(), jobs)
-    job.is_complete.set()
-    return job
+    return job_of(Generation(incarnation, step), record)
 
 
-def persist(store: Store, *jobs: Job, keep: Keep = Keep(last=1)) -> None:  # noqa: B008
+def persist(store: Store, *jobs: PersistJob, keep: Keep = Keep(last=1)) -> None:  # noqa: B008
     """One keeper makes these durable, one after the other."""
     outcomes: list[str | None] = []
     persister = Persister(store, keep, lambda _, reason: outcomes.append(reason))
@@ -64,17 +56,24 @@ def test_it_is_told_that_a_checkpoint_is_durable_before_old_ones_are_deleted() -
             super().remove(path)
 
     persister = Persister(
-        Telling(MemoryStore()), Keep(last=1), lambda attempt, _: said.append(f"durable {attempt}"),
+        Telling(MemoryStore()),
+        Keep(last=1),
+        lambda attempt, _: said.append(f"durable {attempt}"),
         lambda attempt: said.append(f"pruned {attempt}"),
-    )  # fmt: skip
+    )
     for step, is_ring in enumerate((False, True, False)):
         job = job_at(step)
         job.is_ring = is_ring
         persister.work_one(job)
     persister.stop()
     assert said == [
-        "durable a1x0", "durable a1x1", "deleted", "pruned a1x1", "durable a1x2", "deleted",
-    ]  # fmt: skip
+        "durable a1x0",
+        "durable a1x1",
+        "deleted",
+        "pruned a1x1",
+        "durable a1x2",
+        "deleted",
+    ]
 
 
 def test_an_abandoned_checkpoint_that_is_pinned_stays() -> None:

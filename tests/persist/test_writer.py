@@ -12,7 +12,7 @@ from holdfast.errors import ChecksumMismatch, HoldfastError, PersistFailed
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.geometry.layout import Layout
 from holdfast.persist import writer
-from holdfast.persist.writer import Arrival, Written, write_image
+from holdfast.persist.writer import Arrival, WrittenImage, write_image
 from holdfast.storage.base import ImageSink
 from holdfast.storage.memory import MemoryStore
 from images import images_of, random_leaf, seals, split_leaf
@@ -25,7 +25,7 @@ def image_of(seed: int = 0) -> bytearray:
     return images_of(layout, {"w": random_leaf("F32", SHAPE, seed)})[0]
 
 
-def write(image: bytearray, arrival: Arrival) -> tuple[MemoryStore, Written]:
+def write(image: bytearray, arrival: Arrival) -> tuple[MemoryStore, WrittenImage]:
     store = MemoryStore()
     sink = store.create("image", len(image))
     written = write_image(sink, memoryview(image), arrival, "image")

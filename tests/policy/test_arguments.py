@@ -149,10 +149,24 @@ def test_what_is_no_policy_is_refused_with_what_to_say(name: str, value: Any, sa
 
 @pytest.mark.parametrize(
     ("text", "rate"),
-    [("", 0), ("  ", 0), ("500M", 500_000_000), ("1.5g", 1_500_000_000), ("4000000", 4_000_000),
-     ("4000K", 4_000_000), (" 25 M", None), ("25 MB", None), ("3.9M", None), ("-1G", None),
-     ("inf", None), ("M", None), ("1e9", None), ("\u0665G", None), ("0", None)],
-)  # fmt: skip
+    [
+        ("", 0),
+        ("  ", 0),
+        ("500M", 500_000_000),
+        ("1.5g", 1_500_000_000),
+        ("4000000", 4_000_000),
+        ("4000K", 4_000_000),
+        (" 25 M", None),
+        ("25 MB", None),
+        ("3.9M", None),
+        ("-1G", None),
+        ("inf", None),
+        ("M", None),
+        ("1e9", None),
+        ("\u0665G", None),
+        ("0", None),
+    ],
+)
 def test_a_rate_is_as_people_write_it_or_is_refused(text: str, rate: int | None) -> None:
     if rate is None:
         with pytest.raises(UsageError, match=r"^HOLDFAST_X=.* bytes a second .* 4M or more"):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from holdfast.policy.due import Due, Pace, step_ahead
-from holdfast.policy.interval import Every
+from holdfast.policy.when import DueTimer, Every, Pace, step_ahead
 
 
-def due_steps(due: Due, steps: range, seconds: float, *, is_alone: bool = True) -> list[int]:
+def due_steps(due: DueTimer, steps: range, seconds: float, *, is_alone: bool = True) -> list[int]:
     """The steps that are due, of steps that take ``seconds`` each."""
     return [
         step
@@ -16,22 +15,22 @@ def due_steps(due: Due, steps: range, seconds: float, *, is_alone: bool = True) 
 
 
 def test_without_a_policy_nothing_is_ever_due() -> None:
-    due = Due("memory", None, 0.0)
+    due = DueTimer("memory", None, 0.0)
     assert not due.is_timed
     assert due_steps(due, range(100), 60.0) == []
 
 
 def test_alone_the_clock_is_obeyed_at_once_and_starts_anew() -> None:
-    assert due_steps(Due("storage", Every(minutes=1), 0.0), range(10), 30.0) == [2, 4, 6, 8]
+    assert due_steps(DueTimer("storage", Every(minutes=1), 0.0), range(10), 30.0) == [2, 4, 6, 8]
 
 
 def test_steps_and_minutes_count_together() -> None:
-    due = Due("storage", Every(steps=5, minutes=1), 0.0)
+    due = DueTimer("storage", Every(steps=5, minutes=1), 0.0)
     assert due_steps(due, range(10), 30.0) == [2, 4, 6, 8, 9]
 
 
 def test_among_several_ranks_the_clock_is_obeyed_only_by_announcement() -> None:
-    due = Due("storage", Every(minutes=1), 0.0)
+    due = DueTimer("storage", Every(minutes=1), 0.0)
     assert due_steps(due, range(100), 60.0, is_alone=False) == []
     assert due.is_due(100, None, 6000.0, was_announced=True, is_alone=False)
     assert due.to_announce(101, 6059.0, Pace()) is None  # the minute begins anew
@@ -39,7 +38,7 @@ def test_among_several_ranks_the_clock_is_obeyed_only_by_announcement() -> None:
 
 def test_a_save_is_announced_half_a_second_ahead_and_at_least_two_steps() -> None:
     for step_s, ahead in ((10.0, 2), (0.125, 5), (0.0, 501)):
-        due, pace = Due("storage", Every(minutes=1), 0.0), Pace()
+        due, pace = DueTimer("storage", Every(minutes=1), 0.0), Pace()
         for step in range(7):
             pace.learn(step, step * step_s)
         assert due.to_announce(7, 59.0, pace) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.snapshot.hosts import HostFact, hosts_of
+from holdfast.hosts import HostFact, hosts_of
 
 
 def test_a_host_tells_its_rate_and_its_domain_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,8 +18,9 @@ def test_a_host_tells_its_rate_and_its_domain_to_all(monkeypatch: pytest.MonkeyP
     hosts = hosts_of(facts, 1)
     assert hosts is not None
     assert [(one.id, one.parity_rate, one.domain) for one in hosts.table] == [
-        ("a", 500_000_000, "rack-a"), ("b", 0, "rack-b"),
-    ]  # fmt: skip
+        ("a", 500_000_000, "rack-a"),
+        ("b", 0, "rack-b"),
+    ]
 
 
 def test_a_rate_that_means_nothing_is_refused_before_the_run_begins(

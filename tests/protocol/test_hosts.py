@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.snapshot.hosts import HostFact, Hosts, hosts_of
+from holdfast.hosts import HostFact, HostTable, hosts_of
 from holdfast.world import World
 
 A = HostFact("a", "boot-1", "10.0.0.1", "rack-1")
@@ -21,14 +21,15 @@ def test_hosts_are_in_order_of_their_lowest_rank_with_all_that_they_said() -> No
     hosts = hosts_of([B, A, B, A], rank=3)
     assert hosts is not None and hosts.are_several
     assert [(one.id, one.ranks, one.address, one.domain) for one in hosts.table] == [
-        ("b", (0, 2), "10.0.0.2", "rack-2"), ("a", (1, 3), "10.0.0.1", "rack-1"),
-    ]  # fmt: skip
+        ("b", (0, 2), "10.0.0.2", "rack-2"),
+        ("a", (1, 3), "10.0.0.1", "rack-1"),
+    ]
     assert hosts.own_id == "a"
     speakers = [rank for rank in range(4) if one_of([B, A, B, A], rank).speaks_for(rank)]
     assert speakers == [0, 1]
 
 
-def one_of(facts: list[HostFact], rank: int) -> Hosts:
+def one_of(facts: list[HostFact], rank: int) -> HostTable:
     hosts = hosts_of(facts, rank)
     assert hosts is not None
     return hosts
@@ -106,7 +107,7 @@ def unknown(*_: Any, **__: Any) -> Any:
 
 def agree_as(
     monkeypatch: pytest.MonkeyPatch, rank: int, said: list[bytes]
-) -> tuple[Hosts, list[bytes]]:
+) -> tuple[HostTable, list[bytes]]:
     """What rank ``rank`` says, when the others say the rest of ``said``."""
     told: list[bytes] = []
 
@@ -114,7 +115,7 @@ def agree_as(
         told.append(say())
         return [told[-1] if n == rank else each for n, each in enumerate(said)]
 
-    monkeypatch.setattr("holdfast.snapshot.hosts.agree", agree)
+    monkeypatch.setattr("holdfast.hosts.all_gather_or_raise", agree)
     hosts = one_of([A, B], rank)
     world: Any = type("Of2", (), {"rank": rank, "size": 2})()
     hosts.agree_on_secret(world, 5.0)

@@ -10,8 +10,8 @@ from types import FrameType
 import pytest
 
 from holdfast.errors import KeeperError
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.client import KeeperClient
+from holdfast.protocol import messages as m
+from holdfast.protocol.client import KeeperClient
 
 
 class Interrupt(BaseException):

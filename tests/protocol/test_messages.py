@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import FormatError
-from holdfast.snapshot import messages as m
+from holdfast.protocol import messages as m
 
-ASK = m.Ask(step=7, table="0f" * 16, values_bytes=10, durable=True, exact=False)
+ASK = m.RequestCapture(step=7, table="0f" * 16, values_bytes=10, durable=True, exact=False)
 KINDS = sorted(m.Message.__subclasses__(), key=lambda kind: kind.__name__)
 
 
@@ -24,6 +24,9 @@ def messages(kind: type[m.Message]) -> st.SearchStrategy[m.Message]:
     if kind is m.Refused:
         told = st.dictionaries(st.text(), st.none() | st.booleans() | st.text() | st.floats(0, 1))
         return st.builds(m.Refused, kind=st.text(), reason=st.text(), fields=told)
+    if kind is m.Inventory:  # its default is made anew for each
+        starts = st.dictionaries(st.integers(0, 9), st.tuples(st.text(), st.floats(0, 9)))
+        return st.builds(m.Inventory, starts=starts)
     return st.from_type(kind)
 
 
@@ -55,7 +58,7 @@ NONSENSE = {
     "cut short": body_of(m.pack(ASK))[:-1],
     "one byte more": body_of(m.pack(ASK)) + b"\0",
     "a message of no kind": b"\x92\x00\x80",
-    "a message of another kind": body_of(m.pack(ASK)).replace(b"\xa3Ask", b"\xa3Axe"),
+    "a message of another kind": body_of(m.pack(ASK)).replace(b"RequestCapture", b"RequestRapture"),
     "a field missing": body_of(m.pack(ASK)).replace(b"\xa4step", b"\xa4stop"),
     "text that is not UTF-8": body_of(m.pack(ASK)).replace(b"0f0f", b"\xff\xff\xff\xff"),
     "too deep": b"\x92\x00\x82\xa1x" + b"\x91" * 100_000,

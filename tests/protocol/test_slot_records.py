@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import ArenaError
-from holdfast.snapshot.arena import (
+from holdfast.protocol.arena import (
     IMAGE_START,
     PAGE_BYTES,
     SlotFile,
@@ -21,10 +21,22 @@ from holdfast.snapshot.arena import (
 
 def record(step: int, state: str = "captured") -> SlotRecord:
     return SlotRecord(
-        state=state, boot_id="b", run_id="r", incarnation=1, nonce="n", step=step,
-        attempt=f"a{step}", rank=3, world=4, layout="l" * 32, image_bytes=77, header_xxh3="0" * 16,
-        table_xxh3="1" * 16, writer_pid=12, writer_start=34,
-    )  # fmt: skip
+        state=state,
+        boot_id="b",
+        run_id="r",
+        incarnation=1,
+        nonce="n",
+        step=step,
+        attempt=f"a{step}",
+        rank=3,
+        world=4,
+        layout="l" * 32,
+        image_bytes=77,
+        header_xxh3="0" * 16,
+        table_xxh3="1" * 16,
+        writer_pid=12,
+        writer_start=34,
+    )
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Generation, Lineage
-from holdfast.load.choose import Candidate, choose, parse_generation
+from holdfast.restore.planning.candidates import Candidate, choose, parse_generation
 
 # Incarnation 2 went on from 1-20, incarnation 3 from 2-30: 1-25 and 2-40 are abandoned.
 PARENTS = {1: None, 2: (1, 20), 3: (2, 30)}
@@ -23,16 +23,27 @@ def in_memory(incarnation: int, step: int) -> Candidate:
 
 
 ALL = [
-    stored(1, 10), stored(1, 20), stored(1, 25), stored(2, 30), stored(2, 40), stored(3, 35),
-    in_memory(2, 30), in_memory(2, 40), in_memory(3, 38),
-]  # fmt: skip
+    stored(1, 10),
+    stored(1, 20),
+    stored(1, 25),
+    stored(2, 30),
+    stored(2, 40),
+    stored(3, 35),
+    in_memory(2, 30),
+    in_memory(2, 40),
+    in_memory(3, 38),
+]
 
 
 def test_the_newest_step_comes_first_and_memory_before_storage_at_one_step() -> None:
     assert choose(ALL, PARENTS, None) == [
-        in_memory(3, 38), stored(3, 35), in_memory(2, 30), stored(2, 30), stored(1, 20),
+        in_memory(3, 38),
+        stored(3, 35),
+        in_memory(2, 30),
+        stored(2, 30),
+        stored(1, 20),
         stored(1, 10),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_newer_step_in_storage_comes_before_an_older_one_in_memory() -> None:
@@ -90,10 +101,15 @@ def families(draw: st.DrawFn) -> dict[int, tuple[int, int] | None]:
 
 candidates = st.lists(
     st.builds(
-        Candidate, st.integers(1, 6), st.integers(0, 9), st.sampled_from(["memory", "storage"]),
+        Candidate,
+        st.integers(1, 6),
+        st.integers(0, 9),
+        st.sampled_from(["memory", "storage"]),
         st.just("a"),
-    ), max_size=12, unique=True,
-)  # fmt: skip
+    ),
+    max_size=12,
+    unique=True,
+)
 
 
 @given(families(), candidates, st.data())

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from holdfast.load.crew import in_parallel
+from holdfast.restore.reading.read import in_parallel
 
 
 def ours() -> list[str]:

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh
-from holdfast.load import documents
-from holdfast.load.documents import FRUITLESS, gather_values
-from holdfast.load.source import Checkpoint
-from holdfast.state.following import Gathered
+from holdfast.restore import match as documents
+from holdfast.restore.match import FRUITLESS, gather_values
+from holdfast.restore.reading.images import Checkpoint
 from holdfast.state.objects import sort_objects
+from holdfast.state.saved_values import SavedValues
 
 STAGES, REPLICAS = 64, 32
 
@@ -66,7 +66,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def _gather(stages: list[str], base: int) -> Gathered:
+def _gather(stages: list[str], base: int) -> SavedValues:
     model = nn.ModuleDict({name: Counted(1, 1) for name in stages})
     groups = [{"params": list(one.parameters())} for one in model.values()]
     state = {"m": model, "o": torch.optim.SGD(groups, lr=9.0), "long": 0}
@@ -110,5 +110,6 @@ def test_a_name_that_is_nowhere_costs_a_bounded_number_of_images(opened: list[in
     found = _gather(["lost"], base=0)
     assert len(opened) <= FRUITLESS
     assert found.problems == (
-        "o.lost.bias: not in the saved optimizer", "o.lost.weight: not in the saved optimizer",
-    )  # fmt: skip
+        "o.lost.bias: not in the saved optimizer",
+        "o.lost.weight: not in the saved optimizer",
+    )

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from holdfast.errors import ChecksumMismatch, CoverageError, StorageError
 from holdfast.format import checksum
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import (
     REPLICATE,
-    Held,
+    HolderBoxes,
     Instance,
     Layout,
     LeafEntry,
@@ -32,34 +32,37 @@ from holdfast.geometry.layout import (
     table_from_json,
     table_to_json,
 )
-from holdfast.load import exchange, plan, read, sharing, together
-from holdfast.load.decoding import GroupReader
-from holdfast.load.exchange import (
-    Exchange,
+from holdfast.parity.planning.placement import RepairStep
+from holdfast.restore import read_once as together
+from holdfast.restore.cluster.decode import GroupReader
+from holdfast.restore.destinations import DeviceTensor, Staging, StreamCopies
+from holdfast.restore.exchange import block_exchange as exchange
+from holdfast.restore.exchange.block_exchange import (
+    BlockExchange,
+    BlockScatter,
     ExchangeBroke,
     OtherFailed,
     Pending,
     RankLost,
     Traffic,
 )
-from holdfast.load.landing import Landing
-from holdfast.load.late import LateTensor, Staging, StreamCopies
-from holdfast.load.move import Destination
-from holdfast.load.plan import Fetch, Want
-from holdfast.load.read import CARRIERS
-from holdfast.load.sharing import (
+from holdfast.restore.planning import block_rounds as sharing
+from holdfast.restore.planning import plan
+from holdfast.restore.planning.block_rounds import (
+    BlockRange,
     Demand,
+    ExchangeRound,
     Ranks,
-    Run,
-    Turn,
-    alike,
     counted,
     demands,
-    plan_turns,
+    plan_rounds,
+    same_demands,
     touched,
 )
-from holdfast.load.source import Checkpoint, from_manifest
-from holdfast.redundancy.stripes import Rebuild
+from holdfast.restore.planning.plan import Fetch, Want
+from holdfast.restore.reading import read
+from holdfast.restore.reading.images import Checkpoint, from_manifest
+from holdfast.restore.reading.read import CARRIERS, Destination
 from holdfast.storage.memory import MemoryStore
 from images import Array, images_of, publish_checkpoint, random_leaf, split_leaf
 from layouts import instances, layouts, mesh, on, unhurried
@@ -159,14 +162,14 @@ class Reader:
                 self.arrays[key] = room[..., ::2] if box.ndim else room
 
     @property
-    def landing(self) -> Landing:
+    def scatter(self) -> BlockScatter:
         """Every second destination is one that a device would fill."""
         copies = StreamCopies(())
         ways: dict[int, Destination] = {
-            key: LateTensor(torch.from_numpy(array), copies) if key % 2 else array
+            key: DeviceTensor(torch.from_numpy(array), copies) if key % 2 else array
             for key, array in self.arrays.items()
         }
-        return Landing(self.wants, ways, Staging(copies, 1 << 20, 1 << 16).lend)
+        return BlockScatter(self.wants, ways, Staging(copies, 1 << 20, 1 << 16).borrow)
 
     def wrong(self, leaves: dict[str, Array]) -> list[Want]:
         return [
@@ -176,29 +179,31 @@ class Reader:
         ]
 
 
-def planned(checkpoint: Checkpoint, readers: Sequence[Reader]) -> list[tuple[Landing, list[Turn]]]:
+def planned(
+    checkpoint: Checkpoint, readers: Sequence[Reader]
+) -> list[tuple[BlockScatter, list[ExchangeRound]]]:
     """What each rank plans, from tables that went over the wire."""
     tables: dict[bytes, list[int]] = {}
     for reader in readers:
-        tables.setdefault(table_to_json(alike(reader.entries)), []).append(reader.rank)
+        tables.setdefault(table_to_json(same_demands(reader.entries)), []).append(reader.rank)
     wanted = demands([(tuple(r), table_from_json(table)) for table, r in tables.items()])
-    return [together._plan(checkpoint, r.wants, r.landing, wanted, r.rank) for r in readers]
+    return [together._plan(checkpoint, r.wants, r.scatter, wanted, r.rank) for r in readers]
 
 
 def take_turns(
     checkpoints: Sequence[Checkpoint],
     readers: Sequence[Reader],
-    plans: Sequence[tuple[Landing, list[Turn]]],
+    plans: Sequence[tuple[BlockScatter, list[ExchangeRound]]],
     lines: Lines | None = None,
 ) -> list[Traffic | BaseException]:
     """What came of the exchange on each rank."""
     lines = lines or Lines()
 
     def run(reader: Reader) -> Traffic | BaseException:
-        landing, turns = plans[reader.rank]
-        one = Exchange(
-            checkpoints[reader.rank], turns, landing, reader.rank, timeout_s=WAIT_S
-        )  # fmt: skip
+        scatter, rounds = plans[reader.rank]
+        one = BlockExchange(
+            checkpoints[reader.rank], rounds, scatter, reader.rank, timeout_s=WAIT_S
+        )
         try:
             return one.run(ThreadWire(lines, reader.rank))
         except Exception as error:
@@ -290,7 +295,7 @@ def test_what_is_lost_is_decoded_once_for_all_ranks(
     decoded: Counter[int] = Counter()
     fill = GroupReader.fill
 
-    def noting(self: GroupReader, step: Rebuild, into: memoryview) -> None:
+    def noting(self: GroupReader, step: RepairStep, into: memoryview) -> None:
         decoded.update(range(step.start, step.stop, BLOCK))
         fill(self, step, into)
 
@@ -299,11 +304,13 @@ def test_what_is_lost_is_decoded_once_for_all_ranks(
         readers = [
             Reader(
                 rank,
-                [LeafEntry(leaf.name, leaf.dtype, leaf.shape, "split", on(rank))
-                 for leaf in hosts.layout.leaves],
+                [
+                    LeafEntry(leaf.name, leaf.dtype, leaf.shape, "split", on(rank))
+                    for leaf in hosts.layout.leaves
+                ],
             )
             for rank in range(len(checkpoints))
-        ]  # fmt: skip
+        ]
         plans = [planned(one, readers)[rank] for rank, one in enumerate(checkpoints)]
         monkeypatch.setattr(GroupReader, "fill", noting)
         traffics = take_turns(checkpoints, readers, plans)
@@ -336,52 +343,53 @@ def test_turns_keep_the_budget_share_alike_and_are_the_same_on_every_rank(
     case: tuple[int, dict[int, dict[int, Ranks]]], room_blocks: int
 ) -> None:
     world, blocks = case
-    plans = [plan_turns(blocks, rank, room_blocks=room_blocks) for rank in range(world)]
-    for rank, turns in enumerate(plans):
+    plans = [plan_rounds(blocks, rank, room_blocks=room_blocks) for rank in range(world)]
+    for rank, rounds in enumerate(plans):
         for other, theirs in enumerate(plans):  # the same turns, in the same order
-            mine = [turn for turn in turns if other in turn.ranks]
-            assert mine == [turn for turn in theirs if rank in turn.ranks]
-        shares = [_count(turn.share_of(rank)) for turn in turns]
+            mine = [round_ for round_ in rounds if other in round_.ranks]
+            assert mine == [round_ for round_ in theirs if rank in round_.ranks]
+        shares = [_count(round_.share_of(rank)) for round_ in rounds]
         count = sum(rank in ranks for wanted in blocks.values() for ranks in wanted.values())
-        assert counted(turns, rank) == (count, count - sum(shares))
+        assert counted(rounds, rank) == (count, count - sum(shares))
         coming = [
-            sum(map(_count, turn.shares)) - own for turn, own in zip(turns, shares, strict=True)
+            sum(map(_count, round_.shares)) - own
+            for round_, own in zip(rounds, shares, strict=True)
         ]
         assert 2 * max(shares, default=0) + max(coming, default=0) <= room_blocks
-        assert all(list(share) == sorted(share) for turn in turns for share in turn.shares)
+        assert all(list(share) == sorted(share) for round_ in rounds for share in round_.shares)
     _take_in_order(plans)
     told = Counter(
         (run.image, block)
-        for rank, turns in enumerate(plans)
-        for turn in turns
-        for run in turn.share_of(rank)
+        for rank, rounds in enumerate(plans)
+        for round_ in rounds
+        for run in round_.share_of(rank)
         for block in range(run.first, run.stop)
     )
     expected = {(image, block) for image, wanted in blocks.items() for block in wanted}
     assert told == Counter(expected)
     for ranks in {ranks for wanted in blocks.values() for ranks in wanted.values()}:
         loads = [
-            sum(_count(turn.share_of(rank)) for turn in plans[rank] if turn.ranks == ranks)
+            sum(_count(round_.share_of(rank)) for round_ in plans[rank] if round_.ranks == ranks)
             for rank in ranks
         ]
         assert max(loads) - min(loads) <= 1
 
 
-def _take_in_order(plans: Sequence[Sequence[Turn]]) -> None:
+def _take_in_order(plans: Sequence[Sequence[ExchangeRound]]) -> None:
     """Every rank takes its turns one after the other: none waits for one that waits for it."""
-    left = {rank: [*turns] for rank, turns in enumerate(plans)}
+    left = {rank: [*rounds] for rank, rounds in enumerate(plans)}
     while any(left.values()):
         ready = [
-            turns[0]
-            for turns in left.values()
-            if turns and all(left[rank][:1] == turns[:1] for rank in turns[0].ranks)
+            rounds[0]
+            for rounds in left.values()
+            if rounds and all(left[rank][:1] == rounds[:1] for rank in rounds[0].ranks)
         ]
         assert ready, "ranks wait for each other in a circle"
         for rank in ready[0].ranks:
             left[rank].pop(0)
 
 
-def _count(share: Sequence[Run]) -> int:
+def _count(share: Sequence[BlockRange]) -> int:
     return sum(run.stop - run.first for run in share)
 
 
@@ -407,13 +415,13 @@ def test_the_blocks_of_a_box_are_those_its_elements_lie_in_and_few_between(
 def test_an_element_that_lies_in_two_blocks_is_missed_not_made_up() -> None:
     array: Array = np.zeros(4, np.int32)
     box = Box((0,), (4,))
-    landing = Landing([Want("w", box, 0)], {0: array}, no_memory)
-    landing.add(Fetch(0, 0, "w", "F32", box, box), 2, iter([0, 1]))  # its first byte is byte 2
+    scatter = BlockScatter([Want("w", box, 0)], {0: array}, no_memory)
+    scatter.add(Fetch(0, 0, "w", "F32", box, box), 2, iter([0, 1]))  # its first byte is byte 2
     data = np.full(8, 7, np.uint8)
-    landing.land(0, range(1), 0, data)  # bytes 0 to 8: one element and half of the next
-    landing.land(0, range(1, 2), 8, data)  # bytes 8 to 16: the rest of it, one, and half of one
+    scatter.apply(0, range(1), 0, data)  # bytes 0 to 8: one element and half of the next
+    scatter.apply(0, range(1, 2), 8, data)  # bytes 8 to 16: the rest of it, one, and half of one
     assert array.view(np.uint8).tolist() == [7] * 4 + [0] * 4 + [7] * 4 + [0] * 4
-    assert landing.missing == 2
+    assert scatter.missing == 2
 
 
 # ── trouble ──────────────────────────────────────────────────────────────────────────────────
@@ -427,11 +435,13 @@ def _everybody(world: int) -> list[Reader]:
     return [
         Reader(
             rank,
-            [LeafEntry(leaf.name, leaf.dtype, leaf.shape, "split", on(rank))
-             for leaf in LAYOUT.leaves],
+            [
+                LeafEntry(leaf.name, leaf.dtype, leaf.shape, "split", on(rank))
+                for leaf in LAYOUT.leaves
+            ],
         )
         for rank in range(world)
-    ]  # fmt: skip
+    ]
 
 
 def _stored() -> Checkpoint:
@@ -543,8 +553,8 @@ def test_a_bit_that_changes_between_two_ranks_is_found_and_not_used(
 def test_a_rank_that_lacks_something_at_the_end_does_not_say_that_all_is_well() -> None:
     good, readers = _stored(), _everybody(2)
     plans = planned(good, readers)
-    for _, turns in plans:
-        del turns[-1]  # as if the plan had lost a turn
+    for _, rounds in plans:
+        del rounds[-1]  # as if the plan had lost a turn
     for rank, found in enumerate(take_turns([good] * 2, readers, plans)):
         assert isinstance(found, ExchangeBroke)
         assert f"rank {rank} lacks" in str(found)
@@ -586,7 +596,7 @@ def test_ranks_that_hold_alike_say_the_same_and_are_told_apart_by_their_place() 
         [LeafEntry("w", "F32", (8, 3), "split", cut), LeafEntry("n", "F32", (5,), "split", on(r))]
         for r in range(4)
     ]
-    tables = {table_to_json(alike(some)) for some in entries}
+    tables = {table_to_json(same_demands(some)) for some in entries}
     assert len(tables) == 1
     found = demands([((0, 1, 2, 3), table_from_json(tables.pop()))])
     top, bottom = Box((0, 0), (4, 3)), Box((4, 0), (8, 3))
@@ -603,15 +613,15 @@ def test_a_mesh_that_names_ranks_which_want_nothing_makes_nobody_wait_for_them()
 def test_boxes_that_no_mesh_describes_are_wanted_by_those_that_hold_them() -> None:
     mine, other = Box((0,), (3,)), Box((3,), (8,))
     tables = [
-        ((0, 2), [LeafEntry("w", "F32", (8,), "split", Held((mine,)))]),
-        ((1,), [LeafEntry("w", "F32", (8,), "split", Held((mine, other)))]),
+        ((0, 2), [LeafEntry("w", "F32", (8,), "split", HolderBoxes((mine,)))]),
+        ((1,), [LeafEntry("w", "F32", (8,), "split", HolderBoxes((mine, other)))]),
     ]
     assert demands(tables)["w"].boxes == {mine: (0, 1, 2), other: (1,)}
-    assert alike(tables[1][1]) == tables[1][1]
+    assert same_demands(tables[1][1]) == tables[1][1]
 
 
 def test_a_rank_alone_on_its_mesh_wants_the_whole_leaf_whichever_it_is() -> None:
     entry = LeafEntry("w", "F32", (8,), "split", Instance(Mesh((1,), (3,)), (Placement(0),)))
-    [same] = alike([entry])
-    assert same == alike([replace(entry, instance=on(0))])[0]
+    [same] = same_demands([entry])
+    assert same == same_demands([replace(entry, instance=on(0))])[0]
     assert demands([((3,), [same])])["w"].boxes == {Box((0,), (8,)): (3,)}

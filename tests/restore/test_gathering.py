@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.errors import PeerError
 from holdfast.format.manifest import Generation
-from holdfast.load.gathering import Gathering
-from holdfast.load.sources import Inventories
-from holdfast.redundancy.records import ParityRecord, unseal
+from holdfast.parity.planning.record import ParityRecord, unseal
+from holdfast.restore.cluster.collect import InventoryCollector
+from holdfast.restore.planning.selection import Inventories
 from lost_hosts import GENERATION, Hosts, set_sizes
 from peering import close_pullers
 
@@ -41,27 +41,27 @@ def asked(arena_dir: Path) -> Iterator[Asked]:
 
 
 def test_nothing_is_asked_for_while_every_image_is_there(asked: Asked) -> None:
-    gathering = Gathering(asked.hosts.told(), asked.fetch)
-    known = gathering.with_rows(Inventories(gathering.holdings))
+    gathering = InventoryCollector(asked.hosts.told(), asked.fetch)
+    known = gathering.with_parity(Inventories(gathering.holdings))
     assert known.holdings == gathering.holdings
     assert known.find().recoveries
     assert not asked.asked
 
 
 def test_the_records_of_what_lacks_an_image_are_asked_for_once(asked: Asked) -> None:
-    gathering = Gathering(asked.hosts.told("h1"), asked.fetch)
-    known = gathering.with_rows(Inventories(gathering.holdings))
-    assert known == gathering.with_rows(known) == asked.hosts.known(lost=["h1"])
+    gathering = InventoryCollector(asked.hosts.told("h1"), asked.fetch)
+    known = gathering.with_parity(Inventories(gathering.holdings))
+    assert known == gathering.with_parity(known) == asked.hosts.known(lost=["h1"])
     assert len(asked.asked) == 6
 
 
 def test_a_host_lost_on_the_way_makes_parity_needed(asked: Asked) -> None:
-    gathering = Gathering(asked.hosts.told(), asked.fetch)
-    known = gathering.with_rows(Inventories(gathering.holdings))
+    gathering = InventoryCollector(asked.hosts.told(), asked.fetch)
+    known = gathering.with_parity(Inventories(gathering.holdings))
     (first,) = known.find().recoveries
     known = known.without(first.candidate, {"peer": "h2"})
     assert not known.find().recoveries
-    known = gathering.with_rows(known)
+    known = gathering.with_parity(known)
     assert known == asked.hosts.known(lost=["h2"])
     (second,) = known.find().recoveries
     assert second.survives == 1
@@ -79,6 +79,6 @@ def test_a_record_that_does_not_come_or_is_another_is_of_a_row_that_nobody_has(
             return asked.fetch("h3", attempt, generation, 3, 0)
         return asked.fetch(host, attempt, generation, stripe, row)
 
-    gathering = Gathering(asked.hosts.told("h1"), fetch)
-    known = gathering.with_rows(Inventories(gathering.holdings))
+    gathering = InventoryCollector(asked.hosts.told("h1"), fetch)
+    known = gathering.with_parity(Inventories(gathering.holdings))
     assert [len(one.parts[0].rows) for one in known.holdings] == [0, 0, 2]

@@ -12,10 +12,10 @@ import torch
 
 import holdfast
 from holdfast.errors import RestoreError
-from holdfast.load import late
-from holdfast.load.late import StreamCopies
-from holdfast.load.restore import restore_first
-from holdfast.load.stored import choose_stored, open_stored
+from holdfast.restore import destinations as late
+from holdfast.restore.destinations import StreamCopies
+from holdfast.restore.reading.stored import choose_stored, open_stored
+from holdfast.restore.restore import restore_first
 from holdfast.storage import LocalStore, local
 from holdfast.world import current_world
 
@@ -53,10 +53,14 @@ def test_a_restore_that_meets_a_flipped_byte_never_calls_the_state_good(
     def restore() -> None:
         told.clear()
         restore_first(
-            current_world(timeout_s=10), state, candidates,
+            current_world(timeout_s=10),
+            state,
+            candidates,
             lambda candidate: open_stored(store, candidate, 0),
-            incarnation=0, timeout_s=10, on_poison=told.append,
-        )  # fmt: skip
+            incarnation=0,
+            timeout_s=10,
+            on_poison=told.append,
+        )
 
     size = sum(tensor.nbytes for tensor in saved.values())
     for at in range(start + 5, start + size, 1 << 20):
@@ -131,9 +135,14 @@ def test_a_side_stream_begins_behind_the_current_one_which_goes_on_behind_it(
     with pytest.raises(KeyError):
         restore_that_fails()
     assert log == [
-        "side waits for current", "on side", "copy, later", "side marked", "host waits for side",
-        "host waits for side", "current waits for side",
-    ]  # fmt: skip
+        "side waits for current",
+        "on side",
+        "copy, later",
+        "side marked",
+        "host waits for side",
+        "host waits for side",
+        "current waits for side",
+    ]
 
 
 def test_a_failed_copy_leaves_no_memory_that_is_lent_again_and_nobody_waiting() -> None:
@@ -142,7 +151,7 @@ def test_a_failed_copy_leaves_no_memory_that_is_lent_again_and_nobody_waiting() 
     lent: list[memoryview] = []
 
     def fail() -> None:
-        with staging.lend(64) as memory:
+        with staging.borrow(64) as memory:
             lent.append(memory)
             raise KeyError
 
@@ -150,7 +159,7 @@ def test_a_failed_copy_leaves_no_memory_that_is_lent_again_and_nobody_waiting() 
         with pytest.raises(KeyError):
             fail()
     assert len({id(memory.obj) for memory in lent}) == 5
-    with staging.lend(64) as memory, staging.lend(32) as other:
+    with staging.borrow(64) as memory, staging.borrow(32) as other:
         assert len(memory) == 64 and len(other) == 32
 
 
@@ -167,7 +176,7 @@ def test_a_restore_that_fails_has_waited_for_its_copies(
         raise RestoreError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["holdfast.load.restore"], "read_wants", fail)
+        patch.setattr(sys.modules["holdfast.restore.restore"], "read_wants", fail)
         with pytest.raises(RestoreError, match="no more"):
             holdfast.load(tmp_path, build(2))
     assert told == ["begin", "read", "end"]

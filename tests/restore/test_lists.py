@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.load import lists as subject
-from holdfast.load.lists import SavedLists, divide, takers
-from holdfast.state.lists import decode_items, encode_list
+from holdfast.restore import split_lists as subject
+from holdfast.restore.split_lists import SavedLists, divide, report_lists
+from holdfast.state.split_lists import decode_items, encode_list
 
 #: Of a data rank: its items.
 PARTS = st.lists(st.lists(st.integers(), max_size=7), min_size=1, max_size=6)
@@ -56,11 +56,11 @@ def _deal(
     checkpoint: Any = images
     with _reading(images, kept_bytes):
         ranks = [SavedLists(checkpoint, rank, world) for rank in range(world)]
-        told = [rank.look() for rank in ranks]
+        told = [rank.read_share() for rank in ranks]
         for rank in ranks:
-            rank.hear(told)
-        here = [takers({"x": one}) for one in wanted]
-        taken = [one.take(divide(here, rank)) for rank, one in enumerate(ranks)]
+            rank.set_reports(told)
+        here = [report_lists({"x": one}) for one in wanted]
+        taken = [one.read_items(divide(here, rank)) for rank, one in enumerate(ranks)]
     return [decode_items(items["x"]) for items in taken]
 
 
@@ -76,16 +76,17 @@ def _saved(parts: list[list[int]], copies: int) -> Images:
 
 
 @given(
-    parts=PARTS, copies=st.integers(1, 3), world=st.integers(1, 7), here=st.integers(1, 2),
+    parts=PARTS,
+    copies=st.integers(1, 3),
+    world=st.integers(1, 7),
+    here=st.integers(1, 2),
     keeps=st.booleans(),
-)  # fmt: skip
+)
 def test_items_are_dealt_out_in_their_order_to_any_ranks(
     parts: list[list[int]], copies: int, world: int, here: int, keeps: bool
 ) -> None:
     images = _saved(parts, copies)
-    wanted = [
-        holdfast.SplitList(rank=rank // here, world=world) for rank in range(world * here)
-    ]  # fmt: skip
+    wanted = [holdfast.SplitList(rank=rank // here, world=world) for rank in range(world * here)]
     dealt = _deal(images, wanted, kept_bytes=(1 << 20) * keeps)
     assert dealt[::here] == dealt[here - 1 :: here]
     assert list(chain(*dealt[::here])) == list(chain(*parts))
@@ -109,7 +110,7 @@ def test_the_lowest_rank_of_a_data_rank_counts_and_others_are_reported() -> None
     checkpoint: Any = images
     with _reading(images, 0):
         lists = SavedLists(checkpoint, 0, 1)
-        lists.hear([lists.look()])
+        lists.set_reports([lists.read_share()])
     assert lists.differing == ("x",)
 
 
@@ -168,7 +169,9 @@ def test_ranks_that_would_lose_items_between_them_are_told_before_anything_is_re
     told = []
     for at in ranks:
         rank, world = at or (None, None)
-        told.append(b"" if at == "" else takers({"x": holdfast.SplitList(rank=rank, world=world)}))
+        told.append(
+            b"" if at == "" else report_lists({"x": holdfast.SplitList(rank=rank, world=world)})
+        )
     if places is not None:
         assert [divide(told, rank).get("x") for rank in range(len(ranks))] == places
         return

@@ -21,16 +21,19 @@ from holdfast.errors import ChecksumMismatch, StorageError
 from holdfast.format import checksum
 from holdfast.format.manifest import Generation
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Layout
-from holdfast.load import move, plan, read
-from holdfast.load.late import LateTensor, Staging
-from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, read_wants
-from holdfast.load.source import Checkpoint, from_manifest, from_memory
-from holdfast.snapshot.arena import SlotFile
-from holdfast.snapshot.messages import HeldGeneration, SlotInfo
-from holdfast.storage import local, past_cache
+from holdfast.protocol.arena import SlotFile
+from holdfast.protocol.messages import HeldGeneration, SlotInfo
+from holdfast.restore.destinations import DeviceTensor, Staging
+from holdfast.restore.planning import plan
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading import read
+from holdfast.restore.reading import read as move
+from holdfast.restore.reading.images import Checkpoint, from_manifest, from_memory
+from holdfast.restore.reading.read import CARRIERS, read_wants
+from holdfast.storage import direct as past_cache
+from holdfast.storage import local
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
@@ -83,14 +86,23 @@ def in_arena(_directory: Path, layout: Layout, leaves: dict[str, Array], _: str)
         slot.image[: len(image)] = image
         slots.append(slot)
         header, table = seals(image)
-        infos.append(SlotInfo(
-            rank=rank, path=str(slot.path), image_bytes=len(image), header_xxh3=header,
-            table_xxh3=table,
-        ))  # fmt: skip
+        infos.append(
+            SlotInfo(
+                rank=rank,
+                path=str(slot.path),
+                image_bytes=len(image),
+                header_xxh3=header,
+                table_xxh3=table,
+            )
+        )
     held = HeldGeneration(
-        incarnation=1, step=3, attempt="a0", world=layout.world, layout=layout.hash,
+        incarnation=1,
+        step=3,
+        attempt="a0",
+        world=layout.world,
+        layout=layout.hash,
         slots=tuple(infos),
-    )  # fmt: skip
+    )
 
     def flip(rank: int, at: int) -> None:
         slots[rank].image[from_memory(arena, held).header(rank).data_start + at] ^= 4
@@ -168,7 +180,7 @@ def room(kind: str, box: Box, itemsize: int, copies: Deferred) -> tuple[Any, Cal
         tensor = (
             turned.permute(tuple(reversed(range(len(shape))))) if kind == "late turned" else plain
         )
-        return LateTensor(tensor, copies), lambda: tensor.numpy()
+        return DeviceTensor(tensor, copies), lambda: tensor.numpy()
     if kind == "unaligned":
         raw = np.zeros(box.volume * itemsize + 1, np.uint8)[1:]
         array: Array = raw.view(np.uint8)
@@ -215,7 +227,7 @@ def fill(checkpoint: Checkpoint, case: Case, *, parts: int = 2) -> dict[int, Arr
     copies.begin()
     destinations = {key: found for key, (found, _) in rooms.items()}
     try:
-        read_wants(checkpoint, [want for want, _ in wants], destinations, lend=staging.lend)
+        read_wants(checkpoint, [want for want, _ in wants], destinations, borrow=staging.borrow)
     finally:
         copies.end()
     assert copies.taken_bytes <= parts * plan.BATCH_BYTES
@@ -238,9 +250,14 @@ SIZES = st.sampled_from([(64, 4), (256, 4), (1000, 6), (4096, 8)])
 )
 @given(cases(), SIZES, st.integers(1, 3), st.sampled_from([1, 64, 1 << 20]), st.integers(0, 99))
 def test_any_destination_is_filled_with_what_was_saved(
-    kind: str, tmp_path: Path, case: Case, sizes: tuple[int, int], straight: int, run: int,
+    kind: str,
+    tmp_path: Path,
+    case: Case,
+    sizes: tuple[int, int],
+    straight: int,
+    run: int,
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     layout, wants = case
     with ways(kind, *sizes, straight=straight, run_bytes=run):
         leaves = random_leaves(layout, seed)
@@ -252,10 +269,14 @@ def test_any_destination_is_filled_with_what_was_saved(
 
 # ── damage is found on every way ─────────────────────────────────────────────────────────────
 
-ONE = Layout(1, (
-    split_leaf("large", "U8", (100, 40), 1),  # nearly 16 blocks: edges, and whole ones
-    split_leaf("little", "U8", (30,), 1), split_leaf("more", "U8", (30,), 1),
-))  # fmt: skip
+ONE = Layout(
+    1,
+    (
+        split_leaf("large", "U8", (100, 40), 1),  # nearly 16 blocks: edges, and whole ones
+        split_leaf("little", "U8", (30,), 1),
+        split_leaf("more", "U8", (30,), 1),
+    ),
+)
 WHOLE = [Want(leaf.name, Box.whole(leaf.shape), n) for n, leaf in enumerate(ONE.leaves)]
 HALF = [Want("large", Box((0, 20), (100, 40)), 0)]
 
@@ -321,9 +342,7 @@ def test_blocks_that_lie_whole_in_one_tensor_are_read_into_it_and_none_is_read_t
     layout = Layout(1, tuple(split_leaf(f"w{n}", "F32", (3 << 20,), 1) for n in range(3)))
     layout = Layout(1, (*layout.leaves, split_leaf("z", "U8", (100_000,), 1)))
     store, leaves = WatchedStore(), random_leaves(layout, 3)
-    checkpoint = from_manifest(
-        store, publish_checkpoint(store, layout, images_of(layout, leaves))
-    )  # fmt: skip
+    checkpoint = from_manifest(store, publish_checkpoint(store, layout, images_of(layout, leaves)))
     wants = [Want(leaf.name, Box.whole(leaf.shape), n) for n, leaf in enumerate(layout.leaves)]
     rooms: dict[int, Array] = {
         w.key: np.zeros(w.box.shape, CARRIERS[4 if w.key < 3 else 1]) for w in wants
@@ -378,9 +397,7 @@ def test_what_other_ranks_of_the_host_read_too_goes_through_the_page_cache(
     monkeypatch.setattr(local, "fill_past_cache", fill)
     layout = Layout(1, tuple(split_leaf(f"w{n}", "F32", (4, 2 << 20), 1) for n in range(3)))
     store, leaves = SharingStore(tmp_path), random_leaves(layout, 3)
-    checkpoint = from_manifest(
-        store, publish_checkpoint(store, layout, images_of(layout, leaves))
-    )  # fmt: skip
+    checkpoint = from_manifest(store, publish_checkpoint(store, layout, images_of(layout, leaves)))
     checkpoint.header(0)
     # One leaf that is wanted whole, and one of which others want the other columns.
     columns = Box((0, 0), (4, 1 << 18))

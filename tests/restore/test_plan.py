@@ -13,12 +13,12 @@ from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Header, fill_in, parse_header, piece_name, plan_image
 from holdfast.geometry.box import Box, cover_fault
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Layout
-from holdfast.geometry.owners import Owned
-from holdfast.load import plan
-from holdfast.load.plan import Batch, Want, plan_batches, plan_fetches
-from holdfast.snapshot.layouts import image_items
+from holdfast.geometry.ownership import Owned
+from holdfast.protocol.image_plan import image_items
+from holdfast.restore.planning import plan
+from holdfast.restore.planning.plan import ReadBatch, Want, plan_batches, plan_fetches
 from images import split_leaf
 from layouts import layouts
 
@@ -28,7 +28,7 @@ def header_of(layout: Layout, rank: int) -> Header:
     return parse_header(image.header, f"image {rank}", image.size_bytes)
 
 
-def batches_of(layout: Layout, wants: list[Want], flat: Collection[int] = ()) -> list[Batch]:
+def batches_of(layout: Layout, wants: list[Want], flat: Collection[int] = ()) -> list[ReadBatch]:
     headers = {rank: header_of(layout, rank) for rank in range(layout.world)}
     return plan_batches(plan_fetches(wants, layout), headers, wants, flat)
 
@@ -96,7 +96,7 @@ BROKEN = {
     "twice": (lambda owned: (*owned, owned[2]), "twice"),
     "overlapping": (grown, "twice"),
     "none": (lambda owned: (), "not at all"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -152,9 +152,12 @@ def test_batches_are_bounded_in_file_order_and_hold_all_their_slabs(
 
 @settings(max_examples=120)
 @given(
-    wanted(), st.sampled_from([64, 200, 4096]), st.integers(4, 40), st.integers(1, 5),
+    wanted(),
+    st.sampled_from([64, 200, 4096]),
+    st.integers(4, 40),
+    st.integers(1, 5),
     st.sampled_from([1, 40, 1 << 20]),
-)  # fmt: skip
+)
 def test_memory_without_gaps_is_filled_by_runs_each_byte_once_and_whole_blocks_by_themselves(
     case: tuple[Layout, list[Want]], block_bytes: int, blocks_at_most: int, straight: int, run: int
 ) -> None:
@@ -208,8 +211,12 @@ def test_a_tensor_of_many_blocks_is_read_in_place_but_for_its_ends() -> None:
     layout = Layout(1, (split_leaf("v", "F32", (1000,), 1), split_leaf("w", "F32", (5 << 20,), 1)))
     batches = batches_of(layout, whole(layout), (0, 1))
     assert [(b.first_block, b.stop_block, b.is_straight) for b in batches] == [
-        (0, 1, False), (1, 9, True), (9, 17, True), (17, 20, True), (20, 21, False),
-    ]  # fmt: skip
+        (0, 1, False),
+        (1, 9, True),
+        (9, 17, True),
+        (17, 20, True),
+        (20, 21, False),
+    ]
     assert [len(b.spans) for b in batches] == [2, 1, 1, 1, 1]
 
 

@@ -18,20 +18,22 @@ from holdfast.errors import ChecksumMismatch, CoverageError, FormatError, Storag
 from holdfast.format import checksum
 from holdfast.format.image import fill_in, plan_image
 from holdfast.format.manifest import Generation, Manifest
-from holdfast.geometry import forms
+from holdfast.geometry import leaf_classes as forms
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Layout
-from holdfast.geometry.owners import Owned
-from holdfast.load import move, plan, read
-from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, read_values, read_wants
-from holdfast.load.restore import sampled_ranks
-from holdfast.load.source import Checkpoint, from_manifest, from_memory
-from holdfast.load.stored import choose_stored, open_stored
-from holdfast.snapshot.arena import IMAGE_START, SlotFile
-from holdfast.snapshot.layouts import image_items
-from holdfast.snapshot.messages import HeldGeneration, SlotInfo
+from holdfast.geometry.ownership import Owned
+from holdfast.protocol.arena import IMAGE_START, SlotFile
+from holdfast.protocol.image_plan import image_items
+from holdfast.protocol.messages import HeldGeneration, SlotInfo
+from holdfast.restore.planning import plan
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading import read
+from holdfast.restore.reading import read as move
+from holdfast.restore.reading.images import Checkpoint, from_manifest, from_memory
+from holdfast.restore.reading.read import CARRIERS, read_values, read_wants
+from holdfast.restore.reading.stored import choose_stored, open_stored
+from holdfast.restore.restore import sampled_ranks
 from holdfast.storage.memory import MemoryStore
 from images import Array, images_of, publish_checkpoint, random_leaf, seals, split_leaf
 from layouts import layouts
@@ -159,7 +161,7 @@ def test_the_plain_values_come_back() -> None:
     values = b'{"shared":{"lr":0.5},"own":{}}'
     images = images_of(SMALL, random_leaves(SMALL), values=values)
     checkpoint = from_manifest(store, publish_checkpoint(store, SMALL, images))
-    assert read_values(checkpoint, 1) == {"shared": {"lr": 0.5}, "own": {}}
+    assert read_values(checkpoint, 1) == {"shared": {"lr": 0.5}, "own": {}, "aliases": {}}
 
 
 # ── nothing is read unless everything is there ───────────────────────────────────────────────
@@ -415,10 +417,15 @@ def held(arena_dir: Path) -> Held:
         slot = SlotFile.create(arena_dir / f"{rank:05}.slot", len(image))
         slot.image[: len(image)] = image
         header, table = seals(image)
-        infos.append(SlotInfo(
-            rank=rank, path=str(slot.path), image_bytes=len(image), header_xxh3=header,
-            table_xxh3=table,
-        ))  # fmt: skip
+        infos.append(
+            SlotInfo(
+                rank=rank,
+                path=str(slot.path),
+                image_bytes=len(image),
+                header_xxh3=header,
+                table_xxh3=table,
+            )
+        )
         slots.append(slot)
     generation = HeldGeneration(
         incarnation=1, step=3, attempt="a0", world=2, layout=SMALL.hash, slots=tuple(infos)

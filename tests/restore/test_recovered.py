@@ -23,12 +23,12 @@ from holdfast.errors import (
     TooManyLost,
 )
 from holdfast.format.checksum import checksum
-from holdfast.load import decoding
-from holdfast.load.degraded import DegradedImage
-from holdfast.load.peer_ranges import PeerImage, PeerRanges
-from holdfast.load.recovered import open_recovery
-from holdfast.load.source import HeldImage
-from holdfast.redundancy.records import seal, unseal
+from holdfast.parity.planning.record import seal, unseal
+from holdfast.restore.cluster import decode as decoding
+from holdfast.restore.cluster.decode import DegradedImage
+from holdfast.restore.cluster.open import open_recovery
+from holdfast.restore.cluster.peer_images import PeerImage, PeerRanges
+from holdfast.restore.reading.images import SlotImage
 from lost_hosts import Hosts, fetch, identity_of, sealed_unseen, set_sizes, split_layout
 from peering import close_pullers, puller, wait_for
 
@@ -73,13 +73,14 @@ def check_losses(directory: Path, count: int, parity: int, per_host: int, every:
         for lost in sets[::every]:
             here = next(host for host in reversed(hosts.names) if host not in lost)
             checkpoint = hosts.open(here, lost=lost)
-            kinds = {HeldImage: 0, PeerImage: 0, DegradedImage: 0}
+            kinds = {SlotImage: 0, PeerImage: 0, DegradedImage: 0}
             for file in checkpoint.files.values():
                 kinds[type(file)] += 1
             assert kinds == {
-                HeldImage: per_host, DegradedImage: per_host * len(lost),
+                SlotImage: per_host,
+                DegradedImage: per_host * len(lost),
                 PeerImage: per_host * (count - 1 - len(lost)),
-            }  # fmt: skip
+            }
             hosts.check_all(checkpoint)
 
 
@@ -407,9 +408,11 @@ def test_a_record_of_another_row_does_not_vouch_for_this_one(hosts: Hosts, chang
     for at, data in list(hosts.records.items()):
         record = unseal(data, "")
         wrong = {
-            "attempt": record.attempt + "x", "row": 1 - record.row, "members": record.members[:3],
+            "attempt": record.attempt + "x",
+            "row": 1 - record.row,
+            "members": record.members[:3],
             "sums": record.sums[:-8],
-        }  # fmt: skip
+        }
         changed = structs.replace(record, **{change: wrong[change]})
         hosts.change_record(*at, sealed_unseen(changed))
     why = r"is no longer that of attempt a7|there is no row|bytes of checksums are not one for"

@@ -10,15 +10,22 @@ from pathlib import Path
 import pytest
 
 from holdfast import events
-from holdfast.errors import PeerError, StorageError
+from holdfast.catalogue import LEASES, manifest_path
+from holdfast.errors import HoldfastError, NotFound, PeerError, StorageError
 from holdfast.format.manifest import Generation
-from holdfast.load.choose import Candidate
-from holdfast.load.gathering import Gathering
-from holdfast.load.records import Record
-from holdfast.load.recoveries import Known, Recoveries
-from holdfast.load.source import Checkpoint
+from holdfast.restore.cluster.collect import InventoryCollector
+from holdfast.restore.cluster_sources import ClusterRestore, KnownRecoveries, Storage
+from holdfast.restore.planning.candidates import Candidate
+from holdfast.restore.planning.holdings import ParityClaim
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.stored import catalogue_of
+from holdfast.restore.reading.stored import stored as stored_in
+from holdfast.restore.sources import StorageHold
+from holdfast.storage.base import Store
+from holdfast.storage.memory import MemoryStore
 from lost_hosts import Hosts, set_sizes
 from peering import close_pullers
+from roots import save
 
 HERE = ("h0", "h3", "new")
 
@@ -55,31 +62,48 @@ def hosts(arena_dir: Path) -> Iterator[Hosts]:
     close_pullers()
 
 
+def list_of(store: Store) -> Storage:
+    return Storage(StorageHold(store), lambda: tuple(stored_in(catalogue_of(store))))
+
+
 class Restore:
     """A restore by three ranks, on two of the hosts and on a new one."""
 
-    def __init__(self, hosts: Hosts, *lost: str, stored: tuple[Candidate, ...] = ()) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        *lost: str,
+        stored: tuple[Candidate, ...] = (),
+        store: Store | None = None,
+    ) -> None:
         self.hosts, self.lost, self.stored, ranks = hosts, lost, stored, Ranks(len(HERE))
         self.asked: list[str] = []
         self.ranks = [
-            Recoveries(
-                ThreadWorld(ranks, rank), hosts.reach(here), self.ask, self.open_stored,
-                wanted=None, timeout_s=30,
+            ClusterRestore(
+                ThreadWorld(ranks, rank),
+                hosts.reach(here),
+                self.ask,
+                self.open_stored,
+                wanted=None,
+                timeout_s=30,
+                storage=None if store is None else list_of(store),
             )
             for rank, here in enumerate(HERE)
-        ]  # fmt: skip
+        ]
 
-    def ask(self) -> Known:
+    def ask(self) -> KnownRecoveries:
         self.asked.append("all")
         reach = self.hosts.reach("h0")
 
-        def fetch(host: str, attempt: str, generation: Generation, stripe: int, row: int) -> Record:
+        def fetch(
+            host: str, attempt: str, generation: Generation, stripe: int, row: int
+        ) -> ParityClaim:
             self.asked.append(host)
             return reach.record(host, attempt, generation, stripe, row)
 
-        gathering = Gathering(self.hosts.told(*self.lost), fetch)
+        gathering = InventoryCollector(self.hosts.told(*self.lost), fetch)
         known = self.hosts.known(lost=self.lost)
-        return Known(type(known)(gathering.holdings, self.stored), gathering)
+        return KnownRecoveries(type(known)(gathering.holdings, self.stored), gathering)
 
     def open_stored(self, candidate: Candidate) -> Checkpoint:
         raise StorageError(f"no storage for {candidate.generation}")
@@ -88,7 +112,7 @@ class Restore:
         with ThreadPoolExecutor(len(HERE)) as pool:
             return list(pool.map(lambda one: one.first(), self.ranks))
 
-    def again(self, candidate: Candidate, error: PeerError | StorageError) -> list[list[Candidate]]:
+    def again(self, candidate: Candidate, error: HoldfastError) -> list[list[Candidate]]:
         with ThreadPoolExecutor(len(HERE)) as pool:
             return list(pool.map(lambda one: one.plan_again(candidate, error), self.ranks))
 
@@ -138,3 +162,26 @@ def test_when_too_many_are_lost_storage_is_tried_and_the_reason_told(hosts: Host
     with pytest.raises(StorageError):
         one.ranks[0].open(candidate)
     assert one.again(candidate, StorageError("gone")) == [[], [], []]
+
+
+def test_what_retention_took_meanwhile_is_listed_again_and_the_newest_that_stands_is_held(
+    hosts: Hosts,
+) -> None:
+    store = MemoryStore()
+    for step in (10, 20):
+        save(store, Generation(3, step))
+    one = Restore(
+        hosts, "h1", "h2", "h3", stored=tuple(stored_in(catalogue_of(store))), store=store
+    )
+    store.remove(manifest_path(Generation(3, 20)))  # since it was listed
+    save(store, Generation(3, 25))
+    ((first,), _, _) = one.first()
+    assert first.step == 25
+    assert len(store.list(LEASES)) == 1
+    store.remove(manifest_path(Generation(3, 25)))  # by who knows no leases
+    save(store, Generation(3, 28))
+    found = one.again(first, NotFound("gone"))
+    assert [[c.step for c in each] for each in found] == [[28], [28], [28]]
+    damaged = one.again(found[0][0], StorageError("a block changed"))
+    assert [[c.step for c in each] for each in damaged] == [[10], [10], [10]]
+    assert one.again(damaged[0][0], StorageError("a block changed")) == [[], [], []]

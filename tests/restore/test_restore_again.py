@@ -15,13 +15,13 @@ from holdfast.catalogue import layout_path
 from holdfast.errors import HoldfastError, RestoreError
 from holdfast.format.manifest import Generation
 from holdfast.geometry.layout import Layout
-from holdfast.load import restore
-from holdfast.load.choose import Candidate
-from holdfast.load.recovered import open_recovery
-from holdfast.load.restore import Restored, restore_first
-from holdfast.load.source import Checkpoint
-from holdfast.load.sources import Inventories
-from holdfast.load.stored import catalogue_of, open_stored, stored
+from holdfast.restore import restore
+from holdfast.restore.cluster.open import open_recovery
+from holdfast.restore.planning.candidates import Candidate
+from holdfast.restore.planning.selection import Inventories
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.stored import catalogue_of, open_stored, stored
+from holdfast.restore.restore import Restored, restore_first
 from holdfast.storage.base import Store
 from holdfast.storage.open import open_store
 from holdfast.world import SoloWorld
@@ -50,10 +50,15 @@ class Run:
         layout = Layout.from_json(self.store.read(layout_path(manifest.layout)))
         image = self.store.read(manifest.images[0].path)
         self.hosts = Hosts(
-            directory / "hosts", 3, 2, layout=layout, images={0: image}, attempt=manifest.attempt,
+            directory / "hosts",
+            3,
+            2,
+            layout=layout,
+            images={0: image},
+            attempt=manifest.attempt,
             ranks={"h0": [0], "h1": [], "h2": []},
             generation=Generation(manifest.incarnation, manifest.step),
-        )  # fmt: skip
+        )
         self.stored = tuple(stored(found))
         self.parents = found.parents
         self.known = Inventories()
@@ -75,9 +80,15 @@ class Run:
             return self.candidates()
 
         restored = restore_first(
-            SoloWorld(), state, self.candidates(), open_checkpoint, incarnation=4, timeout_s=60,
-            on_poison=lambda _: None, plan_again=plan_again,
-        )  # fmt: skip
+            SoloWorld(),
+            state,
+            self.candidates(),
+            open_checkpoint,
+            incarnation=4,
+            timeout_s=60,
+            on_poison=lambda _: None,
+            plan_again=plan_again,
+        )
         return restored, state
 
     def candidates(self) -> list[Candidate]:
@@ -111,8 +122,9 @@ def test_an_image_that_was_changed_is_decoded_instead(run: Run) -> None:
     assert restored is not None
     assert restored.source == "memory"
     assert [text.partition(": ")[2] for text in run.tried] == [
-        "1 of 1 images from memory", "0 of 1 images from memory, of ranks 0 decoded from parity",
-    ]  # fmt: skip
+        "1 of 1 images from memory",
+        "0 of 1 images from memory, of ranks 0 decoded from parity",
+    ]
     run.check(state)
     (event,) = (one for one in dropped if isinstance(one, events.SourceDropped))
     assert "h0/images/" in event.reason

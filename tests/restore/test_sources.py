@@ -13,81 +13,87 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from holdfast.errors import FormatError, NotFound, PeerError
-from holdfast.load.choose import Candidate
-from holdfast.load.holdings import (
-    Coded,
-    Coding,
-    HeldPart,
-    HeldRow,
-    Holding,
-    Image,
-    Member,
+from holdfast.parity.planning.placement import stored_by
+from holdfast.restore.planning.candidates import Candidate
+from holdfast.restore.planning.holdings import (
+    CodedGroup,
+    GroupCoding,
+    GroupMember,
+    HostHolding,
+    ImageHolding,
+    ImageIdentity,
     Recovery,
+    ShardHolding,
     image_name,
 )
-from holdfast.load.sources import Inventories, find_all
-from holdfast.redundancy.stripes import stored_by
+from holdfast.restore.planning.selection import Inventories, find_all
 
 BLOCK = 1 << 20
 
 
-def image(rank: int, blocks: int = 3, seal: str = "a") -> Image:
-    return Image(
+def image(rank: int, blocks: int = 3, seal: str = "a") -> ImageIdentity:
+    return ImageIdentity(
         rank, 4096 + blocks * BLOCK - 4096 * (rank % 3), f"h{seal}{rank}", f"t{seal}{rank}"
     )
 
 
-def coding(hosts: dict[str, list[Image]], parity: int) -> Coding:
+def coding(hosts: dict[str, list[ImageIdentity]], parity: int) -> GroupCoding:
     members = (
-        Member(host, tuple(Coded(one, 4096) for one in images))
+        GroupMember(host, tuple(CodedGroup(one, 4096) for one in images))
         for host, images in sorted(hosts.items())
     )
-    return Coding(tuple(members), parity)
+    return GroupCoding(tuple(members), parity)
 
 
 def group(
-    hosts: dict[str, list[Image]], parity: int, *, step: int = 7, attempt: str = "a7",
+    hosts: dict[str, list[ImageIdentity]],
+    parity: int,
+    *,
+    step: int = 7,
+    attempt: str = "a7",
     world: int = 0,
-) -> list[Holding]:  # fmt: skip
+) -> list[HostHolding]:
     """What the hosts of one group hold when all is well."""
     made = coding(hosts, parity)
     holdings = []
     for number, (host, images) in enumerate(sorted(hosts.items())):
         rows = tuple(
-            HeldRow(made, kept.stripe, kept.row) for kept in stored_by(made.placement, number)
+            ShardHolding(made, kept.stripe, kept.row) for kept in stored_by(made.placement, number)
         )
         count = world or sum(map(len, hosts.values()))
-        part = HeldPart(1, step, attempt, count, "layout", tuple(images), rows)
-        holdings.append(Holding(host, (part,), {1: None}))
+        part = ImageHolding(1, step, attempt, count, "layout", tuple(images), rows)
+        holdings.append(HostHolding(host, (part,), {1: None}))
     return holdings
 
 
-def groups(*shapes: tuple[int, int], per_host: int = 1) -> list[Holding]:
+def groups(*shapes: tuple[int, int], per_host: int = 1) -> list[HostHolding]:
     """Groups of (hosts, parity), with images of so many ranks on each host."""
     world = per_host * sum(size for size, _ in shapes)
-    ranks, found = iter(range(world)), list[Holding]()
+    ranks, found = iter(range(world)), list[HostHolding]()
     for number, (size, parity) in enumerate(shapes):
-        hosts = {f"{chr(97 + number)}{n}": [image(next(ranks)) for _ in range(per_host)]
-                 for n in range(size)}  # fmt: skip
+        hosts = {
+            f"{chr(97 + number)}{n}": [image(next(ranks)) for _ in range(per_host)]
+            for n in range(size)
+        }
         found += group(hosts, parity, world=world)
     return found
 
 
-def find(holdings: list[Holding], *stored: Candidate) -> list[Recovery]:
+def find(holdings: list[HostHolding], *stored: Candidate) -> list[Recovery]:
     return list(Inventories(tuple(holdings), stored, {1: None}).find().recoveries)
 
 
-def less(holdings: list[Holding], lost: Any) -> list[Holding]:
+def less(holdings: list[HostHolding], lost: Any) -> list[HostHolding]:
     return [one for one in holdings if one.host not in lost]
 
 
-def without_images(holding: Holding, *ranks: int) -> Holding:
+def without_images(holding: HostHolding, *ranks: int) -> HostHolding:
     (part,) = holding.parts
     kept = tuple(one for one in part.images if one.rank not in ranks)
     return replace(holding, parts=(replace(part, images=kept),))
 
 
-def check_sources(recovery: Recovery, holdings: list[Holding]) -> None:
+def check_sources(recovery: Recovery, holdings: list[HostHolding]) -> None:
     """Every image comes from where it is, or from enough that is there, all of one attempt."""
     there = {one.host: one for one in holdings}
     part_of = {
@@ -108,7 +114,7 @@ def check_sources(recovery: Recovery, holdings: list[Holding]) -> None:
         assert way.member in way.absent
         for row in way.rows:
             for host in row.hosts:
-                assert HeldRow(way.coding, row.stripe, row.row) in part_of[host].rows
+                assert ShardHolding(way.coding, row.stripe, row.row) in part_of[host].rows
         placement = way.coding.placement
         kept = {(row.stripe, row.row) for row in way.rows}
         for stripe in range(placement.members):
@@ -126,9 +132,17 @@ def check_sources(recovery: Recovery, holdings: list[Holding]) -> None:
 # ── it is restorable when the mathematics says so ────────────────────────────────────────────
 
 SHAPES = [
-    [(2, 1)], [(3, 1)], [(4, 1)], [(3, 2)], [(4, 2)], [(5, 2)], [(5, 3)],
-    [(2, 1), (3, 1)], [(3, 1), (4, 2)], [(3, 2), (3, 2)],
-]  # fmt: skip
+    [(2, 1)],
+    [(3, 1)],
+    [(4, 1)],
+    [(3, 2)],
+    [(4, 2)],
+    [(5, 2)],
+    [(5, 3)],
+    [(2, 1), (3, 1)],
+    [(3, 1), (4, 2)],
+    [(3, 2), (3, 2)],
+]
 
 
 @pytest.mark.parametrize("per_host", [1, 2])
@@ -141,8 +155,9 @@ def test_of_every_set_of_lost_hosts_just_those_within_parity_are_survived(
     for count in range(len(names) + 1):
         for lost in combinations(names, count):
             left = less(holdings, lost)
-            of_group = [sum(host.startswith(chr(97 + n)) for host in lost)
-                        for n in range(len(shape))]  # fmt: skip
+            of_group = [
+                sum(host.startswith(chr(97 + n)) for host in lost) for n in range(len(shape))
+            ]
             holds = all(k <= m for k, (_, m) in zip(of_group, shape, strict=True))
             found = find_all(left, [])
             assert bool(found.recoveries) == holds, (lost, found)
@@ -188,31 +203,31 @@ def test_what_is_said_to_be_survived_is(data: st.DataObject) -> None:
             assert find(less(holdings, lost)), (lost, recovery)
 
 
-def _with_gaps(holding: Holding, draw: random.Random, *, share: float) -> Holding:
+def _with_gaps(holding: HostHolding, draw: random.Random, *, share: float) -> HostHolding:
     (part,) = holding.parts
     images = tuple(one for one in part.images if draw.random() > share)
     rows = tuple(one for one in part.rows if draw.random() > share)
     return replace(holding, parts=(replace(part, images=images, rows=rows),))
 
 
-def _with_images(holding: Holding, images: tuple[Image, ...]) -> Holding:
+def _with_images(holding: HostHolding, images: tuple[ImageIdentity, ...]) -> HostHolding:
     (part,) = holding.parts
     both = tuple(dict.fromkeys((*part.images, *images)))
     return replace(holding, parts=(replace(part, images=both),))
 
 
 def test_a_copy_on_another_host_survives_one_loss_without_parity() -> None:
-    both = HeldPart(1, 7, "a7", 1, "layout", (image(0),))
-    (found,) = find([Holding("a", (both,)), Holding("b", (both,))])
+    both = ImageHolding(1, 7, "a7", 1, "layout", (image(0),))
+    (found,) = find([HostHolding("a", (both,)), HostHolding("b", (both,))])
     assert (found.sources[0].hosts, found.survives) == (("a", "b"), 1)
     assert not found.candidate.is_spread
 
 
 def test_an_image_that_lies_on_one_host_of_two_is_not_near_to_all_ranks() -> None:
-    part = HeldPart(1, 7, "a7", 1, "layout", (image(0),))
-    (found,) = find([Holding("a", (part,)), Holding("b")])
+    part = ImageHolding(1, 7, "a7", 1, "layout", (image(0),))
+    (found,) = find([HostHolding("a", (part,)), HostHolding("b")])
     assert found.candidate.is_spread
-    (found,) = find([Holding("a", (part,))])
+    (found,) = find([HostHolding("a", (part,))])
     assert not found.candidate.is_spread
 
 
@@ -264,13 +279,16 @@ def test_of_two_codings_of_one_attempt_rows_are_not_mixed_and_the_better_is_take
     second = {f"a{n}": [image(n)] for n in (0, 1, 2)} | {"e0": [image(3)]}
     again = {one.host: one.parts[0] for one in group(second, 2, world=4)}
     both = [
-        Holding(
+        HostHolding(
             host,
-            tuple(replace(part, rows=(*part.rows, *(again[host].rows if host in again else ())))
-                  for part in one.parts),
+            tuple(
+                replace(part, rows=(*part.rows, *(again[host].rows if host in again else ())))
+                for part in one.parts
+            ),
         )
-        for one in holdings for host in [one.host]
-    ] + [Holding("e0", (again["e0"],))]  # fmt: skip
+        for one in holdings
+        for host in [one.host]
+    ] + [HostHolding("e0", (again["e0"],))]
     for lost in combinations(["a0", "a1", "a2"], 2):  # too many for the first, not for the second
         left = less(both, lost)
         (found,) = find(left)
@@ -288,7 +306,7 @@ def test_images_and_parity_of_two_attempts_never_meet() -> None:
     before, after = group(old, 1, attempt="old"), group(new, 1, attempt="new")
     for lost in product([False, True], repeat=6):
         holdings = [
-            Holding(
+            HostHolding(
                 f"a{n}",
                 (*(() if lost[n] else before[n].parts), *(() if lost[n + 3] else after[n].parts)),
             )
@@ -305,12 +323,17 @@ def test_images_and_parity_of_two_attempts_never_meet() -> None:
 
 
 def test_parts_that_contradict_each_other_are_different_attempts() -> None:
-    first = HeldPart(1, 7, "a7", 2, "layout", (image(0),))
+    first = ImageHolding(1, 7, "a7", 2, "layout", (image(0),))
     for other in (
-        replace(first, layout="another"), replace(first, step=8), replace(first, incarnation=2),
+        replace(first, layout="another"),
+        replace(first, step=8),
+        replace(first, incarnation=2),
         replace(first, world=3),
-    ):  # fmt: skip
-        holdings = [Holding("a", (first,)), Holding("b", (replace(other, images=(image(1),)),))]
+    ):
+        holdings = [
+            HostHolding("a", (first,)),
+            HostHolding("b", (replace(other, images=(image(1),)),)),
+        ]
         assert find(holdings) == []
 
 
@@ -363,8 +386,11 @@ def test_memory_comes_before_storage_and_a_newer_step_before_both() -> None:
     holdings = groups((3, 1))
     found = find(holdings, stored(7, "a7"), stored(9, "a9"), stored(5, "a5"))
     assert [(one.candidate.step, one.candidate.where) for one in found] == [
-        (9, "storage"), (7, "memory"), (7, "storage"), (5, "storage"),
-    ]  # fmt: skip
+        (9, "storage"),
+        (7, "memory"),
+        (7, "storage"),
+        (5, "storage"),
+    ]
     assert found[0].text == "1-9 from storage"
 
 
@@ -372,8 +398,10 @@ def test_what_cannot_be_decoded_comes_from_storage_if_it_is_of_this_attempt() ->
     left = less(groups((3, 1)), ["a0", "a1"])
     first, second = find(left, stored(7, "a7"))
     assert (first.candidate.where, first.candidate.held, first.candidate.seal) == (
-        "storage", 1, "seal",
-    )  # fmt: skip
+        "storage",
+        1,
+        "seal",
+    )
     assert first.text == "1-7: 1 of 3 images from memory, of ranks 0, 1 from storage"
     assert second == Recovery(stored(7, "a7"))
     assert [one.sources for one in find(left, stored(7, "another"))] == [()]
@@ -394,8 +422,11 @@ def test_abandoned_generations_are_left_out_and_can_be_asked_for_by_name() -> No
 def test_the_line_is_known_by_storage_first_and_by_every_host() -> None:
     """A host that was not told where an incarnation went on from does not hide that it did."""
     holdings = groups((3, 1))
-    told = [replace(holdings[0], parents={1: None, 2: (1, 7)}),
-            replace(holdings[1], parents={2: None}), holdings[2]]  # fmt: skip
+    told = [
+        replace(holdings[0], parents={1: None, 2: (1, 7)}),
+        replace(holdings[1], parents={2: None}),
+        holdings[2],
+    ]
     for order in (told, told[::-1]):
         assert len(Inventories(tuple(order)).find().recoveries) == 1
     assert not Inventories(tuple(told), (), {2: (1, 6)}).find().recoveries
@@ -416,14 +447,15 @@ def test_the_answer_is_the_same_in_any_order_of_what_is_told(draw: random.Random
     assert msgspec.json.decode(packed, type=tuple[Recovery, ...]) == first.recoveries
 
 
-def _shuffled(holding: Holding, draw: random.Random) -> Holding:
+def _shuffled(holding: HostHolding, draw: random.Random) -> HostHolding:
     parts = [
         replace(
-            part, images=tuple(draw.sample(part.images, len(part.images))),
+            part,
+            images=tuple(draw.sample(part.images, len(part.images))),
             rows=tuple(draw.sample(part.rows, len(part.rows))),
         )
         for part in holding.parts
-    ]  # fmt: skip
+    ]
     return replace(holding, parts=tuple(parts))
 
 
@@ -444,7 +476,7 @@ def test_a_host_that_has_an_image_no_more_is_not_dropped_with_it() -> None:
     known = Inventories(tuple(groups((3, 1))), (), {1: None})
     (first,) = known.find().recoveries
     fields = {"peer": "a1", "path": "/images/a7/1"}
-    # 503: it never had a place for a connection, see tests/peers/test_lines.py
+    # 503: it never had a place for a connection, see tests/transport/test_lines.py
     for status, holders in ((410, 3), (404, 3), (0, 2), (503, 2)):
         less_known = known.without(first.candidate, fields | {"status": status})
         (second,) = less_known.find().recoveries
@@ -484,8 +516,10 @@ def test_there_is_always_less_than_before(data: st.DataObject) -> None:
         found = known.find().recoveries
         if not found:
             return
-        fields = {"peer": data.draw(st.sampled_from(names)),
-                  "image": data.draw(st.sampled_from(images))}  # fmt: skip
+        fields = {
+            "peer": data.draw(st.sampled_from(names)),
+            "image": data.draw(st.sampled_from(images)),
+        }
         fewer = known.without(found[0].candidate, fields)
         assert fewer != known
         known = fewer
@@ -509,7 +543,7 @@ def test_the_reason_names_the_hosts_that_are_missing_and_what_parity_replaces() 
 
 def test_the_reason_says_when_there_is_no_parity_at_all_and_does_not_go_on_for_ever() -> None:
     (refusal,) = find_all(
-        [Holding("a", (HeldPart(1, 7, "a7", 10**15, "layout", (image(0),)),))], []
+        [HostHolding("a", (ImageHolding(1, 7, "a7", 10**15, "layout", (image(0),)),))], []
     ).refusals
     assert "rank 1 was in the memory of no host that answered, and no parity" in refusal.reason
     assert refusal.reason.endswith("; and so on")
@@ -528,7 +562,7 @@ def test_the_reason_says_when_it_is_parity_that_is_lacking() -> None:
 
 
 def test_a_part_of_no_ranks_is_nothing() -> None:
-    assert find([Holding("a", (HeldPart(1, 7, "a7", 0, "layout"),))]) == []
+    assert find([HostHolding("a", (ImageHolding(1, 7, "a7", 0, "layout"),))]) == []
 
 
 @pytest.mark.parametrize(
@@ -547,4 +581,4 @@ def test_what_is_no_group_cannot_be_told(hosts: dict[str, list[int]], parity: in
 
 def test_a_group_codes_something_of_every_image() -> None:
     with pytest.raises(FormatError, match="cannot have coded"):
-        Coding((Member("a", (Coded(image(0), 1 << 40),)), Member("b", ())), 1)
+        GroupCoding((GroupMember("a", (CodedGroup(image(0), 1 << 40),)), GroupMember("b", ())), 1)

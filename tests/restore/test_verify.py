@@ -11,9 +11,10 @@ from holdfast.catalogue import layout_path
 from holdfast.format import checksum
 from holdfast.format.manifest import Manifest
 from holdfast.geometry.layout import Layout
-from holdfast.geometry.owners import Owned
-from holdfast.load import plan, read, verify
-from holdfast.load.source import from_manifest
+from holdfast.geometry.ownership import Owned
+from holdfast.restore.planning import plan
+from holdfast.restore.reading import read, verify
+from holdfast.restore.reading.images import from_manifest
 from holdfast.storage.memory import MemoryStore
 from images import images_of, publish_checkpoint, random_leaf, split_leaf
 
@@ -126,7 +127,7 @@ def test_plain_values_that_changed(store: MemoryStore, manifest: Manifest, deep:
 def test_plain_values_that_are_not_an_object(store: MemoryStore, deep: bool) -> None:
     images = images_of(LAYOUT, LEAVES, values=b"[1]")
     found = verify.verify(store, publish_checkpoint(store, LAYOUT, images), deep=deep).faults
-    assert ["not an object" in fault for fault in found] == [True, True]
+    assert ["Expected `object`" in fault for fault in found] == [True, True]
 
 
 def test_a_missing_layout(store: MemoryStore, manifest: Manifest, deep: bool) -> None:
@@ -170,9 +171,12 @@ def test_a_piece_of_another_size(store: MemoryStore, deep: bool) -> None:
     [(lambda owned: owned[1:], "is not stored"), (lambda owned: (*owned, owned[0]), "twice")],
 )
 def test_an_element_stored_twice_or_not_at_all(
-    store: MemoryStore, manifest: Manifest, monkeypatch: pytest.MonkeyPatch, change: object,
+    store: MemoryStore,
+    manifest: Manifest,
+    monkeypatch: pytest.MonkeyPatch,
+    change: object,
     said: str,
-) -> None:  # fmt: skip
+) -> None:
     right = Layout.owners
 
     def wrong(layout: Layout, leaf_index: int) -> Owned:

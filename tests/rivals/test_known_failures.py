@@ -23,12 +23,12 @@ from holdfast.catalogue import catalogue
 from holdfast.errors import CoverageError, HoldfastError, StorageError
 from holdfast.format.image import piece_name, plan_image
 from holdfast.geometry.box import Box, cover_fault
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Instance, Layout, LeafSpec, Mesh, Placement
-from holdfast.load.plan import Want
-from holdfast.load.read import read_wants
-from holdfast.load.source import from_manifest
-from holdfast.snapshot.layouts import image_items
+from holdfast.protocol.image_plan import image_items
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading.images import from_manifest
+from holdfast.restore.reading.read import read_wants
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from images import assemble, images_of, publish_checkpoint, random_leaf, split_leaf
@@ -41,9 +41,12 @@ def test_a_scalars_and_integers_go_through_safetensors_as_they_are_with_their_me
     tmp_path: Path,
 ) -> None:
     tensors = {
-        "scalar": torch.tensor(3.5), "long": torch.arange(5), "flags": torch.tensor([True, False]),
-        "bytes": torch.arange(7, dtype=torch.uint8), "half": torch.randn(3, 2).bfloat16(),
-    }  # fmt: skip
+        "scalar": torch.tensor(3.5),
+        "long": torch.arange(5),
+        "flags": torch.tensor([True, False]),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "half": torch.randn(3, 2).bfloat16(),
+    }
     holdfast.save(tmp_path, {"t": tensors}, step=4)
     (image,) = tmp_path.glob("steps/*/*.safetensors")
     with safetensors.safe_open(image, "pt") as file:
@@ -206,8 +209,14 @@ def test_j_a_leaf_that_is_stored_in_part_is_refused_before_anything_is_read() ->
     store = MemoryStore()
     leaf = random_leaf("F32", (8, 4), seed=1)
     # The layout, sound and agreed on by all, says there is more than the image holds.
-    metadata = {"incarnation": "1", "step": "0", "attempt": "a0", "rank": "0", "world": "1",
-                "layout": whole.hash}  # fmt: skip
+    metadata = {
+        "incarnation": "1",
+        "step": "0",
+        "attempt": "a0",
+        "rank": "0",
+        "world": "1",
+        "layout": whole.hash,
+    }
     plan = plan_image(image_items(half, 0))
     image = assemble(plan, {"w": leaf[:4].tobytes()}, metadata=metadata)
     manifest = publish_checkpoint(store, whole, {0: image})

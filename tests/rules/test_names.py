@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.rules.names import Pattern, Template
+from holdfast.rules.patterns import Pattern, Template
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import holdfast
+from holdfast.capture.copy_plan import CopyPlan, plan_copies
+from holdfast.capture.copy_slot import stage
 from holdfast.format.values import from_bytes
 from holdfast.geometry.layout import merge, table_from_json
-from holdfast.snapshot.capture import stage
-from holdfast.snapshot.copies import CopyPlan, plan_copies
 from holdfast.state import describe as describe_module
-from holdfast.state import subclasses
+from holdfast.state import tensors as subclasses
 from holdfast.state.describe import Describer, Description
 from launch import run_ranks
 from state_changes import CHANGES, Net, State, build, step
@@ -163,9 +163,16 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 UNSEEN = [
-    "nothing", "optimizer_step", "option_changed", "extra_state_changed", "number_changed",
-    "value_tensor_written", "value_tensor_anew", "value_tensor_is_a_parameter", "state_number",
-]  # fmt: skip
+    "nothing",
+    "optimizer_step",
+    "option_changed",
+    "extra_state_changed",
+    "number_changed",
+    "value_tensor_written",
+    "value_tensor_anew",
+    "value_tensor_is_a_parameter",
+    "state_number",
+]
 
 
 @pytest.mark.parametrize("name", UNSEEN)

@@ -46,7 +46,7 @@ BASE = ["model.base.bias", "model.base.weight"]
 
 
 def test_only_parameters_without_gradients_in_no_optimizer_are_frozen() -> None:
-    assert frozen(Describer(state_of(Adapted()), 0, tells_frozen=True)) == BASE
+    assert frozen(Describer(state_of(Adapted()), 0, mark_frozen=True)) == BASE
     assert frozen(Describer(state_of(Adapted()), 0)) == []
 
 
@@ -59,13 +59,13 @@ def test_a_parameter_of_an_optimizer_without_hooks_is_not_frozen() -> None:
     model.requires_grad_(False)
     Bare.step.hooked = True  # type: ignore[attr-defined]
     state = {"model": model, "optimizer": Bare(model.base.parameters())}
-    told = frozen(Describer(state, 0, tells_frozen=True))
+    told = frozen(Describer(state, 0, mark_frozen=True))
     assert not set(BASE) & set(told) and "model.adapter.weight" in told
 
 
 def test_what_is_thawed_or_frozen_is_told_at_the_next_save() -> None:
     model = Adapted()
-    describer = Describer(state_of(model), 0, tells_frozen=True)
+    describer = Describer(state_of(model), 0, mark_frozen=True)
     assert frozen(describer) == BASE
     first = describer.describe().table_hash
     model.base.weight.requires_grad_(True)
@@ -80,7 +80,7 @@ def test_loading_other_weights_once_changes_nothing_and_a_leaf_that_moves_again_
     None
 ):
     model = Adapted()
-    describer = Describer(state_of(model), 0, tells_frozen=True)
+    describer = Describer(state_of(model), 0, mark_frozen=True)
     assert frozen(describer) == BASE
     model.load_state_dict(Adapted().state_dict())
     assert frozen(describer) == frozen(describer) == BASE
@@ -95,13 +95,13 @@ def test_inference_tensors_have_no_version_and_are_frozen_all_the_same() -> None
     with torch.inference_mode():
         model = nn.Linear(4, 4).requires_grad_(False)
     state: dict[str, Any] = {"model": model}
-    assert frozen(Describer(state, 0, tells_frozen=True)) == ["model.bias", "model.weight"]
+    assert frozen(Describer(state, 0, mark_frozen=True)) == ["model.bias", "model.weight"]
 
 
 def test_the_parts_of_a_registered_subclass_are_as_frozen_as_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from holdfast.state import subclasses
+    from holdfast.state import tensors as subclasses
 
     monkeypatch.setattr(subclasses, "_registered", {})
 
@@ -111,4 +111,4 @@ def test_the_parts_of_a_registered_subclass_are_as_frozen_as_it_is(
     holdfast.register_tensor(Named)
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(4).as_subclass(Named), requires_grad=False)
-    assert frozen(Describer({"model": model}, 0, tells_frozen=True)) == ["model.weight"]
+    assert frozen(Describer({"model": model}, 0, mark_frozen=True)) == ["model.weight"]

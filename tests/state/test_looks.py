@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.state import looks
-from holdfast.state.looks import Looks
+from holdfast.state import unchanged as looks
+from holdfast.state.unchanged import TensorGuard
 
 CHANGES: dict[str, Callable[[Any], object]] = {
     "longer": lambda t: t.resize_(5, 4),
@@ -40,7 +40,7 @@ def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_noticed(change: str, how: bool) -> None:
     found = tensors()
-    seen = Looks(found)
+    seen = TensorGuard(found)
     assert (seen._compare is not None) == how
     assert seen.are_unchanged()
     CHANGES[change](found[1])
@@ -49,7 +49,7 @@ def test_a_change_is_noticed(change: str, how: bool) -> None:
 
 def test_what_is_no_change_is_none(how: bool) -> None:
     found = tensors()
-    seen = Looks(found)
+    seen = TensorGuard(found)
     found[1].add_(1)
     for mode in (
         torch.inference_mode(),

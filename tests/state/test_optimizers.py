@@ -222,11 +222,13 @@ def test_one_optimizer_may_own_several_modules_and_several_optimizers_one(tmp_pa
         torch.manual_seed(seed)
         one, two, three = Net(), Net(), Net()
         return {
-            "one": one, "two": two, "three": three,
+            "one": one,
+            "two": two,
+            "three": three,
             "both": torch.optim.AdamW([*one.parameters(), *two.parameters()], lr=0.1),
             "weights": torch.optim.SGD([three.embed.weight], lr=0.1, momentum=0.9),
             "rest": torch.optim.Adam(three.body.parameters()),
-        }  # fmt: skip
+        }
 
     def learn(state: dict[str, Any], step: int) -> Any:
         tokens = torch.randint(0, 7, (6,), generator=torch.Generator().manual_seed(step))

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import FormatError
-from holdfast.state.regroup import Saved, regroup
-from holdfast.state.schedulers import regroup_scheduler
+from holdfast.state.param_groups import SavedGroups, merge_param_groups, regroup_scheduler
 
 RATE = {"$tensor": {"name": "o.groups.a.options.lr", "dtype": "F32", "shape": [], "data": "AAAA"}}
 
@@ -19,43 +18,48 @@ def document(*groups: tuple[list[str], float], **more: Any) -> dict[str, Any]:
     return {"o": {"class": "SGD", "groups": rows, "state": state}, **more}
 
 
-def made(saved: Saved, *groups: list[str]) -> Any:
-    found = regroup("o", "SGD", groups, saved)
+def made(saved: SavedGroups, *groups: list[str]) -> Any:
+    found = merge_param_groups("o", "SGD", groups, saved)
     assert found.problems == []
     return found
 
 
 def test_each_group_gets_what_its_parameters_had_on_whichever_rank() -> None:
-    saved = Saved({3: document((["a", "b"], 1), (["c"], 2)), 0: document((["d"], 2))})
+    saved = SavedGroups({3: document((["a", "b"], 1), (["c"], 2)), 0: document((["d"], 2))})
     found = made(saved, ["d", "c"], ["b"])
     assert [(group["params"], group["options"]["lr"]) for group in found.value["groups"]] == [
-        (["d", "c"], 2), (["b"], 1),
-    ]  # fmt: skip
+        (["d", "c"], 2),
+        (["b"], 1),
+    ]
     assert found.value["state"].keys() == {"b", "c", "d"}
     assert found.home == 0
 
 
 def test_groups_that_are_as_they_were_are_taken_as_they_are() -> None:
-    saved = Saved({0: document((["a", "b"], 1), (["c"], 2))})
+    saved = SavedGroups({0: document((["a", "b"], 1), (["c"], 2))})
     found = made(saved, ["b", "a"], ["c"])
     assert found.value is saved.shared[0]["o"]
     assert found.places is None
 
 
 def test_a_group_of_parameters_that_had_several_rates_is_refused_by_name() -> None:
-    saved = Saved({0: document((["a"], 1)), 1: document((["b"], 2), (["c"], 1))})
-    (problem,) = regroup("o", "SGD", [["c"], ["a", "c", "b"]], saved).problems
+    saved = SavedGroups({0: document((["a"], 1)), 1: document((["b"], 2), (["c"], 1))})
+    (problem,) = merge_param_groups("o", "SGD", [["c"], ["a", "c", "b"]], saved).problems
     assert "o: group 1 joins parameters saved in groups that differ in lr, as a and b do" in problem
     assert "fused" not in problem
 
 
 def test_a_parameter_that_no_rank_had_is_named() -> None:
-    saved = Saved({0: document((["a"], 1))})
-    assert regroup("o", "SGD", [["x", "a"]], saved).problems == ["o.x: not in the saved optimizer"]
-    assert regroup("p", "SGD", [["a"]], saved).problems == [
+    saved = SavedGroups({0: document((["a"], 1))})
+    assert merge_param_groups("o", "SGD", [["x", "a"]], saved).problems == [
+        "o.x: not in the saved optimizer"
+    ]
+    assert merge_param_groups("p", "SGD", [["a"]], saved).problems == [
         "p: the checkpoint has no optimizer of this name"
     ]
-    assert regroup("o", "Adam", [["a"]], saved).problems == ["o is a Adam, saved was SGD"]
+    assert merge_param_groups("o", "Adam", [["a"]], saved).problems == [
+        "o is a Adam, saved was SGD"
+    ]
 
 
 def test_rates_that_are_tensors_of_several_ranks_are_told_apart() -> None:
@@ -63,41 +67,45 @@ def test_rates_that_are_tensors_of_several_ranks_are_told_apart() -> None:
     one["o"]["groups"][0]["options"]["lr"] = RATE
     body = {**RATE["$tensor"], "data": "AACA"}
     other["o"]["groups"][0]["options"]["lr"] = {"$tensor": body}
-    found = made(Saved({0: one, 1: other}), ["b"], ["a"]).value["groups"]
+    found = made(SavedGroups({0: one, 1: other}), ["b"], ["a"]).value["groups"]
     rates = [group["options"]["lr"]["$tensor"] for group in found]
     assert [rate["data"] for rate in rates] == ["AACA", "AAAA"]
     assert rates[0]["name"] != rates[1]["name"]
-    problems = regroup("o", "SGD", [["a", "b"]], Saved({0: one, 1: other})).problems
+    problems = merge_param_groups(
+        "o", "SGD", [["a", "b"]], SavedGroups({0: one, 1: other})
+    ).problems
     assert "differ in lr" in problems[0]
     other["o"]["groups"][0]["options"]["lr"] = {"$tensor": {**RATE["$tensor"], "name": "other"}}
-    assert made(Saved({0: one, 1: other}), ["a", "b"])
+    assert made(SavedGroups({0: one, 1: other}), ["a", "b"])
 
 
 def test_a_tensor_that_stood_in_a_group_that_is_elsewhere_now_comes_along() -> None:
     saved = document((["a"], 1), (["b"], 1))
     saved["o"]["groups"][0]["options"]["lr"] = RATE
     saved["o"]["groups"][1]["options"]["lr"] = {"$leaf": RATE["$tensor"]["name"]}
-    found = made(Saved({0: saved}), ["b"])
+    found = made(SavedGroups({0: saved}), ["b"])
     assert found.value["groups"][0]["options"]["lr"] == RATE
 
 
 def test_an_empty_group_is_known_by_its_place_if_there_are_as_many() -> None:
-    saved = Saved({0: document((["a"], 1), (["b"], 2))})
+    saved = SavedGroups({0: document((["a"], 1), (["b"], 2))})
     assert made(saved, ["a"], []).value["groups"][1]["options"]["lr"] == 2
     assert made(saved, ["a"], ["b"], []).value["groups"][2]["options"] == {}
 
 
 def test_a_parameter_made_of_several_has_what_they_all_had() -> None:
-    saved = Saved({0: document((["aa", "bb"], 1), (["c"], 1))})
+    saved = SavedGroups({0: document((["aa", "bb"], 1), (["c"], 1))})
     parts = {"ab": ("aa", "bb"), "abc": ("aa", "bb", "c")}
-    found = regroup("o", "SGD", [["ab"], ["c"]], saved, lambda name: parts.get(name, (name,)))
+    found = merge_param_groups(
+        "o", "SGD", [["ab"], ["c"]], saved, lambda name: parts.get(name, (name,))
+    )
     assert found.value["state"] == {"ab": {"count": 2}, "c": {"count": 1}}
     assert [group["params"] for group in found.value["groups"]] == [["ab"], ["c"]]
-    (problem,) = regroup("o", "SGD", [["abc"]], saved, lambda name: parts[name]).problems
+    (problem,) = merge_param_groups("o", "SGD", [["abc"]], saved, lambda name: parts[name]).problems
     assert problem.startswith("o.abc: what it is made of was saved with state that differs")
 
 
-def scheduler(saved: Saved, *groups: list[str]) -> tuple[Any, list[str]]:
+def scheduler(saved: SavedGroups, *groups: list[str]) -> tuple[Any, list[str]]:
     found: tuple[Any, list[str]] = regroup_scheduler("s", "o", saved, made(saved, *groups))
     return found
 
@@ -109,7 +117,7 @@ def test_a_scheduler_follows_the_groups_it_is_for_and_those_inside_it() -> None:
         (["c"], 1),
         s={"base_lrs": [3], "_schedulers": [{"base_lrs": [7], "_milestones": [3, 4]}]},
     )
-    state, problems = scheduler(Saved({0: first, 1: second}), ["b"], ["c"], ["a"])
+    state, problems = scheduler(SavedGroups({0: first, 1: second}), ["b"], ["c"], ["a"])
     assert problems == []
     assert state == {
         "base_lrs": [2, 3, 1],
@@ -118,13 +126,19 @@ def test_a_scheduler_follows_the_groups_it_is_for_and_those_inside_it() -> None:
 
 
 def test_a_scheduler_with_a_list_that_may_go_by_groups_is_refused_by_name() -> None:
-    saved = Saved({0: document((["a"], 1), (["b"], 1), s={"mine": [1, 2], "base_lrs": [1, 1]})})
+    saved = SavedGroups(
+        {0: document((["a"], 1), (["b"], 1), s={"mine": [1, 2], "base_lrs": [1, 1]})}
+    )
     _, (problem,) = scheduler(saved, ["b"], ["a"])
     assert problem.startswith("s: goes by the order of the groups of o")
     assert "mine cannot follow" in problem
-    same = Saved({0: document((["a"], 1), (["b"], 1), s={"mine": [4, 4], "base_lrs": [1, 2]})})
+    same = SavedGroups(
+        {0: document((["a"], 1), (["b"], 1), s={"mine": [4, 4], "base_lrs": [1, 2]})}
+    )
     assert scheduler(same, ["b"], ["a"]) == ({"mine": [4, 4], "base_lrs": [2, 1]}, [])
-    _, (joined,) = scheduler(Saved({0: {**same.shared[0], "s": {"base_lrs": [1, 2]}}}), ["a", "b"])
+    _, (joined,) = scheduler(
+        SavedGroups({0: {**same.shared[0], "s": {"base_lrs": [1, 2]}}}), ["a", "b"]
+    )
     assert "base_lrs cannot follow" in joined
 
 
@@ -136,6 +150,6 @@ def test_malformed_groups_are_a_damaged_checkpoint() -> None:
         [{"params": [], "options": []}],
     ]
     for groups in malformed:
-        saved = Saved({2: {"o": {"class": "SGD", "groups": groups}}})
+        saved = SavedGroups({2: {"o": {"class": "SGD", "groups": groups}}})
         with pytest.raises(FormatError, match="saved rank 2: o has malformed groups"):
-            regroup("o", "SGD", [["a"]], saved)
+            merge_param_groups("o", "SGD", [["a"]], saved)

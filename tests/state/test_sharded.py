@@ -151,13 +151,25 @@ def _odd(rank: int, world: int, root: str) -> dict[str, Any]:
     refused("partial", {"x": partial})
     model = Net()
     refused("zero", {"m": model, "o": ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)})
-    lying = DTensor.from_local(torch.ones(rank + 1, 2), mesh, [Shard(0)], run_check=False,
-                               shape=torch.Size((10, 2)), stride=(2, 1))  # fmt: skip
+    lying = DTensor.from_local(
+        torch.ones(rank + 1, 2),
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size((10, 2)),
+        stride=(2, 1),
+    )
     refused("lying", {"x": lying})
 
     rows = torch.arange(6.0).reshape(3, 2)
-    sharded = DTensor.from_local(rows[rank : rank + 1], mesh, [Shard(0)], run_check=False,
-                                 shape=torch.Size((3, 2)), stride=(2, 1))  # fmt: skip
+    sharded = DTensor.from_local(
+        rows[rank : rank + 1],
+        mesh,
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size((3, 2)),
+        stride=(2, 1),
+    )
     copied = DTensor.from_local(rows.clone(), mesh, [Replicate()], run_check=False)
     holdfast.save(f"{root}/fine", {"sharded": sharded, "copied": copied})
     zeros: State = {"sharded": torch.zeros_like(sharded), "copied": torch.zeros_like(copied)}

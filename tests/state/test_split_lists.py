@@ -12,13 +12,29 @@ import torch
 import holdfast
 
 ITEMS: list[Any] = [
-    1, 2.5, None, True, "text", b"bytes", [1, [2]], (3, "x"), {"a": {"b": 1}}, {4: 5}, {6, 7},
-    np.arange(3, dtype=np.int16), np.float32(1.5),
-]  # fmt: skip
+    1,
+    2.5,
+    None,
+    True,
+    "text",
+    b"bytes",
+    [1, [2]],
+    (3, "x"),
+    {"a": {"b": 1}},
+    {4: 5},
+    {6, 7},
+    np.arange(3, dtype=np.int16),
+    np.float32(1.5),
+]
 TENSORS = [
-    torch.arange(5), torch.rand(40, 100), torch.zeros(0, 3), torch.rand(3, 4).t(), torch.tensor(1j),
-    torch.rand(3).to(torch.bfloat16), torch.rand(2, dtype=torch.complex64).conj(),
-]  # fmt: skip
+    torch.arange(5),
+    torch.rand(40, 100),
+    torch.zeros(0, 3),
+    torch.rand(3, 4).t(),
+    torch.tensor(1j),
+    torch.rand(3).to(torch.bfloat16),
+    torch.rand(2, dtype=torch.complex64).conj(),
+]
 
 
 def test_items_come_back_as_they_were(tmp_path: Path) -> None:
@@ -101,9 +117,11 @@ def test_what_cannot_be_stored_is_named(tmp_path: Path, state: dict[str, Any], s
 
 def _state() -> dict[str, Any]:
     return {
-        "tokens": holdfast.SplitList([1]), "rng": holdfast.Rng(), "notes": [1],
+        "tokens": holdfast.SplitList([1]),
+        "rng": holdfast.Rng(),
+        "notes": [1],
         "deep": {"a": holdfast.SplitList(), "b": holdfast.SplitList([2])},
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(

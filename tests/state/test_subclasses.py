@@ -13,7 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import holdfast
 from holdfast.errors import StateMismatch, UnsupportedState, UsageError
-from holdfast.state import subclasses
+from holdfast.state import tensors as subclasses
+from launch import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -116,3 +117,21 @@ def test_what_is_no_tensor_class_or_gives_no_plain_tensors_is_refused(tmp_path: 
 def test_a_subclass_that_is_not_registered_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedState, match=r"TwoTensor.*register_tensor"):
         holdfast.save(tmp_path, state_of(1))
+
+
+def _in_a_dtensor(rank: int, world: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from holdfast.state.tensors import leaf_entry
+
+    holdfast.register_tensor(TwoTensor)
+    sharded = DTensor.from_local(two(1), init_device_mesh("cpu", (world,)), [Shard(0)])
+    with pytest.raises(UnsupportedState) as caught:
+        leaf_entry("moments", sharded, rank, "split")
+    assert "is a DTensor of" in str(caught.value)
+    assert "registered or not" in str(caught.value)
+
+
+def test_a_registered_subclass_inside_a_dtensor_is_not_told_to_be_registered() -> None:
+    run_ranks(2, _in_a_dtensor)

@@ -83,10 +83,14 @@ def test_tensors_that_are_views_come_back_with_their_elements(size: int, tmp_pat
 
     def views(base: torch.Tensor, wave: torch.Tensor) -> dict[str, Any]:
         return {
-            "every other": base[::2], "turned": base.view(2, size).t(),
-            "expanded": base[:1].expand(3, 1), "permuted": base.view(2, size // 2, 2).mT,
-            "conjugate": wave.conj(), "imaginary": wave.conj().imag, "real": wave.real,
-        }  # fmt: skip
+            "every other": base[::2],
+            "turned": base.view(2, size).t(),
+            "expanded": base[:1].expand(3, 1),
+            "permuted": base.view(2, size // 2, 2).mT,
+            "conjugate": wave.conj(),
+            "imaginary": wave.conj().imag,
+            "real": wave.real,
+        }
 
     saved = {"views": views(base, wave)}
     expected = {name: tensor.clone() for name, tensor in saved["views"].items()}

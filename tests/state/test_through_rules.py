@@ -175,8 +175,9 @@ def test_elements_are_converted_where_a_rule_says_so_and_nowhere_else(tmp_path: 
     half = Net().bfloat16()
     with pytest.raises(StateMismatch, match=r"qkv\.weight: .* model\.k\.weight, .* F32 .* BF16"):
         holdfast.load(tmp_path, {"model": half}, rules=rules())
-    cast = r.Rules([(pattern, *kinds, r.cast("bfloat16")) for pattern, *kinds in
-                    (QKV, EMBED, HEAD, STACK)])  # fmt: skip
+    cast = r.Rules(
+        [(pattern, *kinds, r.cast("bfloat16")) for pattern, *kinds in (QKV, EMBED, HEAD, STACK)]
+    )
     holdfast.load(tmp_path, {"model": half}, rules=cast)
     for name, parameter in state["model"].named_parameters():
         wanted = parameter.detach().bfloat16()
@@ -436,9 +437,9 @@ def test_state_that_is_one_tensor_is_one_again_through_rules(tmp_path: Path) -> 
 def test_the_state_of_a_copy_is_not_that_of_the_original(
     tmp_path: Path, more: tuple[Any, ...], kind: str
 ) -> None:
-    both = r.Rules([
-        *((("a.weight", *more),) if more else ()), ("b.weight", r.tied("a.weight"), *more)
-    ])  # fmt: skip
+    both = r.Rules(
+        [*((("a.weight", *more),) if more else ()), ("b.weight", r.tied("a.weight"), *more)]
+    )
 
     def make() -> tuple[Any, Any]:
         torch.manual_seed(0)
@@ -518,12 +519,12 @@ def test_a_value_that_is_a_fused_tensor_is_refused_and_one_renamed_is_followed(
 
 
 def test_the_next_save_looks_only_whether_anything_changed(tmp_path: Path) -> None:
-    from holdfast.state.through import Through
+    from holdfast.state.mapped.mapper import RuleMapper
 
     describer = Describer(build(0, steps=1), 0, rules=rules())
     first = describer.describe()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Through, "sight", None)  # nothing is seen through rules again
+        patch.setattr(RuleMapper, "sight", None)  # nothing is seen through rules again
         second = describer.describe()
     assert second.bindings is first.bindings and second.values == first.values
 
@@ -538,8 +539,9 @@ def test_what_is_declared_between_saves_counts_for_the_next() -> None:
 
 def test_declared_shards_follow_into_optimizer_state_and_back(tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
-    model = nn.ParameterDict({"a": nn.Parameter(whole[:, :4].clone()),
-                              "b": nn.Parameter(whole[:, 4:].clone())})  # fmt: skip
+    model = nn.ParameterDict(
+        {"a": nn.Parameter(whole[:, :4].clone()), "b": nn.Parameter(whole[:, 4:].clone())}
+    )
     for name, at in (("a", 0), ("b", 4)):
         holdfast.declare(model[name], holdfast.Shard((4, 6), (0, at), name="w"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
@@ -587,8 +589,9 @@ def test_masters_of_more_digits_stand_for_parameters_that_need_them(tmp_path: Pa
     holdfast.save(tmp_path, state)
     with holdfast.open(tmp_path) as checkpoint:
         assert {n: leaf.dtype for n, leaf in checkpoint.leaves.items()} == {
-            "model.w": "BF16", "optimizer.w.master": "F32",
-        }  # fmt: skip
+            "model.w": "BF16",
+            "optimizer.w.master": "F32",
+        }
     wide = nn.ParameterDict({"w": nn.Parameter(torch.zeros(3, 4))})
     both = {"model": wide, "optimizer": torch.optim.SGD(wide.parameters(), lr=0.1)}
     holdfast.load(tmp_path, both)
@@ -676,15 +679,16 @@ def test_parts_of_what_is_frozen_are_frozen_and_those_of_what_is_stepped_are_laz
     optimizer = torch.optim.SGD(model["o"].parameters(), lr=0.5)
     state = {"model": model, "optimizer": optimizer}
     renamed = ("o.{what}", r.rename("out.{what}"))
-    describer = Describer(state, 0, tells_frozen=True, rules=r.Rules([QKV, renamed]))
+    describer = Describer(state, 0, mark_frozen=True, rules=r.Rules([QKV, renamed]))
     described = describer.describe()
     table = {entry.name: entry.is_frozen for entry in table_from_json(described.table)}
     parts = {f"model.{x}.{what}" for x in "qkv" for what in ("weight", "bias")}
     assert {name for name, is_frozen in table.items() if is_frozen} == parts
     assert table.keys() - parts == {"model.out.weight", "model.out.bias"}
     assert [binding.name for binding in described.bindings.lazy] == [
-        "model.o.weight", "model.o.bias",
-    ]  # fmt: skip
+        "model.o.weight",
+        "model.o.bias",
+    ]
 
 
 def test_a_parameter_that_an_optimizer_has_in_parts_is_stored_from_them_and_filled_whole(
@@ -703,9 +707,10 @@ def test_a_parameter_that_an_optimizer_has_in_parts_is_stored_from_them_and_fill
     holdfast.save(tmp_path, state)
     with holdfast.open(tmp_path) as checkpoint:
         assert set(checkpoint.leaves) == {
-            f"{key}.{n}{kind}" for n in "ab"
+            f"{key}.{n}{kind}"
+            for n in "ab"
             for key, kind in (("model", ""), ("optimizer", ".momentum_buffer"))
-        }  # fmt: skip
+        }
     holdfast.load(tmp_path, again)
     (other,) = again["optimizer"].param_groups[0]["params"]
     momentum = again["optimizer"].state[other]["momentum_buffer"]

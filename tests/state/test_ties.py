@@ -56,9 +56,11 @@ def test_a_tied_parameter_is_stored_once_and_found_under_each_of_its_names(tmp_p
         names = {name for name in checkpoint.leaves if name.startswith("model.")}
         assert names == {"model.embed.weight", "model.one.weight", "model.one.bias", "model.mask"}
         assert checkpoint.aliases == {
-            "model.head.weight": "model.embed.weight", "model.same_mask": "model.mask",
-            "model.other.weight": "model.one.weight", "model.other.bias": "model.one.bias",
-        }  # fmt: skip
+            "model.head.weight": "model.embed.weight",
+            "model.same_mask": "model.mask",
+            "model.other.weight": "model.one.weight",
+            "model.other.bias": "model.one.bias",
+        }
         assert checkpoint.manifest.aliases == checkpoint.aliases
         assert torch.equal(checkpoint.read("model.head.weight"), model.embed.weight)
 
@@ -96,8 +98,11 @@ def test_a_model_tied_otherwise_than_the_checkpoint_is_refused(
 def test_tensors_shared_between_values_are_shared_again(tmp_path: Path) -> None:
     tensor, model = torch.arange(3.0), nn.Linear(3, 3)
     saved: dict[str, Any] = {
-        "model": model, "a": [tensor, {"again": tensor}], "b": tensor, "best": model.weight,
-    }  # fmt: skip
+        "model": model,
+        "a": [tensor, {"again": tensor}],
+        "b": tensor,
+        "best": model.weight,
+    }
     holdfast.save(tmp_path, saved)
     with holdfast.open(tmp_path) as checkpoint:
         assert sorted(checkpoint.leaves) == ["a.0", "model.bias", "model.weight"]

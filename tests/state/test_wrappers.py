@@ -55,8 +55,15 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not:UserWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),
 ]
-WRAPPERS = ["", "compiled", "compiled inside", "compiled in place", "checkpointed", "both",
-            "data parallel inside"]  # fmt: skip
+WRAPPERS = [
+    "",
+    "compiled",
+    "compiled inside",
+    "compiled in place",
+    "checkpointed",
+    "both",
+    "data parallel inside",
+]
 
 
 def state_of(seed: int, how: str) -> dict[str, Any]:
@@ -229,9 +236,13 @@ def test_a_stateful_data_loader_gives_each_batch_once(workers: int, tmp_path: Pa
     def make() -> dict[str, Any]:
         generator = torch.Generator().manual_seed(3)
         loader = StatefulDataLoader(
-            Numbers(), batch_size=3, shuffle=True, generator=generator, num_workers=workers,
+            Numbers(),
+            batch_size=3,
+            shuffle=True,
+            generator=generator,
+            num_workers=workers,
             snapshot_every_n_steps=1,
-        )  # fmt: skip
+        )
         return {"data": loader}
 
     whole = [batch.tolist() for batch in make()["data"]]

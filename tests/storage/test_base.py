@@ -7,13 +7,13 @@ import errno
 import pytest
 
 from holdfast.errors import StorageError, UsageError
-from holdfast.storage.base import Filling, first_gap, os_failure
+from holdfast.storage.base import SinkFill, first_gap, os_failure
 
 
 class TestFilling:
     def setup_method(self) -> None:
         self.releases = 0
-        self.filling = Filling("image", 10, self.release)
+        self.filling = SinkFill("image", 10, self.release)
 
     def release(self) -> None:
         self.releases += 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.storage import LocalStore
-from holdfast.testing.image_suite import PAGE, pattern
+from holdfast.testing.store_suite import PAGE, pattern
 
 
 def _is_direct(descriptor: int) -> bool:

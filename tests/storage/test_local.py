@@ -7,6 +7,7 @@ import fcntl
 import os
 import resource
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -18,8 +19,7 @@ import pytest
 
 from holdfast.errors import AlreadyPublished, RootBusy, StorageError
 from holdfast.storage import LocalStore, Store
-from holdfast.testing.image_suite import PAGE, at_once, pattern
-from holdfast.testing.store_suite import StoreSuite
+from holdfast.testing.store_suite import PAGE, StoreSuite, at_once, pattern
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -270,6 +270,32 @@ class TestProcesses:
         holder.kill()
         holder.communicate(timeout=60)
         store.lock("root", "next").release()
+
+    def test_a_forked_child_keeps_no_lock_of_its_killed_parent(self, tmp_path: Path) -> None:
+        program = (
+            "import os, signal, sys\n"
+            "from holdfast.storage import LocalStore\n"
+            "lock = LocalStore(sys.argv[1]).lock('root', 'the one to be killed')\n"
+            "child = os.fork()\n"
+            "if child == 0:\n"
+            "    lock.release()\n"  # which is not its own
+            "    os.close(1)\n"
+            "    signal.pause()\n"
+            "print(child, flush=True)\n"
+            "sys.stdin.readline()\n"
+        )
+        holder = _python(program, str(tmp_path))
+        assert holder.stdout is not None
+        child = os.pidfd_open(int(holder.stdout.readline()))
+        store = LocalStore(tmp_path)
+        with pytest.raises(RootBusy, match="the one to be killed"):
+            store.lock("root", "next")
+        holder.kill()
+        holder.wait(60)
+        store.lock("root", "next").release()
+        signal.pidfd_send_signal(child, signal.SIGKILL)
+        os.close(child)
+        holder.communicate(timeout=60)
 
     def test_an_image_abandoned_by_its_writer_can_be_seen_and_removed(self, tmp_path: Path) -> None:
         store = LocalStore(tmp_path)

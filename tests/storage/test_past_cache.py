@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.storage import LocalStore, local, past_cache
-from holdfast.storage.cached import is_cached
-from holdfast.storage.past_cache import fill_past_cache
-from holdfast.testing.image_suite import pattern
-from holdfast.testing.store_suite import StoreSuite
+from holdfast.storage import LocalStore, local
+from holdfast.storage import direct as past_cache
+from holdfast.storage.direct import fill_past_cache, is_cached
+from holdfast.testing.store_suite import StoreSuite, pattern
 
 PAGE = 4096
 CONTENT = pattern(40 * PAGE + 123)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.storage.past_cache import aligned_memory
-from holdfast.storage.scratch import Scratch
+from holdfast.storage.direct import Scratch, aligned_memory
 
 
 @pytest.mark.parametrize("offset", [0, 4096, 1000])

@@ -12,9 +12,9 @@ import pytest
 
 import holdfast
 from holdfast import events
+from holdfast.capture import copy_slot as capture
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.load import plan
-from holdfast.snapshot import capture
+from holdfast.restore.planning import plan
 from launch import run_ranks
 from lives import build, take_step, wrong_elements
 from slow_keepers import chunks

@@ -10,11 +10,11 @@ import pytest
 from exchanging import Group
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.checksum import checksum
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.rows import RowMemory
-from holdfast.redundancy.records import unseal
-from holdfast.redundancy.stripes import stored_by
-from holdfast.snapshot.arena import IMAGE_START, PAGE_BYTES, SlotFile, SlotRecord
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.parity.store import ShardFiles
+from holdfast.parity.planning.placement import stored_by
+from holdfast.parity.planning.record import unseal
+from holdfast.protocol.arena import IMAGE_START, PAGE_BYTES, SlotFile, SlotRecord
 from holdfast.testing.faults import (
     Held,
     Row,
@@ -25,7 +25,7 @@ from holdfast.testing.faults import (
     tear_image,
     tear_row_record,
 )
-from holdfast.testing.faults.memory import Region
+from holdfast.testing.faults.events import Region
 
 DATA_START, SIZE = 2 * PAGE_BYTES, 10 * PAGE_BYTES
 
@@ -54,10 +54,12 @@ def image(tmp_path: Path) -> Held:
 @pytest.mark.parametrize(
     ("region", "at", "expected"),
     [
-        ("header", 3, 3), ("data", 0, DATA_START), ("data", 7 * PAGE_BYTES + 1, DATA_START + 1),
+        ("header", 3, 3),
+        ("data", 0, DATA_START),
+        ("data", 7 * PAGE_BYTES + 1, DATA_START + 1),
         ("table", 5, SIZE - PAGE_BYTES + 5),
     ],
-)  # fmt: skip
+)
 def test_one_bit_of_an_image_changes_and_no_other(
     image: Held, region: Region, at: int, expected: int
 ) -> None:
@@ -82,7 +84,7 @@ def test_of_a_torn_image_the_first_half_and_the_table_are_there(image: Held) -> 
 @pytest.fixture
 def kept(tmp_path: Path) -> Iterator[list[Row]]:
     (tmp_path / "arena").mkdir(mode=0o700)
-    memory = RowMemory(Memory(tmp_path / "arena", "run"))
+    memory = ShardFiles(ArenaFiles(tmp_path / "arena", "run"))
     with Group(tmp_path / "group", [[3 << 20], [2 << 20], [5 << 20], [1 << 20]], 2) as group:
         terms, own = group.terms, "host-1"
         memory.make(terms, own, 0)
@@ -90,7 +92,7 @@ def kept(tmp_path: Path) -> Iterator[list[Row]]:
         places = memory.place(0, stored_by(terms.placement, terms.number_of(own)))
         for one in sealed:
             places[one.kept][1][:] = group.hosts[1].rows[one.kept.stripe, one.kept.row]
-        memory.keep(0, [(places[one.kept][0], one.record) for one in sealed])
+        memory.store_records(0, [(places[one.kept][0], one.record) for one in sealed])
         yield rows(tmp_path / "arena")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.snapshot.arena import arena_dir as arena_of
+from holdfast.protocol.arena import arena_dir as arena_of
 from holdfast.testing.faults import (
     Encoding,
     Hosts,

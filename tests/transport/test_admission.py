@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.peers import refusals
-from holdfast.peers.admission import REACH, Admission, Window
-from holdfast.peers.refusals import Refused
-from holdfast.peers.signing import Answer, Request, Signer, digest, is_same
+from holdfast.transport.wire import admission as refusals
+from holdfast.transport.wire.admission import REACH, Admission, AdmissionRefused, Window
+from holdfast.transport.wire.signing import HttpAnswer, HttpRequest, Signer, digest, is_same
 
 SIGNER = Signer(b"0123456789abcdef")
 
@@ -29,15 +28,22 @@ def admission(most_clients: int = 3) -> Admission:
     return Admission(SIGNER, name="host-1", incarnation=4, mint=mint(), most_clients=most_clients)
 
 
-def request(door: Admission, counter: int = 1, client: int = 1) -> Request:
-    return Request(
-        method="GET", peer="host-1", path="/a", generation="3-1200", incarnation=4,
-        nonce=f"{client:032x}", counter=counter, challenge=door.challenge, span="bytes=0-9",
+def request(door: Admission, counter: int = 1, client: int = 1) -> HttpRequest:
+    return HttpRequest(
+        method="GET",
+        peer="host-1",
+        path="/a",
+        generation="3-1200",
+        incarnation=4,
+        nonce=f"{client:032x}",
+        counter=counter,
+        challenge=door.challenge,
+        span="bytes=0-9",
         tag="0" * 16,
-    )  # fmt: skip
+    )
 
 
-def judge(door: Admission, asked: Request) -> Refused | None:
+def judge(door: Admission, asked: HttpRequest) -> AdmissionRefused | None:
     return door.judge(asked, SIGNER.of_request(asked))
 
 
@@ -45,7 +51,7 @@ def changed(value: Any) -> Any:
     return value + 1 if isinstance(value, int) else f"{value}x"
 
 
-@pytest.mark.parametrize("name", [one.name for one in fields(Request)])
+@pytest.mark.parametrize("name", [one.name for one in fields(HttpRequest)])
 def test_a_request_in_which_anything_was_changed_is_forged(name: str) -> None:
     door = admission()
     asked = request(door)
@@ -54,9 +60,9 @@ def test_a_request_in_which_anything_was_changed_is_forged(name: str) -> None:
     assert judge(door, asked) is None
 
 
-@pytest.mark.parametrize("name", [one.name for one in fields(Answer)])
+@pytest.mark.parametrize("name", [one.name for one in fields(HttpAnswer)])
 def test_an_answer_in_which_anything_was_changed_has_another_signature(name: str) -> None:
-    answer = Answer(206, 4, 10, "0-9/100", "0" * 16, "0" * 64, "0" * 32)
+    answer = HttpAnswer(206, 4, 10, "0-9/100", "0" * 16, "0" * 64, "0" * 32)
     other = replace(answer, **{name: changed(getattr(answer, name))})
     assert SIGNER.of_answer(answer, "a") != SIGNER.of_answer(other, "a")
     assert SIGNER.of_answer(answer, "a") != SIGNER.of_answer(answer, "b")
@@ -71,7 +77,7 @@ def test_another_secret_makes_another_signature() -> None:
 
 
 def test_a_signed_request_is_no_signed_answer() -> None:
-    assert request(admission()).text().split(b"\n")[0] != Answer(200).text("").split(b"\n")[0]
+    assert request(admission()).text().split(b"\n")[0] != HttpAnswer(200).text("").split(b"\n")[0]
 
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from holdfast.errors import Fenced, FormatError, HoldfastError, PeerError, UsageError
-from holdfast.peers import sealing
-from holdfast.peers.calling import Peer
-from holdfast.peers.control import Bounds, ControlLine, ControlServer, call
-from holdfast.peers.sealing import Hello, Keys
+from holdfast.transport.channel import ChannelBounds, ChannelServer, SealedChannel, call
+from holdfast.transport.client_connection import Peer
+from holdfast.transport.wire import frame_seals as sealing
+from holdfast.transport.wire.frame_seals import ChannelHello, Keys
 
 SECRET = b"a secret of thirty-two bytes ...."
-QUICK = Bounds(frame_bytes=1 << 20, greeting_s=0.5, alive_s=0.05, silence_s=0.3)
+QUICK = ChannelBounds(frame_bytes=1 << 20, greeting_s=0.5, alive_s=0.05, silence_s=0.3)
 
 
 def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -33,16 +33,16 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 class Heard:
     """A server that writes down all that is said to it."""
 
-    def __init__(self, bounds: Bounds = QUICK) -> None:
+    def __init__(self, bounds: ChannelBounds = QUICK) -> None:
         self.bodies: list[bytes] = []
-        self.lines: list[ControlLine] = []
+        self.lines: list[SealedChannel] = []
         self.errors: list[PeerError] = []
         self.ended = asyncio.Event()
-        self.server = ControlServer(
+        self.server = ChannelServer(
             SECRET, name="a", incarnation=4, welcome=self.welcome, bounds=bounds
         )
 
-    async def welcome(self, line: ControlLine) -> None:
+    async def welcome(self, line: SealedChannel) -> None:
         self.lines.append(line)
         try:
             while True:
@@ -54,7 +54,7 @@ class Heard:
 
 
 @asynccontextmanager
-async def listening(bounds: Bounds = QUICK) -> AsyncIterator[tuple[Heard, Peer]]:
+async def listening(bounds: ChannelBounds = QUICK) -> AsyncIterator[tuple[Heard, Peer]]:
     heard = Heard(bounds)
     port = await heard.server.start("127.0.0.1")
     try:
@@ -64,7 +64,7 @@ async def listening(bounds: Bounds = QUICK) -> AsyncIterator[tuple[Heard, Peer]]
         await asyncio.sleep(0.01)  # for the loop to close what was aborted
 
 
-async def line_to(peer: Peer, **other: Any) -> ControlLine:
+async def line_to(peer: Peer, **other: Any) -> SealedChannel:
     options = {"name": "b", "incarnation": 4, "bounds": QUICK, **other}
     secret = options.pop("secret", SECRET)
     return await call(secret, peer, **options)
@@ -80,7 +80,7 @@ class Raw:
     async def greeted(cls, peer: Peer, *, secret: bytes = SECRET, name: str = "b") -> Raw:
         raw = cls(*await asyncio.open_connection(peer.host, peer.port))
         greeting = await raw.reader.readexactly(len(sealing.MAGIC) + sealing.NONCE_BYTES)
-        hello = Hello(secrets.token_bytes(32), name, peer.name, 4)
+        hello = ChannelHello(secrets.token_bytes(32), name, peer.name, 4)
         raw.keys = Keys(secret, greeting[len(sealing.MAGIC) :], hello)
         raw.said = hello.pack() + raw.keys.caller_proof()
         raw.writer.write(raw.said)
@@ -89,7 +89,7 @@ class Raw:
 
     keys: Keys
     said: bytes
-    seals: sealing.Seals
+    seals: sealing.FrameMac
 
     async def accepted(self) -> Raw:
         assert sealing.is_accepted(await self.reader.readexactly(1))
@@ -131,8 +131,10 @@ def test_an_answer_is_told_from_another() -> None:
             for body in (b"1", b"22", b"333"):
                 line.send(body)
             assert [await line.receive() for _ in range(3)] == [
-                b"heard 1", b"heard 22", b"heard 333",
-            ]  # fmt: skip
+                b"heard 1",
+                b"heard 22",
+                b"heard 333",
+            ]
             assert heard.bodies == [b"1", b"22", b"333"]
             line.close()
 
@@ -200,7 +202,7 @@ def test_a_caller_that_means_another_host_is_refused() -> None:
 
 def test_a_server_that_does_not_know_the_secret_is_not_believed() -> None:
     async def test() -> None:
-        other = ControlServer(
+        other = ChannelServer(
             b"not the secret of this run", name="a", incarnation=4, welcome=Heard().welcome
         )
         port = await other.start("127.0.0.1")
@@ -320,8 +322,11 @@ def test_who_knows_the_secret_comes_in_at_once_however_many_do_not() -> None:
 def test_what_is_refused_is_counted_by_its_kind() -> None:
     async def test() -> None:
         async with listening() as (heard, peer):
-            for bad in ({"secret": b"another secret, as long"}, {"incarnation": 3},
-                        {"incarnation": 5}):  # fmt: skip
+            for bad in (
+                {"secret": b"another secret, as long"},
+                {"incarnation": 3},
+                {"incarnation": 5},
+            ):
                 with pytest.raises(HoldfastError):
                     await line_to(peer, **bad)
             with pytest.raises(PeerError):
@@ -332,8 +337,12 @@ def test_what_is_refused_is_counted_by_its_kind() -> None:
             await reader.read(1)
             writer.close()
             assert heard.server.refusals == {
-                "forged": 1, "fenced": 1, "behind": 1, "misdirected": 1, "malformed": 1,
-            }  # fmt: skip
+                "forged": 1,
+                "fenced": 1,
+                "behind": 1,
+                "misdirected": 1,
+                "malformed": 1,
+            }
 
     run(test)
 
@@ -443,7 +452,7 @@ def test_a_peer_that_falls_silent_is_gone_within_the_deadline() -> None:
 
 def test_a_peer_that_reads_nothing_takes_no_memory_without_end() -> None:
     async def test() -> None:
-        bounds = Bounds(frame_bytes=1 << 20, unsent_bytes=4 << 20, silence_s=60)
+        bounds = ChannelBounds(frame_bytes=1 << 20, unsent_bytes=4 << 20, silence_s=60)
         async with listening(bounds) as (heard, peer):
             raw = await (await Raw.greeted(peer)).accepted()
             while not heard.lines:
@@ -458,8 +467,8 @@ def test_a_peer_that_reads_nothing_takes_no_memory_without_end() -> None:
 
 
 def test_names_that_are_too_long_are_no_hello() -> None:
-    hello = Hello(bytes(32), "b", "a", 4).pack()
+    hello = ChannelHello(bytes(32), "b", "a", 4).pack()
     fixed = hello[: sealing.FIXED_HELLO_BYTES]
-    assert sealing.parse_hello(fixed, b"ba") == Hello(bytes(32), "b", "a", 4)
+    assert sealing.parse_hello(fixed, b"ba") == ChannelHello(bytes(32), "b", "a", 4)
     with pytest.raises(FormatError, match="too long"):
         sealing.rest_of_hello(fixed[:-1] + b"\x81")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.peers.cutting import LEAST_CHUNK_BYTES, PAGE_BYTES, cut
+from holdfast.transport.wire.admission import LEAST_CHUNK_BYTES, PAGE_BYTES, cut
 
 MIB = 1 << 20
 _lengths = st.lists(st.integers(0, 64 * MIB) | st.integers(0, 3 * PAGE_BYTES), max_size=8)

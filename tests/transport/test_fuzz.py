@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.peers import refusals
-from holdfast.peers.connection import Limits
+from holdfast.transport.server_connection import Limits
+from holdfast.transport.wire import admission as refusals
 from peering import Caller, Served, random_file
 
 REFUSED = [one.kind for one in refusals.ALL]
@@ -59,25 +59,47 @@ def check(fuzzed: tuple[Served, bytes], answer: bytes) -> None:
 
 _HEADERS = st.sampled_from(
     [
-        b"Host: a", b"Range: bytes=0-9", b"Holdfast-Peer: host-1", b"Holdfast-Counter: 1",
-        b"Holdfast-Generation: 3-1200", b"Holdfast-Incarnation: 4", b"Content-Length: 3",
-        b"Holdfast-Nonce: " + b"a" * 32, b"Holdfast-Signature: " + b"a" * 64, b"Expect: x",
-        b"Holdfast-Challenge: " + b"a" * 32, b"If-Match: *", b"Transfer-Encoding: chunked",
-        b"Connection: upgrade", b"", b" ", b"\t", b"X" * 3000,
+        b"Host: a",
+        b"Range: bytes=0-9",
+        b"Holdfast-Peer: host-1",
+        b"Holdfast-Counter: 1",
+        b"Holdfast-Generation: 3-1200",
+        b"Holdfast-Incarnation: 4",
+        b"Content-Length: 3",
+        b"Holdfast-Nonce: " + b"a" * 32,
+        b"Holdfast-Signature: " + b"a" * 64,
+        b"Expect: x",
+        b"Holdfast-Challenge: " + b"a" * 32,
+        b"If-Match: *",
+        b"Transfer-Encoding: chunked",
+        b"Connection: upgrade",
+        b"",
+        b" ",
+        b"\t",
+        b"X" * 3000,
     ]
-)  # fmt: skip
+)
 _STARTS = st.sampled_from(
     [
-        b"GET /a HTTP/1.1", b"HEAD /a HTTP/1.1", b"GET /../a HTTP/1.1", b"GET /a HTTP/1.0",
-        b"PRI * HTTP/2.0", b"POST /a HTTP/1.1", b"\x16\x03\x01", b"GET  HTTP/1.1", b"",
+        b"GET /a HTTP/1.1",
+        b"HEAD /a HTTP/1.1",
+        b"GET /../a HTTP/1.1",
+        b"GET /a HTTP/1.0",
+        b"PRI * HTTP/2.0",
+        b"POST /a HTTP/1.1",
+        b"\x16\x03\x01",
+        b"GET  HTTP/1.1",
+        b"",
     ]
-)  # fmt: skip
+)
 _MOSTLY = st.integers(0, 9).map(bool)
 _ENDS = st.sampled_from([b"\r\n\r\n", b"\n\n", b"\r\n", b"\r\n\r\nGET /a HTTP/1.1\r\n\r\n"])
 _almost = st.builds(
     lambda start, headers, end: b"\r\n".join([start, *headers]) + end,
-    _STARTS, st.lists(_HEADERS, max_size=12), _ENDS,
-)  # fmt: skip
+    _STARTS,
+    st.lists(_HEADERS, max_size=12),
+    _ENDS,
+)
 
 
 @_fuzz

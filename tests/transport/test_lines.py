@@ -14,18 +14,17 @@ from types import SimpleNamespace
 import pytest
 
 from holdfast.errors import PeerError
-from holdfast.peers.calling import Peer
-from holdfast.peers.client import Puller, Wanted
-from holdfast.peers.connection import Limits
-from holdfast.peers.lines import Pauses
+from holdfast.transport.client import Puller, WantedRange
+from holdfast.transport.client_connection import Peer, RetryPauses
+from holdfast.transport.server_connection import Limits
 from peering import GENERATION, IMPATIENT, Caller, Served, puller, random_file, wait_for
 
 MIB = 1 << 20
 RANKS, READERS = 16, 4
 
 
-def wanted(peer: Peer, start: int, size: int) -> Wanted:
-    return Wanted(peer, "/a", GENERATION, start, memoryview(bytearray(size)))
+def wanted(peer: Peer, start: int, size: int) -> WantedRange:
+    return WantedRange(peer, "/a", GENERATION, start, memoryview(bytearray(size)))
 
 
 def all_at_once(work: Sequence[Callable[[], None]]) -> list[BaseException]:
@@ -160,12 +159,12 @@ def test_a_pull_is_over_when_its_bytes_came_whoever_has_the_connections(arena_di
         slow = client.stream(served.peer, "/a", GENERATION, start=0)  # it has a line of its own
         slow.ask(8 * MIB)
         slow.read(memoryview(bytearray(MIB)))
-        lines = [client._lines.take(served.peer, fresh=False, until_s=1e9, is_over=lambda: False)]
+        lines = [client._pool.acquire(served.peer, fresh=False, until_s=1e9, is_over=lambda: False)]
         one = wanted(served.peer, 0, len(data))
         client.pull([one], within_s=20)  # over the other one: a thread waits for this one in vain
         assert one.into == data
         assert lines[0] is not None
-        client._lines.drop(served.peer, lines[0])
+        client._pool.drop(served.peer, lines[0])
         slow.close()
 
 
@@ -185,8 +184,8 @@ def test_a_wait_for_a_connection_ends_with_the_pull(arena_dir: Path) -> None:
 def test_pauses_grow_are_never_equal_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setattr("holdfast.peers.lines.time", clock)
-    pauses = [Pauses(replace(IMPATIENT, request_s=10), 1e9) for _ in range(2)]
+    monkeypatch.setattr("holdfast.transport.client_connection.time", clock)
+    pauses = [RetryPauses(replace(IMPATIENT, request_s=10), 1e9) for _ in range(2)]
     peer, found = Peer("host-1", "127.0.0.1", 1), list[tuple[float, float]]()
     before = random.getstate()
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from holdfast.format.manifest import Generation
-from holdfast.peers import names
-from holdfast.peers.wire import check_names
+from holdfast.transport.wire import http as names
+from holdfast.transport.wire.http import check_names
 
 SOURCES = Path(__file__).parents[2] / "src" / "holdfast"
 
@@ -20,7 +20,7 @@ def test_the_names_are_these() -> None:
         names.layout_path("0f"): "/layouts/0f",
         names.parity_path("a0", 2, 1): "/parity/a0/2/1",
         names.record_path("a0", 2, 1): "/records/a0/2/1",
-        names.note_path("a0", 9, 2, 1): "/windows/a0/9/2/1",
+        names.manifest_path("a0", 9, 2, 1): "/windows/a0/9/2/1",
         names.window_path("a0", 9, 2, 1, 33): "/windows/a0/9/2/1/33",
     }
     for path, expected in found.items():
@@ -32,4 +32,4 @@ def test_the_names_are_these() -> None:
 def test_they_are_written_down_in_one_place() -> None:
     literal = re.compile(r"""["'}]/(inventory|images|layouts|parity|records|windows)["'/]""")
     found = {source.name for source in SOURCES.rglob("*.py") if literal.search(source.read_text())}
-    assert found == {"names.py"}
+    assert found == {"http.py"}

@@ -9,24 +9,24 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ArenaError, DeadlineExceeded, PeerError, UsageError
-from holdfast.peers.client import Wanted
-from holdfast.peers.offering import Offering
+from holdfast.transport.client import WantedRange
+from holdfast.transport.server import ThreadSafeServer
 from peering import GENERATION, Caller, Served, puller, random_file, wait_for
 
 SIZE = 300_000
 
 
 @pytest.fixture
-def offering(served: Served) -> Offering:
-    return Offering(served.server, served.loop)
+def offering(served: Served) -> ThreadSafeServer:
+    return ThreadSafeServer(served.server, served.loop)
 
 
-def wanted(served: Served, into: bytearray, start: int = 0) -> Wanted:
-    return Wanted(served.peer, "/a", GENERATION, start, memoryview(into))
+def wanted(served: Served, into: bytearray, start: int = 0) -> WantedRange:
+    return WantedRange(served.peer, "/a", GENERATION, start, memoryview(into))
 
 
 def test_what_a_thread_offers_is_there_when_the_call_returns(
-    served: Served, offering: Offering, arena_dir: Path
+    served: Served, offering: ThreadSafeServer, arena_dir: Path
 ) -> None:
     data = random_file(arena_dir / "a", SIZE)
     offering.offer_file(
@@ -48,7 +48,7 @@ def test_what_a_thread_offers_is_there_when_the_call_returns(
 
 
 def test_what_cannot_be_offered_is_an_error_where_it_was_said(
-    offering: Offering, arena_dir: Path
+    offering: ThreadSafeServer, arena_dir: Path
 ) -> None:
     with pytest.raises(ArenaError, match="cannot offer"):
         offering.offer_file(
@@ -59,7 +59,7 @@ def test_what_cannot_be_offered_is_an_error_where_it_was_said(
 
 
 def test_a_loop_that_waits_is_an_error_and_the_offer_never_comes(served: Served) -> None:
-    offering = Offering(served.server, served.loop, patience_s=0.05)
+    offering = ThreadSafeServer(served.server, served.loop, patience_s=0.05)
     goes_on = threading.Event()
     served.loop.call_soon_threadsafe(goes_on.wait, 10)
     with pytest.raises(DeadlineExceeded, match=r"did not take an offer in 0\.05 s"):
@@ -72,17 +72,21 @@ def test_a_loop_that_is_closed_is_an_error(served: Served) -> None:
     loop = asyncio.new_event_loop()
     loop.close()
     with pytest.raises(DeadlineExceeded, match="event loop is closed"):
-        Offering(served.server, loop).withdraw("/a")
+        ThreadSafeServer(served.server, loop).withdraw("/a")
 
 
 def test_who_offers_learns_when_a_peer_has_all_that_it_wanted(
-    served: Served, offering: Offering, arena_dir: Path
+    served: Served, offering: ThreadSafeServer, arena_dir: Path
 ) -> None:
     data, taken = random_file(arena_dir / "a", SIZE), []
     offering.offer_file(
-        "/a", arena_dir / "a", offset_bytes=0, length_bytes=SIZE, generation=GENERATION,
+        "/a",
+        arena_dir / "a",
+        offset_bytes=0,
+        length_bytes=SIZE,
+        generation=GENERATION,
         on_confirmed=lambda: taken.append(bytes(into)),
-    )  # fmt: skip
+    )
     into = bytearray(SIZE)
     with Caller(served) as caller:
         caller.learn()
@@ -99,7 +103,7 @@ def test_who_offers_learns_when_a_peer_has_all_that_it_wanted(
 
 
 def test_what_is_withdrawn_when_it_was_taken_breaks_nothing(
-    served: Served, offering: Offering, arena_dir: Path
+    served: Served, offering: ThreadSafeServer, arena_dir: Path
 ) -> None:
     """As whoever hands windows on does it: the answer to the last question still arrives."""
     random_file(arena_dir / "a", SIZE)
@@ -110,8 +114,12 @@ def test_what_is_withdrawn_when_it_was_taken_breaks_nothing(
 
     for _ in range(50):
         offering.offer_file(
-            "/a", arena_dir / "a", offset_bytes=0, length_bytes=SIZE, generation=GENERATION,
+            "/a",
+            arena_dir / "a",
+            offset_bytes=0,
+            length_bytes=SIZE,
+            generation=GENERATION,
             on_confirmed=withdraw,
-        )  # fmt: skip
+        )
         client.pull([wanted(served, into)])
     assert served.counts()["interrupted"] == 0

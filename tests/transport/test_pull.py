@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 
 from holdfast.errors import Fenced, PeerError, UsageError
-from holdfast.peers.calling import Peer
-from holdfast.peers.client import Wanted
-from holdfast.peers.connection import Limits
-from holdfast.peers.line import Patience
-from holdfast.peers.signing import Answer, Request, Signer
-from holdfast.peers.wire import render_answer
+from holdfast.transport.client import WantedRange
+from holdfast.transport.client_connection import ClientTimeouts, Peer
+from holdfast.transport.server_connection import Limits
+from holdfast.transport.wire.http import render_answer
+from holdfast.transport.wire.signing import HttpAnswer, HttpRequest, Signer
 from peering import (
     GENERATION,
     IMPATIENT,
@@ -42,8 +41,8 @@ MIB = 1 << 20
 PROJECT = Path(__file__).parents[2]
 
 
-def wanted(peer: Peer, start: int, size: int, path: str = "/a") -> Wanted:
-    return Wanted(peer, path, GENERATION, start, memoryview(bytearray(size)))
+def wanted(peer: Peer, start: int, size: int, path: str = "/a") -> WantedRange:
+    return WantedRange(peer, path, GENERATION, start, memoryview(bytearray(size)))
 
 
 # ── what comes ───────────────────────────────────────────────────────────────────────────────
@@ -52,7 +51,7 @@ def wanted(peer: Peer, start: int, size: int, path: str = "/a") -> Wanted:
 def test_ranges_of_several_peers_come_byte_for_byte(arena_dir: Path) -> None:
     numbers = np.random.default_rng(1)
     with ExitStack() as stack:
-        asked: list[tuple[Wanted, bytes]] = []
+        asked: list[tuple[WantedRange, bytes]] = []
         for n in range(3):
             served = stack.enter_context(Served(name=f"host-{n}"))
             data = random_file(arena_dir / f"{n}", 24 * MIB, seed=n)
@@ -141,13 +140,13 @@ def test_a_document_comes_as_it_was_signed(served: Served) -> None:
 
 # ── who is not believed ──────────────────────────────────────────────────────────────────────
 
-Script = Callable[[Scripted, socket.socket, Request, str], None]
+Script = Callable[[Scripted, socket.socket, HttpRequest, str], None]
 
 
 def answer_with(**fields: Any) -> Script:
     """Signed rightly, with these fields changed, and with as many bytes as were asked for."""
 
-    def script(peer: Scripted, to: socket.socket, request: Request, signature: str) -> None:
+    def script(peer: Scripted, to: socket.socket, request: HttpRequest, signature: str) -> None:
         good = peer.good(request)
         peer.send(to, replace(good, **fields), signature, bytes(good.length_bytes))
 
@@ -155,7 +154,7 @@ def answer_with(**fields: Any) -> Script:
 
 
 def sign_with(signer: Signer, over: str = "") -> Script:
-    def script(peer: Scripted, to: socket.socket, request: Request, signature: str) -> None:
+    def script(peer: Scripted, to: socket.socket, request: HttpRequest, signature: str) -> None:
         answer = peer.good(request)
         given = signer.of_answer(answer, over or signature)
         to.sendall(render_answer(answer, given) + bytes(answer.length_bytes))
@@ -163,16 +162,16 @@ def sign_with(signer: Signer, over: str = "") -> Script:
     return script
 
 
-def unsigned(peer: Scripted, to: socket.socket, request: Request, _: str) -> None:
+def unsigned(peer: Scripted, to: socket.socket, request: HttpRequest, _: str) -> None:
     to.sendall(render_answer(peer.good(request)) + bytes(1000))
 
 
-def cut_short(peer: Scripted, to: socket.socket, request: Request, signature: str) -> None:
+def cut_short(peer: Scripted, to: socket.socket, request: HttpRequest, signature: str) -> None:
     peer.send(to, peer.good(request), signature, bytes(500))
     to.shutdown(socket.SHUT_RDWR)
 
 
-def stops(peer: Scripted, to: socket.socket, request: Request, signature: str) -> None:
+def stops(peer: Scripted, to: socket.socket, request: HttpRequest, signature: str) -> None:
     peer.send(to, peer.good(request), signature, bytes(500))
 
 
@@ -188,13 +187,13 @@ def says(data: bytes) -> Script:
     return lambda _, to, *__: to.sendall(data)
 
 
-def challenges_for_ever(peer: Scripted, to: socket.socket, request: Request, sig: str) -> None:
-    peer.send(to, Answer(401, INCARNATION, challenge=f"{len(peer.requests):032x}"), sig)
+def challenges_for_ever(peer: Scripted, to: socket.socket, request: HttpRequest, sig: str) -> None:
+    peer.send(to, HttpAnswer(401, INCARNATION, challenge=f"{len(peer.requests):032x}"), sig)
 
 
-def confirms_nothing(peer: Scripted, to: socket.socket, request: Request, sig: str) -> None:
+def confirms_nothing(peer: Scripted, to: socket.socket, request: HttpRequest, sig: str) -> None:
     if request.method == "HEAD":
-        peer.send(to, Answer(410, INCARNATION), sig)
+        peer.send(to, HttpAnswer(410, INCARNATION), sig)
     else:
         peer.send(to, peer.good(request), sig, bytes(1000))
 
@@ -243,7 +242,7 @@ def test_a_peer_that_does_not_answer_as_it_must_is_dropped_with_a_reason(
 
 
 def test_a_peer_that_trickles_ends_at_the_requests_deadline() -> None:
-    def trickle(peer: Scripted, to: socket.socket, request: Request, signature: str) -> None:
+    def trickle(peer: Scripted, to: socket.socket, request: HttpRequest, signature: str) -> None:
         peer.send(to, peer.good(request), signature)
         for _ in range(100):
             to.sendall(b"x")
@@ -287,8 +286,8 @@ def test_whoever_was_being_served_is_cut_off_when_a_newer_incarnation_begins(
 
 
 def test_a_document_that_was_changed_on_its_way_is_refused() -> None:
-    def script(peer: Scripted, to: socket.socket, request: Request, signature: str) -> None:
-        answer = Answer(200, INCARNATION, 5, digest="0" * 64)
+    def script(peer: Scripted, to: socket.socket, request: HttpRequest, signature: str) -> None:
+        answer = HttpAnswer(200, INCARNATION, 5, digest="0" * 64)
         peer.send(to, answer, signature, b"hello")
 
     with Scripted(script) as peer, pytest.raises(PeerError, match="not those that were signed"):
@@ -319,7 +318,7 @@ def test_a_peer_that_does_not_even_connect_ends_by_its_deadline() -> None:
         peer = Peer("host-9", *full.getsockname())
         began_s = time.monotonic()
         with pytest.raises(PeerError, match=r"no connection in 0\.3 s|no answer"):
-            puller(patience=Patience(connect_s=0.3, answer_s=0.3)).pull([wanted(peer, 0, 10)])
+            puller(patience=ClientTimeouts(connect_s=0.3, answer_s=0.3)).pull([wanted(peer, 0, 10)])
         assert time.monotonic() - began_s < 30
         for one in waiting:
             one.close()
@@ -353,7 +352,7 @@ def test_a_pull_that_is_over_cannot_be_cancelled(served: Served, data: bytes) ->
 KILLED = """
 import asyncio, sys
 from pathlib import Path
-from holdfast.peers.server import PeerServer
+from holdfast.transport.server import PeerServer
 
 async def main():
     server = PeerServer(sys.argv[1].encode(), name="host-1", incarnation=4)
@@ -373,8 +372,10 @@ def test_a_server_that_is_killed_in_the_middle_is_an_error_that_says_where(arena
     environment = {**os.environ, "PYTHONPATH": str(PROJECT / "src")}
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, SECRET.decode(), str(arena_dir / "a")],
-        env=environment, stdout=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
         assert process.stdout is not None
         peer = Peer(NAME, "127.0.0.1", int(process.stdout.readline()))
         pull = puller(chunk_bytes=MIB).begin([wanted(peer, 0, 32 * MIB)])
@@ -407,7 +408,7 @@ def test_memory_that_cannot_be_filled_is_refused() -> None:
         memoryview(bytearray(8)).cast("B", (2, 4)),
     ):
         with pytest.raises(UsageError, match="writable memoryview of bytes"):
-            Wanted(peer, "/a", GENERATION, 0, into)
+            WantedRange(peer, "/a", GENERATION, 0, into)
     with pytest.raises(UsageError, match="not at -1"):
         wanted(peer, -1, 8)
     with pytest.raises(UsageError, match="cannot be asked for"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.peers.secret import read_secret, secret_from_environment
+from holdfast.transport.channel import read_secret, secret_from_environment
 
 
 def written(path: Path, data: bytes = b"0123456789abcdef\n", mode: int = 0o600) -> Path:

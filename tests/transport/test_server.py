@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import ArenaError, UsageError
-from holdfast.peers.connection import Limits
-from holdfast.peers.server import PeerServer
-from holdfast.peers.signing import Answer, digest
+from holdfast.transport.server import PeerServer
+from holdfast.transport.server_connection import Limits
+from holdfast.transport.wire.signing import HttpAnswer, digest
 from peering import INCARNATION, SECRET, Caller, Served, random_file, wait_for
 
 MIB = 1 << 20
@@ -121,9 +121,13 @@ def test_it_listens_on_ipv6(arena_dir: Path) -> None:
     ],
 )
 def test_a_peer_that_asks_for_the_wrong_thing_is_told_so_and_may_go_on(
-    served: Served, caller: Caller, data: bytes,
-    fields: dict[str, object], status: int, kind: str,
-) -> None:  # fmt: skip
+    served: Served,
+    caller: Caller,
+    data: bytes,
+    fields: dict[str, object],
+    status: int,
+    kind: str,
+) -> None:
     before = served.counts()[kind]
     answer, signature = caller.ask(**fields)
     assert answer.status == status and signature and not answer.length_bytes
@@ -136,7 +140,7 @@ def test_a_forged_request_gets_nothing_not_even_a_signature(served: Served, data
     with Caller(served) as honest:
         challenge = honest.learn().fields["challenge"]
     with Caller(served, secret=b"another secret entirely", challenge=challenge) as forger:
-        assert forger.ask(span="bytes=0-9") == (Answer(401), "")
+        assert forger.ask(span="bytes=0-9") == (HttpAnswer(401), "")
         assert forger.is_ended()
     assert served.counts()["forged"] == 1
     assert served.counts()["sent_bytes"] == 0
@@ -349,9 +353,13 @@ def test_what_is_no_file_of_ours_or_too_short_cannot_be_offered(
     for name in ("nothing", "link", "pipe"):
         with pytest.raises(ArenaError, match="cannot offer"):
             served.do(
-                served.server.offer_file, "/b", arena_dir / name, offset_bytes=0, length_bytes=1,
+                served.server.offer_file,
+                "/b",
+                arena_dir / name,
+                offset_bytes=0,
+                length_bytes=1,
                 generation="3-1200",
-            )  # fmt: skip
+            )
     for start, size in ((0, 1001), (1000, 1), (-1, 5), (0, 0)):
         with pytest.raises(ArenaError, match="it has 1000"):
             served.offer("/b", arena_dir / "a", start=start, size=size)
@@ -363,9 +371,13 @@ def test_a_descriptor_is_offered_as_well_and_stays_the_callers(
 ) -> None:
     descriptor = os.open(arena_dir / "a", os.O_RDONLY)
     served.do(
-        served.server.offer_file, "/d", descriptor, offset_bytes=0, length_bytes=len(data),
+        served.server.offer_file,
+        "/d",
+        descriptor,
+        offset_bytes=0,
+        length_bytes=len(data),
         generation="3-1200",
-    )  # fmt: skip
+    )
     os.close(descriptor)
     caller.ask(path="/d", span="bytes=0-9")
     assert caller.body(10) == data[:10]

@@ -11,20 +11,22 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import PeerError, UsageError
-from holdfast.peers.client import Puller, Wanted
-from holdfast.peers.connection import Limits
-from holdfast.peers.signing import Request
-from holdfast.peers.stream import Stream
+from holdfast.transport.client import Puller, WantedRange
+from holdfast.transport.pull import PeerDownload
+from holdfast.transport.server_connection import Limits
+from holdfast.transport.wire.signing import HttpRequest
 from peering import GENERATION, SECRET, Scripted, Served, puller, random_file, wait_for
 
 SIZE = 300_000
 
 
-def stream_of(served: Served | Scripted, *, start: int = 0, client: Puller | None = None) -> Stream:
+def stream_of(
+    served: Served | Scripted, *, start: int = 0, client: Puller | None = None
+) -> PeerDownload:
     return (client or puller()).stream(served.peer, "/a", GENERATION, start=start)
 
 
-def read(stream: Stream, count: int) -> bytes:
+def read(stream: PeerDownload, count: int) -> bytes:
     into = bytearray(count)
     stream.read(memoryview(into))
     return bytes(into)
@@ -105,7 +107,7 @@ def test_bytes_that_have_not_arrived_keep_a_line_from_being_given_up(arena_dir: 
         got = read(stream, 1000)
         wait_for(lambda: bool(served.counts()["ranges"]) and idle(served), "the last byte's way")
         into = memoryview(bytearray(1000))
-        other = puller().begin([Wanted(served.peer, "/a", GENERATION, 0, into)])
+        other = puller().begin([WantedRange(served.peer, "/a", GENERATION, 0, into)])
         served.until("crowded", 3)
         stream.ask(1000)
         got += read(stream, size - 1000)
@@ -115,7 +117,9 @@ def test_bytes_that_have_not_arrived_keep_a_line_from_being_given_up(arena_dir: 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 206 "])
 def test_a_peer_that_ends_every_line_without_an_answer_is_given_up(said: bytes) -> None:
-    def ends(peer: Scripted, connected: socket.socket, request: Request, signature: str) -> None:
+    def ends(
+        peer: Scripted, connected: socket.socket, request: HttpRequest, signature: str
+    ) -> None:
         if len(peer.requests) == 1:
             peer.send(connected, peer.good(request), signature, bytes(10))
         else:
@@ -192,7 +196,7 @@ def test_a_withdrawal_in_the_middle_of_a_piece_ends_it(arena_dir: Path) -> None:
 
 
 def test_another_thread_can_end_it(arena_dir: Path) -> None:
-    def silent(_: Scripted, connected: socket.socket, request: Request, signature: str) -> None:
+    def silent(_: Scripted, connected: socket.socket, request: HttpRequest, signature: str) -> None:
         """It never answers."""
 
     with Scripted(silent) as peer:
@@ -206,11 +210,11 @@ def test_another_thread_can_end_it(arena_dir: Path) -> None:
         stream.close()
 
 
-Script = Callable[[Scripted, socket.socket, Request, str], None]
+Script = Callable[[Scripted, socket.socket, HttpRequest, str], None]
 
 
 def answered(**fields: object) -> Script:
-    def script(peer: Scripted, to: socket.socket, request: Request, signature: str) -> None:
+    def script(peer: Scripted, to: socket.socket, request: HttpRequest, signature: str) -> None:
         peer.send(to, peer.good(request, **fields), signature, bytes(10))
 
     return script
@@ -218,9 +222,14 @@ def answered(**fields: object) -> Script:
 
 @pytest.mark.parametrize(
     "script",
-    [answered(length_bytes=9), answered(span="1-10/1000000"), answered(status=200),
-     answered(incarnation=3), lambda peer, to, request, signature: to.close()],
-)  # fmt: skip
+    [
+        answered(length_bytes=9),
+        answered(span="1-10/1000000"),
+        answered(status=200),
+        answered(incarnation=3),
+        lambda peer, to, request, signature: to.close(),
+    ],
+)
 def test_an_answer_to_something_else_is_not_believed(script: Script) -> None:
     with Scripted(script) as peer:
         stream = stream_of(peer)
@@ -233,7 +242,7 @@ def test_an_answer_to_something_else_is_not_believed(script: Script) -> None:
 def test_what_was_offered_anew_between_two_pieces_is_not_taken_for_one() -> None:
     tags = iter("abc")
 
-    def script(peer: Scripted, to: socket.socket, request: Request, signature: str) -> None:
+    def script(peer: Scripted, to: socket.socket, request: HttpRequest, signature: str) -> None:
         peer.send(to, peer.good(request, tag=next(tags) * 16), signature, bytes(10))
 
     with Scripted(script) as peer:

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.peers import refusals
-from holdfast.peers.refusals import Refused
-from holdfast.peers.signing import Answer, Request
-from holdfast.peers.wire import (
+from holdfast.transport.wire import admission as refusals
+from holdfast.transport.wire.admission import AdmissionRefused
+from holdfast.transport.wire.http import (
     END,
     check_names,
     check_peer,
@@ -22,11 +21,20 @@ from holdfast.peers.wire import (
     render_request,
     span_of,
 )
+from holdfast.transport.wire.signing import HttpAnswer, HttpRequest
 
-REQUEST = Request(
-    method="GET", peer="host-1", path="/slots/3", generation="3-1200", incarnation=4,
-    nonce="a" * 32, counter=17, challenge="b" * 32, span="bytes=0-99", tag="c" * 16,
-)  # fmt: skip
+REQUEST = HttpRequest(
+    method="GET",
+    peer="host-1",
+    path="/slots/3",
+    generation="3-1200",
+    incarnation=4,
+    nonce="a" * 32,
+    counter=17,
+    challenge="b" * 32,
+    span="bytes=0-99",
+    tag="c" * 16,
+)
 SIGNATURE = "d" * 64
 RAW = render_request(REQUEST, SIGNATURE, "there:1")
 LINES = RAW[: -len(END)].split(b"\r\n")
@@ -52,12 +60,12 @@ _bare = st.builds(
 
 
 @given(_bare)
-def test_a_request_is_read_as_it_was_written(request: Request) -> None:
+def test_a_request_is_read_as_it_was_written(request: HttpRequest) -> None:
     assert parse_request(render_request(request, SIGNATURE, "h"), 32) == (request, SIGNATURE)
 
 
 _answers = st.builds(
-    Answer,
+    HttpAnswer,
     status=st.sampled_from([200, 206, 400, 401, 403, 404, 405, 409, 410, 416, 421, 431, 503]),
     incarnation=st.integers(0, 10**6),
     length_bytes=st.integers(0, 10**15),
@@ -69,7 +77,9 @@ _answers = st.builds(
 
 
 @given(_answers, st.sampled_from(["", SIGNATURE]), st.booleans())
-def test_an_answer_is_read_as_it_was_written(answer: Answer, signature: str, is_last: bool) -> None:
+def test_an_answer_is_read_as_it_was_written(
+    answer: HttpAnswer, signature: str, is_last: bool
+) -> None:
     written = render_answer(answer, signature, is_last=is_last)
     assert parse_answer(written) == (answer, signature)
     assert (b"Connection: close" in written) == is_last
@@ -129,7 +139,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("head", "why"), REFUSED, ids=[repr(head[-60:]) for head, _ in REFUSED])
-def test_what_is_not_a_request_of_a_peer_is_refused(head: bytes, why: Refused) -> None:
+def test_what_is_not_a_request_of_a_peer_is_refused(head: bytes, why: AdmissionRefused) -> None:
     assert parse_request(head, 32) is why
 
 
@@ -147,28 +157,32 @@ def test_no_more_headers_are_read_than_allowed() -> None:
 
 @given(st.binary(max_size=400))
 def test_any_bytes_are_read_as_a_refusal(data: bytes) -> None:
-    assert isinstance(parse_request(data + END, 32), Refused)
+    assert isinstance(parse_request(data + END, 32), AdmissionRefused)
 
 
 @given(st.integers(0, len(RAW) - 5), st.binary(min_size=1, max_size=3))
 def test_what_is_read_of_a_damaged_request_has_one_form(at: int, new: bytes) -> None:
     damaged = RAW[: -len(END)][:at] + new + RAW[: -len(END)][at + len(new) :] + END
     found = parse_request(damaged, 32)
-    if not isinstance(found, Refused):
+    if not isinstance(found, AdmissionRefused):
         assert parse_request(render_request(*found, "h"), 32) == found
 
 
 @pytest.mark.parametrize(
     "head",
     [
-        b"", b"HTTP/1.1 999 No\r\nContent-Length: 0", b"HTTP/1.0 200 OK\r\nContent-Length: 0",
-        b"HTTP/1.1 200 OK", b"HTTP/1.1 200 OK\r\nContent-Length: x",
-        b"HTTP/1.1 200 OK\r\nContent-Length: -1", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nfolded",
+        b"",
+        b"HTTP/1.1 999 No\r\nContent-Length: 0",
+        b"HTTP/1.0 200 OK\r\nContent-Length: 0",
+        b"HTTP/1.1 200 OK",
+        b"HTTP/1.1 200 OK\r\nContent-Length: x",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nfolded",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\ncontent-length: 1",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nHoldfast-Incarnation: x",
         b"SSH-2.0-OpenSSH_9.2",
     ],
-)  # fmt: skip
+)
 def test_what_is_not_an_answer_of_a_keeper_is_none(head: bytes) -> None:
     assert parse_answer(head + END) is None
 
@@ -176,7 +190,7 @@ def test_what_is_not_an_answer_of_a_keeper_is_none(head: bytes) -> None:
 @given(st.binary(max_size=400))
 def test_any_bytes_can_be_read_as_an_answer_or_not(data: bytes) -> None:
     parsed = parse_answer(data + END)
-    assert parsed is None or isinstance(parsed[0], Answer)
+    assert parsed is None or isinstance(parsed[0], HttpAnswer)
 
 
 SPANS = [

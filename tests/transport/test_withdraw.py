@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import PeerError
-from holdfast.peers.client import Wanted
-from holdfast.peers.line import Line
+from holdfast.transport.client import WantedRange
+from holdfast.transport.client_connection import ClientConnection
 from peering import GENERATION, Caller, Served, puller, random_file
 
 MIB = 1 << 20
 
 
-def wanted(served: Served, size: int) -> Wanted:
-    return Wanted(served.peer, "/a", GENERATION, 0, memoryview(bytearray(size)))
+def wanted(served: Served, size: int) -> WantedRange:
+    return WantedRange(served.peer, "/a", GENERATION, 0, memoryview(bytearray(size)))
 
 
 def test_what_was_withdrawn_is_gone_and_what_never_was_is_unknown(
@@ -80,7 +80,7 @@ def test_bytes_that_were_overwritten_on_their_way_do_not_pass_for_whole(
     arena_dir: Path, monkeypatch: pytest.MonkeyPatch, is_read_first: bool
 ) -> None:
     """Once with the bytes in the receiver's queue, where they still are the pages of the file."""
-    fill = Line.fill
+    fill = ClientConnection.fill
     with Served() as served:
         data = random_file(arena_dir / "a", MIB)
         served.offer("/a", arena_dir / "a")
@@ -91,7 +91,7 @@ def test_bytes_that_were_overwritten_on_their_way_do_not_pass_for_whole(
             with (arena_dir / "a").open("r+b") as file:
                 file.write(bytes(MIB))
 
-        def late(self: Line, into: memoryview, until_s: float) -> None:
+        def late(self: ClientConnection, into: memoryview, until_s: float) -> None:
             if is_read_first:
                 fill(self, into, until_s)
                 overwrite()
@@ -100,7 +100,7 @@ def test_bytes_that_were_overwritten_on_their_way_do_not_pass_for_whole(
                 fill(self, into, until_s)
 
         one = wanted(served, 16384)  # all of it fits into the queue
-        monkeypatch.setattr(Line, "fill", late)
+        monkeypatch.setattr(ClientConnection, "fill", late)
         with pytest.raises(PeerError, match="has withdrawn that"):
             puller().pull([one])
         assert one.into == data[:16384] or not is_read_first
@@ -109,16 +109,16 @@ def test_bytes_that_were_overwritten_on_their_way_do_not_pass_for_whole(
 def test_what_is_offered_anew_while_it_is_pulled_is_no_mixture(
     arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill, calls = Line.fill, threading.Semaphore(3)
+    fill, calls = ClientConnection.fill, threading.Semaphore(3)
     with Served() as served:
         random_file(arena_dir / "a", 8 * MIB)
         served.offer("/a", arena_dir / "a")
 
-        def late(self: Line, into: memoryview, until_s: float) -> None:
+        def late(self: ClientConnection, into: memoryview, until_s: float) -> None:
             fill(self, into, until_s)
             if not calls.acquire(blocking=False):
                 served.offer("/a", arena_dir / "a")
 
-        monkeypatch.setattr(Line, "fill", late)
+        monkeypatch.setattr(ClientConnection, "fill", late)
         with pytest.raises(PeerError):
             puller().pull([wanted(served, 8 * MIB)])

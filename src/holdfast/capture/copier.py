@@ -1,4 +1,4 @@
-"""From a grant to a sealed image: this rank's part of a generation, copied into its slot."""
+"""Copies this rank's image into the granted slot or ring, and seals it."""
 
 from __future__ import annotations
 
@@ -8,48 +8,63 @@ from collections.abc import Callable
 
 import torch
 
+from holdfast.capture.copy_plan import CopyPlan
+from holdfast.capture.copy_ring import copy_through_ring
+from holdfast.capture.copy_slot import (
+    CopyCancelled,
+    CopyProgress,
+    GpuCopyStuck,
+    ImageSeal,
+    copy_image,
+)
+from holdfast.capture.replica_samples import ReplicaSample, sum_of
+from holdfast.capture.slot_cache import SlotCache
+from holdfast.capture.task import CaptureTask, RankIdentity
 from holdfast.events import ImageCaptured, ImagePassed, emit
 from holdfast.format.image import Image, fill_in
 from holdfast.geometry.layout import Layout
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import SlotRecord, boot_id, process_start
-from holdfast.snapshot.capture import Progress, Seal, StillCopying, Stopped, copy_image
-from holdfast.snapshot.copies import CopyPlan
-from holdfast.snapshot.mapped import MappedSlots
-from holdfast.snapshot.sampling import Sample
-from holdfast.snapshot.stillness import sum_of
-from holdfast.snapshot.through_ring import copy_through_ring
-from holdfast.snapshot.underway import Capture, Place
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotRecord, boot_id, process_start
 
-#: How much is copied between two messages to the keeper, each of which wakes it: as much as it
-#: writes at once, for it waits for whole chunks.
+#: Bytes copied between two progress messages, each of which wakes the keeper: as many as it
+#: writes at once, since it waits for whole chunks.
 PROGRESS_BYTES = 8 << 20
-#: How often a copy that waits for room says again how far it is.
+#: Interval at which a copy that waits for ring space repeats its progress message.
 _TELL_AGAIN_S = 0.25
 
 
 class Copier:
-    """Copies one capture after the other; on the worker."""
+    """Executes captures one after the other on the worker thread."""
 
     def __init__(self) -> None:
-        self.slots = MappedSlots()
+        self.slots = SlotCache()
         self.lost_a_copy = False
-        """Whether a GPU stopped answering in a copy: it may write into its slot for good."""
+        """True after a GPU stopped answering during a copy: it may write into its slot at any later
+        time.
+        """
         self._turn = 0
         self._boot_id = boot_id()
         self._process_start = process_start(os.getpid())
 
     def copy(
-        self, capture: Capture, grant: m.Grant, layout: Layout, place: Place,
-        tell: Callable[[m.Message], None], room_s: float,
-    ) -> tuple[Seal, Sample]:  # fmt: skip
-        """Fill the granted slot and seal it. Stopped when the capture is given up meanwhile.
+        self,
+        capture: CaptureTask,
+        grant: m.Grant,
+        layout: Layout,
+        place: RankIdentity,
+        tell: Callable[[m.Message], None],
+        room_s: float,
+    ) -> tuple[ImageSeal, ReplicaSample]:
+        """Fill the granted slot and seal it. Raises CopyCancelled if the capture is cancelled
+        meanwhile.
 
-        ``room_s``: how long a copy waits for room in a ring while storage takes nothing.
-        The sample is of the same moment, and empty where nothing is to be compared.
+        ``room_s``: how long a copy waits for ring space while storage writes nothing. The sample is
+        taken at the same moment, and is empty where nothing is to be compared.
         """
         plan = self.slots.plan(capture.description, layout, place.rank)
-        sample = Sample() if grant.compare is None else self.slots.sampler.sample(*grant.compare)
+        sample = (
+            ReplicaSample() if grant.compare is None else self.slots.sampler.sample(*grant.compare)
+        )
         if grant.ring_bytes:
             return self._pass_through(capture, grant, plan, sample, place, tell, room_s), sample
         slot, target = self.slots.target(grant.slot, plan, pinned=bool(capture.ready))
@@ -61,10 +76,16 @@ class Copier:
         with torch.no_grad():
             try:
                 seal = copy_image(
-                    target, image, values, capture.overtaking, progress, self._turn, capture.ready,
+                    target,
+                    image,
+                    values,
+                    capture.overtaking,
+                    progress,
+                    self._turn,
+                    capture.ready,
                     sample,
-                )  # fmt: skip
-            except StillCopying:
+                )
+            except GpuCopyStuck:
                 self.lost_a_copy = True
                 raise
         if not capture.copied:
@@ -72,18 +93,32 @@ class Copier:
         capture.parameters = sum_of(target.memory, image, plan.copies, capture.trained)
         slot.write_record(self._sealed_record(place, grant, seal))
         now_s = time.monotonic()
-        emit(ImageCaptured(
-            incarnation=place.incarnation, step=capture.step, rank=place.rank,
-            elapsed_s=now_s - capture.started_s, copy_s=now_s - began_s,
-            size_bytes=seal.image_bytes, compared_bytes=sample.size_bytes,
-        ))  # fmt: skip
+        emit(
+            ImageCaptured(
+                incarnation=place.incarnation,
+                step=capture.step,
+                rank=place.rank,
+                elapsed_s=now_s - capture.started_s,
+                copy_s=now_s - began_s,
+                size_bytes=seal.image_bytes,
+                compared_bytes=sample.size_bytes,
+            )
+        )
         return seal, sample
 
     def _pass_through(
-        self, capture: Capture, grant: m.Grant, plan: CopyPlan, sample: Sample, place: Place,
-        tell: Callable[[m.Message], None], room_s: float,
-    ) -> Seal:  # fmt: skip
-        """As ``copy`` where there is no memory to keep the image: nothing is sealed in the slot."""
+        self,
+        capture: CaptureTask,
+        grant: m.Grant,
+        plan: CopyPlan,
+        sample: ReplicaSample,
+        place: RankIdentity,
+        tell: Callable[[m.Message], None],
+        room_s: float,
+    ) -> ImageSeal:
+        """Copy like ``copy`` through a ring, without memory to keep the image: the slot is not
+        sealed.
+        """
         target = self.slots.ring_target(
             grant.slot, grant.ring_bytes, plan, pinned=bool(capture.ready)
         )
@@ -96,77 +131,102 @@ class Copier:
                 seal = copy_through_ring(
                     target, image, values, capture.overtaking, progress, capture.ready, sample
                 )
-            except StillCopying:
+            except GpuCopyStuck:
                 self.lost_a_copy = True
                 raise
         if not capture.copied:
             capture.is_copied([])
         now_s = time.monotonic()
-        emit(ImagePassed(
-            incarnation=place.incarnation, step=capture.step, rank=place.rank,
-            elapsed_s=now_s - capture.started_s, copy_s=now_s - began_s,
-            size_bytes=seal.image_bytes, ring_bytes=grant.ring_bytes,
-            compared_bytes=sample.size_bytes,
-        ))  # fmt: skip
+        emit(
+            ImagePassed(
+                incarnation=place.incarnation,
+                step=capture.step,
+                rank=place.rank,
+                elapsed_s=now_s - capture.started_s,
+                copy_s=now_s - began_s,
+                size_bytes=seal.image_bytes,
+                ring_bytes=grant.ring_bytes,
+                compared_bytes=sample.size_bytes,
+            )
+        )
         return seal
 
-    def _sealed_record(self, place: Place, grant: m.Grant, seal: Seal) -> SlotRecord:
+    def _sealed_record(self, place: RankIdentity, grant: m.Grant, seal: ImageSeal) -> SlotRecord:
         return SlotRecord(
-            state="captured", boot_id=self._boot_id, run_id=place.run_id,
-            incarnation=place.incarnation, nonce=place.nonce, step=grant.step,
-            attempt=grant.attempt, rank=place.rank, world=place.world, layout=grant.layout,
-            image_bytes=seal.image_bytes, header_xxh3=seal.header_xxh3,
-            table_xxh3=seal.table_xxh3, writer_pid=os.getpid(), writer_start=self._process_start,
+            state="captured",
+            boot_id=self._boot_id,
+            run_id=place.run_id,
+            incarnation=place.incarnation,
+            nonce=place.nonce,
+            step=grant.step,
+            attempt=grant.attempt,
+            rank=place.rank,
+            world=place.world,
+            layout=grant.layout,
+            image_bytes=seal.image_bytes,
+            header_xxh3=seal.header_xxh3,
+            table_xxh3=seal.table_xxh3,
+            writer_pid=os.getpid(),
+            writer_start=self._process_start,
             hosts=grant.hosts,
-        )  # fmt: skip
+            root_id=place.root_id,
+        )
 
 
-def metadata(place: Place, grant: m.Grant) -> dict[str, str]:
-    """What an image says of itself."""
+def metadata(place: RankIdentity, grant: m.Grant) -> dict[str, str]:
+    """Return the metadata of the image's header."""
     return {
-        "run": place.run_id, "incarnation": str(place.incarnation), "step": str(grant.step),
-        "attempt": grant.attempt, "rank": str(place.rank), "world": str(place.world),
+        "run": place.run_id,
+        "incarnation": str(place.incarnation),
+        "step": str(grant.step),
+        "attempt": grant.attempt,
+        "rank": str(place.rank),
+        "world": str(place.world),
         "layout": grant.layout,
-    }  # fmt: skip
+    }
 
 
 def _progress(
-    capture: Capture, grant: m.Grant, tell: Callable[[m.Message], None], room_s: float
-) -> Progress:
-    so_far, told = 0, -PROGRESS_BYTES
+    capture: CaptureTask, grant: m.Grant, tell: Callable[[m.Message], None], room_s: float
+) -> CopyProgress:
+    so_far, reported = 0, -PROGRESS_BYTES
 
     def say() -> None:
-        nonlocal told
-        told = so_far
+        nonlocal reported
+        reported = so_far
         if grant.durable:
             tell(m.Progress(attempt=grant.attempt, size_bytes=so_far))
 
     def copied(size_bytes: int) -> None:
         nonlocal so_far
         so_far = size_bytes
-        if so_far >= told + PROGRESS_BYTES:
+        if so_far >= reported + PROGRESS_BYTES:
             say()
 
     def wait_room(needed_bytes: int) -> None:
         began_s = time.monotonic()
-        if so_far > told and not capture.room.wait(needed_bytes, 0.0):
-            say()  # nothing is freed of what the keeper does not know of
+        if so_far > reported and not capture.room.wait(needed_bytes, 0.0):
+            say()  # the keeper frees no ring space it was not told about
         while not capture.room.wait(needed_bytes, _TELL_AGAIN_S):
             capture.check()
-            if capture.room.over:
-                raise Stopped(capture.room.over)
+            if capture.room.closed_reason:
+                raise CopyCancelled(capture.room.closed_reason)
             if time.monotonic() - max(began_s, capture.room.moved_at_s) > room_s:
-                raise Stopped(
+                raise CopyCancelled(
                     f"storage took nothing for {room_s:g} s, and shared memory is too small to "
                     "keep this save until it does"
                 )
-            say()  # it is a hint, which is not said to a keeper that is behind
+            say()  # progress is optional, and is not sent to a keeper that is behind in reading
 
     def enqueued(events: list[torch.cuda.Event]) -> None:
         capture.is_copied(events)
         capture.release()
 
-    return Progress(
-        check=capture.check, copied=copied, enqueued=enqueued, shared=capture.share,
-        has_room=lambda needed_bytes: capture.room.wait(needed_bytes, 0.0), wait_room=wait_room,
-    )  # fmt: skip
+    return CopyProgress(
+        check=capture.check,
+        copied=copied,
+        enqueued=enqueued,
+        shared=capture.share,
+        has_room=lambda needed_bytes: capture.room.wait(needed_bytes, 0.0),
+        wait_room=wait_room,
+    )

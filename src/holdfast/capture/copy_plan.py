@@ -1,29 +1,154 @@
-"""One image's bytes in segments that several threads copy and checksum together.
-
-The worker copies behind the training thread's back. While training waits at the fence, its core
-is idle, and a second thread copies on it. Not the training thread itself: an interrupt, or
-whatever a signal handler does, would strike in the midst of it.
-"""
+"""Plans which bytes of which tensors go where in an image, once per layout."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
+import torch
+
+from holdfast.errors import UsageError
 from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum
+from holdfast.format.image import ImagePlan
+from holdfast.geometry.box import Box
+from holdfast.geometry.layout import Layout
+from holdfast.protocol.image_plan import image_items, plan_rank
+from holdfast.state.bindings import Bindings, LeafSource
 
-#: Of an image, a whole number of blocks, that one thread takes at a time. Longer ones have others
-#: wait for longer at the end; shorter ones cost more of Python's time.
+#: Tensors smaller than this are copied together in one call.
+SMALL_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class TensorCopy:
+    """One piece of a tensor: its source bytes, and its offset from the start of the image's
+    data.
+    """
+
+    leaf: str
+    """Name of the leaf that the piece belongs to."""
+    source: torch.Tensor
+    offset: int
+    size_bytes: int
+    lazy: bool
+
+    @property
+    def is_as_it_lies(self) -> bool:
+        """True if its bytes in host memory are the image's bytes, without conversion or
+        gathering.
+        """
+        return self.source.is_cpu and self.source.is_contiguous()
+
+    def runs(self) -> Iterator[tuple[int, int, int]] | None:
+        """Yield (offset, address, size) of its contiguous byte runs; None if the runs are short."""
+        shape, strides = self.source.shape, self.source.stride()
+        item = length = self.source.element_size()
+        last = self.source.ndim
+        while last > 0 and (shape[last - 1] == 1 or strides[last - 1] * item == length):
+            last -= 1
+            length *= shape[last]
+        if not self.source.is_cpu or length < SMALL_BYTES:
+            return None
+        return self._runs(last, length)
+
+    def _runs(self, last: int, length: int) -> Iterator[tuple[int, int, int]]:
+        item, address = self.source.element_size(), self.source.data_ptr()
+        strides = self.source.stride()[:last]
+        for number, at in enumerate(product(*map(range, self.source.shape[:last]))):
+            inside = sum(n * stride for n, stride in zip(at, strides, strict=True)) * item
+            yield self.offset + number * length, address + inside, length
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """All copies of one rank's image, ordered by offset."""
+
+    image: ImagePlan
+    copies: tuple[TensorCopy, ...]
+
+    @property
+    def volatile_bytes(self) -> int:
+        """Number of bytes that are copied before ``save`` returns."""
+        return sum(copy.size_bytes for copy in self.copies if not copy.lazy)
+
+
+def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
+    """Locate each piece this rank stores inside the tensors that it holds.
+
+    Raises UsageError if a tensor is stored nowhere, because its rule calls it a copy of a leaf that
+    no rank has.
+    """
+    _require_originals(layout, bindings)
+    image = plan_rank(layout, rank)
+    # Entries have an order of their own; pieces are matched to them by name.
+    offsets = {entry.name: entry for entry in image.entries}
+    names = [name for name, _, _ in image_items(layout, rank)]
+    copies: list[TensorCopy] = []
+    for name, piece in zip(names, layout.pieces(rank), strict=True):
+        found, source = part_of(layout, rank, piece.leaf, piece.box, bindings)
+        entry = offsets[name]
+        copies.append(
+            TensorCopy(
+                found.binding.name, source, entry.offset, entry.size_bytes, found.binding.lazy
+            )
+        )
+    copies.sort(key=lambda copy: copy.offset)
+    return CopyPlan(image, tuple(copies))
+
+
+def _require_originals(layout: Layout, bindings: Bindings) -> None:
+    copies = [b for b in bindings if b.sight is not None and b.sight.is_copy]
+    stored = {leaf.name for leaf in layout.leaves} if copies else set()
+    for binding in copies:
+        for part in binding.sight.parts if binding.sight else ():
+            if part.leaf not in stored:
+                raise UsageError(
+                    f"{binding.name} is a copy of {part.leaf} by rules.tied, and no rank has that: "
+                    "it would be lost. Correct the name in the rule, or have the state hold the "
+                    "other tensor too",
+                    leaf=binding.name,
+                )
+
+
+def part_of(
+    layout: Layout, rank: int, leaf: int, box: Box, bindings: Bindings
+) -> tuple[LeafSource, torch.Tensor]:
+    """Return the source of a leaf's box that ``rank`` holds, and the memory of exactly that box."""
+    sources = bindings.sources[layout.leaves[leaf].name]
+    for source in sources:
+        if source.box is not None and source.box.contains(box):
+            return source, _cut(source.memory, box.relative_to(source.box))
+    (source,) = (one for one in sources if one.box is None)
+    for whole, local in layout.held(leaf, rank):
+        if whole.contains(box):
+            inside = box.relative_to(whole).shift(local.start)
+            return source, _cut(source.memory, inside)
+    return source, source.memory  # a piece without elements
+
+
+def _cut(memory: torch.Tensor, inside: Box) -> torch.Tensor:
+    return memory[inside.slices()] if inside.ndim else memory
+
+
+# Splits an image's bytes into segments that several threads copy and checksum together. The worker
+# copies while training continues. While training waits at the fence, its core is idle, and a second
+# thread copies on it. The training thread itself does not copy: an interrupt or a signal handler
+# could strike in the middle of a copy.
+
+
+#: Bytes per segment, a whole number of blocks, that one thread copies at a time. Longer segments
+#: make other threads wait longer at the end; shorter ones cost more interpreter time.
 SEGMENT_BYTES = 4 << 20
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Bytes from an address to an offset from the start of the image's data."""
+class SegmentCopy:
+    """Bytes copied from an address to an offset from the start of the image's data."""
 
     offset: int
     address: int
@@ -32,29 +157,31 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The data from ``start`` to ``stop``, whole blocks, and what goes into each of them.
+    """The image data from ``start`` to ``stop``, in whole blocks, with the copies into each block.
 
-    A block is summed right behind its copy, while source and copy both lie in the processor's
-    second cache: measured, moves of 4 MiB at once cost 20 % more of its time.
+    A block is checksummed right after its copy, while source and copy both lie in the processor's
+    L2 cache: measured, copies of 4 MiB at once cost 20 % more processor time.
     """
 
     start: int
     stop: int
-    blocks: tuple[tuple[Move, ...], ...]
+    blocks: tuple[tuple[SegmentCopy, ...], ...]
 
 
-def plan_segments(moves: Iterable[Move], data_bytes: int, segment_bytes: int) -> list[Segment]:
-    """Segments of ``data_bytes``, with ``moves`` (by rising offset) cut at every block.
+def plan_segments(
+    moves: Iterable[SegmentCopy], data_bytes: int, segment_bytes: int
+) -> list[Segment]:
+    """Return segments of ``data_bytes``, with ``moves`` (ordered by offset) split at every block.
 
-    The last may end within a block: its sum is for whoever adds the rest.
+    The last segment may end within a block: the code that adds the rest computes its checksum.
     """
-    cut: list[list[Move]] = [[] for _ in range(block_count(data_bytes))]
+    cut: list[list[SegmentCopy]] = [[] for _ in range(block_count(data_bytes))]
     for move in moves:
         at, stop = move.offset, move.offset + move.size_bytes
         while at < stop:
             number = at // BLOCK_BYTES
             end = min(stop, (number + 1) * BLOCK_BYTES)
-            cut[number].append(Move(at, move.address + at - move.offset, end - at))
+            cut[number].append(SegmentCopy(at, move.address + at - move.offset, end - at))
             at = end
     blocks = [tuple(some) for some in cut]
     per_segment = segment_bytes // BLOCK_BYTES
@@ -68,11 +195,11 @@ def plan_segments(moves: Iterable[Move], data_bytes: int, segment_bytes: int) ->
     ]
 
 
-class Sharing:
-    """Hands segments to every thread that calls ``work``, each to one, in order.
+class SharedCopy:
+    """Distributes segments in order to all threads that call ``work``, each segment to one thread.
 
-    ``data`` is the image's data, at address ``base``. ``check`` is asked before each segment and
-    raises when the capture was called off: then nobody gets another.
+    ``data`` is the image's data, at address ``base``. ``check`` is called before each segment and
+    raises if the capture was cancelled: then no further segment is given out.
     """
 
     def __init__(
@@ -89,22 +216,23 @@ class Sharing:
         self._error: BaseException | None = None
 
     def work(self, done: Callable[[int], None] = lambda _: None) -> None:
-        """Copy until no segment is left. ``done`` hears up to where all data is final.
+        """Copy until no segment is left. ``done`` is called with the offset up to which all data is
+        final.
 
         Errors of any thread are raised by ``finish`` alone.
         """
-        while (number := self._take()) is not None:
+        while (number := self._next_segment()) is not None:
             try:
                 self._check()
                 self._give_back(number, self._copy(self._segments[number]), None)
                 done(self.final_bytes)
-            except BaseException as error:  # the image is worth nothing without this segment
+            except BaseException as error:  # without this segment the image is invalid
                 self._give_back(number, [], error)
 
     def finish(self) -> list[int]:
-        """Wait until nobody copies any more; the checksums of all whole blocks, in order.
+        """Wait until no thread copies; return the checksums of all whole blocks, in order.
 
-        Raises what went wrong in any thread.
+        Raises the error of any copying thread.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._in_work)
@@ -114,21 +242,22 @@ class Sharing:
             return [one for number in sorted(self._sums) for one in self._sums[number]]
 
     def stop(self) -> None:
-        """Give out no more segments, and wait until nobody copies any more."""
+        """Give out no more segments, and wait until no thread copies."""
         with self._changed:
             self._next = len(self._segments)
             self._changed.wait_for(lambda: not self._in_work)
-            # Or the slot could not be unmapped, and the capture that this is kept in not be freed.
+            # Otherwise the slot could not be unmapped, and the capture that holds this object not
+            # be freed.
             self._data, self._check = memoryview(b""), _nothing
 
     @property
     def final_bytes(self) -> int:
-        """Up to where all data is copied and summed."""
+        """Return the offset up to which all data is copied and checksummed."""
         with self._changed:
             first = min(self._in_work, default=self._next)
             return self._segments[first - 1].stop if first else 0
 
-    def _take(self) -> int | None:
+    def _next_segment(self) -> int | None:
         with self._changed:
             if self._next == len(self._segments) or self._error is not None:
                 return None
@@ -157,4 +286,4 @@ class Sharing:
 
 
 def _nothing() -> None:
-    """There is nothing to ask."""
+    """Check nothing: the default of ``check``."""

@@ -1,8 +1,8 @@
-"""Copy one rank's image through a ring: in the order of its bytes, as storage makes room.
+"""Copies one rank's image through a ring: in byte order, as storage frees space.
 
-Nothing is copied over what is not stored yet. Every copy lies within one chunk of the ring, so
-that whatever comes before it can be stored, and freed, whatever their sizes are. A source whose
-elements do not lie in a row is gathered piece by piece, never as a whole.
+No byte is overwritten before it is stored. Every copy lies within one chunk of the ring, so that
+all bytes before it can be stored and freed, whatever the sizes are. A non-contiguous source is
+gathered piece by piece, never as a whole.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from typing import Protocol
 
 import torch
 
-from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
-from holdfast.format.image import Image
-from holdfast.snapshot.capture import (
-    Overtaking,
-    Progress,
-    Seal,
-    StillCopying,
+from holdfast.capture.copy_plan import SEGMENT_BYTES, SMALL_BYTES, CopyPlan, TensorCopy
+from holdfast.capture.copy_slot import (
+    CopyProgress,
+    GpuCopyStuck,
+    ImageSeal,
+    OvertakeDetector,
     enqueue_beside,
     side_stream,
 )
-from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
-from holdfast.snapshot.rings import chunk_bytes
-from holdfast.snapshot.sampling import Sample
-from holdfast.snapshot.segments import SEGMENT_BYTES
+from holdfast.capture.replica_samples import ReplicaSample
+from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
+from holdfast.format.image import Image
+from holdfast.protocol.image_plan import chunk_bytes
 
 _libc = ctypes.CDLL(None)
 _libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Move(Protocol):
-    """One copy within one chunk; ``stop`` is the offset of the data behind it."""
+    """One copy within one chunk; ``stop`` is the data offset behind it."""
 
     @property
     def stop(self) -> int: ...
@@ -44,12 +43,12 @@ class Move(Protocol):
     def device(self) -> torch.device: ...
 
     def run(self) -> None:
-        """Copy, or enqueue it on the current stream of a GPU."""
+        """Copy, or enqueue the copy on the GPU's current stream."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Small:
+class BatchedSmall:
     """Several small tensors, copied in one call."""
 
     stop: int
@@ -65,8 +64,8 @@ class _Small:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes in a row, in the memory of this host."""
+class ContiguousRun:
+    """A contiguous run of bytes in host memory."""
 
     stop: int
     source: torch.Tensor
@@ -84,7 +83,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """Elements of any tensor, in order; a temporary holds no more than what is copied."""
+    """Elements of any tensor, in order; a temporary holds only the elements of this copy."""
 
     stop: int
     source: torch.Tensor
@@ -103,7 +102,7 @@ class _Elements:
 
 @dataclass(frozen=True, slots=True)
 class _Zeros:
-    """Nothing, where the ring may hold what passed before."""
+    """Zero bytes for a gap, where the ring may hold data of an earlier chunk."""
 
     stop: int
     into: torch.Tensor
@@ -117,7 +116,7 @@ class _Zeros:
 
 
 class RingTarget:
-    """The memory of one ring, and how the copies of one plan go through it; made once, reused."""
+    """The memory of one ring, with the split copies of one plan; created once and reused."""
 
     def __init__(self, memory: memoryview, ring_bytes: int, plan: CopyPlan) -> None:
         self.ring_bytes = ring_bytes
@@ -127,14 +126,14 @@ class RingTarget:
         self.data = torch.frombuffer(self.ring, dtype=torch.uint8)
         self.moves: list[Move] = list(self._moves(plan.copies, plan.image.gap))
 
-    def let_go(self) -> None:
-        """Forget every view of the memory, so that it can be unmapped."""
+    def release_views(self) -> None:
+        """Drop every view of the memory, so that it can be unmapped."""
         self.data = torch.empty(0, dtype=torch.uint8)
         self.moves = []
         self.head = self.ring = memoryview(b"")
 
     def cut(self, offset: int, size_bytes: int, unit: int) -> Iterator[tuple[int, int]]:
-        """(offset, size) of the parts of a range that lie in one chunk, of ``unit`` at most."""
+        """Split a range at chunk borders into (offset, size) parts of at most ``unit`` bytes."""
         stop = offset + size_bytes
         while offset < stop:
             chunk_stop = (offset // self.chunk_bytes + 1) * self.chunk_bytes
@@ -143,11 +142,11 @@ class RingTarget:
             offset += size
 
     def at(self, offset: int, size_bytes: int) -> torch.Tensor:
-        """The place of a part, as bytes."""
+        """Return the ring memory of a part, as bytes."""
         start = offset % self.ring_bytes
         return self.data[start : start + size_bytes]
 
-    def _moves(self, copies: Sequence[Copy], gap: tuple[int, int] | None) -> Iterator[Move]:
+    def _moves(self, copies: Sequence[TensorCopy], gap: tuple[int, int] | None) -> Iterator[Move]:
         before = len(copies) if gap is None else sum(copy.offset < gap[0] for copy in copies)
         yield from self._copies(copies[:before])
         if gap is not None:
@@ -155,8 +154,8 @@ class RingTarget:
                 yield _Zeros(start + size, self.at(start, size))
         yield from self._copies(copies[before:])
 
-    def _copies(self, copies: Sequence[Copy]) -> Iterator[Move]:
-        batch: list[Copy] = []
+    def _copies(self, copies: Sequence[TensorCopy]) -> Iterator[Move]:
+        batch: list[TensorCopy] = []
         for copy in copies:
             if not copy.size_bytes:
                 continue
@@ -170,30 +169,30 @@ class RingTarget:
         if batch:
             yield self._together(batch)
 
-    def _is_small(self, copy: Copy) -> bool:
+    def _is_small(self, copy: TensorCopy) -> bool:
         last = copy.offset + copy.size_bytes - 1
         is_in_one_chunk = copy.offset // self.chunk_bytes == last // self.chunk_bytes
         return copy.size_bytes < SMALL_BYTES and is_in_one_chunk
 
-    def _goes_with(self, first: Copy, copy: Copy) -> bool:
+    def _goes_with(self, first: TensorCopy, copy: TensorCopy) -> bool:
         same_chunk = first.offset // self.chunk_bytes == copy.offset // self.chunk_bytes
         is_near = copy.offset + copy.size_bytes - first.offset <= SEGMENT_BYTES
         return same_chunk and is_near and first.source.device == copy.source.device
 
-    def _together(self, batch: list[Copy]) -> Move:
+    def _together(self, batch: list[TensorCopy]) -> Move:
         into = [
             self.at(c.offset, c.size_bytes).view(c.source.dtype).view(c.source.shape) for c in batch
         ]
         last = batch[-1]
-        return _Small(last.offset + last.size_bytes, into, [c.source for c in batch])
+        return BatchedSmall(last.offset + last.size_bytes, into, [c.source for c in batch])
 
-    def _one(self, copy: Copy) -> Iterator[Move]:
+    def _one(self, copy: TensorCopy) -> Iterator[Move]:
         source = copy.source
         if source.is_cpu and is_in_a_row(source):
             base = self.data.data_ptr()
             for offset, size in self.cut(copy.offset, copy.size_bytes, SEGMENT_BYTES):
                 to = base + offset % self.ring_bytes
-                yield _Run(offset + size, source, offset - copy.offset, size, to)
+                yield ContiguousRun(offset + size, source, offset - copy.offset, size, to)
             return
         offset = copy.offset
         parts = [source] if is_in_a_row(source) else _parts(source, SEGMENT_BYTES)
@@ -206,12 +205,12 @@ class RingTarget:
 
 
 def is_in_a_row(source: torch.Tensor) -> bool:
-    """Whether its bytes, as they lie, are its elements in order."""
+    """Return True if the tensor's bytes in memory are its elements in order."""
     return source.is_contiguous() and not source.is_conj() and not source.is_neg()
 
 
 def _parts(source: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
-    """Views of ``source`` that are together all of its elements in order, none of them large."""
+    """Yield small views of ``source`` that together are all its elements in order."""
     size = source.numel() * source.element_size()
     if size <= most_bytes or not source.ndim:
         yield source
@@ -224,15 +223,17 @@ def _parts(source: torch.Tensor, most_bytes: int) -> Iterator[torch.Tensor]:
     yield from source.split(max(1, most_bytes // row))
 
 
-class _Filling:
-    """How far one image has come through its ring; offsets count from the start of the data."""
+class RingWriter:
+    """Progress of one image through its ring; offsets count from the start of the data."""
 
-    def __init__(self, target: RingTarget, image: Image, progress: Progress) -> None:
+    def __init__(self, target: RingTarget, image: Image, progress: CopyProgress) -> None:
         self._target, self._image, self._progress = target, image, progress
         self.sums: list[int] = []
 
     def needs(self, stop: int) -> int:
-        """How much of the image must be stored before data up to ``stop`` may be copied."""
+        """Return how many bytes of the image must be stored before data up to ``stop`` may be
+        copied.
+        """
         return self._image.data_start + stop - self._target.ring_bytes
 
     def wait_room(self, stop: int) -> None:
@@ -242,18 +243,18 @@ class _Filling:
             self._progress.wait_room(self.needs(stop))
 
     def copied(self, stop: int) -> None:
-        """Data up to ``stop`` are there: sum their blocks, and tell."""
+        """Checksum the blocks of data copied up to ``stop``, and report the progress."""
         size, ring = self._image.table_offset, self._target.ring
         last = block_count(size) if stop >= size else stop // BLOCK_BYTES
         for _, begin, end in blocks(len(self.sums), last, size):
             at = begin % self._target.ring_bytes
             self.sums.append(checksum(ring[at : at + end - begin]))
         done = max(stop, size) if stop >= size else last * BLOCK_BYTES
-        # The last byte is told by the seal alone: the writer is done when it has that.
+        # The last byte is reported by the seal alone: the writer is done when it has the seal.
         self._progress.copied(min(self._image.data_start + done, self._image.size_bytes - 1))
 
     def put(self, offset: int, data: bytes) -> None:
-        """Copy bytes that are here already."""
+        """Copy bytes that are already in host memory."""
         view = memoryview(data)
         for start, size in self._target.cut(offset, len(data), SEGMENT_BYTES):
             self.wait_room(start + size)
@@ -266,16 +267,16 @@ def copy_through_ring(
     target: RingTarget,
     image: Image,
     values: bytes,
-    overtaking: Overtaking,
-    progress: Progress,
+    overtaking: OvertakeDetector,
+    progress: CopyProgress,
     ready: Mapping[torch.device, torch.cuda.Event],
-    sample: Sample | None = None,
-) -> Seal:
-    """Pass one image through ``target``; as ``copy_image``, which keeps it instead."""
-    sample = sample or Sample()
+    sample: ReplicaSample | None = None,
+) -> ImageSeal:
+    """Pass one image through ``target``, like ``copy_image`` does for a slot that keeps it."""
+    sample = sample or ReplicaSample()
     target.head[:] = image.header
     progress.copied(image.data_start)
-    filling = _Filling(target, image, progress)
+    filling = RingWriter(target, image, progress)
     if ready:
         _move_from_gpu(target, filling, overtaking, progress, ready, sample)
     else:
@@ -283,7 +284,7 @@ def copy_through_ring(
             filling.wait_room(move.stop)
             move.run()
             filling.copied(move.stop)
-        sample.take_on_host()
+        sample.sum_on_host()
         progress.check()
         overtaking.check_sources()
         overtaking.agreeing.check()
@@ -294,18 +295,20 @@ def copy_through_ring(
     table = pack_table(filling.sums, image.table_entries)
     filling.put(image.table_offset, table)
     progress.check()
-    return Seal(image.size_bytes, text(checksum(image.header)), text(checksum(table)))
+    return ImageSeal(image.size_bytes, text(checksum(image.header)), text(checksum(table)))
 
 
 def _move_from_gpu(
     target: RingTarget,
-    filling: _Filling,
-    overtaking: Overtaking,
-    progress: Progress,
+    filling: RingWriter,
+    overtaking: OvertakeDetector,
+    progress: CopyProgress,
     ready: Mapping[torch.device, torch.cuda.Event],
-    sample: Sample,
+    sample: ReplicaSample,
 ) -> None:
-    """Enqueue copies as there is room for them; what arrived is summed while more is awaited."""
+    """Enqueue GPU copies as space becomes free; checksum finished copies while others are in
+    flight.
+    """
     streams = {device: side_stream(device) for device in ready}
     arriving: deque[tuple[int, Callable[[], object]]] = deque()
 
@@ -342,10 +345,10 @@ def _move_from_gpu(
         sample.finish()
         overtaking.agreeing.check()
     except BaseException as error:
-        # Nobody may be given this slot, or these sources, while copies are still landing.
+        # Slot and sources must not be reused while GPU copies are still in flight.
         try:
             for stream in streams.values():
                 stream.synchronize()
         except RuntimeError as broken:
-            raise StillCopying(f"{broken}, after {type(error).__name__}: {error}") from error
+            raise GpuCopyStuck(f"{broken}, after {type(error).__name__}: {error}") from error
         raise

@@ -1,9 +1,9 @@
-"""Copy one rank's image into memory, checksummed block by block, and notice if it was overtaken.
+"""Copies one rank's image into a slot, checksums each block, and detects overtaking updates.
 
-Small tensors go together in one call; large ones in segments, each summed while its bytes are
-still in the processor's cache, by the worker and by a training thread that has to wait. On a GPU
-the copies are only enqueued here, on a stream of their own that waits for the computation; the
-blocks are summed as the copies arrive.
+Small tensors go together in one call; large ones in segments, each checksummed while its bytes are
+still in the processor's cache, by the worker and by a second thread while training waits. GPU
+copies are only enqueued here, on a separate stream that waits for the computation; their blocks are
+checksummed as the copies arrive.
 """
 
 from __future__ import annotations
@@ -16,15 +16,22 @@ from operator import ne
 
 import torch
 
+from holdfast.capture.copy_plan import (
+    SEGMENT_BYTES,
+    SMALL_BYTES,
+    CopyPlan,
+    Segment,
+    SegmentCopy,
+    SharedCopy,
+    TensorCopy,
+    plan_segments,
+)
+from holdfast.capture.replica_samples import ReplicaSample, ScalarAgreement
 from holdfast.errors import CaptureOvertaken
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
-from holdfast.snapshot.agreeing import Agreeing
-from holdfast.snapshot.copies import SMALL_BYTES, Copy, CopyPlan
-from holdfast.snapshot.sampling import Sample
-from holdfast.snapshot.segments import SEGMENT_BYTES, Move, Segment, Sharing, plan_segments
-from holdfast.state.binding import Binding, Bindings
-from holdfast.state.watch import plain_looks
+from holdfast.state.bindings import Binding, Bindings
+from holdfast.state.unchanged import plain_looks
 
 _GPU_SEGMENT_BYTES = 16 << 20
 _SAMPLE_BYTES, _SAMPLES = 64, 32
@@ -35,8 +42,8 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
-    """What the finished image is."""
+class ImageSeal:
+    """Checksums and sizes of the finished image."""
 
     image_bytes: int
     header_xxh3: str
@@ -44,20 +51,20 @@ class Seal:
 
 
 @dataclass(slots=True)
-class Target:
-    """The memory of one slot, seen as tensors; made once per slot and plan, then reused."""
+class SlotTarget:
+    """The memory of one slot as tensors; created once per slot and plan, then reused."""
 
     memory: memoryview
     plan: CopyPlan
     data: torch.Tensor = field(init=False)
     small: tuple[list[torch.Tensor], list[torch.Tensor]] = field(init=False)
-    large: list[Copy] = field(init=False)
-    apart: list[Copy] = field(init=False)
-    """Large pieces on the host whose bytes do not lie as they are stored."""
-    sampled: list[Copy] = field(init=False)
-    by_leaf: dict[str, list[Copy]] = field(init=False)
+    large: list[TensorCopy] = field(init=False)
+    apart: list[TensorCopy] = field(init=False)
+    """Large host pieces whose source bytes are not contiguous as stored."""
+    sampled: list[TensorCopy] = field(init=False)
+    by_leaf: dict[str, list[TensorCopy]] = field(init=False)
     segments: list[Segment] = field(init=False)
-    """What is copied on the CPU as it lies, and the blocks it makes."""
+    """Host data copied without conversion, by the blocks that it fills."""
 
     def __post_init__(self) -> None:
         start = self.plan.image.data_start
@@ -74,39 +81,41 @@ class Target:
         self.by_leaf = {}
         for copy in self.plan.copies:
             self.by_leaf.setdefault(copy.leaf, []).append(copy)
-        # A plan holds as long as its leaves are where they were, which each save makes sure of.
-        moves = (Move(*run) for copy in self.large for run in runs[id(copy)] or ())
+        # A plan is valid while its leaves stay at their addresses, which each save checks.
+        moves = (SegmentCopy(*run) for copy in self.large for run in runs[id(copy)] or ())
         self.segments = plan_segments(moves, self.plan.image.tensor_bytes, SEGMENT_BYTES)
 
     def address_of(self, leaf: str, source: int, size_bytes: int) -> int | None:
-        """Where these bytes of a leaf's memory are copied to; None if to another rank's image."""
+        """Return the destination address of these bytes of a leaf; None if another rank stores
+        them.
+        """
         for copy in self.by_leaf.get(leaf, ()):
             inside = source - copy.source.data_ptr()
             if copy.source.is_contiguous() and 0 <= inside <= copy.size_bytes - size_bytes:
                 return self.data.data_ptr() + copy.offset + inside
         return None
 
-    def let_go(self) -> None:
-        """Forget every view of the memory, so that it can be unmapped."""
+    def release_views(self) -> None:
+        """Drop every view of the memory, so that it can be unmapped."""
         self.data = torch.empty(0, dtype=torch.uint8)
         self.small = ([], [])
 
-    def view(self, copy: Copy) -> torch.Tensor:
-        """The place of one piece, with its dtype and shape."""
+    def view(self, copy: TensorCopy) -> torch.Tensor:
+        """Return the destination of one piece, with its dtype and shape."""
         raw = self.data[copy.offset : copy.offset + copy.size_bytes]
         return raw.view(copy.source.dtype).view(copy.source.shape)
 
 
-class Overtaking:
-    """Notices that lazy leaves changed before their copy was done. A hint, never a proof.
+class OvertakeDetector:
+    """Detects lazy leaves that changed before their copy was done. A heuristic, never a proof.
 
-    The proof is the fence, which holds every hooked update; this looks for updates that went
-    around it: a moved version counter, sampled bytes that no longer equal their copy, or whose
-    copy is not what they were when the save was asked for.
+    The proof is the fence, which holds every hooked update; this detects updates that bypass it: by
+    changed version counters, by sampled bytes that differ from their copy, and by copies that
+    differ from the bytes at the time of the save.
     """
 
     def __init__(self, bindings: Bindings) -> None:
-        self.agreeing = Agreeing(bindings.joined)
+        self.agreeing = ScalarAgreement(bindings.joined)
         self._lazy, self._watched = bindings.lazy, bindings.watched
         self._versions = self._versions_now()
         self._samples = list(self._sample(next(_captures)))
@@ -116,7 +125,7 @@ class Overtaking:
             return list(map(_version, self._watched))
 
     def _sample(self, number: int) -> Iterator[tuple[str, int, bytes]]:
-        """(leaf, address, bytes there now) of some leaves on the host, other ones each time."""
+        """Yield (leaf, address, current bytes) of some host leaves, different ones each time."""
         leaves = len(self._lazy)
         for place in range(min(_SAMPLES, leaves)):
             leaf = self._lazy[(number * _SAMPLES + place) % leaves]
@@ -133,10 +142,10 @@ class Overtaking:
             moved = map(ne, versions, self._versions)
             raise _overtaken(next(compress(self._lazy, moved)).name)
 
-    def check(self, target: Target, turn: int) -> None:
-        """CaptureOvertaken names the first leaf found changed."""
+    def check(self, target: SlotTarget, turn: int) -> None:
+        """Raise CaptureOvertaken, naming the first leaf that changed."""
         self._check_versions()
-        self.agreeing.take_on_host()
+        self.agreeing.read_on_host()
         for name, at, before in self._samples:
             there = target.address_of(name, at, len(before))
             if there is not None and ctypes.string_at(there, len(before)) != before:
@@ -151,9 +160,11 @@ class Overtaking:
                     raise _overtaken(copy.leaf)
 
     def check_sources(self) -> None:
-        """The same where the copy is gone already: nothing may change before the fence opens."""
+        """Check like ``check`` after the copy has left the ring: nothing may change before the
+        fence opens.
+        """
         self._check_versions()
-        self.agreeing.take_on_host()
+        self.agreeing.read_on_host()
         for name, at, before in self._samples:
             if ctypes.string_at(at, len(before)) != before:
                 raise _overtaken(name)
@@ -167,50 +178,53 @@ def _overtaken(name: str) -> CaptureOvertaken:
     )
 
 
-class Stopped(Exception):
-    """The capture was called off from outside; its copy is worthless."""
+class CopyCancelled(Exception):
+    """The capture was cancelled by another thread; its copy is void."""
 
 
-class StillCopying(Exception):
-    """A GPU no longer answers, and so its copies may still be landing in the slot."""
+class GpuCopyStuck(Exception):
+    """A GPU no longer answers, so its copies may still be in flight into the slot."""
 
 
 @dataclass(slots=True)
-class Progress:
-    """How a copier asks whether to go on, and tells how far it came."""
+class CopyProgress:
+    """Callbacks of a copier: check for cancellation, report progress, wait for ring space."""
 
     check: Callable[[], None]
-    """Raises Stopped when the capture was called off."""
+    """Raises CopyCancelled if the capture was cancelled."""
     copied: Callable[[int], None]
-    """Hears how many bytes from the start of the image are final."""
+    """Called with the number of bytes from the start of the image that are final."""
     enqueued: Callable[[list[torch.cuda.Event]], None]
-    """Called once when the last copy from a GPU is enqueued: updates may wait on these events."""
-    shared: Callable[[Sharing], None] = lambda _: None
-    """Hears of the copying that other threads may take part in until it is finished."""
+    """Called once when the last GPU copy is enqueued: updates may wait on these events."""
+    shared: Callable[[SharedCopy], None] = lambda _: None
+    """Called with the copying that other threads may join until it is finished."""
     has_room: Callable[[int], bool] = lambda _: True
-    """Whether so many bytes from the start of the image are stored (in a ring)."""
+    """Returns True if this many bytes from the start of the image are stored (in a ring)."""
     wait_room: Callable[[int], None] = lambda _: None
-    """Waits until they are. Raises Stopped when the capture was called off, or nothing moves."""
+    """Waits until they are. Raises CopyCancelled if the capture was cancelled, or storage makes no
+    progress.
+    """
 
 
 def copy_image(
-    target: Target,
+    target: SlotTarget,
     image: Image,
     values: bytes,
-    overtaking: Overtaking,
-    progress: Progress,
+    overtaking: OvertakeDetector,
+    progress: CopyProgress,
     turn: int,
     ready: Mapping[torch.device, torch.cuda.Event],
-    sample: Sample | None = None,
-) -> Seal:
-    """Fill ``target`` with one image; ``ready``: an event behind the computation, by GPU.
+    sample: ReplicaSample | None = None,
+) -> ImageSeal:
+    """Fill ``target`` with one image; ``ready`` has an event behind the computation, per GPU.
 
-    ``sample`` is taken of the same moment. Raises CaptureOvertaken or Stopped; then it is no image.
+    ``sample`` is taken at the same moment. If CaptureOvertaken or CopyCancelled is raised, the
+    image is void.
     """
-    sample = sample or Sample()
+    sample = sample or ReplicaSample()
     memory, start = target.memory, image.data_start
     memory[:start] = image.header
-    if image.gap is not None:  # before its block is summed
+    if image.gap is not None:  # before the checksum of its block
         memory[start + image.gap[0] : start + image.gap[1]] = bytes(image.gap[1] - image.gap[0])
     if ready:
         sums = _copy_from_gpu(target, image, overtaking, progress, turn, ready, sample)
@@ -224,16 +238,16 @@ def copy_image(
     table = pack_table(sums, image.table_entries)
     memory[table_start : image.size_bytes] = table
     progress.check()
-    return Seal(image.size_bytes, text(checksum(image.header)), text(checksum(table)))
+    return ImageSeal(image.size_bytes, text(checksum(image.header)), text(checksum(table)))
 
 
 def _copy_on_cpu(
-    target: Target,
+    target: SlotTarget,
     image: Image,
-    overtaking: Overtaking,
-    progress: Progress,
+    overtaking: OvertakeDetector,
+    progress: CopyProgress,
     turn: int,
-    sample: Sample,
+    sample: ReplicaSample,
 ) -> list[int]:
     if target.small[0]:
         torch._foreach_copy_(*target.small)
@@ -241,16 +255,16 @@ def _copy_on_cpu(
         progress.check()
         target.view(copy).copy_(copy.source)
     data = target.memory[image.data_start :]
-    sharing = Sharing(target.segments, data, target.data.data_ptr(), progress.check)
+    sharing = SharedCopy(target.segments, data, target.data.data_ptr(), progress.check)
     try:
         progress.shared(sharing)
         sharing.work(
             lambda done: progress.copied(image.data_start + done // BLOCK_BYTES * BLOCK_BYTES)
         )
-        sample.take_on_host()  # while whoever helps may still copy the last segment
+        sample.sum_on_host()  # while a second thread may still copy the last segment
         sums = sharing.finish()
     finally:
-        sharing.stop()  # whatever happened: nobody writes to this memory any more
+        sharing.stop()  # also after an error: no thread writes to this memory any more
     progress.check()
     overtaking.check(target, turn)
     overtaking.agreeing.check()
@@ -258,15 +272,15 @@ def _copy_on_cpu(
 
 
 def _copy_from_gpu(
-    target: Target,
+    target: SlotTarget,
     image: Image,
-    overtaking: Overtaking,
-    progress: Progress,
+    overtaking: OvertakeDetector,
+    progress: CopyProgress,
     turn: int,
     ready: Mapping[torch.device, torch.cuda.Event],
-    sample: Sample,
+    sample: ReplicaSample,
 ) -> list[int]:
-    """Enqueue every copy, let updates wait on the last, and sum the blocks as they arrive."""
+    """Enqueue every copy, let updates wait on the last, and checksum blocks as they arrive."""
     streams = {device: side_stream(device) for device in ready}
     try:
         arrivals = _enqueue(target, progress, ready, streams)
@@ -285,27 +299,29 @@ def _copy_from_gpu(
         sample.finish()
         overtaking.agreeing.check()
     except BaseException as error:
-        # Nobody may be given this slot, or these sources, while copies are still landing.
+        # Slot and sources must not be reused while GPU copies are still in flight.
         try:
             for stream in streams.values():
                 stream.synchronize()
         except RuntimeError as broken:
-            raise StillCopying(f"{broken}, after {type(error).__name__}: {error}") from error
+            raise GpuCopyStuck(f"{broken}, after {type(error).__name__}: {error}") from error
         raise
     return sums
 
 
 def enqueue_beside(
-    sample: Sample, agreeing: Agreeing, streams: Mapping[torch.device, torch.cuda.Stream]
+    sample: ReplicaSample,
+    agreeing: ScalarAgreement,
+    streams: Mapping[torch.device, torch.cuda.Stream],
 ) -> list[torch.cuda.Event]:
-    """Take what is no copy behind all copies; an event behind everything, of each stream."""
+    """Enqueue the sample and the scalars behind all copies; return one final event per stream."""
     last = []
     for device, stream in streams.items():
         with torch.cuda.device(device), torch.cuda.stream(stream):
             sample.enqueue(device)
             agreeing.enqueue(device)
             last.append(stream.record_event())
-    sample.take_on_host()
+    sample.sum_on_host()
     return last
 
 
@@ -313,19 +329,21 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The one stream captures copy on, of this device: a thread's current device is another."""
+    """Return the copy stream of this device: a thread's current device may be another."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]
 
 
 def _enqueue(
-    target: Target,
-    progress: Progress,
+    target: SlotTarget,
+    progress: CopyProgress,
     ready: Mapping[torch.device, torch.cuda.Event],
     streams: Mapping[torch.device, torch.cuda.Stream],
 ) -> list[tuple[int, torch.cuda.Event]]:
-    """(end of the bytes, their event), by offset, of all large pieces; small ones come first."""
+    """Enqueue all copies, small pieces first; return (end offset, event) of the large pieces by
+    offset.
+    """
     into, sources = target.small
     arrivals: list[tuple[int, torch.cuda.Event]] = []
     for device, stream in streams.items():
@@ -350,7 +368,7 @@ def _enqueue(
                 to[at : at + step].copy_(flat[at : at + step], non_blocking=True)
                 done = min(at + step, flat.numel()) * flat.element_size()
                 arrivals.append((copy.offset + done, streams[device].record_event()))
-    # What an optimizer keeps on the host is copied while the GPU's copies go on.
+    # Optimizer state in host memory is copied while the GPU copies are in flight.
     for to, source in zip(into, sources, strict=True):
         if not source.is_cuda:
             to.copy_(source)
@@ -361,14 +379,14 @@ def _enqueue(
 
 
 def _sum_blocks(memory: memoryview, start: int, done: int, sums: list[int], size: int) -> None:
-    """Append the checksums of the blocks that are whole once ``done`` bytes of data are there."""
+    """Append the checksums of the blocks that are whole with the first ``done`` bytes of data."""
     last = block_count(size) if done >= size else done // BLOCK_BYTES
     for _, begin, end in blocks(len(sums), last, size):
         sums.append(checksum(memory[start + begin : start + end]))
 
 
 def computation_so_far(gpus: Iterable[torch.device]) -> dict[torch.device, torch.cuda.Event]:
-    """An event behind everything enqueued on the current stream of each of these GPUs."""
+    """Return an event behind everything enqueued on the current stream of each of these GPUs."""
     found: dict[torch.device, torch.cuda.Event] = {}
     for device in gpus:
         with torch.cuda.device(device):
@@ -377,7 +395,9 @@ def computation_so_far(gpus: Iterable[torch.device]) -> dict[torch.device, torch
 
 
 def stage(volatile: Sequence[Binding]) -> None:
-    """Copy volatile leaves aside, so that the training thread may change them again."""
+    """Copy volatile leaves to a staging buffer, so that the training thread may change them
+    again.
+    """
     pairs = [(leaf.staged, leaf.local) for leaf in volatile if leaf.staged is not None]
-    if pairs:  # what is stored as another tensor is staged nowhere
+    if pairs:  # leaves stored as part of another tensor are not staged
         torch._foreach_copy_([into for into, _ in pairs], [local for _, local in pairs])

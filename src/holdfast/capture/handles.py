@@ -1,12 +1,19 @@
-"""What ``save`` gives back: how far one snapshot has come, and waiting for it to come further."""
+"""Save handles: the state of one requested snapshot, waiting for it, and the pending promises."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
-from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
+from holdfast.errors import (
+    DeadlineExceeded,
+    HoldfastError,
+    NotProtected,
+    PersistFailed,
+    SnapshotSkipped,
+    UsageError,
+)
 from holdfast.policy.arguments import patience_s
 
 CAPTURED, PROTECTED, DURABLE = "captured", "protected", "durable"
@@ -14,8 +21,11 @@ CAPTURED, PROTECTED, DURABLE = "captured", "protected", "durable"
 _IMPLIED = {
     CAPTURED: {CAPTURED},
     PROTECTED: {CAPTURED, PROTECTED},
-    DURABLE: {CAPTURED, PROTECTED, DURABLE},  # storage survives hosts too
+    DURABLE: {CAPTURED, PROTECTED, DURABLE},  # storage survives the loss of hosts too
 }
+
+
+_DEFERRED = "it is deferred to the end of an optimizer's step, or of another save"
 
 
 class SaveHandle:
@@ -29,12 +39,18 @@ class SaveHandle:
         self.durable = durable
         self._has_parity = parity > 0
         self.differing: dict[str, tuple[int, ...]] = {}
-        """Leaves found not to be the same on all ranks that hold them, and the ranks that stand
-        apart, as the event ``ReplicasDiffer`` says them. Final when the save is captured. Each
-        save looks at a part of what is held; empty says no more of the rest."""
+        """Leaves that differ between the ranks that hold them, with the deviating ranks, as in the
+        event ``ReplicasDiffer``. Final when the save is captured. Each save compares a part of the
+        replicated data; an empty mapping says nothing about the rest.
+        """
+        self.held_up: Callable[[], str] | None = None
+        """For a deferred save: returns the reason why the calling thread must not wait for it, or
+        "".
+        """
         self._explain = explain
         self._lock = threading.RLock()
-        # Entered by the lock: by the condition, an interrupt may leave it locked.
+        # The lock itself is used in ``with``: an interrupt inside Condition.__enter__ may leave it
+        # locked.
         self._changed = threading.Condition(self._lock)
         self._reached: set[str] = set()
         self._failed: dict[str, HoldfastError] = {}
@@ -43,7 +59,7 @@ class SaveHandle:
     def state(self) -> str:
         """ "pending", "captured", "protected", "durable" or "failed".
 
-        A snapshot of which no parity could be made is captured, and no failure.
+        A snapshot whose parity could not be made is "captured", not "failed".
         """
         with self._lock:
             if DURABLE in self._reached:
@@ -56,7 +72,7 @@ class SaveHandle:
 
     @property
     def failure(self) -> HoldfastError | None:
-        """Why it came to nothing; None while it has not."""
+        """The error that ended the save; None while it has not failed."""
         with self._lock:
             return self._failed.get(DURABLE)
 
@@ -65,6 +81,8 @@ class SaveHandle:
 
         Where memory has no room for it, a durable save only passes through: it is then captured
         when it is durable, not before, and comes to nothing when storage does not take it.
+
+        ``timeout_s``: how long it waits at most; None for no bound.
 
         Raises SnapshotSkipped or CaptureOvertaken when they never will, DeadlineExceeded, which
         says what is missing, after ``timeout_s`` seconds.
@@ -78,6 +96,8 @@ class SaveHandle:
         NotProtected when it came to nothing, or when a newer one was protected instead. Without:
         until it is durable; UsageError for a snapshot that is not to be durable, since memory of
         one host does not survive it.
+
+        ``timeout_s``: how long it waits at most; None for no bound.
         """
         if not (self.durable or self._has_parity):
             raise UsageError(
@@ -89,6 +109,8 @@ class SaveHandle:
     def wait_durable(self, timeout_s: float | None = None) -> None:
         """Wait until a manifest in storage names this snapshot.
 
+        ``timeout_s``: how long it waits at most; None for no bound.
+
         Raises PersistFailed, SnapshotSkipped or CaptureOvertaken when it came to nothing,
         DeadlineExceeded after ``timeout_s`` seconds, UsageError when it is not to be durable.
         On several ranks SnapshotSkipped is raised at once although a later step makes the save
@@ -99,13 +121,13 @@ class SaveHandle:
         self._wait(DURABLE, timeout_s)
 
     def reach(self, what: str) -> None:
-        """The keeper says that this is so."""
+        """Record that the save has reached state ``what``."""
         with self._lock:
             self._reached |= _IMPLIED[what]
             self._changed.notify_all()
 
     def fail(self, error: HoldfastError, *, captured: bool) -> None:
-        """It came to nothing; ``captured``: only its way to storage did."""
+        """Record a failure; ``captured``: only making it durable failed."""
         with self._lock:
             self._failed[DURABLE] = error
             if not captured:
@@ -113,23 +135,33 @@ class SaveHandle:
             self._changed.notify_all()
 
     def not_protected(self, error: HoldfastError) -> None:
-        """It stays in memory, and no parity of it is made any more."""
+        """Record that no parity is made of the snapshot; it stays in memory."""
         with self._lock:
             self._failed.setdefault(PROTECTED, error)
             self._changed.notify_all()
 
     def renew(self) -> None:
-        """The promise holds again, for another step."""
+        """Clear the failure: the request is pending again, for another step."""
         with self._lock:
             self._failed.clear()
 
     def move_to(self, step: int) -> None:
-        """The promise is carried to another step, which is to be saved instead."""
+        """Move the request to another step, which is saved instead."""
         with self._lock:
             self.step = step
 
+    def _refuse_to_hang(self) -> None:
+        held_up = self.held_up
+        why = "" if held_up is None else held_up()
+        if why:
+            raise UsageError(
+                f"the save of step {self.requested_step} would be waited for for ever: {why}. Wait "
+                "for its handle behind the step, or on another thread"
+            )
+
     def _wait(self, what: str, timeout_s: float | None) -> None:
         timeout_s = patience_s("timeout_s", timeout_s)
+        self._refuse_to_hang()
         started_s = time.monotonic()
         with self._lock:
             self._changed.wait_for(
@@ -140,9 +172,120 @@ class SaveHandle:
             error = self._failed.get(what)
         if error is not None:
             raise type(error)(str(error), **error.fields) from error
+        why = self._explain(self.step) if self.held_up is None else _DEFERRED
         raise DeadlineExceeded(
-            f"step {self.step} was not {what} within {time.monotonic() - started_s:.1f} s: "
-            f"{self._explain(self.step)}",
+            f"step {self.step} was not {what} within {time.monotonic() - started_s:.1f} s: {why}",
             step=self.step,
             phase=what,
         )
+
+
+# Tracks the handles of all pending saves by step, and applies the keeper's notifications to them.
+
+
+_KEPT_STEPS = 16
+
+
+class PendingHandles:
+    """Handles that a caller may still wait for, by the step that will fulfil them."""
+
+    def __init__(self) -> None:
+        self._handles: dict[int, list[SaveHandle]] = {}
+        self._requested_durable = self._reported_durable = -1
+        self._captured = self._refused = -1
+
+    @property
+    def owes_durable(self) -> bool:
+        """Return True if a durable save was requested and no manifest as new has been reported."""
+        return self._requested_durable > self._reported_durable
+
+    @property
+    def is_newest_settled(self) -> bool:
+        """Return True if the newest step in memory is durable, or was refused by storage."""
+        return max(self._reported_durable, self._refused) >= self._captured
+
+    def add(self, step: int, handles: Iterable[SaveHandle]) -> None:
+        """Add handles that ``step`` fulfils, and forget the settled handles of old steps."""
+        for handle in handles:
+            self.join(step, handle)
+        for old in [s for s, held in self._handles.items() if all(map(_is_settled, held))]:
+            if len(self._handles) > _KEPT_STEPS and old != max(self._handles):
+                for handle in self._handles.pop(old):
+                    handle.not_protected(_passed_over(old, "a later one"))
+
+    def join(self, step: int, handle: SaveHandle) -> None:
+        """Add ``handle`` to ``step``, which was saved already."""
+        self._handles.setdefault(step, []).append(handle)
+        if handle.durable:
+            self._requested_durable = max(self._requested_durable, step)
+
+    def catch_up(self, step: int, handle: SaveHandle) -> None:
+        """Bring ``handle`` to the state of the other handles of its step."""
+        for other in self._handles[step]:
+            handle.differing = handle.differing or other.differing
+            if other.state in (CAPTURED, PROTECTED, DURABLE):
+                handle.reach(other.state)
+
+    def captured(self, step: int) -> None:
+        """Record that all ranks have this step in memory."""
+        self._captured = max(self._captured, step)
+        for handle in self._handles.get(step, []):
+            handle.reach(CAPTURED)
+
+    def protected(self, step: int) -> None:
+        """Record that this step is protected; earlier unprotected steps get no parity any more."""
+        for one, handles in self._handles.items():
+            for handle in handles:
+                if one == step:
+                    handle.reach(PROTECTED)
+                elif one < step:
+                    handle.not_protected(_passed_over(one, f"step {step}"))
+
+    def not_protected(self, step: int, error: HoldfastError) -> None:
+        """Record that parity of this step could not be made."""
+        for handle in self._handles.get(step, []):
+            handle.not_protected(error)
+
+    def differ(self, step: int, leaves: Mapping[str, tuple[int, ...]]) -> None:
+        """Record the leaves that differ between ranks in this step."""
+        for handle in self._handles.get(step, []):
+            handle.differing = dict(leaves)
+
+    def durable(self, saved: int, fulfils: Iterable[int]) -> None:
+        """Record that a manifest names step ``saved``, which also fulfils ``fulfils``."""
+        self._reported_durable = max(self._reported_durable, saved)
+        for step in (saved, *fulfils):
+            for handle in self._handles.get(step, []):
+                if handle.durable:
+                    handle.move_to(saved)
+                    handle.reach(DURABLE)
+
+    def fail(self, step: int, error: HoldfastError, *, captured: bool) -> None:
+        """Fail the handles of a step; ``captured``: only making it durable failed."""
+        if captured:
+            self._refused = max(self._refused, step)
+        for handle in self._handles.get(step, []):
+            if not _is_settled(handle):
+                handle.fail(error, captured=captured)
+
+    def fail_all(self, reason: str) -> None:
+        """Fail every handle that is not settled."""
+        for step, handles in list(self._handles.items()):
+            for handle in handles:
+                is_captured = handle.state in (CAPTURED, PROTECTED)
+                kind = PersistFailed if is_captured else SnapshotSkipped
+                if not _is_settled(handle):
+                    handle.fail(kind(f"step {step}: {reason}"), captured=is_captured)
+                handle.not_protected(NotProtected(f"step {step} is captured: {reason}"))
+
+
+def _is_settled(handle: SaveHandle) -> bool:
+    in_memory = () if handle.durable else (CAPTURED, PROTECTED)
+    return handle.state in (*in_memory, DURABLE, "failed")
+
+
+def _passed_over(step: int, instead: str) -> NotProtected:
+    return NotProtected(
+        f"step {step} is captured and no parity of it was made: {instead} was protected instead. "
+        "Wait for the newest snapshot, or save it with durable=True."
+    )

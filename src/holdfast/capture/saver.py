@@ -1,7 +1,7 @@
-"""One rank's side of every save: describe and stage on the training thread, the rest behind it.
+"""One rank's saves: describes and stages state on the training thread, captures on a worker.
 
-The training thread gives its state away and goes on; a worker asks for a slot, copies, seals.
-At most one capture is under way, and ``fence`` lets no update begin that would overtake it.
+The training thread hands over its state and continues; a worker requests a slot, copies and seals.
+At most one capture is in progress, and ``fence`` delays every update that would overtake it.
 Trouble with the keeper or with memory costs a snapshot, never a step.
 """
 
@@ -18,6 +18,29 @@ from typing import TypeVar
 import torch
 from torch.optim import Optimizer
 
+from holdfast.capture.copier import Copier
+from holdfast.capture.copy_slot import CopyCancelled, OvertakeDetector, computation_so_far, stage
+from holdfast.capture.handles import PendingHandles, SaveHandle
+from holdfast.capture.replica_samples import OptimizerSteps, StandstillProbe
+from holdfast.capture.save_turns import StepBegan, Turns
+from holdfast.capture.session import (
+    NOT_CONNECTED,
+    KeeperNotifications,
+    KeeperSession,
+    SlotRequests,
+    StepAnnouncements,
+)
+from holdfast.capture.task import (
+    CaptureQueue,
+    CaptureTask,
+    RankIdentity,
+    Reading,
+    Timeouts,
+    finalize_weakly,
+    run_worker,
+    stop_worker,
+    weakly,
+)
 from holdfast.errors import (
     CaptureOvertaken,
     Fenced,
@@ -27,226 +50,324 @@ from holdfast.errors import (
     SnapshotSkipped,
 )
 from holdfast.events import FenceWaited, KeeperLost, SaveReturned, SnapshotMissed, emit
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.announcing import Announcing
-from holdfast.snapshot.asking import Asking
-from holdfast.snapshot.capture import Overtaking, Stopped, computation_so_far, stage
-from holdfast.snapshot.client import KeeperClient, NeverSaid
-from holdfast.snapshot.collected import Work, end_worker, weakly, when_collected, work_off
-from holdfast.snapshot.copier import Copier
-from holdfast.snapshot.handle import SaveHandle
-from holdfast.snapshot.heard import Heard
-from holdfast.snapshot.line import LINE_IS_DOWN, Line
-from holdfast.snapshot.promises import Promises
-from holdfast.snapshot.stillness import Steps, Stillness
-from holdfast.snapshot.underway import Capture, Patience, Place
+from holdfast.protocol import messages as m
+from holdfast.protocol.client import KeeperClient, NeverSent
 from holdfast.state.describe import Describer
+from holdfast.state.step_calls import is_under_way
 
 A = TypeVar("A", bound=m.Message)
 
-#: A client that has this place at the keeper, given whether slots may still be written to and
-#: whether a durable save is owed, who hears what the keeper says by itself, and who hears that
-#: it went away.
+#: Creates a client that has joined as this rank. Arguments: True if slots may still be written
+#: to, True if a durable save is owed, the listener for notifications, the listener for the loss of
+#: the keeper.
 Connect = Callable[
-    [Place, bool, bool, Callable[[m.Message], None], Callable[[str], None]], KeeperClient
+    [RankIdentity, bool, bool, Callable[[m.Message], None], Callable[[str], None]], KeeperClient
 ]
-#: What a save that was given up before anything was granted has to end, and one being copied
-#: that is left behind.
+#: The copying of a capture that was cancelled before a grant must end within the first time; a
+#: running copy is abandoned after the second.
 _GIVEN_UP_S, _STOP_S = 1.0, 1.0
 _EXPLAIN_S = 5.0
-#: Between tries to take leave of a keeper that goes away itself.
+#: Pauses between attempts to say goodbye to a keeper that is terminating.
 _GOODBYE_PAUSES_S = 0.1, 0.5
 
 
 class Saver:
-    """Takes snapshots of one state on one rank. Not for several training threads at once."""
+    """Takes snapshots of one state on one rank, one at a time (``turns``)."""
 
     def __init__(
-        self, describer: Describer, place: Place, connect: Connect, patience: Patience,
-        *, parity: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        describer: Describer,
+        place: RankIdentity,
+        connect: Connect,
+        patience: Timeouts,
+        *,
+        parity: int = 0,
+    ) -> None:
         self.describer = describer
         self.place = place
-        self.patience = patience
+        self.timeouts = patience
         self._parity = parity
         self.updates = 0
-        """How many updates passed the fence; tells whether the state changed since a save."""
+        """Number of updates that passed the fence; shows if the state changed since a save."""
         self._connect = connect
-        self._line = Line(self._take_place)
-        self._promises = Promises()
-        self._heard = Heard(self._promises)
+        self._session = KeeperSession(self._join_keeper)
+        self._pending_handles = PendingHandles()
+        self._notifications = KeeperNotifications(self._pending_handles)
         self._copier = Copier()
-        self._steps, self._stillness = Steps(), Stillness()
-        self._current: Capture | None = None
-        self._overdue: Capture | None = None
+        self._steps, self._standstill = OptimizerSteps(), StandstillProbe()
+        self._current: CaptureTask | None = None
+        self._overdue: CaptureTask | None = None
+        self._reading: Reading | None = None
+        self.turns = Turns()
         self._end_by_s = math.inf
-        self._asking = Asking(self._line, self._heard)
-        self.announcing = Announcing(self._line, self._heard, self._promises)
-        self._work: Work[Saver] = Work()
+        self._slot_requests = SlotRequests(self._session, self._notifications)
+        self.announcements = StepAnnouncements(
+            self._session, self._notifications, self._pending_handles
+        )
+        self._work: CaptureQueue[Saver] = CaptureQueue()
         self._worker = threading.Thread(
-            target=work_off, args=(self._work,), name="holdfast-capture", daemon=True
+            target=run_worker, args=(self._work,), name="holdfast-capture", daemon=True
         )
         self._worker.start()
-        when_collected(self, end_worker, os.getpid(), self._work, self._copier.slots.files)
+        finalize_weakly(self, stop_worker, os.getpid(), self._work, self._copier.slots.files)
 
-    # ── on the training thread ───────────────────────────────────────────────────────────
+    # ── on the training thread ───────────────────────────────────────────────────────────────────
 
     def save(
-        self, step: int, *, durable: bool, exact: bool, carried: list[SaveHandle]
+        self,
+        step: int,
+        *,
+        durable: bool,
+        exact: bool,
+        carried: list[SaveHandle],
+        handle: SaveHandle | None = None,
     ) -> SaveHandle:
-        """Give the state at ``step`` away; ``carried`` handles are fulfilled by it too.
+        """Hand over the state at ``step`` for capture; it also fulfils the ``carried`` handles.
 
-        ``exact``: if durable, then this step and not a later one.
+        ``exact``: if durable, then this step and not a later one. ``handle``: that of a deferred
+        save. Raises StepBegan, before anything was read, if an optimizer steps.
         """
         started_s = time.monotonic()
         waited_s = self._wait_previous()
+        reading = Reading()
+        try:  # around all of it: an interrupt may come between any two lines
+            self._reading = reading
+            if is_under_way():
+                raise StepBegan
+            handle = handle or self.handle(step, durable=durable)
+            return self._hand_over(
+                step, handle, carried, reading, exact=exact, started_s=started_s, waited_s=waited_s
+            )
+        finally:
+            self._reading = None
+            reading.over.set()
+
+    def _hand_over(
+        self,
+        step: int,
+        handle: SaveHandle,
+        carried: list[SaveHandle],
+        reading: Reading,
+        *,
+        exact: bool,
+        started_s: float,
+        waited_s: float,
+    ) -> SaveHandle:
+        durable = handle.durable
         began_s = time.monotonic()
         description = self.describer.describe()
         bindings = description.bindings
         described_s = time.monotonic()
         stage(bindings.volatile)
         staged_s = time.monotonic()
-        handle = self._handle(step, durable)
-        capture = Capture(
+        capture = CaptureTask(
             step=step,
             durable=durable,
             exact=exact,
             description=description,
-            overtaking=Overtaking(bindings),
+            overtaking=OvertakeDetector(bindings),
             handle=handle,
             started_s=started_s,
-            trained=self._steps.take(bindings, self.describer.optimizers()),
+            trained=self._steps.collect(bindings, self.describer.optimizers),
             ready=computation_so_far(bindings.gpus),
         )
         for other in carried:
             other.move_to(step)
-        self._promises.add(step, [handle, *carried])
+        self._pending_handles.add(step, [handle, *carried])
         self._current = capture
+        if reading.is_overtaken:  # checked after the line above: the fence checks it
+            capture.cancel("the state was not described by the time an update had to begin")
         self._work.put((self, capture))
-        emit(SaveReturned(
-            incarnation=self.place.incarnation, step=step, rank=self.place.rank, durable=durable,
-            held_s=time.monotonic() - started_s, describe_s=described_s - began_s,
-            volatile_s=staged_s - described_s, wait_previous_s=waited_s,
-            leaves=len(bindings), size_bytes=bindings.size_bytes,
-        ))  # fmt: skip
+        emit(
+            SaveReturned(
+                incarnation=self.place.incarnation,
+                step=step,
+                rank=self.place.rank,
+                durable=durable,
+                held_s=time.monotonic() - started_s,
+                describe_s=described_s - began_s,
+                volatile_s=staged_s - described_s,
+                wait_previous_s=waited_s,
+                leaves=len(bindings),
+                size_bytes=bindings.size_bytes,
+            )
+        )
         return handle
 
-    def _handle(self, step: int, durable: bool) -> SaveHandle:
+    def handle(self, step: int, *, durable: bool) -> SaveHandle:
+        """Create the handle of a requested save."""
         return SaveHandle(step, durable=durable, explain=self.explain, parity=self._parity)
 
-    def decline(self, step: int, durable: bool, error: Exception) -> SaveHandle:
-        """This rank cannot save ``step``: tell the others, so that none waits for it."""
+    def decline(
+        self, step: int, durable: bool, error: Exception, handle: SaveHandle | None = None
+    ) -> SaveHandle:
+        """Tell the other ranks that this one cannot save ``step``, so that none waits for it."""
         reason = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(KeeperError):  # without a keeper nobody gets a snapshot
-            self._line.send(m.Decline(step=step, reason=reason))
-        emit(SnapshotMissed(
-            incarnation=self.place.incarnation, step=step, rank=self.place.rank, reason=reason
-        ))  # fmt: skip
-        handle = self._handle(step, durable)
+        with contextlib.suppress(KeeperError):  # without a keeper no rank gets a snapshot
+            self._session.send(m.DeclineStep(step=step, reason=reason))
+        emit(
+            SnapshotMissed(
+                incarnation=self.place.incarnation, step=step, rank=self.place.rank, reason=reason
+            )
+        )
+        handle = handle or self.handle(step, durable=durable)
         handle.fail(SnapshotSkipped(reason), captured=False)
         return handle
 
-    def make_durable(self, step: int) -> SaveHandle:
-        """The last save, asked for again with durable=True."""
-        handle = self._handle(step, True)
-        self._promises.join(step, handle)
+    def join(self, step: int, handle: SaveHandle) -> SaveHandle:
+        """Request the last save again: ``handle`` gets its current and its later states."""
+        self._pending_handles.join(step, handle)
+        self._pending_handles.catch_up(step, handle)
+        return handle
+
+    def make_durable(self, step: int, handle: SaveHandle | None = None) -> SaveHandle:
+        """Request the last save again with durable=True."""
+        handle = handle or self.handle(step, durable=True)
+        self._pending_handles.join(step, handle)
         try:
             self._wait_previous()
-            self._line.require()
-            self._promises.catch_up(step, handle)
-            self._line.send(m.MakeDurable(step=step))
+            self._session.require()
+            self._pending_handles.catch_up(step, handle)
+            self._session.send(m.MakeDurable(step=step))
         except KeeperError as error:
             handle.fail(PersistFailed(str(error)), captured=False)
         return handle
 
     def fence(self) -> None:
-        """Hold the caller until what an update overwrites is copied, or the capture given up."""
+        """Block until the data that an update overwrites is copied, or the capture is cancelled."""
         self.updates += 1
+        self._await_reading()
         passed = None
-        # Again, if a signal's handler saved once more while this waited.
+        # Repeat if a signal handler saved once more during the wait.
         while (capture := self._current) is not None and capture is not passed:
             if not capture.released.is_set():
                 started_s = time.monotonic()
                 self._await_release(capture)
-                emit(FenceWaited(
-                    incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
-                    held_s=time.monotonic() - started_s,
-                ))  # fmt: skip
+                emit(
+                    FenceWaited(
+                        incarnation=self.place.incarnation,
+                        step=capture.step,
+                        rank=self.place.rank,
+                        held_s=time.monotonic() - started_s,
+                    )
+                )
             for event in capture.events:
                 torch.cuda.current_stream(event.device).wait_event(event)
             passed = capture
 
     def stepping(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step: what is saved next should have other parameters."""
+        """Note that an optimizer is about to step: the next save should have other parameters."""
         self._steps.note(optimizer)
 
+    def stepped(self, optimizer: Optimizer | None) -> None:
+        """Count a whole step of ``optimizer``; None: an update by no torch optimizer."""
+        self._steps.count(optimizer)
+
+    def steps_ended(self) -> None:
+        """Execute deferred saves, because this thread is in no step any more."""
+        self.turns.drain(patience_s=self.turn_s)
+
+    @property
+    def has_deferred(self) -> bool:
+        """Return True if a save waits for the end of a step."""
+        return self.turns.has_deferred
+
+    @property
+    def turn_s(self) -> float:
+        """Return how long a save waits for the save of another thread."""
+        return self._at_most(self.timeouts.durable_grant_s)
+
+    def restart(self) -> None:
+        """Reset the update counts after another state was loaded."""
+        self._steps.restart()
+
+    def _await_reading(self) -> None:
+        """Wait while another thread describes the state for a save: updates must not begin
+        before.
+        """
+        reading = self._reading
+        if reading is None or reading.thread == threading.get_ident():
+            return
+        reading.is_overtaken = not reading.over.wait(self._at_most(self.timeouts.copy_s))
+
     def hurry(self, end_by_s: float) -> None:
-        """The process must end: from now on nothing is waited for beyond that time."""
+        """Limit all waits to that time, because the process must end."""
         self._end_by_s = end_by_s
 
     def _at_most(self, wait_s: float) -> float:
         return min(wait_s, max(0.0, self._end_by_s - time.monotonic()))
 
-    def _await_release(self, capture: Capture) -> None:
-        patience = self.patience
-        if not self._asking.was_granted:
+    def _await_release(self, capture: CaptureTask) -> None:
+        patience = self.timeouts
+        if not self._slot_requests.was_granted:
             grant_s = patience.first_grant_s
         else:
             grant_s = patience.durable_grant_s if capture.durable else patience.grant_s
         if not capture.answered.wait(self._at_most(grant_s)):
-            self._heard.is_silent = True  # until it says anything: no further step is held for it
+            capture.is_unanswered = True
             waited_s = min(grant_s, round(time.monotonic() - capture.started_s, 1))
-            capture.call_off(f"no answer to the request for a slot within {waited_s:g} s")
+            capture.cancel(f"no answer to the request for a slot within {waited_s:g} s")
         while not capture.wait_released(copy_s := self._at_most(patience.copy_s)):
-            if time.monotonic() - capture.room.moved_at_s > copy_s:  # no ring, or stuck
-                capture.call_off(f"the copy did not finish within {copy_s:g} s")
+            if time.monotonic() - capture.room.moved_at_s > copy_s:  # no ring, or no progress in it
+                capture.cancel(f"the copy did not finish within {copy_s:g} s")
                 return
 
     def _wait_previous(self) -> float:
-        """One capture at a time: the one before must be sealed or given up."""
+        """Wait until the previous capture is sealed or cancelled: at most one is in progress."""
         capture = self._current
         if capture is None or capture.resolved.is_set():
             return 0.0
         started_s = time.monotonic()
         self._await_release(capture)
-        # Given up without a slot, it never reads the state: its worker only waits for the keeper.
-        is_mere_wait = bool(capture.called_off) and not isinstance(capture.answer, m.Grant)
-        wait_s = _GIVEN_UP_S if is_mere_wait else self._at_most(self.patience.durable_grant_s)
-        # Waited for once: a connection that is being made can take as long as its deadline.
+        # A capture cancelled without a slot never reads the state: its worker only waits for the
+        # keeper.
+        is_mere_wait = bool(capture.cancelled) and not isinstance(capture.answer, m.Grant)
+        wait_s = _GIVEN_UP_S if is_mere_wait else self._at_most(self.timeouts.durable_grant_s)
+        # Waited for only once: connecting can take as long as its deadline.
         if not capture.resolved.wait(0.0 if self._overdue is capture else wait_s):
             self._overdue = capture if is_mere_wait else None
-            # Its worker may still read what the next save would stage over.
+            # Its worker may still read the staging buffers that the next save would overwrite.
             raise SnapshotSkipped(f"the capture of step {capture.step} has not ended yet")
         return time.monotonic() - started_s
 
     def end_capture(self, *, timeout_s: float) -> bool:
-        """Wait until the capture under way is told to the keeper, or was given up; if it was."""
+        """Wait until the capture in progress is reported to the keeper or cancelled; return True if
+        so.
+        """
         return self._current is None or self._current.resolved.wait(timeout_s)
 
     def previous_was_skipped(self) -> bool:
-        """Whether no rank captured the save before."""
+        """Return True if no rank captured the previous save."""
         self._wait_previous()
         return self._current is not None and self._current.is_carried
 
     @property
+    def is_capturing(self) -> bool:
+        """Return True if the previous save may still be captured: nothing was missed so far."""
+        current = self._current
+        return current is not None and not (current.cancelled or current.resolved.is_set())
+
+    @property
     def previous_was_lost(self) -> bool:
-        """Whether the save before is not durable, as it was to be, because a keeper was lost."""
+        """Return True if the previous save should be durable and is not, because a keeper was
+        lost.
+        """
         return self._current is not None and self._current.durable_lost
 
     def is_whole(self, step: int, *, timeout_s: float) -> bool:
-        """Whether the keeper has all of ``step`` in memory, as far as it can be asked."""
+        """Return True if the keeper reports all of ``step`` in memory; False if it cannot be
+        asked.
+        """
         with contextlib.suppress(HoldfastError):
-            return self.request(
-                m.Explain(step=step), m.Explanation, timeout_s=timeout_s
-            ).is_whole  # fmt: skip
+            return self.request(m.Explain(step=step), m.Explanation, timeout_s=timeout_s).is_whole
         return False
 
     def explain(self, step: int) -> str:
-        """In words: what the save of ``step`` waits for."""
-        if not self._line.is_up:
-            return LINE_IS_DOWN
+        """Describe in words what the save of ``step`` waits for."""
+        if not self._session.is_up:
+            return NOT_CONNECTED
         try:
-            client = self._line.require()
+            client = self._session.require()
             wait_s = self._at_most(_EXPLAIN_S)
             answer = client.request(m.Explain(step=step), m.Explanation, timeout_s=wait_s)
         except HoldfastError as error:
@@ -255,27 +376,27 @@ class Saver:
 
     @property
     def is_fenced(self) -> str:
-        """Why nothing more is saved by this process; "" while all is well."""
-        return self._heard.fenced
+        """Return the reason why this process saves no more; "" if it may save."""
+        return self._notifications.fenced
 
     def request(self, message: m.Message, answer: type[A], *, timeout_s: float) -> A:
-        """Ask the keeper something, connecting first if need be."""
+        """Send a request to the keeper, connecting first if necessary."""
         try:
-            return self._line.ensure().request(message, answer, timeout_s=timeout_s)
-        except NeverSaid:  # it died just now, and nobody had noticed
-            return self._line.ensure().request(message, answer, timeout_s=timeout_s)
+            return self._session.ensure().request(message, answer, timeout_s=timeout_s)
+        except NeverSent:  # the keeper died just now, before its loss was noticed
+            return self._session.ensure().request(message, answer, timeout_s=timeout_s)
 
     def reconnect(self) -> None:
-        """Take this rank's place, as ``self.place`` now says, at the keeper."""
-        self._line.hang_up()
-        self._line.ensure()
+        """Join as this rank, as given by ``self.place``, at the keeper."""
+        self._session.disconnect()
+        self._session.ensure()
 
     @property
     def is_copying(self) -> bool:
-        """Whether any slot may still be written to.
+        """True if any slot may still be written to.
 
-        From the moment a grant is heard until its worker is done with it; for good when a GPU
-        stopped answering. The keeper frees slots on this word: in doubt it is True.
+        That is from the receipt of a grant until the worker is done with it; permanently if a GPU
+        stopped answering. The keeper frees slots relying on this value: in doubt it is True.
         """
         current = self._current
         if current is None or not isinstance(current.answer, m.Grant):
@@ -283,11 +404,11 @@ class Saver:
         return self._copier.lost_a_copy or not current.resolved.is_set()
 
     def close(self, *, timeout_s: float, say_goodbye: bool = True) -> None:
-        """End the capture under way, say goodbye, and let go of all memory.
+        """End the capture in progress, say goodbye, and unmap all memory.
 
-        Without a goodbye the keeper takes this rank for lost, and keeps what it has. So it must
-        be when the copying does not end: the memory it writes to then stays mapped, and its slot
-        is given to nobody.
+        Without a goodbye the keeper treats this rank as lost, and keeps its memory. This happens if
+        the copying does not end: the memory that it writes to then stays mapped, and its slot is
+        not reused.
         """
         has_ended = False
         try:
@@ -299,14 +420,16 @@ class Saver:
                 if has_ended and say_goodbye and not self.is_fenced:
                     self._say_goodbye(timeout_s)
             finally:
-                self._line.end()
+                self._session.end()
                 if has_ended:
                     self._copier.slots.close()
 
     def _say_goodbye(self, timeout_s: float) -> None:
-        """A keeper that died meanwhile is replaced: the next finds what is in memory."""
+        """Send the goodbye; a keeper that died is replaced, and its successor discovers what is in
+        memory.
+        """
         deadline = time.monotonic() + timeout_s
-        for pause_s in _GOODBYE_PAUSES_S:  # it may die in the middle, or take a moment to die
+        for pause_s in _GOODBYE_PAUSES_S:  # the keeper may die meanwhile, or take a moment
             with contextlib.suppress(KeeperError):
                 self.request(m.Goodbye(), m.Done, timeout_s=timeout_s)
                 return
@@ -314,115 +437,140 @@ class Saver:
         self.request(m.Goodbye(), m.Done, timeout_s=max(0.0, deadline - time.monotonic()))
 
     def _end_worker(self, timeout_s: float) -> bool:
-        """Let it finish, or have it give up; whether it has ended."""
+        """Let the worker finish, or cancel its capture; return True if it has ended."""
         self._work.put(None)
         self._worker.join(timeout_s)
         if self._worker.is_alive() and self._current is not None:
-            self._current.call_off("its process left while it was copied")
+            self._current.cancel("its process left while it was copied")
             self._worker.join(_STOP_S)
         return not self._worker.is_alive()
 
-    # ── on the worker ────────────────────────────────────────────────────────────────────
+    # ── on the worker ────────────────────────────────────────────────────────────────────────────
 
-    def work_off(self, capture: Capture | None) -> None:
-        """Take a snapshot, whatever comes; None: see to the keeper. On the worker."""
+    def execute(self, capture: CaptureTask | None) -> None:
+        """Execute a capture and record any error; None: reconnect the keeper. On the worker."""
         if capture is None:
             self._replace_keeper()
             return
         try:
-            self._take(capture)
-        except Exception as error:  # the worker must live on: training depends on its fence
+            self._capture(capture)
+        except Exception as error:  # the worker must survive: training depends on its fence
             reason = f"{type(error).__name__}: {error}"
-            self._miss(capture, reason)
+            self._report_missed(capture, reason)
             self._abandon(capture, reason)
         finally:
             capture.answered.set()
             capture.release()
             capture.resolved.set()
 
-    def _take(self, capture: Capture) -> None:
+    def _capture(self, capture: CaptureTask) -> None:
         try:
             self._copier.slots.drop_removed()
-            grant = self._asking.ask(capture, self.patience)
-            layout = self._heard.layouts[grant.layout]
-            seal, sample = self._copier.copy(
-                capture, grant, layout, self.place, self._line.send, self.patience.room_s
+            # The worker takes one capture after the other: the one before copies no more, unless
+            # a GPU stopped answering.
+            grant = self._slot_requests.request_slot(
+                capture, self.timeouts, is_copying=self._copier.lost_a_copy
             )
-            self._line.send(m.Captured(
-                attempt=grant.attempt, image_bytes=seal.image_bytes,
-                header_xxh3=seal.header_xxh3, table_xxh3=seal.table_xxh3, sums=sample.sums,
-                same_since=self._stillness.same_since(
-                    capture.step, capture.trained, capture.parameters
-                ),
-            ))  # fmt: skip
-            # Told before the fence opens: whoever is killed after an update has handed over the
-            # step before it. The keeper throws away what a dead rank sealed but did not tell.
+            layout = self._notifications.layouts[grant.layout]
+            seal, sample = self._copier.copy(
+                capture, grant, layout, self.place, self._session.send, self.timeouts.room_s
+            )
+            self._session.send(
+                m.Captured(
+                    attempt=grant.attempt,
+                    image_bytes=seal.image_bytes,
+                    header_xxh3=seal.header_xxh3,
+                    table_xxh3=seal.table_xxh3,
+                    sums=sample.sums,
+                    same_since=self._standstill.same_since(
+                        capture.step, capture.trained, capture.parameters
+                    ),
+                )
+            )
+            # Reported before the fence opens: a rank killed after an update has handed over the
+            # step before it. The keeper discards images that a dead rank sealed but did not report.
             capture.release()
-        except (HoldfastError, Stopped) as error:
+        except (HoldfastError, CopyCancelled) as error:
             leaf = error.fields["leaf"] if isinstance(error, CaptureOvertaken) else ""
-            # Reported before the keeper hears of it, whose answer already fails the handle.
-            self._miss(capture, str(error), leaf=leaf)
+            # Emitted before the keeper receives it, because the keeper's answer already fails the
+            # handle.
+            self._report_missed(capture, str(error), leaf=leaf)
             self._abandon(capture, str(error), leaf)
 
-    def _abandon(self, capture: Capture, reason: str, leaf: str = "") -> None:
+    def _abandon(self, capture: CaptureTask, reason: str, leaf: str = "") -> None:
         if not isinstance(capture.answer, m.Grant):
             return
-        with contextlib.suppress(KeeperError):  # it learns it from our death, or the slot's record
-            self._line.send(m.Abandon(
-                attempt=capture.answer.attempt, reason=reason, leaf=leaf,
-                has_stopped=not self._copier.lost_a_copy,
-            ))  # fmt: skip
+        with contextlib.suppress(KeeperError):  # its death, or the slot's record, tells the keeper
+            self._session.send(
+                m.AbortCapture(
+                    attempt=capture.answer.attempt,
+                    reason=reason,
+                    leaf=leaf,
+                    has_stopped=not self._copier.lost_a_copy,
+                )
+            )
 
-    def _miss(self, capture: Capture, reason: str, *, leaf: str = "") -> None:
-        capture.call_off(reason)
-        emit(SnapshotMissed(
-            incarnation=self.place.incarnation, step=capture.step, rank=self.place.rank,
-            reason=reason, overtaken=bool(leaf), leaf=leaf,
-        ))  # fmt: skip
-        # Who waits is told, as the next save may be far; a rank alone saves at its next step.
+    def _report_missed(self, capture: CaptureTask, reason: str, *, leaf: str = "") -> None:
+        capture.cancel(reason)
+        emit(
+            SnapshotMissed(
+                incarnation=self.place.incarnation,
+                step=capture.step,
+                rank=self.place.rank,
+                reason=reason,
+                overtaken=bool(leaf),
+                leaf=leaf,
+            )
+        )
+        # Waiting callers are notified, since the next save may be far; a single rank saves at its
+        # next step.
         if not capture.is_carried or capture.keeper_lost or self.place.world > 1:
             kind = CaptureOvertaken if leaf else SnapshotSkipped
-            self._promises.fail(capture.step, kind(reason, leaf=leaf), captured=False)
+            self._pending_handles.fail(capture.step, kind(reason, leaf=leaf), captured=False)
 
-    # ── the keeper ───────────────────────────────────────────────────────────────────────
+    # ── keeper connection ────────────────────────────────────────────────────────────────────────
 
     def keep_in_touch(self) -> None:
-        """Have a keeper that went away replaced, behind this: ranks hear of each other by it."""
-        if self._line.is_to_be_tried and self._work.empty() and not self.is_fenced:
+        """Reconnect to the keeper in the background if it was lost: ranks reach each other through
+        it.
+        """
+        if self._session.should_reconnect and self._work.empty() and not self.is_fenced:
             self._work.put((self, None))
 
     def _replace_keeper(self) -> None:
-        """Before the next save, as others may wait for what this rank asked the one before."""
-        with contextlib.suppress(Exception):  # no memory for a process, say: the worker lives on
-            client = self._line.ensure_for_save()
+        """Connect to a new keeper before the next save, as other ranks may wait for this rank's
+        request.
+        """
+        with contextlib.suppress(Exception):  # no memory for a process, say: the worker survives
+            client = self._session.ensure_for_save()
             lost = self._current
             if lost is not None and lost.keeper_lost and not isinstance(lost.answer, m.Grant):
                 reason = "its keeper went away"
-                client.send(m.Decline(step=lost.step, reason=reason, is_passing=True))
+                client.send(m.DeclineStep(step=lost.step, reason=reason, is_passing=True))
 
-    def _take_place(self) -> KeeperClient:
+    def _join_keeper(self) -> KeeperClient:
         try:
             client = self._connect(
-                self.place, self.is_copying, self._promises.owes_durable, weakly(self._hear),
+                self.place,
+                self.is_copying,
+                self._pending_handles.owes_durable,
+                weakly(self._handle_notification),
                 weakly(self._lost),
-            )  # fmt: skip
+            )
         except Fenced as error:
-            self._heard.fenced = str(error)
+            self._notifications.fenced = str(error)
             raise
-        self._heard.is_silent = False  # this one was not asked for a slot yet
         return client
 
-    def _hear(self, message: m.Message) -> None:
-        """On the listening thread: what the keeper says by itself."""
-        answer = self._heard.hear(message, self._current, self.place)
+    def _handle_notification(self, message: m.Message) -> None:
+        """Handle a notification of the keeper. On the listener thread."""
+        answer = self._notifications.handle(message, self._current, self.place)
         if answer is not None:
-            self._line.send(answer)
+            self._session.send(answer)
 
     def _lost(self, reason: str) -> None:
-        """On the listening thread: the keeper went away."""
-        emit(KeeperLost(
-            incarnation=self.place.incarnation, rank=self.place.rank, reason=reason
-        ))  # fmt: skip
-        self._heard.lost(reason, self._current)
+        """Handle the loss of the keeper. On the listener thread."""
+        emit(KeeperLost(incarnation=self.place.incarnation, rank=self.place.rank, reason=reason))
+        self._notifications.lost(reason, self._current)
         if self.place.world > 1:
             self.keep_in_touch()

@@ -1,4 +1,4 @@
-"""The ``holdfast`` command: one file per command, none of which loads torch until it must.
+"""Runs the ``holdfast`` command: one file per command, none of which loads torch until it must.
 
 A HoldfastError becomes one line on stderr and its exit code, never a traceback; with
 ``--json`` it is also an object on stdout. Everything else that escapes is a bug: it shows where,
@@ -15,11 +15,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from holdfast.cli.command import print_json
+from holdfast.cli.command import Parser, print_json, say
 from holdfast.errors import HoldfastError
 
-#: In the order of the help. Each is a module here that says ``add_to``; of those, only the one
-#: that is called is loaded.
+#: In the order of the help. Each is a module with ``add_to``; only the module of the called command
+#: is loaded.
 COMMANDS = (
     "ls",
     "show",
@@ -34,7 +34,7 @@ COMMANDS = (
     "completion",
 )
 
-#: What a program exits with that broke down (sysexits.h); a 1 would read as "they differ".
+#: The exit code of a program error (sysexits.h); a 1 would read as "they differ".
 BUG = 70
 
 EXIT_CODES = """\
@@ -60,8 +60,8 @@ Take any other code for a failure too.
 
 
 def parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
-    """The command line, with the commands ``names``."""
-    root = argparse.ArgumentParser(
+    """Builds the command line, with the commands ``names``."""
+    root = Parser(
         prog="holdfast",
         description="Look at, check and try out checkpoints of training runs.",
         epilog=EXIT_CODES,
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _never_fail_to_print() -> None:
-    """A name that the terminal has no letters for is no reason to break off."""
+    """Makes printing never fail on a character that the terminal's encoding lacks."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)  # a caller may have put another there
         if reconfigure is not None:
@@ -107,12 +107,13 @@ def _never_fail_to_print() -> None:
 
 def _say_unknown(name: str) -> int:
     hint = _near(name, COMMANDS) or "`holdfast --help` lists the commands"
-    print(f"usage: holdfast COMMAND ...\nholdfast: no command {name!r}: {hint}", file=sys.stderr)
+    print("usage: holdfast COMMAND ...", file=sys.stderr)
+    say(f"holdfast: no command {name!r}: {hint}")
     return 2
 
 
 def _unknown_text(command: argparse.ArgumentParser, words: Sequence[str]) -> str:
-    """What to say of arguments that ``command`` has no use for."""
+    """Returns the error text for arguments that ``command`` does not know."""
     options = [text for action in command._actions for text in action.option_strings]
     hints = [_near(word.partition("=")[0], options) for word in words if word.startswith("--")]
     said = f"{' '.join(words)}: not an option or argument of this command"
@@ -132,21 +133,21 @@ def _run(args: argparse.Namespace) -> int:
     except HoldfastError as error:
         return _say(error, as_json=args.json)
     except KeyboardInterrupt:
-        print("holdfast: interrupted", file=sys.stderr)
+        say("holdfast: interrupted")
         return 130
     except BrokenPipeError:
-        # Python would complain again when it flushes stdout at its end.
+        # Python would report the error again when it flushes stdout at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception:
-        traceback.print_exc()
-        print("holdfast: this is a fault in holdfast; please report it", file=sys.stderr)
+        say(traceback.format_exc().rstrip())
+        say("holdfast: this is a fault in holdfast; please report it")
         return BUG
 
 
 def _say(error: HoldfastError, *, as_json: bool) -> int:
     name = type(error).__name__
-    print(f"holdfast: {name}: {error}", file=sys.stderr)
+    say(f"holdfast: {name}: {error}")
     if as_json:
         print_json({"error": {"class": name, "message": str(error), "fields": error.fields}})
     return error.exit_code

@@ -1,4 +1,6 @@
-"""``python -m holdfast.cli``, for where the ``holdfast`` script is not on the path."""
+"""Runs the command line as ``python -m holdfast.cli``, where the ``holdfast`` script is not on the
+path.
+"""
 
 from __future__ import annotations
 

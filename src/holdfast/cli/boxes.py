@@ -1,4 +1,4 @@
-"""Boxes as people write them: ``[0:4, 10:20]``, as Python indexes."""
+"""Reads and writes boxes as people do: ``[0:4, 10:20]``, as Python indexes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _RANGE = re.compile(r"\s*(-?\d*)\s*(:?)\s*(-?\d*)\s*")
 
 
 def box_text(box: Box) -> str:
-    """``[0:4, 10:20]``; of a scalar ``[]``."""
+    """Formats a box as ``[0:4, 10:20]``; that of a scalar as ``[]``."""
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + "]"
 
 
 def parse_box(text: str | None, shape: tuple[int, ...]) -> Box:
-    """A box from ``0:4,:,7``: Python's slices without steps, or single numbers.
+    """Parses a box from ``0:4,:,7``: Python's slices without steps, or single numbers.
 
-    UsageError for what is none, or is not inside ``shape``. None is the whole.
+    Raises UsageError for text that is no box, or not inside ``shape``. None is the whole.
     """
     if text is None:
         return Box.whole(shape)

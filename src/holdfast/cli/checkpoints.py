@@ -1,33 +1,36 @@
-"""Find the checkpoints of a root, the one that a person named, and a leaf in it."""
+"""Finds the checkpoints of a root, the one that a user named, and a leaf in it."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.catalogue import Catalogue, catalogue, is_root
+from holdfast.catalogue import LOCK, NEW_LISTS, Catalogue, catalogue, is_root
 from holdfast.errors import NotFound, UsageError
 from holdfast.format.manifest import Generation, Manifest
-from holdfast.load.choose import Candidate
-from holdfast.load.choose import choose as choose_candidates
-from holdfast.load.source import Checkpoint, from_manifest
+from holdfast.leases import ReadLease
+from holdfast.restore.planning.candidates import Candidate
+from holdfast.restore.planning.candidates import choose as choose_candidates
+from holdfast.restore.reading.images import Checkpoint, from_manifest
+from holdfast.restore.reading.stored import require_whole_line
 from holdfast.storage.base import Store
 from holdfast.storage.open import normal_root, open_store
 
 STEP_HELP = "a step as restore() takes it, or INCARNATION-STEP for any that `holdfast ls` shows"
-#: A step has no more; Python itself refuses to read numbers of thousands of digits.
+#: A step has no more digits; Python itself refuses to read numbers of thousands of digits.
 MAX_DIGITS = 20
-#: An error names no more checkpoints than these.
+#: An error lists at most this many checkpoints.
 MAX_LISTED = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A root and what it holds."""
+class OpenedRoot:
+    """A root and its catalogue."""
 
     root: str
     store: Store
@@ -36,40 +39,47 @@ class Opened:
     latest: Generation | None
 
     def state_of(self, generation: Generation) -> str:
-        """newest | kept | abandoned: of a future given up, restored only when named."""
+        """Returns newest | kept | abandoned: of a future given up, restored only when named.
+
+        "undecided": one of these, a record that would decide is missing.
+        """
         if generation == self.latest:
             return "newest"
-        return "kept" if generation in self.lineage else "abandoned"
+        if generation in self.lineage:
+            return "kept"
+        return "undecided" if self.catalogue.line.is_undecided(generation) else "abandoned"
 
 
-def open_root(root: str) -> Opened:
-    """Read what lies in ``root``; NotFound when it is no directory of checkpoints."""
+def open_root(root: str) -> OpenedRoot:
+    """Reads the catalogue of ``root``; raises NotFound when it is no directory of checkpoints."""
     if not Path(normal_root(root)).is_dir():
         raise NotFound(f"{root} is not a directory", root=root)
     store = open_store(root)
     found = catalogue(store)
     if not (found.manifests or found.broken or is_root(store)):
         raise NotFound(f"{root} holds no checkpoints (it has no holdfast.json)", root=root)
-    return Opened(root, store, found, frozenset(found.lineage), found.latest)
+    return OpenedRoot(root, store, found, frozenset(found.lineage), found.latest)
 
 
-def choose(opened: Opened, name: str | None) -> Manifest:
-    """The checkpoint that a restore of ``name`` (None: the newest) takes.
+def choose(opened: OpenedRoot, name: str | None) -> Manifest:
+    """Returns the checkpoint that a restore of ``name`` (None: the newest) takes.
 
-    NotFound lists what there is.
+    NotFound lists the existing ones, RestoreError names the lost record that leaves it open.
     """
     found = opened.catalogue
     stored = [Candidate(*each.generation, "storage", each.attempt) for each in found.manifests]
-    fit = choose_candidates(stored, found.parents, _wanted(name))
+    wanted = _wanted(name)
+    fit = choose_candidates(stored, found.parents, wanted, found.unreadable)
     manifest = found.find(fit[0].generation) if fit else None
     if manifest is None:
+        require_whole_line(opened.store, stored, found.line, wanted)
         raise NotFound(_absent(opened, name), root=opened.root, step=name)
     return manifest
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """A checkpoint to look into.
+class ChosenCheckpoint:
+    """An open checkpoint.
 
     ``leaves``: name -> number in the layout; tied tensors have several names, and are stored once.
     ``values``: those of rank 0, as they are stored.
@@ -83,7 +93,7 @@ class Chosen:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Which it is, as every command's JSON says it."""
+        """The checkpoint's identity, as in every command's JSON."""
         return {
             "root": self.root,
             "checkpoint": str(self.manifest.generation),
@@ -92,28 +102,46 @@ class Chosen:
         }
 
 
-def open_checkpoint(opened: Opened, name: str | None) -> Chosen:
-    """The checkpoint that ``choose`` takes, its layout read and checked."""
+def hold_checkpoint(opened: OpenedRoot, name: str | None) -> ChosenCheckpoint:
+    """Opens as ``open_checkpoint``, and prevents pruning while the ``checkpoint`` of the result
+    lives.
+    """
+    lease = ReadLease(opened.store)
+    try:
+        for _ in range(NEW_LISTS):
+            if lease.take(choose(opened, name)):
+                break
+            opened = open_root(opened.root)  # retention was faster
+        chosen = open_checkpoint(opened, name)
+    except BaseException:
+        lease.end()
+        raise
+    lease.end_with(chosen.checkpoint)
+    return chosen
+
+
+def open_checkpoint(opened: OpenedRoot, name: str | None) -> ChosenCheckpoint:
+    """Opens the checkpoint that ``choose`` takes; its layout is read and checked."""
     manifest = choose(opened, name)
     checkpoint = from_manifest(opened.store, manifest)
     leaves = {leaf.name: number for number, leaf in enumerate(checkpoint.layout.leaves)}
     values, aliases = _values(manifest, checkpoint)
     tied = {name: leaves[of] for name, of in aliases.items() if of in leaves}
-    return Chosen(opened.root, manifest, checkpoint, leaves | tied, values)
+    return ChosenCheckpoint(opened.root, manifest, checkpoint, leaves | tied, values)
 
 
 def _values(manifest: Manifest, checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
-    """Values and aliases, from the image where they were too long for the manifest."""
+    """Returns values and aliases, from the image where they were too long for the manifest."""
     if manifest.values or manifest.aliases:
         return manifest.values, manifest.aliases
-    # By name, because it loads numpy, and completion is to be fast.
-    read = importlib.import_module("holdfast.load.read")
+    # Imported by name, because it loads numpy, and completion must be fast.
+    read = importlib.import_module("holdfast.restore.reading.read")
     document = read.read_values(checkpoint, 0)
     return document.get("shared", {}), read.read_aliases(checkpoint, document)
 
 
 def unknown(what: str, name: str, known: Sequence[str], root: str) -> NotFound:
-    """The error for a name that is not there; it offers its likes."""
+    """Returns the error for a name that does not exist; it suggests similar ones."""
     close = ", ".join(difflib.get_close_matches(name, known, n=3))
     hint = f"did you mean {close}?" if close else f"`holdfast show {root}` lists them"
     return NotFound(f"no {what} {name}: {hint}", leaf=name)
@@ -127,13 +155,73 @@ def _wanted(name: str | None) -> int | str | None:
     return int(name)
 
 
-def _absent(opened: Opened, name: str | None) -> str:
+def _absent(opened: OpenedRoot, name: str | None) -> str:
     what = "no checkpoint" if name is None else f"no checkpoint of step {name}"
     generations = [each.generation for each in opened.catalogue.manifests]
     shown = [
-        str(each) if each in opened.lineage else f"{each} (abandoned)"
+        str(each) if each in opened.lineage else f"{each} ({opened.state_of(each)})"
         for each in generations[-MAX_LISTED:]
     ]
     if len(generations) > MAX_LISTED:
         shown.insert(0, f"{len(generations) - MAX_LISTED} older")
     return f"{what} in {opened.root}; there are: {', '.join(shown) or 'none'}"
+
+
+# Finds who holds a lock file without touching it: trying a lock can make the start of a run fail.
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The signer of a lock. ``pid`` is 0 when no process of this machine holds it.
+
+    Then the signer was killed, or runs on another host or in another container.
+    """
+
+    pid: int
+    signed: str
+
+
+def root_holder(root: str) -> Holder | None:
+    """Returns who holds the lock of a root; None when it is free."""
+    path = Path(normal_root(root)) / f".{LOCK}.lock"  # as LocalStore names it
+    try:
+        signed = path.read_text(errors="replace").strip("\0\n ")
+    except OSError:
+        return None
+    pids = holders(path)
+    return Holder(pids[0] if pids else 0, signed) if pids or signed else None
+
+
+def holders(path: Path, proc: Path = Path("/proc")) -> list[int]:
+    """Returns the processes of this machine that hold an flock on ``path``."""
+    try:
+        inode = path.stat().st_ino
+        table = (proc / "locks").read_text().splitlines()
+    except OSError:
+        return []
+    lines = [line.split() for line in table]
+    # "1: FLOCK ADVISORY WRITE 4711 fd:00:1234 0 EOF"; a waiting one has "->" second.
+    locks = [f for f in lines if len(f) >= 6 and f[1] == "FLOCK"]
+    pids = {int(f[4]) for f in locks if f[5].rpartition(":")[2] == str(inode)}
+    return sorted(pid for pid in pids if pid > 0 and _may_have_open(pid, path, proc))
+
+
+def _may_have_open(pid: int, path: Path, proc: Path) -> bool:
+    """True if the process has this very file open: device numbers in /proc/locks are not always the
+    file's.
+    """
+    wanted = os.path.realpath(path)
+    try:
+        descriptors = list((proc / str(pid) / "fd").iterdir())
+    except PermissionError:
+        return True  # another user's: its number is all there is to go by
+    except OSError:
+        return False
+    return any(_target(descriptor) == wanted for descriptor in descriptors)
+
+
+def _target(descriptor: Path) -> str:
+    try:
+        return str(descriptor.readlink())
+    except OSError:
+        return ""

@@ -1,7 +1,6 @@
-"""How a command is declared, and how it prints JSON: all that needs no tables.
+"""Declares commands, prints JSON and errors, and asks before a removal: all without tables.
 
-Kept apart from ``output`` so that completion, which runs at every press of a key, loads nothing
-else.
+It is a file of its own so that completion, which runs at every press of a key, loads nothing else.
 """
 
 from __future__ import annotations
@@ -9,10 +8,27 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
+
+from holdfast.errors import UsageError
+from holdfast.observe.text import printable, printable_lines
 
 Commands = argparse._SubParsersAction  # argparse has no public name for what add_subparsers gives
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors quote arguments, which a shell may have taken from names of files."""
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Say it in a form that is fit for a terminal."""
+        super().exit(status, message and f"{printable_lines(message.rstrip())}\n")
+
+
+def say(text: str) -> None:
+    """A message on stderr; of its lines only the first begins at the margin."""
+    print(printable_lines(text), file=sys.stderr)
 
 
 def add_command(
@@ -34,7 +50,7 @@ def add_command(
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """One JSON document that every reader of JSON takes."""
+    """One JSON document that every reader of JSON takes, in ASCII: no character of it acts."""
     print(json.dumps(in_json(document), indent=2, allow_nan=False))
 
 
@@ -49,3 +65,19 @@ def in_json(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [in_json(item) for item in value]
     return str(value)
+
+
+def confirmed(question: str, *, yes: bool, as_json: bool) -> bool:
+    """Whether to go on: ``yes``, or what the person at the terminal says.
+
+    UsageError where nobody can be asked, so that no script hangs or removes by accident.
+    """
+    if yes:
+        return True
+    if as_json or not sys.stdin.isatty():
+        raise UsageError(
+            "nothing was removed, because nobody can be asked here: add --yes to remove, or look "
+            "first at what would go"
+        )
+    print(f"{printable(question)} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

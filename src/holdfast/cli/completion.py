@@ -1,9 +1,9 @@
-"""``holdfast completion``: a script that lets the shell complete commands, options, steps, leaves.
+"""Completes commands, options, steps and leaves in the shell: ``holdfast completion``.
 
-The script asks ``holdfast completion --words`` at every press of the key, so all three shells offer
-the same, and what it offers is read from the commands themselves. A library would not do better:
+The script calls ``holdfast completion --words`` at every press of the key, so all three shells
+offer the same words, which are read from the commands themselves. A library would not do better:
 shtab writes static scripts, which know no steps and no leaves; argcomplete would be one more
-dependency and loads every command. This loads the one that is being typed, and no torch.
+dependency and loads every command. This loads only the command being typed, and no torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from dataclasses import dataclass, field
 
 from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.errors import HoldfastError, UsageError
+from holdfast.observe.text import printable
 
 BASH = """\
 # To use it now:    source <(holdfast completion bash)
 # and for good:     holdfast completion bash > ~/.local/share/bash-completion/completions/holdfast
 _holdfast() {
-    local IFS=$'\\n'
-    COMPREPLY=($("$1" completion --words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+    local -a found
+    mapfile -t found < <("$1" completion --words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
+    COMPREPLY=()
+    ((${#found[@]})) && mapfile -t COMPREPLY < <(printf '%q\\n' "${found[@]}")
 }
 complete -o bashdefault -o default -F _holdfast holdfast
 """
@@ -66,7 +69,7 @@ SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "completion",
@@ -77,14 +80,16 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     command.add_argument("shell", choices=SCRIPTS, nargs="?", help="the shell the script is for")
     command.add_argument(
-        "--words", metavar="WORD", nargs=argparse.REMAINDER,
+        "--words",
+        metavar="WORD",
+        nargs=argparse.REMAINDER,
         help="what the scripts ask: the words that fit the last of those typed behind `holdfast`",
-    )  # fmt: skip
+    )
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script, or the words that could stand where the last one is being typed."""
+    """Prints the script, or the words that could complete the last one."""
     if args.words is not None:
         for word in complete(args.words):
             print(word)
@@ -99,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class _Typed:
-    """What stands before the word that is being typed."""
+    """The words before the word that is being typed."""
 
     places: list[str] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
@@ -107,9 +112,9 @@ class _Typed:
 
 
 def complete(typed: Sequence[str]) -> list[str]:
-    """The words that fit the last of ``typed``, the words behind ``holdfast``.
+    """Returns the words that complete the last of ``typed``, the words after ``holdfast``.
 
-    Nothing where a file belongs, or nothing is known: the shell then offers files.
+    Returns nothing where a file belongs, or nothing is known: the shell then offers files.
     """
     from holdfast.cli import COMMANDS
 
@@ -122,7 +127,7 @@ def complete(typed: Sequence[str]) -> list[str]:
 
 
 def _declared(name: str) -> argparse.ArgumentParser:
-    """One command's own parser."""
+    """Returns one command's own parser."""
     commands = argparse.ArgumentParser().add_subparsers()
     importlib.import_module(f"holdfast.cli.{name}").add_to(commands)
     found: argparse.ArgumentParser = commands.choices[name]
@@ -130,7 +135,10 @@ def _declared(name: str) -> argparse.ArgumentParser:
 
 
 def _fitting(words: Iterable[str], start: str) -> list[str]:
-    return [word for word in words if word.startswith(start)]
+    fit = [word for word in words if word.startswith(start)]
+    # The words are inserted into the line being typed: a name with control characters is not
+    # offered.
+    return [word for word in fit if word == printable(word)]
 
 
 def _candidates(command: argparse.ArgumentParser, before: Sequence[str], word: str) -> list[str]:
@@ -146,7 +154,7 @@ def _candidates(command: argparse.ArgumentParser, before: Sequence[str], word: s
 
 
 def _read(options: dict[str, argparse.Action], before: Sequence[str]) -> _Typed:
-    """Tell options, their values and the words between them apart."""
+    """Separates options, their values and the words between them."""
     typed = _Typed()
     for word in before:
         if typed.pending is not None:
@@ -161,7 +169,7 @@ def _read(options: dict[str, argparse.Action], before: Sequence[str]) -> _Typed:
 
 
 def _values(action: argparse.Action, typed: _Typed) -> list[str]:
-    """What can be given for an option or at a place, by what the help calls it."""
+    """Returns the possible values of an option or argument, by its name in the help."""
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
     try:
@@ -176,7 +184,7 @@ def _values(action: argparse.Action, typed: _Typed) -> list[str]:
 
 
 def steps(root: str) -> list[str]:
-    """The checkpoints of a root as ``--step`` takes them."""
+    """Returns the checkpoints of a root as ``--step`` takes them."""
     checkpoints = importlib.import_module("holdfast.cli.checkpoints")
     opened = checkpoints.open_root(root)
     found = [manifest.generation for manifest in opened.catalogue.manifests]
@@ -185,6 +193,6 @@ def steps(root: str) -> list[str]:
 
 
 def names(root: str, step: str | None) -> list[str]:
-    """The leaves of a checkpoint."""
+    """Returns the leaves of a checkpoint."""
     checkpoints = importlib.import_module("holdfast.cli.checkpoints")
     return list(checkpoints.open_checkpoint(checkpoints.open_root(root), step).leaves)

@@ -1,15 +1,15 @@
-"""``holdfast demo``: a training run is killed, and resumes exactly."""
+"""Runs ``holdfast demo``: a training run is killed, and resumes exactly."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 
-from holdfast.cli.output import Commands, add_command
+from holdfast.cli.command import Commands, add_command
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "demo",
@@ -31,7 +31,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; its exit code says whether every line of its table is as promised."""
-    # By name: nothing else in the command line may load torch, and the demo does.
+    """Runs the demo; its exit code says whether every line of its table is as promised."""
+    # Imported by name: no other part of the command line may load torch, and the demo does.
     code: int = importlib.import_module("holdfast.demo").main(args)
     return code

@@ -1,4 +1,4 @@
-"""``holdfast diff``: what differs between two checkpoints, however each was spread over ranks.
+"""Runs ``holdfast diff``: compares two checkpoints, however each was spread over ranks.
 
 Leaves are compared bit for bit, in portions: memory does not grow with the checkpoint.
 """
@@ -12,28 +12,22 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from holdfast.cli import tree
-from holdfast.cli.checkpoints import STEP_HELP, Chosen, open_checkpoint, open_root
+from holdfast.cli import value_tree as tree
+from holdfast.cli.checkpoints import STEP_HELP, ChosenCheckpoint, hold_checkpoint, open_root
+from holdfast.cli.command import Commands, add_command, print_json
 from holdfast.cli.differences import LeafChange, ValueChange, leaf_changes, value_changes
-from holdfast.cli.elements import short_text
-from holdfast.cli.output import (
-    Commands,
-    SlowProgress,
-    add_command,
-    plain_table,
-    print_json,
-    stdout,
-)
+from holdfast.cli.leaf_reader import short_text
+from holdfast.cli.output import SlowProgress, plain_table, stdout
 from holdfast.errors import NotFound, UsageError
-from holdfast.observe.units import NOTHING, count_text, size_text
+from holdfast.observe.text import NOTHING, count_text, size_text
 
 DIFFERENT = 1
-#: Columns from which on there is room for the elements themselves.
+#: From this many columns on there is room for the elements themselves.
 WIDE = 100
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "diff",
@@ -54,15 +48,17 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     only = command.add_mutually_exclusive_group()
     only.add_argument(
-        "--leaf", metavar="PATTERN", action="append",
+        "--leaf",
+        metavar="PATTERN",
+        action="append",
         help="compare only leaves like this (* ? [...]), and no values; may be given several times",
-    )  # fmt: skip
+    )
     only.add_argument("--values-only", action="store_true", help="compare plain values, no leaves")
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what differs; 0 when nothing does, 1 when anything does."""
+    """Prints the differences; returns 0 when there are none, 1 otherwise."""
     a, b = _both(args)
     leaves: list[LeafChange] = []
     compared = values_compared = size_bytes = 0
@@ -89,21 +85,21 @@ def run(args: argparse.Namespace) -> int:
     return DIFFERENT if leaves or values else 0
 
 
-def _both(args: argparse.Namespace) -> tuple[Chosen, Chosen]:
-    """The two checkpoints that are meant."""
+def _both(args: argparse.Namespace) -> tuple[ChosenCheckpoint, ChosenCheckpoint]:
+    """Opens the two checkpoints."""
     if args.other is None and args.step is None and args.other_step is None:
         raise UsageError(
             "diff needs two checkpoints: give a second root, or --step and --other-step"
         )
     opened = open_root(args.root)
     if args.other is None:
-        return open_checkpoint(opened, args.step), open_checkpoint(opened, args.other_step)
+        return hold_checkpoint(opened, args.step), hold_checkpoint(opened, args.other_step)
     other_step = args.step if args.other_step is None else args.other_step
     other = open_root(args.other)
-    return open_checkpoint(opened, args.step), open_checkpoint(other, other_step)
+    return hold_checkpoint(opened, args.step), hold_checkpoint(other, other_step)
 
 
-def _names(a: Chosen, b: Chosen, patterns: list[str] | None) -> list[str]:
+def _names(a: ChosenCheckpoint, b: ChosenCheckpoint, patterns: list[str] | None) -> list[str]:
     names = sorted(a.leaves.keys() | b.leaves.keys())
     if patterns is None:
         return names
@@ -140,7 +136,7 @@ def _print(record: dict[str, Any], leaves: list[LeafChange], values: list[ValueC
 
 
 def _print_kinds(console: Console, changes: list[LeafChange]) -> None:
-    """Leaves of which no elements could be compared."""
+    """Prints leaves whose elements could not be compared."""
     if not changes:
         return
     table = plain_table("leaf", "what")
@@ -151,7 +147,7 @@ def _print_kinds(console: Console, changes: list[LeafChange]) -> None:
 
 
 def _print_elements(console: Console, changes: list[LeafChange]) -> None:
-    """Leaves that differ in elements; the first two of those only where there is room."""
+    """Prints leaves that differ in elements; the first two elements only where there is room."""
     if not changes:
         return
     sides = ("a", "b") if console.width >= WIDE else ()

@@ -1,11 +1,13 @@
-"""``holdfast dump``: the elements of a leaf, or a value, on the terminal or in a file."""
+"""Runs ``holdfast dump``: prints the elements of a leaf, or a value, or writes them to a file."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -14,29 +16,38 @@ import numpy as np
 import xxhash
 from rich.markup import escape
 
-from holdfast.cli import tree
+from holdfast.cli import value_tree as tree
 from holdfast.cli.boxes import box_text, parse_box
-from holdfast.cli.checkpoints import STEP_HELP, Chosen, open_checkpoint, open_root, unknown
-from holdfast.cli.differences import rank_values
-from holdfast.cli.elements import as_bytes, element, has_numbers, numbers, short_text
-from holdfast.cli.export import header, refuse_existing, write_file
-from holdfast.cli.output import (
-    Commands,
-    SlowProgress,
-    add_command,
-    plain_table,
-    print_json,
-    stdout,
+from holdfast.cli.checkpoints import (
+    STEP_HELP,
+    ChosenCheckpoint,
+    hold_checkpoint,
+    open_root,
+    unknown,
 )
-from holdfast.cli.portions import BATCH_BYTES, Read, cut, read
-from holdfast.cli.statistics import Statistics
-from holdfast.errors import UsageError
+from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.differences import rank_values
+from holdfast.cli.leaf_reader import (
+    BATCH_BYTES,
+    NATIVE,
+    Read,
+    Statistics,
+    as_bytes,
+    cut,
+    element,
+    has_numbers,
+    numbers,
+    read,
+    short_text,
+)
+from holdfast.cli.output import SlowProgress, plain_table, stdout
+from holdfast.errors import StorageError, UsageError
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
 from holdfast.geometry.layout import LeafSpec
-from holdfast.load.plan import Want
-from holdfast.load.read import Array
-from holdfast.observe.units import NOTHING, size_text
+from holdfast.observe.text import NOTHING, printable, size_text
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading.read import Array
 
 #: Larger boxes are shown by their first elements only, unless --head says otherwise.
 SHOWN_WHOLE = 1000
@@ -44,7 +55,7 @@ SHOWN_FIRST = 8
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "dump",
@@ -76,14 +87,14 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print or write what was asked for; 3 when there is no such leaf or value."""
+    """Prints or writes the elements or the value; returns 3 when there is no such leaf or value."""
     if args.head is not None and (args.head < 0 or args.out):
         raise UsageError("--head takes a number of elements to print, and does not go with --out")
-    chosen = open_checkpoint(open_root(args.root), args.step)
+    chosen = hold_checkpoint(open_root(args.root), args.step)
     if args.leaf not in chosen.leaves:
         return _dump_value(args, chosen)
     leaf = chosen.checkpoint.layout.leaves[chosen.leaves[args.leaf]]
-    source = Source(chosen, leaf, parse_box(args.box, leaf.shape))
+    source = DumpSource(chosen, leaf, parse_box(args.box, leaf.shape))
     if args.out:
         return _write(args, source)
     record = {
@@ -100,16 +111,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A box of a leaf, and what reads it."""
+class DumpSource:
+    """A box of a leaf, and its reader."""
 
-    chosen: Chosen
+    chosen: ChosenCheckpoint
     leaf: LeafSpec
     box: Box
     read: Read = read
 
     def portions(self) -> Iterator[Array]:
-        """All of it, in row-major order, as carriers; with progress where it takes a while."""
+        """Yields all of it, in row-major order, as carriers; with progress where it takes long."""
         done, total = 0, self.box.volume * ITEMSIZE[self.leaf.dtype]
         with SlowProgress(f"reading {self.leaf.name}") as progress:
             for part in cut(self.box, BATCH_BYTES // ITEMSIZE[self.leaf.dtype]):
@@ -118,13 +129,15 @@ class Source:
                 progress(done, total)
 
     def elements(self, box: Box) -> Array:
-        """The carriers of a small box."""
+        """Returns the carriers of a small box."""
         (array,) = self.read(self.chosen.checkpoint, [Want(self.leaf.name, box, 0)])
         return array
 
 
-def facts(source: Source) -> dict[str, Any]:
-    """Checksum and statistics of a box: xxh3-64 of its elements' bytes in row-major order."""
+def facts(source: DumpSource) -> dict[str, Any]:
+    """Returns checksum and statistics of a box: xxh3-64 of its elements' bytes in row-major
+    order.
+    """
     dtype = source.leaf.dtype
     found = Statistics(dtype) if has_numbers(dtype) else None
     checksum = xxhash.xxh3_64()
@@ -136,8 +149,10 @@ def facts(source: Source) -> dict[str, Any]:
     return {"checksum_xxh3": checksum.hexdigest(), "statistics": record}
 
 
-def first_elements(source: Source, count: int) -> list[dict[str, Any]]:
-    """The first elements of a box in row-major order, read by as few reads as rows allow."""
+def first_elements(source: DumpSource, count: int) -> list[dict[str, Any]]:
+    """Returns the first elements of a box in row-major order, read by as few reads as rows
+    allow.
+    """
     found: list[dict[str, Any]] = []
     for part in cut(source.box, max(1, count)):
         if len(found) >= count:
@@ -150,7 +165,7 @@ def first_elements(source: Source, count: int) -> list[dict[str, Any]]:
     return found
 
 
-def _write(args: argparse.Namespace, source: Source) -> int:
+def _write(args: argparse.Namespace, source: DumpSource) -> int:
     head = header(args.out, args.leaf, source.leaf.dtype, source.box.shape)
     size_bytes = write_file(args.out, head, source.portions(), force=args.force)
     if args.json:
@@ -161,7 +176,7 @@ def _write(args: argparse.Namespace, source: Source) -> int:
     return 0
 
 
-def _print(args: argparse.Namespace, source: Source, record: dict[str, Any]) -> None:
+def _print(args: argparse.Namespace, source: DumpSource, record: dict[str, Any]) -> None:
     console, leaf = stdout(), source.leaf
     shape = " x ".join(map(str, leaf.shape)) or "scalar"
     which = "" if args.box is None else f", box {box_text(source.box)}"
@@ -177,7 +192,8 @@ def _print(args: argparse.Namespace, source: Source, record: dict[str, Any]) -> 
         whole = numbers(source.elements(source.box), leaf.dtype)
         if leaf.dtype == "BOOL":
             whole = whole.astype(bool)
-        console.print(np.array2string(whole, threshold=SHOWN_WHOLE), markup=False, soft_wrap=True)
+        for line in np.array2string(whole, threshold=SHOWN_WHOLE).split("\n"):
+            console.print(line, markup=False, soft_wrap=True)
         return
     for each in record["first"]:
         index = f"[{', '.join(map(str, each['index']))}]"
@@ -207,7 +223,7 @@ def _number_text(value: Any) -> str:
     return f"{value:.7g}" if isinstance(value, float) else str(value)
 
 
-def _dump_value(args: argparse.Namespace, chosen: Chosen) -> int:
+def _dump_value(args: argparse.Namespace, chosen: ChosenCheckpoint) -> int:
     if not 0 <= args.rank < chosen.manifest.world:
         raise UsageError(
             f"--rank {args.rank}: it was saved by ranks 0 to {chosen.manifest.world - 1}"
@@ -224,11 +240,15 @@ def _dump_value(args: argparse.Namespace, chosen: Chosen) -> int:
     if args.json:
         print_json({**chosen.facts, "name": args.leaf, "rank": args.rank, "value": value})
     else:
-        stdout().print(text, markup=False, soft_wrap=True)
+        lines = text.split("\n")
+        if any(line != printable(line) for line in lines):  # JSON's own escapes, then
+            lines = json.dumps(value, indent=2).split("\n")
+        for line in lines:
+            stdout().print(line, markup=False, soft_wrap=True)
     return 0
 
 
-def _write_value(args: argparse.Namespace, chosen: Chosen, text: str) -> int:
+def _write_value(args: argparse.Namespace, chosen: ChosenCheckpoint, text: str) -> int:
     if Path(args.out).suffix != ".json":
         raise UsageError(f"--out {args.out}: {args.leaf} is a plain value; write a .json file")
     refuse_existing(args.out, force=args.force)
@@ -239,3 +259,86 @@ def _write_value(args: argparse.Namespace, chosen: Chosen, text: str) -> int:
     else:
         stdout().print(f"{escape(args.out)}: {size_text(size_bytes)}", soft_wrap=True)
     return 0
+
+
+# Writes one box of a leaf to a file of its own: whole or not at all, and never over another file.
+#
+# Both formats are a header and the elements in row-major order, so the file is written portion by
+# portion without a library: safetensors takes every dtype, .npy those that numpy has.
+
+
+SUFFIXES = (".npy", ".safetensors")
+
+
+def header(path: str, name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Returns the first bytes of the file ``path``; raises UsageError when its format has no such
+    dtype.
+    """
+    suffix = Path(path).suffix
+    if suffix not in SUFFIXES:
+        raise UsageError(f"--out {path}: the name must end in {' or '.join(SUFFIXES)}")
+    if suffix == ".safetensors":
+        return _safetensors_header(name, dtype, shape)
+    if dtype not in NATIVE:
+        raise UsageError(f"--out {path}: numpy has no {dtype}; write a .safetensors file")
+    descr = "|b1" if dtype == "BOOL" else np.dtype(NATIVE[dtype]).str
+    head = BytesIO()
+    described = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(head, described)
+    return head.getvalue()
+
+
+def _safetensors_header(name: str, dtype: str, shape: tuple[int, ...]) -> bytes:
+    size_bytes = int(np.prod(shape, dtype=object)) * ITEMSIZE[dtype]
+    as_bytes = dtype in STORED_AS_BYTES  # as in an image: safetensors has no name for it
+    tensor = {
+        "dtype": "U8" if as_bytes else dtype,
+        "shape": [size_bytes] if as_bytes else list(shape),
+        "data_offsets": [0, size_bytes],
+    }
+    true = {"dtype": dtype, "shape": ",".join(map(str, shape))}
+    text = json.dumps({"__metadata__": true, name: tensor}).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)  # the data begins on a multiple of eight bytes
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_file(path: str, head: bytes, arrays: Iterable[Array], *, force: bool) -> int:
+    """Writes ``head`` and the elements; returns the bytes. Raises UsageError when the file exists.
+
+    The file gets its name when it is complete: an interrupted command leaves nothing.
+    """
+    target = Path(path)
+    refuse_existing(path, force=force)
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("xb") as file:
+            file.write(head)
+            for array in arrays:
+                file.write(as_bytes(array))
+            size_bytes = file.tell()
+        _give_name(part, target, force=force)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}; choose another place with --out", path=path
+        ) from error
+    finally:
+        part.unlink(missing_ok=True)
+    return size_bytes
+
+
+def refuse_existing(path: str, *, force: bool) -> None:
+    """Raises UsageError when ``path`` exists and may not be overwritten."""
+    if Path(path).exists() and not force:
+        raise UsageError(f"{path} exists already; --force writes over it")
+
+
+def _give_name(part: Path, target: Path, *, force: bool) -> None:
+    if force:
+        part.replace(target)
+        return
+    try:
+        os.link(part, target)  # unlike a rename, this fails when somebody was faster
+    except FileExistsError:
+        raise UsageError(f"{target} exists already; --force writes over it") from None
+    except PermissionError:  # a file system without links
+        part.rename(target)

@@ -1,4 +1,4 @@
-"""``holdfast ls``: the checkpoints of a root, and what each is good for."""
+"""Runs ``holdfast ls``: lists the checkpoints of a root, and the state of each."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 from rich.markup import escape
 
-from holdfast.cli.checkpoints import Opened, open_root
-from holdfast.cli.output import Commands, add_command, plain_table, print_json, stdout
-from holdfast.observe.units import NOTHING, moment_text, shared_text
+from holdfast.cli.checkpoints import OpenedRoot, open_root
+from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.output import plain_table, stdout
+from holdfast.observe.text import NOTHING, moment_text, on_one_line, shared_text
 from holdfast.persist.pins import read_pins
 
 COLUMNS = ("checkpoint", "when", "world", "images", "size", "state", "pin")
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "ls",
@@ -29,10 +30,11 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list; 0 also when it is empty or holds broken checkpoints."""
+    """Prints the list; returns 0 also when it is empty or has broken checkpoints."""
     opened = open_root(args.root)
+    gap = opened.catalogue.gap
     if args.json:
-        print_json({"root": args.root, "checkpoints": records(opened)})
+        print_json({"root": args.root, "checkpoints": records(opened), "undecided": gap})
         return 0
     rows = records(opened)
     table = plain_table(*COLUMNS, right=("world", "images", "size"))
@@ -40,11 +42,13 @@ def run(args: argparse.Namespace) -> int:
         table.add_row(*_cells(row))
     none = f"no checkpoints in {escape(args.root)} yet"
     stdout().print(table if rows else none, soft_wrap=not rows)
+    if gap:
+        stdout().print(escape(f"{gap}. A restore takes them by name only."), soft_wrap=True)
     return 0
 
 
-def records(opened: Opened) -> list[dict[str, Any]]:
-    """Readable checkpoints in the order of their generations, then broken ones."""
+def records(opened: OpenedRoot) -> list[dict[str, Any]]:
+    """Returns readable checkpoints in the order of their generations, then broken ones."""
     pins = read_pins(opened.store)
     readable = [
         {
@@ -71,7 +75,8 @@ def records(opened: Opened) -> list[dict[str, Any]]:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["state"] == "broken":
-        return (row["checkpoint"], *[NOTHING] * 4, escape(f"broken: {row['reason']}"), NOTHING)
+        reason = escape(f"broken: {on_one_line(row['reason'])}")
+        return (row["checkpoint"], *[NOTHING] * 4, reason, NOTHING)
     return (
         row["checkpoint"],
         moment_text(row["created_s"]),

@@ -1,6 +1,7 @@
-"""How commands speak: tables on stdout, progress on stderr when a person watches.
+"""Prints tables on stdout, and progress on stderr when a person watches.
 
-What needs no tables stands in ``command`` and is handed on here.
+All text passes through ``printable``, because most of it comes out of files that anybody can have
+written. What needs no tables stands in ``command``.
 """
 
 from __future__ import annotations
@@ -8,43 +9,45 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-from holdfast.cli.command import Commands, add_command, in_json, print_json
-
-__all__ = [
-    "Commands",
-    "SlowProgress",
-    "add_command",
-    "in_json",
-    "plain_table",
-    "print_json",
-    "stdout",
-]
+from holdfast.observe.text import printable
 
 #: Work shorter than this shows no progress bar.
 QUIET_S = 1.0
-#: Width of tables that go to a file or a pipe: nobody wants paths folded there.
+#: The width of tables that go to a file or a pipe: paths are not folded there.
 PIPE_WIDTH = 200
 
 
 class _Console(Console):
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Called by rich for every string that is printed, those in the cells of tables too."""
+        return super().render_str(printable(text), **options)
+
     def on_broken_pipe(self) -> None:
-        """Leave it to ``main``, which knows the exit code; rich would exit with 1 on its own."""
+        """Leaves the error to ``main``, which knows the exit code; rich would exit with 1 on its
+        own.
+        """
         raise BrokenPipeError
 
 
 def stdout() -> Console:
-    """Where tables go. Looked up at every call: tests and callers redirect sys.stdout."""
+    """Returns the console for tables. Created at every call: tests and callers redirect
+    sys.stdout.
+    """
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return _Console(file=sys.stdout, highlight=False, width=width)
+    # Emoji codes are off: a leaf can be called ":name:".
+    return _Console(file=sys.stdout, highlight=False, emoji=False, width=width)
 
 
 def plain_table(*columns: str, right: tuple[str, ...] = ()) -> Table:
-    """A table without box lines, easy to read and to cut."""
+    """Returns a table without box lines, easy to read and to cut."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -58,7 +61,7 @@ class SlowProgress:
     """
 
     def __init__(self, what: str) -> None:
-        self.what = what
+        self.what = escape(printable(what))
         self._started_s = time.monotonic()
         self._console = Console(file=sys.stderr)
         self._bar: Progress | None = None

@@ -1,16 +1,18 @@
-"""Who holds and who stores which part of a leaf, as a grid of cells to be drawn.
+"""Computes a grid of cells that shows which ranks hold and store which part of a leaf.
 
-The dimensions that any box cuts are cut everywhere it does: each cell then lies in whole boxes,
-and one label tells everything about it.
+Each dimension is cut everywhere that any box cuts it: each cell then lies in whole boxes, and one
+label describes it.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
+
+from rich.text import Text
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Instance, Layout, LeafSpec
@@ -25,14 +27,16 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A box that is cut no further: the ranks that hold it, and which of them store it."""
+    """A box that is not cut further: the ranks that hold it, and those of them that store it."""
 
     held: tuple[int, ...]
     stored: tuple[int, ...]
 
     @property
     def label(self) -> str:
-        """``0* 2``: ranks 0 and 2 hold it, 0 stores it; ``0* +7``: and seven more hold it."""
+        """Formats ``0* 2``: ranks 0 and 2 hold it, 0 stores it; ``0* +7``: and seven more hold
+        it.
+        """
         if len(self.held) <= MAX_NAMED:
             ranks = sorted({*self.held, *self.stored})
             return " ".join(f"{rank}*" if rank in self.stored else str(rank) for rank in ranks)
@@ -44,7 +48,7 @@ class Cell:
 class Grid:
     """``cuts[d]`` are all boundaries in dimension d, its ends included.
 
-    ``cells`` go by the position between the cuts of ``dims``, the dimensions that are cut.
+    ``cells`` are indexed by the position between the cuts of ``dims``, the dimensions that are cut.
     """
 
     shape: tuple[int, ...]
@@ -53,18 +57,20 @@ class Grid:
     cells: Mapping[Index, Cell]
 
     def extent(self, dim: int, at: int) -> tuple[int, int]:
-        """From where to where position ``at`` of a dimension goes."""
+        """Returns the begin and end of position ``at`` of a dimension."""
         return self.cuts[dim][at], self.cuts[dim][at + 1]
 
 
 def boxes_of(layout: Layout, leaf: int) -> tuple[list[tuple[int, Box]], list[tuple[int, Box]]]:
-    """(rank, box) of all that is held of a leaf, and of all that is stored."""
+    """Returns (rank, box) of all held parts of a leaf, and of all stored ones."""
     held = [(rank, box) for rank in range(layout.world) for box, _ in layout.held(leaf, rank)]
     return held, list(layout.owners(leaf))
 
 
 def cuts_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...]:
-    """Where each dimension is cut by any box, ascending, from 0 to its size."""
+    """Returns the positions where each dimension is cut by any box, ascending, from 0 to its
+    size.
+    """
     found: list[set[int]] = [{0, size} for size in shape]
     for box in boxes:
         for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
@@ -73,7 +79,7 @@ def cuts_of(shape: tuple[int, ...], boxes: Iterable[Box]) -> tuple[tuple[int, ..
 
 
 def grid_of(layout: Layout, leaf: int) -> Grid | None:
-    """The cells of a leaf; None when there are too many to draw."""
+    """Returns the cells of a leaf; None when there are too many to draw."""
     shape = layout.leaves[leaf].shape
     held, stored = boxes_of(layout, leaf)
     cuts = cuts_of(shape, (box for _, box in held + stored))
@@ -90,7 +96,7 @@ def grid_of(layout: Layout, leaf: int) -> Grid | None:
 def _ranks_at(
     boxes: Iterable[tuple[int, Box]], cuts: tuple[tuple[int, ...], ...], dims: tuple[int, ...]
 ) -> dict[Index, tuple[int, ...]]:
-    """The ranks that have each cell, ascending."""
+    """Returns the ranks that have each cell, ascending."""
     found: dict[Index, set[int]] = {}
     for rank, box in boxes:
         spans = [
@@ -103,7 +109,7 @@ def _ranks_at(
 
 
 def spread_texts(leaf: LeafSpec) -> list[str]:
-    """In words how a leaf is spread: one line for each way its ranks have it."""
+    """Describes how a leaf is spread: one line for each way its ranks have it."""
     there = [one for one in leaf.instances if isinstance(one, Instance)]
     whole = [instance for instance in there if instance.is_whole]
     texts = []
@@ -131,7 +137,7 @@ def spread_texts(leaf: LeafSpec) -> list[str]:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0 to 7``, ``ranks 0, 2, 5``; of many, how many."""
+    """Formats ``rank 3``, ``ranks 0 to 7``, ``ranks 0, 2, 5``; of many, how many."""
     found = sorted(ranks)
     if len(found) == 1:
         return f"rank {found[0]}"
@@ -143,7 +149,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def cuts_texts(layout: Layout, leaf: int) -> list[str]:
-    """The cuts in words, for what has too many cells to be drawn."""
+    """Describes the cuts of a leaf that has too many cells to be drawn."""
     shape = layout.leaves[leaf].shape
     held, stored = boxes_of(layout, leaf)
     cuts = cuts_of(shape, (box for _, box in held + stored))
@@ -154,3 +160,159 @@ def cuts_texts(layout: Layout, leaf: int) -> list[str]:
             each = f"{sizes[0]} each" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]} each"
             texts.append(f"  dim {dim} of {shape[dim]}: {len(at) - 1} ranges, {each}")
     return texts
+
+
+# Draws a grid of cells as text: numbers along both edges, labels inside, a colour for each storing
+# rank.
+#
+# Without colours, as in a pipe, the labels say the same. On a terminal without line characters,
+# plain ASCII is used.
+
+
+#: Neighbouring ranks are easy to tell apart; the eighth looks like the first again.
+COLOURS = ("cyan", "yellow", "green", "magenta", "blue", "red", "bright_white")
+LEGEND = "the numbers are ranks; * stores it, the others hold it too"
+#: A single row of cells is stretched to about this width, so that sizes can be compared.
+BAR_WIDTH = 64
+MAX_SPACED_ROWS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLines:
+    """The characters of borders: left, middle and right end for top, between and bottom."""
+
+    across: str
+    down: str
+    corners: tuple[str, str, str]
+
+
+BOX = DrawnLines("─", "│", ("┌┬┐", "├┼┤", "└┴┘"))
+ASCII = DrawnLines("-", "|", ("+++", "+++", "+++"))
+
+
+def draw(grid: Grid, width: int, lines: DrawnLines) -> Iterator[Text]:
+    """Yields the picture line by line; wide ones are cut into strips of at most ``width``."""
+    if len(grid.dims) < 2:
+        yield from _draw_bar(grid, width, lines)
+        return
+    # The two dimensions with the most cuts make the grid; there is one for each part of the others.
+    by_cuts = sorted(grid.dims, key=lambda dim: -len(grid.cuts[dim]))
+    rows, columns = sorted(by_cuts[:2])
+    others = sorted(by_cuts[2:])
+    for place in product(*(range(len(grid.cuts[dim]) - 1) for dim in others)):
+        fixed = dict(zip(others, place, strict=True))
+        where = [
+            f"dim {dim} from {grid.cuts[dim][at]} to {grid.cuts[dim][at + 1]}"
+            for dim, at in fixed.items()
+        ]
+        title = f"dim {rows} down, dim {columns} across"
+        yield Text("; ".join([*where, title]))
+        yield from _draw_grid(grid, rows, columns, fixed, width, lines)
+
+
+def _draw_bar(grid: Grid, width: int, lines: DrawnLines) -> Iterator[Text]:
+    if not grid.dims:
+        (cell,) = grid.cells.values()
+        yield from _strip([cell], [0, 0], [len(cell.label) + 2], lines, numbers=False)
+        return
+    (dim,) = grid.dims
+    cuts = grid.cuts[dim]
+    cells = [grid.cells[(at,)] for at in range(len(cuts) - 1)]
+    least = [_least_width([cell], cut) for cell, cut in zip(cells, cuts, strict=False)]
+    widths = _stretched(least, cuts, min(width, BAR_WIDTH))
+    yield Text(f"dim {dim}")
+    for start, stop in _strips(widths, width - len(str(cuts[-1]))):
+        yield from _strip(cells[start:stop], cuts[start : stop + 1], widths[start:stop], lines)
+
+
+def _strip(
+    cells: Sequence[Cell],
+    cuts: Sequence[int],
+    widths: Sequence[int],
+    lines: DrawnLines,
+    *,
+    numbers: bool = True,
+) -> Iterator[Text]:
+    """Yields one row of cells between borders, the cuts above."""
+    if numbers:
+        yield _ruler(cuts, widths)
+    yield _border(widths, lines, 0)
+    yield _row(cells, widths, lines)
+    yield _border(widths, lines, 2)
+
+
+def _draw_grid(
+    grid: Grid, rows: int, columns: int, fixed: dict[int, int], width: int, lines: DrawnLines
+) -> Iterator[Text]:
+    across, down = grid.cuts[columns], grid.cuts[rows]
+
+    def cell(row: int, column: int) -> Cell:
+        at = fixed | {rows: row, columns: column}
+        return grid.cells[tuple(at[dim] for dim in grid.dims)]
+
+    table = [[cell(r, c) for c in range(len(across) - 1)] for r in range(len(down) - 1)]
+    widths = [
+        _least_width(column, cut)
+        for column, cut in zip(zip(*table, strict=True), across, strict=False)
+    ]
+    edge = max(len(str(cut)) for cut in down) + 1
+    for start, stop in _strips(widths, width - edge - len(str(across[-1]))):
+        some = widths[start:stop]
+        yield Text(" " * edge).append(_ruler(across[start : stop + 1], some))
+        for number, row in enumerate(table):
+            begins = f"{down[number]} ".rjust(edge)
+            # Without borders between them, twice as many rows fit on a screen.
+            if number == 0 or len(table) <= MAX_SPACED_ROWS:
+                yield Text(begins).append(_border(some, lines, 0 if number == 0 else 1))
+                begins = " " * edge
+            yield Text(begins).append(_row(row[start:stop], some, lines))
+        yield Text(f"{down[-1]} ".rjust(edge)).append(_border(some, lines, 2))
+
+
+def _least_width(cells: Sequence[Cell], cut: int) -> int:
+    """Returns the width that the labels need, and the number of the cut above."""
+    return max(len(str(cut)), *(len(cell.label) + 2 for cell in cells))
+
+
+def _stretched(least: Sequence[int], cuts: Sequence[int], width: int) -> list[int]:
+    """Returns widths proportional to the boxes, where there is room for that."""
+    room = width - len(least) - 1
+    sizes = [b - a for a, b in pairwise(cuts)]
+    wide = [max(n, round(room * size / sum(sizes))) for n, size in zip(least, sizes, strict=True)]
+    return wide if sum(wide) <= room else list(least)
+
+
+def _strips(widths: Sequence[int], width: int) -> Iterator[tuple[int, int]]:
+    """Yields runs of cells that fit on one line each, at least one cell in every one."""
+    start = used = 0
+    for at, each in enumerate(widths):
+        if at > start and used + each + 2 > width:
+            yield start, at
+            start, used = at, 0
+        used += each + 1
+    yield start, len(widths)
+
+
+def _ruler(cuts: Sequence[int], widths: Sequence[int]) -> Text:
+    """Returns each cut above its border; widths are such that no number reaches the next."""
+    text = ""
+    for cut, place in zip(cuts, accumulate(widths, lambda x, w: x + w + 1, initial=0), strict=True):
+        text = text.ljust(place) + str(cut)
+    return Text(text)
+
+
+def _border(widths: Sequence[int], lines: DrawnLines, kind: int) -> Text:
+    left, middle, right = tuple(lines.corners[kind])
+    return Text(left + middle.join(lines.across * each for each in widths) + right)
+
+
+def _row(cells: Sequence[Cell], widths: Sequence[int], lines: DrawnLines) -> Text:
+    text = Text(lines.down)
+    for cell, each in zip(cells, widths, strict=True):
+        text.append(cell.label.center(each), style=_style(cell))
+        text.append(lines.down)
+    return text
+
+
+def _style(cell: Cell) -> str:
+    return f"bold {COLOURS[cell.stored[0] % len(COLOURS)]}" if cell.stored else "bold"

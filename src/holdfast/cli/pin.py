@@ -1,4 +1,4 @@
-"""``holdfast pin``: keep a checkpoint whatever retention says."""
+"""Runs ``holdfast pin``: keeps a checkpoint whatever retention says."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 from rich.markup import escape
 
-from holdfast.cli.checkpoints import Opened, choose, open_root
-from holdfast.cli.output import Commands, add_command, plain_table, print_json, stdout
+from holdfast.cli.checkpoints import OpenedRoot, choose, open_root
+from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.output import plain_table, stdout
 from holdfast.errors import NotFound, UsageError
 from holdfast.format.manifest import Generation
-from holdfast.observe.units import NOTHING, moment_text
-from holdfast.persist.pins import Pinned, pin, read_pins, unpin
+from holdfast.observe.text import NOTHING, moment_text, on_one_line
+from holdfast.persist.pins import PinnedGenerations, pin, read_pins, unpin
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "pin",
@@ -41,7 +42,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Pin, unpin or list; 3 when there is no such checkpoint or pin."""
+    """Pins, unpins or lists; returns 3 when there is no such checkpoint or pin."""
     _refuse_contradictions(args)
     opened = open_root(args.root)
     if args.list:
@@ -70,8 +71,8 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         raise UsageError("say which STEP to pin, or --list for what is pinned")
 
 
-def _pinned_as(opened: Opened, name: str) -> Generation:
-    """The pin that a person means, also when its checkpoint is gone."""
+def _pinned_as(opened: OpenedRoot, name: str) -> Generation:
+    """Returns the pin that a user named, also when its checkpoint is gone."""
     pins = list(read_pins(opened.store))
     meant = [g for g in pins if name in (str(g), str(g.step))]
     if len(meant) > 1:  # a restore takes the one of the lineage; so does this
@@ -84,21 +85,21 @@ def _pinned_as(opened: Opened, name: str) -> Generation:
     raise NotFound(f"{name} is not pinned in {opened.root}; pinned are: {listed}", step=name)
 
 
-def _list(opened: Opened, *, as_json: bool) -> int:
+def _list(opened: OpenedRoot, *, as_json: bool) -> int:
     rows = [_record(opened, one) for one in read_pins(opened.store).values()]
     if as_json:
         print_json({"root": opened.root, "pins": rows})
         return 0
     table = plain_table("checkpoint", "pinned", "state", "note")
     for row in rows:
-        note = row["reason"] or row["note"] or NOTHING
+        note = on_one_line(row["reason"]) or row["note"] or NOTHING
         table.add_row(row["checkpoint"], moment_text(row["created_s"]), row["state"], escape(note))
     none = f"nothing is pinned in {escape(opened.root)}"
     stdout().print(table if rows else none, soft_wrap=not rows)
     return 0
 
 
-def _record(opened: Opened, one: Pinned) -> dict[str, Any]:
+def _record(opened: OpenedRoot, one: PinnedGenerations) -> dict[str, Any]:
     is_there = opened.catalogue.find(one.generation) is not None
     return {
         "checkpoint": str(one.generation),

@@ -1,26 +1,22 @@
-"""``holdfast prune``: remove checkpoints by hand, and what killed attempts left behind."""
+"""Runs ``holdfast prune``: removes checkpoints by hand, and files that killed attempts left
+behind.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Any
 
 from rich.markup import escape
 
 from holdfast.catalogue import LOCK
-from holdfast.cli.ask import confirmed
-from holdfast.cli.checkpoints import Opened, open_root
-from holdfast.cli.held import root_holder
-from holdfast.cli.output import (
-    Commands,
-    SlowProgress,
-    add_command,
-    plain_table,
-    print_json,
-    stdout,
-)
+from holdfast.cli.checkpoints import OpenedRoot, open_root, root_holder
+from holdfast.cli.command import Commands, add_command, confirmed, print_json
+from holdfast.cli.output import SlowProgress, plain_table, stdout
 from holdfast.errors import RootBusy
-from holdfast.observe.units import moment_text, size_text
+from holdfast.leases import LEASE_S, LeaseWatch
+from holdfast.observe.text import moment_text, size_text
 from holdfast.persist.pins import pinned
 from holdfast.persist.removal import Removal, plan, remove
 from holdfast.policy.retention import Keep
@@ -33,7 +29,7 @@ _HOW = (
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "prune",
@@ -61,14 +57,17 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Remove, or show what would be; 5 while a run is there, 4 when something is unreadable.
+    """Removes, or shows the plan; returns 5 while a run is active, 4 when a file is unreadable.
 
-    The newest of the lineage and pinned checkpoints stay whatever is asked for. Without --last,
-    --every and --abandoned only leftovers go: they belong to no checkpoint.
+    The newest of the lineage and pinned checkpoints always stay. Without --last, --every and
+    --abandoned only leftovers are removed: they belong to no checkpoint.
     """
     keep = Keep(last=args.last, every=args.every)
     opened = open_root(args.root)
-    shown = plan(opened.store, keep, abandoned=args.abandoned)
+    leases = LeaseWatch(opened.store)
+    if not args.dry_run:
+        _settle(leases)
+    shown = plan(opened.store, keep, abandoned=args.abandoned, leases=leases)
     if args.dry_run:
         _tell(args, opened, shown, "would go")
         return 0
@@ -83,31 +82,44 @@ def run(args: argparse.Namespace) -> int:
             stdout().print("nothing was removed")
             return 0
     with _lock(opened), SlowProgress("removing") as progress:
-        removal = plan(opened.store, keep, abandoned=args.abandoned)
+        removal = plan(opened.store, keep, abandoned=args.abandoned, leases=leases)
         if not args.yes and removal != shown:
             raise RootBusy(
                 f"{args.root} changed while you looked at it, so nothing was removed: look again"
             )
-        gone = remove(opened.store, removal, progress)
+        gone = remove(opened.store, removal, progress, leases=leases)
     _tell(args, opened, gone, "removed")
     return 0
 
 
+def _settle(leases: LeaseWatch) -> None:
+    """Finds out which readers live: files held by a killed one may be removed."""
+    held = leases.held()
+    if held:
+        text = ", ".join(sorted({str(one.generation) for one in held}))
+        print(
+            f"{text} may be in use by readers: waiting up to {LEASE_S:g} s to see whether "
+            "they live",
+            file=sys.stderr,
+        )
+        leases.settle()
+
+
 def _require_free(root: str) -> None:
-    """Before anybody is asked; the lock itself is only taken after."""
+    """Checks before anybody is asked; the lock itself is only taken after."""
     holder = root_holder(root)
     if holder is not None and holder.pid:
         raise RootBusy(f"{root} is in use by {holder.signed}. {_HOW}", owner=holder.signed)
 
 
-def _lock(opened: Opened) -> Lock:
+def _lock(opened: OpenedRoot) -> Lock:
     try:
         return opened.store.lock(LOCK, "holdfast prune")
     except RootBusy as busy:
         raise RootBusy(f"{busy} {_HOW}", **busy.fields) from None
 
 
-def _tell(args: argparse.Namespace, opened: Opened, removal: Removal, verb: str) -> None:
+def _tell(args: argparse.Namespace, opened: OpenedRoot, removal: Removal, verb: str) -> None:
     holder = root_holder(args.root) if args.dry_run else None
     if args.json:
         held_by = None if holder is None else {"pid": holder.pid, "signed": holder.signed}
@@ -137,7 +149,7 @@ def _record(removal: Removal) -> dict[str, Any]:
     }
 
 
-def _print(root: str, opened: Opened, removal: Removal, verb: str) -> None:
+def _print(root: str, opened: OpenedRoot, removal: Removal, verb: str) -> None:
     console = stdout()
     if not removal:
         pins = len(pinned(opened.store))

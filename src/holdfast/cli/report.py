@@ -1,17 +1,18 @@
-"""``holdfast report``: what saving cost a run, and what it was good for."""
+"""Runs ``holdfast report``: shows the cost of saving in a run, and its benefit."""
 
 from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.output import Commands, SlowProgress, add_command, print_json, stdout
+from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.output import SlowProgress, stdout
 from holdfast.errors import UsageError
-from holdfast.observe.fold import read_report
 from holdfast.observe.report import render, to_json
+from holdfast.observe.report_builder import read_report
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "report",
@@ -31,7 +32,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report, of a run that has ended or of one that trains right now."""
+    """Prints the report, of a run that has ended or of one that trains right now."""
     if args.last < 0:
         raise UsageError(f"--last {args.last}: give a number of saves, or 0 for all")
     with SlowProgress("reading events") as progress:

@@ -1,4 +1,4 @@
-"""``holdfast show --for``: can a checkpoint be restored under a parallelism, and at what cost."""
+"""Shows ``holdfast show --for``: if a checkpoint can be restored on other ranks, at what cost."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from typing import Any
 
 from rich.markup import escape
 
-from holdfast.cli.checkpoints import Chosen
-from holdfast.cli.output import SlowProgress, plain_table, print_json, stdout
-from holdfast.geometry.asked import AskedLayout, asked
-from holdfast.load.dryrun import PLANNED, RankPlan, RestorePlan, dry_run_asked
-from holdfast.observe.units import count_text, size_text
+from holdfast.cli.checkpoints import ChosenCheckpoint
+from holdfast.cli.command import print_json
+from holdfast.cli.output import SlowProgress, plain_table, stdout
+from holdfast.geometry.parallelism import NamedLayout, asked
+from holdfast.observe.text import count_text, size_text
+from holdfast.restore.reading.layout_check import PLANNED, RankPlan, RestorePlan, dry_run_asked
 
 #: The table shows no more ranks than these: those that read most.
 MAX_ROWS = 16
 
 
-def show_plan(chosen: Chosen, wish: str, *, as_json: bool) -> None:
-    """Plan the restore and print it. UsageError when ``wish`` names no parallelism."""
-    layout = AskedLayout(chosen.checkpoint.layout, asked(wish))
+def show_plan(chosen: ChosenCheckpoint, wish: str, *, as_json: bool) -> None:
+    """Plans the restore and prints it. Raises UsageError when ``wish`` names no parallelism."""
+    layout = NamedLayout(chosen.checkpoint.layout, asked(wish))
     planned = min(PLANNED, sum(1 for _ in layout.different()))
     with SlowProgress("planning") as progress:
         plan = dry_run_asked(
@@ -87,7 +88,7 @@ def _print(record: dict[str, Any], plan: RestorePlan) -> None:
 
 
 def _dearest(plan: RestorePlan) -> list[RankPlan]:
-    """The ranks that read most, in their order."""
+    """Returns the ranks that read most, in their order."""
     ranked = sorted(plan.ranks, key=lambda one: (-one.read_bytes, one.rank))[:MAX_ROWS]
     return sorted(ranked, key=lambda one: one.rank)
 

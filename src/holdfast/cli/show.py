@@ -1,4 +1,6 @@
-"""``holdfast show``: what a checkpoint holds, and who held and stored which part of a leaf."""
+"""Runs ``holdfast show``: lists the content of a checkpoint, and which ranks held and stored a
+leaf.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +11,34 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from holdfast.cli import tree
+from holdfast.cli import value_tree as tree
 from holdfast.cli.boxes import box_text
 from holdfast.cli.checkpoints import (
     STEP_HELP,
-    Chosen,
-    Opened,
+    ChosenCheckpoint,
+    OpenedRoot,
     open_checkpoint,
     open_root,
     unknown,
 )
-from holdfast.cli.drawing import ASCII, BOX, LEGEND, draw
-from holdfast.cli.output import Commands, add_command, plain_table, print_json, stdout
-from holdfast.cli.picture import MAX_NAMED, boxes_of, cuts_of, cuts_texts, grid_of, spread_texts
+from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.output import plain_table, stdout
+from holdfast.cli.pictures import (
+    ASCII,
+    BOX,
+    LEGEND,
+    MAX_NAMED,
+    boxes_of,
+    cuts_of,
+    cuts_texts,
+    draw,
+    grid_of,
+    spread_texts,
+)
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Layout
-from holdfast.observe.units import count_text, moment_text, shared_text, size_text
+from holdfast.observe.text import count_text, moment_text, shared_text, size_text
 
 #: Longer values are cut in the table; ``--json`` has them whole.
 VALUE_WIDTH = 100
@@ -34,7 +47,7 @@ PICTURE_WIDTH = 100
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "show",
@@ -58,14 +71,18 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the summary and the leaves, or one leaf; 3 when there is no such step or leaf."""
+    """Prints the summary and the leaves, or one leaf; returns 3 when there is no such step or
+    leaf.
+    """
     opened = open_root(args.root)
     chosen = open_checkpoint(opened, args.step)
     if args.wish is not None:
         if args.leaf is not None:
             raise UsageError("--for is about a whole checkpoint: leave the leaf out")
-        # By name, because it loads numpy, and completion is to be fast.
-        importlib.import_module("holdfast.cli.dry").show_plan(chosen, args.wish, as_json=args.json)
+        # Imported by name, because it loads numpy, and completion must be fast.
+        importlib.import_module("holdfast.cli.restore_plan").show_plan(
+            chosen, args.wish, as_json=args.json
+        )
         return 0
     if args.leaf is None:
         record = _record(opened, chosen)
@@ -82,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _record(opened: Opened, chosen: Chosen) -> dict[str, Any]:
+def _record(opened: OpenedRoot, chosen: ChosenCheckpoint) -> dict[str, Any]:
     manifest, layout = chosen.manifest, chosen.checkpoint.layout
     return {
         "checkpoint": str(manifest.generation),
@@ -114,7 +131,7 @@ def _facts(layout: Layout, name: str, number: int) -> dict[str, Any]:
     return facts if name == leaf.name else facts | {"stored_as": leaf.name}
 
 
-def _leaf_record(chosen: Chosen, name: str, number: int) -> dict[str, Any]:
+def _leaf_record(chosen: ChosenCheckpoint, name: str, number: int) -> dict[str, Any]:
     layout = chosen.checkpoint.layout
     held, stored = boxes_of(layout, number)
     leaf = layout.leaves[number]
@@ -196,9 +213,12 @@ def _print_picture(console: Console, layout: Layout, number: int) -> None:
 
 
 def _by_rank(parts: list[dict[str, Any]]) -> dict[int, str]:
-    """The boxes of each rank as Python would index them."""
+    """Returns the boxes of each rank as Python would index them."""
     found: dict[int, list[str]] = {}
     for part in parts:
         box = Box(tuple(part["start"]), tuple(part["stop"]))
         found.setdefault(part["rank"], []).append(box_text(box))
     return {rank: escape(", ".join(texts)) for rank, texts in found.items()}
+
+
+# Implements ``holdfast show --for``: plans a restore under a parallelism, and shows its cost.

@@ -1,4 +1,4 @@
-"""The plain values of a checkpoint as a tree: what stands where, and what two of them differ in.
+"""Shows the plain values of a checkpoint as a tree, and finds the places where two of them differ.
 
 Values are looked at as they are stored (see ``format.values``), so nothing needs to be decoded,
 ``1`` is not ``1.0``, and NaN is NaN. Places are written as Python would:
@@ -73,7 +73,8 @@ def text(value: Any, width: int = VALUE_WIDTH) -> str:
     """A stored value on one line, as Python writes it."""
     try:
         said = repr(codec.decode(value))
-    except FormatError:  # a value that only a newer Holdfast can read is still shown
+    except (FormatError, ValueError):
+        # What only a newer Holdfast can read, and a number of too many digits, is still shown.
         said = codec.to_bytes(value).decode()
     return said if len(said) <= width else said[: width - 3] + "..."
 

@@ -1,4 +1,4 @@
-"""``holdfast verify``: prove that checkpoints can be restored, or say what is wrong with them."""
+"""Runs ``holdfast verify``: proves that checkpoints can be restored, or reports their faults."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any
 
 from rich.markup import escape
 
-from holdfast.cli.checkpoints import STEP_HELP, Opened, choose, open_root
-from holdfast.cli.output import Commands, SlowProgress, add_command, print_json, stdout
+from holdfast.cli.checkpoints import STEP_HELP, OpenedRoot, choose, open_root
+from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.output import SlowProgress, stdout
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Manifest
-from holdfast.load.verify import verify
-from holdfast.observe.units import count_text, rate_text, seconds_text, size_text
+from holdfast.leases import ReadLease
+from holdfast.observe.text import count_text, rate_text, seconds_text, size_text
+from holdfast.restore.reading.verify import verify
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "verify",
@@ -33,7 +35,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check one checkpoint or all; 4 when anything is wrong with any of them."""
+    """Checks one checkpoint or all; returns 4 when any of them has a fault."""
     opened = open_root(args.root)
     rows = _check_all(opened, args.step, deep=args.deep)
     is_sound = all(not row["faults"] for row in rows)
@@ -44,16 +46,26 @@ def run(args: argparse.Namespace) -> int:
     return 0 if is_sound else FormatError.exit_code
 
 
-def _check_all(opened: Opened, step: str | None, *, deep: bool) -> list[dict[str, Any]]:
-    if step is not None:
-        return [_check(opened, choose(opened, step), deep=deep)]
-    rows = [_check(opened, manifest, deep=deep) for manifest in opened.catalogue.manifests]
+def _check_all(opened: OpenedRoot, step: str | None, *, deep: bool) -> list[dict[str, Any]]:
+    lease = ReadLease(opened.store)
+    try:
+        if step is not None:
+            manifest = choose(opened, step)
+            lease.take(manifest)
+            return [_check(opened, manifest, deep=deep)]
+        rows = [
+            _check(opened, manifest, deep=deep)
+            for manifest in opened.catalogue.manifests
+            if lease.take(manifest)  # else it was pruned since it was listed
+        ]
+    finally:
+        lease.end()
     return rows + [
         {"checkpoint": path, "faults": [reason]} for path, reason in opened.catalogue.broken
     ]
 
 
-def _check(opened: Opened, manifest: Manifest, *, deep: bool) -> dict[str, Any]:
+def _check(opened: OpenedRoot, manifest: Manifest, *, deep: bool) -> dict[str, Any]:
     with SlowProgress(f"verifying {manifest.generation}") as progress:
         found = verify(opened.store, manifest, deep=deep, progress=progress)
     return {
@@ -74,13 +86,14 @@ def _print(root: str, rows: list[dict[str, Any]]) -> None:
             f"{escape(row['checkpoint'])}  [{colour}]{word}[/]{_amount(row)}", soft_wrap=True
         )
         for fault in row["faults"]:
-            console.print(f"    {escape(fault)}", soft_wrap=True)
+            for line in fault.split("\n"):
+                console.print(f"    {escape(line)}", soft_wrap=True)
     if not rows:
         console.print(f"no checkpoints in {escape(root)} yet", soft_wrap=True)
 
 
 def _amount(row: dict[str, Any]) -> str:
-    """How much was looked at; bytes only where all of them were read."""
+    """Formats how much was checked; bytes only where all of them were read."""
     if "images" not in row:
         return ""
     text = f"  {count_text(row['images'], 'image')}"

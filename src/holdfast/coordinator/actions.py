@@ -1,16 +1,16 @@
-"""What the coordinator wants done: values, which the keeper carries out."""
+"""Actions that the coordinator returns: plain values, which the keeper executes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.rings import RingNeed
+from holdfast.protocol import messages as m
+from holdfast.protocol.image_plan import RingNeed
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendMessage:
     """Send ``message`` to ``rank`` (None: to all ranks)."""
 
     message: m.Message
@@ -18,32 +18,32 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocate:
-    """Make slot ``slot`` with room for an image of this size; report back."""
+class AllocateSlots:
+    """Create slot ``slot`` with room for an image of this size, and report the result."""
 
     slot: int
     capacity_bytes: int
     leave_bytes: int = 0
-    """How much room must be left when it is made, or it is not made."""
+    """Free bytes that must remain after creation; otherwise the slot is not created."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllocateRings:
-    """Make these rings out of what room there is, all or none; report back."""
+    """Create these rings from the available memory, all or none, and report the result."""
 
     needs: tuple[RingNeed, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Remove:
+class RemoveSlot:
     """Delete slot ``slot``: nothing refers to it any more."""
 
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
-class GiveSlot:
-    """Stamp the slot's record as being written for this attempt, then send the grant."""
+class GrantSlot:
+    """Write the slot's record with state "writing" for this attempt, then send the grant."""
 
     slot: int
     rank: int
@@ -51,8 +51,8 @@ class GiveSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLayout:
-    """Remember the bytes of this layout beside the slots."""
+class StoreLayout:
+    """Store the bytes of this layout beside the slots."""
 
     hash: str
     data: bytes
@@ -60,21 +60,21 @@ class KeepLayout:
 
 @dataclass(frozen=True, slots=True)
 class StartPersist:
-    """Make the attempt durable; parts of it that are not captured yet will follow."""
+    """Start making the attempt durable; images that are not captured yet follow later."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True)
 class AbortPersist:
-    """The attempt came to nothing; leave no trace of it in storage."""
+    """Cancel the attempt's write and remove everything written for it from storage."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
-    """Something for the report: a generation is complete, or came to nothing."""
+class ReportOutcome:
+    """Report the outcome of a generation as an event: complete or missed."""
 
     attempt: str
     step: int
@@ -86,41 +86,52 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
-class NoteUnlike:
-    """For the report: replicas are not the same."""
+class ReportReplicasDiffer:
+    """Report as an event that replicas differ."""
 
-    message: m.ReplicasDiffer
+    message: m.ReplicaDifferences
 
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Something a person should look at; nothing was lost."""
+    """Report a warning that a person should see; nothing was lost."""
 
     text: str
 
 
 Action = (
-    Tell | Allocate | AllocateRings | Remove | GiveSlot | KeepLayout | StartPersist
-    | AbortPersist | Note | NoteUnlike | Warn
-)  # fmt: skip
+    SendMessage
+    | AllocateSlots
+    | AllocateRings
+    | RemoveSlot
+    | GrantSlot
+    | StoreLayout
+    | StartPersist
+    | AbortPersist
+    | ReportOutcome
+    | ReportReplicasDiffer
+    | Warn
+)
 
 
 def skip(step: int, reason: str, *, is_passing: bool = True) -> list[Action]:
-    """No rank captures ``step``; ``is_passing``: a durable save of it is due at the next one."""
+    """Tell all ranks that none captures ``step``; ``is_passing``: a durable save moves to the next
+    step.
+    """
     told = m.Skip(step=step, reason=reason, is_passing=is_passing)
-    return [Tell(told), Note("", step, "missed", reason)]
+    return [SendMessage(told), ReportOutcome("", step, "missed", reason)]
 
 
 def skip_all(missed: Iterable[tuple[int, str]]) -> list[Action]:
-    """Several steps, each with its reason."""
+    """Skip several steps, each with its reason."""
     return [action for step, reason in missed for action in skip(step, reason)]
 
 
 def abort(
     attempt: str, step: int, reason: str, leaf: str, *, is_lost: bool = False
 ) -> list[Action]:
-    """What was captured of an attempt is thrown away on all ranks."""
+    """Tell all ranks to discard what they captured of an attempt."""
     told = m.Aborted(
         step=step, attempt=attempt, reason=reason, leaf=leaf, overtaken=bool(leaf), is_lost=is_lost
     )
-    return [Tell(told), Note(attempt, step, "missed", reason, bool(leaf), leaf)]
+    return [SendMessage(told), ReportOutcome(attempt, step, "missed", reason, bool(leaf), leaf)]

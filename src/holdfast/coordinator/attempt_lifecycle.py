@@ -1,7 +1,6 @@
-"""From what all ranks asked for to slots that they may write: how an attempt begins, and ends.
+"""Moves an attempt through its life: requests, slots, capture, persistence, release.
 
-No slot is told of before all of an attempt's are there; an attempt that comes to nothing gives
-them back. What happens to an attempt between the two is the coordinator's (``handoff``).
+No grant is sent before all slots of an attempt exist; a failed attempt returns its slots.
 """
 
 from __future__ import annotations
@@ -9,29 +8,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from holdfast.coordinator.actions import Action, GrantSlot, SendMessage, StoreLayout, abort, skip
+from holdfast.coordinator.attempts import Attempt, Attempts
+from holdfast.coordinator.durability import DurabilityQueue
+from holdfast.coordinator.layouts import LayoutRegistry
+from holdfast.coordinator.replica_check import ReplicaCheck
+from holdfast.coordinator.requests import CaptureRequests, state_mismatch
+from holdfast.coordinator.slots import NO_ROOM, NO_SLOT, Slots, SlotWriter, host_of
 from holdfast.errors import HoldfastError
 from holdfast.geometry.layout import Layout
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action, GiveSlot, KeepLayout, Tell, abort, skip
-from holdfast.snapshot.asks import Asks
-from holdfast.snapshot.attempts import Attempt, Attempts
-from holdfast.snapshot.comparing import Comparing
-from holdfast.snapshot.debts import Debts
-from holdfast.snapshot.layouts import Layouts
-from holdfast.snapshot.rings import RingNeed
-from holdfast.snapshot.slots import NO_ROOM, NO_SLOT, Slots, Writer, host_of
+from holdfast.protocol import messages as m
+from holdfast.protocol.image_plan import RingNeed
 
 ONLY_DURABLE = "Until there is room, no snapshot is kept in memory; only durable saves are made."
 STORAGE_IS_BUSY = (
     "storage still writes an earlier save, and no memory could keep this one until then"
 )
 
+STILL_WRITTEN = "slots for captures that came to nothing may still be written to by ranks"
+END_THEM = "no memory is made instead of more of them; end these processes"
 
-class Granting:
-    """The attempts of a run's ranks, and the slots that they are given, each on its own host.
 
-    ``keeper`` is a text no other keeper of the run has: a later one must not call its attempts
-    by the names of those it finds.
+class CaptureLifecycle:
+    """Starts attempts from the ranks' requests and allocates their slots, each on the rank's own
+    host.
+
+    ``keeper`` is a string unique among the keepers of the run: attempt names of a later keeper must
+    not collide with those it discovers.
     """
 
     def __init__(self, keeper: str) -> None:
@@ -43,52 +46,74 @@ class Granting:
         """The host of each rank."""
         self.attempts = Attempts()
         self.slots = Slots(self.attempts)
-        self.debts = Debts(self.attempts)
-        self.comparing = Comparing()
-        self._layouts = Layouts()
-        self._joined: dict[int, Writer] = {}
-        self._asks = Asks(0)
+        self.durability = DurabilityQueue(self.attempts)
+        self.replica_check = ReplicaCheck()
+        self._layouts = LayoutRegistry()
+        self._joined: dict[int, SlotWriter] = {}
+        self._requests = CaptureRequests(0)
         self._next_attempt = 0
         self._now_s = 0.0
 
-    # ── deciding ─────────────────────────────────────────────────────────────────────────
+    # ── deciding requests ────────────────────────────────────────────────────────────────────────
 
     def _decide(
-        self, step: int, asks: Mapping[int, m.Ask], now_s: float, *, durable: bool = False
+        self,
+        step: int,
+        requests: Mapping[int, m.RequestCapture],
+        now_s: float,
+        *,
+        durable: bool = False,
     ) -> list[Action]:
+        apart = self._why_apart(requests)
+        if apart:
+            return skip(step, apart)
         try:
-            agreed = self._layouts.agree([asks[r].table for r in range(self.world)])
-            sizes = {r: agreed.image_bytes(r, asks[r].values_bytes) for r in asks}
+            agreed = self._layouts.agree([requests[r].table for r in range(self.world)])
+            sizes = {r: agreed.image_bytes(r, requests[r].values_bytes) for r in requests}
         except HoldfastError as error:
             return skip(step, str(error), is_passing=False)
-        except (MemoryError, ImportError) as error:  # of numpy, say, where memory is short
+        except (MemoryError, ImportError) as error:  # raised by numpy when memory is short
             return skip(step, f"its layout could not be divided: {error!r}")
-        durable = durable or self.debts.is_to_be_durable(step, asks.values())
-        heads = {rank: agreed.data_start(rank) for rank in asks}
-        chosen, actions = self.slots.choose(sizes, self._now_s, heads)
+        stuck = self.slots.quarantined_ranks(self.incarnation)
+        if stuck:
+            return skip(step, f"{STILL_WRITTEN} {stuck}: {END_THEM}")
+        durable = durable or self.durability.is_to_be_durable(step, requests.values())
+        heads = {rank: agreed.data_start(rank) for rank in requests}
+        chosen, actions = self.slots.allocate(sizes, self._now_s, heads)
         is_ring = chosen == NO_ROOM and durable
-        if is_ring and not self.debts.is_storage_busy:
-            needs = {r: _ring_need(agreed.data_start(r), sizes[r]) for r in asks}
-            chosen, more = self.slots.choose_rings(needs)
+        if is_ring and not self.durability.is_storage_busy:
+            needs = {r: _ring_need(agreed.data_start(r), sizes[r]) for r in requests}
+            chosen, more = self.slots.allocate_rings(needs)
             actions += more
         if isinstance(chosen, str):
-            return actions + self._not_now(step, asks, now_s, chosen, is_ring=is_ring)
+            return actions + self._defer_or_skip(step, requests, now_s, chosen, is_ring=is_ring)
         attempt = self._new_attempt(step, agreed.layout, now_s)
-        attempt.durable, attempt.is_ring, attempt.asks = durable, is_ring, asks
+        attempt.durable, attempt.is_ring, attempt.requests = durable, is_ring, requests
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
-        actions += self.comparing.start(attempt.id, step, agreed.layout)
+        actions += self.replica_check.start(attempt.id, step, agreed.layout)
         for rank, slot in chosen.items():
             slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
             slot.image_bytes, slot.incarnation = sizes[rank], self.incarnation
-        return actions + self._tell_layout(agreed.layout) + self._grant_if_allocated(attempt)
+        return actions + self._send_layout(agreed.layout) + self._grant_if_allocated(attempt)
 
-    def _not_now(
-        self, step: int, asks: Mapping[int, m.Ask], since_s: float, why: str, *, is_ring: bool
+    def _why_apart(self, requests: Mapping[int, m.RequestCapture]) -> str:
+        return state_mismatch(requests)
+
+    def _defer_or_skip(
+        self,
+        step: int,
+        requests: Mapping[int, m.RequestCapture],
+        since_s: float,
+        why: str,
+        *,
+        is_ring: bool,
     ) -> list[Action]:
-        """No slots for this step: it waits if it is wanted for sure and waiting can help."""
-        can_help = why != NO_ROOM or self.debts.is_storage_busy
-        if can_help and any(ask.durable and ask.exact for ask in asks.values()):
-            self._asks.put_off(step, asks, since_s)
+        """Handle a step without slots: defer it if it is durable and exact and waiting can help,
+        else skip it.
+        """
+        can_help = why != NO_ROOM or self.durability.is_storage_busy
+        if can_help and any(request.durable and request.exact for request in requests.values()):
+            self._requests.defer(step, requests, since_s)
             return []
         if why != NO_ROOM:
             return skip(step, why)
@@ -97,67 +122,75 @@ class Granting:
         return skip(step, NO_SLOT if self.attempts.will_free_slots() else self._too_small())
 
     def _too_small(self) -> str:
-        return f"{self.slots.no_room.removesuffix(ONLY_DURABLE).rstrip()} {ONLY_DURABLE}"
+        return f"{self.slots.allocation_error.removesuffix(ONLY_DURABLE).rstrip()} {ONLY_DURABLE}"
 
-    def _tell_layout(self, layout: Layout) -> list[Action]:
-        if layout.hash == self._layouts.told:
+    def _send_layout(self, layout: Layout) -> list[Action]:
+        if layout.hash == self._layouts.sent_hash:
             return []
-        self._layouts.told = layout.hash
+        self._layouts.sent_hash = layout.hash
         data = layout.to_json()
-        return [KeepLayout(layout.hash, data), Tell(m.LayoutAgreed(hash=layout.hash, data=data))]
+        return [
+            StoreLayout(layout.hash, data),
+            SendMessage(m.LayoutAgreed(hash=layout.hash, data=data)),
+        ]
 
-    def layout_not_kept(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
-        """An arena had no room for this layout: no image under it could be read again.
+    def layout_not_stored(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
+        """Handle an arena without room for this layout: no image under it could be read again.
 
-        The keeper's own says so before any grant of what was decided last is told; that of
-        another host when the grants have long left.
+        The keeper's own arena reports this before any grant of the last decision is sent; an arena
+        on another host may report it long after the grants.
         """
-        self._layouts.told = ""
+        self._layouts.sent_hash = ""
         actions: list[Action] = []
         decided_now = next(reversed(self.attempts), "")
-        for attempt in self.attempts.open():
+        for attempt in self.attempts.capturing():
             if attempt.layout != hash_:
                 continue
             is_untold = attempt.phase == "allocating" if host else attempt.id == decided_now
-            if is_untold:  # others under this layout may be copying already
+            if is_untold:  # other attempts under this layout may be copying already
                 for slot_id in attempt.slots.values():
                     self.slots[slot_id].writer = None
             actions += self._abort(attempt, reason)
         return actions
 
-    def _slot_freed(self) -> list[Action]:
-        """Something may have come free: decide again what waits for a slot."""
-        waiting = self._asks.take_put_off()
-        return self._decide(waiting.step, waiting.asks, waiting.since_s) if waiting else []
+    def _decide_deferred(self) -> list[Action]:
+        """Decide deferred requests again, because a slot may be free now."""
+        waiting = self._requests.pop_deferred()
+        return self._decide(waiting.step, waiting.requests, waiting.since_s) if waiting else []
 
     def _new_attempt(self, step: int, layout: Layout, now_s: float) -> Attempt:
         self._next_attempt += 1
         name = f"{self.nonce[:8]}{self.keeper}{self._next_attempt:06x}"
         attempt = Attempt(name, self.incarnation, step, self.world, layout.hash, started_s=now_s)
         attempt.hosts = len(set(self.hosts.values()))
+        attempt.nonce = self.nonce
         self.attempts[name] = attempt
         return attempt
 
-    # ── memory ───────────────────────────────────────────────────────────────────────────
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
-    def spares(self) -> list[Action]:
-        """Slots to make ahead of need, once the first of their size are granted."""
-        return self.slots.spares(Counter(self.hosts.values()))
+    def preallocate(self) -> list[Action]:
+        """Return actions that allocate slots ahead of need, once the first slots of their size are
+        granted.
+        """
+        return self.slots.preallocate(Counter(self.hosts.values()))
 
     def drop_spare(self, slot_id: int) -> bool:
-        """A slot that is not begun to be made: forget it if nobody waits for it; whether so."""
+        """Forget a spare slot whose allocation has not begun, if no save waits for it; return True
+        if forgotten.
+        """
         if not self.slots[slot_id].is_spare:
             return False
         del self.slots[slot_id]
         return True
 
     def is_awaited(self, slot_id: int) -> bool:
-        """Whether a save waits for this slot, or has waited for it in vain."""
+        """Return True if a save waits for this slot, or has waited for it in vain."""
         slot = self.slots[slot_id]
         return slot.is_late or not slot.is_spare
 
     def allocated(self, slot_id: int) -> list[Action]:
-        """A slot file exists; grant what waited for it."""
+        """Handle a created slot file: grant the attempt that waited for it."""
         slot = self.slots[slot_id]
         attempt = self.attempts.get(slot.attempt)
         if attempt is None or attempt.phase != "allocating":
@@ -167,13 +200,13 @@ class Granting:
         return self._grant_if_allocated(attempt)
 
     def allocation_failed(self, slot_id: int, reason: str) -> list[Action]:
-        """There is no memory for a slot; what waited for it is skipped, or takes a ring."""
+        """Handle a failed slot allocation: the waiting attempt is skipped, or uses a ring."""
         slot = self.slots.pop(slot_id)
         attempt = self.attempts.get(slot.attempt)
-        if attempt is None:  # a spare: try again only for slots of another size
+        if attempt is None:  # a spare slot: only slots of another size are retried
             self.slots.on(host_of(slot_id)).capacity_bytes = 0
             return []
-        self.slots.lacked_room(slot_id, reason, self._now_s)
+        self.slots.allocation_failed(slot_id, reason, self._now_s)
         if not attempt.durable:
             return self._abort(attempt, self._too_small())
         del attempt.slots[slot.rank]
@@ -181,7 +214,9 @@ class Granting:
         return self._grant_if_allocated(attempt)
 
     def rings_made(self, made: Mapping[int, tuple[int, int]]) -> list[Action]:
-        """These rings exist: (capacity, of it the ring) by slot; grant what waited for them."""
+        """Handle created rings, (capacity, ring bytes) by slot: grant the attempt that waited for
+        them.
+        """
         actions: list[Action] = []
         for slot_id, (capacity_bytes, ring_bytes) in made.items():
             slot = self.slots[slot_id]
@@ -190,51 +225,156 @@ class Granting:
         return actions
 
     def rings_not_made(self, slot_ids: Iterable[int], reason: str) -> list[Action]:
-        """There is not even memory for rings; what waited for them comes to nothing."""
+        """Handle a failed ring allocation: the waiting attempt fails."""
         attempts = {self.slots.pop(slot_id).attempt for slot_id in slot_ids}
         found = [self.attempts[id_] for id_ in attempts if id_ in self.attempts]
-        why = f"{self.slots.no_room} {reason}".strip()
+        why = f"{self.slots.allocation_error} {reason}".strip()
         return [action for attempt in found for action in self._abort(attempt, why)]
 
     def _grant_if_allocated(self, attempt: Attempt) -> list[Action]:
         if any(self.slots[s].state == "allocating" for s in attempt.slots.values()):
             return []
         if attempt.lacks_room:
-            return self._take_otherwise(attempt)
+            return self._fall_back(attempt)
         attempt.phase = "capturing"
         actions: list[Action] = [] if attempt.is_ring else self.slots.drop_rings()
         actions += [
-            GiveSlot(slot, rank, attempt.id) for rank, slot in sorted(attempt.slots.items())
+            GrantSlot(slot, rank, attempt.id) for rank, slot in sorted(attempt.slots.items())
         ]
         if attempt.durable:
-            actions += self.debts.start(attempt)
+            actions += self.durability.start(attempt)
         return actions
 
-    # ── coming to nothing ────────────────────────────────────────────────────────────────
+    # ── failed attempts ──────────────────────────────────────────────────────────────────────────
 
-    def _take_otherwise(self, attempt: Attempt) -> list[Action]:
-        """Not all slots of a durable attempt could be made: nobody was told of it yet."""
-        self._let_go(attempt)
-        return self._decide(attempt.step, attempt.asks, attempt.started_s, durable=True)
+    def _fall_back(self, attempt: Attempt) -> list[Action]:
+        """Handle a durable attempt whose slots could not all be allocated, and that no rank was
+        told of.
+        """
+        self._release(attempt)
+        return self._decide(attempt.step, attempt.requests, attempt.started_s, durable=True)
 
-    def _let_go(self, attempt: Attempt) -> None:
-        """Nobody writes to its slots, and nobody needs them."""
+    def _release(self, attempt: Attempt) -> None:
+        """Free the attempt's slots: nobody writes to them, and nobody needs them."""
         for slot_id in attempt.slots.values():
             self.slots[slot_id].writer = None
-        self.slots.take_back(attempt)
-        self.comparing.drop(attempt.id)
+        self.slots.reclaim(attempt)
+        self.replica_check.drop(attempt.id)
         del self.attempts[attempt.id]
 
     def _abort(
         self, attempt: Attempt, reason: str, leaf: str = "", *, is_lost: bool = False
     ) -> list[Action]:
         attempt.phase = "aborted"
-        self.slots.take_back(attempt)
-        self.comparing.drop(attempt.id)
-        actions = self.debts.aborted(attempt)
+        self.slots.reclaim(attempt)
+        self.replica_check.drop(attempt.id)
+        actions = self.durability.aborted(attempt)
         del self.attempts[attempt.id]
         return actions + abort(attempt.id, attempt.step, reason, leaf, is_lost=is_lost)
 
 
 def _ring_need(data_start: int, size_bytes: int) -> RingNeed:
     return RingNeed(-1, data_start, size_bytes - data_start)
+
+
+# Stages of an attempt after capture: made durable, refused by storage, or damaged. Memory that
+# storage reads stays until storage is done with it, even if it is not worth keeping.
+
+
+class AttemptLifecycle(CaptureLifecycle):
+    """Adds to ``CaptureLifecycle`` the stages of an attempt after its capture."""
+
+    def __init__(self, keeper: str) -> None:
+        super().__init__(keeper)
+        self._knows_hosts = False
+        """True if the images of lost hosts may be decoded from the parity of others."""
+
+    # ── making durable ───────────────────────────────────────────────────────────────────────────
+
+    def make_durable(self, step: int) -> list[Action]:
+        """Make a step durable that was saved to memory only."""
+        return self.durability.make_durable(step)
+
+    def persist_newest(self) -> list[Action]:
+        """Make the newest snapshot durable when the run ends or no rank is left."""
+        return self.durability.start_newest()
+
+    def persisted(self, attempt_id: str) -> list[Action]:
+        """Handle that a manifest names the attempt."""
+        attempt = self.attempts[attempt_id]
+        if attempt.is_ring:
+            self._release(attempt)
+        actions = self.durability.persisted(attempt)
+        return actions + self._after_write(attempt) + self._decide_deferred()
+
+    def persist_failed(self, attempt_id: str, reason: str) -> list[Action]:
+        """Handle a captured attempt that storage refused."""
+        attempt = self.attempts.get(attempt_id)
+        if attempt is None:
+            return self.persist_ended(attempt_id)
+        if not attempt.is_ring:
+            actions = self.durability.failed(attempt, reason)
+            actions += self._after_write(attempt)
+        elif attempt.is_open:  # the copier waits for ring space that will not be freed
+            attempt.persisting = False
+            actions = self._abort(attempt, f"it could not be written: {reason}")
+        else:
+            self._release(attempt)
+            actions = self.durability.failed(attempt, reason)
+        return actions + self._decide_deferred()
+
+    def _after_write(self, attempt: Attempt) -> list[Action]:
+        """Handle the end of a write: an incomplete attempt is kept only if other hosts can supply
+        the rest.
+        """
+        damaged, attempt.damaged = sorted(attempt.damaged), set()
+        actions = [a for slot in damaged for a in self.image_lost(slot, attempt.id)]
+        if attempt.is_incomplete and not (attempt.slots and self._knows_hosts):
+            self.attempts.pop(attempt.id, None)
+            self.slots.drop_lost()
+        return actions
+
+    def write_broke(self, attempt_id: str, reason: str) -> list[Action]:
+        """Handle a write that failed midway; storage still has to remove what was written."""
+        attempt = self.attempts.get(attempt_id)
+        if attempt is None or not (attempt.is_ring and attempt.is_open):
+            return []
+        return self._abort(attempt, f"it could not be written: {reason}")
+
+    def persist_ended(self, attempt_id: str) -> list[Action]:
+        """Handle that storage has finished with a failed attempt, or with pruning what it
+        replaced.
+        """
+        self.durability.ended(attempt_id)
+        return self._decide_deferred()
+
+    def ring_progressed(self, attempt_id: str, now_s: float) -> None:
+        """Record that storage wrote a part of this attempt's ring."""
+        attempt = self.attempts.get(attempt_id)
+        if attempt is not None:
+            attempt.moved_s = now_s
+
+    # ── damage ───────────────────────────────────────────────────────────────────────────────────
+
+    def image_lost(self, slot_id: int, attempt_id: str) -> list[Action]:
+        """Handle a captured image that changed in memory and could not be repaired: discard it.
+
+        While the attempt is being written its slots stay: storage compares all it reads with the
+        captured checksums, and the image is discarded when storage is done.
+        """
+        slot, attempt = self.slots.get(slot_id), self.attempts.get(attempt_id)
+        is_there = slot is not None and (slot.state, slot.attempt) == ("captured", attempt_id)
+        if slot is None or attempt is None or not is_there:
+            return []
+        if attempt.is_open:
+            reason = f"the image of rank {slot.rank} changed in memory by itself"
+            return self._abort(attempt, reason)
+        if attempt.is_under_way:
+            attempt.damaged.add(slot_id)
+            return []
+        self.attempts.lose(lambda id_: id_ == slot_id)
+        slot.free()
+        if not any(self.hosts.values()):  # no other host has the rest of the attempt
+            self.attempts.drop_incomplete()
+        self.slots.drop_lost()
+        return self._decide_deferred()

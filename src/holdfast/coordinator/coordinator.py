@@ -1,4 +1,7 @@
-"""Who may write which slot, and what is complete: the coordinator's whole mind, and no I/O.
+"""PURE. Decides which rank may write which slot and which generations are complete.
+
+Every method handles one event and returns the resulting actions, which the keeper executes. This
+module keeps one rule in every state; ``slots`` keeps those of the slots:
 
 Every method takes one thing that happened and returns the actions that follow; the keeper
 carries them out. One rule is kept here in every state, those of the slots in ``slots``:
@@ -10,23 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action, Note, Tell, skip, skip_all
-from holdfast.snapshot.asks import Asks
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.granting import ONLY_DURABLE
-from holdfast.snapshot.layouts import Layouts
-from holdfast.snapshot.slots import NO_SLOT, Slot, Writer, host_of
-from holdfast.snapshot.storing import Storing
+from holdfast.coordinator.actions import Action, ReportOutcome, SendMessage, skip, skip_all
+from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE, AttemptLifecycle
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.layouts import LayoutRegistry
+from holdfast.coordinator.requests import Absence, CaptureRequests
+from holdfast.coordinator.slots import NO_SLOT, Slot, SlotWriter, host_of
+from holdfast.protocol import messages as m
 
 __all__ = ["ONLY_DURABLE", "Coordinator"]
 
+#: A request withdrawn sooner than this did not wait for other ranks: its process may be ending.
+WAITED_S = 0.5
 
-class Coordinator(Storing):
-    """The state machine behind a run's slots; see the module's rules.
 
-    Its own host is number 0. The others are *away* until their keepers come to it (``attach``) and
-    when they are lost (``detach``): nothing is captured then, and nothing given away.
+class Coordinator(AttemptLifecycle):
+    """State machine of a run's slots and attempts; see the module's rules.
+
+    Its own host is number 0. The other hosts are *away* until their keepers connect (``attach``),
+    and after they are lost (``detach``): while a host is away nothing is captured, and no slot is
+    reused.
     """
 
     def __init__(self, *, keeper: str, grant_deadline_s: float, capture_deadline_s: float) -> None:
@@ -35,65 +41,68 @@ class Coordinator(Storing):
         self.capture_deadline_s = capture_deadline_s
         self.adopted = False
         self.away: dict[int, str] = {}
-        """The hosts of this incarnation whose slots are out of reach, and their names."""
+        """Names of this incarnation's hosts whose slots are unreachable, by number."""
         self._is_taking_over = False
-        """Not all ranks of an incarnation that another keeper served have come yet."""
+        """True while some ranks of an incarnation that another keeper served have not joined
+        yet.
+        """
         self._parent: tuple[int, int] | None = None
-        """What an incarnation that is taken over went on from."""
+        """Parent of an incarnation that is taken over from another keeper."""
         self._away_since_s = 0.0
-        self._is_pin_asked = False
-        """Whether the ranks said what they restore from, in this incarnation."""
-        self._owes = False
+        self._is_pin_requested = False
+        """True once the ranks of this incarnation reported what they restore from."""
+        self._owes_durable = False
+        self.absence = Absence()
         self._leaving: set[int] = set()
-        """Ranks that save no more: they said goodbye, and wait for the others to."""
-        self._retaken_at = -1
-        """The step that was announced last for a durable save that was missed."""
+        """Ranks that said goodbye: they save no more, and wait for the others to leave."""
+        self._missed_announced_at = -1
+        """Newest step announced to repeat a durable save that was missed."""
 
-    # ── what a new keeper finds ──────────────────────────────────────────────────────────
+    # ── state found by a new keeper ──────────────────────────────────────────────────────────────
 
-    def found(
+    def discovered(
         self, slots: Iterable[Slot], attempts: Iterable[Attempt], *, may_be_parts: bool = False
     ) -> None:
-        """Take over slots an earlier keeper left; attempts may be incomplete.
+        """Take over the slots of an earlier keeper; its attempts may be incomplete.
 
-        ``may_be_parts``: the rest of them may be on other hosts.
+        ``may_be_parts``: the missing images may be on other hosts.
         """
-        self.attempts.found(attempts)
+        self.attempts.add_discovered(attempts)
         if not may_be_parts:
-            self.attempts.drop_parts()
+            self.attempts.drop_incomplete()
         for slot in slots:
-            self.slots.found(slot)
+            self.slots.add_discovered(slot)
 
     def start_over(
         self, slots: Iterable[Slot], attempts: Iterable[Attempt], next_number: int
     ) -> None:
-        """Another keeper decided meanwhile: forget all but what the slots say.
+        """Forget everything but the discovered slots, because another keeper decided meanwhile.
 
-        ``next_number``: the first that was used for none.
+        ``next_number``: the first slot number that was never used.
         """
         self.attempts.clear()
         self.attempts.pinned = None
-        for host in [0, *self.slots.others()]:
+        for host in [0, *self.slots.other_hosts()]:
             self.slots.lose(host)
         self.slots.on(0).next = next_number
-        self.found(slots, attempts, may_be_parts=True)
+        self.discovered(slots, attempts, may_be_parts=True)
 
-    # ── hosts ────────────────────────────────────────────────────────────────────────────
+    # ── hosts ────────────────────────────────────────────────────────────────────────────────────
 
     def attach(
         self, host: int, slots: Iterable[Slot], attempts: Iterable[Attempt], next_number: int = 0
     ) -> None:
-        """The keeper of another host came: these are its slots, and its parts of attempts.
+        """Add the slots and attempt parts of another host, whose keeper connected.
 
-        ``next_number``: the first it has not used for a slot.
+        ``next_number``: the first slot number that host has not used.
         """
-        self.attempts.found(attempts)
+        self.attempts.add_discovered(attempts)
         for slot in slots:
-            self.slots.found(slot)
+            self.slots.add_discovered(slot)
         memory = self.slots.on(host)
         memory.next = max(memory.next, next_number)
         self.away.pop(host, None)
-        if self._is_pin_asked:
+        if self._is_pin_requested:
             return
         if not self.adopted or self._is_taking_over:
             self.attempts.pinned = self.attempts.newest
@@ -101,22 +110,20 @@ class Coordinator(Storing):
             self.attempts.pin_parent(self.incarnation, self._parent)
 
     def pin_again(self) -> None:
-        """It is known only now whether hosts keep parity, which keeps what was restored from."""
-        if self._parent is not None and not self._is_pin_asked:
+        """Pin the restored attempt again, now that it is known if hosts keep parity."""
+        if self._parent is not None and not self._is_pin_requested:
             self.attempts.pin_parent(self.incarnation, self._parent)
 
     def detach(self, host: int, name: str) -> list[Action]:
-        """The keeper of another host is lost: its ranks are, and its slots out of reach."""
+        """Handle the loss of another host's keeper: its ranks are lost, its slots unreachable."""
         actions: list[Action] = []
         self.away[host] = name
         reason = self._why_away()
-        for attempt in self.attempts.open():  # of each some slot is there, be it sealed
+        for attempt in self.attempts.capturing():  # every attempt keeps at least one slot
             actions += self._abort(attempt, reason, is_lost=True)
+        actions += self._skip_waiting(reason)
         for rank in [rank for rank, where in self.hosts.items() if where == host]:
             actions += self.lost(rank)
-        for step in self._asks.steps():
-            self._asks.decline(step, reason, is_passing=True)
-            actions += skip(step, reason)
         self._lose(host)
         return actions
 
@@ -128,210 +135,286 @@ class Coordinator(Storing):
         names = ", ".join(self.away.values())
         return f"the keeper of {names} is out of reach; no rank captures until it is back"
 
-    # ── incarnations ─────────────────────────────────────────────────────────────────────
+    # ── incarnations ─────────────────────────────────────────────────────────────────────────────
 
     def begin(
-        self, incarnation: int, nonce: str, world: int, hosts: Sequence[m.HostPlace] = ()
+        self, incarnation: int, nonce: str, world: int, hosts: Sequence[m.HostEntry] = ()
     ) -> list[Action]:
-        """A new incarnation: what the old one was still capturing comes to nothing.
+        """Begin a new incarnation; captures of the old one are aborted.
 
-        ``hosts``: where its ranks are, this one first; none when all are here.
+        ``hosts``: the hosts of its ranks, this host first; empty if all ranks are here.
         """
         actions: list[Action] = []
-        for attempt in self.attempts.open():
+        for attempt in self.attempts.capturing():
             actions += self._abort(attempt, "a new incarnation began")
         self.incarnation, self.nonce, self.world = incarnation, nonce, world
         self.adopted = False
         self._place(world, hosts)
         self.attempts.pinned = self.attempts.newest
-        self.debts.begin(incarnation)
-        self.comparing.begin(nonce)
+        self.durability.begin(incarnation)
+        self.replica_check.begin(nonce)
         self.slots.begin(self.hosts)
-        self._is_taking_over = self._owes = self._is_pin_asked = False
+        self._is_taking_over = self._owes_durable = self._is_pin_requested = False
         self._parent = None
         self._joined.clear()
-        self._asks = Asks(world)
-        self._retaken_at = -1
+        self._requests = CaptureRequests(world)
+        self._missed_announced_at = -1
+        self.absence.clear()
         self._leaving.clear()
-        self._layouts = Layouts()
+        self._layouts = LayoutRegistry()
         return actions
 
-    def _place(self, world: int, hosts: Sequence[m.HostPlace]) -> None:
-        """Learn where the ranks are. Hosts are numbered anew: all others are to come again."""
-        for host in self.slots.others():
+    def _place(self, world: int, hosts: Sequence[m.HostEntry]) -> None:
+        """Record the host of each rank. Hosts are renumbered, and all other hosts must attach
+        again.
+        """
+        for host in self.slots.other_hosts():
             self._lose(host)
         self.hosts = dict.fromkeys(range(world), 0)
         self.hosts |= {rank: n for n, host in enumerate(hosts) for rank in host.ranks}
         self.away = {n: host.id for n, host in enumerate(hosts) if n > 0}
         self._knows_hosts = bool(hosts)
         if not hosts:
-            self.attempts.drop_parts()
+            self.attempts.drop_incomplete()
             self.slots.drop_lost()
 
     def resume(
-        self, incarnation: int, nonce: str, world: int, parent: tuple[int, int] | None,
-        now_s: float, hosts: Sequence[m.HostPlace] = (),
-    ) -> list[Action]:  # fmt: skip
-        """Go on with an incarnation that another keeper served; ``parent``: what it came from."""
+        self,
+        incarnation: int,
+        nonce: str,
+        world: int,
+        parent: tuple[int, int] | None,
+        now_s: float,
+        hosts: Sequence[m.HostEntry] = (),
+    ) -> list[Action]:
+        """Continue an incarnation that another keeper served; ``parent``: the generation it
+        continued from.
+        """
         actions = self.begin(incarnation, nonce, world, hosts)
         self.attempts.pin_parent(incarnation, parent)
         self._is_taking_over, self._parent = True, parent
         return actions + self.adopt(now_s)
 
     def join(
-        self, rank: int, writer: Writer, *, is_copying: bool = True, owes_durable: bool = False
+        self, rank: int, writer: SlotWriter, *, is_copying: bool = True, owes_durable: bool = False
     ) -> list[Action]:
-        """A rank takes its place: again, when its keeper died or its line broke unnoticed.
+        """Handle a rank that joins, or joins again after its keeper died or its connection broke.
 
-        ``is_copying`` False: it copies into no slot, and what is quarantined because of it is free.
-        ``owes_durable``: an earlier keeper died before it made durable what it had promised to.
+        ``is_copying`` False: the rank copies into no slot, so slots quarantined because of it are
+        free. ``owes_durable``: an earlier keeper died before it made a promised save durable.
         """
-        actions = self.lost(rank) if rank in self._joined else []
+        actions = self._drop(rank) if rank in self._joined else []
         self._joined[rank] = writer
         self._leaving.discard(rank)
-        self._layouts.told = ""
+        self.absence.end(rank)
+        self._layouts.sent_hash = ""
         if not is_copying:
-            self.slots.stopped_all(writer, rank, self.incarnation)
-            actions += self._slot_freed()
-        return actions + self._inherit_debt(owes_durable)
+            actions += self._free_slots_of(rank)
+        return actions + self._inherit_durable(owes_durable)
 
-    def _inherit_debt(self, owes_durable: bool) -> list[Action]:
+    def _inherit_durable(self, owes_durable: bool) -> list[Action]:
         if not self._is_taking_over:
-            return []  # what this keeper promised itself it knows
-        self._owes |= owes_durable
+            return []  # this keeper already knows its own promises
+        self._owes_durable |= owes_durable
         if len(self._joined) < self.world:
-            return []  # all are to hear of it
+            return []  # the skip must reach all ranks
         self._is_taking_over = False
-        return self.debts.inherit() if self._owes else []
+        return self.durability.inherit() if self._owes_durable else []
 
     def adopt(self, now_s: float) -> list[Action]:
-        """The incarnation's parent is recorded: captures may begin."""
+        """Handle that the incarnation's parent is recorded: captures may begin."""
         self.adopted = True
-        self._asks.start_clock(now_s)
-        return self._decide_if_all_asked(now_s)
+        self._requests.start_clock(now_s)
+        return [
+            a for step in self._requests.steps() for a in self._decide_if_all_requested(step, now_s)
+        ]
 
     def pin(self, attempt: str) -> bool:
         """Keep this attempt's slots until a new generation is complete."""
         is_there = self.attempts.pin(attempt)
-        self._is_pin_asked |= is_there
+        self._is_pin_requested |= is_there
         return is_there
 
     def lost(self, rank: int) -> list[Action]:
-        """The rank's connection broke: what it had not sealed comes to nothing."""
+        """Handle a rank's lost connection: its unsealed attempts are aborted.
+
+        Other ranks do not wait for it until it joins again.
+        """
+        actions = self._drop(rank)
+        self.absence.lose(rank)
+        return actions + self._skip_waiting(self.absence.reason)
+
+    def _skip_waiting(self, reason: str) -> list[Action]:
+        """Skip all waiting requests: nothing can be captured now; the ranks may request the steps
+        again.
+        """
+        actions: list[Action] = []
+        for step in self._requests.steps():
+            self._requests.decline(step, reason, is_passing=True)
+            actions += skip(step, reason)
+        return actions
+
+    def _drop(self, rank: int) -> list[Action]:
         actions: list[Action] = []
         self._joined.pop(rank, None)
-        self._asks.drop_rank(rank)
-        waiting = self._asks.take_put_off()
+        self._requests.drop_rank(rank)
+        waiting = self._requests.pop_deferred()
         if waiting is not None:
             actions += skip(waiting.step, f"rank {rank} went away: {NO_SLOT}")
-        for attempt in self.attempts.open():
+        for attempt in self.attempts.capturing():
             if rank not in attempt.sealed:
                 reason = f"rank {rank} went away while it captured"
                 actions += self._abort(attempt, reason, is_lost=True)
         return actions
 
     def writer_gone(self, slot_id: int) -> list[Action]:
-        """The last possible writer of a quarantined slot is dead, or has sealed it."""
+        """Free a quarantined slot whose last possible writer is dead, or has sealed it."""
         self.slots.writer_gone(slot_id)
-        return self._slot_freed()
+        return self._decide_deferred()
 
-    # ── asking ───────────────────────────────────────────────────────────────────────────
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def table(self, rank: int, hash_: str, data: bytes) -> None:
-        """Learn the leaves a rank holds. FormatError or UsageError when they make no sense."""
+        """Register the leaf table of a rank. Raises FormatError or UsageError if the table is
+        invalid.
+        """
         self._layouts.learn(rank, hash_, data)
 
-    def ask(self, rank: int, ask: m.Ask, now_s: float) -> list[Action]:
-        """A rank wants to capture a step; decided when all have asked."""
+    def request_capture(self, rank: int, request: m.RequestCapture, now_s: float) -> list[Action]:
+        """Handle a rank's capture request; the step is decided when all ranks have requested it."""
         self._now_s = now_s
         if rank not in self._joined:
             return []
-        self._asks.newest = max(self._asks.newest, ask.step)
+        self._requests.note(rank, request.step)
+        self.absence.end(rank)
+        freed = [] if request.is_copying else self._free_slots_of(rank)
+        return freed + self._decide_request(rank, request, now_s)
+
+    def _free_slots_of(self, rank: int) -> list[Action]:
+        """Free what is quarantined because of a rank that has stopped copying."""
+        self.slots.writer_stopped_all(self._joined[rank], rank, self.incarnation)
+        return self._decide_deferred()
+
+    def _decide_request(self, rank: int, request: m.RequestCapture, now_s: float) -> list[Action]:
         if self._leaving:
-            return skip(ask.step, self._why_leaving(), is_passing=False)
-        if self.away:  # whoever asks for this step when they are back is not to wait for us
-            self._asks.decline(ask.step, self._why_away(), is_passing=True, by=rank)
-            return skip(ask.step, self._why_away())
-        declined = self._asks.why_declined(ask.step, rank)
+            return skip(request.step, self._why_leaving(), is_passing=False)
+        why = self._why_away() if self.away else self.absence.reason
+        if why:  # a later request for this step by the absent rank must not wait for this one
+            self._requests.decline(request.step, why, is_passing=True, by=rank)
+            return skip(request.step, why)
+        actions = self._supersede(rank, request.step)
+        declined = self._requests.decline_reason(request.step, rank)
         if declined is not None:
             reason, is_passing = declined
-            return skip(ask.step, reason, is_passing=is_passing)
-        self._asks.add(rank, ask, now_s)
-        return self._decide_if_all_asked(now_s)
+            return actions + skip(request.step, reason, is_passing=is_passing)
+        if self._requests.has_passed(request.step):
+            return actions + skip(
+                request.step, f"the others have gone on, to step {self._requests.newest}"
+            )
+        self._requests.add(rank, request, now_s)
+        return actions + self._decide_if_all_requested(request.step, now_s)
 
-    def withdraw(self, rank: int, step: int) -> list[Action]:
-        """A rank stopped waiting for its answer."""
-        if self._asks.is_put_off(step):
-            self._asks.take_put_off()
+    def _supersede(self, rank: int, step: int) -> list[Action]:
+        """Drop the rank's earlier request: a rank waits for one step at a time."""
+        before = self._requests.step_of(rank)
+        if before is None or before == step:
+            return []
+        reason = f"rank {rank} waits for step {step} instead"
+        self._requests.decline(before, reason, is_passing=True, by=rank)
+        return skip(before, reason)
+
+    def cancel_request(self, rank: int, step: int) -> list[Action]:
+        """Handle a rank that stopped waiting for its answer."""
+        if self._requests.is_deferred(step):
+            self._requests.pop_deferred()
             return skip(step, f"rank {rank} stopped waiting: {NO_SLOT}")
-        if self._asks.withdraw(rank, step):
-            return skip(step, f"rank {rank} stopped waiting for the others")
-        for attempt in self.attempts.open():
+        waited_s = self._requests.waited_s(rank, step, self._now_s)
+        if waited_s is not None:
+            absent = self._requests.absent(step)
+            reason = f"rank {rank} stopped waiting for ranks {absent}, which have not asked for it"
+            self._requests.decline(step, reason, is_passing=True, by=rank)
+            was_in_vain = self.adopted and waited_s >= WAITED_S
+            return skip(step, reason) + (self._mark_absent(absent) if was_in_vain else [])
+        for attempt in self.attempts.capturing():
             if attempt.step == step and rank not in attempt.sealed:
                 actions = self._abort(attempt, f"rank {rank} stopped waiting for its slot")
-                self.slots.waited_in_vain(attempt)
+                self.slots.timed_out(attempt)
                 return actions
         return []
 
-    def _decide_if_all_asked(self, now_s: float) -> list[Action]:
+    def _mark_absent(self, ranks: Iterable[int]) -> list[Action]:
+        """Mark ranks as absent that others waited for in vain, except ranks that wait for an
+        earlier step.
+        """
+        self.absence.miss(rank for rank in ranks if self._requests.step_of(rank) is None)
+        return self._skip_waiting(self.absence.reason) if self.absence.reason else []
+
+    def _decide_if_all_requested(self, step: int, now_s: float) -> list[Action]:
         if not self.adopted:
             return []
-        complete = self._asks.take_complete()
-        if complete is not None:
-            return self._decide(*complete, now_s)
-        missed = self._asks.take_missed()
+        requests = self._requests.pop_complete(step)
+        if requests is not None:
+            return self._decide(step, requests, now_s)
+        missed = self._requests.pop_missed()
         if not missed:
             return []
-        # Who was skipped catches up: by step() only what is due is saved, or what is announced.
-        (latest,) = self._asks.steps()
-        return [Tell(m.Announced(step=latest, which=m.MISSED)), *skip_all(missed)]
+        # A skipped rank catches up: ``step()`` saves only what is due or announced.
+        (latest,) = self._requests.steps()
+        return [SendMessage(m.Announced(step=latest, which=m.MISSED)), *skip_all(missed)]
 
     def decline(
         self, rank: int, step: int, reason: str, *, is_passing: bool = False
     ) -> list[Action]:
-        """A rank cannot save this step: whoever waits for it is told so.
+        """Handle a rank that cannot save this step: tell every rank that waits for it.
 
-        ``is_passing``: unless it asks for it after all.
+        ``is_passing``: the rank may still request the step later.
         """
         reason = f"rank {rank} could not save it: {reason}"
-        self._asks.newest = max(self._asks.newest, step)
-        had_asked = self._asks.decline(step, reason, is_passing=is_passing, by=rank)
+        self._requests.newest = max(self._requests.newest, step)
+        self.absence.end(rank)
+        had_asked = self._requests.decline(step, reason, is_passing=is_passing, by=rank)
         return skip(step, reason, is_passing=is_passing) if had_asked else []
 
     def leaving(self, rank: int) -> list[Action]:
-        """A rank saves no more: nobody is to wait for it."""
+        """Handle a goodbye: no rank waits for this one any more."""
         self._leaving.add(rank)
         actions: list[Action] = []
-        for step in self._asks.steps():
-            self._asks.drop_step(step)
+        for step in self._requests.steps():
+            self._requests.drop_step(step)
             actions += skip(step, self._why_leaving(), is_passing=False)
+        waiting = self._requests.pop_deferred()
+        if waiting is not None:
+            actions += skip(waiting.step, self._why_leaving(), is_passing=False)
+        for attempt in self.attempts.capturing():  # the keeper would wait for it until its deadline
+            if rank not in attempt.sealed:
+                actions += self._abort(attempt, self._why_leaving())
         return actions
 
     def _why_leaving(self) -> str:
         return f"ranks {sorted(self._leaving)} have closed their Checkpointer"
 
     def announce(self, step: int, which: str) -> list[Action]:
-        """A rank says that ``which`` is due at ``step``: all ranks are told.
+        """Announce to all ranks that ``which`` is due at ``step``.
 
-        Not while one of them could not hear it: it would not save then, and the others would wait
-        for it. What was ``MISSED`` is due once, however many ranks say so.
+        Not sent while a rank is unreachable: it would not save, and the others would wait for it. A
+        ``MISSED`` save is announced once, however many ranks report it.
         """
         if which != m.PREEMPTED:
             if self.away or len(self._joined) < self.world:
                 return []
             if which == m.MISSED:
-                if self._retaken_at > self._asks.newest:
+                if self._missed_announced_at > self._requests.newest:
                     return []
-                self._retaken_at = step
-        return [Tell(m.Announced(step=step, which=which))]
+                self._missed_announced_at = step
+        return [SendMessage(m.Announced(step=step, which=which))]
 
-    # ── capturing ────────────────────────────────────────────────────────────────────────
+    # ── captures ─────────────────────────────────────────────────────────────────────────────────
 
     def captured(self, rank: int, seal: m.Captured, now_s: float) -> list[Action]:
-        """A rank sealed its image; the last one makes the generation complete."""
+        """Handle a sealed image; the last image makes the generation complete."""
         attempt = self.attempts.get(seal.attempt)
         if attempt is None or attempt.phase != "capturing" or rank not in attempt.slots:
-            self.slots.stopped(rank, seal.attempt)
+            self.slots.writer_stopped(rank, seal.attempt)
             return []
         if rank in attempt.sealed:
             return []
@@ -339,84 +422,94 @@ class Coordinator(Storing):
         slot = self.slots[attempt.slots[rank]]
         if seal.image_bytes != slot.image_bytes:
             reason = f"rank {rank} sealed {seal.image_bytes} bytes, {slot.image_bytes} agreed"
-            slot.writer = None  # it says itself that it writes no more
+            slot.writer = None  # the rank itself reports that it writes no more
             return self._abort(attempt, reason)
         slot.state, slot.writer = "captured", None
         slot.header_xxh3, slot.table_xxh3 = seal.header_xxh3, seal.table_xxh3
         attempt.sealed.add(rank)
-        self.comparing.told(attempt.id, rank, seal.sums, seal.same_since)
+        self.replica_check.add_sums(attempt.id, rank, seal.sums, seal.same_since)
         if len(attempt.sealed) < attempt.world:
             return []
-        actions = self.comparing.finish(attempt.id, attempt.step)
+        actions = self.replica_check.finish(attempt.id, attempt.step)
         if attempt.is_ring:
-            attempt.phase = "draining"  # nothing of it is in memory but what is not written yet
+            attempt.phase = "draining"  # memory holds only what is not written yet
             return actions
         attempt.phase = "complete"
         self.attempts.captured(attempt.id)
         done = m.Complete(step=attempt.step, attempt=attempt.id, durable=attempt.durable)
         elapsed_s = now_s - attempt.started_s
-        note = Note(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)
-        return [*actions, Tell(done), note, *self.debts.pay()]
+        note = ReportOutcome(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)
+        return [*actions, SendMessage(done), note, *self.durability.start_next()]
 
-    def abandon(self, rank: int, message: m.Abandon) -> list[Action]:
-        """A rank will never seal its image."""
+    def abort_capture(self, rank: int, message: m.AbortCapture) -> list[Action]:
+        """Handle a rank that will never seal its image."""
         attempt = self.attempts.get(message.attempt)
         if attempt is None or not attempt.is_open or rank not in attempt.slots:
             if message.has_stopped:
-                self.slots.stopped(rank, message.attempt)
+                self.slots.writer_stopped(rank, message.attempt)
             return []
         if message.has_stopped:
             self.slots[attempt.slots[rank]].writer = None
         return self._abort(attempt, message.reason, message.leaf)
 
     def tick(self, now_s: float) -> list[Action]:
-        """Time passed: end the waits whose deadline is over."""
+        """Expire every wait whose deadline has passed."""
         self._now_s = now_s
         actions: list[Action] = []
-        waiting = self._asks.take_put_off(before_s=now_s - self.grant_deadline_s)
+        waiting = self._requests.pop_deferred(before_s=now_s - self.grant_deadline_s)
         if waiting is not None:
             actions += skip(waiting.step, NO_SLOT)
-        actions += self._slot_freed()
-        if self.adopted:
-            actions += skip_all(self._asks.take_late(now_s, self.grant_deadline_s))
-        for attempt in self.attempts.open():
+        actions += self._decide_deferred()
+        for step in self._requests.late(now_s, self.grant_deadline_s) if self.adopted else []:
+            absent = self._requests.absent(step)
+            reason = f"ranks {absent} did not ask within {self.grant_deadline_s:g} s"
+            if self._requests.decline(step, reason, is_passing=True):
+                actions += skip(step, reason) + self._mark_absent(absent)
+        for attempt in self.attempts.capturing():
             if now_s - max(attempt.started_s, attempt.moved_s) > self.capture_deadline_s:
                 reason = (
                     f"ranks {attempt.unsealed} did not finish within {self.capture_deadline_s:g} s"
                 )
                 actions += self._abort(attempt, reason)
-        return actions + self.debts.pay() + self._break_promises(now_s) + self._slot_freed()
+        return (
+            actions
+            + self.durability.start_next()
+            + self._expire_promises(now_s)
+            + self._decide_deferred()
+        )
 
-    def _break_promises(self, now_s: float) -> list[Action]:
-        """Nothing can be made durable while a host is away, and it may never be back."""
+    def _expire_promises(self, now_s: float) -> list[Action]:
+        """Fail durable promises while a host is away: nothing can be made durable, and the host may
+        never return.
+        """
         if not self.away:
             self._away_since_s = now_s
         if now_s - self._away_since_s <= self.capture_deadline_s:
             return []
-        return self.debts.give_up(self._why_away())
+        return self.durability.expire(self._why_away())
 
-    # ── questions ────────────────────────────────────────────────────────────────────────
+    # ── queries ──────────────────────────────────────────────────────────────────────────────────
 
     def is_busy(self) -> bool:
-        """Whether something is being captured or persisted."""
+        """Return True if something is being captured or persisted."""
         return any(attempt.is_under_way for attempt in self.attempts.values())
 
     def holds_newest_part(self) -> bool:
-        """Whether something newer than all that is whole or durable is here, but in part only."""
+        """Return True if an incomplete attempt here is newer than all complete or durable ones."""
         newest = self.attempts.newest_complete()
-        known = max(self.debts.newest_paid, newest.generation if newest else (0, -1))
-        return any(part.generation > known for part in self.attempts.parts())
+        known = max(self.durability.newest_durable, newest.generation if newest else (0, -1))
+        return any(part.generation > known for part in self.attempts.incomplete())
 
     def is_whole(self, step: int) -> bool:
-        """Whether all of it is in memory."""
+        """Return True if the whole generation of ``step`` is in memory."""
         newest = (a for a in self.attempts.complete() if a.generation == (self.incarnation, step))
         return any(newest)
 
     def explain(self, step: int) -> str:
-        """In words: what the save of ``step`` waits for."""
-        if self._asks.is_put_off(step):
+        """Describe in words what the save of ``step`` waits for."""
+        if self._requests.is_deferred(step):
             return NO_SLOT
-        absent = self._asks.absent(step)
+        absent = self._requests.absent(step)
         if absent:
             return f"ranks {absent} have not asked to capture it"
         for attempt in self.attempts.values():

@@ -1,4 +1,4 @@
-"""The one layout that the leaves of all ranks make together, and each rank's image in it."""
+"""Agrees the run's layout from the leaf tables of all ranks, and sizes each rank's image."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.errors import FormatError, UsageError
-from holdfast.format.image import ImagePlan, Item, image_bytes, piece_name, plan_image
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.format.image import ImagePlan, image_bytes
 from holdfast.geometry.layout import Layout, LeafEntry, merge, table_from_json, table_hash
-from holdfast.geometry.leaves import MIN_FROZEN_BYTES
+from holdfast.protocol.image_plan import plan_rank
 
-#: Tables remembered for each rank: a state may alternate between a few forms.
+#: Number of leaf tables kept per rank: a state may alternate between a few forms.
 TABLES_PER_RANK = 8
 
 
-class Agreed:
-    """A layout, and how large each rank's image is in it: computed for those that are asked for.
+class AgreedLayout:
+    """A layout, with the image size of each rank computed on demand.
 
     Of thousands of ranks only some are on this host.
     """
@@ -27,36 +26,38 @@ class Agreed:
         self._plans: dict[int, ImagePlan] = {}
 
     def image_bytes(self, rank: int, values_bytes: int) -> int:
-        """The size of a rank's image, with values of this many bytes."""
+        """Return the size of a rank's image with values of ``values_bytes`` bytes."""
         return image_bytes(self._plan(rank), values_bytes)
 
     def data_start(self, rank: int) -> int:
-        """How many bytes come before the data in a rank's image."""
+        """Return the number of bytes before the data in a rank's image."""
         return self._plan(rank).data_start
 
     def _plan(self, rank: int) -> ImagePlan:
         plan = self._plans.get(rank)
         if plan is None:
-            # Without its thousand entries: who copies makes its own.
+            # The plan is kept without its thousands of entries: the copier computes its own.
             whole = plan_rank(self.layout, rank)
             plan = self._plans[rank] = replace(whole, entries=(), header_text="")
         return plan
 
 
-class Layouts:
-    """What ranks said they hold, and what was made of it last."""
+class LayoutRegistry:
+    """Leaf tables by rank, and the layout last agreed from them."""
 
     def __init__(self) -> None:
         self._tables: dict[str, tuple[LeafEntry, ...]] = {}
         self._by_rank: dict[int, list[str]] = {}
         self._uses: Counter[str] = Counter()
-        """How many ranks a table is remembered for."""
-        self._agreed: dict[tuple[str, ...], Agreed] = {}
-        self.told = ""
-        """The hash of the layout that all trainers have: they keep the last one told."""
+        """Number of ranks that use each leaf table."""
+        self._agreed: dict[tuple[str, ...], AgreedLayout] = {}
+        self.sent_hash = ""
+        """Hash of the layout that all trainers have: they keep the last layout sent."""
 
     def learn(self, rank: int, hash_: str, data: bytes) -> None:
-        """Learn the leaves a rank holds. FormatError or UsageError when they make no sense."""
+        """Register the leaf table of a rank. Raises FormatError or UsageError if the table is
+        invalid.
+        """
         if hash_ not in self._tables:
             if table_hash(data) != hash_:
                 raise FormatError(f"a table of leaves named {hash_} is {table_hash(data)}")
@@ -75,39 +76,16 @@ class Layouts:
         if not self._uses[hash_]:
             del self._tables[hash_], self._uses[hash_]
 
-    def agree(self, hashes: Sequence[str]) -> Agreed:
-        """The layout of all ranks' tables, by rank; the same object while these are the same."""
+    def agree(self, hashes: Sequence[str]) -> AgreedLayout:
+        """Return the layout of the tables of all ranks, by rank; the same object while the tables
+        are the same.
+        """
         key = tuple(hashes)
         found = self._agreed.get(key)
         if found is None:
             unknown = [rank for rank, hash_ in enumerate(key) if hash_ not in self._tables]
             if unknown:
                 raise UsageError(f"ranks {unknown} have not told which leaves they hold")
-            found = Agreed(merge([self._tables[hash_] for hash_ in key]))
+            found = AgreedLayout(merge([self._tables[hash_] for hash_ in key]))
             self._agreed = {key: found}
         return found
-
-
-def plan_rank(layout: Layout, rank: int) -> ImagePlan:
-    """The plan of the image of ``rank``: frozen leaves first, if there are enough of them."""
-    items = image_items(layout, rank)
-    pieces = layout.pieces(rank)
-    frozen = [layout.leaves[piece.leaf].is_frozen for piece in pieces]
-    sizes = (p.box.volume * ITEMSIZE[layout.leaves[p.leaf].dtype] for p in pieces)
-    if sum(size for size, is_frozen in zip(sizes, frozen, strict=True) if is_frozen) < (
-        MIN_FROZEN_BYTES
-    ):
-        return plan_image(items)
-    return plan_image(
-        [item for item, is_frozen in zip(items, frozen, strict=True) if not is_frozen],
-        [item for item, is_frozen in zip(items, frozen, strict=True) if is_frozen],
-    )
-
-
-def image_items(layout: Layout, rank: int) -> list[Item]:
-    """(name, dtype, shape) of what ``rank`` stores, in the order of the layout's pieces."""
-    items = []
-    for piece in layout.pieces(rank):
-        leaf = layout.leaves[piece.leaf]
-        items.append((piece_name(leaf.name, leaf.shape, piece.box), leaf.dtype, piece.box.shape))
-    return items

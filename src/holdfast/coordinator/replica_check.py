@@ -1,8 +1,8 @@
-"""Whether what ranks hold alike is the same on all of them: what they told of it is compared.
+"""Compares checksums of replicated data across ranks, and raises the standstill alarm.
 
-Every rank sums the same part of what it holds, another part at each save, and tells the sums with
-its seal. Compared is what all ranks captured in one attempt, and nothing else; whatever is wrong
-with the comparing itself costs no save.
+Every rank sums the same part of its replicated data, a different part at each save, and sends the
+sums with its seal. Only attempts that all ranks captured are compared; an error in the comparison
+never costs a save.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from holdfast.coordinator.actions import Action, ReportReplicasDiffer, SendMessage, Warn
 from holdfast.format.image import piece_name
 from holdfast.geometry.layout import Layout
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action, NoteUnlike, Tell, Warn
-from holdfast.snapshot.standing import NOTHING_TO_SAY, Standing
+from holdfast.protocol import messages as m
+from holdfast.protocol.messages import CHANGED, NOTHING_TO_SAY
 
 if TYPE_CHECKING:
-    from holdfast.geometry.replicas import Difference
+    from holdfast.geometry.replicas import TileDifference
 
 
 @dataclass(slots=True)
-class Comparison:
-    """One attempt's: which part of what is held alike, and what ranks told of it."""
+class ReplicaComparison:
+    """The compared part of the replicated data in one attempt, and the sums that ranks sent."""
 
     layout: Layout
     turn: int
@@ -33,66 +33,75 @@ class Comparison:
     sums: dict[int, Sequence[bytes]] = field(default_factory=dict)
 
 
-class Comparing:
-    """Whose turn it is, over the saves of an incarnation; and what comes of it."""
+class ReplicaCheck:
+    """Selects the part to compare at each save of an incarnation, and reports differences."""
 
     def __init__(self) -> None:
         self.wanted: int | None = None
-        """In how many saves all is to be compared; 0: never, None: as is cheap."""
+        """Number of saves over which all replicas are compared; 0: never, None: as many as keep it
+        cheap.
+        """
         self._turn = 0
-        self._open: dict[str, Comparison] = {}
+        self._open: dict[str, ReplicaComparison] = {}
         self._warned = ""
-        self._standing = Standing()
+        self._standstill = StandstillAlarm()
 
     def begin(self, nonce: str) -> None:
-        """A new incarnation. It begins anywhere: one that dies early should not compare the same
-        as all before it."""
+        """Begin a new incarnation at a random part: short-lived incarnations should not all compare
+        the same part.
+        """
         self._turn = xxhash.xxh3_64_intdigest(nonce.encode()) >> 32
         self._open.clear()
         self._warned = ""
-        self._standing.begin()
+        self._standstill.begin()
 
     def start(self, attempt: str, step: int, layout: Layout) -> list[Action]:
-        """What is to be compared in this attempt; the turn passes when it has been."""
+        """Select the part to compare in this attempt; the next part follows once this one was
+        compared.
+        """
         try:
             if self.wanted != 0 and not layout.replicas.is_empty:
-                self._open[attempt] = Comparison(layout, self._turn, self.wanted)
-        except Exception as error:  # no memory, say: nothing here may keep a save from being made
+                self._open[attempt] = ReplicaComparison(layout, self._turn, self.wanted)
+        except Exception as error:  # no memory, for example: an error here must not prevent a save
             return self._warn_once(f"{type(error).__name__}: {error}".removesuffix(": "), step)
         self._warned = ""
         return []
 
     def _warn_once(self, why: str, step: int) -> list[Action]:
-        """It is likely to be the same at every save: it is said when it begins, or changes."""
+        """Warn when a reason is new or changed: the same reason is likely at every save."""
         if why == self._warned:
             return []
         self._warned = why
         return [Warn(f"replicas cannot be compared from step {step} on, until this passes: {why}")]
 
     def part(self, attempt: str) -> tuple[int, int | None] | None:
-        """(turn, of so many), as the ranks are told; None when there is nothing to compare."""
+        """Return (index, number of parts) as sent to the ranks; None if there is nothing to
+        compare.
+        """
         found = self._open.get(attempt)
         return None if found is None else (found.turn, found.turns)
 
-    def told(
-        self, attempt: str, rank: int, sums: Sequence[bytes], same_since: int = NOTHING_TO_SAY
+    def add_sums(
+        self, attempt: str, rank: int, sums: Sequence[bytes], same_since: int = m.NOTHING_TO_SAY
     ) -> None:
-        """A rank captured its image; ``sums`` is empty when it could not make them.
+        """Record the sums of a captured rank; ``sums`` is empty if the rank could not compute them.
 
-        ``same_since``: see ``standing``.
+        ``same_since``: see ``StandstillAlarm``.
         """
-        self._standing.told(attempt, same_since)
+        self._standstill.add_report(attempt, same_since)
         if attempt in self._open:
             self._open[attempt].sums[rank] = sums
 
     def drop(self, attempt: str) -> None:
-        """The attempt came to nothing: what ranks told of it may be of different moments."""
+        """Forget an aborted attempt: its sums may come from different moments."""
         self._open.pop(attempt, None)
-        self._standing.drop(attempt)
+        self._standstill.drop(attempt)
 
     def finish(self, attempt: str, step: int) -> list[Action]:
-        """All ranks captured it: say what is not the same and should be, or the other way."""
-        return self._standing.finish(attempt, step) + self._compare(attempt, step)
+        """Compare the sums of a complete attempt: report new differences, and differences that are
+        gone.
+        """
+        return self._standstill.finish(attempt, step) + self._compare(attempt, step)
 
     def _compare(self, attempt: str, step: int) -> list[Action]:
         comparison = self._open.pop(attempt, None)
@@ -103,19 +112,71 @@ class Comparing:
             found, others = comparison.layout.replicas.differences(
                 comparison.sums, comparison.turn, comparison.turns
             )
-        except Exception as error:  # nothing here may keep a generation from being complete
+        except Exception as error:  # an error here must not cost the generation
             return [Warn(f"replicas could not be compared at step {step}: {error!r}")]
         if not found:
             return []
         unlike = tuple(_unlike(comparison.layout, each) for each in found)
-        message = m.ReplicasDiffer(step=step, attempt=attempt, leaves=unlike, others=others)
-        return [Tell(message), NoteUnlike(message)]
+        message = m.ReplicaDifferences(step=step, attempt=attempt, leaves=unlike, others=others)
+        return [SendMessage(message), ReportReplicasDiffer(message)]
 
 
-def _unlike(layout: Layout, found: Difference) -> m.Unlike:
+def _unlike(layout: Layout, found: TileDifference) -> m.ReplicaDifference:
     leaf = layout.leaves[found.leaf]
     piece = piece_name(leaf.name, leaf.shape, found.box)
-    return m.Unlike(
-        leaf=leaf.name, box=piece[len(leaf.name) + 1 :], ranks=found.ranks,
-        replicas=found.replicas, is_known_which=found.is_known_which,
-    )  # fmt: skip
+    return m.ReplicaDifference(
+        leaf=leaf.name,
+        box=piece[len(leaf.name) + 1 :],
+        ranks=found.ranks,
+        replicas=found.replicas,
+        is_known_which=found.is_known_which,
+    )
+
+
+# PURE. Alarm for parameters that stay byte-identical between generations though optimizers stepped.
+# Only optimizers of the state and their parameters are examined. Every rank reports for its own
+# parameters; the alarm is raised once when all ranks with parameters report the same, and again
+# only after it has cleared.
+
+
+class StandstillAlarm:
+    """Standstill reports of the ranks by attempt, and the state of the alarm."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, list[int]] = {}
+        self._was_said = False
+
+    def begin(self) -> None:
+        """Reset the alarm for a new incarnation."""
+        self._told.clear()
+        self._was_said = False
+
+    def add_report(self, attempt: str, same_since: int) -> None:
+        """Record a rank's report that its parameters equal those of ``same_since`` (see
+        ``Captured``).
+        """
+        self._told.setdefault(attempt, []).append(same_since)
+
+    def drop(self, attempt: str) -> None:
+        """Forget an aborted attempt."""
+        self._told.pop(attempt, None)
+
+    def finish(self, attempt: str, step: int) -> list[Action]:
+        """Evaluate an attempt that all ranks captured."""
+        reports = [one for one in self._told.pop(attempt, []) if one != NOTHING_TO_SAY]
+        if not reports:
+            return []
+        was_said, self._was_said = self._was_said, CHANGED not in reports
+        if was_said or not self._was_said:
+            return []
+        return [
+            Warn(
+                f"the parameters at step {step} are byte for byte those of step {min(reports)}, "
+                "though "
+                "optimizers of the state stepped in between: the training stands still. Look "
+                "whether "
+                "its gradients are zero (is the model that computes them the one its optimizer "
+                "has?), "
+                "and whether updates this small are lost in the parameters' dtype."
+            )
+        ]

@@ -1,1 +1,3 @@
-"""The place in the data, in terms of the whole run: for any number of ranks the same."""
+"""Keeps the place in the training data for the whole run, so that any number of ranks can
+resume.
+"""

@@ -1,4 +1,4 @@
-"""``holdfast demo``: a real training run is killed in several ways, and resumes exactly."""
+"""Runs ``holdfast demo``: a real training run is killed in several ways, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the demo with the options ``out``, ``seed``, ``hosts``, ``json``; 0: all as promised."""
+    """Runs the demo with the options ``out``, ``seed``, ``hosts``, ``json``; 0: all as promised."""
     from holdfast.demo.orchestrate import run_demo  # not for the trainers, which also pass here
 
     return run_demo(options.out, seed=options.seed, as_json=options.json, hosts=options.hosts)

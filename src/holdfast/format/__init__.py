@@ -1,1 +1,3 @@
-"""Bytes to values and back, without any I/O: images, block checksums, manifests, plain values."""
+"""Converts bytes to values and back, without any I/O: images, checksums, manifests, plain
+values.
+"""

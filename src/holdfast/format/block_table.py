@@ -1,7 +1,7 @@
-"""Where the block table of an image lies, and whether bytes of the image are those it speaks of.
+"""Locates the block table of an image, and checks bytes of the image against it.
 
-Both without the header: a peer that pulls a part of an image knows only its size and the checksum
-of its table, and wants no byte that was not checked. See docs/format/v1.md.
+Both work without the header: a peer that pulls a part of an image knows only its size and the
+checksum of its table, and uses no byte that was not checked. See docs/format/v1.md.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _COVERED_BYTES = PAGE_BYTES // 8 * BLOCK_BYTES  # by one page of a table
 
 
 def table_offset(data_bytes: int) -> int:
-    """Bytes from the start of an image's data to its block table, by the size of all data.
+    """Returns the offset of the block table in an image's data, given the size of all data.
 
-    FormatError for a size that no image has.
+    Raises FormatError for a size that no image has.
     """
     pages = max(1, -(-data_bytes // (_COVERED_BYTES + PAGE_BYTES)))
     offset = data_bytes - pages * PAGE_BYTES
@@ -27,7 +27,8 @@ def table_offset(data_bytes: int) -> int:
 
 
 class BlockTable:
-    """The block checksums of one image, believed because the seal of the image names theirs.
+    """The block checksums of one image, trusted because the image's seal has the table's own
+    checksum.
 
     ``data_bytes`` counts the data with the table, as offsets do: from the first block on.
     """
@@ -45,7 +46,8 @@ class BlockTable:
         self._sums = unpack_table(self._table, block_count(self.offset))
 
     def check(self, start: int, data: memoryview) -> None:
-        """ChecksumMismatch unless ``data``, from byte ``start`` on, is what was captured.
+        """Raises ChecksumMismatch unless ``data``, from byte ``start`` on, equals the captured
+        bytes.
 
         ``start`` is where a block begins, and ``data`` ends with one, or with the image.
         """

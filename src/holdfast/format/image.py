@@ -1,12 +1,12 @@
-"""An image: one rank's share of the state at one step, as a valid safetensors file.
+"""An image holds one rank's share of the state at one step, as a valid safetensors file.
 
 The header is known before any byte is copied, so an image can be assembled in place in
-shared memory, and the same bytes are then coded, written, sent and read back. Its parts:
+shared memory, and the same bytes are then encoded, written, sent and read back. Its parts:
 
     8 bytes    header length, little-endian
     header     JSON, padded with spaces so that the data starts on a page
     frozen     tensors that hardly ever change, and ``__holdfast_gap__``: to the next block; only
-               where there are enough of them to be stored apart (``holdfast.format.split``)
+               where there are enough of them to be stored in a file of their own
     tensors    by falling item size, so that each is aligned without gaps
     values     ``__holdfast_values__``: the plain values, JSON
     padding    ``__holdfast_pad__``: to the next page
@@ -20,17 +20,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from holdfast.errors import FormatError, NewerFormat, UsageError
 from holdfast.format.checksum import BLOCK_BYTES, Buffer, block_count
-from holdfast.format.features import PARTS, unknown_features
+from holdfast.format.manifest import PARTS, unknown_features
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE, STORED_AS_BYTES
+from holdfast.geometry.codec import unique
+from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
 from holdfast.geometry.leaves import MAX_DIMS
-from holdfast.geometry.unique import unique
 
 PAGE_BYTES = 4096
 FORMAT_VERSION = "1"
@@ -38,19 +38,19 @@ VALUES, PAD, TABLE = "__holdfast_values__", "__holdfast_pad__", "__holdfast_bloc
 GAP = "__holdfast_gap__"
 RESERVED, METADATA = "__holdfast_", "__metadata__"
 MAX_HEADER_BYTES = 100_000_000
-#: Values are read as one; what is larger belongs into tensors.
+#: Values are read at once; larger data belongs into tensors.
 MAX_VALUES_BYTES = 1 << 30
 #: Room in every header for the metadata, so that a longer step number never moves the data.
 METADATA_ROOM_BYTES = 1024
 
 
 def round_up(value: int, unit: int) -> int:
-    """The smallest multiple of ``unit`` that is not below ``value``."""
+    """Returns the smallest multiple of ``unit`` that is not below ``value``."""
     return -(-value // unit) * unit
 
 
 def volume(shape: Sequence[int]) -> int:
-    """Number of elements of ``shape``; 1 for a scalar."""
+    """Returns the number of elements of ``shape``; 1 for a scalar."""
     count = 1
     for size in shape:
         count *= size
@@ -58,7 +58,9 @@ def volume(shape: Sequence[int]) -> int:
 
 
 def piece_name(leaf: str, shape: Sequence[int], box: Box) -> str:
-    """The name of a piece in an image: the leaf's, and its box unless it is the whole leaf."""
+    """Returns the name of a piece in an image: the leaf's, and its box unless it is the whole
+    leaf.
+    """
     if box.start == (0,) * len(shape) and box.stop == tuple(shape):
         return leaf
     return leaf + "@" + ",".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True))
@@ -81,7 +83,9 @@ class Entry:
 
 
 def stored_form(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    """The dtype and shape that an image gives a piece: bytes for what safetensors cannot name."""
+    """Returns the dtype and shape that an image gives a piece: bytes for types that safetensors
+    cannot name.
+    """
     if dtype in STORED_AS_BYTES:
         return "U8", (volume(shape) * ITEMSIZE[dtype],)
     return dtype, shape
@@ -94,14 +98,14 @@ def _entry_text(name: str, dtype: str, shape: Sequence[int], start: int, stop: i
 
 @dataclass(frozen=True, slots=True)
 class ImagePlan:
-    """Where each tensor of an image lies; the same at every save of one layout."""
+    """The place of each tensor in an image; the same at every save of one layout."""
 
     entries: tuple[Entry, ...]
     tensor_bytes: int
     header_text: str
     data_start: int
     gap: tuple[int, int] | None = None
-    """Where the zeros behind frozen tensors begin and end, if there are such tensors."""
+    """Begin and end of the zeros after frozen tensors, if there are such tensors."""
 
 
 #: (name, dtype, shape).
@@ -109,9 +113,10 @@ Item = tuple[str, str, tuple[int, ...]]
 
 
 def plan_image(items: Iterable[Item], frozen: Iterable[Item] = ()) -> ImagePlan:
-    """Place tensors: falling item size, else in the given order; those ``frozen`` before the gap.
+    """Places tensors by falling item size, else in the given order; the ``frozen`` ones before the
+    gap.
 
-    UsageError for a reserved name, and when two have one name (a leaf can be called like the
+    Raises UsageError for a reserved name, and when two have one name (a leaf can be called like the
     piece of another).
     """
     first = _place(frozen, 0)
@@ -128,7 +133,7 @@ def plan_image(items: Iterable[Item], frozen: Iterable[Item] = ()) -> ImagePlan:
 
 
 def _place(items: Iterable[Item], offset: int) -> list[Entry]:
-    """The tensors one behind the other from ``offset`` on."""
+    """Places the tensors one after the other from ``offset`` on."""
     entries = []
     for name, dtype, shape in sorted(items, key=lambda item: -ITEMSIZE[item[1]]):
         entries.append(Entry(name, dtype, shape, offset, volume(shape) * ITEMSIZE[dtype]))
@@ -137,7 +142,7 @@ def _place(items: Iterable[Item], offset: int) -> list[Entry]:
 
 
 def plan_entries(entries: Sequence[Entry], gap: tuple[int, int] | None) -> ImagePlan:
-    """The plan of tensors that have their places."""
+    """Returns the plan of tensors whose places are given."""
     texts = [
         _entry_text(entry.name, *stored_form(entry.dtype, entry.shape), entry.offset, entry.stop)
         for entry in entries
@@ -152,7 +157,7 @@ def plan_entries(entries: Sequence[Entry], gap: tuple[int, int] | None) -> Image
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image about to be filled: its header, and where the rest goes.
+    """An image about to be filled: its header, and the places of everything else.
 
     ``data_start`` counts from the start of the image; the other offsets from ``data_start``.
     """
@@ -168,12 +173,12 @@ class Image:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks the table speaks of."""
+        """The number of blocks in the table."""
         return block_count(self.table_offset)
 
 
 def image_bytes(plan: ImagePlan, values_bytes: int) -> int:
-    """The size of a whole image of ``plan`` with values of this many bytes."""
+    """Returns the size of a whole image of ``plan`` with values of this many bytes."""
     table_offset = round_up(plan.tensor_bytes + values_bytes, PAGE_BYTES)
     return plan.data_start + table_offset + 8 * _table_entries(table_offset)
 
@@ -183,7 +188,7 @@ def _table_entries(table_offset: int) -> int:
 
 
 def fill_in(plan: ImagePlan, metadata: Mapping[str, str], values_bytes: int) -> Image:
-    """The image of ``plan`` for one generation and values of this many bytes."""
+    """Returns the image of ``plan`` for one generation and values of this many bytes."""
     if values_bytes > MAX_VALUES_BYTES:
         raise UsageError(
             f"the plain values of the state take {values_bytes} bytes as JSON, more than "
@@ -196,20 +201,34 @@ def fill_in(plan: ImagePlan, metadata: Mapping[str, str], values_bytes: int) -> 
     needs = {} if plan.gap is None else {"requires": PARTS}
     described = msgspec.json.encode({"holdfast": FORMAT_VERSION, **metadata, **needs}).decode()
     padding = table_offset - values_stop
-    body = "".join([
-        '{"__metadata__":', described, plan.header_text,
-        ",", _entry_text(VALUES, "U8", (values_bytes,), plan.tensor_bytes, values_stop),
-        ",", _entry_text(PAD, "U8", (padding,), values_stop, table_offset),
-        ",", _entry_text(TABLE, "U64", (entries,), table_offset, stop), "}",
-    ]).encode()  # fmt: skip
+    body = "".join(
+        [
+            '{"__metadata__":',
+            described,
+            plan.header_text,
+            ",",
+            _entry_text(VALUES, "U8", (values_bytes,), plan.tensor_bytes, values_stop),
+            ",",
+            _entry_text(PAD, "U8", (padding,), values_stop, table_offset),
+            ",",
+            _entry_text(TABLE, "U64", (entries,), table_offset, stop),
+            "}",
+        ]
+    ).encode()
     room = plan.data_start - 8
     if len(body) > room:
         raise FormatError(f"the image's metadata take more than {METADATA_ROOM_BYTES} bytes")
     header = room.to_bytes(8, "little") + body.ljust(room)
     return Image(
-        header, plan.data_start, plan.tensor_bytes, values_bytes, table_offset, entries,
-        plan.data_start + stop, plan.gap,
-    )  # fmt: skip
+        header,
+        plan.data_start,
+        plan.tensor_bytes,
+        values_bytes,
+        table_offset,
+        entries,
+        plan.data_start + stop,
+        plan.gap,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +250,13 @@ class Header:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks the table speaks of."""
+        """The number of blocks in the table."""
         return block_count(self.table.offset)
 
     def piece(self, name: str, dtype: str, shape: tuple[int, ...]) -> Entry | None:
-        """The entry of this piece; None when it is not there, or has another dtype or shape."""
+        """Returns the entry of this piece; None when it is not there, or has another dtype or
+        shape.
+        """
         entry = self.entries.get(name)
         if entry is None or (entry.dtype, entry.shape) != stored_form(dtype, shape):
             return None
@@ -249,7 +270,7 @@ class _RawEntry(msgspec.Struct):
 
 
 def header_size(first_bytes: Buffer, where: str, file_bytes: int) -> int:
-    """Bytes from the start of the file to its data, from its first 8 bytes; bounded."""
+    """Returns the bytes from the start of the file to its data, from its first 8 bytes; bounded."""
     raw = bytes(first_bytes)[:8]
     if len(raw) < 8:
         raise FormatError(f"{where} is cut short: {len(raw)} bytes, at least 8 expected")
@@ -263,10 +284,10 @@ def header_size(first_bytes: Buffer, where: str, file_bytes: int) -> int:
 
 
 def parse_header(raw: Buffer, where: str, file_bytes: int) -> Header:
-    """Read and check a header; ``raw`` is the file's beginning up to its data.
+    """Reads and checks a header; ``raw`` is the file's beginning up to its data.
 
-    Raises FormatError for anything a valid image cannot contain, NewerFormat for a version
-    this reader does not know.
+    Raises FormatError for anything a valid image cannot contain, NewerFormat for a version this
+    reader does not know.
     """
     view = memoryview(raw)
     data_start = len(view)
@@ -281,7 +302,9 @@ def parse_header(raw: Buffer, where: str, file_bytes: int) -> Header:
 
 
 def _take_gap(entries: dict[str, Entry], where: str, is_expected: bool) -> Entry | None:
-    """Take the gap out of ``entries``, which is there in images that require what has it."""
+    """Removes the gap's entry from ``entries``; an image has a gap exactly if it requires that
+    feature.
+    """
     gap = entries.pop(GAP, None)
     if (gap is not None) != is_expected:
         raise FormatError(
@@ -300,7 +323,9 @@ def _take_gap(entries: dict[str, Entry], where: str, is_expected: bool) -> Entry
 
 
 def _take_own(entries: dict[str, Entry], where: str, data_bytes: int) -> tuple[Entry, Entry]:
-    """Take values, padding and table out of ``entries``: (values, table), where they must be."""
+    """Removes the entries of values, padding and table from ``entries``: (values, table), where
+    they must be.
+    """
     own = {name: entries.pop(name) for name in [*entries] if name.startswith(RESERVED)}
     for name in (VALUES, PAD, TABLE):
         if name not in own:
@@ -320,8 +345,10 @@ def _take_own(entries: dict[str, Entry], where: str, data_bytes: int) -> tuple[E
     if table.offset != round_up(values.stop, PAGE_BYTES):
         raise FormatError(f"{where}: its block table is not on the page behind its values")
     if table.shape != (_table_entries(table.offset),):
-        raise FormatError(f"{where}: its block table has {table.shape[0]} entries, which is not "
-                          f"what {table.offset} bytes need")  # fmt: skip
+        raise FormatError(
+            f"{where}: its block table has {table.shape[0]} entries, which is not "
+            f"what {table.offset} bytes need"
+        )
     return values, table
 
 
@@ -335,10 +362,10 @@ def _decode(raw: memoryview, where: str) -> dict[str, msgspec.Raw]:
 
 
 def _refuse_twice(raw: bytes, entries: int) -> None:
-    """ValueError for a name that is there twice: readers differ in which of the two they take.
+    """Raises ValueError for a name that occurs twice: readers differ in which of the two they take.
 
-    Looking at every name takes longer than all other parsing, so it is done only when a count
-    says that it may be so: without escapes, each entry spells each of its keys exactly once.
+    Checking every name takes longer than all other parsing, so it is done only when a count shows
+    that it is possible: without escapes, each entry has each of its keys exactly once.
     """
     counts = [raw.count(key) for key in (b'"dtype"', b'"shape"', b'"data_offsets"')]
     if counts != [entries] * 3 or raw.count(b'"__metadata__"') != 1 or b"\\u" in raw:
@@ -365,10 +392,10 @@ def _metadata(document: dict[str, msgspec.Raw], where: str) -> dict[str, str]:
 
 
 def _refuse_form(entry: _RawEntry, where: str) -> None:
-    """FormatError for an element type, shape or place that no tensor of an image has."""
+    """Raises FormatError for an element type, shape or place that no tensor of an image has."""
     if entry.dtype not in ITEMSIZE or entry.dtype in STORED_AS_BYTES:
         raise FormatError(f"{where}: safetensors knows no dtype {entry.dtype!r:.50}")
-    # The number of dimensions first: multiplying millions of them would take for ever.
+    # The number of dimensions first: multiplying millions of them would take too long.
     if len(entry.shape) > MAX_DIMS or any(size < 0 for size in entry.shape):
         raise FormatError(f"{where}: no tensor has the shape {entry.shape!r:.50}")
     if entry.data_offsets[0] % ITEMSIZE[entry.dtype]:
@@ -398,3 +425,73 @@ def _entries(document: dict[str, msgspec.Raw], where: str, data_bytes: int) -> d
     if expected != data_bytes:
         raise FormatError(f"{where}: {data_bytes} bytes of data, its entries need {expected}")
     return entries
+
+
+# Splits an image in memory into two files in storage: frozen tensors apart from live ones.
+#
+# In an image with a gap the frozen tensors fill whole blocks in front of all others. So both files
+# have blocks of the one image, with unchanged checksums; only headers are new. The live file equals
+# the image of a state without these leaves. The frozen one contains nothing of the generation, so
+# that the same content is always the same file, byte for byte.
+
+
+#: The metadata of a frozen part, beside ``rank``.
+PART_METADATA = {"part": "frozen"}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The two files that an image makes; ``frozen_blocks`` of its blocks are in ``part``."""
+
+    live: Image
+    part: Image
+    frozen_blocks: int
+
+    def tables(self, sums: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Returns the block checksums of (live, part), from those of the image."""
+        return sums[self.frozen_blocks :], sums[: self.frozen_blocks]
+
+
+def split(image: Header) -> Split | None:
+    """Returns how ``image`` is stored in two files; None when it has no gap."""
+    if image.gap is None:
+        return None
+    frozen_bytes = image.frozen_bytes
+    in_order = sorted(image.entries.values(), key=lambda entry: (entry.offset, entry.size_bytes))
+    frozen = [entry for entry in in_order if entry.offset < frozen_bytes]
+    live = [_moved(entry, -frozen_bytes) for entry in in_order if entry.offset >= frozen_bytes]
+    about = {key: value for key, value in image.metadata.items() if key != "requires"}
+    gap = (image.gap.offset, image.gap.stop)
+    part_about = {**PART_METADATA, "rank": about.get("rank", "0")}
+    return Split(
+        fill_in(plan_entries(live, None), about, image.values.size_bytes),
+        fill_in(plan_entries(frozen, gap), part_about, 0),
+        frozen_bytes // BLOCK_BYTES,
+    )
+
+
+def join(live: Header, part: Header, where: str) -> Header:
+    """Returns the header of the one image that these two files are the parts of.
+
+    Raises FormatError when they are not.
+    """
+    frozen_bytes = part.frozen_bytes
+    if live.gap is not None or part.gap is None or part.table.offset != frozen_bytes:
+        raise FormatError(f"{where} is not an image and the frozen part that belongs to it")
+    twice = sorted(live.entries.keys() & part.entries.keys())
+    if twice:
+        raise FormatError(f"{where}: {twice[0]!r} is in the image and in its frozen part")
+    moved = {name: _moved(entry, frozen_bytes) for name, entry in live.entries.items()}
+    return Header(
+        live.metadata | {"requires": PARTS},
+        part.entries | moved,
+        live.data_start,
+        _moved(live.values, frozen_bytes),
+        _moved(live.table, frozen_bytes),
+        live.size_bytes + frozen_bytes,
+        part.gap,
+    )
+
+
+def _moved(entry: Entry, by: int) -> Entry:
+    return replace(entry, offset=entry.offset + by)

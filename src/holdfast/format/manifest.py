@@ -1,38 +1,45 @@
-"""The documents of a checkpoint: manifest, incarnation, root, pin; each with its own checksum.
+"""Encodes the documents of a root, each with its checksum: manifest, incarnation, root, pin, lease.
 
 A document is JSON, ``{"checksum":"<xxh3-64 of the body's bytes>","body":{...}}`` and a line feed,
 without spaces, so that any tool finds the body's bytes. Fields this version does not know are
-ignored unless the document requires them as features; then it is refused. What is sealed here can
-be read here: both sides check the same rules. See docs/format/v1.md.
+ignored unless the document requires them as features; then it is refused. Every sealed document can
+be read back: sealing and reading check the same rules. See docs/format/v1.md.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat
 from holdfast.format.checksum import Buffer, checksum, text
-from holdfast.format.features import PARTS, unknown_features
-from holdfast.geometry.placements import MAX_RANKS
-from holdfast.geometry.unique import refuse_twice
+from holdfast.format.values import nests_too_deep
+from holdfast.geometry.codec import refuse_twice
+from holdfast.geometry.mesh import MAX_RANKS
 
 FORMAT_VERSION = 1
 MAX_DOCUMENT_BYTES = 64 << 20
 #: Larger numbers are not exact in every reader of JSON.
 MAX_NUMBER = (1 << 53) - 1
 MAX_IMAGE_BYTES = (1 << 63) - 1
-#: What the files below ``steps/`` are called; see ``holdfast.catalogue``.
+#: The names of the files below ``steps/``; see ``holdfast.catalogue``.
 _ATTEMPT = r"[0-9A-Za-z_-]{1,128}"
 _NUMBER = r"(?:0|[1-9][0-9]{0,15})"
+# The patterns are built once: msgspec compiles and caches one with numbers for each manifest
+# otherwise.
+_IS_ATTEMPT = re.compile(_ATTEMPT).fullmatch
+_IS_PART_DIRECTORY = re.compile(rf"parts/{_NUMBER}-{_NUMBER}-{_ATTEMPT}").fullmatch
+_IS_CHECKSUM = re.compile(r"[0-9a-f]{16}").fullmatch
 _FRAME = re.compile(rb'\{"checksum":"([0-9a-f]{16})","body":(\{.*\})\}\n', re.DOTALL)
 
 
 class Generation(NamedTuple):
-    """The identity of everything saved: a step alone is not one, a run may save it twice."""
+    """The identity of a saved state. A step alone is not enough, because a run may save it
+    twice.
+    """
 
     incarnation: int
     step: int
@@ -52,7 +59,7 @@ class ImageRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is: the file whose existence makes one."""
+    """The document that makes a checkpoint: a checkpoint exists when its manifest does."""
 
     format_version: int = FORMAT_VERSION
     requires: tuple[str, ...] = ()
@@ -77,12 +84,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all that it names: of images and of frozen parts, whoever wrote them."""
+        """Bytes of everything it names: images and frozen parts, whichever checkpoint wrote
+        them.
+        """
         return sum(one.size_bytes for one in (*self.images, *self.parts))
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of all images: of what is this checkpoint's alone."""
+        """Bytes of all images, which belong to this checkpoint alone."""
         return sum(image.size_bytes for image in self.images)
 
     @property
@@ -93,12 +102,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def directories(self) -> set[str]:
-        """Where the files lie that it names."""
+        """The directories of the files that it names."""
         return {one.path.rpartition("/")[0] for one in (*self.images, *self.parts)}
 
 
 class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of the training processes, and the generation it went on from."""
+    """One start of the training processes, and the generation it restored."""
 
     format_version: int = FORMAT_VERSION
     requires: tuple[str, ...] = ()
@@ -112,7 +121,7 @@ class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Root(msgspec.Struct, frozen=True, kw_only=True):
-    """``holdfast.json``: what a directory of checkpoints says of itself."""
+    """``holdfast.json``: the identity of a directory of checkpoints."""
 
     format_version: int = FORMAT_VERSION
     requires: tuple[str, ...] = ()
@@ -122,10 +131,10 @@ class Root(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pin(msgspec.Struct, frozen=True, kw_only=True):
-    """A person's word that a checkpoint stays; see ``holdfast.persist.pins``.
+    """A user's request to keep a checkpoint; see ``holdfast.persist.pins``.
 
-    ``manifest`` is the pinned manifest, byte for byte: whoever was killed while taking it
-    away can be made up for.
+    ``manifest`` is the pinned manifest, byte for byte: with it a removal that was killed halfway
+    can be undone.
     """
 
     format_version: int = FORMAT_VERSION
@@ -144,19 +153,45 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True):
         return Generation(self.incarnation, self.step)
 
 
-Document = Manifest | Incarnation | Root | Pin
-D = TypeVar("D", Manifest, Incarnation, Root, Pin)
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """A reader's claim on a checkpoint it reads; see ``holdfast.leases``.
+
+    ``renewals`` changes while the reader lives: that, and not the reader's clock, keeps the lease.
+    """
+
+    format_version: int = FORMAT_VERSION
+    requires: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    run_id: str
+    incarnation: int
+    step: int
+    directories: tuple[str, ...]
+    layout: str
+    reader: str = ""
+    renewals: int = 0
+    created_s: float = 0.0
+
+    @property
+    def generation(self) -> Generation:
+        """(incarnation, step)."""
+        return Generation(self.incarnation, self.step)
+
+
+Document = Manifest | Incarnation | Root | Pin | Lease
+D = TypeVar("D", Manifest, Incarnation, Root, Pin, Lease)
 
 
 def seal(document: Document) -> bytes:
-    """The bytes of ``document``, its checksum in front; FormatError when nobody could read it."""
+    """Returns the bytes of ``document``, its checksum in front; raises FormatError when no reader
+    could read it.
+    """
     body = msgspec.json.encode(document)
     _refuse_faults(document, "this document")
     return b'{"checksum":"' + text(checksum(body)).encode() + b'","body":' + body + b"}\n"
 
 
 def unseal(kind: type[D], data: Buffer, where: str) -> D:
-    """Read a document back; FormatError, ChecksumMismatch or NewerFormat name ``where``."""
+    """Reads a document back; FormatError, ChecksumMismatch or NewerFormat name ``where``."""
     body = _checked_body(data, where)
     _refuse_newer(body, where)
     try:
@@ -169,7 +204,7 @@ def unseal(kind: type[D], data: Buffer, where: str) -> D:
 
 
 def _checked_body(data: Buffer, where: str) -> memoryview:
-    """The body's bytes, which have the checksum in front of them."""
+    """Returns the body's bytes, after checking the checksum in front of them."""
     if len(data) > MAX_DOCUMENT_BYTES:
         raise FormatError(f"{where} has {len(data)} bytes, more than any document of ours")
     framed = _FRAME.fullmatch(data)
@@ -193,10 +228,10 @@ def _refuse_faults(document: Document, where: str) -> None:
 
 
 def _faults(document: Document) -> Iterator[str]:
-    """What no document may say, although each field has its type."""
+    """Yields faults of a document that its field types do not exclude."""
     if document.format_version < 1:
         yield f"its format version is {document.format_version}; there is none before 1"
-    if isinstance(document, Manifest | Pin):
+    if isinstance(document, Manifest | Pin | Lease):
         yield from _number_faults(incarnation=document.incarnation, step=document.step)
     if isinstance(document, Incarnation):
         yield from _number_faults(n=document.n)
@@ -207,6 +242,8 @@ def _faults(document: Document) -> Iterator[str]:
         yield from _parent_faults(document.parent, document.incarnation)
         if not re.fullmatch(r"[0-9a-f]{32}", document.layout):
             yield f"its layout {document.layout!r:.50} is not 32 hexadecimal digits"
+        if nests_too_deep(document.values):
+            yield "its values are nested too deep to be ours"
         yield from _image_faults(document)
 
 
@@ -224,17 +261,17 @@ def _parent_faults(parent: tuple[int, int] | None, incarnation: int) -> Iterator
 
 
 def _image_faults(manifest: Manifest) -> Iterator[str]:
-    """One image of every rank, each in the one directory of this attempt, and nowhere else."""
+    """Checks that there is one image of every rank, each in the one directory of this attempt."""
     ranks = sorted(image.rank for image in manifest.images)
-    # The number first: a world of a million is claimed in a few bytes.
+    # The number first: a few bytes can claim a world of a million.
     if not 1 <= manifest.world == len(ranks) <= MAX_RANKS or ranks != list(range(len(ranks))):
         yield f"it names images of ranks {ranks!s:.50}, and is of {manifest.world} ranks"
     directories = {image.path.rpartition("/")[0] for image in manifest.images}
-    expected = rf"steps/{manifest.incarnation}-{manifest.step}-{_ATTEMPT}"
+    begin = f"steps/{manifest.incarnation}-{manifest.step}-"
     for directory in directories:
-        if len(directories) > 1 or not re.fullmatch(expected, directory):
-            yield f"its images lie in {sorted(directories)!r:.200}, not in one {expected}"
-    is_checksum = re.compile(r"[0-9a-f]{16}").fullmatch
+        is_its = directory.startswith(begin) and _IS_ATTEMPT(directory, len(begin))
+        if len(directories) > 1 or not is_its:
+            yield f"its images lie in {sorted(directories)!r:.200}, not in one {begin}{_ATTEMPT}"
     for image in manifest.images:
         if image.path.rpartition("/")[2] != f"live-{image.rank:05d}.safetensors":
             yield f"the image of rank {image.rank} is said to be {image.path!r:.200}"
@@ -243,20 +280,22 @@ def _image_faults(manifest: Manifest) -> Iterator[str]:
         if not 0 < image.size_bytes <= MAX_IMAGE_BYTES:
             yield f"image {image.path} is said to have {image.size_bytes} bytes"
         for value in (image.header_xxh3, image.table_xxh3):
-            if not is_checksum(value):
+            if not _IS_CHECKSUM(value):
                 yield f"{value!r:.50} is no checksum of image {image.path}"
 
 
 def _part_faults(manifest: Manifest) -> Iterator[str]:
-    """At most one frozen part of a rank, wherever an attempt of this root put it."""
+    """Checks that a rank has at most one frozen part, in the directory of any attempt of this
+    root.
+    """
     if manifest.parts and PARTS not in manifest.requires:
         yield f"it names frozen parts and does not require the feature {PARTS!r}"
     ranks = [part.rank for part in manifest.parts]
     if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(manifest.world)):
         yield f"it names frozen parts of ranks {ranks!s:.50}, and is of {manifest.world} ranks"
     for part in manifest.parts:
-        expected = rf"parts/{_NUMBER}-{_NUMBER}-{_ATTEMPT}/frozen-{part.rank:05d}\.safetensors"
-        if not re.fullmatch(expected, part.path):
+        directory, _, name = part.path.rpartition("/")
+        if not _IS_PART_DIRECTORY(directory) or name != f"frozen-{part.rank:05d}.safetensors":
             yield f"the frozen part of rank {part.rank} is said to be {part.path!r:.200}"
 
 
@@ -280,24 +319,71 @@ def _refuse_newer(body: memoryview, where: str) -> None:
 
 
 class Lineage:
-    """Which generations the newest incarnation descends from.
+    """Decides which generations the newest incarnation descends from.
 
-    An incarnation that went on from generation (i, s) makes everything incarnation i saved
-    after step s *abandoned*: it belongs to a future that was given up, and a zombie that
-    publishes it late changes nothing.
+    An incarnation that went on from generation (i, s) makes everything incarnation i saved after
+    step s *abandoned*: it belongs to a future that was given up, and a zombie that publishes it
+    late changes nothing.
+
+    ``unreadable``: incarnations that exist, whose parents are not known. Where the line leads to
+    one of them, or to one without any record, everything older is *undecided*.
     """
 
-    def __init__(self, parents: dict[int, tuple[int, int] | None]) -> None:
+    def __init__(
+        self, parents: dict[int, tuple[int, int] | None], unreadable: Iterable[int] = ()
+    ) -> None:
         self._last_step: dict[int, float] = {}
-        n = max(parents, default=None)
+        self.missing: int | None = None
+        """The incarnation in the line whose parent is not known; None: the line is whole."""
+        n = max((*parents, *unreadable), default=None)
         limit = float("inf")
         while n is not None and n not in self._last_step:
             self._last_step[n] = limit
+            if n not in parents:
+                self.missing = n
             parent = parents.get(n)
             n, limit = (None, 0.0) if parent is None else (parent[0], parent[1])
+
+    def is_undecided(self, generation: tuple[int, int]) -> bool:
+        """True if the missing parent may be this generation, or descend from it."""
+        return self.missing is not None and generation[0] < self.missing
+
+    def is_abandoned(self, generation: tuple[int, int]) -> bool:
+        """True if the generation is certainly given up."""
+        return generation not in self and not self.is_undecided(generation)
 
     def __contains__(self, generation: object) -> bool:
         if not isinstance(generation, tuple) or len(generation) != 2:
             return False
         incarnation, step = generation
         return bool(step <= self._last_step.get(incarnation, float("-inf")))
+
+
+# Lists the features a file can require; a reader that does not know a required one refuses the
+# file.
+#
+# A feature that changes the meaning of bytes (compressed, encrypted) is *required*: a reader that
+# does not know it must not read on. One that may be ignored is *optional*.
+
+
+#: Frozen leaves are in an image of their own, which many manifests name; or before a gap in an
+#: image, ready to be cut off.
+PARTS = "parts"
+
+#: The layout lists boxes of leaves that no mesh describes.
+LISTINGS = "listings"
+
+#: The features this version can read. Version 1 of the format was frozen with none.
+KNOWN_FEATURES: frozenset[str] = frozenset({PARTS, LISTINGS})
+
+
+def needed(*, parts: bool, listings: bool) -> tuple[str, ...]:
+    """Returns the features that a manifest requires for frozen parts, or a layout with box
+    lists.
+    """
+    return ((PARTS,) if parts else ()) + ((LISTINGS,) if listings else ())
+
+
+def unknown_features(requires: Iterable[str]) -> list[str]:
+    """Returns those of ``requires`` that this version cannot read."""
+    return sorted(set(requires) - KNOWN_FEATURES)

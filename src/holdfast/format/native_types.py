@@ -1,7 +1,7 @@
-"""Values that are not Python's own, to JSON and back: numpy's, torch's names, enums.
+"""Converts values of numpy, torch and enums to JSON and back.
 
-Nothing is imported because of what a checkpoint says, and nothing executed: numpy and torch are
-used where the program has loaded them, and an enum is looked up among those it registered.
+Reading a checkpoint imports and executes nothing: numpy and torch are used where the program has
+loaded them, and an enum is looked up among those it registered.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.errors import UnsupportedState, UsageError
+from holdfast.geometry.leaves import MAX_DIMS, MAX_LEAF_BYTES
 
-#: Python reads no longer numbers from decimal text; longer ones are written in hexadecimal.
+#: Python refuses to parse longer decimal numbers; longer ones are written in hexadecimal.
 MAX_DECIMAL_BITS = 8192
 T = TypeVar("T")
 _NUMPY_KINDS = "biufcSU"
@@ -39,6 +40,22 @@ class DeviceName(msgspec.Struct, frozen=True):
     name: str
 
 
+class _ArrayBody(msgspec.Struct, frozen=True):
+    """The body of a ``$numpy``; no shape for a scalar."""
+
+    dtype: str
+    shape: tuple[int, ...] | None
+    data: str
+
+
+class _EnumBody(msgspec.Struct, frozen=True):
+    """The body of a ``$enum``: a member's name, or the digits of combined flags."""
+
+    type: str
+    member: str | msgspec.UnsetType = msgspec.UNSET
+    value: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class EnumMember(msgspec.Struct, frozen=True):
     """A member of an enum that this program did not register."""
 
@@ -49,8 +66,10 @@ class EnumMember(msgspec.Struct, frozen=True):
 def register_enum(kind: type[Enum], *, name: str | None = None) -> type[Enum]:
     """Let members of ``kind`` be stored, and found again by the name of enum and member.
 
-    ``name`` (the class's own without it) is what checkpoints call the enum: keep it when the class
-    is renamed. Also a decorator. UsageError when another enum has the name.
+    ``kind``: the enum. ``name``: the enum's name in checkpoints, by default the class's own: keep
+    it when the class is renamed.
+
+    Also a decorator. Raises UsageError when another enum has the name.
     """
     if not (isinstance(kind, type) and issubclass(kind, Enum)):
         raise UsageError(f"{kind!r} is not an enum")
@@ -63,14 +82,16 @@ def register_enum(kind: type[Enum], *, name: str | None = None) -> type[Enum]:
 
 
 def encode_foreign(value: Any, where: str) -> Any:
-    """``value`` in JSON's own types. UnsupportedState for what is known to nobody."""
+    """Encodes ``value`` in JSON's own types. Raises UnsupportedState for a value of no known
+    type.
+    """
     kind = type(value)
     if isinstance(value, Enum):
         return {"$enum": _encode_enum(value, where)}
     if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
         return {f"${kind.__name__}": str(value).removeprefix("torch.")}
     np = sys.modules.get("numpy")
-    # Only arrays proper: a masked array or a matrix is more than its elements.
+    # Only plain arrays: a masked array or a matrix is more than its elements.
     is_proper = np is not None and (kind is np.ndarray or isinstance(value, np.generic))
     if np is not None and is_proper and value.dtype.kind in _NUMPY_KINDS:
         array = np.asarray(value)  # an empty numpy string says it has no bytes, and has some
@@ -103,13 +124,12 @@ def _encode_enum(value: Enum, where: str) -> dict[str, str]:
 
 
 def enum_member(body: Any, *, strict: bool) -> Any:
-    """The member a ``$enum`` names; as EnumMember where its enum is not registered.
+    """Returns the member a ``$enum`` names; as EnumMember where its enum is not registered.
 
-    UsageError, if ``strict``, for one that is not: nothing is given to a program that does not
-    expect it.
+    With ``strict`` that is a UsageError: a program never gets a value that it does not expect.
     """
-    known_as = a(str, a(dict, body)["type"])
-    member = a(str, body["member"]) if "member" in body else whole(a(str, body["value"]))
+    form = msgspec.convert(body, _EnumBody)
+    known_as, member = form.type, _member(form)
     kind = _enums.get(known_as)
     if kind is None:
         if strict:
@@ -125,19 +145,27 @@ def enum_member(body: Any, *, strict: bool) -> Any:
     return kind[member]
 
 
+def _member(form: _EnumBody) -> str | int:
+    if form.member is not msgspec.UNSET:
+        return form.member
+    if form.value is msgspec.UNSET:
+        raise ValueError("it has neither a member nor a value")
+    return whole(form.value)
+
+
 def torch_dtype(name: str) -> Any:
-    """The dtype of this name, or its name where torch is not loaded."""
+    """Returns the dtype of this name, or its name where torch is not loaded."""
     torch = sys.modules.get("torch")
     if torch is None:
         return DtypeName(name)
-    found = getattr(torch, name, None)
+    found = vars(torch).get(name)  # getattr would import what torch loads by its names
     if not isinstance(found, torch.dtype):
         raise ValueError(f"no torch dtype is called {name!r}")
     return found
 
 
 def torch_device(name: str) -> Any:
-    """The device of this name, or its name where torch is not loaded."""
+    """Returns the device of this name, or its name where torch is not loaded."""
     if not _DEVICE.fullmatch(name):
         raise ValueError(f"{name!r:.50} is no device")
     torch = sys.modules.get("torch")
@@ -147,28 +175,45 @@ def torch_device(name: str) -> Any:
         raise ValueError(str(error).splitlines()[0]) from None
 
 
-def numpy_value(body: dict[str, Any]) -> Any:
-    """An array that can be written to, or a scalar."""
+def numpy_value(body: Any) -> Any:
+    """Returns an array that can be written to, or a scalar."""
     import numpy as np
 
-    dtype = np.dtype(a(str, body["dtype"]))
+    form = msgspec.convert(body, _ArrayBody)
+    dtype = np.dtype(form.dtype)
     if dtype.kind not in _NUMPY_KINDS:
         raise ValueError(f"numpy dtype {dtype} is not stored")
-    data = base64.b64decode(a(str, body["data"]), validate=True)
-    shape = () if body["shape"] is None else tuple(a(int, size) for size in body["shape"])
-    if any(size < 0 for size in shape) or len(data) != math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{len(data)} bytes of data do not make {shape} of {dtype}")
+    data = base64.b64decode(form.data, validate=True)
+    shape = form.shape or ()
+    refuse_shape(shape, dtype.itemsize, len(data))
     array = np.ndarray(shape, dtype, bytearray(data))
-    return array[()] if body["shape"] is None else array
+    if dtype.kind == "U" and dtype.itemsize and array.size:
+        points = array.reshape(-1).view(np.dtype("u4").newbyteorder(dtype.byteorder))
+        if points.max() > sys.maxunicode:
+            raise ValueError("its characters are none of Unicode")
+    return array[()] if form.shape is None else array
+
+
+def refuse_shape(shape: tuple[int, ...], itemsize: int, data_bytes: int) -> None:
+    """Raises ValueError unless so many bytes are the elements of a tensor, or array, of this
+    shape.
+    """
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0:
+        raise ValueError(f"nothing has the shape {shape!s:.80}")
+    # Also of an empty one: sizes beside a 0 are not bounded by any data.
+    if math.prod(max(1, size) for size in shape) * max(1, itemsize) > MAX_LEAF_BYTES:
+        raise ValueError(f"the shape {shape!s:.80} is more than can be addressed")
+    if data_bytes != math.prod(shape) * itemsize:
+        raise ValueError(f"{data_bytes} bytes of data do not make {shape!s:.80} of {itemsize} each")
 
 
 def digits(value: int) -> str:
-    """A whole number as text, however long."""
+    """Formats a whole number, however long."""
     return str(value) if value.bit_length() <= MAX_DECIMAL_BITS else hex(value)
 
 
 def whole(text: str) -> int:
-    """The whole number that ``digits`` wrote."""
+    """Parses the whole number that ``digits`` wrote."""
     if _HEX_INT.fullmatch(text):
         return int(text, 16)
     if not _INT.fullmatch(text):
@@ -177,7 +222,7 @@ def whole(text: str) -> int:
 
 
 def a(kind: type[T], body: Any) -> T:
-    """``body``, of exactly this type; TypeError otherwise."""
+    """Returns ``body`` if it has exactly this type; TypeError otherwise."""
     if type(body) is not kind:
         raise TypeError(f"a {kind.__name__} is expected, not {body!r:.50}")
     return body

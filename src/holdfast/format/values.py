@@ -1,4 +1,4 @@
-"""Plain values to JSON and back, exactly: what the state holds beside tensors.
+"""Converts plain values to JSON and back, exactly: everything in the state beside tensors.
 
 JSON has no bytes, tuples, infinities, large integers, enums or dictionaries with other than
 string keys; such a value is written as an object with one key that begins with ``$``:
@@ -15,8 +15,9 @@ string keys; such a value is written as an object with one key that begins with 
     {"$tensor": {"name", "dtype", "shape", "data"}}    a small tensor, of this rank alone
     {"$leaf": "name"}                   a tensor: a leaf of its own, or the $tensor of this name
 
-Anything else is refused by name, and so is what nests deeper than MAX_DEPTH. Nothing here
-executes anything on reading: an enum is looked up among those the program registered.
+Any other value is refused by name, and so are values nested deeper than MAX_DEPTH, and sets and
+dictionaries with too many equal hashes. Reading executes nothing: an enum is looked up among those
+the program registered.
 """
 
 from __future__ import annotations
@@ -26,37 +27,51 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format.checksum import Buffer
-from holdfast.format.foreign import (
+from holdfast.format.native_types import (
     a,
     digits,
     encode_foreign,
     enum_member,
     numpy_value,
+    refuse_shape,
     torch_device,
     torch_dtype,
     whole,
 )
-from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.unique import refuse_twice
+from holdfast.geometry.codec import refuse_twice
+from holdfast.geometry.index import ITEMSIZE
 
-#: Containers in containers: what is written must be readable on any stack (and a list that
+#: The limit of nested containers: written values must be readable on any stack (and a list that
 #: contains itself has no end).
 MAX_DEPTH = 64
+#: Nested objects and lists of JSON: a container takes four at most.
+_MAX_LEVELS = 4 * MAX_DEPTH + 8
+#: The limit of keys of a dictionary, or items of a set, that have one hash. Each is compared with
+#: all of these, so the limit bounds the time that reading takes: 25,000 multiples of 2**61 - 1 took
+#: 8.5 s. Floats of 35 powers of two have the most equal hashes met in practice.
+MAX_ALIKE = 64
+_NESTING = frozenset({dict, list})
 _PLAIN_INT = 1 << 53
 _NUMBERS, _WORDS = frozenset({int, float}), frozenset({str, bool, type(None)})
 _FLOATS = ("nan", "inf", "-inf")
 _HEX_FLOAT = re.compile(r"0x[0-9a-f]{16}")
 _COMMON_NAN = struct.pack("<d", math.nan)
 _FACTORIES: dict[str, Any] = {
-    "None": None, "int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set,
-}  # fmt: skip
+    "None": None,
+    "int": int,
+    "float": float,
+    "str": str,
+    "list": list,
+    "dict": dict,
+    "set": set,
+}
 
 
 class SmallTensor(msgspec.Struct, frozen=True):
@@ -68,13 +83,30 @@ class SmallTensor(msgspec.Struct, frozen=True):
     data: bytes
 
 
-#: Given what may be a tensor and its path: the leaf it is stored as, the small tensor it is, or
+#: Called with a value and its path: returns the leaf it is stored as, the small tensor it is, or
 #: None when it is no tensor.
 FindTensor = Callable[[Any, str], "str | SmallTensor | None"]
 
 
+class _TensorBody(msgspec.Struct, frozen=True):
+    """The body of a ``$tensor``."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: str
+
+
+class _RankValues(msgspec.Struct, frozen=True):
+    """The structure of the values of one image, before any of them is checked."""
+
+    shared: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+
+
 class LeafRef(msgspec.Struct, frozen=True):
-    """Stands in a value for a tensor that is stored as the leaf ``name``."""
+    """A placeholder in a value for a tensor that is stored as the leaf ``name``."""
 
     name: str
 
@@ -82,16 +114,17 @@ class LeafRef(msgspec.Struct, frozen=True):
 def encode(
     value: Any, where: str = "value", *, tensor: FindTensor | None = None, depth: int = 0
 ) -> Any:
-    """``value`` in JSON's own types; UnsupportedState names the place of what cannot be kept.
+    """Encodes ``value`` in JSON's own types; UnsupportedState names the place of a value that
+    cannot be stored.
 
-    ``tensor`` is asked about whatever is no plain value, and says what becomes of a tensor.
-    ``depth``: in how many containers it will stand.
+    ``tensor`` is called for every value that is not plain, and decides how a tensor is stored.
+    ``depth``: the number of containers around it.
     """
     return _Encoder(tensor).encode(value, where, depth)
 
 
 class _Encoder:
-    """One walk over a value; every method gives JSON's own types."""
+    """One walk over a value; every method returns JSON's own types."""
 
     def __init__(self, tensor: FindTensor | None) -> None:
         self._tensor = tensor
@@ -123,7 +156,7 @@ class _Encoder:
         return encode_foreign(value, where) if found is None else {"$leaf": found}
 
     def key(self, value: Any, where: str, depth: int) -> Any:
-        """A key or an item of a set: no tensor, for what it stands for changes."""
+        """Encodes a key or an item of a set; a tensor is refused, because its content changes."""
         return _Encoder(None).encode(value, where, depth)
 
     def items(self, value: Sequence[Any], where: str, depth: int) -> list[Any]:
@@ -131,12 +164,14 @@ class _Encoder:
             return list(value)
         return [self.encode(item, f"{where}.{i}", depth) for i, item in enumerate(value)]
 
-    def unordered(self, value: Iterable[Any], where: str, depth: int) -> list[Any]:
-        """Sorted, for a set's order differs from process to process."""
+    def unordered(self, value: Collection[Any], where: str, depth: int) -> list[Any]:
+        """Encodes the items sorted, because a set's order differs from process to process."""
+        _refuse_alike(value, where)
         found = [self.key(item, f"an item of {where}", depth) for item in value]
         return sorted(found, key=msgspec.json.encode)
 
     def pairs(self, value: dict[Any, Any], where: str, depth: int) -> list[Any]:
+        _refuse_alike(value, where)
         return [
             [
                 self.key(key, f"a key of {where}", depth),
@@ -161,10 +196,28 @@ class _Encoder:
         )
 
 
-def _are_as_in_json(value: Sequence[Any]) -> bool:
-    """Whether all of a list is text, or all of it numbers, that need no tag.
+def _refuse_alike(value: Collection[Any], where: str) -> None:
+    """Raises UnsupportedState for a set or dictionary with so many equal hashes that reading would
+    take too long.
+    """
+    if _hash_alike(value):
+        raise UnsupportedState(
+            f"more than {MAX_ALIKE} keys or items of {where} have the same hash, which would take "
+            "a time that grows with the square of their number to read: use other keys, or a list",
+            where=where,
+        )
 
-    Generators and histories are long, and here no item is looked at by Python code.
+
+def _hash_alike(items: Collection[Any]) -> bool:
+    if len(items) <= MAX_ALIKE:
+        return False
+    return max(Counter(map(hash, items)).values()) > MAX_ALIKE
+
+
+def _are_as_in_json(value: Sequence[Any]) -> bool:
+    """True if a list has only text, or only numbers that need no tag.
+
+    Generators and histories are long, and this checks no item in Python code.
     """
     kinds = set(map(type, value))
     if not kinds <= _NUMBERS:
@@ -193,10 +246,11 @@ def decode(
     tensor: Callable[[SmallTensor], Any] = lambda small: small,
     strict: bool = False,
 ) -> Any:
-    """The value that ``encode`` was given. FormatError when it is not of that form.
+    """Returns the value that ``encode`` was given. Raises FormatError when the input is not of that
+    form.
 
-    ``leaf`` gives the tensor of a leaf's name, ``tensor`` a small one. ``strict``: an enum that
-    is not registered is a UsageError; otherwise it reads as an EnumMember.
+    ``leaf`` returns the tensor of a leaf's name, ``tensor`` that of a small one. ``strict``: an
+    enum that is not registered is a UsageError; otherwise it reads as an EnumMember.
     """
     try:
         return _Decoder(leaf, tensor, strict).decode(value)
@@ -231,23 +285,36 @@ class _Decoder:
             )
         try:
             return read(self, body)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise FormatError(f"a stored value tagged {tag} is malformed: {error}") from None
 
     def items(self, body: Any) -> list[Any]:
         return [self.decode(item) for item in a(list, body)]
 
     def pairs(self, body: Any) -> dict[Any, Any]:
-        found = [(self.decode(key), self.decode(item)) for key, item in map(_pair, a(list, body))]
-        if len(dict(found)) != len(found):
+        body = [_pair(one) for one in a(list, body)]
+        keys = self._hashed([key for key, _ in body])
+        found = dict(zip(keys, (self.decode(item) for _, item in body), strict=True))
+        if len(found) != len(keys):
             raise ValueError("a key is there twice")
-        return dict(found)
+        return found
 
     def unordered(self, body: Any) -> set[Any]:
-        found = self.items(body)
-        if len(set(found)) != len(found):
+        items = self._hashed(a(list, body))
+        found = set(items)
+        if len(found) != len(items):
             raise ValueError("an item is there twice")
-        return set(found)
+        return found
+
+    def _hashed(self, body: list[Any]) -> list[Any]:
+        """Decodes keys, or items of a set: none may be a tensor, and not too many may have equal
+        hashes.
+        """
+        inner = _Decoder(_no_tensor, _no_tensor, self.strict)
+        found = [inner.decode(item) for item in body]
+        if _hash_alike(found):
+            raise ValueError(f"more than {MAX_ALIKE} keys or items have the same hash")
+        return found
 
     def default(self, body: Any) -> Any:
         name, pairs = _pair(body)
@@ -267,10 +334,10 @@ _TAGS: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$set": _Decoder.unordered,
     "$frozenset": lambda self, body: frozenset(self.unordered(body)),
     "$leaf": lambda self, body: self.leaf(a(str, body)),
-    "$tensor": lambda self, body: self.tensor(_small_tensor(a(dict, body))),
+    "$tensor": lambda self, body: self.tensor(_small_tensor(body)),
     "$dtype": lambda _, body: torch_dtype(a(str, body)),
     "$device": lambda _, body: torch_device(a(str, body)),
-    "$numpy": lambda _, body: numpy_value(a(dict, body)),
+    "$numpy": lambda _, body: numpy_value(body),
     "$enum": lambda self, body: enum_member(body, strict=self.strict),
 }
 
@@ -280,12 +347,15 @@ def _pair(body: Any) -> tuple[Any, Any]:
     return key, item
 
 
-def _small_tensor(body: dict[str, Any]) -> SmallTensor:
-    dtype, shape = a(str, body["dtype"]), tuple(a(int, size) for size in a(list, body["shape"]))
-    data = base64.b64decode(a(str, body["data"]), validate=True)
-    if min(shape, default=0) < 0 or len(data) != math.prod(shape) * ITEMSIZE[dtype]:
-        raise ValueError(f"{len(data)} bytes of data do not make {shape} of {dtype}")
-    return SmallTensor(a(str, body["name"]), dtype, shape, data)
+def _no_tensor(found: str | SmallTensor) -> Any:
+    raise ValueError(f"a tensor is no key, and no item of a set: {found!r:.100}")
+
+
+def _small_tensor(body: Any) -> SmallTensor:
+    form = msgspec.convert(body, _TensorBody)
+    data = base64.b64decode(form.data, validate=True)
+    refuse_shape(form.shape, ITEMSIZE[form.dtype], len(data))
+    return SmallTensor(form.name, form.dtype, form.shape, data)
 
 
 def _float_text(value: float) -> str:
@@ -304,7 +374,9 @@ def _float(text: str) -> float:
 
 
 def to_bytes(document: Any) -> bytes:
-    """An encoded value as JSON text. UnsupportedState for text that is not Unicode."""
+    """Returns an encoded value as JSON text. Raises UnsupportedState for text that is not
+    Unicode.
+    """
     try:
         return msgspec.json.encode(document)
     except UnicodeEncodeError as error:
@@ -315,10 +387,37 @@ def to_bytes(document: Any) -> bytes:
 
 
 def from_bytes(data: Buffer, where: str) -> Any:
-    """The encoded value in JSON text; FormatError names ``where``."""
+    """Returns the encoded value in JSON text; FormatError names ``where``."""
     try:
         document = msgspec.json.decode(data)
         refuse_twice(data, document)
-        return document
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: the stored values are not JSON: {error}") from None
+    if nests_too_deep(document):
+        raise FormatError(f"{where}: the stored values are nested too deep to be ours")
+    return document
+
+
+def values_of(data: Buffer, where: str) -> dict[str, Any]:
+    """Returns the values in an image, as encoded: ``shared``, ``own`` and ``aliases``, each an
+    object.
+    """
+    document = from_bytes(data, where)
+    try:
+        form = msgspec.convert(document, _RankValues)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{where}: its values are not those of a rank: {error}") from None
+    return {**document, **msgspec.structs.asdict(form)}
+
+
+def nests_too_deep(document: Any) -> bool:
+    """True if JSON text is nested deeper than ``encode`` ever makes it. Checked without
+    recursion.
+    """
+    level = [document] if type(document) in _NESTING else []
+    for _ in range(_MAX_LEVELS):
+        inside = (one.values() if type(one) is dict else one for one in level)
+        level = [item for items in inside for item in items if type(item) in _NESTING]
+        if not level:
+            return False
+    return True

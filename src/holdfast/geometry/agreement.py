@@ -1,4 +1,4 @@
-"""One set of leaves from what every rank declared, or a full list of where the ranks differ."""
+"""Merges the leaves that all ranks declared into one set, or lists where the ranks differ."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holdfast.errors import StateMismatch
+from holdfast.geometry.irregular import BoxList, HolderBoxes, list_parts
 from holdfast.geometry.leaves import MIN_FROZEN_BYTES, LeafEntry, LeafSpec
-from holdfast.geometry.listing import Held, Listing, list_parts
-from holdfast.geometry.placements import REPLICATE, Instance, Mesh
+from holdfast.geometry.mesh import REPLICATE, Instance, Mesh
 
 #: Differences written out in the message; all of them are in the error's fields.
 SHOWN = 20
 
 Ranks = Sequence[int]
 Declared = list[tuple[int, LeafEntry]]  # (which of the distinct tables, its entry)
-Instances = tuple[Instance | Listing, ...]
+Instances = tuple[Instance | BoxList, ...]
 
 
 def agree(
     tables: Sequence[Sequence[LeafEntry]], *, is_partial: bool = False
 ) -> tuple[LeafSpec, ...]:
-    """The leaves of all ranks, sorted by name, from the table of each rank.
+    """Returns the leaves of all ranks, sorted by name, from the table of each rank.
 
     A rank need not have every leaf, but all ranks of an instance must declare it alike, and the
-    boxes that ranks hold without a mesh must make up the leaf, unless ``is_partial``: then these
-    are not all ranks, or not all of them speak of all they have.
-    StateMismatch lists every leaf where ranks contradict each other, or of which nobody holds
-    some elements. A table that is there several times, as one object, is gone through once.
+    boxes that ranks hold without a mesh must make up the leaf, unless ``is_partial``: then the
+    tables are not of all ranks, or not of all that they hold. Raises StateMismatch with every leaf
+    where ranks contradict each other, or of which nobody holds some elements. A table that occurs
+    several times, as one object, is checked once.
     """
     distinct: dict[int, tuple[Sequence[LeafEntry], list[int]]] = {}
     for rank, table in enumerate(tables):
@@ -53,7 +53,7 @@ def agree(
         faults += [(name, text) for text in contradictions]
         if not contradictions:
             first = declared[0][1]
-            # Ranks may differ in this: it decides where a leaf is stored, not what it is.
+            # Ranks may differ in this flag: it decides where a leaf is stored, not its content.
             is_frozen = all(entry.is_frozen for _, entry in declared)
             leaves.append(
                 LeafSpec(name, first.dtype, first.shape, first.spread, instances, is_frozen)
@@ -64,7 +64,9 @@ def agree(
 
 
 def _worth_freezing(leaves: Sequence[LeafSpec]) -> tuple[LeafSpec, ...]:
-    """The same leaves, none of them frozen where all that are make too few bytes to matter."""
+    """Returns the same leaves; none is frozen where all frozen ones together have too few bytes to
+    matter.
+    """
     if sum(leaf.size_bytes for leaf in leaves if leaf.is_frozen) >= MIN_FROZEN_BYTES:
         return tuple(leaves)
     return tuple(replace(leaf, is_frozen=False) if leaf.is_frozen else leaf for leaf in leaves)
@@ -105,41 +107,49 @@ class _Groups:
     def __init__(self, world: int, ranks: Sequence[Ranks]) -> None:
         self.world = world
         self._ranks = ranks
-        """Those of each distinct table."""
-        self._numbers: dict[Instance | Held | None, int] = {}
-        self._instances: list[Instance | Held | None] = []
+        """The ranks of each distinct table."""
+        self._numbers: dict[Instance | HolderBoxes | None, int] = {}
+        self._instances: list[Instance | HolderBoxes | None] = []
         self._numbers_by_id: dict[int, int] = {}
         self._found: dict[tuple[tuple[int, int], ...], tuple[Instances, list[str]]] = {}
         self._groups: dict[Instances, Instances] = {}
         self._missing: dict[tuple[int, tuple[int, ...]], list[str]] = {}
 
     def find(self, declared: Declared) -> tuple[Instances, list[str]]:
-        """The instances of a leaf, and what contradicts them."""
+        """Returns the instances of a leaf, and the contradictions between them."""
         key = tuple([(table, self._number(entry.instance)) for table, entry in declared])
         if key not in self._found:
             self._found[key] = self._check(key)
         return self._found[key]
 
     def missing(self, shape: tuple[int, ...], instances: Instances) -> list[str]:
-        """What nobody holds of a leaf of ``shape``: nothing, or the first such box in words."""
-        listing = next((one for one in instances if isinstance(one, Listing)), None)
+        """Describes the first box of a leaf of ``shape`` that nobody holds; empty when there is
+        none.
+        """
+        listing = next((one for one in instances if isinstance(one, BoxList)), None)
         if listing is None or len(instances) > 1:  # an instance has the whole leaf
             return []
         key = (id(listing), shape)
         if key not in self._missing:
-            # Here and not above: most runs have no listings, and it loads numpy.
-            from holdfast.geometry.cutting import cut
+            # Imported here: most runs have no box lists, and the module loads numpy.
+            from holdfast.geometry.partition import partition
 
-            box = cut(shape, listing.parts).missing
+            box = partition(shape, listing.parts).missing
             by = ranks_text(listing.ranks) if listing.ranks else "no rank"
-            self._missing[key] = [] if box is None else [
-                f"no rank holds the box {box.start} to {box.stop} of its shape {shape}; boxes of "
-                f"it are held by {by}"
-            ]  # fmt: skip
+            self._missing[key] = (
+                []
+                if box is None
+                else [
+                    f"no rank holds the box {box.start} to {box.stop} of its shape {shape}; "
+                    "boxes of "
+                    f"it are held by {by}"
+                ]
+            )
         return self._missing[key]
 
-    def _number(self, instance: Instance | Held | None) -> int:
-        # By identity first: comparing a large mesh for every leaf of every rank takes seconds.
+    def _number(self, instance: Instance | HolderBoxes | None) -> int:
+        # Compared by identity first: comparing a large mesh for every leaf of every rank takes
+        # seconds.
         number = self._numbers_by_id.get(id(instance))
         if number is None:
             number = self._numbers.setdefault(instance, len(self._numbers))
@@ -155,13 +165,13 @@ class _Groups:
         everybody = set().union(*declared_by.values())
         texts: list[str] = []
         alone: list[int] = []
-        held: list[tuple[tuple[int, ...], Held]] = []
+        held: list[tuple[tuple[int, ...], HolderBoxes]] = []
         instances: list[Instance] = []
         for number, ranks in declared_by.items():
             instance = self._instances[number]
             if instance is None:
                 alone += ranks
-            elif isinstance(instance, Held):
+            elif isinstance(instance, HolderBoxes):
                 held.append((tuple(ranks), instance))
             else:
                 texts += self._contradictions(instance, ranks, everybody)
@@ -191,13 +201,13 @@ class _Groups:
         return texts
 
 
-def _sorted(instances: Iterable[Instance | Listing]) -> Instances:
-    """The same, by their lowest rank; a listing of nothing comes first."""
+def _sorted(instances: Iterable[Instance | BoxList]) -> Instances:
+    """Sorts the instances by their lowest rank; an empty box list comes first."""
     return tuple(sorted(instances, key=lambda one: min(one.ranks, default=-1)))
 
 
 def _collapse(instances: Iterable[Instance], alone: Iterable[int]) -> list[Instance]:
-    """The same instances; those that are whole on each rank as one.
+    """Merges instances that are whole on each rank into one.
 
     Otherwise a plain tensor would have as many instances as there are ranks: it is ``alone`` on
     each of these.
@@ -216,7 +226,7 @@ def _collapse(instances: Iterable[Instance], alone: Iterable[int]) -> list[Insta
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """``rank 3`` or ``ranks 0-2, 5``."""
+    """Formats ranks as ``rank 3`` or ``ranks 0-2, 5``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

@@ -1,4 +1,5 @@
-"""Boxes: n-dimensional half-open ranges of a leaf's index space, and proofs about sets of them.
+"""Boxes are n-dimensional half-open ranges of a leaf's indices; this module has their arithmetic
+and proofs.
 
 Everything that is stored, held, read or copied is a box. ``cover_fault`` is the proof that a
 restore rests on: nothing is read before every wanted element is known to come from exactly one
@@ -37,7 +38,9 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All elements of ``shape``: the same object for leaves that are alike."""
+        """Returns the box of all elements of ``shape``: the same object for leaves that are
+        alike.
+        """
         return _whole(tuple(shape))
 
     @property
@@ -57,11 +60,11 @@ class Box:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no element."""
+        """True if the box has no element."""
         return any(a == b for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements in both; None when there are none."""
+        """Returns the elements in both; None when there are none."""
         self._check_same_space(other)
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
@@ -70,7 +73,7 @@ class Box:
         return Box(start, stop)
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of ``other`` is in this box."""
+        """True if every element of ``other`` is in this box."""
         self._check_same_space(other)
         return other.is_empty or (
             all(a <= b for a, b in zip(self.start, other.start, strict=True))
@@ -78,7 +81,7 @@ class Box:
         )
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """The elements of this box that are not in ``other``, as disjoint boxes."""
+        """Returns the elements of this box that are not in ``other``, as disjoint boxes."""
         common = self.intersect(other)
         if common is None:
             return () if self.is_empty else (self,)
@@ -91,17 +94,20 @@ class Box:
         return tuple(part for part in parts if not part.is_empty)
 
     def shift(self, by: Sequence[int]) -> Box:
-        """The box moved by ``by[d]`` in dimension ``d``."""
+        """Returns the box moved by ``by[d]`` in dimension ``d``."""
         return Box(_plus(self.start, by), _plus(self.stop, by))
 
     def relative_to(self, origin: Box) -> Box:
-        """The same elements counted from ``origin.start``. UsageError if it begins before that."""
+        """Returns the same elements counted from ``origin.start``. Raises UsageError if the box
+        begins before that.
+        """
         return self.shift(tuple(-a for a in origin.start))
 
     def split(self, parts: int) -> tuple[Box, ...]:
-        """At most ``parts`` boxes of nearly equal size, cut along the first dimension that can be.
+        """Returns at most ``parts`` boxes of nearly equal size, cut along the first dimension that
+        can be cut.
 
-        None of them is empty, so an empty box gives none. UsageError for less than one part.
+        None of them is empty, so an empty box gives none. Raises UsageError for less than one part.
         """
         if parts < 1:
             raise UsageError(f"a box cannot be split into {parts} parts")
@@ -114,7 +120,9 @@ class Box:
         return tuple(self.part(dim, count, index) for index in range(count))
 
     def part(self, dim: int, parts: int, index: int) -> Box:
-        """Number ``index`` of the nearly equal ``parts`` that cutting dimension ``dim`` gives."""
+        """Returns number ``index`` of the nearly equal ``parts`` that cutting dimension ``dim``
+        gives.
+        """
         if parts == 1:
             return self
         start, extent = self.start[dim], self.stop[dim] - self.start[dim]
@@ -122,14 +130,14 @@ class Box:
         return self.between(dim, *ends)
 
     def between(self, dim: int, start: int, stop: int) -> Box:
-        """The box with another extent in one dimension."""
+        """Returns the box with another extent in one dimension."""
         return Box(
             (*self.start[:dim], start, *self.start[dim + 1 :]),
             (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
         )
 
     def slices(self) -> tuple[slice, ...]:
-        """What to index an array of the whole space with."""
+        """Returns the index of this box in an array of the whole space."""
         return tuple(map(slice, self.start, self.stop))
 
     def _check_same_space(self, other: Box) -> None:
@@ -143,7 +151,7 @@ def _whole(shape: tuple[int, ...]) -> Box:
 
 
 def _cut(box: Box, dim: int, at: int) -> tuple[Box, Box]:
-    """The parts of ``box`` below and from ``at`` on."""
+    """Returns the parts of ``box`` below ``at`` and from ``at`` on."""
     return box.between(dim, box.start[dim], at), box.between(dim, at, box.stop[dim])
 
 
@@ -152,10 +160,10 @@ def _plus(point: Sequence[int], by: Sequence[int]) -> tuple[int, ...]:
 
 
 def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
-    """The contiguous runs of ``inner`` in ``outer`` stored row-major, as (offset, length).
+    """Yields the contiguous runs of ``inner`` in ``outer`` stored row-major, as (offset, length).
 
-    Both count elements, offsets from the first element of ``outer``. Runs ascend and are as long
-    as they can be. UsageError if ``inner`` is not inside ``outer``.
+    Both count elements, offsets from the first element of ``outer``. Runs ascend and are as long as
+    they can be. Raises UsageError if ``inner`` is not inside ``outer``.
     """
     if not outer.contains(inner):
         raise UsageError(f"{inner} is not inside {outer}")
@@ -163,7 +171,7 @@ def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
         return
     inside, extents = inner.relative_to(outer), outer.shape
     strides = [math.prod(extents[dim + 1 :]) for dim in range(outer.ndim)]
-    # From the dimension `last` on, a run is one piece: behind it everything is covered.
+    # From dimension `last` on a run is contiguous: all later dimensions are covered.
     last = max(outer.ndim - 1, 0)
     while last > 0 and inside.shape[last] == extents[last]:
         last -= 1
@@ -176,23 +184,27 @@ def runs(inner: Box, outer: Box) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class CoverFault:
-    """Why pieces are not a partition: no piece has any of ``box``, or several have all of it."""
+    """The reason why pieces are not a partition: no piece has any of ``box``, or several have all
+    of it.
+    """
 
     kind: Literal["missing", "overlap"]
     box: Box
 
 
 def cover_fault(wanted: Box, pieces: Iterable[Box]) -> CoverFault | None:
-    """None when every element of ``wanted`` is in exactly one piece; else one place where not.
+    """Returns None when every element of ``wanted`` is in exactly one piece; else one box where
+    not.
 
-    Pieces may reach beyond ``wanted``. They are sorted once for every level they are nested at:
-    O(n log n) for n pieces of any layout of ours. Pieces that no straight line parts are cut.
+    Pieces may reach beyond ``wanted``. They are sorted once for every level they are nested at: O(n
+    log n) for n pieces of any layout that Holdfast makes. Pieces that no straight line separates
+    are cut.
     """
     return next(_faults(wanted, pieces), None)
 
 
 def overlap(pieces: Sequence[Box]) -> Box | None:
-    """Elements that several of the pieces have, found in O(n log n); None when there are none."""
+    """Returns elements that several pieces have, in O(n log n); None when there are none."""
     if not pieces:
         return None
     starts = zip(*(piece.start for piece in pieces), strict=True)
@@ -218,14 +230,16 @@ def _faults(wanted: Box, pieces: Iterable[Box]) -> Iterator[CoverFault]:
             todo += parts
 
 
-#: A box, and whatever is said of it.
+#: A tuple of a box and any data about it.
 _P = TypeVar("_P", bound="tuple[Box, *tuple[object, ...]]")
 
 
 def apart(region: Box, pieces: Sequence[_P]) -> list[tuple[Box, list[_P]]]:
-    """The slabs of ``region`` that no piece leaves, in the first dimension that has several.
+    """Returns the slabs of ``region`` that no piece leaves, in the first dimension that has
+    several.
 
-    [] when there is no such dimension. A slab that no piece enters comes with an empty list.
+    Returns [] when there is no such dimension. A slab that no piece enters comes with an empty
+    list.
     """
     for dim in range(region.ndim):
         slabs = list(_slabs(region, dim, pieces))
@@ -253,9 +267,9 @@ def _slabs(region: Box, dim: int, pieces: Sequence[_P]) -> Iterator[tuple[Box, l
 
 
 def _halve(region: Box, pieces: list[tuple[Box]]) -> list[tuple[Box, list[tuple[Box]]]] | None:
-    """Cut ``region``, and the pieces in the way, at the middle of the dimension with most ends.
+    """Cuts ``region``, and the pieces in the way, at the middle of the dimension with most ends.
 
-    None when no piece ends inside: then each of them is all of ``region``.
+    Returns None when no piece ends inside: then each of them is all of ``region``.
     """
     ends = [_ends_inside(region, dim, pieces) for dim in range(region.ndim)]
     dim = max(range(region.ndim), key=lambda d: len(ends[d]), default=None)

@@ -1,14 +1,14 @@
-"""Boxes as columns of small integers: some 10 bytes each, however many dimensions they have.
+"""Encodes boxes as columns of small integers: about 10 bytes each, in any number of dimensions.
 
-Sorted boxes of a leaf mostly begin where the one before ends, or where its first row does. So of
-each box only the gap from there is written, its size, and a step to who holds it:
+Sorted boxes of a leaf mostly begin where the previous box ends, or where its first row ends. So
+for each box only the gap from there is written, its size, and a step to the number of its holder:
 
-    gap     from the end of the first run of the box before to its first element, row-major
+    gap     from the end of the first run of the previous box to its first element, row-major
     size    its elements, if they are one run; else -1 - n for the n-th of the extents
-    step    from the number of who holds the box before, at first 0. Numbers below the world are
-            ranks alone, those from there on the sets of several
+    step    from the holder's number of the previous box, at first 0. Numbers below the world are
+            single ranks, those from there on are sets of several ranks
 
-What is read may be hostile; UsageErrors say that it means nothing.
+The input may be hostile: invalid columns raise UsageError.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
+from holdfast.geometry.index import between, flat
+from holdfast.geometry.irregular import BoxList, HolderBoxes
 from holdfast.geometry.leaves import MAX_DIMS, MAX_LEAF_BYTES
-from holdfast.geometry.listing import Held, Listing
-from holdfast.geometry.rows import between, flat
 
 if TYPE_CHECKING:
-    from holdfast.geometry.cutting import Ranks
+    from holdfast.geometry.irregular import Ranks
 
 Shape = tuple[int, ...]
 Column = list[int]
 ListingRow = tuple[Shape, Column, Column, Column]
-"""How far boxes reach in each dimension, their gaps, sizes and steps; no steps for one rank's."""
+"""One encoded row: how far boxes reach in each dimension, their gaps, sizes and steps; no steps for
+one rank's boxes.
+"""
 
 
-class Writer:
-    """Makes rows of columns. ``extents`` and ``sets`` are numbered in the order of first use."""
+class ColumnWriter:
+    """Encodes boxes as columns. ``extents`` and ``sets`` are numbered in the order of first use."""
 
     def __init__(self, world: int) -> None:
         self._world = world
@@ -44,13 +46,13 @@ class Writer:
         self._sets: dict[Ranks, int] = {}
         self._sets_by_id: dict[int, int] = {}
 
-    def held(self, held: Held) -> ListingRow:
-        """What one rank holds."""
+    def held(self, held: HolderBoxes) -> ListingRow:
+        """Encodes the boxes of one rank."""
         reach = held.reach or ()
         return reach, *self._columns(reach, held.boxes), []
 
-    def listing(self, listing: Listing) -> ListingRow:
-        """What all ranks hold."""
+    def listing(self, listing: BoxList) -> ListingRow:
+        """Encodes the boxes of all ranks."""
         reach = listing.reach or ()
         gaps, sizes = self._columns(reach, [box for box, _ in listing.parts])
         steps, before = [], 0
@@ -77,7 +79,7 @@ class Writer:
         return number
 
     def _set(self, ranks: Ranks) -> int:
-        # By identity first: a long set of ranks can be that of thousands of boxes.
+        # Compared by identity first: thousands of boxes can share one long set of ranks.
         number = self._sets_by_id.get(id(ranks))
         if number is None:
             number = self._sets.setdefault(ranks, len(self.sets))
@@ -87,18 +89,18 @@ class Writer:
         return number
 
 
-def read_held(row: ListingRow, extents: Sequence[Shape]) -> Held:
-    """What a row says. UsageError for one that says nothing."""
+def read_held(row: ListingRow, extents: Sequence[Shape]) -> HolderBoxes:
+    """Decodes the boxes of one rank. Raises UsageError for a row that means nothing."""
     reach, gaps, sizes, steps = row
     if steps:
         raise UsageError("what one rank holds has no steps to other holders")
-    held = Held(tuple(_boxes(reach, gaps, sizes, extents)))
+    held = HolderBoxes(tuple(_boxes(reach, gaps, sizes, extents)))
     _check_reach(reach, held)
     return held
 
 
-class Reader:
-    """Makes listings of rows again."""
+class ColumnReader:
+    """Decodes rows of all ranks' boxes."""
 
     def __init__(self, world: int, extents: Sequence[Shape], sets: Sequence[Ranks]) -> None:
         self._world, self._extents, self._sets = world, extents, sets
@@ -107,14 +109,14 @@ class Reader:
             if len(ranks) < 2:
                 raise UsageError(f"the ranks {ranks} are a set, and not several")
 
-    def listing(self, row: ListingRow) -> Listing:
-        """What a row says. UsageError for one that says nothing."""
+    def listing(self, row: ListingRow) -> BoxList:
+        """Decodes a row. Raises UsageError for a row that means nothing."""
         reach, gaps, sizes, steps = row
         boxes = list(_boxes(reach, gaps, sizes, self._extents))
         if len(steps) != len(boxes):
             raise UsageError(f"columns of {len(boxes)} boxes and {len(steps)} holders")
         ranks = map(self._ranks, accumulate(steps))
-        listing = Listing(tuple(zip(boxes, ranks, strict=True)))
+        listing = BoxList(tuple(zip(boxes, ranks, strict=True)))
         _check_reach(reach, listing)
         return listing
 
@@ -124,7 +126,7 @@ class Reader:
         return _pick(self._sets, number - self._world, "set")
 
 
-def _check_reach(reach: Shape, found: Held | Listing) -> None:
+def _check_reach(reach: Shape, found: HolderBoxes | BoxList) -> None:
     if reach != (found.reach or ()):
         raise UsageError(f"boxes are said to reach to {reach}, and reach to {found.reach or ()}")
 
@@ -148,7 +150,7 @@ def _boxes(shape: Shape, gaps: Column, sizes: Column, extents: Sequence[Shape]) 
 
 
 def _first_run(extents: Shape, shape: Shape) -> int:
-    """How many elements a box has before the first gap, in row-major order."""
+    """Returns how many elements a box has before the first gap, in row-major order."""
     run = 1
     for extent, size in zip(reversed(extents), reversed(shape), strict=True):
         run *= extent
@@ -158,7 +160,7 @@ def _first_run(extents: Shape, shape: Shape) -> int:
 
 
 def _at(shape: Shape, first: int, extents: Shape) -> Box:
-    """The box of these extents whose first element has this number."""
+    """Returns the box of these extents whose first element has this number."""
     if len(extents) != len(shape) or min(extents, default=0) < 1:
         raise UsageError(f"a box of {extents} in a leaf of {shape}")
     start = []

@@ -1,4 +1,4 @@
-"""Leaf tables and layouts as JSON: the same bytes for the same values, whoever writes them.
+"""Encodes leaf tables and layouts as JSON: equal values always give equal bytes.
 
 Meshes, instances and groups of instances are few and leaves are many, so each distinct one is
 written once and named by its number:
@@ -9,51 +9,52 @@ written once and named by its number:
     leaves      [[name, dtype, shape, spread, group], ...]    (tables: the instance; -1: none)
     frozen      [leaf, ...]                                   (absent when there are none)
 
-What ranks hold without a mesh is written as columns (columns.py), and absent when there is none:
+Boxes held without a mesh are written as columns (box_columns.py), absent when there are none:
 
     extents     [[extent, ...], ...]
     sets        [[rank, ...], ...]                            (layouts only)
     listings    [[reach, gaps, sizes, steps], ...]            (-1 - n in a group; in a table, where
                                                               steps are empty, -2 - n in a leaf)
 
-Numbers are given in the order of first use. What is read may be hostile: everything is bounded
-and checked, and wrong bytes are FormatErrors.
+Numbers are given in the order of first use. The input may be hostile: everything is bounded and
+checked, and wrong bytes raise FormatError.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
 from holdfast.errors import FormatError, NewerFormat, UsageError
-from holdfast.geometry.columns import ListingRow, Reader, Writer, read_held
+from holdfast.geometry.box_columns import ColumnReader, ColumnWriter, ListingRow, read_held
+from holdfast.geometry.irregular import BoxList, HolderBoxes
 from holdfast.geometry.leaves import LeafEntry, LeafSpec
-from holdfast.geometry.listing import Held, Listing
-from holdfast.geometry.placements import Instance, Mesh, Placement, known
-from holdfast.geometry.unique import refuse_twice
+from holdfast.geometry.mesh import Instance, Mesh, Placement, known
 
-#: Readers of version 1 know no listings.
+#: Readers of version 1 do not know box lists.
 VERSION, VERSION_WITH_LISTINGS = 1, 2
 MAX_BYTES = 256 << 20
 MAX_LEAVES = 1 << 20
-#: Of all boxes of a document, added up.
+#: A limit on the sum over all boxes of a document.
 MAX_LISTED_DIMS = 1 << 24
-#: How the name of a part ends in an image. No leaf's does: or one could be taken for a part of
-#: another by whoever reads the names of an image only.
+#: The suffix of a part's name in an image. No leaf's name may have it: otherwise a reader that sees
+#: only an image's names could take the leaf for a part of another.
 LIKE_A_PIECE = re.compile(r"@[0-9]+:[0-9]+(,[0-9]+:[0-9]+)*")
 
-#: Stands in a table for the instance of a plain tensor.
+#: The number in a table that stands for the instance of a plain tensor.
 _ALONE = -1
 
 T = TypeVar("T")
 
 
 class _Document(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What both documents hold."""
+    """The fields of both documents."""
 
     version: int
     meshes: list[tuple[tuple[int, ...], tuple[int, ...]]]
@@ -89,55 +90,66 @@ D = TypeVar("D", bound=_Document)
 
 def table_to_json(entries: Sequence[LeafEntry]) -> bytes:
     """One rank's table of leaves, in the order given."""
-    written = _Written(0)
+    written = _WrittenTable(0)
     leaves = [
         (leaf.name, leaf.dtype, leaf.shape, leaf.spread, written.own(leaf.instance))
         for leaf in entries
     ]
     document = _TableDocument(
-        version=_version(written.listings), meshes=written.meshes, instances=written.instances,
-        leaves=leaves, frozen=_frozen(entries), extents=written.columns.extents,
+        version=_version(written.listings),
+        meshes=written.meshes,
+        instances=written.instances,
+        leaves=leaves,
+        frozen=_frozen(entries),
+        extents=written.columns.extents,
         listings=written.listings,
-    )  # fmt: skip
+    )
     return msgspec.json.encode(document)
 
 
 def table_from_json(data: bytes | memoryview) -> tuple[LeafEntry, ...]:
-    """The table back from its bytes; FormatError for any that are not a table."""
+    """The table back from its bytes; raises FormatError for any that are not a table."""
     what = "this leaf table"
     document = _decode(data, _TableDocument, what)
     return _build(what, lambda: _read_table(document))
 
 
 def table_hash(data: bytes | memoryview) -> str:
-    """What a table is known by: 32 hexadecimal digits of its bytes."""
+    """Returns the id of a table: 32 hexadecimal digits from a hash of its bytes."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def layout_to_json(world: int, leaves: Sequence[LeafSpec]) -> bytes:
     """The leaves of all ranks, in the order given."""
-    written = _Written(world)
+    written = _WrittenTable(world)
     rows = [
         (leaf.name, leaf.dtype, leaf.shape, leaf.spread, written.group(leaf.instances))
         for leaf in leaves
     ]
     document = _LayoutDocument(
-        version=_version(written.listings), world=world, meshes=written.meshes,
-        instances=written.instances, groups=written.groups, leaves=rows, frozen=_frozen(leaves),
-        extents=written.columns.extents, sets=written.columns.sets, listings=written.listings,
-    )  # fmt: skip
+        version=_version(written.listings),
+        world=world,
+        meshes=written.meshes,
+        instances=written.instances,
+        groups=written.groups,
+        leaves=rows,
+        frozen=_frozen(leaves),
+        extents=written.columns.extents,
+        sets=written.columns.sets,
+        listings=written.listings,
+    )
     return msgspec.json.encode(document)
 
 
 def layout_from_json(data: bytes | memoryview) -> tuple[int, tuple[LeafSpec, ...]]:
-    """World and leaves back from their bytes; FormatError for any that are not a layout."""
+    """World and leaves back from their bytes; raises FormatError for any that are not a layout."""
     what = "this layout"
     document = _decode(data, _LayoutDocument, what)
     return document.world, _build(what, lambda: _read_layout(document))
 
 
 def has_frozen(data: bytes | memoryview) -> bool:
-    """Whether these bytes of a layout say that some leaf is frozen; nothing else is looked at."""
+    """True if these bytes of a layout mark some leaf as frozen; nothing else is checked."""
     try:
         return bool(msgspec.json.decode(data, type=_FrozenOnly).frozen)
     except (ValueError, RecursionError):  # no layout: whoever reads it says so
@@ -145,7 +157,7 @@ def has_frozen(data: bytes | memoryview) -> bool:
 
 
 def has_listings(data: bytes | memoryview) -> bool:
-    """Whether these bytes of a layout say that it lists boxes; nothing else is looked at."""
+    """True if these bytes of a layout contain box lists; nothing else is checked."""
     try:
         return msgspec.json.decode(data, type=_Version).version == VERSION_WITH_LISTINGS
     except (ValueError, RecursionError):  # no layout: whoever reads it says so
@@ -160,31 +172,31 @@ def _frozen(leaves: Sequence[LeafEntry | LeafSpec]) -> list[int]:
     return [number for number, leaf in enumerate(leaves) if leaf.is_frozen]
 
 
-class _Written:
-    """Gives out numbers in the order of first use."""
+class _WrittenTable:
+    """Assigns numbers in the order of first use."""
 
     def __init__(self, world: int) -> None:
-        self.columns = Writer(world)
+        self.columns = ColumnWriter(world)
         self.meshes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.instances: list[tuple[int, list[tuple[int, int]]]] = []
         self.groups: list[tuple[int, ...]] = []
         self.listings: list[ListingRow] = []
         self._numbers: dict[object, int] = {}
-        # Before hashing what may be a mesh of thousands of ranks, see if it is the same object.
+        # Compares identity before hashing, because a mesh may have thousands of ranks.
         self._numbers_by_id: dict[int, int] = {}
 
-    def group(self, instances: tuple[Instance | Listing, ...]) -> int:
+    def group(self, instances: tuple[Instance | BoxList, ...]) -> int:
         return self._number(
             instances, self.groups, lambda: tuple(self._in_group(one) for one in instances)
         )
 
-    def own(self, instance: Instance | Held | None) -> int:
-        if isinstance(instance, Held):
+    def own(self, instance: Instance | HolderBoxes | None) -> int:
+        if isinstance(instance, HolderBoxes):
             row = self._number(instance, self.listings, lambda: self.columns.held(instance))
             return _ALONE - 1 - row
         return _ALONE if instance is None else self.instance(instance)
 
-    def _in_group(self, one: Instance | Listing) -> int:
+    def _in_group(self, one: Instance | BoxList) -> int:
         if isinstance(one, Instance):
             return self.instance(one)
         return -1 - self._number(one, self.listings, lambda: self.columns.listing(one))
@@ -204,7 +216,7 @@ class _Written:
 
     def _number(
         self,
-        value: Mesh | Instance | Held | Listing | tuple[Instance | Listing, ...],
+        value: Mesh | Instance | HolderBoxes | BoxList | tuple[Instance | BoxList, ...],
         rows: list[T],
         make_row: Callable[[], T],
     ) -> int:
@@ -264,7 +276,7 @@ def _read_table(document: _TableDocument) -> tuple[LeafEntry, ...]:
     instances, frozen = _read_instances(document), set(document.frozen)
     held = [read_held(row, document.extents) for row in document.listings]
 
-    def own(number: int) -> Instance | Held | None:
+    def own(number: int) -> Instance | HolderBoxes | None:
         if number < _ALONE:
             return _pick(held, _ALONE - 1 - number, "listing")
         return None if number == _ALONE else _pick(instances, number, "instance")
@@ -272,15 +284,15 @@ def _read_table(document: _TableDocument) -> tuple[LeafEntry, ...]:
     return tuple(
         LeafEntry(name, dtype, shape, spread, own(number), at in frozen)
         for at, (name, dtype, shape, spread, number) in enumerate(document.leaves)
-    )  # fmt: skip
+    )
 
 
 def _read_layout(document: _LayoutDocument) -> tuple[LeafSpec, ...]:
     instances, frozen = _read_instances(document), set(document.frozen)
-    reader = Reader(document.world, document.extents, document.sets)
+    reader = ColumnReader(document.world, document.extents, document.sets)
     listings = [reader.listing(row) for row in document.listings]
 
-    def one(number: int) -> Instance | Listing:
+    def one(number: int) -> Instance | BoxList:
         if number < 0:
             return _pick(listings, -1 - number, "listing")
         return _pick(instances, number, "instance")
@@ -307,3 +319,28 @@ def _pick(rows: Sequence[T], number: int, what: str) -> T:
     if not 0 <= number < len(rows):
         raise UsageError(f"there is no {what} {number}, only {len(rows)}")
     return rows[number]
+
+
+# Refuses JSON in which an object has a key twice: readers differ in which of the two they take.
+#
+# A file that two readers read differently cannot be protected by a checksum.
+
+
+def refuse_twice(data: bytes | bytearray | memoryview, decoded: Any) -> None:
+    """Raises ValueError for an object with a key twice. ``decoded`` is the result of msgspec
+    reading ``data``.
+    """
+    # Decoding drops one of two equal keys; bytes that are the same after encoding again had none.
+    # All documents are written that way here, and checking every key takes ten times as long.
+    if msgspec.json.encode(decoded) != data:
+        json.loads(bytes(data), object_pairs_hook=unique)
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Builds an object from its keys and values, for ``json.loads``; raises ValueError for a key
+    twice.
+    """
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{name!r} is there twice")
+    return dict(pairs)

@@ -10,21 +10,20 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
-from holdfast.geometry.placements import MAX_RANKS
+from holdfast.geometry.mesh import MAX_RANKS
 
-if TYPE_CHECKING:
-    from holdfast.geometry.cutting import Part, Ranks
-
+Ranks = tuple[int, ...]
+Part = tuple[Box, Ranks]
+"""A box and, rising, the ranks that hold it."""
 #: Where the furthest of some boxes ends in each dimension; None when there are none.
 Reach = tuple[int, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HolderBoxes:
     """What one rank holds of a leaf: one box, in leaf terms, for each part of its memory.
 
     The boxes are in the order of their first elements (row-major), so that part n is the same
@@ -46,7 +45,7 @@ class Held:
                 )
         if len(self.boxes) > 1:
             # Here and not above: a keeper that starts is waited for, and this loads numpy.
-            from holdfast.geometry.cutting import common_elements
+            from holdfast.geometry.partition import common_elements
 
             twice = common_elements(self.reach or (), self.boxes)
             if twice:
@@ -58,7 +57,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class BoxList:
     """What all ranks hold of a leaf: distinct boxes and, rising, the ranks that hold each.
 
     The boxes are in the order of their first elements and then of their ends. Those of different
@@ -105,7 +104,7 @@ def with_memory(boxes: Iterable[Box]) -> tuple[tuple[Box, Box], ...]:
     return tuple((box, Box.whole(box.shape)) for box in boxes)
 
 
-def list_parts(held: Iterable[tuple[Ranks, Held]]) -> Listing:
+def list_parts(held: Iterable[tuple[Ranks, HolderBoxes]]) -> BoxList:
     """The listing of what ranks hold, from (ranks, what each of them holds)."""
     ranks_of: dict[Box, list[int]] = {}
     for ranks, one in held:
@@ -114,7 +113,7 @@ def list_parts(held: Iterable[tuple[Ranks, Held]]) -> Listing:
     known: dict[Ranks, Ranks] = {}  # equal sets as one object
     parts = [(box, tuple(sorted(ranks))) for box, ranks in ranks_of.items()]
     parts.sort(key=lambda part: (part[0].start, part[0].stop))
-    return Listing(tuple((box, known.setdefault(ranks, ranks)) for box, ranks in parts))
+    return BoxList(tuple((box, known.setdefault(ranks, ranks)) for box, ranks in parts))
 
 
 def _has(ranks: Ranks, rank: int) -> bool:

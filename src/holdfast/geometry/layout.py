@@ -1,7 +1,7 @@
-"""A layout: which rank holds which box of which leaf, and which rank stores it.
+"""A layout says which rank holds which box of which leaf, and which rank stores it.
 
-It is agreed on once and is then arithmetic: every rank, and every later reader, computes from its
-bytes what any rank held and stored. Boxes are written down only where no mesh tells them.
+Ranks agree on it once. Then every rank, and every later reader, computes from its bytes what any
+rank held and stored. Boxes are written down only where no mesh determines them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from holdfast.geometry.codec import (
     table_hash,
     table_to_json,
 )
+from holdfast.geometry.irregular import BoxList, HolderBoxes, with_memory
 from holdfast.geometry.leaves import LeafEntry, LeafSpec
-from holdfast.geometry.listing import Held, Listing, with_memory
-from holdfast.geometry.placements import (
+from holdfast.geometry.mesh import (
     MAX_RANKS,
     REPLICATE,
     Instance,
@@ -38,17 +38,17 @@ from holdfast.geometry.placements import (
 )
 
 if TYPE_CHECKING:
-    from holdfast.geometry.owners import Owned, Owners
+    from holdfast.geometry.ownership import Owned, WriteOwners
     from holdfast.geometry.replicas import Replicas
 
 __all__ = [
     "REPLICATE",
-    "Held",
+    "BoxList",
+    "HolderBoxes",
     "Instance",
     "Layout",
     "LeafEntry",
     "LeafSpec",
-    "Listing",
     "Mesh",
     "Piece",
     "Placement",
@@ -74,8 +74,8 @@ class Piece:
 class Layout:
     """All leaves of a run of ``world`` ranks, sorted by name.
 
-    UsageError if names are not sorted and unique, or a leaf's instances share a rank or name one
-    that is not in the world.
+    Raises UsageError if names are not sorted and unique, or a leaf's instances share a rank or name
+    one that is not in the world.
     """
 
     world: int
@@ -104,16 +104,16 @@ class Layout:
 
     @cached_property
     def hash(self) -> str:
-        """What the layout is known by: 32 hexadecimal digits of its bytes (XXH3, 128 bits)."""
+        """The id of the layout: 32 hexadecimal digits from a hash of its bytes (XXH3, 128 bits)."""
         return xxhash.xxh3_128_hexdigest(self.to_json())
 
     def to_json(self) -> bytes:
-        """The layout's bytes, the same on every rank and in every version of Python."""
+        """Returns the layout's bytes, the same on every rank and in every version of Python."""
         return self._json
 
     @classmethod
     def from_json(cls, data: bytes | memoryview) -> Layout:
-        """A layout back from its bytes; FormatError for any that are not a layout."""
+        """Reads a layout from its bytes; raises FormatError for any that are not a layout."""
         world, leaves = layout_from_json(data)
         try:
             return cls(world, leaves)
@@ -121,9 +121,10 @@ class Layout:
             raise FormatError(f"this layout is impossible: {error}") from None
 
     def held(self, leaf_index: int, rank: int) -> tuple[tuple[Box, Box], ...]:
-        """What ``rank`` holds of a leaf: (box in the leaf, the same box in its local tensor).
+        """Returns the boxes of a leaf that ``rank`` holds: (box in the leaf, the same box in its
+        local tensor).
 
-        Where it is listed, each box has memory of its own, as in ``LeafEntry.boxes``.
+        Where the boxes are listed, each has memory of its own, as in ``LeafEntry.boxes``.
         """
         leaf = self.leaves[leaf_index]
         there = self._place(leaf.instances, rank)
@@ -132,9 +133,11 @@ class Layout:
         return there
 
     def _place(
-        self, instances: tuple[Instance | Listing, ...], rank: int
+        self, instances: tuple[Instance | BoxList, ...], rank: int
     ) -> Instance | tuple[tuple[Box, Box], ...]:
-        """The instance a rank is in, or what is listed of it; found once for leaves alike."""
+        """Returns the instance a rank is in, or its listed boxes; computed once for leaves
+        alike.
+        """
         key = (id(instances), rank)
         if key not in self._found:
             places = (_place_in(one, rank) for one in instances)
@@ -142,22 +145,26 @@ class Layout:
         return self._found[key]
 
     def owners(self, leaf_index: int) -> Owned:
-        """Who stores what of a leaf: (rank, box), every element in exactly one box."""
+        """Returns which rank stores which part of a leaf: (rank, box), every element in exactly one
+        box.
+        """
         return self._owners.of_leaf(leaf_index)
 
     def owners_meeting(self, leaf_index: int, box: Box) -> Owned:
-        """Who stores what of a leaf that has an element of ``box``; others are not computed."""
+        """Returns the same for boxes that have an element of ``box``; others are not computed."""
         return self._owners.meeting(leaf_index, box)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` stores, in the order of the leaves and, in a leaf, of the boxes."""
+        """Returns the pieces that ``rank`` stores, in the order of the leaves and, in a leaf, of
+        the boxes.
+        """
         if rank not in self._pieces:
             self._pieces[rank] = tuple(starmap(Piece, self._owners.of_rank(rank)))
         return self._pieces[rank]
 
     @cached_property
     def replicas(self) -> Replicas:
-        """What several ranks hold alike."""
+        """Returns the boxes that several ranks hold."""
         from holdfast.geometry.replicas import Replicas
 
         return Replicas(self._owners.forms)
@@ -167,11 +174,12 @@ class Layout:
         return layout_to_json(self.world, self.leaves)
 
     @cached_property
-    def _owners(self) -> Owners:
-        # Here and not above: a keeper that starts is waited for, and needs no arithmetic yet.
-        from holdfast.geometry.owners import Owners
+    def _owners(self) -> WriteOwners:
+        # Imported here: a trainer waits for its keeper to start, and the keeper needs no arithmetic
+        # yet.
+        from holdfast.geometry.ownership import WriteOwners
 
-        return Owners(self.leaves)
+        return WriteOwners(self.leaves)
 
     @cached_property
     def _found(self) -> dict[tuple[int, int], Instance | tuple[tuple[Box, Box], ...]]:
@@ -182,19 +190,19 @@ class Layout:
         return {}
 
 
-def _place_in(one: Instance | Listing, rank: int) -> Instance | tuple[tuple[Box, Box], ...] | None:
-    if isinstance(one, Listing):
+def _place_in(one: Instance | BoxList, rank: int) -> Instance | tuple[tuple[Box, Box], ...] | None:
+    if isinstance(one, BoxList):
         return with_memory(one.of_rank(rank))
     return None if one.mesh.coordinate(rank) is None else one
 
 
 def merge(tables: Sequence[Sequence[LeafEntry]], *, is_partial: bool = False) -> Layout:
-    """The layout of all ranks, from the table of each; rank 0's comes first.
+    """Merges the tables of all ranks into a layout; rank 0's table comes first.
 
-    Ranks with the same table should bring the same object: it is gone through once for all.
+    Ranks with the same table should pass the same object: it is checked once for all.
 
-    StateMismatch lists every leaf whose dtype, shape or spread differ between ranks, every rank
-    that should have a leaf and has not, and every leaf whose listed boxes leave something out,
-    unless ``is_partial``: then that is nobody's fault.
+    Raises StateMismatch with every leaf whose dtype, shape or spread differ between ranks, every
+    rank that should have a leaf and has not, and every leaf whose listed boxes leave something out,
+    unless ``is_partial``: then missing boxes are no error.
     """
     return Layout(len(tables), agree(tables, is_partial=is_partial))

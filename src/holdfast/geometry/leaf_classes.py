@@ -1,7 +1,7 @@
-"""What leaves of one shape and placement have in common: their cells, holders, shares and weights.
+"""Computes what leaves of one shape and placement share: their cells, holders, shares and weights.
 
-States have thousands of leaves and a few forms of them, so whatever is computed here is computed
-once for all leaves that are alike.
+States have thousands of leaves and only a few such classes, so everything here is computed once for
+all leaves that are alike.
 """
 
 from __future__ import annotations
@@ -14,73 +14,79 @@ from functools import cached_property
 import numpy as np
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.cells import Cells, Numbers, exact
-from holdfast.geometry.cutting import Part, Ranks, cut
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.irregular import BoxList, Part, Ranks
 from holdfast.geometry.leaves import LeafSpec
-from holdfast.geometry.listing import Listing
-from holdfast.geometry.placements import Instance, holders
+from holdfast.geometry.mesh import Instance, holders
+from holdfast.geometry.mesh_cells import MeshCells, Numbers, exact
+from holdfast.geometry.partition import partition
 
-#: Boxes are not cut into parts smaller than this: a write costs more than the bytes in it.
+#: Boxes are not cut into parts smaller than this: each write has a cost of its own.
 PART_BYTES = 64 << 10
 
 
-class Group:
-    """Sets of ranks, disjoint: row n of ``members``, rising, are those that hold cell n."""
+class ReplicaGroup:
+    """Disjoint sets of ranks: row n of ``members``, ascending, has the ranks that hold cell n."""
 
     def __init__(self, members: Numbers) -> None:
         self.members = members
         self._places: dict[int, tuple[int, int] | None] = {}
 
     def place(self, rank: int) -> tuple[int, int] | None:
-        """(row, column) of a rank; None when it is in no row."""
+        """Returns (row, column) of a rank; None when it is in no row."""
         if rank not in self._places:
             row, column = np.nonzero(self.members == rank)
             self._places[rank] = (int(row[0]), int(column[0])) if len(row) else None
         return self._places[rank]
 
 
-class Groups:
+class ReplicaGroups:
     """One group for each distinct set of rows."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[tuple[int, ...], bytes], Group] = {}
-        self._cut: dict[tuple[int, tuple[bool, ...]], Group] = {}
+        self._known: dict[tuple[tuple[int, ...], bytes], ReplicaGroup] = {}
+        self._cut: dict[tuple[int, tuple[bool, ...]], ReplicaGroup] = {}
 
-    def of_cells(self, instances: Sequence[Instance]) -> Group:
-        """Whose row n are the holders of cell n in ``instances``, which are cut alike."""
-        rows = [_rows(one.mesh.shape, one.mesh.ranks, [p.dim != -1 for p in one.placements])
-                for one in instances]  # fmt: skip
+    def of_cells(self, instances: Sequence[Instance]) -> ReplicaGroup:
+        """Returns the group whose row n has the holders of cell n in ``instances``, which are cut
+        alike.
+        """
+        rows = [
+            _rows(one.mesh.shape, one.mesh.ranks, [p.dim != -1 for p in one.placements])
+            for one in instances
+        ]
         return self.of_rows(np.sort(np.concatenate(rows, axis=1), axis=1))
 
-    def of_parts(self, parts: Sequence[Part]) -> list[Group]:
-        """For each box, the group with one row: the ranks that hold it."""
-        # By identity first: a long set of ranks can be that of thousands of boxes.
-        found: dict[int, Group] = {}
+    def of_parts(self, parts: Sequence[Part]) -> list[ReplicaGroup]:
+        """Returns for each box the group with one row: the ranks that hold it."""
+        # Compared by identity first: thousands of boxes can share one long set of ranks.
+        found: dict[int, ReplicaGroup] = {}
         for _, ranks in parts:
             if id(ranks) not in found:
                 found[id(ranks)] = self.of_rows(np.array([ranks]))
         return [found[id(ranks)] for _, ranks in parts]
 
-    def of_rows(self, members: Numbers) -> Group:
-        """Whose rows these are."""
+    def of_rows(self, members: Numbers) -> ReplicaGroup:
+        """Returns the group that has these rows."""
         key = (members.shape, members.tobytes())
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = Group(members)
+            found = self._known[key] = ReplicaGroup(members)
         return found
 
 
 def _rows(shape: tuple[int, ...], ranks: tuple[int, ...], cuts: Sequence[bool]) -> Numbers:
-    """The ranks that differ only where a mesh repeats, in rows; rows in the order of the mesh."""
+    """Returns rows of ranks that differ only in repeating mesh dimensions; rows in the order of the
+    mesh.
+    """
     first = [dim for dim, is_cut in enumerate(cuts) if is_cut]
     rest = [dim for dim, is_cut in enumerate(cuts) if not is_cut]
     grid = np.array(ranks, dtype=np.int64).reshape(shape).transpose(*first, *rest)
     return grid.reshape(math.prod(shape[dim] for dim in first), -1)
 
 
-class Listed:
-    """Cells that are no arithmetic, each of them one box; with the ranks that hold it."""
+class ListedClass:
+    """Cells that no mesh determines, each of them one box with the ranks that hold it."""
 
     def __init__(self, held: Sequence[Part]) -> None:
         self.count = len(held)
@@ -89,16 +95,16 @@ class Listed:
         kinds = [numbers.setdefault((box.shape, len(ranks)), len(numbers)) for box, ranks in held]
         self.kinds = np.array(kinds, dtype=np.int64), [(shape,) for shape, _ in numbers]
         self.holders = [count for _, count in numbers]
-        """How many ranks hold a cell of each kind."""
+        """The number of ranks that hold a cell of each kind."""
         self._starts = np.array([box.start for box in self._all], dtype=np.int64)
         self._stops = np.array([box.stop for box in self._all], dtype=np.int64)
 
     def boxes(self, cell: int) -> tuple[Box, ...]:
-        """The one box of a cell."""
+        """Returns the one box of a cell."""
         return (self._all[cell],)
 
     def meeting(self, box: Box) -> list[int]:
-        """The cells that hold something of ``box``, in order."""
+        """Returns the cells that have an element of ``box``, in order."""
         if box.is_empty or not self._all:
             return []
         apart = (self._starts >= box.stop) | (self._stops <= box.start)
@@ -106,38 +112,40 @@ class Listed:
         return found
 
 
-class Form:
-    """All that leaves of one form share. ``groups`` has a group of each cell, or one for all."""
+class LeafClass:
+    """Everything that leaves of one class share. ``groups`` has a group of each cell, or one for
+    all.
+    """
 
-    def __init__(self, leaf: LeafSpec, groups: Groups) -> None:
+    def __init__(self, leaf: LeafSpec, groups: ReplicaGroups) -> None:
         self.itemsize, self.spread = ITEMSIZE[leaf.dtype], leaf.spread
-        self.cells: Cells | Listed
+        self.cells: MeshCells | ListedClass
         if leaf.listing is not None:
-            held = cut(leaf.shape, _all_parts(leaf)).cells
-            self.cells, self.groups = Listed(held), groups.of_parts(held)
+            held = partition(leaf.shape, _all_parts(leaf)).cells
+            self.cells, self.groups = ListedClass(held), groups.of_parts(held)
         else:
             self.cells, self.groups = _of_instances(leaf, groups)
         widths = {group.members.shape[1] for group in self.groups}
         self.is_free = leaf.spread == "split" and max(widths, default=1) > 1
-        """Whether several ranks could store a share."""
+        """True if several ranks could store a share."""
         self.has_single = self.is_free and min(widths) == 1
-        """Whether nevertheless some cells are held by one rank alone."""
+        """True if nevertheless one rank alone holds some cells."""
         self._parts: dict[tuple[int, int], Box] = {}
         self._of_size: dict[tuple[int, int], Numbers] = {}
 
     @cached_property
     def weights(self) -> Numbers:
-        """Bytes of each cell."""
+        """Returns the bytes of each cell."""
         kind, shapes = self.cells.kinds
         sizes = [sum(map(math.prod, each)) * self.itemsize for each in shapes]
         return np.array(sizes, dtype=np.int64)[kind]
 
-    def group(self, cell: int) -> tuple[Group, int]:
-        """The group with the holders of a cell, and their row in it."""
+    def group(self, cell: int) -> tuple[ReplicaGroup, int]:
+        """Returns the group with the holders of a cell, and their row in it."""
         return (self.groups[0], cell) if len(self.groups) == 1 else (self.groups[cell], 0)
 
     def is_given(self, cell: int) -> bool:
-        """Whether several ranks could store shares of this cell."""
+        """True if several ranks could store shares of this cell."""
         return self.is_free and not (self.has_single and self._width(cell) == 1)
 
     def _width(self, cell: int) -> int:
@@ -145,12 +153,12 @@ class Form:
         return width
 
     def holder(self, cell: int) -> int:
-        """Who stores a cell that is not free."""
+        """Returns the rank that stores a cell that is not free."""
         group, row = self.group(cell)
         return int(group.members[row, 0])
 
     def cells_of(self, rank: int) -> list[tuple[int, int]]:
-        """(cell, number among its holders) of those that a rank holds."""
+        """Returns (cell, number among its holders) of the cells that a rank holds."""
         if len(self.groups) == 1:
             place = self.groups[0].place(rank)
             return [] if place is None else [place]
@@ -161,9 +169,9 @@ class Form:
 
     @cached_property
     def shares(self) -> list[Numbers]:
-        """For each kind of cell, the bytes of its shares in order."""
+        """Returns for each kind of cell the bytes of its shares in order."""
         shapes = self.cells.kinds[1]
-        if isinstance(self.cells, Listed):
+        if isinstance(self.cells, ListedClass):
             widths = self.cells.holders
         else:
             widths = [self._width(0)] * len(shapes)
@@ -182,7 +190,9 @@ class Form:
         return np.diff(_ends(shape[dim], count)) * (volume // shape[dim] * self.itemsize)
 
     def _split(self, shape: tuple[int, ...], width: int) -> tuple[int, int]:
-        """The dimension in which a box of ``width`` ranks is divided, and into how many shares."""
+        """Returns the dimension in which a box of ``width`` ranks is divided, and the number of
+        shares.
+        """
         dim = next((d for d, extent in enumerate(shape) if extent > 1), None)
         if dim is None or not self.is_free:
             return 0, 1
@@ -190,10 +200,10 @@ class Form:
         return dim, min(shape[dim], max(1, parts))
 
     @cached_property
-    def rounds(self) -> list[tuple[int, int, Group]]:
-        """(size, cell of row 0, group): every size of share, and which group shares it.
+    def rounds(self) -> list[tuple[int, int, ReplicaGroup]]:
+        """Returns (size, cell of row 0, group): every size of share, and the group that shares it.
 
-        Cells of one group come together; of a group each, by their number.
+        Cells of one group come together; where each cell has a group, by their number.
         """
         if len(self.groups) == 1:
             there = sorted({size for each in self.shares for size in each.tolist()})
@@ -207,21 +217,21 @@ class Form:
         ]
 
     def of_size(self, kind: int, size: int) -> Numbers:
-        """The numbers of the shares of this size, of a cell of this kind."""
+        """Returns the numbers of the shares of this size, in a cell of this kind."""
         found = self._of_size.get((kind, size))
         if found is None:
             found = self._of_size[kind, size] = np.flatnonzero(self.shares[kind] == size)
         return found
 
     def counts(self, first: int, rows: int, size: int) -> Numbers:
-        """How many shares of this size each of ``rows`` cells has, from ``first`` on."""
+        """Returns how many shares of this size each of ``rows`` cells has, from ``first`` on."""
         kind, shapes = self.cells.kinds
         of_kind = np.array([len(self.of_size(n, size)) for n in range(len(shapes))])
         found: Numbers = of_kind[kind[first : first + rows]]
         return found
 
     def share(self, cell: int, index: int) -> Box:
-        """A cell's share, by its number; the same object for all leaves."""
+        """Returns a cell's share, by its number; the same object for all leaves."""
         found = self._parts.get((cell, index))
         if found is None:
             found = self._parts[cell, index] = self._share(cell, index)
@@ -236,7 +246,7 @@ class Form:
         return box.part(*self._split(box.shape, width), index)
 
     def shares_meeting(self, cell: int, box: Box) -> list[int]:
-        """The numbers of a cell's shares that hold something of ``box``."""
+        """Returns the numbers of a cell's shares that have an element of ``box``."""
         found, before, width = [], 0, self._width(cell)
         for each in self.cells.boxes(cell):
             dim, count = self._split(each.shape, width)
@@ -253,7 +263,7 @@ class Form:
 
 
 def _ends(extent: int, count: int) -> Numbers:
-    """Where ``count`` parts of ``extent`` begin and end."""
+    """Returns the boundaries of ``count`` parts of ``extent``."""
     return np.arange(count + 1, dtype=exact(extent * count)) * extent // count
 
 
@@ -265,8 +275,10 @@ def _cuts(instance: Instance) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-def _of_instances(leaf: LeafSpec, groups: Groups) -> tuple[Cells | Listed, list[Group]]:
-    """The cells of a leaf that is on meshes, and a group of each cell, or one for all."""
+def _of_instances(
+    leaf: LeafSpec, groups: ReplicaGroups
+) -> tuple[MeshCells | ListedClass, list[ReplicaGroup]]:
+    """Returns the cells of a leaf that is on meshes, and a group of each cell, or one for all."""
     there = [one for one in leaf.instances if isinstance(one, Instance)]
     first, *others = sorted(there, key=lambda one: min(one.mesh.ranks))
     alike = [one for one in others if _cuts(one) == _cuts(first)]
@@ -274,15 +286,17 @@ def _of_instances(leaf: LeafSpec, groups: Groups) -> tuple[Cells | Listed, list[
         listed = _listed(leaf.shape, first, others)
         if listed is not None:
             held = list(listed.items())
-            return Listed(held), groups.of_parts(held)
-    return Cells(leaf.shape, _cuts(first)), [groups.of_cells([first, *alike])]
+            return ListedClass(held), groups.of_parts(held)
+    return MeshCells(leaf.shape, _cuts(first)), [groups.of_cells([first, *alike])]
 
 
 def _all_parts(leaf: LeafSpec) -> list[Part]:
-    """The distinct boxes that ranks hold of a leaf, listed or on a mesh, with the ranks of each."""
+    """Returns the distinct boxes that ranks hold of a leaf, listed or on a mesh, with the ranks of
+    each.
+    """
     found: dict[Box, Ranks] = {}
     for one in leaf.instances:
-        parts = one.parts if isinstance(one, Listing) else holders(leaf.shape, one).items()
+        parts = one.parts if isinstance(one, BoxList) else holders(leaf.shape, one).items()
         for box, ranks in parts:
             found[box] = tuple(sorted(found[box] + ranks)) if box in found else ranks
     return list(found.items())
@@ -291,7 +305,9 @@ def _all_parts(leaf: LeafSpec) -> list[Part]:
 def _listed(
     shape: tuple[int, ...], first: Instance, others: Sequence[Instance]
 ) -> dict[Box, tuple[int, ...]] | None:
-    """Who holds which box, if an instance has the boxes of ``first`` by other cuts."""
+    """Returns the holders of each box, if the other instances have the boxes of ``first`` by other
+    cuts.
+    """
     found = holders(shape, first)
     is_mixed = False
     for other in others:

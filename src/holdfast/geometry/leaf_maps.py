@@ -1,29 +1,241 @@
-"""Many leaves as rules see them: looked on through, turned round, and proved not to collide."""
+"""Maps leaves onto other leaves: which box of one is which box of another, dimension by dimension.
+
+A rule says that a tensor of the training is a part of a leaf, or made of several. Every rule
+reduces to patches: boxes of one leaf that are boxes of others, with dimensions reordered, added or
+left out, and never a sum or a copy. So a save and a restore need no code for any rule.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box, cover_fault, overlap
-from holdfast.geometry.patches import Near, Patch, Seen, Shape
+
+Shape = tuple[int, ...]
+Spread = Literal["replicated", "unique", "averaged"]
 
 
-class Table:
-    """Leaves by name, each as it is seen; what is made of them is seen through them."""
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """The box ``here`` of the mapped leaf is ``box`` of ``leaf``.
 
-    def __init__(self, seen: Mapping[str, Seen]) -> None:
-        self._seen = dict(seen)
-        self._near: dict[str, Near] = {}
+    ``dims``: for each dimension of ``here``, the dimension of ``box`` that corresponds to it, or -1
+    where it has extent 1 and ``box`` has no such dimension. A dimension of ``box`` that ``dims``
+    does not name has extent 1. ``leaf_shape``: the shape of ``leaf``.
+    """
+
+    leaf: str
+    leaf_shape: Shape
+    box: Box
+    here: Box
+    dims: tuple[int, ...]
+
+    def cut(self, part: Box) -> Patch | None:
+        """Returns the part of the patch in ``part`` of the mapped leaf; None when it is empty."""
+        common = common_box(self.here, part)
+        if common is None:
+            return None
+        if common == self.here:
+            return self
+        box = carried(common, self.here, self.box, self.dims)
+        return replace(self, box=box, here=common)
+
+    def turned(self, name: str, shape: Shape) -> Patch:
+        """Returns the inverse, mapping ``leaf``; ``name`` and ``shape`` are those of the leaf
+        mapped now.
+        """
+        return Patch(name, shape, self.here, self.box, self._back)
+
+    def then(self, other: Patch) -> Patch | None:
+        """Composes both patches, where ``other`` maps this one's leaf; None when they do not
+        meet.
+        """
+        common = common_box(self.box, other.here)
+        if common is None:
+            return None
+        box = carried(common, other.here, other.box, other.dims)
+        dims = tuple(-1 if dim < 0 else other.dims[dim] for dim in self.dims)
+        return Patch(other.leaf, other.leaf_shape, box, self.behind(common), dims)
+
+    def behind(self, part: Box) -> Box:
+        """Returns the elements here that correspond to ``part``, a box inside of ``box``."""
+        return carried(part, self.box, self.here, self._back)
+
+    @property
+    def _back(self) -> tuple[int, ...]:
+        """Returns for each dimension of ``box`` that of ``here``."""
+        return tuple(
+            self.dims.index(dim) if dim in self.dims else -1 for dim in range(self.box.ndim)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A leaf of this ``shape`` as rules map it.
+
+    ``patches`` are disjoint; ``padding`` is the rest of the leaf, zeros that are stored nowhere.
+    ``dtype``: the tensor's here, where the stored leaf may be converted to it. ``spread``: how its
+    copies relate to each other, where a rule says so. ``is_copy``: a rule says that another leaf
+    has the same elements.
+    """
+
+    shape: Shape
+    patches: tuple[Patch, ...]
+    padding: tuple[Box, ...] = ()
+    dtype: str | None = None
+    spread: Spread | None = None
+    is_copy: bool = False
 
     @property
     def leaves(self) -> dict[str, Shape]:
-        """The leaves that can be looked through, with their shapes."""
+        """Returns the leaves it is made of, with their shapes, in the order of the patches."""
+        return {patch.leaf: patch.leaf_shape for patch in self.patches}
+
+    @property
+    def same_as(self) -> str | None:
+        """Returns the leaf that it equals under another name; None when it is a part, or made of
+        several.
+        """
+        if len(self.patches) != 1 or self.padding:
+            return None
+        (patch,) = self.patches
+        # A dimension of one element corresponds to any dimension, whatever ``dims`` says.
+        is_turned = any(
+            dim != number and (dim != -1 or self.shape[number] != 1)
+            for number, dim in enumerate(patch.dims)
+        )
+        return None if is_turned or patch.leaf_shape != self.shape else patch.leaf
+
+
+def renamed(name: str, shape: Shape) -> Seen:
+    """Returns the mapping of a leaf to the whole leaf called ``name``."""
+    whole = Box.whole(shape)
+    return Seen(shape, (Patch(name, shape, whole, whole, tuple(range(len(shape)))),))
+
+
+def common_box(one: Box, other: Box) -> Box | None:
+    """Returns the elements in both; where ``one`` is empty along a dimension, its place in
+    ``other``.
+
+    So a leaf that has no elements is still mapped to its own leaf.
+    """
+    start = tuple(map(max, one.start, other.start))
+    stop = tuple(map(min, one.stop, other.stop))
+    for dim, (a, b) in enumerate(zip(start, stop, strict=True)):
+        if a > b or (a == b and one.start[dim] < one.stop[dim]):
+            return None
+    return Box(start, stop)
+
+
+def carried(part: Box, source: Box, target: Box, dims: Sequence[int]) -> Box:
+    """Carries ``part`` of ``source`` over to ``target``, along whose dimensions ``dims`` it
+    runs.
+    """
+    start, stop = list(target.start), list(target.stop)
+    for dim, along in enumerate(dims):
+        if along >= 0:
+            start[along] = target.start[along] + part.start[dim] - source.start[dim]
+            stop[along] = target.start[along] + part.stop[dim] - source.start[dim]
+    return Box(tuple(start), tuple(stop))
+
+
+class NearLeaf:
+    """Finds the patches that can meet a box without testing all of them."""
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self._patches = tuple(patches)
+        ndim = self._patches[0].here.ndim if self._patches else 0
+        counts = [len({patch.here.start[dim] for patch in self._patches}) for dim in range(ndim)]
+        self._dim = counts.index(max(counts)) if counts else -1
+        if self._dim >= 0:
+            self._patches = tuple(sorted(patches, key=lambda patch: patch.here.start[self._dim]))
+            self._starts = [patch.here.start[self._dim] for patch in self._patches]
+            stops = (patch.here.stop[self._dim] for patch in self._patches)
+            self._reached = list(accumulate(stops, max))
+
+    def __call__(self, box: Box) -> tuple[Patch, ...]:
+        """Returns the patches that have an element of ``box``, and perhaps others."""
+        if self._dim < 0 or box.is_empty:
+            return self._patches
+        first = bisect_right(self._reached, box.start[self._dim])
+        return self._patches[first : bisect_left(self._starts, box.stop[self._dim])]
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPatch:
+    """The box ``local`` of a rank's memory is ``box`` of ``leaf``.
+
+    ``part`` is the index in ``held`` of the part it is in; ``local`` is counted as that part's
+    second box is. ``dims``: as in ``Patch``, for the dimensions of ``local``. ``leaf_shape``: the
+    shape of ``leaf``.
+    """
+
+    leaf: str
+    leaf_shape: Shape
+    box: Box
+    local: Box
+    dims: tuple[int, ...]
+    part: int
+
+
+#: (box in the mapped leaf, the box of the same shape that it is in a rank's own tensor).
+Held = Sequence[tuple[Box, Box]]
+
+
+def local_patches(seen: Seen, held: Held) -> list[LocalPatch]:
+    """Returns the boxes a rank holds, as boxes of the leaves that ``seen`` is made of.
+
+    ``held``: (box in the mapped leaf, the box of the same shape that it is in the rank's own
+    tensor, or in a view of it).
+    """
+    near = NearLeaf(seen.patches)
+    found = []
+    for part, (box, local) in enumerate(held):
+        for patch in near(box):
+            if (cut := patch.cut(box)) is not None:
+                there = carried(cut.here, box, local, range(box.ndim))
+                found.append(LocalPatch(cut.leaf, cut.leaf_shape, cut.box, there, cut.dims, part))
+    return found
+
+
+def local_padding(seen: Seen, held: Held) -> list[tuple[int, Box]]:
+    """Returns (part of ``held``, box in the rank's own tensor) of all padding.
+
+    ``seen``: the mapped leaf. ``held``: as for ``local_patches``.
+    """
+    return [
+        (part, carried(common, box, local, range(box.ndim)))
+        for part, (box, local) in enumerate(held)
+        for zeros in seen.padding
+        if (common := zeros.intersect(box)) is not None
+    ]
+
+
+# Composes and inverts the mappings of many leaves, and proves that no two collide.
+
+
+class Table:
+    """Mappings by leaf name, through which other mappings can be composed.
+
+    ``seen``: the mapped leaves, by name.
+    """
+
+    def __init__(self, seen: Mapping[str, Seen]) -> None:
+        self._seen = dict(seen)
+        self._near: dict[str, NearLeaf] = {}
+
+    @property
+    def leaves(self) -> dict[str, Shape]:
+        """The leaves that have a mapping, with their shapes."""
         return {name: seen.shape for name, seen in self._seen.items()}
 
     def see(self, name: str) -> Seen:
-        """One of them. UsageError when it is not there."""
+        """Returns the mapping of the leaf ``name``. Raises UsageError when it is not there."""
         if name not in self._seen:
             raise UsageError(
                 f"{name}: nothing is seen as this leaf on the other side of the rules. Give a "
@@ -33,10 +245,11 @@ class Table:
         return self._seen[name]
 
     def through(self, seen: Seen) -> Seen:
-        """What ``seen`` is made of, each of its leaves replaced by what this table says it is.
+        """Composes ``seen`` with this table: each leaf it is made of is replaced by that leaf's own
+        mapping.
 
-        UsageError names a leaf that is not in the table, has another shape there, or is not all
-        there.
+        UsageError names a leaf that is not in the table, has another shape there, or is not
+        complete there.
         """
         known = self._seen.get(seen.same_as or "")
         if known is not None and known.shape == seen.shape:  # nothing to cut: most leaves are so
@@ -63,7 +276,7 @@ class Table:
 
     def _at(self, patch: Patch) -> tuple[Patch, ...]:
         if patch.leaf not in self._near:
-            self._near[patch.leaf] = Near(self._seen[patch.leaf].patches)
+            self._near[patch.leaf] = NearLeaf(self._seen[patch.leaf].patches)
         return self._near[patch.leaf](patch.box)
 
 
@@ -84,15 +297,17 @@ def _check_complete(patch: Patch, parts: Sequence[Box]) -> None:
 
 
 def ranges(box: Box) -> str:
-    """A box as one would index it."""
+    """Formats a box as an index."""
     return f"[{', '.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}]"
 
 
 def turned(seen: Mapping[str, Seen]) -> dict[str, Seen]:
-    """The leaves that these are made of, each as made of these.
+    """Inverts these mappings: returns the leaves they are made of, each as made of the mapped ones.
 
-    Elements that several of them have (repeated, or tied) are seen in the first that is no copy.
-    Where nothing is seen as an element, it is in no patch, and no padding either.
+    ``seen``: the mapped leaves, by name.
+
+    Elements that several have (repeated, or tied) are taken from the first that is no copy. An
+    element that none of them has is in no patch, and no padding either.
     """
     shapes: dict[str, Shape] = {}
     found: dict[str, dict[Box, Patch]] = {}
@@ -107,7 +322,7 @@ def turned(seen: Mapping[str, Seen]) -> dict[str, Seen]:
 
 
 def _disjoint(patches: list[Patch]) -> list[Patch]:
-    """The patches without what earlier ones have."""
+    """Returns the patches without the elements of earlier ones."""
     if overlap([patch.here for patch in patches]) is None:
         return patches
     taken: list[Box] = []
@@ -122,7 +337,7 @@ def _disjoint(patches: list[Patch]) -> list[Patch]:
 
 
 def joined(patches: Sequence[Patch]) -> tuple[Patch, ...]:
-    """As few patches that say the same, in the order of where they begin."""
+    """Merges patches into as few as possible, in the order of their first elements."""
     by_leaf: dict[str, list[Patch]] = {}
     for patch in patches:
         by_leaf.setdefault(patch.leaf, []).append(patch)
@@ -131,7 +346,7 @@ def joined(patches: Sequence[Patch]) -> tuple[Patch, ...]:
 
 
 def _joined(patches: list[Patch]) -> list[Patch]:
-    """The same for patches of one leaf."""
+    """Merges patches of one leaf."""
     count = len(patches) + 1
     while 1 < len(patches) < count:
         count = len(patches)
@@ -156,7 +371,9 @@ def _joined_along(dim: int, patches: list[Patch]) -> list[Patch]:
 
 
 def _union(one: Patch, other: Patch, dim: int) -> Patch | None:
-    """Two patches as one, the other behind the first along ``dim``; None when they are not."""
+    """Merges two patches, the other following the first along ``dim``; None when they do not
+    join.
+    """
     if _without(one.dims, dim) != _without(other.dims, dim):
         return None
     here = _behind(one.here, other.here, dim)
@@ -172,12 +389,14 @@ def _union(one: Patch, other: Patch, dim: int) -> Patch | None:
 
 
 def _runs_along(patch: Patch, dim: int, along: int) -> bool:
-    """Whether ``along`` is, or can be called, the dimension of the box along ``dim``."""
+    """True if ``along`` corresponds, or can be made to correspond, to the dimension of the box
+    along ``dim``.
+    """
     return patch.dims[dim] == along or (patch.dims[dim] == -1 and along not in patch.dims)
 
 
 def _behind(one: Box, other: Box, dim: int) -> Box | None:
-    """Both boxes as one, if the other goes on along ``dim`` where the first ends."""
+    """Merges both boxes, if the other continues along ``dim`` where the first ends."""
     is_beside = _without(one.start, dim) == _without(other.start, dim)
     is_alike = _without(one.stop, dim) == _without(other.stop, dim)
     if one.stop[dim] != other.start[dim] or not (is_beside and is_alike):
@@ -195,7 +414,7 @@ def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Clash:
-    """Two leaves, ``one`` and ``other``, that cannot both be seen so, and why."""
+    """Two leaves, ``one`` and ``other``, whose mappings contradict each other, and why."""
 
     one: str
     other: str
@@ -204,9 +423,10 @@ class Clash:
 
 
 def clash(seen: Mapping[str, Seen]) -> Clash | None:
-    """Two leaves seen as the same elements, or that give a leaf different shapes; None when none.
+    """Returns two leaves that map to the same elements, or that give a leaf different shapes; None
+    when none.
 
-    Copies may be the same elements as others.
+    Copies may have the same elements as others.
     """
     by_leaf: dict[str, list[tuple[str, Patch]]] = {}
     for name, one in seen.items():

@@ -1,4 +1,4 @@
-"""Leaves as values: what one rank declares of a leaf, and what all ranks together agreed on."""
+"""Leaves as values: one rank's declaration of a leaf, and what all ranks agreed on."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from operator import gt
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.geometry.listing import Held, Listing, Reach, with_memory
-from holdfast.geometry.placements import Instance, local_boxes
+from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.irregular import BoxList, HolderBoxes, Reach, with_memory
+from holdfast.geometry.mesh import Instance, local_boxes
 
 #: How a box that several ranks hold is stored: divided over them, or whole by the lowest of them.
 SPREADS = ("split", "lowest")
@@ -37,7 +37,7 @@ class LeafEntry:
     dtype: str
     shape: tuple[int, ...]
     spread: str
-    instance: Instance | Held | None = None
+    instance: Instance | HolderBoxes | None = None
     is_frozen: bool = False
     """Whether nothing is known to change it. A hint where to store it, and never more."""
 
@@ -53,7 +53,7 @@ class LeafEntry:
 
         Of what is Held, each box has memory of its own: the n-th is all of the n-th part.
         """
-        if isinstance(self.instance, Held):
+        if isinstance(self.instance, HolderBoxes):
             return with_memory(self.instance.boxes)
         if self.instance is None:
             whole = Box.whole(self.shape)
@@ -75,7 +75,7 @@ class LeafSpec:
     dtype: str
     shape: tuple[int, ...]
     spread: str
-    instances: tuple[Instance | Listing, ...]
+    instances: tuple[Instance | BoxList, ...]
     is_frozen: bool = False
 
     def __post_init__(self) -> None:
@@ -93,9 +93,9 @@ class LeafSpec:
             raise UsageError(f"{self.name} has {listings} listings; all boxes stand in one")
 
     @property
-    def listing(self) -> Listing | None:
+    def listing(self) -> BoxList | None:
         """The boxes that ranks hold without a mesh; None when no rank does."""
-        return next((one for one in self.instances if isinstance(one, Listing)), None)
+        return next((one for one in self.instances if isinstance(one, BoxList)), None)
 
     @property
     def size_bytes(self) -> int:

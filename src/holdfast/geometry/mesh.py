@@ -1,4 +1,4 @@
-"""Which boxes of a leaf a rank holds, from a device mesh and one placement per mesh dimension.
+"""Computes which boxes of a leaf a rank holds, from a device mesh and its placements.
 
 The rules are those of torch's DTensor, but as boxes: under ``_StridedShard`` a rank can hold
 several of them, which no single offset describes. tests/geometry/test_dtensor_boxes.py compares
@@ -17,7 +17,8 @@ from typing import NamedTuple
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
 
-#: No run of ours comes near these; they bound what a hostile layout can make a reader allocate.
+#: Limits far above any real run; they bound how much memory a hostile layout can make a reader
+#: allocate.
 MAX_RANKS = 1 << 20
 MAX_STRIDES = 1 << 16
 
@@ -31,7 +32,7 @@ class Mesh:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Once: meshes of thousands of ranks are looked up for every leaf.
+        # Computed once: meshes of thousands of ranks are looked up for every leaf.
         object.__setattr__(self, "_hash", hash((self.shape, self.ranks)))
         if not self.shape or min(self.shape) < 1 or math.prod(self.shape) != len(self.ranks):
             raise UsageError(f"a mesh of shape {self.shape} cannot have {len(self.ranks)} ranks")
@@ -44,13 +45,13 @@ class Mesh:
         return self._hash
 
     def coordinate(self, rank: int) -> tuple[int, ...] | None:
-        """Where ``rank`` is on the grid; None when it is not on it."""
+        """Returns the coordinates of ``rank`` on the grid; None when it is not on it."""
         return _coordinate(self, rank)
 
 
 @lru_cache(maxsize=16)
 def known(mesh: Mesh) -> Mesh:
-    """An equal mesh, as the object that was used for it before.
+    """Returns an equal mesh as the object that was used for it before.
 
     Comparing two of thousands of ranks for every leaf takes longer than all other planning.
     """
@@ -59,7 +60,7 @@ def known(mesh: Mesh) -> Mesh:
 
 @lru_cache(maxsize=1 << 8)
 def _coordinate(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
-    """Remembered: looking through thousands of ranks again for every leaf takes seconds."""
+    """Cached: searching thousands of ranks again for every leaf takes seconds."""
     try:
         index = mesh.ranks.index(rank)
     except ValueError:
@@ -73,7 +74,7 @@ def _coordinate(mesh: Mesh, rank: int) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one mesh dimension does: cut the leaf's dimension ``dim``, or repeat it (-1).
+    """One mesh dimension of a placement: it cuts the leaf's dimension ``dim``, or repeats it (-1).
 
     ``split_factor`` is that of ``_StridedShard``; 1 is a plain ``Shard``.
     """
@@ -91,7 +92,7 @@ REPLICATE = Placement(-1)
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One copy of a whole leaf: the ranks that have it among them, and how it is cut for them."""
+    """One copy of a whole leaf: the ranks that hold it together, and how it is cut for them."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
@@ -106,17 +107,17 @@ class Instance:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of its mesh, in the mesh's order."""
+        """The ranks of its mesh, in the mesh's order."""
         return self.mesh.ranks
 
     @property
     def is_whole(self) -> bool:
-        """Whether each of its ranks has the whole leaf."""
+        """True if each of its ranks has the whole leaf."""
         return all(placement.dim == -1 for placement in self.placements)
 
 
-class Cut(NamedTuple):
-    """One mesh dimension that cuts: into ``parts``, of which this rank has number ``at``."""
+class MeshCut(NamedTuple):
+    """A mesh dimension that cuts into ``parts``, of which this rank has number ``at``."""
 
     parts: int
     at: int
@@ -126,11 +127,11 @@ class Cut(NamedTuple):
 Range = tuple[int, int]
 
 
-def local_ranges(size: int, cuts: Sequence[Cut]) -> tuple[Range, ...]:
-    """The ranges of a dimension of ``size`` that a rank holds, in the order it stores them.
+def local_ranges(size: int, cuts: Sequence[MeshCut]) -> tuple[Range, ...]:
+    """Returns the ranges of a dimension of ``size`` that a rank holds, in the order it stores them.
 
     ``cuts`` are given in the order of their mesh dimensions and applied in that of
-    ``applied_order``. Each cuts the elements held so far as ``torch.chunk`` does.
+    ``applied_order``. Each cuts the elements that the earlier ones left as ``torch.chunk`` does.
     """
     ranges = [(0, size)] if size else []
     for cut, strides in applied_order(cuts):
@@ -140,15 +141,15 @@ def local_ranges(size: int, cuts: Sequence[Cut]) -> tuple[Range, ...]:
     return tuple(_join(ranges))
 
 
-def applied_order(cuts: Sequence[Cut]) -> list[tuple[Cut, int]]:
-    """The order in which cuts were made, each with the number of strides it was made in.
+def applied_order(cuts: Sequence[MeshCut]) -> list[tuple[MeshCut, int]]:
+    """Returns the order in which cuts were made, each with the number of strides it was made in.
 
     FSDP2 shards what tensor parallelism has sharded already, although its mesh dimension comes
     first. It records that as a split factor: the number of parts made by mesh dimensions to its
     right before it. Such a cut is then a plain one, after those. A factor that no such dimensions
     explain is a true stride (of fused weights, say), made before what stands to its right.
     """
-    order: list[tuple[Cut, int]] = []
+    order: list[tuple[MeshCut, int]] = []
     for cut in reversed(cuts):
         at, parts = 0, 1
         while parts != cut.split_factor and at < len(order):
@@ -162,20 +163,22 @@ def applied_order(cuts: Sequence[Cut]) -> list[tuple[Cut, int]]:
 
 
 def _chunk(start: int, stop: int, parts: int, index: int) -> Range:
-    """Number ``index`` of ``parts`` chunks: each as large as the first, as far as it goes."""
+    """Returns number ``index`` of ``parts`` chunks: each as large as the first, as far as it
+    goes.
+    """
     step = -(-(stop - start) // parts)
     return min(start + index * step, stop), min(start + (index + 1) * step, stop)
 
 
 def _chunks(size: int, parts: int) -> Iterator[Range]:
-    """The chunks of 0..size that are not empty."""
+    """Yields the chunks of 0..size that are not empty."""
     step = max(1, -(-size // parts))
     for start in range(0, size, step):
         yield start, min(start + step, size)
 
 
 def _select(ranges: Sequence[Range], start: int, stop: int) -> Iterator[Range]:
-    """What stands from position ``start`` to ``stop`` when the ranges are put in a row."""
+    """Yields positions ``start`` to ``stop`` of the concatenated ranges."""
     position = 0
     for a, b in ranges:
         low, high = max(a, a + start - position), min(b, a + stop - position)
@@ -198,7 +201,8 @@ def _join(ranges: Sequence[Range]) -> list[Range]:
 def local_boxes(
     shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], rank: int
 ) -> tuple[tuple[Box, Box], ...]:
-    """What ``rank`` holds of a leaf: (box in the leaf, the same box in the rank's local tensor).
+    """Returns the boxes of a leaf that ``rank`` holds: (box in the leaf, the same box in its local
+    tensor).
 
     The local boxes tile the local tensor. Empty boxes are left out; a rank outside the mesh holds
     nothing.
@@ -219,7 +223,7 @@ def local_boxes(
 def local_shape(
     shape: tuple[int, ...], mesh: Mesh, placements: tuple[Placement, ...], rank: int
 ) -> tuple[int, ...] | None:
-    """The shape of the rank's local tensor; None for a rank outside the mesh."""
+    """Returns the shape of the rank's local tensor; None for a rank outside the mesh."""
     coordinate = mesh.coordinate(rank)
     if coordinate is None:
         return None
@@ -228,7 +232,7 @@ def local_shape(
 
 
 def holders(shape: tuple[int, ...], instance: Instance) -> dict[Box, tuple[int, ...]]:
-    """Every distinct box of a leaf, and the ranks of the instance that hold it.
+    """Returns every distinct box of a leaf, and the ranks of the instance that hold it.
 
     The boxes are a partition of the leaf.
     """
@@ -236,7 +240,7 @@ def holders(shape: tuple[int, ...], instance: Instance) -> dict[Box, tuple[int, 
     ranks_at: dict[tuple[int, ...], list[int]] = {}
     coordinates = product(*map(range, mesh.shape))
     for coordinate, rank in zip(coordinates, mesh.ranks, strict=True):
-        # Ranks that differ only where the leaf is repeated hold the same boxes.
+        # Ranks that differ only in dimensions that repeat the leaf hold the same boxes.
         cutting = (0 if p.dim == -1 else at for p, at in zip(placements, coordinate, strict=True))
         ranks_at.setdefault(tuple(cutting), []).append(rank)
     found: dict[Box, tuple[int, ...]] = {}
@@ -250,16 +254,16 @@ def holders(shape: tuple[int, ...], instance: Instance) -> dict[Box, tuple[int, 
 def _dim_ranges(
     shape: tuple[int, ...], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> list[tuple[Range, ...]]:
-    """The ranges held of every dimension of the leaf; what is held are their products."""
-    cuts: list[list[Cut]] = [[] for _ in shape]
+    """Returns the ranges of every dimension of the leaf; the rank's boxes are their products."""
+    cuts: list[list[MeshCut]] = [[] for _ in shape]
     for parts, at, placement in zip(mesh.shape, coordinate, placements, strict=True):
         if placement.dim != -1:
-            cuts[placement.dim].append(Cut(parts, at, placement.split_factor))
+            cuts[placement.dim].append(MeshCut(parts, at, placement.split_factor))
     return [local_ranges(size, cut) for size, cut in zip(shape, cuts, strict=True)]
 
 
 def _with_local_starts(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
-    """(start, stop, start in the local tensor), for ranges stored one after the other."""
+    """Returns (start, stop, start in the local tensor), for ranges stored one after the other."""
     starts = [0]
     for a, b in ranges:
         starts.append(starts[-1] + b - a)

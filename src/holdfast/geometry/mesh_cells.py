@@ -1,7 +1,8 @@
-"""The cells of a leaf: the boxes that the same ranks hold, found by arithmetic, not by listing.
+"""Computes the cells of a leaf, the boxes that the same ranks hold, without listing them.
 
-A leaf cut over 16,384 ranks has as many cells. One rank's are computed from its place on the mesh,
-those a box meets from the box's corners; what all of them weigh is a few vectors.
+A leaf cut over 16,384 ranks has as many cells. One rank's cells are computed from its coordinates
+on the mesh, those that meet a box from the box's corners; the weights of all of them are a few
+vectors.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from typing import Any
 import numpy as np
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.placements import Cut, Range, applied_order, local_ranges
+from holdfast.geometry.mesh import MeshCut, Range, applied_order, local_ranges
 
 Numbers = np.ndarray[Any, Any]
-#: Sums of sizes below this are exact in 64 bits, whatever is added on the way.
+#: Sums of sizes below this are exact in 64 bits, with all intermediate results.
 SAFE = 1 << 62
 
 
 def exact(largest: int) -> Any:
-    """An element type in which numbers up to ``largest`` are exact: Python's own if need be."""
+    """Returns an element type in which numbers up to ``largest`` are exact: Python's own if need
+    be.
+    """
     return np.int64 if largest < SAFE else object
 
 
@@ -37,22 +40,22 @@ class DimCuts:
         self.size, self.parts, self.factors = size, parts, factors
         self.places = math.prod(parts)
         numbered = [
-            Cut(n, index, f) for index, (n, f) in enumerate(zip(parts, factors, strict=True))
+            MeshCut(n, index, f) for index, (n, f) in enumerate(zip(parts, factors, strict=True))
         ]
         self._order = [(cut.at, strides) for cut, strides in applied_order(numbered)]
         self._known: dict[int, tuple[Range, ...]] = {}
 
     def ranges(self, place: int) -> tuple[Range, ...]:
-        """What is held at a place."""
+        """Returns the ranges held at a place."""
         found = self._known.get(place)
         if found is None:
             at = _unravel(place, self.parts)
-            cuts = list(map(Cut, self.parts, at, self.factors))
+            cuts = list(map(MeshCut, self.parts, at, self.factors))
             found = self._known[place] = local_ranges(self.size, cuts)
         return found
 
     def meeting(self, start: int, stop: int) -> list[int]:
-        """The places that hold something from ``start`` to ``stop``, which is behind it."""
+        """Returns the places that hold some of ``start`` to ``stop``, which is greater."""
         if any(strides > 1 for _, strides in self._order):
             return [n for n in range(self.places) if _meets(self.ranges(n), start, stop)]
         weights = [math.prod(self.parts[n + 1 :]) for n in range(len(self.parts))]
@@ -67,7 +70,7 @@ class DimCuts:
 
     @cached_property
     def kinds(self) -> tuple[Numbers, list[tuple[int, ...]]]:
-        """(kind of each place, the lengths of the ranges that places of a kind hold)."""
+        """Returns (kind of each place, the lengths of the ranges that places of a kind hold)."""
         if any(strides > 1 for _, strides in self._order):
             numbers: dict[tuple[int, ...], int] = {}
             for place in range(self.places):
@@ -88,7 +91,7 @@ class DimCuts:
 def _chunks_meeting(
     a: int, b: int, parts: int, start: int, stop: int
 ) -> Iterator[tuple[int, int, int]]:
-    """(number, start, stop) of those chunks of a..b that are not empty and meet start..stop."""
+    """Yields (number, start, stop) of the non-empty chunks of a..b that meet start..stop."""
     low, high = max(a, start), min(b, stop)
     if low < high:
         step = -(-(b - a) // parts)
@@ -105,7 +108,7 @@ def _dim_cuts(size: int, parts: tuple[int, ...], factors: tuple[int, ...]) -> Di
     return DimCuts(size, parts, factors)
 
 
-class Cells:
+class MeshCells:
     """A leaf of ``shape`` cut by mesh dimensions that each have (extent, dim, split factor).
 
     Cells are counted row-major by their coordinates in these mesh dimensions.
@@ -114,8 +117,9 @@ class Cells:
     def __init__(self, shape: tuple[int, ...], cuts: tuple[tuple[int, int, int], ...]) -> None:
         self.extents = tuple(extent for extent, _, _ in cuts)
         self.count = math.prod(self.extents)
-        self._by_dim = [[m for m, (_, dim, _) in enumerate(cuts) if dim == d]
-                        for d in range(len(shape))]  # fmt: skip
+        self._by_dim = [
+            [m for m, (_, dim, _) in enumerate(cuts) if dim == d] for d in range(len(shape))
+        ]
         self.dims = [
             _dim_cuts(size, tuple(cuts[m][0] for m in by), tuple(cuts[m][2] for m in by))
             for size, by in zip(shape, self._by_dim, strict=True)
@@ -124,7 +128,7 @@ class Cells:
         self._boxes: dict[int, tuple[Box, ...]] = {}
 
     def boxes(self, cell: int) -> tuple[Box, ...]:
-        """The boxes of a cell, in lexicographic order."""
+        """Returns the boxes of a cell, in lexicographic order."""
         found = self._boxes.get(cell)
         if found is None:
             at = _unravel(cell, self.extents)
@@ -139,7 +143,7 @@ class Cells:
         return found
 
     def meeting(self, box: Box) -> list[int]:
-        """The cells that hold something of ``box``, in order."""
+        """Returns the cells that have an element of ``box``, in order."""
         if box.is_empty:
             return []
         found = [0]
@@ -156,7 +160,7 @@ class Cells:
 
     @cached_property
     def kinds(self) -> tuple[Numbers, list[tuple[tuple[int, ...], ...]]]:
-        """(kind of each cell, the shapes of the boxes that cells of a kind have)."""
+        """Returns (kind of each cell, the shapes of the boxes that cells of a kind have)."""
         cell = np.arange(self.count)
         code, known = np.zeros(self.count, dtype=np.int64), [()]
         for dim, by in zip(self.dims, self._by_dim, strict=True):

@@ -1,8 +1,8 @@
-"""Who stores what: every element of every leaf by exactly one rank, and every rank its share.
+"""Decides which rank stores which elements: each exactly once, and about equal bytes per rank.
 
-What only one rank holds, it stores. What several hold is divided among them so that all write
-about the same number of bytes. Every rank computes the same from the same leaves, and of it only
-what it asks for.
+A rank stores everything that only it holds. Elements that several ranks hold are divided among them
+so that all write about the same number of bytes. Every rank computes the same result from the same
+leaves, and only as much of it as it needs.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from itertools import groupby
 import numpy as np
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.cells import Numbers, exact
-from holdfast.geometry.fill import fill
-from holdfast.geometry.forms import PART_BYTES, Form, Group, Groups
+from holdfast.geometry.leaf_classes import PART_BYTES, LeafClass, ReplicaGroup, ReplicaGroups
 from holdfast.geometry.leaves import LeafSpec
+from holdfast.geometry.mesh_cells import Numbers, exact
 
-__all__ = ["PART_BYTES", "Owned", "Owners"]
+__all__ = ["PART_BYTES", "Owned", "WriteOwners"]
 
 Owned = tuple[tuple[int, Box], ...]
 
 
 @dataclass(slots=True)
 class _Round:
-    """All shares of one size of neighbouring leaves, given to one group's rows."""
+    """All shares of one size of neighbouring leaves, assigned to one group's rows."""
 
-    group: Group
+    group: ReplicaGroup
     size: int
-    leaves: list[tuple[int, Form, int]]
-    """(leaf, its form, the cell that row 0 of the group holds: others follow it)."""
+    leaves: list[tuple[int, LeafClass, int]]
+    """(leaf, its class, the cell that row 0 of the group holds; the other rows' cells follow)."""
     given: dict[int, Numbers] = field(default_factory=dict)
     """For each row that has any: the columns that get its shares, in their order."""
     ends: dict[int, Numbers] = field(default_factory=dict)
 
 
-class Owners:
-    """Who stores what of ``leaves``.
+class WriteOwners:
+    """Assigns each part of ``leaves`` to the rank that stores it.
 
-    What only one rank can store is counted first. The rest goes, biggest first, to the one with
-    the fewest bytes so far of the ranks that hold it, to the lowest of several (longest processing
-    time first: R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
+    Parts that only one rank can store are counted first. The others go, biggest first, to the rank
+    with the fewest bytes so far among those that hold it; of several, to the lowest (longest
+    processing time first: R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969).
     """
 
     def __init__(self, leaves: Sequence[LeafSpec]) -> None:
@@ -53,12 +52,12 @@ class Owners:
         self._fixed: dict[int, Owned] = {}
 
     @property
-    def forms(self) -> Sequence[Form]:
-        """The form of each leaf; those of leaves that are alike are the same object."""
+    def forms(self) -> Sequence[LeafClass]:
+        """The class of each leaf; those of leaves that are alike are the same object."""
         return self._forms
 
     def of_leaf(self, leaf: int) -> Owned:
-        """(rank, box) of all that is stored of a leaf, in the order of the boxes."""
+        """Returns (rank, box) of everything that is stored of a leaf, in the order of the boxes."""
         form = self._forms[leaf]
         if form.is_free:
             return self._stored(leaf, range(form.cells.count), None)
@@ -68,7 +67,9 @@ class Owners:
         return found
 
     def meeting(self, leaf: int, box: Box) -> Owned:
-        """(rank, box) of what is stored of a leaf and holds something of ``box``, in order."""
+        """Returns (rank, box) of the stored parts of a leaf that have an element of ``box``, in
+        order.
+        """
         form = self._forms[leaf]
         if form.cells.count == 1 and not form.is_free and not box.is_empty:
             found = self.of_leaf(leaf)
@@ -77,7 +78,9 @@ class Owners:
         return self._stored(leaf, self._forms[leaf].cells.meeting(box), box)
 
     def of_rank(self, rank: int) -> list[tuple[int, Box]]:
-        """(leaf, box) of all that a rank stores, in the order of the leaves and of the boxes."""
+        """Returns (leaf, box) of everything that a rank stores, in the order of the leaves and of
+        the boxes.
+        """
         found: list[tuple[int, Box]] = []
         alone = {
             id(form): [
@@ -100,7 +103,7 @@ class Owners:
         return found
 
     def _given_to(self, one: _Round, row: int, column: int) -> list[tuple[int, Box]]:
-        """What one of a group's ranks gets in a round."""
+        """Returns what one of a group's ranks gets in a round."""
         (numbers,) = np.nonzero(one.given[row] == column)
         ends = _ends(one, row)
         found = []
@@ -131,7 +134,7 @@ class Owners:
         return tuple(sorted(found, key=lambda stored: stored[1].start))
 
     def _ranks(self, leaf: int, cell: int) -> list[int]:
-        """Who stores each share of a cell."""
+        """Returns the ranks that store the shares of a cell, in order."""
         form = self._forms[leaf]
         group, row = form.group(cell)
         sizes = form.shares[form.cells.kinds[0][cell]]
@@ -149,9 +152,10 @@ class Owners:
 
     @cached_property
     def _round_of(self) -> dict[tuple[int, int, int], tuple[_Round, int]]:
-        """In which round, and where there, shares of a size, of a leaf's cells, are given out.
+        """Maps (size, leaf, cell) to the round in which the shares are assigned, and their index
+        there.
 
-        The cells by that of the first row of their group.
+        Cells are identified by that of the first row of their group.
         """
         return {
             (leaf, one.size, first): (one, at)
@@ -161,7 +165,7 @@ class Owners:
 
     @cached_property
     def _rounds(self) -> list[_Round]:
-        """All shares that several ranks could store, given to them."""
+        """Returns all shares that several ranks could store, assigned to them."""
         loads = self._loads()
         rounds = list(self._order())
         for one in rounds:
@@ -169,7 +173,7 @@ class Owners:
         return rounds
 
     def _loads(self) -> Numbers:
-        """The bytes that each rank alone can store."""
+        """Returns the bytes that each rank alone can store."""
         instances = {id(leaf.instances): leaf.instances for leaf in self._leaves}.values()
         ranks = 1 + max(max(one.ranks, default=0) for some in instances for one in some)
         total = sum(leaf.size_bytes for leaf in self._leaves)
@@ -186,8 +190,10 @@ class Owners:
         return loads
 
     def _order(self) -> list[_Round]:
-        """The rounds, biggest shares first, those of a size in the order of leaves and cells."""
-        by_size: dict[int, list[tuple[int, Form, int, Group]]] = {}
+        """Returns the rounds, biggest shares first, those of one size in the order of leaves and
+        cells.
+        """
+        by_size: dict[int, list[tuple[int, LeafClass, int, ReplicaGroup]]] = {}
         for leaf, form in enumerate(self._forms):
             if form.is_free:
                 for size, cell, group in form.rounds:
@@ -201,7 +207,7 @@ class Owners:
 
 
 def _give(one: _Round, loads: Numbers) -> None:
-    """Hold a round; rows that are loaded alike, and get as much, are computed once."""
+    """Assigns the shares of a round; rows with equal loads and equal shares are computed once."""
     members = one.group.members
     counts: Numbers = np.zeros(len(members), dtype=np.int64)
     for (form, first), leaves in Counter((form, first) for _, form, first in one.leaves).items():
@@ -212,13 +218,13 @@ def _give(one: _Round, loads: Numbers) -> None:
         key = (int(counts[row]), *mine.tolist())
         given = known.get(key)
         if given is None:
-            given = known[key] = fill(mine, one.size, key[0])
+            given = known[key] = balance(mine, one.size, key[0])
         one.given[row] = given
         loads[members[row]] = mine + np.bincount(given, minlength=len(mine)) * one.size
 
 
 def _ends(one: _Round, row: int) -> Numbers:
-    """Up to which number a row's shares are of each leaf."""
+    """Returns the end of each leaf's numbers among a row's shares."""
     found = one.ends.get(row)
     if found is None:
         counts = [len(_of_size(form, first + row, one.size)) for _, form, first in one.leaves]
@@ -226,19 +232,95 @@ def _ends(one: _Round, row: int) -> Numbers:
     return found
 
 
-def _of_size(form: Form, cell: int, size: int) -> Numbers:
+def _of_size(form: LeafClass, cell: int, size: int) -> Numbers:
     return form.of_size(int(form.cells.kinds[0][cell]), size)
 
 
-def _forms(leaves: Sequence[LeafSpec]) -> list[Form]:
-    """The form of each leaf; those of leaves that are alike are the same object."""
-    # Instances by identity: they are the same objects wherever leaves are cut alike, and hashing
-    # a mesh of a thousand ranks for each of thousands of leaves takes longer than all the rest.
-    groups, known = Groups(), dict[tuple[tuple[int, ...], int, int, str], Form]()
+def _forms(leaves: Sequence[LeafSpec]) -> list[LeafClass]:
+    """Returns the class of each leaf; those of leaves that are alike are the same object."""
+    # Instances are compared by identity: they are the same objects wherever leaves are cut alike,
+    # and hashing a mesh of a thousand ranks for each of thousands of leaves takes longer than
+    # everything else.
+    groups, known = ReplicaGroups(), dict[tuple[tuple[int, ...], int, int, str], LeafClass]()
     found = []
     for leaf in leaves:
         key = (leaf.shape, id(leaf.instances), leaf.itemsize, leaf.spread)
         if key not in known:
-            known[key] = Form(leaf, groups)
+            known[key] = LeafClass(leaf, groups)
         found.append(known[key])
+    return found
+
+
+# Assigns items of equal size to the least loaded ranks without a step for each item.
+#
+# The result equals that of a loop that takes the least loaded rank each time
+# (tests/geometry/test_fill.py).
+
+
+#: For so few items and ranks a loop takes a tenth of the time: listed leaves have thousands of
+#: shares of which no two are alike.
+FEW = 64
+
+
+def balance(loads: Numbers, size: int, count: int) -> Numbers:
+    """Returns the rank for each of ``count`` items of ``size``: always the least loaded, the first
+    of several.
+
+    The n-th item of a rank with load L starts at L + n * size; items are dealt in increasing start.
+    Once all loads are within one ``size``, the order repeats, so the rest is one cycle tiled.
+    """
+    if count * len(loads) <= FEW:
+        return _by_asking(loads.tolist(), size, count)
+    turns = loads // size
+    before = int((turns.max() - turns).sum())  # until that is so
+    if before >= count:
+        return _one_by_one(loads, size, _first(loads, size, count))
+    level = _one_by_one(loads, size, (turns.max() - turns).astype(np.int64))
+    order = np.argsort(loads % size, kind="stable").astype(np.int32)
+    return np.concatenate([level, np.resize(order, count - before)])
+
+
+def _by_asking(loads: list[int], size: int, count: int) -> Numbers:
+    given = []
+    for _ in range(count):
+        least = loads.index(min(loads))
+        loads[least] += size
+        given.append(least)
+    return np.array(given, dtype=np.int32)
+
+
+def _one_by_one(loads: Numbers, size: int, given: Numbers) -> Numbers:
+    """Returns the order of the ranks' turns, if each gets as many items as ``given`` says."""
+    who = np.repeat(np.arange(len(loads), dtype=np.int32), given)
+    number = np.arange(len(who)) - np.repeat(np.cumsum(given) - given, given)
+    return who[np.argsort(loads[who] + number * size, kind="stable")]
+
+
+def _first(loads: Numbers, size: int, count: int) -> Numbers:
+    """Returns how many of the first ``count`` items each rank gets."""
+    level = _level(loads, size, count)
+    given = _below(loads, size, level)
+    lowest = (loads <= level) & ((level - loads) % size == 0)
+    given[np.flatnonzero(lowest)[: count - int(given.sum())]] += 1
+    return given
+
+
+def _level(loads: Numbers, size: int, count: int) -> int:
+    """Returns the least load at which at least ``count`` items have been dealt by the ranks that
+    reached it.
+    """
+    least = int(loads.min())
+    low, high = least, least + (count - 1) * size
+    while low < high:
+        middle = (low + high) // 2
+        if int(_below(loads, size, middle + 1).sum()) >= count:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _below(loads: Numbers, size: int, level: int) -> Numbers:
+    """Returns how many items each rank has received while its load was below ``level``."""
+    found: Numbers = np.maximum(0, (level - 1 - loads) // size + 1).astype(np.int64)
     return found

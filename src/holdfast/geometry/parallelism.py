@@ -1,7 +1,7 @@
-"""Which boxes ranks would hold under a parallelism that is only named, such as ``fsdp=4,tp=2``.
+"""Computes which boxes ranks would hold under a parallelism given by name, such as ``fsdp=4,tp=2``.
 
-A layout says what was cut, not why. What is assumed for an answer is written out in words, for
-whoever asked to judge: nothing here is a promise of what a program will do.
+A layout says how leaves were cut, not why. The assumptions behind an answer are written out in
+words for the user to judge: nothing here is a promise about a program's behaviour.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from itertools import pairwise
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
+from holdfast.geometry.index import flat
 from holdfast.geometry.layout import Layout
 from holdfast.geometry.leaves import LeafSpec
-from holdfast.geometry.placements import (
+from holdfast.geometry.mesh import (
     MAX_RANKS,
     REPLICATE,
     Instance,
@@ -26,19 +27,23 @@ from holdfast.geometry.placements import (
     Placement,
     local_boxes,
 )
-from holdfast.geometry.rows import flat
 
-#: What each name means. HSDP is two of them: ``dp=2,fsdp=4``.
+#: The meaning of each name. HSDP is two of them: ``dp=2,fsdp=4``.
 REPEATS, SHARDS, TENSOR, STAGES, EXPERTS = "repeats", "shards", "tensor", "stages", "experts"
 KINDS = {
-    "dp": REPEATS, "replicate": REPEATS, "fsdp": SHARDS, "shard": SHARDS, "tp": TENSOR,
-    "pp": STAGES, "ep": EXPERTS,
-}  # fmt: skip
+    "dp": REPEATS,
+    "replicate": REPEATS,
+    "fsdp": SHARDS,
+    "shard": SHARDS,
+    "tp": TENSOR,
+    "pp": STAGES,
+    "ep": EXPERTS,
+}
 _PART = re.compile(r"\s*([a-z]+)\s*=\s*([0-9]{1,7})\s*")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class NamedParallelism:
     """Mesh dimensions by name, in the order of ranks: the last one runs fastest."""
 
     names: tuple[str, ...]
@@ -46,11 +51,11 @@ class Asked:
 
     @property
     def world(self) -> int:
-        """How many ranks that is."""
+        """The number of ranks."""
         return math.prod(self.sizes)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Where a rank is, by dimension."""
+        """Returns the coordinates of a rank, by dimension."""
         found = []
         for size in reversed(self.sizes):
             rank, at = divmod(rank, size)
@@ -58,8 +63,8 @@ class Asked:
         return tuple(reversed(found))
 
 
-def asked(text: str) -> Asked:
-    """``dp=4,tp=2`` as a value; UsageError for what names no mesh."""
+def asked(text: str) -> NamedParallelism:
+    """Parses ``dp=4,tp=2``; raises UsageError for text that names no mesh."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         found = _PART.fullmatch(part)
@@ -71,12 +76,14 @@ def asked(text: str) -> Asked:
         sizes[found[1]] = int(found[2])
     if math.prod(sizes.values()) > MAX_RANKS:
         raise UsageError(f"{text!r:.100} makes more than {MAX_RANKS} ranks")
-    return Asked(tuple(sizes), tuple(sizes.values()))
+    return NamedParallelism(tuple(sizes), tuple(sizes.values()))
 
 
 @dataclass(frozen=True, slots=True)
 class _Laid:
-    """How one leaf lies: ``stages`` and ``experts`` are the coordinates that have it; None: all."""
+    """The placement of one leaf: ``stages`` and ``experts`` are the coordinates that have it; None:
+    all.
+    """
 
     leaf: int
     placements: tuple[Placement, ...]
@@ -84,13 +91,14 @@ class _Laid:
     experts: frozenset[int] | None = None
 
 
-class AskedLayout:
-    """The leaves of ``layout`` under what was asked for. UsageError where no answer is honest.
+class NamedLayout:
+    """The leaves of ``layout`` under the named parallelism. Raises UsageError where no honest
+    answer is possible.
 
-    ``assumptions``: what the answer rests on, in words.
+    ``assumptions``: those the answer rests on, in words.
     """
 
-    def __init__(self, layout: Layout, wish: Asked) -> None:
+    def __init__(self, layout: Layout, wish: NamedParallelism) -> None:
         self.layout, self.wish = layout, wish
         self.assumptions: list[str] = []
         # Ranks that only repeat others are left out of all arithmetic: there may be thousands.
@@ -103,11 +111,13 @@ class AskedLayout:
         stacked = {number for number, part in experts.items() if part is None}
         self._laid = [
             _Laid(
-                number, self._placements(leaf, cuts.get(number), number in stacked),
-                stages.get(number), experts.get(number),
+                number,
+                self._placements(leaf, cuts.get(number), number in stacked),
+                stages.get(number),
+                experts.get(number),
             )
             for number, leaf in enumerate(layout.leaves)
-        ]  # fmt: skip
+        ]
         for name, text in (
             ("dp", "the ranks of dp hold the same"),
             ("replicate", "the ranks of replicate hold the same"),
@@ -118,7 +128,7 @@ class AskedLayout:
                 self.assumptions.append(text)
 
     def boxes(self, rank: int) -> Iterator[tuple[LeafSpec, Box]]:
-        """(leaf, box) of all that a rank would hold."""
+        """Yields (leaf, box) of everything that a rank would hold."""
         coordinate = self.wish.coordinate(rank)
         number = self._number(coordinate)
         for one in self._laid:
@@ -128,7 +138,7 @@ class AskedLayout:
                     yield leaf, box
 
     def size_bytes(self, rank: int) -> int:
-        """Bytes of all that a rank would hold."""
+        """Returns the bytes that a rank would hold."""
         coordinate = self.wish.coordinate(rank)
         number, total = self._number(coordinate), 0
         for (shape, itemsize, one), count in self._classes.items():
@@ -138,7 +148,9 @@ class AskedLayout:
         return total
 
     def different(self) -> Iterator[tuple[int, int]]:
-        """(rank, how many hold the same) for the lowest of each set of ranks that do."""
+        """Yields (rank, number of ranks that hold the same) for the lowest of each set of such
+        ranks.
+        """
         alike = self.wish.world // len(self._mesh.ranks)
         for number in self._mesh.ranks:
             coordinate = [0] * len(self.wish.sizes)
@@ -147,12 +159,12 @@ class AskedLayout:
             yield flat(coordinate, self.wish.sizes), alike
 
     def _number(self, coordinate: Sequence[int]) -> int:
-        """A rank's number among those that do not only repeat others."""
+        """Returns a rank's number among those that do not only repeat others."""
         return flat([coordinate[at] for at in self._kept], self._mesh.shape[: len(self._kept)])
 
     @cached_property
     def _classes(self) -> Counter[tuple[tuple[int, ...], int, _Laid]]:
-        """Leaves that are alike, counted."""
+        """Counts the leaves that are alike."""
         return Counter(
             (leaf.shape, leaf.itemsize, _Laid(-1, one.placements, one.stages, one.experts))
             for leaf, one in zip(self.layout.leaves, self._laid, strict=True)
@@ -173,7 +185,9 @@ class AskedLayout:
     def _placements(
         self, leaf: LeafSpec, cut: int | None, is_stacked: bool
     ) -> tuple[Placement, ...]:
-        """torch's own: FSDP cuts what the others have cut, and says so by a split factor."""
+        """Returns torch's own placements: FSDP cuts after the others, and records that by a split
+        factor.
+        """
         found: list[Placement] = []
         inner = 1
         for name, size in zip(reversed(self.wish.names), reversed(self.wish.sizes), strict=True):
@@ -193,7 +207,9 @@ class AskedLayout:
     # ── what the stored layout and the names tell ────────────────────────────────────────
 
     def _cuts(self) -> dict[int, int]:
-        """The dimension in which tensor parallelism cuts each leaf, of those that it cuts."""
+        """Returns the dimension in which tensor parallelism cuts each leaf, of those that it
+        cuts.
+        """
         firsts = [leaf.instances[0] for leaf in self.layout.leaves]
         are_tensor = {
             (one.mesh, at)
@@ -221,7 +237,7 @@ class AskedLayout:
         return found
 
     def _stages(self) -> dict[int, frozenset[int]]:
-        """Which stages hold each leaf."""
+        """Returns the stages that hold each leaf."""
         count = self._size("pp")
         numbered = [_layer(leaf.name) for leaf in self.layout.leaves]
         sizes: Counter[str] = Counter()
@@ -249,7 +265,7 @@ class AskedLayout:
         }
 
     def _experts(self) -> dict[int, frozenset[int] | None]:
-        """The coordinates that hold the leaves of each expert; None: cut in dimension 0."""
+        """Returns the coordinates that hold the leaves of each expert; None: cut in dimension 0."""
         count = self._size("ep")
         found = {n: _expert(leaf.name) for n, leaf in enumerate(self.layout.leaves)}
         numbers = sorted({at for at in found.values() if at is not None and at >= 0})
@@ -272,7 +288,7 @@ class AskedLayout:
 
 
 def _layer(name: str) -> tuple[str, int] | None:
-    """The word before the first number in a name, and the number."""
+    """Returns the word before the first number in a name, and the number."""
     parts = name.split(".")
     for word, number in pairwise(parts):
         if number.isdecimal():
@@ -281,7 +297,7 @@ def _layer(name: str) -> tuple[str, int] | None:
 
 
 def _expert(name: str) -> int | None:
-    """The number of the expert that a leaf is of; -1 for one of several stacked; None for none."""
+    """Returns the number of a leaf's expert; -1 for one of several stacked; None for none."""
     parts = name.lower().split(".")
     for at, word in enumerate(parts):
         if "expert" in word and "shared" not in word:

@@ -1,8 +1,8 @@
-"""Boxes that may overlap, cut so that every element is in one cell with all that hold it.
+"""Cuts boxes that may overlap, so that every element is in one cell with all ranks that hold it.
 
-Ranks can hold a leaf cut in one way, and other ranks the same leaf cut in another. What they
-store is cut so that each element is stored once and all who hold it can share the work. The rules
-are those of docs/format/v1.md, A.5: what is computed here, any reader can compute.
+Ranks can hold a leaf cut in one way, and other ranks the same leaf cut in another. What they store
+is cut so that each element is stored once and all who hold it can share the work. The rules are
+those of docs/format/v1.md, A.5: what is computed here, any reader can compute.
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ from itertools import pairwise
 import numpy as np
 
 from holdfast.geometry.box import Box, apart
-from holdfast.geometry.rows import between
+from holdfast.geometry.index import between
+from holdfast.geometry.irregular import Part, Ranks
 
-Ranks = tuple[int, ...]
-Part = tuple[Box, Ranks]
-"""A box and, rising, the ranks that hold it."""
-
-#: Boxes that overlap are cut at each other's ends as long as the cells, each counted once for
-#: every box it is in, are no more than this for each box; else some are stored first.
+#: Overlapping boxes are cut at each other's ends as long as the cells, each counted once for every
+#: box it is in, are at most this many per box; otherwise some are stored first.
 MAX_OVERLAP = 16
 
 _Region = tuple[Box, list[Part]]
 
 
 @dataclass(slots=True)
-class Cut:
+class Partition:
     """``cells``: disjoint boxes in order, each with all ranks that can store it.
 
     ``missing``: a box that nobody holds, None when everything is held.
@@ -41,12 +38,13 @@ class Cut:
 
     @property
     def volume(self) -> int:
-        """How many elements somebody holds."""
+        """Counts the elements that some rank holds."""
         return _volume(self.cells)
 
 
-def cut(shape: tuple[int, ...], parts: Sequence[Part]) -> Cut:
-    """The cells of a leaf of ``shape``, of which ranks hold ``parts``: distinct boxes inside it.
+def partition(shape: tuple[int, ...], parts: Sequence[Part]) -> Partition:
+    """Returns the cells of a leaf of ``shape``, of which ranks hold ``parts``: distinct boxes
+    inside it.
 
     O(n log n) for each level that boxes are nested at, whichever dimensions are cut.
     """
@@ -55,18 +53,22 @@ def cut(shape: tuple[int, ...], parts: Sequence[Part]) -> Cut:
 
 
 def common_elements(shape: tuple[int, ...], boxes: Sequence[Box]) -> int:
-    """How many elements too many ``boxes``, distinct ones in a leaf of ``shape``, have."""
-    return sum(box.volume for box in boxes) - cut(shape, [(box, (0,)) for box in boxes]).volume
+    """Counts the surplus elements of ``boxes``, distinct ones in a leaf of ``shape``: those held
+    more than once.
+    """
+    return (
+        sum(box.volume for box in boxes) - partition(shape, [(box, (0,)) for box in boxes]).volume
+    )
 
 
 def _volume(parts: Iterable[Part]) -> int:
     return sum(box.volume for box, _ in parts)
 
 
-def _runs_in_a_row(shape: tuple[int, ...], in_order: list[Part]) -> Cut | None:
-    """The cut of boxes that are runs of memory, each behind the one before; None for others.
+def _runs_in_a_row(shape: tuple[int, ...], in_order: list[Part]) -> Partition | None:
+    """Cuts boxes that are consecutive runs of memory; None for others.
 
-    Flat ranges are such: this takes a tenth of the time.
+    Flat ranges are such runs: this takes a tenth of the time.
     """
     if not in_order:
         return None
@@ -80,12 +82,12 @@ def _runs_in_a_row(shape: tuple[int, ...], in_order: list[Part]) -> Cut | None:
     ends = np.concatenate([[0], last + 1])
     begins = np.concatenate([first, [math.prod(shape)]])
     for gap in np.flatnonzero(ends < begins)[:1]:
-        return Cut(in_order, next(between(shape, int(ends[gap]), int(begins[gap]))))
-    return Cut(in_order)
+        return Partition(in_order, next(between(shape, int(ends[gap]), int(begins[gap]))))
+    return Partition(in_order)
 
 
-def _by_regions(whole: Box, parts: list[Part]) -> Cut:
-    found = Cut()
+def _by_regions(whole: Box, parts: list[Part]) -> Partition:
+    found = Partition()
     todo: list[_Region] = [] if whole.is_empty else [(whole, parts)]
     while todo:
         region, inside = todo.pop()
@@ -104,8 +106,8 @@ def _by_regions(whole: Box, parts: list[Part]) -> Cut:
 # ── what no straight line takes apart ────────────────────────────────────────────────────
 
 
-def _entangled(region: Box, inside: list[Part], found: Cut) -> None:
-    """Add the cells of a region that cannot be taken apart."""
+def _entangled(region: Box, inside: list[Part], found: Partition) -> None:
+    """Adds the cells of a region that no straight line separates."""
     cells = _cut_at_ends(region, inside, MAX_OVERLAP * len(inside))
     if cells is None:
         cells = _first_come(region, inside)
@@ -119,7 +121,9 @@ def _entangled(region: Box, inside: list[Part], found: Cut) -> None:
 
 
 def _cut_at_ends(region: Box, inside: list[Part], most: int) -> list[Part] | None:
-    """The cells between all ends of boxes; None if these lie in more than ``most`` boxes."""
+    """Returns the cells between all ends of boxes; None if these lie in more than ``most``
+    boxes.
+    """
     known: dict[Ranks, Ranks] = {}  # equal sets of ranks are one object
     cells: list[Part] = []
     todo = [(region, inside)]
@@ -151,7 +155,9 @@ def _cut_at_ends(region: Box, inside: list[Part], most: int) -> list[Part] | Non
 
 
 def _ends(region: Box, inside: list[Part]) -> tuple[int, list[int]]:
-    """The first dimension in which a box ends inside ``region``; where boxes and region do."""
+    """Returns the first dimension in which a box ends inside ``region``, and the ends of boxes and
+    region in it.
+    """
     ends = (
         {end for box, _ in [(region, ()), *inside] for end in (box.start[dim], box.stop[dim])}
         for dim in range(region.ndim)
@@ -160,7 +166,7 @@ def _ends(region: Box, inside: list[Part]) -> tuple[int, list[int]]:
 
 
 def _first_come(region: Box, inside: list[Part]) -> list[Part]:
-    """Of each box what none before it has; those of low ranks come first."""
+    """Returns of each box the elements that no earlier one has; boxes of low ranks come first."""
     cells: list[Part] = []
     taken: list[Box] = []
     corners = np.empty((2, len(inside), region.ndim), dtype=np.int64)  # of what is taken

@@ -1,8 +1,8 @@
-"""What several ranks hold alike, and which part of it one save compares between them.
+"""Finds the elements that several ranks hold, and which part of them one save compares.
 
-Whatever a rank holds that others hold as well is cut into tiles. A turn takes every n-th of them,
-so that n turns in a row take all; every holder finds the same ones, from the layout alone.
-Each says what it found by the sum of each tile, and whoever hears all of them compares.
+The elements that a rank shares with others are cut into tiles. A turn takes every n-th of them, so
+that n turns in a row take all; every holder computes the same tiles, from the layout alone. Each
+rank sends a checksum for each tile, and the keeper that receives all of them compares.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from itertools import islice
 import numpy as np
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.cells import Numbers
-from holdfast.geometry.forms import Form, Group
+from holdfast.geometry.leaf_classes import LeafClass, ReplicaGroup
+from holdfast.geometry.mesh_cells import Numbers
 
-#: What has a sum of its own: small, so that the tiles of a turn come from all over the state, and
-#: yet so large that the bytes in it cost more than the call.
+#: The size of a tile: small, so that the tiles of a turn come from all over the state, and yet so
+#: large that checksumming its bytes costs more than the call.
 TILE_BYTES = 1 << 20
-#: Of what n ranks hold alike each stores an n-th. Unasked it is taken in so many turns for each of
-#: them: then a turn takes a fiftieth of what the rank copies.
+#: Each of n ranks that hold the same stores an n-th. By default there are this many turns for each
+#: of them: then a turn takes a fiftieth of the bytes the rank copies.
 TURNS_PER_REPLICA = 50
-#: Of a sum, so much is told: one difference in 2**32 is missed, until it is another one.
+#: Bytes of a checksum that are sent: one difference in 2**32 goes unnoticed, until the values
+#: change again.
 SUM_BYTES = 4
-#: How much is looked into and named when much differs; of the rest only that it does.
+#: The number of leaves examined and named when many differ; the others are only counted.
 MOST_ROWS, MOST_LEAVES, MOST_RANKS = 8, 16, 64
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A box of a leaf that is summed at once; ``leaf`` counts the layout's leaves."""
+    """A box of a leaf with one checksum; ``leaf`` counts the layout's leaves."""
 
     leaf: int
     box: Box
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TileDifference:
     """A leaf that is not the same on all ranks that hold it.
 
-    ``ranks``, of which only the first are named: those that do not hold what more than half of
-    all hold; where nothing is held by that many, all of them. ``box`` is the first tile found.
+    ``ranks``, of which only the first are named: those that differ from the majority; where there
+    is no majority, all of them. ``box`` is the first such tile.
     """
 
     leaf: int
@@ -52,34 +53,35 @@ class Difference:
     ranks: tuple[int, ...]
     replicas: int
     is_known_which: bool
-    """Whether more than half hold the same."""
+    """True if more than half hold the same."""
 
 
 class Replicas:
-    """What is held alike by several ranks of a layout whose leaves have these ``forms``.
+    """The elements that several ranks hold alike, in a layout whose leaves have these ``forms``.
 
-    Ranks are compared in groups: in a row of one are the ranks that hold the same of some leaves.
-    A leaf that is stored as the lowest rank has it is in none: it may differ.
+    Ranks are compared in groups: one row of a group has the ranks that hold the same of some
+    leaves. A leaf stored in the lowest rank's version is in none: it may differ.
     """
 
-    def __init__(self, forms: Sequence[Form]) -> None:
+    def __init__(self, forms: Sequence[LeafClass]) -> None:
         self._forms = forms
         free = {id(form): form for form in forms if form.is_free}.values()
         found = {id(group): group for form in free for group in form.groups}
-        self._groups: list[Group] = [g for g in found.values() if g.members.shape[1] > 1]
+        self._groups: list[ReplicaGroup] = [g for g in found.values() if g.members.shape[1] > 1]
         self._number = {id(group): number for number, group in enumerate(self._groups)}
-        self._rotations: dict[int, dict[int, Rotation]] = {}
+        self._rotations: dict[int, dict[int, TileRotation]] = {}
 
     @property
     def is_empty(self) -> bool:
-        """Whether no rank holds what another holds."""
+        """True if no rank holds the same as another."""
         return not self._groups
 
     def tiles(self, rank: int, turn: int, turns: int | None) -> list[list[Tile]]:
-        """What ``rank`` is to sum in this of ``turns`` turns, by the groups that it is in.
+        """Returns the tiles that ``rank`` checksums in this of ``turns`` turns, by the groups that
+        it is in.
 
-        None: of each group in as many as keep a turn cheap. A turn takes at most its share of all
-        bytes and one tile more of each group.
+        ``turns`` None: for each group as many as keep a turn cheap. A turn takes at most its share
+        of all bytes and one tile more of each group.
         """
         return [self._tiles(rank, number, turn, turns) for number in sorted(self._of_rank(rank))]
 
@@ -87,8 +89,8 @@ class Replicas:
         usual = TURNS_PER_REPLICA * self._groups[number].members.shape[1]
         return self._of_rank(rank)[number].tiles(turn, turns or usual)
 
-    def _of_rank(self, rank: int) -> dict[int, Rotation]:
-        """All tiles of a rank, by the number of its group."""
+    def _of_rank(self, rank: int) -> dict[int, TileRotation]:
+        """Returns all tiles of a rank, by the number of its group."""
         found = self._rotations.get(rank)
         if found is None:
             if len(self._rotations) >= MOST_ROWS:
@@ -96,7 +98,7 @@ class Replicas:
             found = self._rotations[rank] = self._find(rank)
         return found
 
-    def _find(self, rank: int) -> dict[int, Rotation]:
+    def _find(self, rank: int) -> dict[int, TileRotation]:
         held: dict[int, list[tuple[int, Box, int]]] = {
             number: [] for number, group in enumerate(self._groups) if group.place(rank) is not None
         }
@@ -106,10 +108,10 @@ class Replicas:
                 known[id(form)] = self._shared_boxes(form, rank)
             for number, box in known[id(form)]:
                 held[number].append((leaf, box, form.itemsize))
-        return {number: Rotation(boxes) for number, boxes in held.items()}
+        return {number: TileRotation(boxes) for number, boxes in held.items()}
 
-    def _shared_boxes(self, form: Form, rank: int) -> list[tuple[int, Box]]:
-        """(number of the group, box) of what others hold as well."""
+    def _shared_boxes(self, form: LeafClass, rank: int) -> list[tuple[int, Box]]:
+        """Yields (number of the group, box) of the boxes that other ranks hold as well."""
         if not form.is_free:
             return []
         cells = [cell for cell, _ in form.cells_of(rank)]
@@ -125,13 +127,13 @@ class Replicas:
 
     def differences(
         self, sums: Mapping[int, Sequence[bytes]], turn: int, turns: int | None
-    ) -> tuple[list[Difference], int]:
-        """(leaves found to differ, how many more do at least), from what ranks told of a turn.
+    ) -> tuple[list[TileDifference], int]:
+        """Returns (leaves that differ, how many more do at least), from the checksums of one turn.
 
-        ``sums``: for each rank, and each of its groups, the sums of its tiles. Ranks that told
-        nothing, or nothing that fits, are passed over.
+        ``sums``: for each rank, and each of its groups, the checksums of its tiles. Ranks that sent
+        none, or a wrong number of them, are ignored.
         """
-        found: dict[int, Difference] = {}
+        found: dict[int, TileDifference] = {}
         others: set[int] = set()
         for number, row in islice(self._unlike_rows(sums), MOST_ROWS):
             tiles = self._tiles(min(row), number, turn, turns)
@@ -146,7 +148,9 @@ class Replicas:
     def _unlike_rows(
         self, sums: Mapping[int, Sequence[bytes]]
     ) -> Iterator[tuple[int, dict[int, bytes]]]:
-        """(number of a group, what its ranks told) of those rows whose ranks did not tell alike."""
+        """Yields (number of a group, what its ranks sent) of rows whose ranks sent different
+        checksums.
+        """
         for number, (group, at) in enumerate(zip(self._groups, self._positions, strict=True)):
             for ranks, places in zip(group.members.tolist(), at.tolist(), strict=True):
                 told = {
@@ -159,7 +163,7 @@ class Replicas:
 
     @cached_property
     def _positions(self) -> list[Numbers]:
-        """For each group, which of its groups it is to each of its members."""
+        """Returns for each group its number among the groups of each of its members."""
         ranks = 1 + max((int(group.members.max()) for group in self._groups), default=-1)
         before: Numbers = np.zeros(ranks, dtype=np.int64)
         found = []
@@ -169,8 +173,8 @@ class Replicas:
         return found
 
 
-class Rotation:
-    """The tiles of ``boxes`` (leaf, box, bytes of an element), and whose turn it is."""
+class TileRotation:
+    """The tiles of ``boxes`` (leaf, box, bytes of an element), taken in turns."""
 
     def __init__(self, boxes: Sequence[tuple[int, Box, int]]) -> None:
         self._boxes = boxes
@@ -183,7 +187,7 @@ class Rotation:
         self._order = np.argsort(-sizes, kind="stable")
 
     def tiles(self, turn: int, turns: int) -> list[Tile]:
-        """Those of this turn; in ``turns`` turns in a row it is everyone's."""
+        """Returns the tiles of this turn; ``turns`` turns in a row take every tile."""
         every = min(turns, len(self._order))
         return [self._tile(n) for n in self._order[turn % every :: every].tolist()] if every else []
 
@@ -195,7 +199,8 @@ class Rotation:
 
 
 class _Cut:
-    """How a box of a shape is cut: rows of one dimension, of those before it one place each.
+    """How a box of a shape is cut: into rows of one dimension, at single positions of the earlier
+    ones.
 
     So a tile is one run of bytes wherever the box is one.
     """
@@ -212,7 +217,7 @@ class _Cut:
         self.sizes: Numbers = np.tile(np.diff(ends) * row_bytes, outer)
 
     def part(self, number: int) -> Box:
-        """One of the tiles, from the corner of the box."""
+        """Returns one of the tiles, relative to the corner of the box."""
         if not self.shape:
             return Box((), ())
         outer, part = divmod(number, self.parts)
@@ -230,8 +235,8 @@ _cut = lru_cache(maxsize=1 << 12)(_Cut)
 
 def _compare(
     ranks: Sequence[int], told: Sequence[bytes], tiles: Sequence[Tile]
-) -> Iterator[Difference]:
-    """What is not the same in all of them."""
+) -> Iterator[TileDifference]:
+    """Yields the tiles that are not the same on all ranks."""
     if len(ranks) < 2:
         return
     sums = np.array([np.frombuffer(each, dtype="<u4") for each in told])
@@ -243,13 +248,13 @@ def _compare(
             rank for rank, is_apart in zip(ranks, apart, strict=True) if is_apart or not is_known
         ]
         tile = tiles[column]
-        yield Difference(tile.leaf, tile.box, tuple(named[:MOST_RANKS]), len(ranks), is_known)
+        yield TileDifference(tile.leaf, tile.box, tuple(named[:MOST_RANKS]), len(ranks), is_known)
 
 
-def _joined(one: Difference | None, other: Difference) -> Difference:
-    """Two tiles of one leaf."""
+def _joined(one: TileDifference | None, other: TileDifference) -> TileDifference:
+    """Merges two tiles of one leaf."""
     if one is None:
         return other
     ranks = tuple(sorted({*one.ranks, *other.ranks})[:MOST_RANKS])
     is_known = one.is_known_which and other.is_known_which
-    return Difference(one.leaf, one.box, ranks, max(one.replicas, other.replicas), is_known)
+    return TileDifference(one.leaf, one.box, ranks, max(one.replicas, other.replicas), is_known)

@@ -1,16 +1,15 @@
-"""``python -m holdfast.keeper``: started by the first trainer on a host, detached from it."""
+"""Entry point of the keeper process, ``python -m holdfast.keeper``, started by a host's first
+trainer.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
 import signal
 import sys
 from pathlib import Path
-
-ROOT_NAME = "root"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,24 +21,25 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--arena", required=True, type=Path)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--root", required=True)
+    parser.add_argument("--root-id", default="", help="which root it is, by Store.identity")
     parser.add_argument("--host-id", required=True)
     parser.add_argument("--arena-bytes", type=int, help="the most that slots take together")
     parser.add_argument("--idle-s", type=float, default=3600.0)
-    # After SIGTERM: less than the 30 s that most of those who send it wait before they kill.
+    # : Time to stop after SIGTERM: less than the 30 s that most senders wait before they kill.
     parser.add_argument("--stop-s", type=float, default=20.0)
     parser.add_argument("--scrub-s", type=float, default=60.0, help="between two looks at memory")
     options = parser.parse_args(argv)
 
     from holdfast.errors import ArenaError
-    from holdfast.keeper.server import Keeper
-    from holdfast.snapshot.arena import lock_dir, make_private_dir
-    from holdfast.snapshot.client import LOCK_TAKEN
+    from holdfast.keeper.process import Keeper
+    from holdfast.protocol.arena import lock_dir, make_private_dir
+    from holdfast.protocol.client import LOCK_TAKEN
 
-    # The terminal's Ctrl-C and a launcher's hang-up are for the trainers.
+    # The terminal's Ctrl-C and a launcher's SIGHUP are meant for the trainers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.umask(0o077)
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only counts here
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy only does small computations here
     try:
         make_private_dir(options.arena)
     except ArenaError as error:
@@ -49,15 +49,13 @@ def main(argv: list[str] | None = None) -> int:
     if lock is None:
         print("another keeper holds this arena", file=sys.stderr)
         return LOCK_TAKEN
-    # For people, when all are dead: it says whose memory this was (`holdfast doctor`).
-    with contextlib.suppress(OSError):  # full, maybe: no reason not to keep what is there
-        (options.arena / ROOT_NAME).write_text(options.root)
 
     async def serve() -> None:
         keeper = Keeper(
             options.arena,
             run_id=options.run_id,
             root=options.root,
+            root_id=options.root_id,
             host_id=options.host_id,
             idle_s=options.idle_s,
             stop_s=options.stop_s,
@@ -67,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         await keeper.run()
 
     asyncio.run(serve())
-    # Threads that still write when a deadline is over are not waited for; the lock goes with us.
+    # Threads that still write after a deadline are not waited for; the process exit frees the lock.
     sys.stderr.flush()
     os._exit(0)
 

@@ -1,65 +1,75 @@
-"""The arena's contents as the keeper holds them: slot files, layouts, incarnation records."""
+"""The keeper's files in the arena: slots, layouts and incarnation records."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from holdfast.errors import ArenaError, HoldfastError
+import msgspec
+
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.slots import Slot, SlotWriter
+from holdfast.errors import ArenaError, HoldfastError, NewerFormat
+from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.geometry.layout import table_hash
-from holdfast.snapshot.arena import (
+from holdfast.protocol.arena import (
     IMAGE_START,
+    ROOT_NAME,
     SLOT_SUFFIX,
     SlotFile,
     SlotRecord,
     boot_id,
     is_running,
-    may_pass,
+    is_temporary,
     room_left,
 )
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.rings import LEAST_RING_BYTES, RingNeed, share
-from holdfast.snapshot.slots import Slot, Writer
+from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed, share
 
 INCARNATIONS_REMEMBERED = 256
 BEGUN = "begun"
 _FILLING_S = 5.0
-"""How long a copy into a slot is taken to go on, where nobody here hears of its end."""
+"""How long a copy into a slot may still run, where this keeper is not notified of its end."""
 
 
-class Memory:
-    """Files of one arena directory. Everything in it can be found again by a later keeper."""
+class ArenaFiles:
+    """Files of one arena directory. A later keeper can discover everything in it."""
 
-    def __init__(self, directory: Path, run_id: str, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, directory: Path, run_id: str, limit_bytes: int | None = None, *, root_id: str = ""
+    ) -> None:
         self._limit_bytes = limit_bytes
         self._being_made: dict[int, int] = {}
-        """Sizes of slots from when they are begun, for those not among the files yet."""
+        """Sizes of slots whose creation has begun and that are not in ``_files`` yet."""
         self._mutex = threading.Lock()
         self.directory = directory
-        self.run_id = run_id
+        self.run_id, self.root_id = run_id, root_id
         self.boot_id = boot_id()
         self.files: dict[int, SlotFile] = {}
         self._given: dict[int, float] = {}
-        """When slots were given to ranks that may still copy into them."""
+        """When slots were granted to ranks that may still copy into them."""
+        self._homeless: dict[int, Incarnation] = {}
+        """Incarnation records that the arena had no room for."""
+        self._damaged: set[Path] = set()
         self.parity_bytes = sum(path.stat().st_size for path in self._rows())
-        """What parity takes besides."""
+        """Bytes of parity in the arena, beside the slots."""
         self.next_number = 0
-        """Of a slot, and higher than any there was since this process began."""
+        """Next slot number, higher than any since this process began."""
         for name in ("layouts", "incarnations"):
             (directory / name).mkdir(mode=0o700, exist_ok=True)
 
     def slot_path(self, slot_id: int) -> Path:
-        """Where a slot lies."""
+        """Return the path of a slot."""
         return self.directory / f"{slot_id:05d}{SLOT_SUFFIX}"
 
     def create(self, slot_id: int, capacity_bytes: int, leave_bytes: int = 0) -> SlotFile:
-        """Make a slot; ArenaError when there is no memory for it. Slow: it touches every page.
+        """Create a slot; ArenaError if there is not enough memory. Slow: it touches every page.
 
-        ``leave_bytes``: how much room must be left besides.
+        ``leave_bytes``: memory that must remain free.
         """
         with self._mutex:
             free = self.room_bytes()
@@ -73,9 +83,9 @@ class Memory:
             raise
 
     def create_rings(self, needs: Sequence[RingNeed]) -> dict[int, tuple[SlotFile, int]]:
-        """Make a ring for each need out of what room there is: (file, of it the ring) by slot.
+        """Create a ring for each need from the available memory; return (file, ring bytes) by slot.
 
-        ArenaError when there is not enough for the smallest. Nothing else may be made meanwhile.
+        Raises ArenaError if the smallest rings do not fit. Nothing else may be created meanwhile.
         """
         room = self.room_bytes()
         self.next_number = max(self.next_number, *(need.slot + 1 for need in needs))
@@ -92,7 +102,7 @@ class Memory:
                 for need, size in zip(needs, sizes, strict=True):
                     file = SlotFile.create(self.slot_path(need.slot), need.head_bytes + size)
                     made[need.slot] = file, size
-            except ArenaError:  # somebody else took it meanwhile, or there is another limit
+            except ArenaError:  # taken by another process, or another limit applies
                 for file, _ in made.values():
                     file.path.unlink(missing_ok=True)
                     file.close()
@@ -101,7 +111,7 @@ class Memory:
                 return made
 
     def room_bytes(self) -> int:
-        """How much memory slots could take: what is free, and what the limit allows."""
+        """Return how much memory new slots may use: what is free, within the configured limit."""
         free = room_left(self.directory)
         if self._limit_bytes is None:
             return free
@@ -110,7 +120,7 @@ class Memory:
         return max(0, min(free, self._limit_bytes - there))
 
     def drop_parity(self) -> None:
-        """Of an earlier start on several hosts; nobody uses it now."""
+        """Delete the parity of an earlier start on several hosts, which is unused now."""
         if self.parity_bytes:
             for path in self._rows():
                 path.unlink(missing_ok=True)
@@ -120,9 +130,9 @@ class Memory:
         return list((self.directory / "parity").glob("*.rows"))
 
     def unlink(self, slot_id: int) -> SlotFile | None:
-        """Forget a slot and remove its name; closing what is returned gives the memory back.
+        """Forget a slot and unlink its file; closing the returned object frees the memory.
 
-        That is slow, and for another thread: the kernel clears away every page.
+        Closing is slow, because the kernel clears every page: do it on another thread.
         """
         file = self.files.pop(slot_id, None)
         self._being_made.pop(slot_id, None)
@@ -131,22 +141,26 @@ class Memory:
         return file
 
     def stamp(self, slot_id: int, record: SlotRecord) -> None:
-        """Say in the slot itself what it is for. Ends this keeper (SIGBUS) if it was cut short.
+        """Write the slot's record. A truncated slot ends this keeper (SIGBUS).
 
-        The next keeper then finds out what is left of all slots; nobody is given a part of one.
+        The next keeper then discovers what is left of all slots, and never grants a truncated one.
         """
         file = self.files[slot_id]
         file.touch_end()
-        file.write_record(record)
+        # Boot and root as this host sees them: with those of the host that coordinates, the next
+        # keeper here would take the slot for a stranger's, and a living writer's memory for free.
+        ours = msgspec.structs.replace(record, boot_id=self.boot_id, root_id=self.root_id)
+        file.write_record(ours)
         self._given[slot_id] = time.monotonic()
 
     def is_being_filled(self) -> bool:
-        """Whether slots were given to ranks just now that are not sealed; some never will be."""
+        """Return True if slots were granted recently and are not sealed; some may never be."""
         recent_s = time.monotonic() - _FILLING_S
         self._given = {
-            slot: given_s for slot, given_s in self._given.items()
+            slot: given_s
+            for slot, given_s in self._given.items()
             if given_s > recent_s and not self._is_captured(slot)
-        }  # fmt: skip
+        }
         return bool(self._given)
 
     def _is_captured(self, slot_id: int) -> bool:
@@ -155,24 +169,25 @@ class Memory:
         return record is None or record.state == "captured"
 
     def scan(self) -> tuple[list[Slot], list[Attempt]]:
-        """What an earlier keeper left: slots, and attempts with the images they have."""
+        """Discover what an earlier keeper left: slots, and attempts with the images they have."""
         for path in sorted(self.directory.glob(f"*{SLOT_SUFFIX}")):
             try:
                 slot_id = int(path.stem)
                 file = SlotFile.open(path, writable=True)
             except (ArenaError, ValueError) as error:
-                if isinstance(error, ArenaError) and may_pass(error):
+                if isinstance(error, ArenaError) and is_temporary(error):
                     raise  # it may hold the newest snapshot
-                path.unlink(missing_ok=True)  # half-made: its maker died before it was granted
+                path.unlink(missing_ok=True)  # incomplete: its creator died before a grant
                 continue
             self.files[slot_id] = file
             self.next_number = max(self.next_number, slot_id + 1)
-        return self.found()
+        return self.discovered()
 
-    def found(self) -> tuple[list[Slot], list[Attempt]]:
-        """What all slots say of themselves now: nothing else is known to who comes later.
+    def discovered(self) -> tuple[list[Slot], list[Attempt]]:
+        """Return the slots and attempts as their records describe them now, for another
+        coordinator.
 
-        What is not all here is nothing when its ranks were all on this host.
+        An incomplete attempt is dropped if its ranks were all on this host.
         """
         slots: list[Slot] = []
         attempts: dict[str, Attempt] = {}
@@ -185,13 +200,13 @@ class Memory:
         return slots, [attempt for attempt in attempts.values() if attempt.id not in lost]
 
     def holds_images(self) -> bool:
-        """Whether any slot says that a whole image is in it."""
-        return any(slot.state == "captured" for slot in self.found()[0])
+        """Return True if the record of any slot says that it holds a whole image."""
+        return any(slot.state == "captured" for slot in self.discovered()[0])
 
     def _take(self, slot_id: int, file: SlotFile, attempts: dict[str, Attempt]) -> Slot:
         slot = Slot(slot_id, file.capacity_bytes, "free")
         record = file.read_record()
-        if record is None or (record.boot_id, record.run_id) != (self.boot_id, self.run_id):
+        if record is None or not self.is_ours(record):
             return slot
         if 0 < record.ring_bytes < file.capacity_bytes:
             slot.is_ring, slot.ring_bytes = True, record.ring_bytes
@@ -199,7 +214,7 @@ class Memory:
             if is_running(record.writer_pid, record.writer_start):
                 slot.state, slot.attempt, slot.rank = "quarantined", record.attempt, record.rank
                 slot.incarnation = record.incarnation
-                slot.writer = Writer(record.writer_pid, record.writer_start)
+                slot.writer = SlotWriter(record.writer_pid, record.writer_start)
             return slot
         fits = 0 < record.image_bytes <= file.capacity_bytes and 0 <= record.rank < record.world
         if record.state != "captured" or not fits or slot.is_ring:
@@ -208,36 +223,50 @@ class Memory:
         slot.image_bytes = record.image_bytes
         slot.header_xxh3, slot.table_xxh3 = record.header_xxh3, record.table_xxh3
         said = Attempt(record.attempt, record.incarnation, record.step, record.world, record.layout)
-        said.hosts = record.hosts
+        said.hosts, said.nonce = record.hosts, record.nonce
         attempt = attempts.setdefault(record.attempt, said)
         same = (attempt.generation, attempt.world, attempt.layout, attempt.hosts)
         if same != (said.generation, said.world, said.layout, said.hosts) or (
             record.rank in attempt.slots
         ):
-            # Not of one attempt, whatever its name says: never a mixture.
+            # Records of one attempt id that disagree are not one attempt: images are never mixed.
             return Slot(slot_id, file.capacity_bytes, "free")
         attempt.slots[record.rank] = slot_id
+        attempt.nonce = attempt.nonce or said.nonce  # what was decoded does not tell
         return slot
 
+    def is_ours(self, record: SlotRecord) -> bool:
+        """Return True if the slot was written for this run and root since the machine booted."""
+        ours = (self.boot_id, self.run_id, self.root_id)
+        return (record.boot_id, record.run_id, record.root_id) == ours
+
     def is_sealed(self, slot_id: int, attempt: str) -> bool:
-        """Whether the slot itself says that its image is whole: then nobody writes to it."""
+        """Return True if the slot's record says that its image is sealed: nobody writes to it
+        then.
+        """
         file = self.files.get(slot_id)
         record = None if file is None else file.read_record()
         return record is not None and (record.state, record.attempt) == ("captured", attempt)
 
-    def keep_layout(self, hash_: str, data: bytes, used: Collection[str] = ()) -> None:
-        """Remember a layout for whoever restores from this memory; forget those not ``used``."""
+    def store_layout(self, hash_: str, data: bytes, used: Collection[str] = ()) -> None:
+        """Store a layout for a later restore from this memory; delete layouts that are not
+        ``used``.
+        """
         layouts = self.directory / "layouts"
-        if not _holds(layouts / f"{hash_}.json", data):  # a full arena has room for what is there
+        if not _holds(layouts / f"{hash_}.json", data):  # a full arena still keeps what it has
             self._write(layouts / f"{hash_}.json", data)
         for path in layouts.iterdir():
             if path.stem != hash_ and path.stem not in used:
                 path.unlink(missing_ok=True)
 
-    def layout(self, hash_: str) -> bytes:
-        """The bytes of a remembered layout. ArenaError when it is gone, or no longer itself.
+    def has_layout(self, hash_: str) -> bool:
+        """Return True if the layout is stored."""
+        return (self.directory / "layouts" / f"{hash_}.json").exists()
 
-        Checked here because it goes into storage, where many checkpoints share it.
+    def layout(self, hash_: str) -> bytes:
+        """Return the bytes of a stored layout. ArenaError if it is missing or damaged.
+
+        Verified here because it goes into storage, where many checkpoints share it.
         """
         path = self.directory / "layouts" / f"{hash_}.json"
         try:
@@ -248,39 +277,84 @@ class Memory:
             raise ArenaError(f"the bytes of layout {path} changed after they were written")
         return data
 
-    def keep_incarnation(self, incarnation: Incarnation, held: Collection[int] = ()) -> None:
-        """Remember an incarnation and its parent.
+    def store_incarnation(self, incarnation: Incarnation) -> None:
+        """Store an incarnation and its parent.
 
-        Of a run that was started again and again the first are forgotten (storage has them),
-        except those whose images are ``held``.
+        Raises OSError if the arena is full: the record is then kept for the life of this process.
+        """
+        self._homeless[incarnation.n] = incarnation
+        path, data = self.directory / "incarnations" / f"{incarnation.n}.json", seal(incarnation)
+        try:
+            if not _holds(path, data):  # a full arena has room for what is there
+                self._write(path, data)
+        except OSError:
+            path.unlink(missing_ok=True)  # what it said before is not so any more
+            raise
+        self._homeless.pop(incarnation.n, None)
+
+    def forget_incarnation(self, n: int) -> None:
+        """Forget a start that came to nothing."""
+        self._homeless.pop(n, None)
+        (self.directory / "incarnations" / f"{n}.json").unlink(missing_ok=True)
+
+    def forget_incarnations(self, held: Collection[int]) -> None:
+        """Delete the records of the oldest incarnations of a run with many restarts.
+
+        Records of ``held`` images are kept. Call this only when storage has the records of the
+        newest incarnation and of all its ancestors: a record that storage lacks must not be
+        deleted.
         """
         directory = self.directory / "incarnations"
-        self._write(directory / f"{incarnation.n}.json", seal(incarnation))
         numbers = sorted(int(path.stem) for path in directory.glob("[0-9]*.json"))
         for n in numbers[:-INCARNATIONS_REMEMBERED]:
             if n not in held:
                 (directory / f"{n}.json").unlink(missing_ok=True)
 
-    def keep_begun(self, n: int) -> None:
-        """Remember that incarnation ``n`` began; what it goes on from is not known yet."""
+    def store_root(self, path: str) -> None:
+        """Record the root's path for human readers, who find the arena later (`holdfast
+        doctor`).
+        """
+        with contextlib.suppress(OSError):  # possibly full: no reason to discard what is there
+            self._write(self.directory / ROOT_NAME, os.fsencode(path))
+
+    def store_begun(self, n: int) -> None:
+        """Record that incarnation ``n`` began; its parent is not known yet."""
         self._write(self.directory / BEGUN, str(n).encode())
 
     def begun(self) -> int:
-        """The newest incarnation that began, as far as it is remembered; 0 for none."""
+        """Return the newest recorded incarnation that began; 0 for none.
+
+        Raises ArenaError if the record cannot be read now.
+        """
+        path = self.directory / BEGUN
         try:
-            return int((self.directory / BEGUN).read_bytes())
-        except (OSError, ValueError):
+            return int(path.read_bytes())
+        except (FileNotFoundError, ValueError):
             return 0
+        except OSError as error:  # an older incarnation must not be taken for the newest
+            raise ArenaError(f"cannot read {path}: {error.strerror}") from error
 
     def incarnations(self) -> list[Incarnation]:
-        """All remembered incarnations that can be read."""
-        found = []
+        """Return all stored incarnations; damaged records are reported once.
+
+        Raises ArenaError if a record cannot be read now: it must not be taken for absent.
+        """
+        found = dict(self._homeless)
         for path in (self.directory / "incarnations").glob("*.json"):
             try:
-                found.append(unseal(Incarnation, path.read_bytes(), str(path)))
-            except (HoldfastError, OSError):
-                continue  # half-written by a keeper that was killed: as if never begun
-        return found
+                one = unseal(Incarnation, path.read_bytes(), str(path))
+                found[one.n] = one
+            except FileNotFoundError:
+                continue  # deleted just now
+            except OSError as error:  # too many open files, for example
+                raise ArenaError(f"cannot read the record {path}: {error.strerror}") from error
+            except NewerFormat:
+                raise
+            except HoldfastError as error:
+                if path not in self._damaged:
+                    self._damaged.add(path)
+                    emit(Warned(message=f"{error}. What storage says of it counts."))
+        return list(found.values())
 
     @staticmethod
     def _write(path: Path, data: bytes) -> None:
@@ -288,7 +362,7 @@ class Memory:
         try:
             temporary.write_bytes(data)
             temporary.rename(path)
-        except OSError:  # a full arena: leave nothing half-written in it
+        except OSError:  # a full arena: leave no partial file in it
             temporary.unlink(missing_ok=True)
             raise
 

@@ -1,203 +1,246 @@
-"""Carries out what the coordinator decides: messages, slots, layouts, and jobs for storage."""
+"""Executes the coordinator's actions: sends messages, manages slots and layouts, starts jobs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 
-from holdfast.errors import ArenaError, HoldfastError
-from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
-from holdfast.keeper import control
-from holdfast.keeper.background import Background
-from holdfast.keeper.connection import Ranks
-from holdfast.keeper.hands import Hands
-from holdfast.keeper.incarnations import Incarnations, RootAccess
-from holdfast.keeper.jobs import Jobs
-from holdfast.keeper.learning import Learning
-from holdfast.keeper.making import SlotMaker
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.offering import Offering
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import (
+from holdfast.coordinator.actions import (
     AbortPersist,
     Action,
-    Allocate,
     AllocateRings,
-    GiveSlot,
-    KeepLayout,
-    Note,
-    NoteUnlike,
-    Remove,
+    AllocateSlots,
+    GrantSlot,
+    RemoveSlot,
+    ReportOutcome,
+    ReportReplicasDiffer,
+    SendMessage,
     StartPersist,
-    Tell,
+    StoreLayout,
     Warn,
 )
-from holdfast.snapshot.arena import SlotRecord
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.handoff import Coordinator
-from holdfast.snapshot.slots import Writer, host_of, number_of
-from holdfast.snapshot.unlike import events_of
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import SlotWriter, host_of, number_of
+from holdfast.errors import ArenaError, HoldfastError
+from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.connections import Ranks
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.followers import FollowerRegistry
+from holdfast.keeper.hosts.handover import StateHandover
+from holdfast.keeper.incarnations import Incarnations, RootAccess
+from holdfast.keeper.jobs import Background, Jobs
+from holdfast.keeper.published_images import PublishedImages
+from holdfast.keeper.slot_allocator import SlotAllocator
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotRecord
+from holdfast.protocol.replica_events import difference_events
 
 
 class Executor:
-    """The coordinator's hands; used on the keeper's loop.
+    """Executes actions on the keeper's loop.
 
-    ``persist_ended`` and ``pruned`` are for any thread.
+    ``persist_ended`` and ``pruned`` may be called from any thread.
     """
 
     def __init__(
-        self, coordinator: Coordinator, memory: Memory, ranks: Ranks, background: Background,
+        self,
+        coordinator: Coordinator,
+        memory: ArenaFiles,
+        ranks: Ranks,
+        background: Background,
         superseded: Callable[[int], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._coordinator = coordinator
         self._memory = memory
         self._ranks = ranks
         self._background = background
-        self.hands = Hands(coordinator, background, self.carry_out, self._ring_told, superseded)
-        self.jobs = Jobs(memory, coordinator, self._ring_freed, self._write_broke, self.hands.share)
-        self.maker = SlotMaker(coordinator, memory, background, self.carry_out)
-        self.offering = Offering(memory)
+        self.followers = FollowerRegistry(
+            coordinator, background, self.carry_out, self._report_ring, superseded
+        )
+        self.jobs = Jobs(
+            memory, coordinator, self._ring_freed, self._write_broke, self.followers.share
+        )
+        self.allocator = SlotAllocator(coordinator, memory, background, self.carry_out)
+        self.published = PublishedImages(memory)
         self.refusals: dict[str, str] = {}
-        """Why storage would not take an attempt that is still in memory."""
+        """Reasons why storage refused an attempt that is still in memory."""
 
     def connect(self, root: RootAccess, incarnations: Incarnations) -> None:
-        """Where jobs go, and whose they are. (The root's persister reports back to this.)"""
+        """Set the root that jobs are written to, and the incarnations. (The root's persister
+        reports to this object.)
+        """
         self._root, self._incarnations = root, incarnations
-        self.hands.learn_by(
-            Learning(self._memory, self._coordinator, incarnations, self._background)
+        self.followers.set_handover(
+            StateHandover(self._memory, self._coordinator, incarnations, self._background)
         )
 
     def carry_out(self, actions: Sequence[Action]) -> None:
-        """All of them, in order."""
+        """Execute all actions, in order."""
         held = self._coordinator.attempts
         for action in actions:
             match action:
-                case Tell(message, rank):
-                    self._ranks.tell(message, rank)
-                case Allocate() | AllocateRings() | Remove():
+                case SendMessage(message, rank):
+                    self._ranks.send(message, rank)
+                case AllocateSlots() | AllocateRings() | RemoveSlot():
                     self._change_memory(action)
-                case KeepLayout(hash_, data):
-                    self._keep_layout(hash_, data)
-                case GiveSlot(_, _, attempt) | StartPersist(attempt) if attempt not in held:
-                    pass  # its layout could not be kept
-                case GiveSlot(slot, rank, attempt):
-                    self._give(slot, rank, attempt)
+                case StoreLayout(hash_, data):
+                    self._store_layout(hash_, data)
+                case GrantSlot(_, _, attempt) | StartPersist(attempt) if attempt not in held:
+                    pass  # its layout could not be stored
+                case GrantSlot(slot, rank, attempt):
+                    self._grant(slot, rank, attempt)
                 case StartPersist(attempt):
                     self._start_job(held[attempt])
                 case AbortPersist(attempt):
                     self._abort_job(attempt)
-                case Note():
-                    self._note(action)
-                case NoteUnlike() | Warn():
-                    self._say(action)
+                case ReportOutcome():
+                    self._report_outcome(action)
+                case ReportReplicasDiffer() | Warn():
+                    self._send(action)
 
-    def _change_memory(self, action: Allocate | AllocateRings | Remove) -> None:
+    def _change_memory(self, action: AllocateSlots | AllocateRings | RemoveSlot) -> None:
         match action:
-            case Allocate(slot, capacity, leave) if host_of(slot):
-                self.hands.say(slot, control.Make(
-                    slot=number_of(slot), capacity_bytes=capacity, leave_bytes=leave
-                ))  # fmt: skip
-            case Allocate(slot, capacity, leave):
-                self.maker.make(slot, capacity, leave)
+            case AllocateSlots(slot, capacity, leave) if host_of(slot):
+                self.followers.send_to_slot_host(
+                    slot,
+                    messages.CreateSlot(
+                        slot=number_of(slot), capacity_bytes=capacity, leave_bytes=leave
+                    ),
+                )
+            case AllocateSlots(slot, capacity, leave):
+                self.allocator.make(slot, capacity, leave)
             case AllocateRings(needs) if host_of(needs[0].slot):
                 made = tuple((number_of(n.slot), n.head_bytes, n.data_bytes) for n in needs)
-                self.hands.say(needs[0].slot, control.MakeRings(needs=made))
+                self.followers.send_to_slot_host(needs[0].slot, messages.CreateRings(needs=made))
             case AllocateRings(needs):
-                self.maker.make_rings(needs)
-            case Remove(slot) if host_of(slot):
-                self.hands.say(slot, control.Remove(slot=number_of(slot)))
-            case Remove(slot):
-                self.offering.withdraw(slot)
-                self.maker.remove(slot)
+                self.allocator.make_rings(needs)
+            case RemoveSlot(slot) if host_of(slot):
+                self.followers.send_to_slot_host(slot, messages.DeleteSlot(slot=number_of(slot)))
+            case RemoveSlot(slot):
+                self.published.withdraw(slot)
+                self.allocator.remove(slot)
 
     def _abort_job(self, attempt_id: str) -> None:
         if not self.jobs.abort(attempt_id):  # storage never began with it
             self.carry_out(self._coordinator.persist_ended(attempt_id))
 
-    def _keep_layout(self, hash_: str, data: bytes) -> None:
+    def _store_layout(self, hash_: str, data: bytes) -> None:
         used = {one.layout for one in self._coordinator.attempts.values()}
-        self.hands.say_all(control.KeepLayout(hash=hash_, data=data, used=tuple(used)))
+        self.followers.broadcast(messages.RecordLayout(hash=hash_, data=data, used=tuple(used)))
         try:
-            self._memory.keep_layout(hash_, data, used)
+            self._memory.store_layout(hash_, data, used)
         except OSError as error:
             where = self._memory.directory
             reason = f"no room for the layout: {error.strerror}. Free some in {where}"
-            self.carry_out(self._coordinator.layout_not_kept(hash_, reason))
+            self.carry_out(self._coordinator.layout_not_stored(hash_, reason))
 
-    # ── slots ────────────────────────────────────────────────────────────────────────────
+    # ── slots ────────────────────────────────────────────────────────────────────────────────────
 
-    def _give(self, slot_id: int, rank: int, attempt_id: str) -> None:
+    def _grant(self, slot_id: int, rank: int, attempt_id: str) -> None:
         attempt = self._coordinator.attempts[attempt_id]
         slot = self._coordinator.slots[slot_id]
-        writer = slot.writer or Writer(0, 0)
+        writer = slot.writer or SlotWriter(0, 0)
         record = SlotRecord(
-            state="writing", boot_id=self._memory.boot_id, run_id=self._memory.run_id,
-            incarnation=attempt.incarnation, nonce=self._coordinator.nonce, step=attempt.step,
-            attempt=attempt_id, rank=rank, world=attempt.world, layout=attempt.layout,
-            writer_pid=writer.pid, writer_start=writer.start, ring_bytes=slot.ring_bytes,
+            state="writing",
+            boot_id=self._memory.boot_id,
+            run_id=self._memory.run_id,
+            incarnation=attempt.incarnation,
+            nonce=self._coordinator.nonce,
+            step=attempt.step,
+            attempt=attempt_id,
+            rank=rank,
+            world=attempt.world,
+            layout=attempt.layout,
+            writer_pid=writer.pid,
+            writer_start=writer.start,
+            ring_bytes=slot.ring_bytes,
             hosts=attempt.hosts,
-        )  # fmt: skip
+            root_id=self._memory.root_id,
+        )
         if host_of(slot_id):
-            self.hands.say(slot_id, control.Stamp(slot=number_of(slot_id), record=record))
+            self.followers.send_to_slot_host(
+                slot_id, messages.StampSlot(slot=number_of(slot_id), record=record)
+            )
         else:
-            self.offering.withdraw(slot_id)
+            self.published.withdraw(slot_id)
             self._memory.stamp(slot_id, record)
         grant = m.Grant(
-            step=attempt.step, attempt=attempt_id, slot=self.path_of(slot_id),
-            durable=attempt.durable, layout=attempt.layout, ring_bytes=slot.ring_bytes,
-            turn=attempt.asks[rank].turn, hosts=attempt.hosts,
-            compare=self._coordinator.comparing.part(attempt_id),
-        )  # fmt: skip
-        self._ranks.tell(grant, rank)
+            step=attempt.step,
+            attempt=attempt_id,
+            slot=self.path_of(slot_id),
+            durable=attempt.durable,
+            layout=attempt.layout,
+            ring_bytes=slot.ring_bytes,
+            request_number=attempt.requests[rank].request_number,
+            hosts=attempt.hosts,
+            compare=self._coordinator.replica_check.part(attempt_id),
+        )
+        self._ranks.send(grant, rank)
 
     def path_of(self, slot_id: int) -> str:
-        """Where a slot lies, on its own host."""
+        """Return the path of a slot, on its own host."""
         if host_of(slot_id):
-            return self.hands.slot_path(slot_id)
+            return self.followers.slot_path(slot_id)
         return str(self._memory.slot_path(slot_id))
 
     def captured(self, attempt_id: str, rank: int) -> None:
-        """A rank says that its image is sealed: whoever writes or offers it may."""
+        """Handle a sealed image: writer and peers may read it."""
         self.jobs.sealed(attempt_id)
         attempt = self._coordinator.attempts.get(attempt_id)
         if attempt is None or rank not in attempt.sealed:
             return
         slot = self._coordinator.slots[attempt.slots[rank]]
         if host_of(slot.id):
-            self.hands.sealed(attempt, rank)
+            self.followers.sealed(attempt, rank)
         elif not slot.is_ring:
-            self.offering.offer(
-                slot.id, attempt_id, rank, attempt.incarnation, attempt.step, slot.image_bytes,
+            self.published.publish(
+                slot.id,
+                attempt_id,
+                rank,
+                attempt.incarnation,
+                attempt.step,
+                slot.image_bytes,
                 attempt.layout,
-            )  # fmt: skip
+            )
 
-    def _note(self, note: Note) -> None:
+    def _report_outcome(self, note: ReportOutcome) -> None:
         coordinator = self._coordinator
         if note.what == "missed":
-            emit(SnapshotMissed(
-                incarnation=coordinator.incarnation, step=note.step, reason=note.reason,
-                overtaken=note.overtaken, leaf=note.leaf,
-            ))  # fmt: skip
+            emit(
+                SnapshotMissed(
+                    incarnation=coordinator.incarnation,
+                    step=note.step,
+                    reason=note.reason,
+                    overtaken=note.overtaken,
+                    leaf=note.leaf,
+                )
+            )
             return
-        emit(SnapshotCaptured(
-            incarnation=coordinator.incarnation, step=note.step, world=coordinator.world,
-            elapsed_s=note.elapsed_s,
-        ))  # fmt: skip
-        if self.hands.protecting is not None:
-            self.hands.protecting.captured(note.attempt)
+        emit(
+            SnapshotCaptured(
+                incarnation=coordinator.incarnation,
+                step=note.step,
+                world=coordinator.world,
+                elapsed_s=note.elapsed_s,
+            )
+        )
+        if self.followers.parity_scheduler is not None:
+            self.followers.parity_scheduler.captured(note.attempt)
         else:
             self._memory.drop_parity()
-        self.carry_out(coordinator.spares())
+        self.carry_out(coordinator.preallocate())
 
-    def _say(self, action: NoteUnlike | Warn) -> None:
+    def _send(self, action: ReportReplicasDiffer | Warn) -> None:
         match action:
-            case NoteUnlike(message):
-                for event in events_of(message, self._coordinator.incarnation, -1):
+            case ReportReplicasDiffer(message):
+                for event in difference_events(message, self._coordinator.incarnation, -1):
                     emit(event)
             case Warn(text):
                 emit(Warned(message=text))
 
-    # ── making durable ───────────────────────────────────────────────────────────────────
+    # ── making durable ───────────────────────────────────────────────────────────────────────────
 
     def _start_job(self, attempt: Attempt) -> None:
         incarnation, persister = self._incarnations.of(attempt), self._root.persister
@@ -209,11 +252,11 @@ class Executor:
             self.persist_ended(attempt.id, str(error))
 
     def persist_ended(self, attempt_id: str, reason: str | None) -> None:
-        """Hear how it went (None: well); called on the persister's thread."""
+        """Record the result of a write (None: success); called on the persister's thread."""
         self._background.from_thread(lambda: self._settle(attempt_id, reason))
 
     def pruned(self, attempt_id: str) -> None:
-        """Storage is done with what an attempt replaced, too; on the persister's thread."""
+        """Record that storage also pruned what an attempt replaced; on the persister's thread."""
         self._background.from_thread(
             lambda: self.carry_out(self._coordinator.persist_ended(attempt_id))
         )
@@ -230,18 +273,18 @@ class Executor:
             self.refusals[attempt_id] = reason
             self.carry_out(self._coordinator.persist_failed(attempt_id, reason))
 
-    # ── rings ────────────────────────────────────────────────────────────────────────────
+    # ── rings ────────────────────────────────────────────────────────────────────────────────────
 
     def _ring_freed(self, attempt_id: str, rank: int, size_bytes: int) -> None:
-        """On a writer's thread: the beginning of an image is stored."""
-        self._background.from_thread(lambda: self._ring_told(attempt_id, rank, size_bytes))
+        """Report on a writer's thread that the beginning of an image is stored."""
+        self._background.from_thread(lambda: self._report_ring(attempt_id, rank, size_bytes))
 
-    def _ring_told(self, attempt_id: str, rank: int, size_bytes: int) -> None:
-        self._coordinator.ring_moved(attempt_id, time.monotonic())
-        self._ranks.tell(m.Freed(attempt=attempt_id, size_bytes=size_bytes), rank)
+    def _report_ring(self, attempt_id: str, rank: int, size_bytes: int) -> None:
+        self._coordinator.ring_progressed(attempt_id, time.monotonic())
+        self._ranks.send(m.RingSpaceFreed(attempt=attempt_id, size_bytes=size_bytes), rank)
 
     def _write_broke(self, attempt_id: str, reason: str) -> None:
-        """On the persister's thread: an image cannot be written."""
+        """Report on the persister's thread that an image cannot be written."""
         self._background.from_thread(
             lambda: self.carry_out(self._coordinator.write_broke(attempt_id, reason))
         )

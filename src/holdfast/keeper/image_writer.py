@@ -1,4 +1,4 @@
-"""An attempt on its way to storage, and how one of its images is written, on whichever host."""
+"""Writes one image of an attempt to storage: the job's data types, and the writer of a host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from holdfast.errors import ChecksumMismatch
 from holdfast.events import ImageDurable, emit
 from holdfast.format.manifest import Generation, ImageRef, Incarnation
 from holdfast.geometry.codec import has_frozen
-from holdfast.persist.parts import Halves, Parts, Stored, halves_of
-from holdfast.persist.source import MAX_VALUES_BYTES, ImageSource, WholeImage
-from holdfast.persist.writer import Arrival, Written, write_image
+from holdfast.persist.frozen_parts import FrozenParts, SplitWrite, StoredPart, halves_of
+from holdfast.persist.writer import (
+    MAX_VALUES_BYTES,
+    Arrival,
+    ImageSource,
+    WholeImage,
+    WrittenImage,
+    write_image,
+)
 from holdfast.storage.base import Store
 
 IMAGES_AT_ONCE = 4
@@ -24,17 +30,17 @@ IMAGES_AT_ONCE = 4
 
 @dataclass(slots=True)
 class ImageJob:
-    """One image on its way to storage."""
+    """One image to be written to storage."""
 
     rank: int
     memory: memoryview
-    """The whole image; empty when it passes through ``ring``."""
+    """The whole image; empty if it passes through ``ring``."""
     arrival: Arrival = field(default_factory=Arrival)
     header_xxh3: str = ""
     table_xxh3: str = ""
     ring: ImageSource | None = None
     chunk_bytes: int = 0
-    """What it is written in; 0: what was measured best."""
+    """Size of one write; 0: the size measured as best."""
     source: ImageSource = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,35 +48,35 @@ class ImageJob:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole image."""
+        """Return the size of the whole image."""
         return self.source.size_bytes
 
     def seal(self, header_xxh3: str, table_xxh3: str) -> None:
-        """The image is captured; these are its sealed checksums."""
+        """Record the sealed checksums of the captured image."""
         self.header_xxh3, self.table_xxh3 = header_xxh3, table_xxh3
         self.arrival.copied(self.size_bytes)
 
 
-class Share(Protocol):
+class RemotePart(Protocol):
     """The images of an attempt that another host's keeper writes."""
 
     @property
     def values(self) -> bytes:
-        """Of rank 0's image, if it is there; known when all is written."""
+        """Values of rank 0's image, if it is among them; known when all is written."""
         ...
 
-    def write(self) -> list[Stored]:
-        """Have them written; blocks. PersistFailed when that came to nothing."""
+    def write(self) -> list[StoredPart]:
+        """Have the images written; blocks. Raises PersistFailed on failure."""
         ...
 
     def abort(self, reason: str) -> None:
-        """They are not wanted any more: ``write`` ends soon, in another thread."""
+        """Cancel the write: ``write`` then ends soon, in another thread."""
         ...
 
 
 @dataclass(slots=True)
-class Job:
-    """One attempt on its way to storage."""
+class PersistJob:
+    """One attempt to be written to storage."""
 
     attempt: str
     generation: Generation
@@ -79,16 +85,16 @@ class Job:
     layout: str
     layout_data: bytes
     images: dict[int, ImageJob]
-    """Those that this keeper writes itself."""
-    shares: Sequence[Share] = ()
-    """Those of other hosts, which their keepers write."""
+    """The images that this keeper writes itself."""
+    shares: Sequence[RemotePart] = ()
+    """The images of other hosts, which their keepers write."""
     is_ring: bool = False
     is_complete: threading.Event = field(default_factory=threading.Event)
     aborted: str = ""
     is_publishing: bool = False
     broke: Callable[[str], None] = lambda _: None
-    """Hears at once that an image cannot be written: who copies into a ring waits for that."""
-    #: A try of its own: an earlier one, cut off by a kill, may have left files behind.
+    """Called at once when an image cannot be written: a copier may wait for space in its ring."""
+    #: Unique to this write: an earlier one, ended by a kill, may have left files.
     directory: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,17 +102,17 @@ class Job:
 
     @property
     def has_rings(self) -> bool:
-        """Whether some image passes through a ring: its rank is held until it is written."""
+        """Return True if an image passes through a ring: its rank is held until it is written."""
         return self.is_ring or any(image.ring is not None for image in self.images.values())
 
     def abort(self, reason: str) -> None:
-        """The attempt came to nothing."""
+        """Cancel the job because the attempt failed."""
         self.aborted = reason
         self.is_complete.set()
         self.stop(reason)
 
     def stop(self, reason: str) -> None:
-        """Nothing more of it is to be written."""
+        """Stop writing."""
         for image in self.images.values():
             image.arrival.abort(reason)
         for share in self.shares:
@@ -114,7 +120,7 @@ class Job:
 
 
 class Writable(Protocol):
-    """What the writer of an image must know of its attempt."""
+    """The facts about an attempt that an image's writer needs."""
 
     @property
     def generation(self) -> Generation: ...
@@ -127,18 +133,20 @@ class Writable(Protocol):
 
 
 class ImageWriter:
-    """Writes images of one root, in one file or two. For several threads at once."""
+    """Writes images of one root, in one file or two. Usable by several threads at once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.parts = Parts(store)
+        self.parts = FrozenParts(store)
 
-    def write(self, job: Writable, image: ImageJob) -> Stored:
-        """Write one image; raises what storage says, or when it is not what was sealed."""
+    def write(self, job: Writable, image: ImageJob) -> StoredPart:
+        """Write one image; raises storage errors, or an error if the image is not the sealed
+        one.
+        """
         path = image_path(job.generation, job.directory, image.rank)
         where = f"{path} (step {job.generation.step})"
         started_s = time.monotonic()
-        # Only then: the header comes later than the file that is made for it.
+        # Only now: the header is written after its file is created.
         apart = image.ring is None and has_frozen(job.layout_data)
         halves = halves_of(image, where) if apart else None
         if halves is not None:
@@ -154,16 +162,21 @@ class ImageWriter:
             sink.abort()
             raise
         ref = ImageRef(
-            path=path, rank=image.rank, size_bytes=image.size_bytes,
-            header_xxh3=image.header_xxh3, table_xxh3=image.table_xxh3,
-        )  # fmt: skip
+            path=path,
+            rank=image.rank,
+            size_bytes=image.size_bytes,
+            header_xxh3=image.header_xxh3,
+            table_xxh3=image.table_xxh3,
+        )
         _tell_durable(job, ref, started_s)
-        return Stored(ref)
+        return StoredPart(ref)
 
     def _write_halves(
-        self, job: Writable, image: ImageJob, halves: Halves, path: str, where: str
-    ) -> Stored:
-        """Store an image in two files; its frozen part, if one like it is stored, not again."""
+        self, job: Writable, image: ImageJob, halves: SplitWrite, path: str, where: str
+    ) -> StoredPart:
+        """Store an image in two files; an identical frozen part that is already stored is
+        reused.
+        """
         started_s = time.monotonic()
         image.source.begin(halves.header)
         apart = part_path(job.generation, job.directory, image.rank)
@@ -176,7 +189,7 @@ class ImageWriter:
 
 
 def shown_values(image: ImageJob) -> bytes:
-    """The values in an image that is written; empty when they are too many to be shown."""
+    """Return the values of a written image; empty if they are too large to show."""
     header = image.source.header
     assert header is not None  # it was written
     if header.values.size_bytes > MAX_VALUES_BYTES:
@@ -185,8 +198,8 @@ def shown_values(image: ImageJob) -> bytes:
     return bytes(image.source.kept(start, start + header.values.size_bytes))
 
 
-def _require_sealed(image: ImageJob, written: Written, where: str) -> None:
-    if written != Written(image.header_xxh3, image.table_xxh3):
+def _require_sealed(image: ImageJob, written: WrittenImage, where: str) -> None:
+    if written != WrittenImage(image.header_xxh3, image.table_xxh3):
         raise ChecksumMismatch(
             f"header or block table of {where} changed after the image was sealed: "
             f"sealed {image.header_xxh3} and {image.table_xxh3}, written "
@@ -195,7 +208,13 @@ def _require_sealed(image: ImageJob, written: Written, where: str) -> None:
 
 
 def _tell_durable(job: Writable, ref: ImageRef, started_s: float) -> None:
-    emit(ImageDurable(
-        incarnation=job.generation.incarnation, step=job.generation.step, rank=ref.rank,
-        elapsed_s=time.monotonic() - started_s, size_bytes=ref.size_bytes, image=ref.path,
-    ))  # fmt: skip
+    emit(
+        ImageDurable(
+            incarnation=job.generation.incarnation,
+            step=job.generation.step,
+            rank=ref.rank,
+            elapsed_s=time.monotonic() - started_s,
+            size_bytes=ref.size_bytes,
+            image=ref.path,
+        )
+    )

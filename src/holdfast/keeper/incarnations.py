@@ -1,7 +1,8 @@
-"""The starts of the run: which there were, which is served now, and the root they write to.
+"""Tracks the run's incarnations: numbers, records, parents, and access to their root.
 
-An incarnation is recorded in the arena and in storage with the generation it went on from. Its
-number is one more than any known: by either of them, or by an image in memory.
+An incarnation is recorded in the arena and in storage with the generation it continues from, and in
+storage only after all its ancestors. Its number is one more than any known: from the arena, from
+storage, or from an image in memory.
 """
 
 from __future__ import annotations
@@ -12,43 +13,64 @@ import time
 from collections.abc import Callable
 
 from holdfast.catalogue import INCARNATIONS, LOCK, MANIFESTS, read_incarnation
-from holdfast.errors import ArenaError, Fenced, HoldfastError, RootBusy
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.errors import (
+    AlreadyPublished,
+    ArenaError,
+    Fenced,
+    FormatError,
+    HoldfastError,
+    KeeperError,
+    NotFound,
+    RootBusy,
+)
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation
-from holdfast.keeper.background import Background
-from holdfast.keeper.memory import Memory
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Outcome, Persister
 from holdfast.persist import commit
 from holdfast.policy.retention import Keep
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.handoff import Coordinator
+from holdfast.protocol import messages as m
 from holdfast.storage.base import Lock, Store
-from holdfast.storage.open import open_store
+from holdfast.storage.open import follow, open_store
+
+#: By how much two records of one start are apart at least.
+_LATER_S = 0.001
 
 
 class RootAccess:
-    """The way to storage; holds the root's lock from the first need of it."""
+    """Access to storage; acquires the root's lock when first needed, and holds it."""
 
     def __init__(
-        self, root: str, run_id: str, owner: str, background: Background, outcome: Outcome,
+        self,
+        root: str,
+        memory: ArenaFiles,
+        owner: str,
+        background: Background,
+        outcome: Outcome,
         pruned: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        renamed: Callable[[str], None],
+    ) -> None:
+        self.path = root
         self.store: Store = open_store(root)
-        self._run_id = run_id
+        self._run_id, self._root_id = memory.run_id, memory.root_id
+        self._remembered = memory.incarnations
+        self._renamed = renamed
         self._owner = owner
         self._background = background
         self._outcome, self._pruned = outcome, pruned
         self._lock: Lock | None = None
         self.persister: Persister | None = None
         self.may_open = True
-        """Not while another keeper decides: it is to have the lock."""
+        """False while another keeper decides: that keeper needs the lock."""
         self._opening = asyncio.Lock()
 
     async def open(self) -> Persister:
-        """The persister, with the root's lock.
+        """Acquire the root's lock and return the persister.
 
-        RootBusy when another run has it, StorageError when the run's root is not there, Fenced
+        Raises RootBusy if another run has it, StorageError if the run's root is not there, Fenced
         while another keeper of the run decides.
         """
         async with self._opening:  # ranks that join at once must not each lock it
@@ -62,7 +84,9 @@ class RootAccess:
                     raise
                 self._lock = lock
             if self.persister is None:
-                self.persister = Persister(self.store, Keep(), self._outcome, self._pruned)
+                self.persister = Persister(
+                    self.store, Keep(), self._outcome, self._pruned, self._remembered
+                )
             return self.persister
 
     def _require_time_left(self) -> None:
@@ -70,8 +94,9 @@ class RootAccess:
             raise Fenced("a newer start of this run is served elsewhere: this one is over")
 
     def _lock_root(self) -> Lock:
-        # First of all: a lock is a file, and would make a directory where a root has vanished.
-        commit.require_root(self.store, self._run_id)
+        # This check comes first: a lock is a file, and would recreate the directory of a vanished
+        # root.
+        commit.require_root(self.store, self._run_id, self._root_id)
         try:
             return self.store.lock(LOCK, self._owner)
         except RootBusy as busy:
@@ -84,8 +109,39 @@ class RootAccess:
                 **busy.fields,
             ) from busy
 
-    def let_go(self) -> None:
-        """Finish what is queued, and give the root back. Blocks."""
+    async def follow(self, root: str) -> None:
+        """Use a trainer's path for the root if the root is not found by the known one.
+
+        Nothing changes while both lead there (a link, another mount). KeeperError if neither does.
+        """
+        if root == self.path:
+            return
+        async with self._opening:
+            if not await self._background.in_thread(self._is_at, self.store):
+                await self._background.in_thread(self._follow, root)
+
+    def _is_at(self, store: Store) -> bool:
+        try:
+            commit.require_root(store, self._run_id, self._root_id)
+        except HoldfastError:
+            return False
+        return True
+
+    def _follow(self, root: str) -> None:
+        if not self._is_at(open_store(root)):
+            raise KeeperError(
+                f"the keeper of run {self._run_id} finds its root neither at {self.path} nor at "
+                f"{root}, where it is now for who calls: they see different mounts, or it was "
+                "moved once more. Make it reachable by one of these names, or end that keeper; "
+                "what it holds in memory stays for the next."
+            )
+        self.path, before = root, self.path
+        follow(self.store, root)
+        self._renamed(root)
+        emit(Warned(message=f"the root of run {self._run_id} was moved: {before} is {root} now"))
+
+    def release(self) -> None:
+        """Finish queued jobs, and release the root. Blocks."""
         if self.persister is not None:
             self.persister.stop()
         if self._lock is not None:
@@ -94,49 +150,74 @@ class RootAccess:
 
 
 class Incarnations:
-    """What the arena, storage and the coordinator know of incarnations, taken together."""
+    """Combines the incarnations that the arena, storage and the coordinator know."""
 
     def __init__(
-        self, memory: Memory, coordinator: Coordinator, root: RootAccess, background: Background
+        self, memory: ArenaFiles, coordinator: Coordinator, root: RootAccess, background: Background
     ) -> None:
         self._memory = memory
         self._coordinator = coordinator
         self._root = root
         self._background = background
         self.current: Incarnation | None = None
-        """The one being served, once its parent is recorded."""
+        """The incarnation being served, once its parent is recorded."""
+        self.is_recorded = False
+        """True if storage has its record, and those of all its ancestors."""
 
     async def next_number(self) -> int:
-        """The number of an incarnation that begins now."""
+        """Return the number of an incarnation that begins now."""
         return max(await self._background.in_thread(self._known), default=0) + 1
 
     def begin(self, n: int) -> None:
-        """Remember at once that ``n`` began: its ranks read slots before it is recorded.
+        """Record at once that ``n`` began: its ranks read slots before its parent is recorded.
 
-        Should this keeper die meanwhile, the next lets no rank of an older start write to them.
+        If this keeper dies meanwhile, the next one lets no rank of an older start write to them.
         """
-        self.current = None
-        with contextlib.suppress(OSError):  # a full arena: whoever begins is not to suffer from it
-            self._memory.keep_begun(n)
+        self.current, self.is_recorded = None, False
+        with contextlib.suppress(OSError):  # a full arena must not fail a new incarnation
+            self._memory.store_begun(n)
 
     async def adopt(self, parent: tuple[int, int] | None) -> None:
-        """Record what the incarnation that has begun goes on from."""
+        """Record the parent of the incarnation that has begun.
+
+        Missing records of its ancestors are written to storage first: a start while storage was
+        full left none.
+        """
         coordinator = self._coordinator
+        if parent is not None:
+            await self._background.in_thread(self._settle, parent[0])
+        before_s = 0.0 if self.current is None else self.current.created_s
         incarnation = Incarnation(
-            run_id=self._memory.run_id, n=coordinator.incarnation, nonce=coordinator.nonce,
-            parent=parent, world=coordinator.world, created_s=time.time(),
-        )  # fmt: skip
+            run_id=self._memory.run_id,
+            n=coordinator.incarnation,
+            nonce=coordinator.nonce,
+            parent=parent,
+            world=coordinator.world,
+            created_s=max(time.time(), before_s + _LATER_S),  # the second of a start is the later
+        )
         held = {attempt.incarnation for attempt in coordinator.attempts.values()}
         refused = ""
         try:
-            self._memory.keep_incarnation(incarnation, held)
-        except OSError as error:  # shared memory is full: storage has it too
+            self._memory.store_incarnation(incarnation)
+        except OSError as error:  # shared memory is full: storage has the record too
             refused = f"cannot write to {self._memory.directory}: {error.strerror}"
             emit(Warned(message=f"incarnation {incarnation.n}: only storage has it; {refused}"))
         try:
-            await self._background.in_thread(
-                commit.record_incarnation, self._root.store, incarnation
+            missing = await self._background.in_thread(
+                commit.record_line, self._root.store, incarnation, self._memory.incarnations()
             )
+            self.is_recorded = missing is None
+            if missing is None:
+                self._memory.forget_incarnations(held)
+            else:
+                emit(Warned(message=_lost(incarnation, missing)))
+        except AlreadyPublished as error:
+            self._memory.forget_incarnation(incarnation.n)
+            raise Fenced(
+                f"incarnation {incarnation.n} cannot be recorded, another start was, under its "
+                f"number or that of its parent: {error}. Nothing that this start saves could "
+                "become durable: start the run again."
+            ) from error
         except HoldfastError as error:  # made up for before the first manifest
             if refused:
                 raise ArenaError(
@@ -147,53 +228,111 @@ class Incarnations:
         self.current = incarnation
 
     async def resumable(self, message: m.Join) -> Incarnation | None:
-        """The incarnation of a rank that an earlier keeper served, unless a newer one began."""
+        """Return the incarnation of a rank that an earlier keeper served, unless a newer one began.
+
+        Raises StorageError if only storage can tell, and is unreachable.
+        """
         mine = self.remembered(message.incarnation)
-        if mine is None:  # the arena was cleared under a living run, or its record is damaged
-            mine = await self._background.in_thread(self.repair, message.incarnation)
+        if mine is None:  # the arena was cleared during the run, or its record is damaged
+            mine = await self._background.in_thread(self._look_up, message.incarnation)
         newest = max(await self._background.in_thread(self._known), default=0)
         is_newest = mine is not None and mine.n == newest and mine.nonce == message.nonce
+        there = await self._background.in_thread(self._in_storage, newest) if is_newest else None
+        if there is not None and there.nonce != message.nonce:
+            return None  # its number was taken while no keeper had the root
         return mine if is_newest and self._coordinator.incarnation < newest else None
 
+    def _settle(self, n: int) -> None:
+        """Know start ``n``, which was restored, as storage does. Blocks.
+
+        What memory has of another start of that number is not restored (``RestoreSources``).
+        """
+        mine, there = self.remembered(n), None
+        with contextlib.suppress(HoldfastError):  # ``record_line`` looks again
+            there = None if mine is None else self._in_storage(n)
+        if mine is not None and there is not None and there.nonce != mine.nonce:
+            with contextlib.suppress(OSError):  # a full arena: it is known while this keeper lives
+                self._memory.store_incarnation(there)
+
     def of(self, attempt: Attempt) -> Incarnation | None:
-        """The incarnation that captured ``attempt``."""
+        """Return the incarnation that captured ``attempt``."""
         if self.current is not None and self.current.n == attempt.incarnation:
-            return self.current
-        return self.remembered(attempt.incarnation)
+            found: Incarnation | None = self.current
+        else:
+            found = self.remembered(attempt.incarnation)
+        is_another = found is not None and attempt.nonce not in ("", found.nonce)
+        return None if is_another else found
 
     def remembered(self, n: int) -> Incarnation | None:
-        """The record of incarnation ``n`` in the arena."""
+        """Return the record of incarnation ``n`` in the arena."""
         return next((i for i in self._memory.incarnations() if i.n == n), None)
 
     def repair(self, n: int) -> Incarnation | None:
-        """Have in the arena what storage knows of incarnation ``n``. Blocks."""
+        """Copy the record of incarnation ``n`` from storage to the arena. Blocks."""
         try:
-            found = read_incarnation(self._root.store, n)
+            return self._look_up(n)
         except HoldfastError:
             return None
-        with contextlib.suppress(OSError):  # a full arena: it is read from storage again
-            self._memory.keep_incarnation(found, {found.n})
+
+    def _look_up(self, n: int) -> Incarnation | None:
+        """Do the work of ``repair``. Raises StorageError if storage, which may have the record, is
+        unreachable.
+        """
+        commit.require_root(self._root.store, self._memory.run_id)
+        found = self._in_storage(n)
+        if found is None:
+            return None
+        with contextlib.suppress(OSError):  # a full arena: the record is read from storage again
+            self._memory.store_incarnation(found)
         return found
 
+    def _in_storage(self, n: int) -> Incarnation | None:
+        """Its record there, if there is one that is whole. Blocks. StorageError."""
+        try:
+            return read_incarnation(self._root.store, n)
+        except (NotFound, FormatError):
+            return None
+
     def repair_held(self) -> None:
-        """Do so for all whose images are in memory and whose record is not. Blocks."""
-        for attempt in self._coordinator.attempts.complete():
-            if self.remembered(attempt.incarnation) is None:
-                self.repair(attempt.incarnation)
+        """Repair the records of all incarnations whose images are in memory. Blocks."""
+        held = {attempt.incarnation for attempt in self._coordinator.attempts.complete()}
+        for n in sorted(held - {one.n for one in self._memory.incarnations()}):
+            if self.repair(n) is None:
+                emit(
+                    Warned(
+                        message=(
+                            f"neither memory nor storage has the record of incarnation {n}: what "
+                            "is in "
+                            f"memory of it is restored by name only, as in restore('{n}-STEP')"
+                        )
+                    )
+                )
 
     def begun_here(self) -> set[int]:
-        """Those whose beginning this keeper, or one before it on this host, was told of."""
+        """Return incarnations whose beginning this keeper, or an earlier one on this host,
+        recorded.
+        """
         remembered = {i.n for i in self._memory.incarnations()}
         return remembered | {self._memory.begun(), self._coordinator.incarnation}
 
     def known_here(self) -> set[int]:
-        """The same, and those whose images are in this host's memory."""
+        """Return ``begun_here`` and the incarnations whose images are in this host's memory."""
         held = {a.incarnation for a in self._coordinator.attempts.complete()}
-        return self.begun_here() | held | {a.incarnation for a in self._memory.found()[1]}
+        return self.begun_here() | held | {a.incarnation for a in self._memory.discovered()[1]}
 
     def _known(self) -> set[int]:
-        """Blocks: it asks storage."""
+        """Return all known incarnations. Blocks: asks storage. StorageError if the root is not
+        there.
+        """
+        commit.require_root(self._root.store, self._memory.run_id)
         stored = self._root.store.list(INCARNATIONS) + self._root.store.list(MANIFESTS)
         heads = (name.split(".")[0].split("-")[0] for name in stored)
         held = {a.incarnation for a in self._coordinator.attempts.complete()}
         return {int(head) for head in heads if head.isdecimal()} | self.begun_here() | held
+
+
+def _lost(incarnation: Incarnation, missing: int) -> str:
+    return (
+        f"incarnation {incarnation.n} goes back to incarnation {missing}, of which no record is "
+        "left: what was saved before that is restored when it is named, and is not pruned"
+    )

@@ -1,40 +1,143 @@
-"""The attempts on their way to storage, and handing on to them what is captured meanwhile."""
+"""Persist jobs in progress: creates them, and passes on progress and seals of captures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import host_of
+from holdfast.errors import PersistFailed
 from holdfast.format.manifest import Generation, Incarnation
-from holdfast.keeper.images import ImageJob, Job
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.shares import FarShare
-from holdfast.persist.source import RingImage
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.handoff import Coordinator
-from holdfast.snapshot.rings import chunk_bytes
-from holdfast.snapshot.slots import host_of
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.image_writer import ImageJob, PersistJob
+from holdfast.persist.frozen_parts import StoredPart
+from holdfast.persist.writer import RingImage
+from holdfast.protocol.image_plan import chunk_bytes
 
-MakeShare = Callable[[Job, int, frozenset[int]], FarShare]
+# Stands for the images of an attempt that another host's keeper writes, toward the persister.
 
 
-class Jobs:
-    """Between coordinator and persister; lives on the keeper's loop.
+STALL_S = 7200.0
+"""Timeout without a receipt or ring progress: an image of hundreds of GB takes its time."""
+END_S = 60.0
+"""Timeout for ending after cancellation."""
+_LOOK_S = 0.5
 
-    ``share(job, host, ranks)`` makes what stands for the images of another host.
+
+class RemoteImages:
+    """The images of one attempt on one other host. ``begin`` and ``stop`` are called on the
+    loop.
     """
 
     def __init__(
-        self, memory: Memory, coordinator: Coordinator, freed: Callable[[str, int, int], None],
-        broke: Callable[[str, str], None], share: MakeShare,
-    ) -> None:  # fmt: skip
+        self,
+        host: str,
+        ranks: frozenset[int],
+        begin: Callable[[], None],
+        stop: Callable[[str], None],
+        *,
+        stall_s: float = STALL_S,
+        end_s: float = END_S,
+    ) -> None:
+        self.host, self.ranks = host, ranks
+        self.stored: dict[int, StoredPart] = {}
+        self.values = b""
+        """Values of rank 0's image, if it is among them."""
+        self._begin, self._stop = begin, stop
+        self._stall_s, self._end_s = stall_s, end_s
+        self._moved_s = time.monotonic()
+        self._is_aborted = False
+        self._ended = threading.Event()
+        self._failure = ""
+
+    def write(self) -> list[StoredPart]:
+        """Have the images written; see ``image_writer.RemotePart``. On a thread of the
+        persister.
+        """
+        self.progressed()
+        self._begin()
+        self._wait()
+        if self._failure:
+            raise PersistFailed(self._failure)
+        if self.stored.keys() != self.ranks:
+            missing = sorted(self.ranks - self.stored.keys())
+            raise PersistFailed(f"host {self.host} gave no receipt for ranks {missing}")
+        return list(self.stored.values())
+
+    def _wait(self) -> None:
+        """Wait until all is written, or no progress is made for too long: a keeper may live and yet
+        hang.
+
+        Raises PersistFailed on a stall.
+        """
+        while not self._ended.wait(_LOOK_S):
+            quiet_s = time.monotonic() - self._moved_s
+            if quiet_s > (self._end_s if self._is_aborted else self._stall_s):
+                self._stop("nothing was heard of it for too long")
+                raise PersistFailed(
+                    f"host {self.host} has written nothing for {quiet_s:.0f} s: look at its keeper "
+                    "and at its way to storage"
+                )
+
+    def progressed(self) -> None:
+        """Record progress."""
+        self._moved_s = time.monotonic()
+
+    def abort(self, reason: str) -> None:
+        """Cancel the write; see ``image_writer.RemotePart``."""
+        if not self._ended.is_set():
+            if not self._is_aborted:
+                self._is_aborted = True
+                self.progressed()  # restarts the timeout: a short time remains to end
+            self._stop(reason)
+
+    def receive(self, stored: StoredPart, values: bytes) -> None:
+        """Handle the receipt for one image."""
+        self.progressed()
+        if stored.image.rank in self.ranks:
+            self.stored[stored.image.rank] = stored
+            self.values = self.values or values
+
+    def end(self, reason: str = "") -> None:
+        """Handle the end of the write; ``reason``: why it is incomplete, "" if it is complete."""
+        if not self._ended.is_set():
+            self._failure = f"host {self.host}: {reason}" if reason else ""
+            self._ended.set()
+
+
+MakeShare = Callable[[PersistJob, int, frozenset[int]], RemoteImages]
+
+
+class Jobs:
+    """Jobs between coordinator and persister; lives on the keeper's loop.
+
+    ``share(job, host, ranks)`` creates the proxy for the images of another host.
+    """
+
+    def __init__(
+        self,
+        memory: ArenaFiles,
+        coordinator: Coordinator,
+        freed: Callable[[str, int, int], None],
+        broke: Callable[[str, str], None],
+        share: MakeShare,
+    ) -> None:
         self._memory = memory
         self._coordinator = coordinator
         self._freed, self._broke = freed, broke
         self._share = share
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, PersistJob] = {}
 
-    def start(self, attempt: Attempt, incarnation: Incarnation) -> Job:
-        """A job for ``attempt``, told of all that is sealed already."""
+    def start(self, attempt: Attempt, incarnation: Incarnation) -> PersistJob:
+        """Create a job for ``attempt``, with the seals of images that are sealed already."""
         images = {}
         far: dict[int, set[int]] = {}
         for rank, slot_id in attempt.slots.items():
@@ -42,7 +145,7 @@ class Jobs:
                 far.setdefault(host_of(slot_id), set()).add(rank)
             else:
                 images[rank] = self._image(attempt, rank, slot_id)
-        job = Job(
+        job = PersistJob(
             attempt=attempt.id,
             generation=Generation(attempt.incarnation, attempt.step),
             incarnation=incarnation,
@@ -61,18 +164,22 @@ class Jobs:
     def _image(self, attempt: Attempt, rank: int, slot_id: int) -> ImageJob:
         slot = self._coordinator.slots[slot_id]
         return image_job(
-            self._memory, slot_id, rank, slot.image_bytes, slot.ring_bytes,
+            self._memory,
+            slot_id,
+            rank,
+            slot.image_bytes,
+            slot.ring_bytes,
             lambda size_bytes: self._freed(attempt.id, rank, size_bytes),
-        )  # fmt: skip
+        )
 
     def copied(self, attempt_id: str, rank: int, size_bytes: int) -> None:
-        """The beginning of one image is final."""
+        """Record that the beginning of one image is final."""
         job = self._jobs.get(attempt_id)
         if job is not None and rank in job.images:
             job.images[rank].arrival.copied(size_bytes)
 
     def sealed(self, attempt_id: str) -> None:
-        """Some image of the attempt was sealed: hand on what is."""
+        """Pass the seals of newly sealed images to the attempt's job."""
         job, attempt = self._jobs.get(attempt_id), self._coordinator.attempts.get(attempt_id)
         if job is None or attempt is None:
             return
@@ -83,26 +190,26 @@ class Jobs:
             job.is_complete.set()
 
     def abort(self, attempt_id: str) -> bool:
-        """The capture came to nothing; whether storage had begun with it."""
+        """Cancel the job of a failed capture; return True if storage had begun with it."""
         job = self._jobs.get(attempt_id)
         if job is not None:
             job.abort("the capture came to nothing")
         return job is not None
 
     def abort_all(self, reason: str) -> None:
-        """Another keeper decides from now on."""
+        """Cancel all jobs, because another keeper decides from now on."""
         for job in self._jobs.values():
             if not job.is_publishing:
                 job.abort(reason)
 
     def abort_shared(self, reason: str) -> None:
-        """Hosts are numbered anew: what others write is not theirs to be told of any more."""
+        """Cancel all jobs with images on other hosts, because hosts are renumbered."""
         for job in self._jobs.values():
             if job.shares and not job.is_publishing:
                 job.abort(reason)
 
     def ended(self, attempt_id: str) -> None:
-        """The persister is done with it; its views of the slots are let go."""
+        """Forget a job that the persister has finished; its views of the slots are released."""
         job = self._jobs.pop(attempt_id, None)
         if job is not None:
             for image in job.images.values():
@@ -110,10 +217,14 @@ class Jobs:
 
 
 def image_job(
-    memory: Memory, number: int, rank: int, image_bytes: int, ring_bytes: int,
+    memory: ArenaFiles,
+    number: int,
+    rank: int,
+    image_bytes: int,
+    ring_bytes: int,
     freed: Callable[[int], None],
-) -> ImageJob:  # fmt: skip
-    """What the writer needs of the image in a slot of this host; ``freed`` as in ``RingImage``."""
+) -> ImageJob:
+    """Return the write job for the image in a slot of this host; ``freed`` as in ``RingImage``."""
     file = memory.files[number]
     if not ring_bytes:
         return ImageJob(rank, file.image[:image_bytes])
@@ -122,3 +233,32 @@ def image_job(
         file.image[:start], file.image[start : file.capacity_bytes], image_bytes, freed
     )
     return ImageJob(rank, memoryview(b""), ring=ring, chunk_bytes=chunk_bytes(ring_bytes))
+
+
+# Runs blocking work beside the keeper's event loop, and returns its results to the loop.
+
+
+class Background:
+    """Two helper threads, and background tasks. Created on the loop it serves."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._helpers = ThreadPoolExecutor(2, thread_name_prefix="holdfast-keeper")
+
+    async def in_thread(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Run a function that may block on a helper thread, and return its result."""
+        return await self._loop.run_in_executor(self._helpers, function, *arguments)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine on the loop; its failure is printed to the keeper's log."""
+        task = self._loop.create_task(coroutine)
+        task.add_done_callback(_complain)
+
+    def from_thread(self, function: Callable[[], None]) -> None:
+        """Schedule a call of ``function`` on the loop, from another thread."""
+        self._loop.call_soon_threadsafe(function)
+
+
+def _complain(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        traceback.print_exception(task.exception(), file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Makes attempts durable, one after the other, without holding up the keeper's conversations.
+"""Makes attempts durable on a thread of its own, one after the other: images, manifest, pruning.
 
-An attempt's images are written as they are captured, into a directory of this attempt alone.
-Only when all are durable, equal to what was sealed, is the manifest published; whatever
-goes wrong before leaves the previous checkpoint as it was (promise 3).
+An attempt's images are written as they are captured, into a directory of this attempt alone. Only
+when all are durable, equal to what was sealed, is the manifest published; an error before leaves
+the previous checkpoint as it was (promise 3).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -24,13 +24,18 @@ from holdfast.catalogue import (
 )
 from holdfast.errors import HoldfastError, PersistFailed
 from holdfast.events import CheckpointPruned, CheckpointPublished, PersistBroke, emit
-from holdfast.format.features import needed
-from holdfast.format.manifest import Generation, Manifest, unseal
+from holdfast.format.manifest import Generation, Incarnation, Manifest, needed, unseal
 from holdfast.format.values import from_bytes
 from holdfast.geometry.codec import has_listings
-from holdfast.keeper.images import IMAGES_AT_ONCE, ImageJob, ImageWriter, Job, shown_values
+from holdfast.keeper.image_writer import (
+    IMAGES_AT_ONCE,
+    ImageJob,
+    ImageWriter,
+    PersistJob,
+    shown_values,
+)
 from holdfast.persist import commit
-from holdfast.persist.parts import Stored
+from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store
@@ -39,32 +44,41 @@ Outcome = Callable[[str, str | None], None]
 
 
 class Persister:
-    """A thread that takes jobs in order. ``done(attempt, None | reason)`` hears how each ended.
+    """A thread that executes jobs in order. ``done(attempt, None | reason)`` reports each result.
 
-    ``pruned(attempt)``: old checkpoints are gone, too, after one that passed through rings. Only
-    the next one that does waits for that: its rings would stand full meanwhile.
+    ``pruned(attempt)``: old checkpoints are pruned, too, after a job that passed through rings.
+    Only the next such job waits for that: its rings would stand full meanwhile. ``remembered()``:
+    the records of incarnations in memory, of which storage may lack some.
     """
 
     def __init__(
-        self, store: Store, keep: Keep, done: Outcome,
-        pruned: Callable[[str], None] = lambda _: None, *, stall_s: float = 600.0,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        keep: Keep,
+        done: Outcome,
+        pruned: Callable[[str], None] = lambda _: None,
+        remembered: Callable[[], Collection[Incarnation]] = tuple,
+        *,
+        stall_s: float = 600.0,
+    ) -> None:
         self.store = store
         self.keep = keep
         self._done, self._pruned = done, pruned
         self._stall_s = stall_s
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._remembered = remembered
+        self._recorded: set[int] = set()
+        self._jobs: queue.SimpleQueue[PersistJob | None] = queue.SimpleQueue()
         self._sweeper = commit.Sweeper(store)
         self._images = ImageWriter(store)
         self._thread = threading.Thread(target=self._work, name="holdfast-persist", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: PersistJob) -> None:
         """Queue an attempt."""
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """End after the queued jobs."""
+        """End the thread after the queued jobs."""
         self._jobs.put(None)
         self._thread.join()
 
@@ -72,8 +86,8 @@ class Persister:
         while (job := self._jobs.get()) is not None:
             self.work_one(job)
 
-    def work_one(self, job: Job) -> None:
-        """Make one attempt durable, and tell how it ended; whatever storage does."""
+    def work_one(self, job: PersistJob) -> None:
+        """Make one attempt durable, and report the result; handles every storage error."""
         try:
             self._persist(job)
         except Exception as error:
@@ -81,24 +95,27 @@ class Persister:
             reason = str(error) if known else f"{type(error).__name__}: {error}"
             self._clean_up(job)
             if not job.aborted:
-                emit(PersistBroke(
-                    incarnation=job.generation.incarnation, step=job.generation.step,
-                    reason=reason,
-                ))  # fmt: skip
+                emit(
+                    PersistBroke(
+                        incarnation=job.generation.incarnation,
+                        step=job.generation.step,
+                        reason=reason,
+                    )
+                )
             self._done(job.attempt, reason)
         else:
             self._done(job.attempt, None)
-            self._prune(job)  # nobody need wait for it: deleting takes as long as writing
+            self._prune(job)  # nobody needs to wait for it: deleting takes as long as writing
             if job.is_ring:
                 self._pruned(job.attempt)
 
-    def _persist(self, job: Job) -> None:
+    def _persist(self, job: PersistJob) -> None:
         if job.aborted:
             raise PersistFailed(job.aborted)
         if self._is_published(job):
             return
         started_s = time.monotonic()
-        commit.record_incarnation(self.store, job.incarnation)
+        self._record(job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
         with ThreadPoolExecutor(_images_at_once(job)) as pool:
             futures = [pool.submit(share.write) for share in job.shares]
@@ -131,17 +148,31 @@ class Persister:
         )
         job.is_publishing = True
         commit.publish(self.store, manifest)
-        emit(CheckpointPublished(
-            incarnation=manifest.incarnation, step=manifest.step, size_bytes=manifest.size_bytes,
-            reused_bytes=manifest.reused_bytes, images=len(stored),
-            elapsed_s=time.monotonic() - started_s,
-        ))  # fmt: skip
+        emit(
+            CheckpointPublished(
+                incarnation=manifest.incarnation,
+                step=manifest.step,
+                size_bytes=manifest.size_bytes,
+                reused_bytes=manifest.reused_bytes,
+                images=len(stored),
+                elapsed_s=time.monotonic() - started_s,
+            )
+        )
 
-    def _persist_image(self, job: Job, image: ImageJob) -> list[Stored]:
+    def _record(self, incarnation: Incarnation) -> None:
+        """Record the incarnation and its ancestors, before anything is published."""
+        if incarnation.n in self._recorded:
+            commit.record_incarnation(self.store, incarnation)
+        elif commit.record_line(self.store, incarnation, self._remembered()) is None:
+            self._recorded.add(incarnation.n)
+
+    def _persist_image(self, job: PersistJob, image: ImageJob) -> list[StoredPart]:
         return [self._images.write(job, image)]
 
-    def _is_published(self, job: Job) -> bool:
-        """Whether an earlier keeper published this attempt. PersistFailed if it was another's."""
+    def _is_published(self, job: PersistJob) -> bool:
+        """Return True if an earlier keeper published this attempt. PersistFailed if it was another
+        attempt.
+        """
         path = manifest_path(job.generation)
         if not self.store.exists(path):
             return False
@@ -151,20 +182,22 @@ class Persister:
             raise PersistFailed(
                 f"{job.generation} is published already, from another attempt; it is not replaced"
             )
-        # Whoever published it may have died before its name was durable, or was told so.
+        # The publisher may have died before the name was durable, or before it was told so.
         self.store.publish(path, data, replace=True)
         return True
 
-    def _clean_up(self, job: Job) -> None:
-        """Remove what this try wrote, unless a manifest may name it: then the sweeper decides."""
+    def _clean_up(self, job: PersistJob) -> None:
+        """Remove the files of this write, unless a manifest may name them: then the sweeper
+        decides.
+        """
         if job.is_publishing:
             return
         for directory in (attempt_dir, part_dir):
-            with contextlib.suppress(HoldfastError):  # the sweeper finds it at a later publication
+            with contextlib.suppress(HoldfastError):  # the sweeper removes it later
                 self.store.remove_tree(directory(job.generation, job.directory))
 
-    def _prune(self, job: Job) -> None:
-        """Apply the retention policy; trouble here harms no checkpoint and is only reported."""
+    def _prune(self, job: PersistJob) -> None:
+        """Apply the retention policy; an error here harms no checkpoint and is only reported."""
         self._images.parts.forget()
         try:
             found = catalogue(self.store)
@@ -172,44 +205,57 @@ class Persister:
                 found = catalogue(self.store)
             gone = set()
             for generation in self._condemned(found, job):
+                if generation in self._sweeper.leases.generations():  # at a later publication
+                    continue
                 if commit.withdraw(self.store, generation):
                     gone.add(generation)
-                    emit(CheckpointPruned(
-                        incarnation=job.generation.incarnation, step=job.generation.step,
-                        pruned_step=generation.step, pruned_incarnation=generation.incarnation,
-                    ))  # fmt: skip
+                    emit(
+                        CheckpointPruned(
+                            incarnation=job.generation.incarnation,
+                            step=job.generation.step,
+                            pruned_step=generation.step,
+                            pruned_incarnation=generation.incarnation,
+                        )
+                    )
             left = [m for m in found.manifests if m.generation not in gone]
-            if not found.broken:  # an unreadable manifest may name what looks unnamed
+            if not found.broken:  # an unreadable manifest may name files that appear unnamed
                 self._sweeper.sweep(left)
             self._images.parts.learn(left)
-        except Exception as error:  # whatever it is: the next attempt must be made durable
-            emit(PersistBroke(
-                incarnation=job.generation.incarnation, step=job.generation.step,
-                reason=f"published, but pruning failed: {error}",
-            ))  # fmt: skip
+        except Exception as error:  # the next attempt must be made durable, whatever the error is
+            emit(
+                PersistBroke(
+                    incarnation=job.generation.incarnation,
+                    step=job.generation.step,
+                    reason=f"published, but pruning failed: {error}",
+                )
+            )
 
-    def _condemned(self, found: Catalogue, job: Job) -> list[Generation]:
-        """What the policy lets go: of the lineage, and what was abandoned before its last."""
+    def _condemned(self, found: Catalogue, job: PersistJob) -> list[Generation]:
+        """Return the generations to prune: those the policy releases, and abandoned ones before the
+        last.
+        """
         lineage = found.lineage
         spared = pinned(self.store) | {job.generation}
         condemned = list(self.keep.decide(lineage, spared))
-        # Which are abandoned cannot be told for sure while a record is unreadable.
+        # Abandoned generations cannot be determined while a record is unreadable.
         if self.keep.last is not None and len(lineage) >= self.keep.last and not found.broken:
             first = min(lineage[-self.keep.last :])
             condemned += [g for g in found.abandoned if g < first and g not in spared]
         return condemned
 
 
-def _images_at_once(job: Job) -> int:
-    """Rings all at once: each rank is held until its own is written."""
+def _images_at_once(job: PersistJob) -> int:
+    """Return how many images are written at once: all rings, since each rank is held until its own
+    is written.
+    """
     own = len(job.images) if job.has_rings else min(IMAGES_AT_ONCE, len(job.images))
     return own + len(job.shares)
 
 
-def _values_document(job: Job) -> dict[str, Any]:
-    """The values all ranks share, for people and tools that only read the manifest."""
+def _values_document(job: PersistJob) -> dict[str, Any]:
+    """Return the values all ranks share, for people and tools that only read the manifest."""
     image = job.images.get(0)
-    far = b"".join(share.values for share in job.shares)  # of one at most
+    far = b"".join(share.values for share in job.shares)  # from one host at most
     kept = far if image is None else shown_values(image)
     document = from_bytes(kept, "rank 0's image") if kept else None
     return document if isinstance(document, dict) else {}

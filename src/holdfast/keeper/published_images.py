@@ -1,8 +1,9 @@
-"""The images of this host that its peers may read, each until its slot is needed."""
+"""Publishes this host's sealed images to its peers, each until its slot is reused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -10,23 +11,23 @@ import msgspec
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Generation
-from holdfast.keeper.memory import Memory
-from holdfast.peers.names import INVENTORY, generation_name, image_path, layout_path
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.arena import IMAGE_START
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import IMAGE_START
+from holdfast.transport.wire.http import INVENTORY, generation_name, image_path, layout_path
 
-if TYPE_CHECKING:  # a run on one host needs none of it
-    from holdfast.keeper.rows import KeptRow
-    from holdfast.peers.server import PeerServer
+if TYPE_CHECKING:  # a run on one host does not need it
+    from holdfast.keeper.parity.store import StoredParity
+    from holdfast.transport.server import PeerServer
 
 
-class Offering:
-    """What is offered at the moment, by slot; nothing while nobody serves. On the keeper's loop."""
+class PublishedImages:
+    """Published images by slot; empty while no server runs. On the keeper's loop."""
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: ArenaFiles) -> None:
         self._memory = memory
-        self.rows: Callable[[], Sequence[KeptRow]] = tuple
-        """The rows of parity that are kept here."""
+        self.shards: Callable[[], Sequence[StoredParity]] = tuple
+        """Returns the parity shards stored here."""
         self._server: PeerServer | None = None
         self._paths: dict[int, str] = {}
         self._layouts: set[str] = set()
@@ -35,74 +36,90 @@ class Offering:
 
     @property
     def port(self) -> int:
-        """Where images of this host are to be had; 0 where nobody else needs them."""
+        """Return the port where images of this host are served; 0 where no other host needs
+        them.
+        """
         return self._port
 
     def serve(
         self, server: PeerServer | None, host: str = "", address: str = "", port: int = 0
     ) -> None:
-        """Offer all that is found in memory through this server, or nothing more (None)."""
+        """Publish all images in memory through this server, or nothing more (None)."""
         self._server, self._paths = server, {}
         self._layouts.clear()
         self._host, self._address, self._port = host, address, port
         if server is None:
             return
-        slots, attempts = self._memory.found()
+        slots, attempts = self._memory.discovered()
         by_id = {attempt.id: attempt for attempt in attempts}
         for slot in slots:
             attempt = by_id.get(slot.attempt)
             if attempt is not None and attempt.slots.get(slot.rank) == slot.id:
-                self._offer_image(
-                    slot.id, slot.attempt, slot.rank, attempt.incarnation, attempt.step,
+                self._publish_image(
+                    slot.id,
+                    slot.attempt,
+                    slot.rank,
+                    attempt.incarnation,
+                    attempt.step,
                     slot.image_bytes,
-                )  # fmt: skip
-                self._offer_layout(attempt.layout)
-        self._offer_inventory()
+                )
+                self._publish_layout(attempt.layout)
+        self._publish_inventory()
 
-    def offer(
-        self, slot: int, attempt: str, rank: int, incarnation: int, step: int, image_bytes: int,
+    def publish(
+        self,
+        slot: int,
+        attempt: str,
+        rank: int,
+        incarnation: int,
+        step: int,
+        image_bytes: int,
         layout: str = "",
-    ) -> None:  # fmt: skip
-        """An image is captured in this slot."""
+    ) -> None:
+        """Publish the captured image in this slot."""
         if self._server is not None:
-            self._offer_image(slot, attempt, rank, incarnation, step, image_bytes)
-            self._offer_layout(layout)
+            self._publish_image(slot, attempt, rank, incarnation, step, image_bytes)
+            self._publish_layout(layout)
             self._is_stale = True
 
     def refresh(self) -> None:
-        """Offer an inventory that has what was captured since; to be called now and then."""
+        """Publish an inventory with all recent captures; called periodically."""
         if self._server is not None and self._is_stale:
-            self._offer_inventory()
+            self._publish_inventory()
 
     def holdings_changed(self) -> None:
-        """Other images are to be believed, or other rows of parity are kept, than before."""
+        """Mark the inventory as changed: other images or other shards are valid than before."""
         if self._server is not None:
-            self._offer_inventory()
+            self._publish_inventory()
 
     def withdraw(self, slot: int) -> None:
-        """The slot may be written to from now on."""
+        """Withdraw the image of a slot, which may be written to from now on."""
         path = self._paths.pop(slot, None)
         if path is not None and self._server is not None:
             self._server.withdraw(path)
 
-    def _offer_image(
+    def _publish_image(
         self, slot: int, attempt: str, rank: int, incarnation: int, step: int, image_bytes: int
     ) -> None:
         assert self._server is not None
         path = image_path(attempt, rank)
         try:
             self._server.offer_file(
-                path, self._memory.slot_path(slot), offset_bytes=IMAGE_START,
-                length_bytes=image_bytes, generation=generation_name(Generation(incarnation, step)),
-            )  # fmt: skip
-        except HoldfastError as error:  # the arena was removed, say
+                path,
+                self._memory.slot_path(slot),
+                offset_bytes=IMAGE_START,
+                length_bytes=image_bytes,
+                generation=generation_name(Generation(incarnation, step)),
+            )
+        except HoldfastError as error:  # the arena was removed, for example
             emit(Warned(message=f"an image is not offered to peers: {error}"))
             return
         self._paths[slot] = path
 
-    def _offer_layout(self, hash_: str) -> None:
+    def _publish_layout(self, hash_: str) -> None:
         if not hash_ or hash_ in self._layouts or self._server is None:
             return
+        self._withdraw_layouts()
         try:
             self._server.offer_document(layout_path(hash_), self._memory.layout(hash_))
         except ArenaError as error:
@@ -110,48 +127,71 @@ class Offering:
             return
         self._layouts.add(hash_)
 
-    def _offer_inventory(self) -> None:
+    def _withdraw_layouts(self) -> None:
+        """Withdraw layouts that memory has dropped: a run may have a new layout at every save."""
         assert self._server is not None
-        self._is_stale = False
-        self._server.offer_document(INVENTORY, msgspec.msgpack.encode(self.holding()))
+        for hash_ in [one for one in self._layouts if not self._memory.has_layout(one)]:
+            self._server.withdraw(layout_path(hash_))
+            self._layouts.discard(hash_)
 
-    def holding(self) -> m.Holding:
-        """This host's inventory, as the slots have it."""
-        slots, attempts = self._memory.found()
+    def _publish_inventory(self) -> None:
+        assert self._server is not None
+        self._is_stale = True
+        with suppress(ArenaError):  # a record cannot be read now: what is published stays
+            self._server.offer_document(INVENTORY, msgspec.msgpack.encode(self.inventory()))
+            self._is_stale = False
+
+    def inventory(self) -> m.Holding:
+        """Return this host's inventory, from the records of its slots."""
+        slots, attempts = self._memory.discovered()
         by_id = {slot.id: slot for slot in slots}
         records = self._memory.incarnations()
         parity = self._parity()
         parts = [
-            m.HeldPart(
-                incarnation=attempt.incarnation, step=attempt.step, attempt=attempt.id,
-                world=attempt.world, layout=attempt.layout,
+            m.HoldingPart(
+                incarnation=attempt.incarnation,
+                step=attempt.step,
+                attempt=attempt.id,
+                world=attempt.world,
+                layout=attempt.layout,
                 images=tuple(
-                    m.HeldImage(
-                        rank=rank, image_bytes=by_id[slot].image_bytes,
-                        header_xxh3=by_id[slot].header_xxh3, table_xxh3=by_id[slot].table_xxh3,
+                    m.HoldingImage(
+                        rank=rank,
+                        image_bytes=by_id[slot].image_bytes,
+                        header_xxh3=by_id[slot].header_xxh3,
+                        table_xxh3=by_id[slot].table_xxh3,
                     )
                     for rank, slot in sorted(attempt.slots.items())
                 ),
                 parity=parity.pop(attempt.id).parity if attempt.id in parity else (),
+                nonce=attempt.nonce,
             )
             for attempt in attempts
-        ]  # fmt: skip
+        ]
         parts += parity.values()
         return m.Holding(
-            host=self._host, address=self._address, port=self._port, parts=tuple(parts),
+            host=self._host,
+            address=self._address,
+            port=self._port,
+            parts=tuple(parts),
             parents={each.n: each.parent for each in records},
             newest_incarnation=max([self._memory.begun(), *(each.n for each in records)]),
-        )  # fmt: skip
+            starts={each.n: (each.nonce, each.created_s) for each in records},
+        )
 
-    def _parity(self) -> dict[str, m.HeldPart]:
-        """What parity is kept of each attempt, as if there were no images of it."""
-        found: dict[str, m.HeldPart] = {}
-        for row in self.rows():
+    def _parity(self) -> dict[str, m.HoldingPart]:
+        """Return the stored parity of each attempt, as parts without images."""
+        found: dict[str, m.HoldingPart] = {}
+        for row in self.shards():
             record, at = row.record, (row.record.stripe, row.record.row)
             before = found[record.attempt].parity if record.attempt in found else ()
-            found[record.attempt] = m.HeldPart(
-                incarnation=record.incarnation, step=record.step, attempt=record.attempt,
-                world=record.world, layout=record.layout, images=(),
+            found[record.attempt] = m.HoldingPart(
+                incarnation=record.incarnation,
+                step=record.step,
+                attempt=record.attempt,
+                world=record.world,
+                layout=record.layout,
+                images=(),
                 parity=tuple(sorted({*before, at})),
-            )  # fmt: skip
+            )
         return found

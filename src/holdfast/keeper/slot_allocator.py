@@ -1,8 +1,9 @@
-"""Slots are made and removed beside the keeper's conversations, and hold up none of them.
+"""Creates and removes slot files on threads, so that the keeper's loop never waits for memory.
 
-To make a slot of tens of gigabytes takes many seconds. So it has threads of its own: a restart
-of the run asks for things while memory is made for the run before. What a save waits for is made
-first, spares only one at a time; nothing is made while memory is given back that it may need.
+Creating a slot of tens of gigabytes takes many seconds. The threads are separate: a restart of the
+run sends requests while memory is created for the run before. Slots that a save waits for are
+created first, spare slots only one at a time; nothing is created while memory is being freed that
+it may need.
 """
 
 from __future__ import annotations
@@ -13,47 +14,51 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from holdfast.coordinator.actions import Action
 from holdfast.errors import ArenaError
 from holdfast.events import Warned, emit
-from holdfast.keeper.background import Background
-from holdfast.keeper.memory import Memory
-from holdfast.snapshot.actions import Action
-from holdfast.snapshot.arena import SlotFile
-from holdfast.snapshot.rings import RingNeed
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.jobs import Background
+from holdfast.protocol.arena import SlotFile
+from holdfast.protocol.image_plan import RingNeed
 
 _AT_ONCE = 2
 
 
-class Deciding(Protocol):
-    """Who decides on slots: the coordinator, or who speaks to the one on another host."""
+class AllocationListener(Protocol):
+    """The receiver of allocation results: the coordinator, or the connection to one on another
+    host.
+    """
 
     def is_awaited(self, slot_id: int, /) -> bool:
-        """Whether a save waits for this slot."""
+        """Return True if a save waits for this slot."""
         ...
 
     def drop_spare(self, slot_id: int, /) -> bool:
-        """A slot that is not begun to be made: forget it if nobody waits for it; whether so."""
+        """Forget a slot that is not being created yet, if no save waits for it; return True if
+        forgotten.
+        """
         ...
 
     def allocated(self, slot_id: int, /) -> list[Action]:
-        """A slot exists."""
+        """Handle a created slot."""
         ...
 
     def allocation_failed(self, slot_id: int, reason: str, /) -> list[Action]:
-        """There is no memory for a slot."""
+        """Handle a slot that could not be created: not enough memory."""
         ...
 
     def rings_made(self, made: Mapping[int, tuple[int, int]], /) -> list[Action]:
-        """These rings exist: (capacity, of it the ring) by slot."""
+        """Handle created rings: (capacity, ring bytes) by slot."""
         ...
 
     def rings_not_made(self, slot_ids: Iterable[int], reason: str, /) -> list[Action]:
-        """There is not even memory for rings."""
+        """Handle rings that could not be created: not enough memory."""
         ...
 
 
-class Nobody:
-    """Whoever asked for memory decides no more; it hears of nothing (``SlotMaker.serve``)."""
+class NullListener:
+    """Ignores results for a listener that decides no more (``SlotAllocator.serve``)."""
 
     def is_awaited(self, _: int) -> bool:
         return False
@@ -74,13 +79,16 @@ class Nobody:
         return []
 
 
-class SlotMaker:
-    """Makes and removes slots for who decides, and tells it; lives on the keeper's loop."""
+class SlotAllocator:
+    """Creates and removes slots for its listener, and reports to it; lives on the keeper's loop."""
 
     def __init__(
-        self, coordinator: Deciding, memory: Memory, background: Background,
+        self,
+        coordinator: AllocationListener,
+        memory: ArenaFiles,
+        background: Background,
         carry_out: Callable[[Sequence[Action]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._coordinator = coordinator
         self._memory = memory
         self._background = background
@@ -88,46 +96,52 @@ class SlotMaker:
         self._loop = asyncio.get_running_loop()
         self._helpers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="holdfast-memory")
         self._queued: dict[int, tuple[int, int]] = {}
-        """Capacity of the slots to be made and room to leave, by number, as they were asked for."""
+        """Queued slots by number: capacity, and memory to leave free, in order of request."""
         self._rings: deque[tuple[RingNeed, ...]] = deque()
-        """Made one set at a time, while nothing else is made: they take what is left."""
+        """Queued rings, created one set at a time while nothing else is created: they use what is
+        left.
+        """
         self._is_making_rings = False
         self._being_made: set[int] = set()
         self._spare = -1
-        """The slot in ``_being_made`` that was a spare when it was begun."""
+        """The slot in ``_being_made`` that was a spare when its creation began."""
         self._unmapping = 0
 
     def make(self, slot_id: int, capacity_bytes: int, leave_bytes: int = 0) -> None:
-        """Make this slot as soon as there is time for it."""
+        """Queue a slot to be created."""
         self._queued[slot_id] = capacity_bytes, leave_bytes
         self._go_on()
 
     def make_rings(self, needs: tuple[RingNeed, ...]) -> None:
-        """Make these rings out of what room there is, as soon as nothing else is being made."""
+        """Queue rings to be created from the available memory, when nothing else is being
+        created.
+        """
         self._rings.append(needs)
         self._go_on()
 
     def remove(self, slot_id: int) -> None:
-        """Give a slot's memory back: out of sight at once, unmapped when there is time."""
+        """Remove a slot: its file name at once, its mapping in the background."""
         file = self._memory.unlink(slot_id)
         if file is not None:
             self._unmapping += 1
             self._background.spawn(self._unmap(file))
 
     def drop_spares(self) -> None:
-        """Another incarnation begins: what is not begun to be made for the old one is not made."""
+        """Drop queued slots of an old incarnation."""
         for slot_id in list(self._queued):
             if self._coordinator.drop_spare(slot_id):
                 del self._queued[slot_id]
 
-    def serve(self, coordinator: Deciding) -> None:
-        """Another decides from now on: what is being made for the one before comes to nothing."""
+    def serve(self, coordinator: AllocationListener) -> None:
+        """Set a new listener: results for the previous one are discarded."""
         self._coordinator = coordinator
         self._queued.clear()
         self._rings.clear()
 
-    def _is_unwanted(self, asker: Deciding, files: Sequence[SlotFile]) -> bool:
-        """Whether who asked for these decides no more; they are given back then."""
+    def _is_unwanted(self, asker: AllocationListener, files: Sequence[SlotFile]) -> bool:
+        """Return True if the requester of these files decides no more; the files are then
+        removed.
+        """
         if asker is self._coordinator:
             return False
         for file in files:
@@ -165,7 +179,7 @@ class SlotMaker:
             file: SlotFile = await self._loop.run_in_executor(
                 self._helpers, self._memory.create, slot_id, capacity_bytes, leave_bytes
             )
-        except Exception as error:  # whatever it is, nobody may go on waiting for this slot
+        except Exception as error:  # a save may wait for this slot, whatever the error is
             reason = str(error) if isinstance(error, ArenaError) else repr(error)
             if not self._is_unwanted(asker, []):
                 actions = asker.allocation_failed(slot_id, reason)
@@ -187,7 +201,7 @@ class SlotMaker:
             made: dict[int, tuple[SlotFile, int]] = await self._loop.run_in_executor(
                 self._helpers, self._memory.create_rings, needs
             )
-        except Exception as error:  # whatever it is, nobody may go on waiting for these
+        except Exception as error:  # a save may wait for these rings, whatever the error is
             reason = str(error) if isinstance(error, ArenaError) else repr(error)
             if not self._is_unwanted(asker, []):
                 actions = asker.rings_not_made([need.slot for need in needs], reason)
@@ -200,7 +214,7 @@ class SlotMaker:
         self._go_on()
 
     def _rings_made(
-        self, asker: Deciding, made: Mapping[int, tuple[SlotFile, int]]
+        self, asker: AllocationListener, made: Mapping[int, tuple[SlotFile, int]]
     ) -> list[Action]:
         for slot_id, (file, _) in made.items():
             self._memory.files[slot_id] = file

@@ -1,4 +1,4 @@
-"""The keeper's conversations: every message of a trainer in, its answer out.
+"""Dispatches trainers' messages to the coordinator, and sends the answers.
 
 One event loop owns the coordinator, so no two transitions overlap.
 """
@@ -14,112 +14,129 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from holdfast.coordinator.actions import SendMessage
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import host_of
 from holdfast.errors import ArenaError, Fenced, FormatError, HoldfastError, UsageError
-from holdfast.events import Warned, emit
-from holdfast.keeper import limits
-from holdfast.keeper.connection import Connection, NearConnection, Ranks, peer_of
-from holdfast.keeper.doors import SOCKET, Doors
+from holdfast.keeper import message_limits as limits
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.connections import (
+    SOCKET,
+    AdmissionCounters,
+    LocalConnection,
+    Ranks,
+    TrainerConnection,
+    peer_of,
+)
 from holdfast.keeper.executor import Executor
+from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Incarnations, RootAccess
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.part import Part
 from holdfast.policy.retention import Keep
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Tell
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.handoff import Coordinator
-from holdfast.snapshot.slots import host_of
+from holdfast.protocol import messages as m
 
 
-class Conversations:
-    """Talks with all trainers, ranks of the run and others."""
+class TrainerApi:
+    """Handles the messages of all trainers, of ranks and of other processes."""
 
     def __init__(
-        self, coordinator: Coordinator, memory: Memory, ranks: Ranks, executor: Executor,
-        incarnations: Incarnations, root: RootAccess, part: Part, doors: Doors, root_url: str,
-    ) -> None:  # fmt: skip
-        self.part = part
-        self.doors = doors
+        self,
+        coordinator: Coordinator,
+        memory: ArenaFiles,
+        ranks: Ranks,
+        executor: Executor,
+        incarnations: Incarnations,
+        root: RootAccess,
+        part: HostRole,
+        doors: AdmissionCounters,
+    ) -> None:
+        self.role = part
+        self.admission = doors
         self.coordinator = coordinator
         self.memory = memory
         self.ranks = ranks
         self.executor = executor
         self.incarnations = incarnations
         self.root = root
-        self.root_url = root_url
-        self.open: set[Connection] = set()
-        self.goodbyes: list[tuple[Connection, int]] = []
-        """Who waits for the end, and the number of the request."""
+        self.open: set[TrainerConnection] = set()
+        self.goodbyes: dict[TrainerConnection, int] = {}
+        """Connections that wait for the end of the run, with the number of their last request."""
         self.persist_at_end = True
         self._beginning = asyncio.Lock()
+        self._traces: set[str] = set()
         self._numbers = itertools.count(1)
-        executor.hands.connect(self)
+        executor.followers.connect(self)
 
-    # ── lines ────────────────────────────────────────────────────────────────────────────
+    # ── connections ──────────────────────────────────────────────────────────────────────────────
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Talk with one trainer until it goes away."""
+        """Serve one trainer's connection until it closes."""
         process = peer_of(writer)
         if process is None:
-            self.doors.refused(SOCKET, "another_user")
+            self.admission.refused(SOCKET, "another_user")
             writer.close()
             return
-        connection = NearConnection(writer, process, next(self._numbers))
-        self.came(connection)
-        self.doors.came(connection)
+        connection = LocalConnection(writer, process, next(self._numbers))
+        self.connected(connection)
+        self.admission.admit(connection)
         try:
+            connection.watch()
             while True:
                 size = int.from_bytes(await reader.readexactly(4), "little")
-                if size > self.doors.most_bytes(connection):
+                if size > self.admission.most_bytes(connection):
                     raise FormatError(f"a message of {size} bytes")
-                body = await reader.readexactly(size)
+                async with asyncio.timeout(limits.FRAME_S):
+                    body = await reader.readexactly(size)
                 seq, message = m.unpack(body)
-                self.doors.left(connection)
-                if self.part.hand is not None and not isinstance(message, _FOR_THIS_HOST):
-                    self._hand_on(connection, seq, message, body)
+                self.admission.spoke(connection)
+                if self.role.follower is not None and not isinstance(message, _FOR_THIS_HOST):
+                    self._forward(connection, seq, message, body)
                 else:
-                    await self.hear(connection, seq, message)
-        except FormatError:
-            self.doors.refused(SOCKET, "malformed")
+                    await self.handle(connection, seq, message)
+        except (FormatError, TimeoutError):
+            self.admission.refused(SOCKET, "malformed")
         except (asyncio.IncompleteReadError, ConnectionError, HoldfastError):
-            pass  # a trainer that went away or talks nonsense is treated alike: it is gone
+            pass  # a trainer that disconnected or sent invalid data is treated alike: it is gone
         finally:
-            self.doors.left(connection)
+            self.admission.removed(connection)
+            connection.watch_no_more()
             writer.close()
-            if self.part.hand is not None:
-                self.part.hand.gone(connection)
-            self.gone(connection)
+            if self.role.follower is not None:
+                self.role.follower.trainer_gone(connection)
+            self.disconnected(connection)
 
-    def _hand_on(
-        self, connection: NearConnection, seq: int, message: m.Message, body: bytes
+    def _forward(
+        self, connection: LocalConnection, seq: int, message: m.Message, body: bytes
     ) -> None:
-        """To the coordinator on another host; told at once when that cannot be."""
-        assert self.part.hand is not None
+        """Forward to the coordinator on another host; answer with an error if that is not
+        possible.
+        """
+        assert self.role.follower is not None
         try:
-            self.part.hand.hear(connection, seq, message, body)
+            self.role.follower.forward(connection, seq, message, body)
         except HoldfastError as error:
             if seq:
                 connection.send(_refusal(error), seq)
 
-    def came(self, connection: Connection) -> None:
-        """Somebody connected, here or on another host."""
+    def connected(self, connection: TrainerConnection) -> None:
+        """Handle a new connection, on this or another host."""
         self.open.add(connection)
 
-    def gone(self, connection: Connection) -> None:
-        """A connection broke."""
+    def disconnected(self, connection: TrainerConnection) -> None:
+        """Handle a closed connection."""
         self.open.discard(connection)
-        if self.ranks.leave(connection):
+        if self.ranks.remove(connection):
             self.executor.carry_out(self.coordinator.lost(connection.rank or 0))
-            self.answer_goodbyes(m.Done())  # they wait for everybody, and one will not come
+            self.answer_goodbyes(m.Done())  # they wait for all ranks, and one will not come
 
     def answer_goodbyes(self, answer: m.Message) -> None:
-        """Let those go who said goodbye."""
-        for connection, seq in self.goodbyes:
+        """Answer all connections that said goodbye."""
+        for connection, seq in self.goodbyes.items():
             connection.send(answer, seq)
         self.goodbyes.clear()
 
-    async def hear(self, connection: Connection, seq: int, message: m.Message) -> None:
-        """One message of a trainer, here or on another host; it is answered."""
+    async def handle(self, connection: TrainerConnection, seq: int, message: m.Message) -> None:
+        """Handle and answer one message of a trainer, on this or another host."""
         handler = _HANDLERS.get(type(message))
         try:
             if not connection.is_visible:
@@ -133,76 +150,97 @@ class Conversations:
                 raise UsageError(f"a trainer does not send {type(message).__name__}")
             if not isinstance(message, _ANYBODY):
                 self.ranks.require(connection)
-            # A Join may be of an incarnation not served yet; to an Ask others wait for an answer.
-            if not isinstance(message, m.Join | m.Ask):
-                limits.check(message, self.coordinator.world)
+            # A Join may be of an incarnation not served yet; other ranks wait for the answer to a
+            # request.
+            if not isinstance(message, m.Join | m.RequestCapture):
+                limits.validate_message(message, self.coordinator.world)
             answer = await handler(self, connection, message, seq)
         except HoldfastError as error:
             if not seq:
-                emit(Warned(message=f"process {connection.process.pid}: {error}"))
+                text = f"process {connection.process.pid}: {error}"
+                self.admission.warn(text, time.monotonic())
             answer = _refusal(error)
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
+            self._log_once(traceback.format_exc())
             answer = m.Refused(kind="KeeperError", reason=f"{type(error).__name__}: {error}")
+        if isinstance(message, m.RequestCapture) and isinstance(
+            answer, m.Refused
+        ):  # a caller waits for the answer
+            connection.send(m.Skip(step=message.step, reason=answer.reason))
         if seq and answer is not None:
             connection.send(answer, seq)
 
-    # ── the run ──────────────────────────────────────────────────────────────────────────
+    def _log_once(self, trace: str) -> None:
+        """Log each trace once, and few in total: the log lies in shared memory."""
+        if trace not in self._traces and len(self._traces) < _MOST_TRACES:
+            self._traces.add(trace)
+            sys.stderr.write(trace)
+            sys.stderr.flush()
 
-    async def _hello(self, _: Connection, message: m.Hello, __: int) -> m.Message:
+    # ── the run ──────────────────────────────────────────────────────────────────────────────────
+
+    async def _hello(self, _: TrainerConnection, message: m.Hello, __: int) -> m.Message:
         if message.protocol != m.PROTOCOL:
             raise UsageError(
                 f"the keeper of this run speaks protocol {m.PROTOCOL}, this Holdfast "
                 f"{message.protocol}: end the old run, or use the version that started it"
             )
-        served = (self.memory.run_id, self.root_url)
-        if (message.run_id, message.root) != served:
-            raise UsageError(f"this keeper serves run {served[0]} at {served[1]}")
+        served = (self.memory.run_id, self.memory.root_id)
+        if (message.run_id, message.root_id) != served:
+            raise UsageError(
+                f"this keeper serves run {served[0]} at {self.root.path} ({served[1]}), not run "
+                f"{message.run_id} at {message.root} ({message.root_id})"
+            )
+        await self.root.follow(message.root)
         return m.Welcome(pid=os.getpid())
 
-    async def _begin(self, _: Connection, message: m.Begin, __: int) -> m.Message:
+    async def _begin(self, _: TrainerConnection, message: m.Begin, __: int) -> m.Message:
         async with self._beginning:
-            n = max(await self.incarnations.next_number(), message.after + 1)
             # One of the hosts may have it, until all know of this start; or the coordinator whose
             # hand this keeper is, until it is told.
             is_elsewhere = bool(message.hosts) or not self.root.may_open
             if not is_elsewhere:
-                await self.root.open()
+                await self.root.open()  # before there is a number, that nobody else may take
+            n = await self.incarnations.next_number()
+            limits.check_start(message.after + 1, n)
+            n = max(n, message.after + 1)
             self.incarnations.begin(n)
             self.ranks.fence_off(n)
             self.answer_goodbyes(m.Done())
-            await self.part.lead(n, message.hosts)
+            await self.role.lead(n, message.hosts)
             if is_elsewhere and not message.hosts:
                 await self.root.open()
             begun = self.coordinator.begin(n, message.nonce, message.world, message.hosts)
             self.executor.carry_out(begun)
-            self.executor.maker.drop_spares()
+            self.executor.allocator.drop_spares()
             return m.Begun(incarnation=n)
 
-    async def _survey(self, _: Connection, message: m.Survey, __: int) -> m.Message:
-        return await self.part.survey(message)
+    async def _probe_host(self, _: TrainerConnection, message: m.ProbeHost, __: int) -> m.Message:
+        return await self.role.probe(message)
 
-    async def _take_part(self, _: Connection, message: m.TakePart, __: int) -> m.Message:
-        return await self.part.take(message)
+    async def _assign_role(self, _: TrainerConnection, message: m.AssignRole, __: int) -> m.Message:
+        return await self.role.follow(message)
 
-    async def _join(self, connection: Connection, message: m.Join, _: int) -> m.Message:
-        async with self._beginning:  # ranks that find a new keeper must not each begin anew
+    async def _join(self, connection: TrainerConnection, message: m.Join, _: int) -> m.Message:
+        async with self._beginning:  # ranks that discover a new keeper must not each begin anew
             if not (self._is_current(message) or await self._resume(message)):
                 raise self._fenced(message.incarnation)
-        limits.check(message, self.coordinator.world)
+        limits.validate_message(message, self.coordinator.world)
         keep = Keep(last=message.keep_last, every=message.keep_every)
         persister = await self.root.open()
         self.ranks.take_place(connection, message.rank)
         self.persist_at_end = message.persist_at_end
         persister.keep = keep
-        self.coordinator.comparing.wanted = message.compare_replicas
+        self.coordinator.replica_check.wanted = message.compare_replicas
         joined = self.coordinator.join(
-            message.rank, connection.process, is_copying=message.is_copying,
+            message.rank,
+            connection.process,
+            is_copying=message.is_copying,
             owes_durable=message.owes_durable,
-        )  # fmt: skip
+        )
         self.executor.carry_out(joined)
-        if self.executor.hands.protecting is not None:
-            self.executor.hands.protecting.ask(message.parity)
+        if self.executor.followers.parity_scheduler is not None:
+            self.executor.followers.parity_scheduler.configure(message.parity)
         return m.Done()
 
     def _fenced(self, incarnation: int) -> Fenced:
@@ -222,7 +260,7 @@ class Conversations:
         return (message.incarnation, message.nonce) == current
 
     async def _resume(self, message: m.Join) -> bool:
-        """A keeper that was started in the middle of an incarnation takes it over."""
+        """Take over an incarnation, as a keeper that was started in the middle of it."""
         mine = await self.incarnations.resumable(message)
         if mine is None:
             return False
@@ -230,15 +268,19 @@ class Conversations:
         await self.root.open()
         self.incarnations.current = mine
         actions = self.coordinator.resume(
-            mine.n, mine.nonce, mine.world, mine.parent, time.monotonic(), self.part.hosts
+            mine.n, mine.nonce, mine.world, mine.parent, time.monotonic(), self.role.hosts
         )
         self.executor.carry_out(actions)
         return True
 
     async def _inventory(self, *_: object) -> m.Message:
         held = tuple(self._held(a) for a in self.coordinator.attempts.complete())
-        parents = {i.n: i.parent for i in self.memory.incarnations()}
-        return m.Inventory(generations=held, parents=parents)
+        records = self.memory.incarnations()
+        return m.Inventory(
+            generations=held,
+            parents={i.n: i.parent for i in records},
+            starts={i.n: (i.nonce, i.created_s) for i in records},
+        )
 
     def _held(self, attempt: Attempt) -> m.HeldGeneration:
         slots = [(rank, self.coordinator.slots[s]) for rank, s in sorted(attempt.slots.items())]
@@ -248,11 +290,12 @@ class Conversations:
             attempt=attempt.id,
             world=attempt.world,
             layout=attempt.layout,
+            nonce=attempt.nonce,
             slots=tuple(
                 m.SlotInfo(
                     rank=rank,
                     path=self.executor.path_of(slot.id),
-                    host=self.executor.hands.name_of(host_of(slot.id)),
+                    host=self.executor.followers.name_of(host_of(slot.id)),
                     port=self._port_of(host_of(slot.id)),
                     image_bytes=slot.image_bytes,
                     header_xxh3=slot.header_xxh3,
@@ -263,80 +306,92 @@ class Conversations:
         )
 
     def _port_of(self, host: int) -> int:
-        return self.executor.hands.port_of(host) if host else self.executor.offering.port
+        return self.executor.followers.port_of(host) if host else self.executor.published.port
 
-    async def _pin(self, _: Connection, message: m.Pin, __: int) -> m.Message:
+    async def _pin(self, _: TrainerConnection, message: m.PinAttempt, __: int) -> m.Message:
         if not self.coordinator.pin(message.attempt):
             raise ArenaError("the generation chosen to restore from is no longer in memory")
         return m.Done()
 
-    async def _adopt(self, _: Connection, message: m.Adopt, __: int) -> m.Message:
+    async def _adopt(self, _: TrainerConnection, message: m.Adopt, __: int) -> m.Message:
         await self.incarnations.adopt(message.parent)
-        self.executor.hands.remember()
-        protecting = self.executor.hands.protecting
+        self.executor.followers.remember()
+        protecting = self.executor.followers.parity_scheduler
         if protecting is not None:  # before a capture begins
             protecting.will_adopt()
         self.executor.carry_out(self.coordinator.adopt(time.monotonic()))
         return m.Done()
 
-    async def _goodbye(self, connection: Connection, _: m.Goodbye, seq: int) -> None:
+    async def _goodbye(self, connection: TrainerConnection, _: m.Goodbye, seq: int) -> None:
         connection.said_goodbye = True
-        self.goodbyes.append((connection, seq))
+        self.goodbyes[connection] = seq
         if connection.rank is not None:
             self.executor.carry_out(self.coordinator.leaving(connection.rank))
+        if self.coordinator.absence.has_lost:
+            self.answer_goodbyes(m.Done())  # not all ranks will come
 
-    # ── saves ────────────────────────────────────────────────────────────────────────────
+    # ── saves ────────────────────────────────────────────────────────────────────────────────────
 
-    async def _table(self, connection: Connection, message: m.Table, _: int) -> m.Message:
+    async def _table(
+        self, connection: TrainerConnection, message: m.LeafTable, _: int
+    ) -> m.Message:
         self.coordinator.table(self.ranks.require(connection), message.hash, message.data)
         return m.Done()
 
-    async def _ask(self, connection: Connection, message: m.Ask, _: int) -> None:
+    async def _request_capture(
+        self, connection: TrainerConnection, message: m.RequestCapture, _: int
+    ) -> None:
         rank = self.ranks.require(connection)
         try:
-            limits.check(message, self.coordinator.world)
+            limits.validate_message(message, self.coordinator.world)
         except UsageError as error:
             skip = m.Skip(step=message.step, reason=str(error), is_passing=False)
             declined = self.coordinator.decline(rank, message.step, str(error))
-            self.executor.carry_out([Tell(skip, rank), *declined])
+            self.executor.carry_out([SendMessage(skip, rank), *declined])
             return
-        if self.executor.hands.protecting is not None:
-            self.executor.hands.protecting.stepped(rank, message.step)
-        self.executor.carry_out(self.coordinator.ask(rank, message, time.monotonic()))
+        if self.executor.followers.parity_scheduler is not None:
+            self.executor.followers.parity_scheduler.on_step(rank, message.step)
+        self.executor.carry_out(self.coordinator.request_capture(rank, message, time.monotonic()))
 
-    async def _progress(self, connection: Connection, message: m.Progress, _: int) -> None:
+    async def _progress(self, connection: TrainerConnection, message: m.Progress, _: int) -> None:
         rank = self.ranks.require(connection)
         self.executor.jobs.copied(message.attempt, rank, message.size_bytes)
 
-    async def _captured(self, connection: Connection, message: m.Captured, _: int) -> None:
+    async def _captured(self, connection: TrainerConnection, message: m.Captured, _: int) -> None:
         rank = self.ranks.require(connection)
         self.executor.carry_out(self.coordinator.captured(rank, message, time.monotonic()))
         self.executor.captured(message.attempt, rank)
 
-    async def _abandon(self, connection: Connection, message: m.Abandon, _: int) -> None:
+    async def _abort_capture(
+        self, connection: TrainerConnection, message: m.AbortCapture, _: int
+    ) -> None:
         rank = self.ranks.require(connection)
-        self.executor.carry_out(self.coordinator.abandon(rank, message))
+        self.executor.carry_out(self.coordinator.abort_capture(rank, message))
 
-    async def _decline(self, connection: Connection, message: m.Decline, _: int) -> None:
+    async def _decline(self, connection: TrainerConnection, message: m.DeclineStep, _: int) -> None:
         rank = self.ranks.require(connection)
-        self.executor.carry_out(self.coordinator.decline(
-            rank, message.step, message.reason, is_passing=message.is_passing
-        ))  # fmt: skip
+        self.executor.carry_out(
+            self.coordinator.decline(
+                rank, message.step, message.reason, is_passing=message.is_passing
+            )
+        )
 
-    async def _withdraw(self, connection: Connection, message: m.Withdraw, _: int) -> None:
+    async def _cancel_request(
+        self, connection: TrainerConnection, message: m.CancelRequest, _: int
+    ) -> None:
         rank = self.ranks.require(connection)
-        self.executor.carry_out(self.coordinator.withdraw(rank, message.step))
+        self.executor.carry_out(self.coordinator.cancel_request(rank, message.step))
 
-    async def _make_durable(self, _: Connection, message: m.MakeDurable, __: int) -> None:
+    async def _make_durable(self, _: TrainerConnection, message: m.MakeDurable, __: int) -> None:
         if message.newest:
             self.executor.carry_out(self.coordinator.persist_newest())
         else:
             self.executor.carry_out(self.coordinator.make_durable(message.step))
 
-    async def _announce(self, _: Connection, message: m.Announce, __: int) -> None:
+    async def _announce(self, _: TrainerConnection, message: m.Announce, __: int) -> None:
         self.executor.carry_out(self.coordinator.announce(message.step, message.which))
 
-    async def _explain(self, _: Connection, message: m.Explain, __: int) -> m.Message:
+    async def _explain(self, _: TrainerConnection, message: m.Explain, __: int) -> m.Message:
         step = message.step
         return m.Explanation(
             text=self.coordinator.explain(step), is_whole=self.coordinator.is_whole(step)
@@ -347,28 +402,30 @@ def _refusal(error: HoldfastError) -> m.Refused:
     return m.Refused(kind=type(error).__name__, reason=str(error), fields=error.told_fields)
 
 
-_ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory, m.Survey, m.TakePart)
-#: What a keeper answers itself, whoever coordinates.
-_FOR_THIS_HOST = (m.Hello, m.Begin, m.Survey, m.TakePart)
-_Handler = Callable[[Conversations, Connection, Any, int], Awaitable[m.Message | None]]
+#: Limit of different traces written to the log.
+_MOST_TRACES = 64
+_ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory, m.ProbeHost, m.AssignRole)
+#: Messages that a keeper answers itself, whichever host coordinates.
+_FOR_THIS_HOST = (m.Hello, m.Begin, m.ProbeHost, m.AssignRole)
+_Handler = Callable[[TrainerApi, TrainerConnection, Any, int], Awaitable[m.Message | None]]
 _HANDLERS: dict[type[m.Message], _Handler] = {
-    m.Hello: Conversations._hello,
-    m.Begin: Conversations._begin,
-    m.Survey: Conversations._survey,
-    m.TakePart: Conversations._take_part,
-    m.Join: Conversations._join,
-    m.ListInventory: Conversations._inventory,
-    m.Pin: Conversations._pin,
-    m.Adopt: Conversations._adopt,
-    m.Table: Conversations._table,
-    m.Ask: Conversations._ask,
-    m.Progress: Conversations._progress,
-    m.Captured: Conversations._captured,
-    m.Abandon: Conversations._abandon,
-    m.Withdraw: Conversations._withdraw,
-    m.Decline: Conversations._decline,
-    m.MakeDurable: Conversations._make_durable,
-    m.Announce: Conversations._announce,
-    m.Explain: Conversations._explain,
-    m.Goodbye: Conversations._goodbye,
+    m.Hello: TrainerApi._hello,
+    m.Begin: TrainerApi._begin,
+    m.ProbeHost: TrainerApi._probe_host,
+    m.AssignRole: TrainerApi._assign_role,
+    m.Join: TrainerApi._join,
+    m.ListInventory: TrainerApi._inventory,
+    m.PinAttempt: TrainerApi._pin,
+    m.Adopt: TrainerApi._adopt,
+    m.LeafTable: TrainerApi._table,
+    m.RequestCapture: TrainerApi._request_capture,
+    m.Progress: TrainerApi._progress,
+    m.Captured: TrainerApi._captured,
+    m.AbortCapture: TrainerApi._abort_capture,
+    m.CancelRequest: TrainerApi._cancel_request,
+    m.DeclineStep: TrainerApi._decline,
+    m.MakeDurable: TrainerApi._make_durable,
+    m.Announce: TrainerApi._announce,
+    m.Explain: TrainerApi._explain,
+    m.Goodbye: TrainerApi._goodbye,
 }

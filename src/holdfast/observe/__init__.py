@@ -1,1 +1,1 @@
-"""What becomes of events: sinks that keep them, and the report made of what was kept."""
+"""Keeps the events of a run in files, shows them to people, and makes reports from them."""

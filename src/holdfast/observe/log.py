@@ -1,7 +1,7 @@
-"""Show events to people, on stderr: all that HOLDFAST_LOG asks for, or else what nobody may miss.
+"""Reads the events of one kind from a run's files, without folding all the others.
 
-Unasked, training says nothing while all is well. A save that came to nothing, a keeper that was
-lost or a source that was bad is one plain line, and one that comes again and again is one a minute.
+Files are searched in large pieces for the kind's name, and only lines that have it are decoded: a
+long run leaves gigabytes of events, most of them of other kinds.
 """
 
 from __future__ import annotations
@@ -11,32 +11,145 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 import msgspec
 
 from holdfast import events
 from holdfast.errors import UsageError
-from holdfast.events import Event, Sink
-from holdfast.observe.units import (
+from holdfast.events import AnyEvent, Event, ReplicasDiffer, Sink
+from holdfast.observe.text import (
+    count_text,
     counts_text,
+    printable,
     ranks_text,
     rate_text,
     seconds_text,
     shared_text,
     size_text,
 )
+from holdfast.observe.trails import open_parts, trails
 
-#: How long the same trouble is only counted after it was shown.
+E = TypeVar("E", bound=Event)
+
+_PIECE_BYTES = 8 << 20
+_decode = msgspec.json.Decoder(AnyEvent).decode
+
+
+def read_events(root: str | Path, kind: type[E]) -> Iterator[E]:
+    """Yields all events of this kind below ``root``, file by file; lines cut off by a kill are left
+    out.
+
+    Yields nothing where there are no events, or none that this process may read.
+    """
+    name = f'"{kind.__name__}"'.encode()
+    for path in trails(root):
+        for line in _lines_with(path, name):
+            try:
+                event = _decode(line)
+            except msgspec.DecodeError:
+                continue
+            if isinstance(event, kind):
+                yield event
+
+
+def _lines_with(path: Path, name: bytes) -> Iterator[bytes]:
+    """Yields the whole lines of a writer's files that have ``name`` in them."""
+    try:
+        for file in open_parts(path):
+            yield from _lines_in(file, name)
+    except OSError:
+        return
+
+
+def _lines_in(file: BinaryIO, name: bytes) -> Iterator[bytes]:
+    rest = b""
+    while piece := file.read(_PIECE_BYTES):
+        data = rest + piece
+        end = data.rfind(b"\n") + 1
+        at = data.find(name, 0, end)
+        while at >= 0:
+            stop = data.index(b"\n", at)
+            yield data[data.rfind(b"\n", 0, at) + 1 : stop]
+            at = data.find(name, stop, end)
+        rest = data[end:]
+
+
+# Summarizes the replicas that differed in a run: which leaves, where, and since when.
+
+
+#: The number of leaves that are named where all have drifted apart.
+_MOST_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A leaf whose replicas differed in ``saves`` saves.
+
+    ``ranks``: those that differed from the majority in any of them; ``first`` and ``last`` are
+    generations. ``is_known_which``: True if each time more than half of the ``replicas`` held the
+    same.
+    """
+
+    leaf: str
+    ranks: tuple[int, ...]
+    replicas: int
+    is_known_which: bool
+    saves: int
+    first: tuple[int, int]
+    last: tuple[int, int]
+
+
+def divergence_of(leaf: str, records: Sequence[ReplicasDiffer]) -> Divergence:
+    """Returns one leaf's, from all records of it: the keeper and several ranks report the same."""
+    generations = sorted({(event.incarnation, event.step) for event in records})
+    return Divergence(
+        leaf=leaf,
+        ranks=tuple(sorted({rank for event in records for rank in event.ranks})),
+        replicas=max(event.replicas for event in records),
+        is_known_which=all(event.is_known_which for event in records),
+        saves=len(generations),
+        first=generations[0],
+        last=generations[-1],
+    )
+
+
+def lines_of(divergences: Sequence[Divergence]) -> list[str]:
+    """Formats the report's lines."""
+    lines = []
+    for each in divergences[:_MOST_SHOWN]:
+        who = (
+            f"{ranks_text(each.ranks)} not as most of {each.replicas} replicas"
+            if each.is_known_which
+            else f"{ranks_text(each.ranks)} not alike, and which is right is not known"
+        )
+        first, last = ("-".join(map(str, generation)) for generation in (each.first, each.last))
+        when = f"at {first}" if first == last else f"from {first} to {last}"
+        lines.append(
+            f"replicas differ: {each.leaf}: {who}; seen {when}, in {count_text(each.saves, 'save')}"
+        )
+    if len(divergences) > len(lines):
+        lines.append(f"replicas differ: {len(divergences) - len(lines)} leaves more")
+    return lines
+
+
+# Shows events to people on stderr: those that HOLDFAST_LOG asks for, or only notices of trouble.
+#
+# By default training prints nothing while all is well. A failed save, a lost keeper or a bad source
+# is one plain line, and repeated trouble is one line a minute.
+
+
+#: The time for which repeated trouble is only counted after it was shown.
 QUIET_S = 60.0
 _KINDS_AT_MOST = 256
 _VARIABLE_WORD = re.compile(r"\w*\d\w*")
 
 
 class LogSink:
-    """Print short lines to stderr for a person who watches: ``info`` or ``debug`` (everything)."""
+    """Prints short lines to stderr for a person who watches: ``info`` or ``debug`` (everything)."""
 
     def __init__(self, level: str = "info", *, stream: TextIO | None = None) -> None:
         if level not in ("info", "debug"):
@@ -56,7 +169,7 @@ class LogSink:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _ShownNotices:
     """One kind of trouble: when it was shown last, and how often it came since."""
 
     at_s: float
@@ -64,16 +177,16 @@ class _Shown:
 
 
 class NoticeSink:
-    """Print what a person must see, when nothing else was asked for: the same once a minute.
+    """Prints the events a person must see, when nothing else was asked for: the same once a minute.
 
-    Rank 0 speaks for all, since every rank hears of a snapshot that was missed or of a lost
-    keeper; of what only one rank knows, that rank speaks.
+    Rank 0 prints for all, since every rank receives a missed snapshot or a lost keeper; an event
+    that only one rank knows is printed by that rank.
     """
 
     def __init__(self, rank: int, *, stream: TextIO | None = None) -> None:
         self._is_first = rank == 0
         self._stream = stream
-        self._shown: dict[tuple[type[Event], str], _Shown] = {}
+        self._shown: dict[tuple[type[Event], str], _ShownNotices] = {}
 
     def __call__(self, event: Event, time_s: float) -> None:
         if not (isinstance(event, _OF_ONE_RANK) or (self._is_first and isinstance(event, _OF_ALL))):
@@ -81,23 +194,24 @@ class NoticeSink:
         if _is_echo(self):
             return
         said = _INFO[type(event)](event)
-        # Steps, sizes and names of files differ each time; what happened is the same.
+        # Steps, sizes and names of files differ each time; the kind of event is the same.
         kind = (type(event), _VARIABLE_WORD.sub("#", said))
-        before = self._shown.pop(kind, _Shown(-math.inf))
+        before = self._shown.pop(kind, _ShownNotices(-math.inf))
         if abs(time_s - before.at_s) < QUIET_S:  # a clock set back makes nothing silent for long
-            self._shown[kind] = _Shown(before.at_s, before.since + 1)
+            self._shown[kind] = _ShownNotices(before.at_s, before.since + 1)
             return
         again = f" ({before.since} more since this was last said)" if before.since else ""
-        self._shown[kind] = _Shown(time_s)
+        self._shown[kind] = _ShownNotices(time_s)
         if len(self._shown) > _KINDS_AT_MOST:
             del self._shown[next(iter(self._shown))]
         _print(f"holdfast{_whose(event)}: {said}{again}", self._stream)
 
 
 def _is_echo(sink: Sink) -> bool:
-    """Whether another of its kind hears the same events: with two runs in one process, one says it.
+    """True if another sink of its kind receives the same events: with two runs in one process, one
+    prints.
 
-    When the first of them ends, the next one speaks.
+    When the first of them ends, the next one prints.
     """
     alike = [other for other in events.subscribed() if type(other) is type(sink)]
     return sink in alike and alike[0] is not sink
@@ -109,14 +223,15 @@ def _whose(event: Event) -> str:
 
 
 def _print(text: str, stream: TextIO | None) -> None:
-    # sys.stderr is looked up late: whoever redirects it later means us too.
-    print(" ".join(text.split()), file=stream or sys.stderr, flush=True)
+    # sys.stderr is looked up late, so that a later redirection applies here too.
+    print(printable(" ".join(text.split())), file=stream or sys.stderr, flush=True)
 
 
 def log_sink_from_environment(rank: int) -> Sink | None:
-    """The sink that ``HOLDFAST_LOG`` asks for; by default that of notices, for ``off`` none.
+    """Returns the sink that ``HOLDFAST_LOG`` asks for; by default that of notices, for ``off``
+    none.
 
-    UsageError for a level unknown.
+    Raises UsageError for an unknown level.
     """
     level = os.environ.get("HOLDFAST_LOG", "").strip().lower()
     if level == "off":
@@ -125,7 +240,7 @@ def log_sink_from_environment(rank: int) -> Sink | None:
 
 
 def _facts(event: Event) -> str:
-    """Name and fields of any event, the identity aside: what ``debug`` shows."""
+    """Formats name and fields of any event, the identity aside: the line of ``debug``."""
     hidden = {"incarnation", "step", "rank"}
     facts = (
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
@@ -162,7 +277,7 @@ def _differ(event: Any) -> str:
     return f"replicas differ: {what}{others}"
 
 
-#: What ``info`` shows, and in which words.
+#: The events that ``info`` shows, and their words.
 _INFO: dict[type[Event], Callable[[Any], str]] = {
     events.RunStarted: lambda e: f"joined run {e.run_id}, {e.world} ranks, pid {e.pid} on {e.host}",
     events.SnapshotMissed: lambda e: f"snapshot missed: {e.reason}",
@@ -191,10 +306,14 @@ _INFO: dict[type[Event], Callable[[Any], str]] = {
     events.Warned: lambda e: f"warning: {e.message}",
 }
 
-#: What nobody may miss: of these every rank hears, so that rank 0 speaks for all.
+#: The events a person must see that every rank receives, so that rank 0 prints for all.
 _OF_ALL = (
-    events.SnapshotMissed, events.PersistBroke, events.KeeperLost, events.SourceDropped,
-    events.ReplicasDiffer, events.SnapshotNotProtected,
-)  # fmt: skip
-#: Of these only the rank knows that says so.
+    events.SnapshotMissed,
+    events.PersistBroke,
+    events.KeeperLost,
+    events.SourceDropped,
+    events.ReplicasDiffer,
+    events.SnapshotNotProtected,
+)
+#: The events that only the reporting rank knows.
 _OF_ONE_RANK = (events.Warned,)

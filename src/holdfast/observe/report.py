@@ -1,6 +1,7 @@
-"""What saving cost, what was lost and what was restored: the report of a run, and its tables.
+"""Defines the report of a run (the cost of saving, losses, restores), and prints it as tables.
 
-``observe.fold`` makes it from the events that the run left behind.
+``observe.report_builder`` makes it from the events that the run left behind. Tables and lines are
+of strings, never ``Text``: a command's console makes only strings printable.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
-from holdfast.observe.divergence import Divergence, lines_of
-from holdfast.observe.units import (
+from holdfast.observe.log import Divergence, lines_of
+from holdfast.observe.text import (
     count_text,
     counts_text,
     moment_text,
+    on_one_line,
     rate_text,
     seconds_text,
     shared_text,
@@ -59,9 +61,9 @@ class Save:
     size_bytes: int
     reason: str = ""
     reused_bytes: int | None = None
-    """Of ``size_bytes``, those that were stored before, if any: frozen and unchanged."""
+    """Bytes of ``size_bytes`` that were stored before, if any: frozen and unchanged."""
     ring_bytes: int = 0
-    """Memory kept none of its images: they went to storage through rings of so many bytes."""
+    """Bytes of the rings through which its images went to storage, if memory kept none of them."""
 
     @property
     def throughput_bytes_per_s(self) -> float | None:
@@ -74,7 +76,8 @@ class Save:
 class Restore:
     """One restore of all ranks: of generation (``parent_incarnation``, ``step``).
 
-    All together read ``read_bytes`` from the source, and had ``received_bytes`` from each other.
+    Together the ranks read ``read_bytes`` from the source, and received ``received_bytes`` from
+    each other.
     """
 
     incarnation: int
@@ -92,7 +95,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class KeeperLoss:
-    """A keeper that went away, once however many ranks noticed."""
+    """A lost keeper, counted once however many ranks noticed."""
 
     incarnation: int
     host: str
@@ -101,10 +104,10 @@ class KeeperLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class Protection:
-    """What losses of hosts the protected snapshots of an incarnation survive, in words.
+class ProtectionFigures:
+    """The losses of hosts that the protected snapshots of an incarnation survive, in words.
 
-    ``missing``: what was asked for and was not reached, a sentence each.
+    ``missing``: the protection that was asked for and not reached, a sentence each.
     """
 
     incarnation: int
@@ -116,7 +119,9 @@ class Protection:
 
 @dataclass(frozen=True, slots=True)
 class RefusedAtDoor:
-    """What the keeper of a host turned away at its ``socket``, ``peers`` or ``control`` port."""
+    """Requests that the keeper of a host refused at its ``socket``, ``peers`` or ``control``
+    port.
+    """
 
     host: str
     door: str
@@ -150,7 +155,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything a run's events say, saves in the order of their generations."""
+    """Everything in a run's events, saves in the order of their generations."""
 
     root: str
     files: int
@@ -164,22 +169,22 @@ class Report:
     warnings: tuple[str, ...]
     pruned: int
     divergences: tuple[Divergence, ...] = ()
-    protection: tuple[Protection, ...] = ()
+    protection: tuple[ProtectionFigures, ...] = ()
     unprotected: tuple[str, ...] = ()
-    """Snapshots of which no parity could be made, and why."""
+    """Snapshots of which no parity could be made, with the reason."""
     refused: tuple[RefusedAtDoor, ...] = ()
-    """Requests and connections that keepers turned away."""
+    """Requests and connections that keepers refused."""
     damages: tuple[Damage, ...] = ()
-    """What was found changed in memory, in the order in which it was found."""
+    """Damage found in memory, in the order of discovery."""
 
     @property
     def misses(self) -> tuple[Save, ...]:
-        """Saves of which no generation came."""
+        """Returns the saves that gave no generation."""
         return tuple(save for save in self.saves if save.state == "missed")
 
     @property
     def figures(self) -> dict[str, Figures]:
-        """Sum, median and largest of every quantity that was recorded at all."""
+        """Returns sum, median and largest of every quantity that was recorded at all."""
         kept = {name: _values(self.saves, name) for name in QUANTITIES}
         return {
             name: Figures(len(values), sum(values), statistics.median(values), max(values))
@@ -206,7 +211,7 @@ def _values(saves: Iterable[Save], quantity: str) -> list[float]:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """The report as plain values, with its sums, for ``--json``."""
+    """Returns the report as plain values, with its sums, for ``--json``."""
     document = dataclasses.asdict(report)
     for record, save in zip(document["saves"], report.saves, strict=True):
         record["throughput_bytes_per_s"] = save.throughput_bytes_per_s
@@ -215,11 +220,12 @@ def to_json(report: Report) -> dict[str, Any]:
 
 
 def render(report: Report, console: Console, *, last: int = 20) -> None:
-    """Print the report as tables; only the ``last`` saves one by one, all of them for 0."""
-    console.print(_heading(report))
+    """Prints the report as tables; only the ``last`` saves one by one, all of them for 0."""
+    console.print(_heading(report), markup=False)
     if report.protection:
         newest = report.protection[-1]
-        console.print(Text(f"protected snapshots of the last start survive {newest.survives}"))
+        survives = f"protected snapshots of the last start survive {newest.survives}"
+        console.print(survives, markup=False)
     if report.saves:
         console.print(_save_table(report.saves[-last:] if last else report.saves))
         hidden = len(report.saves) - last if last else 0
@@ -229,10 +235,10 @@ def render(report: Report, console: Console, *, last: int = 20) -> None:
     if report.restores:
         console.print(_restore_table(report.restores))
     for line in _troubles(report):
-        console.print(Text(line, style="yellow"))
+        console.print(on_one_line(line), style="yellow", markup=False)
 
 
-def _heading(report: Report) -> Text:
+def _heading(report: Report) -> str:
     states = [save.state for save in report.saves]
     counts = (
         f"{states.count(state)} {state}"
@@ -241,7 +247,7 @@ def _heading(report: Report) -> Text:
     )
     starts = count_text(len(report.starts), "incarnation")
     saves = count_text(len(states), "save")
-    return Text(f"{report.root}: {starts}, {saves} ({', '.join(counts) or 'none'})")
+    return f"{report.root}: {starts}, {saves} ({', '.join(counts) or 'none'})"
 
 
 def _save_table(saves: Iterable[Save]) -> Table:
@@ -259,7 +265,7 @@ def _save_table(saves: Iterable[Save]) -> Table:
     return table
 
 
-#: quantity -> (its name for people, how its values read)
+#: quantity -> (its name for people, the format of its values)
 _SHOWN = {
     "held_s": ("host time in save", seconds_text),
     "fence_s": ("fence wait", seconds_text),
@@ -292,7 +298,7 @@ def _restore_table(restores: Iterable[Restore]) -> Table:
             moment_text(restore.time_s),
             str(restore.incarnation),
             f"{restore.parent_incarnation}-{restore.step}",
-            ", ".join(restore.sources),
+            escape(", ".join(restore.sources)),
             seconds_text(restore.elapsed_s),
             size_text(restore.size_bytes),
             size_text(restore.read_bytes) if restore.read_bytes else "",

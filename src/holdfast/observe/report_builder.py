@@ -1,8 +1,8 @@
-"""Fold the events of a run, in any order, into its report.
+"""Folds the events of a run, in any order, into its report.
 
-Reads ``<root>/events/*.jsonl`` of all ranks and keepers, also while they are being written.
-Lines torn by a kill are skipped and counted; a run that was killed thirty times is the one
-that a report is for.
+Reads ``<root>/events/*.jsonl`` of all ranks and keepers, also while they are being written; of a
+long run these are its beginning and its newest part. Lines torn by a kill are skipped and counted;
+a run that was killed thirty times is the one that needs a report.
 """
 
 from __future__ import annotations
@@ -19,44 +19,46 @@ import msgspec
 from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
-from holdfast.observe.divergence import divergence_of
+from holdfast.observe.log import divergence_of
 from holdfast.observe.report import (
     Damage,
     KeeperLoss,
-    Protection,
+    ProtectionFigures,
     RefusedAtDoor,
     Report,
     Restore,
     Save,
     Start,
 )
+from holdfast.observe.trails import open_parts, size_bytes, trails
 
 Progress = Callable[[int, int], None]
 
 
 def read_report(root: str | Path, *, progress: Progress | None = None) -> Report:
-    """The report of the run in ``root``; NotFound when it left no events.
+    """Returns the report of the run in ``root``; raises NotFound when it left no events.
 
     ``progress(done_bytes, total_bytes)`` is called now and then.
     """
-    paths = sorted(Path(root, "events").glob("*.jsonl"))
-    if not paths:
+    writers = trails(root)
+    if not writers:
         raise NotFound(
             f"no events in {Path(root, 'events')}: a run writes them as it trains; "
             "is this the directory given to Checkpointer?",
             root=str(root),
         )
     fold = _Fold()
-    for line in _lines(paths, progress):
+    for line in _lines(writers, progress):
         fold.line(line)
-    return fold.report(str(root), len(paths))
+    files = sum(1 for _ in Path(root, "events").glob("*.jsonl"))
+    return fold.report(str(root), files)
 
 
-def _lines(paths: list[Path], progress: Progress | None) -> Iterator[bytes]:
-    total_bytes = sum(path.stat().st_size for path in paths)
+def _lines(writers: list[Path], progress: Progress | None) -> Iterator[bytes]:
+    total_bytes = sum(map(size_bytes, writers))
     done_bytes = 0
-    for path in paths:
-        with path.open("rb") as file:
+    for writer in writers:
+        for file in open_parts(writer):
             for number, line in enumerate(file):
                 done_bytes += len(line)
                 if progress and number % 1000 == 0:
@@ -73,30 +75,32 @@ _decode_event = msgspec.json.Decoder(AnyEvent).decode
 _decode_time = msgspec.json.Decoder(_Time).decode
 
 
-class _Reached(NamedTuple):
-    """A phase that all ranks came to: when, and after how long for who reports it."""
+class _ReachedState(NamedTuple):
+    """A phase that all ranks reached: the moment, and the time it took the reporting process."""
 
     at_s: float
     elapsed_s: float
 
 
-def _first(old: _Reached | None, new: _Reached) -> _Reached:
-    """Who tells first knows it first hand: others are told, later."""
+def _first(old: _ReachedState | None, new: _ReachedState) -> _ReachedState:
+    """Returns the earlier report: the first reporter knows it first hand, others were told
+    later.
+    """
     return new if old is None else min(old, new)
 
 
 @dataclass(slots=True)
 class _SaveSoFar:
-    """What is known of a generation while its records come in, in any order."""
+    """The data of a generation while its records come in, in any order."""
 
     held_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     fence_s: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     asked_bytes: dict[int, int] = field(default_factory=dict)
     image_bytes: dict[int, int] = field(default_factory=dict)
     called_at_s: float = math.inf
-    captured: _Reached | None = None
+    captured: _ReachedState | None = None
     is_protected: bool = False
-    durable: _Reached | None = None
+    durable: _ReachedState | None = None
     durable_bytes: int = 0
     reused_bytes: int = 0
     missed: str | None = None
@@ -120,21 +124,21 @@ class _SaveSoFar:
         )
 
     def _fence_s(self) -> float | None:
-        """An update that found its copies made waited for nothing, and nothing was recorded."""
+        """An update whose copies were already made did not wait, and nothing was recorded."""
         if self.fence_s:
             return max(self.fence_s.values())
         return 0.0 if (self.captured or self.durable) and self.held_s else None
 
-    def _since_call(self, reached: _Reached | None) -> float | None:
+    def _since_call(self, reached: _ReachedState | None) -> float | None:
         if reached is None:
             return None
-        # Only trainers know when `save` was called: their clock, or what the keeper measured
-        # where their record is lost or the clocks disagree.
+        # Only trainers know when `save` was called: their clock is used, or the keeper's
+        # measurement where their record is lost or the clocks disagree.
         since_call_s = round(reached.at_s - self.called_at_s, 6)
         return since_call_s if since_call_s > 0 else reached.elapsed_s
 
     def _state(self) -> str:
-        # The manifest decides: a generation that is durable was captured, whoever says missed.
+        # The manifest decides: a durable generation was captured, even if a record says missed.
         if self.durable is not None:
             return "durable"
         if self.is_protected:
@@ -150,7 +154,7 @@ class _SaveSoFar:
 
 
 class _Fold:
-    """Records in, report out. Ranks and keepers may both record one fact."""
+    """Folds records into a report. Ranks and keepers may both record one fact."""
 
     def __init__(self) -> None:
         self._torn = self._unknown = self._pruned = 0
@@ -199,10 +203,19 @@ class _Fold:
             case events.CheckpointPruned():
                 self._pruned += 1
             case events.DamageFound():
-                self._damages.append(Damage(
-                    event.incarnation, event.step, event.host, event.what, event.name,
-                    event.size_bytes, event.outcome, event.reason, time_s,
-                ))  # fmt: skip
+                self._damages.append(
+                    Damage(
+                        event.incarnation,
+                        event.step,
+                        event.host,
+                        event.what,
+                        event.name,
+                        event.size_bytes,
+                        event.outcome,
+                        event.reason,
+                        time_s,
+                    )
+                )
             case events.Warned():
                 self._warned.append(event.message)
             case events.SinkFailed():
@@ -228,14 +241,14 @@ class _Fold:
                 save.ring_bytes = max(save.ring_bytes, event.ring_bytes)
             case events.SnapshotCaptured():
                 save = self._saves[key]
-                save.captured = _first(save.captured, _Reached(time_s, event.elapsed_s))
+                save.captured = _first(save.captured, _ReachedState(time_s, event.elapsed_s))
             case events.SnapshotProtected():
                 self._saves[key].is_protected = True
             case events.SnapshotNotProtected():
                 self._unprotected.append(f"{event.incarnation}-{event.step}: {event.reason}")
             case events.CheckpointPublished():
                 save = self._saves[key]
-                save.durable = _first(save.durable, _Reached(time_s, event.elapsed_s))
+                save.durable = _first(save.durable, _ReachedState(time_s, event.elapsed_s))
                 save.durable_bytes = max(save.durable_bytes, event.size_bytes)
                 save.reused_bytes = max(save.reused_bytes, event.reused_bytes)
             case events.SnapshotMissed():
@@ -257,7 +270,7 @@ class _Fold:
             warnings=tuple(dict.fromkeys(self._warned)),
             pruned=self._pruned,
             protection=tuple(
-                Protection(n, event.parity, event.hosts, event.survives, event.missing)
+                ProtectionFigures(n, event.parity, event.hosts, event.survives, event.missing)
                 for n, event in sorted(self._planned.items())
             ),
             unprotected=tuple(dict.fromkeys(self._unprotected)),
@@ -270,7 +283,9 @@ class _Fold:
         )
 
     def _keeper_losses(self) -> tuple[KeeperLoss, ...]:
-        """Each rank of a host notices each loss once: the rank that saw most saw them all."""
+        """Each rank of a host notices each loss once: the rank that noticed most has all of
+        them.
+        """
         hosts = {
             (event.incarnation, event.rank): event.host
             for records in self._started.values()

@@ -1,8 +1,4 @@
-"""Keep events in a file, without ever holding or harming training.
-
-``JsonlSink`` only puts a record into a queue; a daemon thread writes. What cannot be kept
-(a full disk, a stuck file system) is dropped, oldest first, and counted in the file itself.
-"""
+"""Records the events of a run on one rank: in a file below the root, and on stderr."""
 
 from __future__ import annotations
 
@@ -14,21 +10,52 @@ import queue
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from holdfast import events
-from holdfast.events import Event
+from holdfast.catalogue import ROOT
+from holdfast.events import Event, subscribe
+from holdfast.observe.log import log_sink_from_environment
+from holdfast.observe.trails import PART_BYTES, set_aside
 
-#: Records held for a file that does not take them; about 50 MB at worst.
+
+def follow_run(root: str, rank: int) -> Callable[[float], None]:
+    """Subscribes both sinks; returns a function that stops them, given how many seconds to wait for
+    writing.
+
+    Raises UsageError for an invalid setting.
+    """
+    log = log_sink_from_environment(rank)
+    path = Path(root, "events", f"rank-{rank:05d}.jsonl")
+    trace = JsonlSink(path, only_beside=Path(root, ROOT), part_bytes=PART_BYTES)
+    stops = [subscribe(sink) for sink in (trace, log) if sink is not None]
+
+    def stop(deadline_s: float) -> None:
+        for unsubscribe in stops:
+            unsubscribe()
+        trace.close(deadline_s=deadline_s)
+
+    return stop
+
+
+# Writes events to a file without ever blocking or harming training.
+#
+# ``JsonlSink`` only puts a record into a queue; a daemon thread writes. Records that cannot be
+# written (a full disk, a stuck file system) are dropped, oldest first, and counted in the file
+# itself.
+
+
+#: The most records that wait for a blocked file; about 50 MB at worst.
 QUEUE_LIMIT = 100_000
 #: Lines written with one call.
 BATCH_LINES = 1_000
-#: What the end of the interpreter waits for a sink that nobody closed.
+#: Seconds for which the interpreter's exit waits for a sink that nobody closed.
 EXIT_DEADLINE_S = 2.0
 
-#: Waiting in the queue: an event and its time, or None behind the last one.
+#: An item of the queue: an event and its time, or None as the end marker.
 _Queued = tuple[Event, float] | None
 
 _living: weakref.WeakSet[JsonlSink] = weakref.WeakSet()
@@ -38,11 +65,14 @@ class JsonlSink:
     """Append every event to ``path``, one JSON object a line; pass it to ``events.subscribe``.
 
     A line reaches the operating system as soon as the writer is idle, so a killed process loses
-    next to nothing; it is not fsynced. Several incarnations append to one file: a line torn by
-    a kill is ended before the next is written, so that it spoils no other.
+    next to nothing; it is not fsynced. Several incarnations append to one file: a line torn by a
+    kill is ended before the next is written, so that it spoils no other.
 
-    ``only_beside``: a file without which nothing is made, such as that of a root: where it has
-    vanished, or is not mounted, no directory must come to be in its place.
+    ``part_bytes``: a file of that size is set aside and another begun, of which the first and the
+    newest two are kept (``observe.trails``); without it the file grows without bound.
+
+    ``only_beside``: a file that must exist for anything to be created, such as that of a root:
+    where it has vanished, or is not mounted, no directory must be created in its place.
     """
 
     def __init__(
@@ -51,9 +81,11 @@ class JsonlSink:
         *,
         queue_limit: int = QUEUE_LIMIT,
         only_beside: Path | None = None,
+        part_bytes: int | None = None,
     ) -> None:
         self.path = Path(path)
         self.only_beside = only_beside
+        self.part_bytes = part_bytes
         self._queue_limit = queue_limit
         self._dropped = 0
         self._closed = False
@@ -73,10 +105,10 @@ class JsonlSink:
             self._start()
 
     def close(self, *, deadline_s: float = 5.0) -> None:
-        """Write what is queued and stop; gives up after ``deadline_s``. Never raises.
+        """Write the queued events and stop; gives up after ``deadline_s``. Never raises.
 
-        On its own writer's thread, where the collector may end whoever owns it, it waits for
-        nothing.
+        On its own writer's thread, where the garbage collector may close the sink's owner, it does
+        not wait.
         """
         self._closed = True
         self._queue.put(None)
@@ -85,17 +117,17 @@ class JsonlSink:
             thread.join(deadline_s)
 
     def _begin_afresh(self) -> None:
-        """No thread and an empty queue: at first, and in a child after a fork.
+        """Sets up an empty queue without a thread: at first, and in a child after a fork.
 
-        A child has the parent's queue, perhaps locked by a thread that does not exist there,
-        but not its writer; what is in that queue is the parent's to write.
+        A child has the parent's queue, perhaps locked by a thread that does not exist there, but
+        not its writer; the parent writes the events in that queue.
         """
         self._queue: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def _start(self) -> None:
-        # Not waiting for the lock: whoever holds it is starting the thread.
+        # Without waiting for the lock: its holder is starting the thread.
         if not self._starting.acquire(blocking=False):
             return
         try:
@@ -117,17 +149,19 @@ class JsonlSink:
                 self.count_dropped(1)
 
     def count_dropped(self, lines: int) -> None:
-        """No lock: a count that racing threads leave a little low beats a held trainer."""
+        """No lock: a count that racing threads leave a little low is better than a blocked
+        trainer.
+        """
         self._dropped += lines
 
-    def take_dropped(self) -> int:
-        """How many were dropped since this was last asked."""
+    def pop_dropped(self) -> int:
+        """Returns the number of dropped events since the last call."""
         dropped = self._dropped
         self._dropped -= dropped
         return dropped
 
     def next_batch(self) -> tuple[list[tuple[Event, float]], bool]:
-        """Wait for events; returns them, and whether the end was among them."""
+        """Waits for events; returns them, and whether the end marker was among them."""
         batch: list[tuple[Event, float]] = []
         item = self._queue.get()
         while item is not None:
@@ -147,6 +181,7 @@ class _Writer:
     def __init__(self, sink: JsonlSink) -> None:
         self._sink = sink
         self._fd = -1
+        self._size_bytes = 0
         self._needs_newline = False
         self._is_failing = False
 
@@ -155,7 +190,7 @@ class _Writer:
         while not ended:
             batch, ended = self._sink.next_batch()
             lines = [_line(event, time_s) for event, time_s in batch]
-            dropped = self._sink.take_dropped()
+            dropped = self._sink.pop_dropped()
             if dropped:
                 lines.insert(0, _line(_dropped_warning(dropped, self._sink.path), time.time()))
             if lines and not self._write(b"".join(lines)):
@@ -164,8 +199,10 @@ class _Writer:
             os.close(self._fd)
 
     def _write(self, data: bytes) -> bool:
-        """Append ``data``; False when the file did not take it."""
+        """Appends ``data``; False when the file did not take it."""
         try:
+            if self._fd >= 0 and self._is_full():
+                data = self._begin_part() + data
             if self._fd < 0:
                 self._open()
             if self._needs_newline:
@@ -175,6 +212,7 @@ class _Writer:
             while written < len(data):
                 self._needs_newline = True
                 written += os.write(self._fd, data[written:])
+            self._size_bytes += written
             self._needs_newline = False
             self._is_failing = False
             return True
@@ -188,11 +226,41 @@ class _Writer:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(needed))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size_bytes = os.fstat(self._fd).st_size
-        self._needs_newline = size_bytes > 0 and os.pread(self._fd, 1, size_bytes - 1) != b"\n"
+        size = self._size_bytes = os.fstat(self._fd).st_size
+        self._needs_newline = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def _is_full(self) -> bool:
+        limit = self._sink.part_bytes
+        return limit is not None and self._size_bytes >= limit
+
+    def _begin_part(self) -> bytes:
+        """Sets the file aside; returns the line for the next one about the part that was given up
+        for it.
+
+        Where that fails, the file is continued: events are worth more than a bound.
+        """
+        path, said = self._sink.path, b""
+        try:
+            if self._is_there() and set_aside(path):
+                said = _line(_given_up_warning(path), time.time())
+        except OSError:
+            self._size_bytes = 0  # tried again when as much was written again
+            return b""
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        return said
+
+    def _is_there(self) -> bool:
+        """True if the open file still has its name: an older start may have set it aside."""
+        here = os.fstat(self._fd)
+        try:
+            there = self._sink.path.stat()
+        except FileNotFoundError:
+            return False
+        return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
 
     def _report(self, error: OSError) -> None:
-        """Tell the other sinks, once until a write succeeds: this event comes back to us too."""
+        """Tells the other sinks, once until a write succeeds: this sink receives the event too."""
         if not self._is_failing:
             self._is_failing = True
             message = f"events cannot be written to {self._sink.path}: {error}; still trying"
@@ -205,6 +273,12 @@ def _line(event: Event, time_s: float) -> bytes:
 
 def _dropped_warning(dropped: int, path: Path) -> Event:
     return events.Warned(message=f"{dropped} events were dropped: {path} did not take them in time")
+
+
+def _given_up_warning(path: Path) -> Event:
+    return events.Warned(
+        message=f"older events of {path.stem} were given up: its first file and its newest two stay"
+    )
 
 
 def _begin_afresh_in_child() -> None:

@@ -1,8 +1,11 @@
-"""Optimizer state in host memory, updated on the host and on the device, wherever it is faster.
+"""Keeps optimizer state in host memory and updates it on the host and on the device, as is fastest.
 
     optimizer = holdfast.offload.HybridAdamW(model.parameters(), lr=3e-4)
 
-takes the place of ``torch.optim.AdamW``. See docs/guides/optimizer-in-host-memory.md.
+replaces ``torch.optim.AdamW``. Its options, by name, are those of ``Options``: ``device_share``,
+``subgroup_elements``, ``device_slots``, ``threads``, ``early_gradients``, ``host_memory_bytes``,
+``storage_path`` and ``lane_delay_s``; ``help(HybridAdamW)`` describes each. See
+docs/guides/optimizer-in-host-memory.md.
 """
 
 from __future__ import annotations
@@ -12,20 +15,17 @@ from typing import TYPE_CHECKING
 __all__ = ["HybridAdamW", "HybridOptimizer", "HybridSGD", "Kernel", "Options", "Tensors"]
 
 if TYPE_CHECKING:
-    from .adamw import HybridAdamW
     from .kernels import Kernel, Tensors
-    from .optimizer import HybridOptimizer
-    from .options import Options
-    from .sgd import HybridSGD
-else:  # the schedule and its simulator below this package load no torch
+    from .optimizer import HybridAdamW, HybridOptimizer, HybridSGD, Options
+else:  # the schedule and its simulator in this package load no torch
     import importlib
 
     _HOME = {
-        "HybridAdamW": ".adamw",
+        "HybridAdamW": ".optimizer",
         "HybridOptimizer": ".optimizer",
-        "HybridSGD": ".sgd",
+        "HybridSGD": ".optimizer",
         "Kernel": ".kernels",
-        "Options": ".options",
+        "Options": ".optimizer",
         "Tensors": ".kernels",
     }
 

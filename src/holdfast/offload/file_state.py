@@ -1,7 +1,8 @@
-"""State beyond a budget of host memory lies in files: brought before its update, put back after.
+"""Keeps state beyond a host memory budget in files: reads it before an update, writes it after.
 
-``rotation`` says what is brought and put, and when; this does it, on two lanes beside those of the
-update. Between steps all that was updated is where it belongs, and every tensor reads true.
+``subgroups.rotate`` plans the reads and writes; this module performs them, on two work streams
+beside those of the update. Between steps all updated state is in its place, and every tensor reads
+correctly.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.offload.lanes import Mark, ThreadLane
-from holdfast.offload.paging import PAGE_ELEMENTS, Paged
-from holdfast.offload.rotation import Rotation, rotate
-from holdfast.offload.rows import Subgroup
+from holdfast.offload.host_state import Subgroup
+from holdfast.offload.paged_memory import PAGE_ELEMENTS, PagedMemory
+from holdfast.offload.planning.subgroups import TierRotation, rotate
+from holdfast.offload.streams import StreamMark, ThreadStream
 
 
-def tier_of(options: Mapping[str, Any]) -> Tier | None:
-    """The tier that an optimizer's options ask for. UsageError where they cannot mean anything."""
+def tier_of(options: Mapping[str, Any]) -> FileTier | None:
+    """Return the file tier that an optimizer's options request. UsageError for invalid options."""
     budget_bytes, path = options.get("host_memory_bytes"), options.get("storage_path")
     if budget_bytes is None and path is None:
         return None
@@ -34,13 +35,14 @@ def tier_of(options: Mapping[str, Any]) -> Tier | None:
             f"device_share={options['device_share']} with a storage_path: storage is slower than "
             "the host's update, so all is updated on the host. Leave device_share out"
         )
-    return Tier(path, budget_bytes, options.get("lane_delay_s", 0.0))
+    return FileTier(path, budget_bytes, options.get("lane_delay_s", 0.0))
 
 
-class Tier:
-    """The files of one optimizer's state in ``directory``; at most ``budget_bytes`` of it outside.
+class FileTier:
+    """The files of one optimizer's state in ``directory``; at most ``budget_bytes`` of it in
+    memory.
 
-    ``delay_s``: as of lanes.
+    ``delay_s``: as of ``ThreadStream``.
     """
 
     def __init__(
@@ -49,82 +51,87 @@ class Tier:
         self._directory, self._budget_bytes = os.fspath(Path(directory).absolute()), budget_bytes
         self._delay_s = delay_s
         self._owner = os.getpid()
-        self._lanes: tuple[ThreadLane, ThreadLane] | None = None
-        self._last: tuple[list[Subgroup], Rotation] | None = None
+        self._streams: tuple[ThreadStream, ThreadStream] | None = None
+        self._last: tuple[list[Subgroup], TierRotation] | None = None
         self._here: dict[Subgroup, int] = {}
         self.most_bytes = 0
-        """The most that was in memory at any time."""
+        """The largest amount that was in memory at any time."""
 
-    def make(self, elements: int) -> Paged:
-        """Memory for one kind of a row."""
-        return Paged(self._directory, elements)
+    def make(self, elements: int) -> PagedMemory:
+        """Allocate memory for one kind of state of a flat buffer."""
+        return PagedMemory(self._directory, elements)
 
     def check(self, subgroups: Sequence[Subgroup]) -> None:
-        """UsageError where the budget is too small for these."""
+        """Raise UsageError where the budget is too small for these subgroups."""
         rotate([_size_bytes(one) for one in subgroups], budget_bytes=self._budget_bytes)
 
-    def turn(self, subgroups: Sequence[Subgroup]) -> Turn:
-        """What comes and goes in a step that updates these.
+    def tier_step(self, subgroups: Sequence[Subgroup]) -> TierStep:
+        """Plan the reads and writes of a step that updates these subgroups.
 
-        UsageError in a process that was forked: the files are those of the one that made them.
+        UsageError in a forked process: the files belong to the process that created them.
         """
         if os.getpid() != self._owner:
             raise UsageError(
                 "a forked process cannot update state that lies in files of the process that made "
                 "them: make the optimizer anew there"
             )
-        if self._lanes is None:
-            made = [ThreadLane(name, threads=1, delay_s=self._delay_s) for name in ("bring", "put")]
-            self._lanes = made[0], made[1]
+        if self._streams is None:
+            made = [
+                ThreadStream(name, threads=1, delay_s=self._delay_s) for name in ("bring", "put")
+            ]
+            self._streams = made[0], made[1]
         due = list(subgroups)
         last, self._last = self._last, None  # until this step is done
         after = last[1] if last is not None and last[0] == due else None
-        if after is None:  # what is in memory is of other subgroups, or of a step that broke off
+        if after is None:  # memory holds other subgroups, or those of a step that broke off
             for one in list(self._here):
                 self.put(one)
         sizes = [_size_bytes(one) for one in due]
-        found = rotate(sizes, budget_bytes=self._budget_bytes, after=after)
-        return Turn(self, due, found, self._lanes)
+        rotation = rotate(sizes, budget_bytes=self._budget_bytes, after=after)
+        return TierStep(self, due, rotation, self._streams)
 
-    def done(self, due: list[Subgroup], rotation: Rotation) -> None:
-        """That step was done."""
+    def done(self, due: list[Subgroup], rotation: TierRotation) -> None:
+        """Record that the step is done."""
         self._last = due, rotation
 
     def bring(self, one: Subgroup) -> None:
-        """Have a subgroup in memory."""
+        """Read a subgroup into memory."""
         self._here[one] = _size_bytes(one)
         self.most_bytes = max(self.most_bytes, sum(self._here.values()))
-        for paged in one.row.paged:
+        for paged in one.buffer.paged:
             paged.bring(one.cut.start, one.cut.stop)
 
     def put(self, one: Subgroup) -> None:
-        """Have a subgroup in its files."""
-        for paged in one.row.paged:
+        """Write a subgroup to its files."""
+        for paged in one.buffer.paged:
             paged.put(one.cut.start, one.cut.stop)
         self._here.pop(one, None)
 
 
-class Turn:
-    """One step of a tier: what is to be waited for before an update, and what is done behind it."""
+class TierStep:
+    """One step of a tier: the reads before each update, and the writes after it."""
 
     def __init__(
-        self, tier: Tier, due: list[Subgroup], rotation: Rotation,
-        lanes: tuple[ThreadLane, ThreadLane],
-    ) -> None:  # fmt: skip
-        self._tier, self._due, self._rotation, self.lanes = tier, due, rotation, lanes
-        self._bring, self._put = lanes
+        self,
+        tier: FileTier,
+        due: list[Subgroup],
+        rotation: TierRotation,
+        streams: tuple[ThreadStream, ThreadStream],
+    ) -> None:
+        self._tier, self._due, self._rotation, self.streams = tier, due, rotation, streams
+        self._bring, self._put = streams
         self._reads = list(rotation.reads)
         self._is_put = {due[number] for number in rotation.writes}
-        self._brought: dict[Subgroup, Mark] = {}
-        self._puts: list[Mark] = []
+        self._brought: dict[Subgroup, StreamMark] = {}
+        self._puts: list[StreamMark] = []
 
     @property
     def order(self) -> list[Subgroup]:
         """The subgroups, in the order of their updates."""
         return [self._due[number] for number in self._rotation.order]
 
-    def before(self, one: Subgroup) -> list[Mark]:
-        """Behind these the subgroup is in memory. To be asked in order."""
+    def before(self, one: Subgroup) -> list[StreamMark]:
+        """Return the marks behind which the subgroup is in memory. Must be called in order."""
         while self._reads and self._reads[0].writes_done <= len(self._puts):
             read = self._reads.pop(0)
             which = self._due[read.subgroup]
@@ -132,22 +139,22 @@ class Turn:
             self._brought[which] = self._bring.run(partial(self._tier.bring, which), after=after)
         return [self._brought[one]] if one in self._brought else []
 
-    def behind(self, one: Subgroup, updated: Mark) -> None:
-        """Its update is done behind this mark."""
+    def behind(self, one: Subgroup, updated: StreamMark) -> None:
+        """Write it to its file behind this mark of its update, if the plan says so."""
         if one in self._is_put:
             self._puts.append(self._put.run(partial(self._tier.put, one), after=[updated]))
 
     def finish(self) -> None:
-        """Wait until all is where it belongs."""
+        """Wait until all reads and writes are done."""
         for mark in self._puts:
             mark.wait()
         self._tier.done(self._due, self._rotation)
 
 
 def page_aligned(elements: int) -> int:
-    """As many, or as few more as fill pages."""
+    """Round up to whole pages."""
     return -(-elements // PAGE_ELEMENTS) * PAGE_ELEMENTS
 
 
 def _size_bytes(one: Subgroup) -> int:
-    return sum(paged.part_bytes(one.cut.start, one.cut.stop) for paged in one.row.paged)
+    return sum(paged.part_bytes(one.cut.start, one.cut.stop) for paged in one.buffer.paged)

@@ -1,8 +1,8 @@
-"""Memory of which parts lie in a file: addresses stay, what is behind them changes.
+"""Provides memory whose parts lie in a file or in RAM, at constant addresses.
 
-Every part is in the process's own memory or is a mapping of the file, in which it is true: whoever
-reads finds the same either way, and whoever writes has written. So tensors over it are as any
-others, at any time; only those who want to be fast bring a part to memory first.
+Every part is either in the process's own memory or a mapping of the file, which holds the true
+values: a reader sees the same bytes either way, and a write takes effect either way. So tensors
+over it behave as any others, at any time; bringing a part to memory first only makes it fast.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 
 import torch
 
-from holdfast.storage.scratch import Scratch
+from holdfast.storage.direct import Scratch
 
 PAGE_BYTES = mmap.PAGESIZE
 #: Parts begin and end at multiples of this.
@@ -27,27 +27,27 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def _libc() -> ctypes.CDLL:
-    found = ctypes.CDLL(None, use_errno=True)
+    library = ctypes.CDLL(None, use_errno=True)
     size, flag = ctypes.c_size_t, ctypes.c_int
-    found.mmap.restype = found.mremap.restype = ctypes.c_void_p
-    found.mmap.argtypes = [ctypes.c_void_p, size, flag, flag, flag, ctypes.c_long]
-    found.mremap.argtypes = [ctypes.c_void_p, size, size, flag, ctypes.c_void_p]
-    found.munmap.argtypes = [ctypes.c_void_p, size]
-    found.madvise.argtypes = [ctypes.c_void_p, size, flag]
-    return found
+    library.mmap.restype = library.mremap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, size, flag, flag, flag, ctypes.c_long]
+    library.mremap.argtypes = [ctypes.c_void_p, size, size, flag, ctypes.c_void_p]
+    library.munmap.argtypes = [ctypes.c_void_p, size]
+    library.madvise.argtypes = [ctypes.c_void_p, size, flag]
+    return library
 
 
 _LIBC = _libc()
 
 
-class Paged:
+class PagedMemory:
     """``elements`` of FP32, zeros at first; all of it lies in a file in ``directory``."""
 
     def __init__(self, directory: str, elements: int) -> None:
         self.size_bytes = -(-4 * elements // PAGE_BYTES) * PAGE_BYTES
         self._scratch = Scratch(directory, self.size_bytes, "an optimizer's state")
         weakref.finalize(self, self._scratch.close).atexit = False
-        # The mapping is the tensor's, and goes when nobody has a view of it any more.
+        # The tensor owns the mapping, which ends with the last view of it.
         mapping = mmap.mmap(self._scratch.descriptor, self.size_bytes)
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(mapping, dtype=torch.float32, count=elements)
@@ -55,16 +55,16 @@ class Paged:
         self._here: set[int] = set()
 
     def is_here(self, start: int) -> bool:
-        """Whether the part that begins with this element is in memory."""
+        """Return whether the part that begins with this element is in memory."""
         return start in self._here
 
     def part_bytes(self, start: int, stop: int) -> int:
-        """What these elements take in memory."""
+        """Return the bytes of memory that these elements need."""
         begin, end = self._range(start, stop)
         return end - begin
 
     def bring(self, start: int, stop: int) -> None:
-        """Have these elements in memory. StorageError where they cannot be read."""
+        """Read these elements into memory. StorageError where they cannot be read."""
         if start in self._here:
             return
         begin, end = self._range(start, stop)
@@ -74,13 +74,13 @@ class Paged:
         except BaseException:
             _LIBC.munmap(spare, end - begin)
             raise
-        # At once, and to the same bytes: whoever reads meanwhile sees no difference.
+        # Atomically, and with the same bytes: a concurrent reader sees no difference.
         flags = _MAY_MOVE | _MOVE_FIXED
         _check(_LIBC.mremap(spare, end - begin, end - begin, flags, self._address + begin))
         self._here.add(start)
 
     def put(self, start: int, stop: int) -> None:
-        """Have these elements in the file, and their memory free."""
+        """Write these elements to the file, and free their memory."""
         if start not in self._here:
             return
         begin, end = self._range(start, stop)
@@ -96,7 +96,7 @@ class Paged:
 
 
 def _anonymous(size_bytes: int) -> int:
-    """Memory of the process's own, in large pages where there are any."""
+    """Map private anonymous memory, in huge pages where available."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     where = _check(_LIBC.mmap(None, size_bytes, _READ_WRITE, flags, -1, 0))
     _LIBC.madvise(where, size_bytes, mmap.MADV_HUGEPAGE)
@@ -107,8 +107,8 @@ def _bytes_at(address: int, size_bytes: int) -> memoryview:
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 
-def _check(found: int | None) -> int:
-    if found is None or found == _FAILED:
+def _check(result: int | None) -> int:
+    if result is None or result == _FAILED:
         code = ctypes.get_errno()
         raise MemoryError(f"the system has no memory for an optimizer's state: {os.strerror(code)}")
-    return found
+    return result

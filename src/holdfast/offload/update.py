@@ -1,8 +1,9 @@
-"""One update: each subgroup where the schedule says, host and device at once.
+"""Runs one update: each subgroup where the schedule says, on host and device in parallel.
 
-On the device state goes through slots: loaded, updated, stored, each on a lane of its own, and a
-slot is loaded again only behind the store before. On the host the gradient is waited for, cast,
-applied, and the new parameters go to the device meanwhile. All is tied by marks, nothing by luck.
+On the device state goes through slots: loaded, updated, stored, each on a work stream of its own; a
+slot is loaded again only after its previous store. On the host each update waits for the gradient,
+casts and applies it, and the new parameters go to the device meanwhile. All work is synchronized by
+marks; nothing depends on timing.
 """
 
 from __future__ import annotations
@@ -15,59 +16,60 @@ from typing import NamedTuple
 
 import torch
 
-from holdfast.offload.cutting import Span, aligned
+from holdfast.offload.file_state import TierStep
+from holdfast.offload.host_state import BATCH_ELEMENTS, MASTER, ParamBatch, ParamSlot, Subgroup
 from holdfast.offload.kernels import Group, Kernel, Tensors
-from holdfast.offload.lanes import Lanes, Mark, Passed
-from holdfast.offload.rates import Kind
-from holdfast.offload.rows import BATCH_ELEMENTS, MASTER, Batch, Place, Subgroup
-from holdfast.offload.tier import Turn
+from holdfast.offload.planning.simulate import Kind
+from holdfast.offload.planning.subgroups import ElementSpan, aligned
+from holdfast.offload.streams import PassedMark, StreamMark, WorkStreams
 
-#: (what was done, how much of it, how long it took)
+#: (kind of work, amount, duration)
 Spent = Callable[[Kind, float, float], None]
-_PASSED = Passed()
+_PASSED = PassedMark()
 
 
 @dataclass(slots=True)
-class Due:
-    """What is to be done for one parameter."""
+class DueWork:
+    """The work for one parameter in this step."""
 
     gradient: torch.Tensor
-    """On the device, in the order of the row."""
+    """The gradient on the device, in the order of the flat buffer."""
     is_first: bool
     is_clipped: bool = False
     step: torch.Tensor | None = None
     step_there: torch.Tensor | None = None
-    """The same number on the device."""
+    """The step count on the device."""
     count: float = 0.0
-    """The same number."""
-    arrival: Mark = _PASSED
-    """Behind the gradient's copy to the host."""
+    """The step count as a number."""
+    arrival: StreamMark = _PASSED
+    """The mark behind the gradient's copy to the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """What becomes of gradients first, as tensors of one number; None: nothing."""
+    """Factors applied to gradients first, as one-element tensors; None: nothing."""
 
     factor: torch.Tensor | None = None
-    """Those clipped are multiplied by this, and rounded to their own dtype."""
+    """Clipped gradients are multiplied by it, and rounded to their own dtype."""
     divisor: torch.Tensor | None = None
-    """Then, in FP32, they are divided by that: they were scaled."""
+    """Scaled gradients are then divided by it, in FP32."""
 
     @property
     def is_any(self) -> bool:
-        """Whether anything is done with gradients."""
+        """True if any factor is applied."""
         return self.factor is not None or self.divisor is not None
 
     def on_host(self) -> Scales:
-        """The same for gradients on the host."""
+        """Return the same factors for gradients on the host."""
         factor, divisor = (None if n is None else n.cpu() for n in (self.factor, self.divisor))
         return Scales(None if factor is not None and factor.item() == 1.0 else factor, divisor)
 
 
-class Slot:
-    """Room for one subgroup's state on the device.
+class DeviceSlot:
+    """Memory for one subgroup's state on the device.
 
-    ``raw_bytes``: for each element, of gradients as they came: those the user sees are not changed.
+    ``raw_bytes``: for each element, a copy of the original gradients: those the user sees must not
+    change.
     """
 
     def __init__(
@@ -77,51 +79,55 @@ class Slot:
             kind: torch.empty(elements, dtype=torch.float32, device=device) for kind in kinds
         }
         self._raw = torch.empty(elements * raw_bytes, dtype=torch.uint8, device=device)
-        self.is_free: Mark = Passed()
+        self.is_free: StreamMark = PassedMark()
 
     def part(self, kind: str, size: int) -> torch.Tensor:
-        """As much of one kind's memory as a subgroup takes."""
+        """Return the part of one kind's memory that a subgroup needs."""
         return self.memory[kind][:size]
 
     def raw(self, dtype: torch.dtype, size: int) -> torch.Tensor:
-        """As much of the room for gradients as they came."""
+        """Return the part of the memory for the original gradients that a subgroup needs."""
         return self._raw[: size * dtype.itemsize].view(dtype)
 
 
 @dataclass(slots=True)
 class Update:
-    """What one update of an optimizer goes by."""
+    """The inputs and progress of one update of an optimizer."""
 
-    lanes: Lanes
+    streams: WorkStreams
     kernel: Kernel
     groups: Sequence[Group]
-    due: Mapping[Place, Due]
+    due: Mapping[ParamSlot, DueWork]
     scales: Scales
-    """Of the gradients on the device."""
+    """The scales for gradients on the device."""
     spent: Spent
-    turn: Turn | None = None
-    """What comes from storage and goes there; None: nothing."""
-    _marks: list[Mark] = field(default_factory=list)
-    had: dict[Place, tuple[str, ...]] = field(default_factory=dict)
-    """What was in each parameter's state before."""
+    tier_step: TierStep | None = None
+    """The step's reads and writes of files; None: all state is in memory."""
+    _marks: list[StreamMark] = field(default_factory=list)
+    had: dict[ParamSlot, tuple[str, ...]] = field(default_factory=dict)
+    """The keys of each parameter's state before the update."""
     steps: list[torch.Tensor] = field(default_factory=list)
-    """Which are counted, once the first is not ``steps_before`` any more; set behind it."""
+    """Step counters that are incremented once the first differs from ``steps_before``; set
+    after it.
+    """
     steps_before: float = 0.0
     has_begun: bool = False
-    """Whether anything may have been updated."""
+    """True if anything may have been updated."""
     is_complete: bool = False
-    """Whether everything was, and all memory is final: ``run`` may have been interrupted yet."""
-    _visible: list[Mark] = field(default_factory=list)
-    """Behind new parameters: what is computed next comes behind them."""
+    """True if everything was updated and all memory is final, even if ``run`` was then
+    interrupted.
+    """
+    _visible: list[StreamMark] = field(default_factory=list)
+    """Marks behind new parameters: the caller's next computation must follow them."""
     _scratch: torch.Tensor | None = None
 
     def run(
-        self, host: Sequence[Subgroup], device: Sequence[Subgroup], slots: Sequence[Slot]
+        self, host: Sequence[Subgroup], device: Sequence[Subgroup], slots: Sequence[DeviceSlot]
     ) -> None:
         """Update these subgroups, in this order on each side; all memory is final on return."""
         is_given = False
         try:
-            begin = self.lanes.now()
+            begin = self.streams.now()
             scales = self.scales.on_host()
             self.has_begun = True
             for number, subgroup in enumerate(device):
@@ -133,7 +139,7 @@ class Update:
         except BaseException:
             self._drain()
             if is_given:
-                with suppress(Exception):  # it is the first error that is raised
+                with suppress(Exception):  # the first error is raised
                     self._finish()
             raise
 
@@ -141,26 +147,31 @@ class Update:
         for mark in self._marks:
             mark.wait()
         for mark in self._visible:
-            self.lanes.follow(mark)
+            self.streams.follow(mark)
         self.is_complete = True
-        if self.turn is not None:  # all is true already, wherever it is
-            self.turn.finish()
+        if self.tier_step is not None:  # all state is correct already, in memory or in files
+            self.tier_step.finish()
 
     def _drain(self) -> None:
-        """Until no lane writes anywhere any more, whatever they raise."""
-        lanes = self.lanes
-        for lane in (
-            lanes.gradients, lanes.host, lanes.parameters, lanes.prefetch, lanes.compute,
-            lanes.flush, *(self.turn.lanes if self.turn is not None else ()),
-        ):  # fmt: skip
+        """Wait until no work stream writes any more, whatever error it raises."""
+        streams = self.streams
+        for stream in (
+            streams.gradients,
+            streams.host,
+            streams.parameters,
+            streams.prefetch,
+            streams.compute,
+            streams.flush,
+            *(self.tier_step.streams if self.tier_step is not None else ()),
+        ):
             try:
-                lane.run(_nothing).wait()
-            except Exception:  # it is the first error that is raised
+                stream.run(_nothing).wait()
+            except Exception:  # the first error is raised
                 continue
 
     # ── on the host ──────────────────────────────────────────────────────────────────────
 
-    def _on_host(self, subgroup: Subgroup, scales: Scales, begin: Mark) -> None:
+    def _on_host(self, subgroup: Subgroup, scales: Scales, begin: StreamMark) -> None:
         due = [self.due[place] for place in subgroup.places if place in self.due]
         alike = due[0] if self._are_alike(subgroup, due) else None
 
@@ -175,15 +186,15 @@ class Update:
             self._visible.append(self._to_device(subgroup, begin))
 
         after = list({id(one.arrival): one.arrival for one in due}.values())
-        if self.turn is not None:
-            after += self.turn.before(subgroup)
-        updated = self.lanes.host.run(update, after=after)
+        if self.tier_step is not None:
+            after += self.tier_step.before(subgroup)
+        updated = self.streams.host.run(update, after=after)
         self._marks.append(updated)
-        if self.turn is not None:
-            self.turn.behind(subgroup, updated)
+        if self.tier_step is not None:
+            self.tier_step.behind(subgroup, updated)
 
-    def _are_alike(self, subgroup: Subgroup, due: Sequence[Due]) -> bool:
-        """Whether all of a subgroup is due, and the same is to be done with it."""
+    def _are_alike(self, subgroup: Subgroup, due: Sequence[DueWork]) -> bool:
+        """Return whether all of a subgroup is updated, and in the same way."""
         first = due[0]
         return len(due) == len(subgroup.places) and all(
             one.count == first.count
@@ -192,15 +203,17 @@ class Update:
             for one in due
         )
 
-    def _update_runs(self, subgroup: Subgroup, batch: Batch, due: Due, scales: Scales) -> None:
-        """All of a batch, and what lies one behind the other as one."""
+    def _update_runs(
+        self, subgroup: Subgroup, batch: ParamBatch, due: DueWork, scales: Scales
+    ) -> None:
+        """Update a whole batch; adjacent spans are joined."""
         parts = self._parts(subgroup, batch, joined=True)
         factor = scales.factor if due.is_clipped else None
         steps = [] if due.step is None else [due.step] * len(parts[MASTER])
         self._update_on_host(subgroup, parts, steps, factor, scales.divisor, due.is_first)
 
-    def _update_spans(self, subgroup: Subgroup, batch: Batch, scales: Scales) -> None:
-        """What is due of a batch, each span as what is to be done with its parameter."""
+    def _update_spans(self, subgroup: Subgroup, batch: ParamBatch, scales: Scales) -> None:
+        """Update the due spans of a batch, each with the settings of its parameter."""
         all_ = self._parts(subgroup, batch, joined=False)
         for what, which in self._which(subgroup, batch.spans).items():
             parts = {kind: _pick(tensors, which) for kind, tensors in all_.items()}
@@ -210,55 +223,63 @@ class Update:
             self._update_on_host(subgroup, parts, steps, factor, scales.divisor, what.is_first)
 
     def _parts(
-        self, subgroup: Subgroup, batch: Batch, *, joined: bool
+        self, subgroup: Subgroup, batch: ParamBatch, *, joined: bool
     ) -> dict[str, list[torch.Tensor]]:
-        kinds = (MASTER, "transfer", *self.kernel.kinds(self.groups[subgroup.row.group]))
+        kinds = (MASTER, "transfer", *self.kernel.kinds(self.groups[subgroup.buffer.group]))
         return {kind: subgroup.of_batch(kind, batch, joined=joined) for kind in kinds}
 
     def _update_on_host(
-        self, subgroup: Subgroup, parts: dict[str, list[torch.Tensor]], steps: list[torch.Tensor],
-        factor: torch.Tensor | None, divisor: torch.Tensor | None, is_first: bool,
-    ) -> None:  # fmt: skip
-        """One call of the kernel, and what is before and behind it."""
-        row = subgroup.row
+        self,
+        subgroup: Subgroup,
+        parts: dict[str, list[torch.Tensor]],
+        steps: list[torch.Tensor],
+        factor: torch.Tensor | None,
+        divisor: torch.Tensor | None,
+        is_first: bool,
+    ) -> None:
+        """Call the kernel once, with the casts before and after it."""
+        buffer = subgroup.buffer
         masters, transfer = parts.pop(MASTER), parts.pop("transfer")
         if factor is not None:
             torch._foreach_mul_(transfer, factor)
         gradients = transfer
-        if not row.is_wide:
+        if not buffer.is_wide:
             gradients = self._cast_room(transfer)
             torch._foreach_copy_(gradients, transfer)
         given = Tensors(masters, gradients, parts, steps, divisor)
-        self.kernel.update(self.groups[row.group], given, is_first=is_first)
-        if not row.is_wide:
+        self.kernel.update(self.groups[buffer.group], given, is_first=is_first)
+        if not buffer.is_wide:
             torch._foreach_copy_(transfer, masters)
 
     def _cast_room(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Memory for the gradients of a batch in FP32: the same for all, so that it is cached."""
+        """Return memory for the gradients of a batch in FP32: shared by all batches, so that it
+        is cached.
+        """
         if self._scratch is None:
             self._scratch = torch.empty(aligned(BATCH_ELEMENTS), dtype=torch.float32, device="cpu")
-        found, at = [], 0
+        room, at = [], 0
         for one in like:
-            found.append(self._scratch[at : at + one.numel()])
+            room.append(self._scratch[at : at + one.numel()])
             at += aligned(one.numel())
-        return found
+        return room
 
-    def _to_device(self, subgroup: Subgroup, begin: Mark) -> Mark:
-        """Behind ``begin``: what comes before may still read the parameters, backward or capture.
+    def _to_device(self, subgroup: Subgroup, begin: StreamMark) -> StreamMark:
+        """Copy new parameters behind ``begin``: earlier work may still read them, backward or
+        capture.
 
-        That their gradient is there does not tell.
+        The arrival of a gradient does not prove that the backward has ended.
         """
-        row = subgroup.row
-        source = row.memory(MASTER) if row.is_wide else row.transfer
+        buffer = subgroup.buffer
+        source = buffer.memory(MASTER) if buffer.is_wide else buffer.transfer
 
         def copy() -> None:
             self._write(subgroup, source[subgroup.cut.start : subgroup.cut.stop])
 
-        return self.lanes.parameters.run(copy, after=[begin])
+        return self.streams.parameters.run(copy, after=[begin])
 
     def _write(self, subgroup: Subgroup, source: torch.Tensor) -> None:
-        """The new parameters: ``source`` is all of a subgroup."""
-        small: list[tuple[Span, Place]] = []
+        """Write the new parameters: ``source`` is all of a subgroup."""
+        small: list[tuple[ElementSpan, ParamSlot]] = []
         for span, place in self._spans(subgroup):
             if place.small is not None:
                 small.append((span, place))
@@ -269,10 +290,13 @@ class Update:
             self._write_small(subgroup, small, source)
 
     def _write_small(
-        self, subgroup: Subgroup, small: Sequence[tuple[Span, Place]], source: torch.Tensor
+        self,
+        subgroup: Subgroup,
+        small: Sequence[tuple[ElementSpan, ParamSlot]],
+        source: torch.Tensor,
     ) -> None:
-        """First to where it is kept in mind what they are, beside them: all at once, if all is."""
-        of = subgroup.row.small
+        """Write first to the recorded values beside the parameters: all at once, if all are due."""
+        of = subgroup.buffer.small
         assert of is not None
         noted = [of.part(place, span.start, span.stop) for span, place in small]
         start, stop = max(of.start, subgroup.cut.start), subgroup.cut.stop
@@ -290,33 +314,37 @@ class Update:
 
     # ── on the device ────────────────────────────────────────────────────────────────────
 
-    def _on_device(self, subgroup: Subgroup, slot: Slot, begin: Mark) -> None:
-        row, size = subgroup.row, subgroup.cut.size
-        kinds = (MASTER, *self.kernel.kinds(self.groups[row.group]))
+    def _on_device(self, subgroup: Subgroup, slot: DeviceSlot, begin: StreamMark) -> None:
+        buffer, size = subgroup.buffer, subgroup.cut.size
+        kinds = (MASTER, *self.kernel.kinds(self.groups[buffer.group]))
 
         def load() -> None:
             for kind in kinds:
-                slot.part(kind, size).copy_(subgroup.stretch(row.memory(kind)), non_blocking=True)
+                slot.part(kind, size).copy_(
+                    subgroup.stretch(buffer.memory(kind)), non_blocking=True
+                )
 
         def update() -> None:
             self._update_slot(subgroup, slot)
 
         def store() -> None:
             for kind in kinds:
-                subgroup.stretch(row.memory(kind)).copy_(slot.part(kind, size), non_blocking=True)
+                subgroup.stretch(buffer.memory(kind)).copy_(
+                    slot.part(kind, size), non_blocking=True
+                )
 
-        loaded = self.lanes.prefetch.run(load, after=[begin, slot.is_free])
-        updated = self.lanes.compute.run(update, after=[loaded])
-        slot.is_free = self.lanes.flush.run(store, after=[updated])
+        loaded = self.streams.prefetch.run(load, after=[begin, slot.is_free])
+        updated = self.streams.compute.run(update, after=[loaded])
+        slot.is_free = self.streams.flush.run(store, after=[updated])
         self._marks.append(slot.is_free)
 
-    def _update_slot(self, subgroup: Subgroup, slot: Slot) -> None:
-        row, size = subgroup.row, subgroup.cut.size
-        group = self.groups[row.group]
+    def _update_slot(self, subgroup: Subgroup, slot: DeviceSlot) -> None:
+        buffer, size = subgroup.buffer, subgroup.cut.size
+        group = self.groups[buffer.group]
         for what, which in self._which(subgroup, subgroup.spans).items():
             spans = [subgroup.spans[n] for n in which]
 
-            def parts(kind: str, spans: list[Span] = spans) -> list[torch.Tensor]:
+            def parts(kind: str, spans: list[ElementSpan] = spans) -> list[torch.Tensor]:
                 return [subgroup.inside(slot.part(kind, size), span) for span in spans]
 
             given = [self._due(subgroup, span) for span in spans]
@@ -324,48 +352,49 @@ class Update:
                 due.gradient[span.start : span.stop] for due, span in zip(given, spans, strict=True)
             ]
             factor = self.scales.factor if what.is_clipped else None
-            if factor is not None or (row.is_wide and self.scales.divisor is not None):
-                raw = slot.raw(row.dtype, size)  # the kernel writes to what it divides
+            if factor is not None or (buffer.is_wide and self.scales.divisor is not None):
+                raw = slot.raw(buffer.dtype, size)  # the kernel writes to it
                 room = [subgroup.inside(raw, span) for span in spans]
                 torch._foreach_copy_(room, gradients)
                 gradients = room
             if factor is not None:
                 torch._foreach_mul_(gradients, factor)
-            if not row.is_wide:
+            if not buffer.is_wide:
                 room = parts("gradient")
                 torch._foreach_copy_(room, gradients)
                 gradients = room
             states = {kind: parts(kind) for kind in self.kernel.kinds(group)}
             steps = [one.step_there for one in given if one.step_there is not None]
             self.kernel.update(
-                group, Tensors(parts(MASTER), gradients, states, steps, self.scales.divisor),
+                group,
+                Tensors(parts(MASTER), gradients, states, steps, self.scales.divisor),
                 is_first=what.is_first,
-            )  # fmt: skip
+            )
         self._write(subgroup, slot.part(MASTER, size))
 
-    # ── of what is due ───────────────────────────────────────────────────────────────────
+    # ── selection of spans ───────────────────────────────────────────────────────────────
 
-    def _due(self, subgroup: Subgroup, span: Span) -> Due:
-        return self.due[subgroup.row.places[span.parameter]]
+    def _due(self, subgroup: Subgroup, span: ElementSpan) -> DueWork:
+        return self.due[subgroup.buffer.places[span.parameter]]
 
-    def _spans(self, subgroup: Subgroup) -> Iterator[tuple[Span, Place]]:
-        """Those of parameters that are due."""
+    def _spans(self, subgroup: Subgroup) -> Iterator[tuple[ElementSpan, ParamSlot]]:
+        """Return the spans of parameters that are due."""
         for span, place in zip(subgroup.spans, subgroup.places, strict=True):
             if place in self.due:
                 yield span, place
 
-    def _which(self, subgroup: Subgroup, spans: Sequence[Span]) -> dict[_What, list[int]]:
-        """The numbers of the spans that are due, by what is to be done."""
-        found: dict[_What, list[int]] = {}
+    def _which(self, subgroup: Subgroup, spans: Sequence[ElementSpan]) -> dict[_What, list[int]]:
+        """Group the indexes of the due spans by their settings."""
+        indexes: dict[_What, list[int]] = {}
         for number, span in enumerate(spans):
-            due = self.due.get(subgroup.row.places[span.parameter])
+            due = self.due.get(subgroup.buffer.places[span.parameter])
             if due is not None:
-                found.setdefault(_What(due.is_first, due.is_clipped), []).append(number)
-        return found
+                indexes.setdefault(_What(due.is_first, due.is_clipped), []).append(number)
+        return indexes
 
 
 class _What(NamedTuple):
-    """What is to be done in one call."""
+    """The settings of one kernel call."""
 
     is_first: bool
     is_clipped: bool
@@ -376,4 +405,4 @@ def _pick(tensors: list[torch.Tensor], which: Sequence[int]) -> list[torch.Tenso
 
 
 def _nothing() -> None:
-    """What is done when a lane is waited for."""
+    """Do nothing: the work whose mark is waited for."""

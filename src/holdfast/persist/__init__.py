@@ -1,1 +1,1 @@
-"""From memory to storage: write images, then publish the manifest that makes a checkpoint."""
+"""Moves images from memory to storage, then publishes the manifest that makes a checkpoint."""

@@ -9,6 +9,7 @@ still stands is whole. Only the holder of the root's lock publishes or removes
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from holdfast.catalogue import (
     PARTS,
     ROOT,
     STEPS,
+    find_parent,
     layout_path,
     manifest_path,
     read_document,
@@ -33,12 +35,18 @@ from holdfast.errors import (
 )
 from holdfast.format.manifest import Generation, Incarnation, Manifest, Root, seal
 from holdfast.geometry.layout import table_hash
+from holdfast.leases import LeaseWatch
 from holdfast.persist.pins import pinned
 from holdfast.storage.base import Store
+from holdfast.storage.files import may_be_same
+
+#: Publications from when nothing names a file until it is removed: readers finish meanwhile.
+SWEPT_AFTER = 2
+_IS_LAYOUT = re.compile(r"[0-9a-f]+\.json").fullmatch
 
 
 def open_root(store: Store, run_id: str) -> Root:
-    """Read the root's identity, or give it one. The first of two racing processes wins."""
+    """Reads the root's identity, or creates it. The first of two racing processes wins."""
     if not store.exists(ROOT):
         with contextlib.suppress(AlreadyPublished):
             store.publish(ROOT, seal(Root(run_id=run_id, created_s=time.time())))
@@ -49,47 +57,126 @@ def open_root(store: Store, run_id: str) -> Root:
     except FormatError as error:
         raise FormatError(
             f"{error}\nMove {ROOT} away: a new one is made, with the run id of the checkpoints "
-            "that lie there. Should there be none yet, set HOLDFAST_RUN_ID to the run's id to find "
-            "what is in memory.",
+            "that lie there. To the new one belongs what is in storage, and nothing that is in "
+            "memory: that is known by the old one (`holdfast doctor` shows it).",
             path=ROOT,
         ) from error
 
 
-def require_root(store: Store, run_id: str) -> None:
-    """Make sure that the root is there and this run's, and make nothing. StorageError otherwise."""
+def require_root(store: Store, run_id: str, root_id: str = "") -> None:
+    """Checks that the root exists and is this run's, and creates nothing. Raises StorageError
+    otherwise.
+
+    ``root_id``: also checks that it is this very root, and no copy; see ``Store.identity``.
+    """
     try:
         found = read_document(store, Root, ROOT)
+        identity = store.identity() if root_id else ""
     except NotFound:
         raise StorageError(
             f"{store.url} has no {ROOT}: the root of run {run_id} was removed, moved, or is not "
             "mounted. Nothing is written there until it is back.",
-            operation="read", path=ROOT, url=store.url,
-        ) from None  # fmt: skip
+            operation="read",
+            path=ROOT,
+            url=store.url,
+        ) from None
     if found.run_id != run_id:
         raise StorageError(
             f"{store.url} is the root of run {found.run_id} by now, not of run {run_id}. Nothing "
             "is written there; put the old root back, or start the run again.",
-            operation="read", path=ROOT, url=store.url,
-        )  # fmt: skip
+            operation="read",
+            path=ROOT,
+            url=store.url,
+        )
+    if root_id and not may_be_same(root_id, identity):
+        raise StorageError(
+            f"{store.url} is another root of run {run_id} by now, a copy ({identity}, not "
+            f"{root_id}): the one that this start writes to was moved or removed. Nothing is "
+            "written there; put the old root back, or start the run again with its new name.",
+            operation="read",
+            path=ROOT,
+            url=store.url,
+        )
 
 
 def record_incarnation(store: Store, incarnation: Incarnation) -> None:
-    """Make the incarnation and its parent durable: required before its first manifest."""
+    """Makes the incarnation and its parent durable: required before its first manifest.
+
+    An existing record of its number is replaced only when it cannot be read, or is of this very
+    start: a start that restored twice before its first save goes on from its last restore.
+    """
     path = f"{INCARNATIONS}/{incarnation.n}.json"
     data = seal(incarnation)
     try:
         store.publish(path, data)
     except AlreadyPublished:
-        there = read_document(store, Incarnation, path)
-        if (there.nonce, there.parent) != (incarnation.nonce, incarnation.parent):
+        try:
+            there = read_document(store, Incarnation, path)
+        except NewerFormat:
             raise
+        except FormatError:  # its bytes changed after they were written
+            store.publish(path, data, replace=True)
+            return
+        if there.nonce != incarnation.nonce:
+            raise
+        if there.parent != incarnation.parent:
+            store.publish(path, data, replace=True)
+
+
+def record_line(
+    store: Store, incarnation: Incarnation, remembered: Iterable[Incarnation]
+) -> int | None:
+    """Makes the incarnation durable, and before it its ancestors, oldest first.
+
+    ``remembered``: the records that are in memory; what storage says itself comes first, but for
+    what a start said of itself later (see ``Incarnations.adopt``). Returns
+    the ancestor of which there is no record anywhere; None when the whole line is in storage.
+    AlreadyPublished, and nothing is recorded, when what only memory knows goes on from a start
+    whose number another has in storage.
+    """
+    known = {one.n: one for one in remembered}
+    lacking, child = [incarnation], incarnation.parent
+    missing = None
+    while child is not None and missing is None:
+        n = child[0]
+        there = find_parent(store, n)
+        if there is not None:
+            mine = known.get(n)
+            is_another = isinstance(there, Incarnation) and mine and there.nonce != mine.nonce
+            if is_another and lacking[-1].parent == child:  # as memory has it
+                raise AlreadyPublished(
+                    f"incarnation {lacking[-1].n} went on from incarnation {n}, of which memory "
+                    f"has another start than {store.url}: nothing of it is recorded there. Start "
+                    "the run again.",
+                    path=f"{INCARNATIONS}/{n}.json",
+                )
+            if mine is not None and _is_outdated(there, mine):
+                lacking.append(mine)
+                there = mine
+            child = there.parent
+        elif n in known:
+            lacking.append(known[n])
+            child = known[n].parent
+        else:
+            missing = n
+    for one in reversed(lacking):
+        record_incarnation(store, one)
+    return missing
+
+
+def _is_outdated(there: Incarnation | Manifest, known: Incarnation) -> bool:
+    """Whether memory's record belongs in place of what storage has of the very start."""
+    if isinstance(there, Manifest):  # its record is lost, or cannot be read
+        return there.parent == known.parent
+    is_same = there.nonce == known.nonce
+    return is_same and there.parent != known.parent and there.created_s < known.created_s
 
 
 def write_layout(store: Store, hash_: str, data: bytes) -> None:
-    """Make a layout durable; it is there once, whoever needs it.
+    """Makes a layout durable; it is stored once, for all that need it.
 
-    ChecksumMismatch when these bytes are not what ``hash_`` names: they replace none. What lies
-    there is replaced only when it is wrong itself.
+    Raises ChecksumMismatch when these bytes are not those that ``hash_`` names: they replace none.
+    An existing file is replaced only when it is wrong itself.
     """
     if table_hash(data) != hash_:
         raise ChecksumMismatch(
@@ -106,14 +193,17 @@ def write_layout(store: Store, hash_: str, data: bytes) -> None:
 
 
 def publish(store: Store, manifest: Manifest) -> None:
-    """The act that makes a checkpoint. Everything it names must be durable already."""
+    """Publishes the manifest, which makes the checkpoint. Everything it names must be durable
+    already.
+    """
     store.publish(manifest_path(manifest.generation), seal(manifest))
 
 
 def withdraw(store: Store, generation: Generation) -> bool:
-    """Take a checkpoint away, unless somebody pinned it, if only just now; whether it went.
+    """Removes a checkpoint's manifest unless it was pinned, even just now; returns True if it was
+    removed.
 
-    Its images follow when they are swept. The order of the steps is what makes ``pin`` safe
+    Its images are removed when they are swept. The order of the steps is what makes ``pin`` safe
     without a lock: see ``holdfast.persist.pins``.
     """
     path = manifest_path(generation)
@@ -128,35 +218,53 @@ def withdraw(store: Store, generation: Generation) -> bool:
 
 
 def unnamed_directories(store: Store, manifests: Iterable[Manifest]) -> list[str]:
-    """The directories of images and parts that none of ``manifests``, which must be all, names."""
+    """Returns the directories of images and parts that none of ``manifests``, which must be all,
+    names.
+    """
     named = {directory for manifest in manifests for directory in manifest.directories}
     below = [f"{above}/{name}" for above in (STEPS, PARTS) for name in store.list(above)]
     return [path for path in below if path not in named]
 
 
 def unnamed_layouts(store: Store, manifests: Iterable[Manifest]) -> list[str]:
-    """The layouts that none of ``manifests``, which must be all, is in."""
+    """Returns the layouts that none of ``manifests``, which must be all, uses; no foreign files."""
     named = {layout_path(manifest.layout) for manifest in manifests}
-    below = (f"{LAYOUTS}/{name}" for name in store.list(LAYOUTS))
+    below = (f"{LAYOUTS}/{name}" for name in store.list(LAYOUTS) if _IS_LAYOUT(name))
     return [path for path in below if path not in named]
 
 
 @dataclass(slots=True)
 class Sweeper:
-    """Removes what no manifest names, at the second publication after it was found so.
+    """Removes files that no manifest names, at the second publication after they were first seen
+    so.
 
-    Readers that opened a manifest before it was pruned thus have until then to finish.
+    Files that a reader holds by a lease are not counted until it has finished; a reader that could
+    write no lease has until then to finish. The sweeper is called by the one thread that publishes,
+    between two publications, under the root's lock: so nothing it examines is about to be named. A
+    layout is removed as images are, and a later checkpoint that needs it writes it again
+    (``write_layout`` comes first in every publication).
     """
 
     store: Store
     seen: dict[str, int] = field(default_factory=dict)
+    leases: LeaseWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.leases = LeaseWatch(self.store)
 
     def sweep(self, manifests: Iterable[Manifest]) -> list[str]:
-        """Call after each publication; returns the directories removed."""
-        unnamed = unnamed_directories(self.store, manifests)
+        """Called after each publication with all manifests that are left; returns the removed
+        paths.
+        """
+        manifests = list(manifests)
+        layouts = unnamed_layouts(self.store, manifests)
+        unnamed = [*unnamed_directories(self.store, manifests), *layouts]
+        held = self.leases.paths() if unnamed else ()  # after their manifests were removed
+        unnamed = [path for path in unnamed if path not in held]
         self.seen = {path: self.seen.get(path, -1) + 1 for path in unnamed}
-        removed = [path for path, times in self.seen.items() if times >= 2]
+        removed = [path for path, times in self.seen.items() if times >= SWEPT_AFTER]
         for path in removed:
-            self.store.remove_tree(path)
+            remove = self.store.remove if path in layouts else self.store.remove_tree
+            remove(path)
             del self.seen[path]
         return removed

@@ -1,9 +1,9 @@
-"""Write an image as two files, the frozen one only if no published checkpoint has the same.
+"""Writes an image as two files, the frozen one only if no published checkpoint has the same.
 
-The same is what has the same header and the same checksum of every block, read from the stored
-file itself: no flag, name or step is trusted. Of frozen blocks that are stored already nothing is
-read from memory: what was captured has these checksums, and so has the file. Blocks that are
-written are summed from the bytes handed to the store, as those of every image.
+Two parts are the same if they have the same header and the same checksum of every block, read from
+the stored file itself: no flag, name or step is trusted. Frozen blocks that are stored already are
+not read from memory: the captured blocks have these checksums, and so has the file. The blocks that
+are written are checksummed from the bytes handed to the store, as those of every image.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from typing import NamedTuple, Protocol
 from holdfast.catalogue import catalogue, damage_note
 from holdfast.errors import HoldfastError
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum, pack_table, text, unpack_table
-from holdfast.format.image import Header, Image, header_size, parse_header
+from holdfast.format.image import Header, Image, Split, header_size, parse_header, split
 from holdfast.format.manifest import ImageRef, Manifest
-from holdfast.format.split import Split, split
-from holdfast.persist.writer import CHUNK_BYTES, WRITERS, Arrival, Written, compare_blocks
+from holdfast.persist.writer import CHUNK_BYTES, WRITERS, Arrival, WrittenImage, compare_blocks
 from holdfast.storage.base import ImageSink, Store
 
 
-class Arriving(Protocol):
-    """An image on its way: its memory, and what is known of it."""
+class PartArrival(Protocol):
+    """An image being captured: its memory, and how much of it is there."""
 
     rank: int
     memory: memoryview
     arrival: Arrival
 
 
-class Stored(NamedTuple):
-    """What a manifest names of one rank. ``is_reused``: the part was there before."""
+class StoredPart(NamedTuple):
+    """The file that a manifest names for one rank. ``is_reused``: the part was stored before."""
 
     image: ImageRef
     part: ImageRef | None = None
@@ -42,7 +41,7 @@ class Stored(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class SplitWrite:
     """An image that is stored in two files, as soon as its header is there."""
 
     header: Header
@@ -50,8 +49,8 @@ class Halves:
     split: Split
 
 
-def halves_of(image: Arriving, where: str) -> Halves | None:
-    """Wait for the header; None for an image that is stored as it is."""
+def halves_of(image: PartArrival, where: str) -> SplitWrite | None:
+    """Waits for the header; None for an image that is stored whole."""
     memory, arrival = image.memory, image.arrival
     arrival.wait(8)
     data_start = header_size(memory[:8], where, len(memory))
@@ -60,11 +59,11 @@ def halves_of(image: Arriving, where: str) -> Halves | None:
     found = split(header)
     if found is None:
         return None
-    return Halves(header, text(checksum(memory[:data_start])), found)
+    return SplitWrite(header, text(checksum(memory[:data_start])), found)
 
 
-class Parts:
-    """The frozen parts of a root, as its only writer knows them; asked by several threads."""
+class FrozenParts:
+    """The frozen parts of a root, known to its only writer; used by several threads."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -72,47 +71,47 @@ class Parts:
         self._named: list[ImageRef] | None = None
 
     def learn(self, manifests: Iterable[Manifest]) -> None:
-        """These are the published manifests, all of them."""
+        """Records the published manifests, all of them."""
         named = {part.path: part for manifest in manifests for part in manifest.parts}
         with self._lock:
             self._named = list(named.values())
 
     def forget(self) -> None:
-        """What is published is no longer known: it is looked up when it is needed."""
+        """Clears the record of published manifests: it is read again when needed."""
         with self._lock:
             self._named = None
 
     def write(
-        self, image: Arriving, halves: Halves, path: str, part_path: str
-    ) -> tuple[Stored, Written]:
-        """Store ``image`` at ``path`` and ``part_path``, which belong to this attempt alone.
+        self, image: PartArrival, halves: SplitWrite, path: str, part_path: str
+    ) -> tuple[StoredPart, WrittenImage]:
+        """Stores ``image`` at ``path`` and ``part_path``, which belong to this attempt alone.
 
-        Returns what to name, and what the image in memory says of itself: to be compared with
-        what was sealed. Raises as ``write_image`` does, and then leaves neither file.
+        Returns the files to name, and the header and table of the image in memory, to be compared
+        with the seal. Raises as ``write_image`` does, and then leaves neither file.
         """
         half, begin = halves.split, halves.header.data_start
         header = text(checksum(half.part.header))
         alike = [o for o in self._published() if (o.rank, o.header_xxh3) == (image.rank, header)]
         with ExitStack() as opened:
 
-            def fill(one: Image, where: str, at: int) -> _Filled:
+            def fill(one: Image, where: str, at: int) -> _PartHash:
                 sink = opened.enter_context(_new_file(self._store, where, one.size_bytes))
-                return _Filled(sink, one, where, _write_data(sink, one, image, at))
+                return _PartHash(sink, one, where, _write_data(sink, one, image, at))
 
-            # Frozen blocks come first in memory: what must be written is written as it arrives.
+            # Frozen blocks come first in memory: those to be written are written as they arrive.
             part = None if alike else fill(half.part, part_path, begin)
             live = fill(half.live, path, begin + halves.header.frozen_bytes)
             image.arrival.wait(len(image.memory))
             table = image.memory[begin + halves.header.table.offset :]
-            written = Written(halves.header_xxh3, text(checksum(table)))
+            written = WrittenImage(halves.header_xxh3, text(checksum(table)))
             live_sums, part_sums = half.tables(unpack_table(table, halves.header.blocks))
             same = self._find(alike, image.rank, half.part, part_sums)
             if same is None and part is None:
                 part = fill(half.part, part_path, begin)
             stored = live.finish(image.rank, live_sums)
             if part is not None:
-                return Stored(stored, part.finish(image.rank, part_sums)), written
-            return Stored(stored, same, is_reused=True), written
+                return StoredPart(stored, part.finish(image.rank, part_sums)), written
+            return StoredPart(stored, same, is_reused=True), written
 
     def _published(self) -> list[ImageRef]:
         with self._lock:
@@ -127,7 +126,7 @@ class Parts:
     def _find(
         self, alike: Iterable[ImageRef], rank: int, made: Image, sums: Sequence[int]
     ) -> ImageRef | None:
-        """The published part that is what would be written."""
+        """Returns the published part that equals the one to be written."""
         table = pack_table(sums, made.table_entries)
         for one in alike:
             if one == _reference(one.path, rank, made, table) and self._holds(one, made, table):
@@ -135,7 +134,7 @@ class Parts:
         return None
 
     def _holds(self, one: ImageRef, made: Image, table: bytes) -> bool:
-        """Whether the stored file itself is that part, as far as it tells without its blocks."""
+        """True if the stored file itself is that part, as far as header and table show."""
         at = made.data_start + made.table_offset
         try:
             return (
@@ -149,7 +148,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Filled:
+class _PartHash:
     """A file that has its header and its data, and not yet its table."""
 
     sink: ImageSink
@@ -158,7 +157,9 @@ class _Filled:
     sums: list[int]
 
     def finish(self, rank: int, sealed: Sequence[int]) -> ImageRef:
-        """Make it durable, if what was written is what was sealed; ChecksumMismatch if not."""
+        """Makes the file durable, if the written blocks are the sealed ones; raises
+        ChecksumMismatch if not.
+        """
         compare_blocks(sealed, dict(enumerate(self.sums)), self.path)
         table = pack_table(sealed, self.half.table_entries)
         self.sink.write(self.half.data_start + self.half.table_offset, memoryview(table))
@@ -168,14 +169,17 @@ class _Filled:
 
 def _reference(path: str, rank: int, made: Image, table: bytes) -> ImageRef:
     return ImageRef(
-        path=path, rank=rank, size_bytes=made.size_bytes,
-        header_xxh3=text(checksum(made.header)), table_xxh3=text(checksum(table)),
-    )  # fmt: skip
+        path=path,
+        rank=rank,
+        size_bytes=made.size_bytes,
+        header_xxh3=text(checksum(made.header)),
+        table_xxh3=text(checksum(table)),
+    )
 
 
 @contextmanager
 def _new_file(store: Store, path: str, size_bytes: int) -> Iterator[ImageSink]:
-    """A new file, gone again unless it was finished."""
+    """Creates a file, and removes it again unless it was finished."""
     sink = store.create(path, size_bytes)
     try:
         yield sink
@@ -184,8 +188,10 @@ def _new_file(store: Store, path: str, size_bytes: int) -> Iterator[ImageSink]:
         raise
 
 
-def _write_data(sink: ImageSink, half: Image, image: Arriving, begin: int) -> list[int]:
-    """Write header and data, which begin at ``begin`` of the image; the sums of their blocks."""
+def _write_data(sink: ImageSink, half: Image, image: PartArrival, begin: int) -> list[int]:
+    """Writes header and data, which start at ``begin`` of the image; returns the checksums of their
+    blocks.
+    """
     sums: dict[int, int] = {}
 
     def write(start: int, stop: int) -> None:

@@ -1,27 +1,27 @@
-"""Pins: a person's word that a checkpoint stays, given at any moment, also while a run trains.
+"""Pins keep a checkpoint from removal, at any moment, also while a run trains.
 
-A pin is a document of its own, because a manifest is never changed; its *name* pins, so that a
-pin whose bytes are damaged still does. Setting one takes no lock of the root, and so may meet a
-pruner, who holds that lock, at any point. Let them do, for one generation,
+A pin is a document of its own, because a manifest is never changed. Its *name* pins the
+generation, so that a pin whose bytes are damaged still counts. Setting a pin takes no lock of the
+root, and so may run at any point of a pruner, which holds that lock. For one generation, they do
 
     pruner   R1 read the pins      W remove the manifest      R2 read the pins
              B  publish the same bytes back, if it was pinned by then
     pin      A  read the manifest  P publish the pin          C does the manifest stand?
              U  if not, remove the pin again and fail with NotFound
 
-Then a ``pin`` that succeeded is of a checkpoint that stays:
+Then a checkpoint whose ``pin`` succeeded stays:
 
 * P before R2: the pruner sees the pin at R1 and does nothing, or at R2 and publishes the manifest
   back. (Unless U came between: then ``pin`` has failed and promised nothing.)
 * P after R2, hence after W: C finds no manifest, since only a pruner that saw a pin would have
   put it back; ``pin`` fails.
 * The pruner is killed between W and B: the pin has the manifest's own bytes (A), and the next
-  pruner publishes them (``mend``) before it takes anything else away. The images are still there:
+  pruner publishes them (``mend``) before it removes anything else. The images are still there:
   only pruners remove them, and a pruner mends first.
 
-U can only take away the pin that P of the same call made: calls of ``pin`` take turns, and one
-that finds a pin in its place leaves it there, whatever C says. Images are not looked at between W
-and B by anybody: they go later, named by what is published then. tests/persist/test_pins.py
+U can only remove the pin that P of the same call made: calls of ``pin`` take turns, and a call
+that finds an existing pin leaves it there, whatever C finds. Nobody reads images between W and B:
+they are removed later, by the manifests that are published then. tests/persist/test_pins.py
 interleaves both sides at every step.
 """
 
@@ -51,8 +51,8 @@ _PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
-    """A generation that stays. ``pin`` is None, and ``reason`` says why, when it is unreadable."""
+class PinnedGenerations:
+    """A pinned generation. ``pin`` is None, and ``reason`` says why, when the pin is unreadable."""
 
     generation: Generation
     pin: Pin | None
@@ -60,18 +60,18 @@ class Pinned:
 
     @property
     def note(self) -> str:
-        """What whoever pinned it wrote."""
+        """The note of the user who pinned it."""
         return "" if self.pin is None else self.pin.note
 
 
 def pinned(store: Store) -> frozenset[Generation]:
-    """The generations that must not be taken away."""
+    """Returns the generations that must not be removed."""
     named = (generation_of(name) for name in store.list(PINS))
     return frozenset(generation for generation in named if generation is not None)
 
 
-def read_pins(store: Store) -> dict[Generation, Pinned]:
-    """All pins with what they say, oldest generation first."""
+def read_pins(store: Store) -> dict[Generation, PinnedGenerations]:
+    """Returns all pins with their content, oldest generation first."""
     found = {}
     for generation in sorted(pinned(store)):
         path = pin_path(generation)
@@ -80,17 +80,20 @@ def read_pins(store: Store) -> dict[Generation, Pinned]:
         except NotFound:  # removed since it was listed
             continue
         except HoldfastError as error:
-            found[generation] = Pinned(generation, None, str(error))
+            found[generation] = PinnedGenerations(generation, None, str(error))
         else:
             if pin.generation == generation:
-                found[generation] = Pinned(generation, pin)
+                found[generation] = PinnedGenerations(generation, pin)
             else:
-                found[generation] = Pinned(generation, None, f"it speaks of {pin.generation}")
+                found[generation] = PinnedGenerations(
+                    generation, None, f"it speaks of {pin.generation}"
+                )
     return found
 
 
 def pin(store: Store, generation: Generation, note: str = "") -> Pin:
-    """Keep the checkpoint of ``generation`` from now on. NotFound when there is none (any more).
+    """Keep the checkpoint of ``generation`` from now on. Raises NotFound when there is none (any
+    more).
 
     A second pin only renews the note. RootBusy when other calls hold pins for ten seconds.
     """
@@ -111,7 +114,9 @@ def pin(store: Store, generation: Generation, note: str = "") -> Pin:
 
 
 def unpin(store: Store, generation: Generation) -> None:
-    """Let retention have the checkpoint again. NotFound when it is not pinned."""
+    """Unpins the checkpoint, so that retention may remove it. Raises NotFound when it is not
+    pinned.
+    """
     with _turn(store):
         if not store.exists(pin_path(generation)):
             raise NotFound(f"{generation} in {store.url} is not pinned", generation=str(generation))
@@ -119,9 +124,9 @@ def unpin(store: Store, generation: Generation) -> None:
 
 
 def mendable(store: Store, found: Catalogue) -> list[tuple[Manifest, bytes]]:
-    """The pinned checkpoints whose manifest is gone though all that it names is still there.
+    """Returns pinned checkpoints whose manifest is gone though all files that it names still exist.
 
-    A manifest that stands and cannot be read is not among them: nobody took it away.
+    An existing manifest that cannot be read is not among them: nobody removed it.
     """
     there = {manifest.generation for manifest in found.manifests}
     unreadable = {path for path, _ in found.broken}
@@ -135,9 +140,10 @@ def mendable(store: Store, found: Catalogue) -> list[tuple[Manifest, bytes]]:
 
 
 def mend(store: Store, found: Catalogue) -> bool:
-    """Publish back what a pruner took away and was killed before it saw the pin; whether any.
+    """Publishes the manifests again that a pruner removed before it was killed; True if there were
+    any.
 
-    For the holder of the root's lock, before anything is pruned or swept.
+    Called by the holder of the root's lock, before anything is pruned or swept.
     """
     mended = mendable(store, found)
     for manifest, data in mended:
@@ -146,7 +152,7 @@ def mend(store: Store, found: Catalogue) -> bool:
 
 
 def _publish(store: Store, made: Pin) -> bool:
-    """Whether the pin is new. One that was there is only renewed: others rely on it."""
+    """Writes the pin; True if it is new. An existing one is only renewed: others rely on it."""
     path = pin_path(made.generation)
     try:
         store.publish(path, seal(made))
@@ -172,7 +178,7 @@ def _gone(store: Store, generation: Generation) -> NotFound:
 
 
 def _copied(one: Pin) -> Manifest | None:
-    """The manifest in a pin, if it is sound and the one it should be."""
+    """Returns the manifest in a pin, if it is sound and of the right generation."""
     try:
         manifest = unseal(Manifest, one.manifest.encode(), "the manifest in a pin")
     except HoldfastError:
@@ -192,7 +198,7 @@ def _is_whole(store: Store, manifest: Manifest) -> bool:
 
 @contextmanager
 def _turn(store: Store) -> Iterator[None]:
-    """One call at a time; each takes milliseconds."""
+    """Admits one call at a time; each takes milliseconds."""
     deadline_s = time.monotonic() + _PATIENCE_S
     while True:
         try:

@@ -1,8 +1,10 @@
-"""Remove by hand what a person named, and what nothing names; every checkpoint left is whole.
+"""Removes by hand the checkpoints a user chose, and unnamed files; every remaining checkpoint is
+whole.
 
 A keeper does the same by its policy, one publication after the other (``commit.Sweeper``). Here
-nobody publishes, so images go at once: manifests first, then what no manifest names. What is
-removed is planned as a value first, which is what a dry run shows.
+nobody publishes, so images are removed at once: manifests first, then files that no manifest names.
+The removal is planned as a value first, which a dry run shows. Checkpoints that are being read
+stay.
 """
 
 from __future__ import annotations
@@ -10,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from holdfast.catalogue import PARTS, Catalogue, catalogue
+from holdfast.catalogue import INCARNATIONS, PARTS, Catalogue, catalogue
 from holdfast.errors import FormatError, NotFound
 from holdfast.format.manifest import Generation, Manifest
+from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, mendable, pinned
 from holdfast.policy.retention import Keep
@@ -29,9 +32,9 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What goes: checkpoints with their images, directories of dead attempts, layouts.
+    """The plan of a removal: checkpoints with their images, directories of dead attempts, layouts.
 
-    ``parts``: directories of frozen parts that no checkpoint names which stays.
+    ``parts``: directories of frozen parts that no remaining checkpoint names.
     """
 
     checkpoints: tuple[Manifest, ...]
@@ -49,13 +52,14 @@ class Removal:
         return bool(self.checkpoints or self.directories or self.layouts)
 
 
-def condemned(
+def removable(
     found: Catalogue, pins: Collection[Generation], keep: Keep, *, abandoned: bool
 ) -> tuple[Manifest, ...]:
-    """The checkpoints that ``keep`` lets go and, if asked for, all that are ``abandoned``.
+    """Returns the checkpoints that ``keep`` releases and, if asked for, all that are ``abandoned``.
 
-    Never a pinned one, never the newest that a restore takes; and while the newest incarnation
-    has none yet, not the newest abandoned one either: it is the only copy.
+    Never a pinned one, never the newest that a restore takes, never one of which a missing record
+    leaves open whether it was abandoned. While the newest incarnation has no checkpoint yet, not
+    the newest abandoned one either: it is the only copy.
     """
     going = set(keep.decide(found.lineage, pins))
     if abandoned:
@@ -64,38 +68,64 @@ def condemned(
     return tuple(m for m in found.manifests if m.generation in going)
 
 
-def plan(store: Store, keep: Keep, *, abandoned: bool) -> Removal:
-    """What would be removed now. FormatError while anything there cannot be read."""
-    found = _readable(store)
-    going = condemned(found, pinned(store), keep, abandoned=abandoned)
+def plan(store: Store, keep: Keep, *, abandoned: bool, leases: LeaseWatch | None = None) -> Removal:
+    """Returns the removal that would be made now.
+
+    Raises FormatError while anything there cannot be read, or with ``abandoned`` while a record is
+    missing that would decide.
+    """
+    found, leases = _readable(store), leases or LeaseWatch(store)
+    if abandoned and found.gap:
+        raise FormatError(
+            f"no abandoned checkpoint is removed from {store.url}: {found.gap}. Put that record "
+            "back, or have a run go on from one of them by its name: then it is known.",
+            path=f"{INCARNATIONS}/{found.line.missing}.json",
+        )
+    spared = pinned(store) | leases.generations()
+    going = removable(found, spared, keep, abandoned=abandoned)
     staying = [m for m in found.manifests if m not in going]
     staying += [manifest for manifest, _ in mendable(store, found)]
     left_behind = commit.unnamed_directories(store, [*going, *staying])
     freed = commit.unnamed_directories(store, staying)
+    held = leases.paths()
+    left_behind = [p for p in left_behind if p not in held]
+    freed = [p for p in freed if p not in held]
+    unnamed_layouts = [p for p in commit.unnamed_layouts(store, staying) if p not in held]
     parts = [p for p in freed if p.startswith(f"{PARTS}/") and p not in left_behind]
     return Removal(
         going,
         tuple(leftover(store, path) for path in left_behind),
-        tuple(leftover(store, path) for path in commit.unnamed_layouts(store, staying)),
+        tuple(leftover(store, path) for path in unnamed_layouts),
         tuple(leftover(store, path) for path in parts),
     )
 
 
 def remove(
-    store: Store, removal: Removal, progress: Callable[[int, int], None] = lambda *_: None
+    store: Store,
+    removal: Removal,
+    progress: Callable[[int, int], None] = lambda *_: None,
+    *,
+    leases: LeaseWatch | None = None,
 ) -> Removal:
-    """Remove what was planned, under the root's lock; returns what really went.
+    """Executes the plan under the root's lock; returns what was really removed.
 
-    A checkpoint pinned since it was planned stays. Stopped anywhere, every manifest that is left
-    is whole, and the next call removes the rest.
+    A checkpoint pinned or read since the plan was made stays. Stopped anywhere, every remaining
+    manifest is whole, and the next call removes the rest.
     """
+    leases = leases or LeaseWatch(store)
     mend(store, catalogue(store))
-    gone = tuple(m for m in removal.checkpoints if commit.withdraw(store, m.generation))
-    # Read again: what is swept is what nothing names now, and only if it was to go.
+    gone = tuple(
+        m
+        for m in removal.checkpoints
+        if m.generation not in leases.generations() and commit.withdraw(store, m.generation)
+    )
+    # Read again: only files that are unnamed now, and were in the plan, are swept.
     left = _readable(store).manifests
     planned = {one.path for one in (*removal.directories, *removal.layouts)} | _directories(gone)
-    directories = [p for p in commit.unnamed_directories(store, left) if p in planned]
-    layouts = [p for p in commit.unnamed_layouts(store, left) if p in planned]
+    held = leases.paths()  # after the manifests were removed: see holdfast.leases
+    unnamed = commit.unnamed_directories(store, left)
+    directories = [p for p in unnamed if p in planned and p not in held]
+    layouts = [p for p in commit.unnamed_layouts(store, left) if p in planned and p not in held]
     for done, path in enumerate(directories):
         progress(done, len(directories))
         store.remove_tree(path)
@@ -127,7 +157,7 @@ def _directories(manifests: Iterable[Manifest]) -> set[str]:
 
 
 def leftover(store: Store, path: str) -> Leftover:
-    """A directory or file with the bytes that lie in it."""
+    """Returns a directory or file with its size in bytes."""
     names = store.list(path)
     files = [f"{path}/{name}" for name in names] or [path]
     return Leftover(path, sum(_size_bytes(store, file) for file in files))

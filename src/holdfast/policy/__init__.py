@@ -1,8 +1,8 @@
-"""When to save and what to keep, as values: pure decisions without clock or storage."""
+"""Decides when to save and which checkpoints to keep: pure values without clock or storage."""
 
 from __future__ import annotations
 
-from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
+from holdfast.policy.when import Every
 
 __all__ = ["Every", "Keep"]

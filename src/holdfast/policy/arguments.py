@@ -1,4 +1,4 @@
-"""Numbers and claims as callers write them, checked once at the public door.
+"""Checks the numbers and flags that callers pass, once at the public door.
 
 A step that is no number, or too large for the format, is refused before anything is written: a
 checkpoint under such a name could not be found again.
@@ -12,21 +12,22 @@ import re
 from typing import Any, SupportsIndex
 
 from holdfast.errors import UsageError
-from holdfast.policy.interval import Every
 from holdfast.policy.retention import Keep
+from holdfast.policy.when import Every
 
 #: Larger whole numbers are not exact in every reader of JSON.
 MAX_STEP = (1 << 53) - 1
-#: As many hosts as a group can have.
+#: The largest number of hosts in a group.
 MAX_PARITY = 128
-#: Bytes a second: with less, hosts wait longer for each other than they take for a failure.
+#: Bytes a second: below this, hosts wait for each other longer than the timeout that counts as a
+#: failure.
 LEAST_PARITY_RATE = 4_000_000
 _RATE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,3})?)([KMG]?)")
 _TIMES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def _whole(value: Any) -> int | None:
-    """Python's, numpy's and a tensor's whole numbers; None for anything else."""
+    """Converts Python's, numpy's and a tensor's whole numbers; None for anything else."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -34,7 +35,7 @@ def _whole(value: Any) -> int | None:
 
 
 def whole(name: str, value: Any, *, least: int | None = None) -> int:
-    """``value`` as an int: whole numbers of any library; UsageError otherwise."""
+    """Returns ``value`` as an int: whole numbers of any library; UsageError otherwise."""
     number = _whole(value)
     if number is None and least is None:
         raise UsageError(f"{name}={value!r:.100}: a whole number is needed")
@@ -44,20 +45,40 @@ def whole(name: str, value: Any, *, least: int | None = None) -> int:
 
 
 def step_number(step: SupportsIndex) -> int:
-    """``step`` as an int: Python's, numpy's and a tensor's whole numbers; UsageError otherwise."""
+    """Returns ``step`` as an int: Python's, numpy's and a tensor's whole numbers; UsageError
+    otherwise.
+    """
     number = _whole(step)
     if number is None or not 0 <= number <= MAX_STEP:
         raise UsageError(f"a step is a whole number from 0 to 2**53 - 1, not {step!r}")
     return number
 
 
+def require_beyond(restored: int | None, step: int) -> None:
+    """Raises UsageError for a save of ``step`` by a run that goes on from ``restored`` or a later
+    step.
+
+    The newest checkpoint of a run is that of its largest step: a run that began at a smaller one
+    would look older than the checkpoint it restored.
+    """
+    if restored is not None and step <= restored:
+        raise UsageError(
+            f"step {step} is not beyond step {restored}, which was restored: nothing was saved. "
+            "A restart takes the largest step of a run, and would drop all work done since. Count "
+            "on from it, `for step in range(restored.step + 1, steps)`; to count from 0 again, "
+            "begin a run with another root and fill it with holdfast.load."
+        )
+
+
 def wanted_step(step: SupportsIndex | str | None) -> int | str | None:
-    """What to restore: a step, "incarnation-step" as text, or None for the newest."""
+    """Returns the step to restore: a number, "incarnation-step" as text, or None for the newest."""
     return step if step is None or isinstance(step, str) else step_number(step)
 
 
 def duration_s(name: str, value: float, *, least: str = "above 0") -> float:
-    """A finite number of seconds; UsageError otherwise. ``least``: "above 0" or "from 0 on"."""
+    """Returns a finite number of seconds; UsageError otherwise. ``least``: "above 0" or "from 0
+    on".
+    """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0 or (not value and "above" in least):
         raise UsageError(f"{name}={value!r}: a number of seconds {least} is needed")
@@ -65,12 +86,12 @@ def duration_s(name: str, value: float, *, least: str = "above 0") -> float:
 
 
 def patience_s(name: str, value: float | None) -> float | None:
-    """As ``duration_s``, from 0 on; None: without end."""
+    """Checks as ``duration_s``, from 0 on; None: without end."""
     return None if value is None else duration_s(name, value, least="from 0 on")
 
 
 def count_of_saves(name: str, value: SupportsIndex | None) -> int | None:
-    """A whole number from 0 on, or None; UsageError otherwise."""
+    """Returns a whole number from 0 on, or None; UsageError otherwise."""
     if value is None:
         return None
     number = _whole(value)
@@ -80,7 +101,9 @@ def count_of_saves(name: str, value: SupportsIndex | None) -> int | None:
 
 
 def parity_rate(name: str, text: str) -> int:
-    """Bytes a second as people write them: "500M" is 500,000,000; 0 for "". UsageError else."""
+    """Parses bytes a second as people write them: "500M" is 500,000,000; 0 for "". UsageError
+    otherwise.
+    """
     said = text.strip().upper()
     if not said:
         return 0
@@ -95,14 +118,14 @@ def parity_rate(name: str, text: str) -> int:
 
 
 def claim(name: str, value: Any) -> bool:
-    """True or False itself: "no" and 0 mean something else to whoever wrote them."""
+    """Returns True or False itself; refuses "no" and 0, which may be meant otherwise."""
     if not isinstance(value, bool):
         raise UsageError(f"{name}={value!r:.100}: True or False is needed")
     return value
 
 
 def check_policies(memory: object, storage: object, keep: object, parity: object) -> None:
-    """UsageError for whatever is no policy."""
+    """Raises UsageError for a value that is no policy."""
     for name, policy in (("memory", memory), ("storage", storage)):
         if not (policy is None or isinstance(policy, Every)):
             raise UsageError(

@@ -1,6 +1,6 @@
-"""Which checkpoints may go: never the newest, never one that somebody still needs.
+"""Decides which checkpoints may be removed: never the newest, never one that is still needed.
 
-The answer is a list of what to remove; removing is done elsewhere, manifest first.
+The result is a list of generations to remove; the removal happens elsewhere, manifest first.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from typing import Protocol, TypeVar
 from holdfast.errors import UsageError
 
 
-class Stepped(Protocol):
-    """Anything that was saved at a step."""
+class HasStep(Protocol):
+    """An object that was saved at a step."""
 
     @property
     def step(self) -> int:
-        """Counted from 0."""
+        """The step, counted from 0."""
         ...
 
 
-T = TypeVar("T", bound=Stepped)
+T = TypeVar("T", bound=HasStep)
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
     """Keep the newest ``last`` checkpoints, and all at multiples of ``every`` steps.
+
+    ``last``: how many of the newest stay; None for all. ``every``: the distance in steps of those
+    that stay for good; None for none.
 
     Steps may be counted from 0, as ``Every`` does (it acts at step 999, after 1000 steps), or
     from 1: both 999 and 1000 are kept for ``every=1000``. ``Keep()`` keeps everything. Raises
@@ -42,7 +45,7 @@ class Keep:
                 raise UsageError(f"Keep({name}={value!r}): a whole number from 1 on is needed")
 
     def decide(self, generations: Sequence[T], pinned: Collection[T] = ()) -> tuple[T, ...]:
-        """What to remove of ``generations``, which are one lineage, oldest first.
+        """Return which of ``generations`` to remove; they are one lineage, oldest first.
 
         The newest and the ``pinned`` ones always stay; pinned ones count among the last.
         """
@@ -51,6 +54,6 @@ class Keep:
         older = generations[: -(self.last or 1)]
         return tuple(one for one in older if not self._is_round(one) and one not in pinned)
 
-    def _is_round(self, generation: Stepped) -> bool:
+    def _is_round(self, generation: HasStep) -> bool:
         step = generation.step
         return self.every is not None and 0 in (step % self.every, (step + 1) % self.every)

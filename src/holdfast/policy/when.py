@@ -1,23 +1,73 @@
-"""Whether a save is due now, on every rank alike.
+"""Decides when the next save is due, from the step and the clock alone.
 
-Steps are the same on all ranks, clocks are not: rank 0's clock decides when minutes have passed,
-and the step is announced to all ranks ahead, so that all act on it.
+Steps are counted from the beginning of training and not from the last save, so that a run that was
+restarted, or fell back, saves at the same steps as one that was not.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 
-from holdfast.policy.interval import Every
+from holdfast.errors import UsageError
 
-#: How far ahead of every rank a timed save is announced.
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """Due after every ``steps`` steps, or when ``minutes`` have passed, or both.
+
+    ``steps``: the number of steps from one time to the next. ``minutes``: the time between two.
+
+    Raises UsageError when neither is given, or one is not positive.
+    """
+
+    steps: int | None = None
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is None and self.minutes is None:
+            raise UsageError("Every() never comes: give steps=, minutes= or both")
+        if self.steps is not None and not _is_count(self.steps):
+            raise UsageError(f"Every(steps={self.steps!r}): a whole number from 1 on is needed")
+        if self.minutes is not None and not _is_duration(self.minutes):
+            raise UsageError(f"Every(minutes={self.minutes!r}): a positive number is needed")
+
+    def is_due_by_steps(self, step: int, last_step: int | None = None) -> bool:
+        """True if ``step``, counted from 0, completes a round of steps: 19, 39, ... for 20.
+
+        ``last_step`` is the step last acted on: the same one is not due twice.
+        """
+        if self.steps is None or step == last_step:
+            return False
+        return (step + 1) % self.steps == 0
+
+    def is_due_by_time(self, now_s: float, last_s: float) -> bool:
+        """True if ``minutes`` have passed from ``last_s`` to ``now_s``, read off one clock."""
+        return self.minutes is not None and now_s - last_s >= self.minutes * 60
+
+
+def _is_count(value: int) -> bool:
+    return type(value) is int and value >= 1  # True is an int too, and means something else
+
+
+def _is_duration(value: float) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0
+
+
+# Decides whether a save is due now, on every rank alike.
+#
+# Steps are the same on all ranks, clocks are not: rank 0's clock decides when minutes have passed,
+# and the step is announced to all ranks ahead, so that all act on it.
+
+
+#: The time ahead of every rank at which a timed save is announced.
 ANNOUNCE_AHEAD_S = 0.5
 _REMEMBERED_STEPS = 9
 
 
-class Due:
-    """One policy, and when it was last due by the clock."""
+class DueTimer:
+    """One policy, and the time when it was last due by the clock."""
 
     def __init__(self, which: str, policy: Every | None, now_s: float) -> None:
         self.which = which
@@ -27,13 +77,15 @@ class Due:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the clock has a say."""
+        """True if the policy depends on the clock."""
         return self._policy is not None and self._policy.minutes is not None
 
     def is_due(
         self, step: int, last_step: int | None, now_s: float, *, was_announced: bool, is_alone: bool
     ) -> bool:
-        """Whether to save ``step``. ``is_alone``: there is no other rank to be announced to."""
+        """True if ``step`` is to be saved. ``is_alone``: there is no other rank to announce it
+        to.
+        """
         if self._policy is None:
             return False
         by_time = was_announced or (is_alone and self._is_time(now_s))
@@ -42,7 +94,9 @@ class Due:
         return by_time or self._policy.is_due_by_steps(step, last_step)
 
     def to_announce(self, step: int, now_s: float, pace: Pace) -> int | None:
-        """On rank 0 of several: the step to announce, when the time has come at ``step``."""
+        """Returns, on rank 0 of several, the step to announce when the time has come at
+        ``step``.
+        """
         if step <= self._announced_until or not self._is_time(now_s):
             return None
         self._announced_until = pace.ahead(step)
@@ -53,33 +107,34 @@ class Due:
 
 
 def step_ahead(step: int, since_s: float, pace_s: float) -> int:
-    """A step that every rank can still be told of, ``since_s`` after ``step`` has ended here.
+    """Returns a step that can still be announced to every rank, ``since_s`` after ``step`` has
+    ended here.
 
-    The next one, if that takes long enough still.
+    It is the next one if that takes long enough.
     """
     pace_s = max(1e-3, pace_s)
     return step + max(1, math.ceil((min(since_s, pace_s) + ANNOUNCE_AHEAD_S) / pace_s))
 
 
 class Pace:
-    """How long a step takes, from when the last ones were."""
+    """Estimates how long a step takes, from the times of the last ones."""
 
     def __init__(self) -> None:
         self._times_s: list[float] = []
         self._steps: list[int] = []
 
     def learn(self, step: int, now_s: float) -> None:
-        """``step`` ends."""
+        """Records that ``step`` ends."""
         self._times_s = [*self._times_s[1 - _REMEMBERED_STEPS :], now_s]
         self._steps = [*self._steps[1 - _REMEMBERED_STEPS :], step]
 
     @property
     def _stride(self) -> int:
-        """Between two steps that are told of: not every one need be."""
+        """The number of steps between two recorded ones: not every step need be recorded."""
         return min((b - a for a, b in pairwise(self._steps) if b > a), default=1)
 
     def ahead(self, step: int) -> int:
-        """One that every rank can still be told of when ``step`` ends here."""
+        """Returns a step that can still be announced to every rank when ``step`` ends here."""
         ends = max(2, int(ANNOUNCE_AHEAD_S / max(1e-3, self.step_s)) + 1)
         return step + ends * self._stride
 

@@ -1,9 +1,9 @@
-"""Shared memory that outlives whoever wrote it: one named file per slot.
+"""Slot files in shared memory: create, map, lock and remove them, and read their records.
 
-A slot file is ``[record][record][image]``: two 4 KiB pages that take turns holding the slot's
-record (the valid one with the higher sequence number counts, so that a torn record leaves the
-one before), then room for one image. The file is allocated whole when it is made: a full
-/dev/shm is an error then, never a SIGBUS later. Named files, not memfd or
+A slot file is ``[record][record][image]``: two 4 KiB pages that alternate in holding the slot's
+record, then room for one image. The valid record with the higher sequence number counts, so that a
+torn record leaves the previous one. The file is allocated whole when it is created: a full /dev/shm
+is an error then, never a SIGBUS later. Slots are named files, not memfd or
 ``multiprocessing.shared_memory``: both die with their last or first holder.
 """
 
@@ -14,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import select
 import shutil
 import stat
@@ -23,11 +24,14 @@ from pathlib import Path
 import msgspec
 
 from holdfast.errors import ArenaError, UsageError
-from holdfast.format.checksum import checksum
+from holdfast.format.checksum import checksum, text
 
 PAGE_BYTES = 4096
 IMAGE_START = 2 * PAGE_BYTES
 SLOT_SUFFIX = ".slot"
+#: File in an arena that names the path of the run's root, for human readers.
+ROOT_NAME = "root"
+_KEYED = re.compile(r"(.*)\+([0-9a-f]{16})")
 _FRAME = struct.Struct("<8sQIQ")  # magic, sequence, length, xxh3 of sequence and payload
 _MAGIC = b"HFSLOT1\0"
 _NO_LIMIT_BYTES = 1 << 62
@@ -37,7 +41,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SlotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What a slot says of itself, for a keeper that was not there when it was written."""
+    """The metadata that a slot stores about its image, for a keeper that is started later."""
 
     state: str  # "free" | "writing" | "captured"
     boot_id: str = ""
@@ -55,20 +59,31 @@ class SlotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     writer_pid: int = 0
     writer_start: int = 0
     ring_bytes: int = 0
-    """Images only pass through the last so many bytes: none is ever whole in this slot."""
+    """Size of the ring at the end of the slot that the image passes through; 0: no ring. A slot
+    with a ring never holds a whole image.
+    """
     hosts: int = 1
-    """On how many hosts the ranks are: on one, what is not all here is nothing."""
+    """Number of hosts the ranks are on. With one host, an attempt without all its images is
+    worthless.
+    """
+    root_id: str = ""
+    """Identity of the root that the slot belongs to (``Store.identity``); a copied root has the
+    same run id.
+    """
 
 
 def boot_id() -> str:
-    """Changes at every boot of the machine: what lies in memory did not survive one."""
+    """Return an id that changes at every boot of the machine: shared memory does not survive a
+    boot.
+    """
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def process_start(pid: int) -> int:
-    """When ``pid`` started, in clock ticks since boot; 0 when there is no such process.
+    """Return the start time of process ``pid`` in clock ticks since boot; 0 if there is no such
+    process.
 
-    With the pid it names a process for good: pids are used again.
+    Pid and start time together identify a process uniquely: pids are reused.
     """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
@@ -77,11 +92,11 @@ def process_start(pid: int) -> int:
 
 
 def is_running(pid: int, start: int) -> bool:
-    """Whether any thread of the very process (pid, start) may still run.
+    """Return True if any thread of the process (pid, start) may still run.
 
-    By pidfd: /proc shows a zombie as soon as the first thread ended, while others may still
-    be inside a copy; a pidfd is readable only when the last one is gone. Pid 0 is a process of
-    another pid namespace: nobody here can tell, so it may.
+    Uses a pidfd: /proc shows a zombie as soon as the main thread ended, while other threads may
+    still be inside a copy; a pidfd is readable only when the last thread is gone. Pid 0 is a
+    process of another pid namespace: its state cannot be determined, so it counts as running.
     """
     if pid == 0:
         return True
@@ -98,18 +113,38 @@ def is_running(pid: int, start: int) -> bool:
 
 
 def arena_home() -> Path:
-    """The directory all arenas of this user lie in."""
+    """Return the directory that contains all arenas of this user."""
     base = Path(os.environ.get("HOLDFAST_ARENA_DIR") or "/dev/shm")
     return base / f"holdfast-{os.getuid()}"
 
 
-def arena_dir(run_id: str, host_id: str) -> Path:
-    """Where the slots, the socket and the lock of one run on one host lie."""
-    return arena_home() / f"{run_id}@{host_id}"
+def arena_dir(run_id: str, host_id: str, root_id: str = "") -> Path:
+    """Return the directory with the slots, the socket and the lock of one run on one host.
+
+    ``root_id`` identifies the run's root (``Store.identity``).
+    """
+    root = f"+{root_key(root_id)}" if root_id else ""
+    return arena_home() / f"{run_id}{root}@{host_id}"
+
+
+def root_key(root_id: str) -> str:
+    """Return the form of a root's identity that arena names use."""
+    return text(checksum(root_id.encode()))
+
+
+def parse_arena_name(name: str) -> tuple[str, str, str]:
+    """Split an arena name into (run id, root key, host); the key is "" for arenas of older
+    versions.
+    """
+    run, _, host_id = name.rpartition("@")
+    keyed = _KEYED.fullmatch(run)
+    return (run, "", host_id) if keyed is None else (keyed[1], keyed[2], host_id)
 
 
 def make_private_dir(path: Path) -> None:
-    """Create ``path`` with mode 0700, or make sure it is ours alone. ArenaError otherwise."""
+    """Create ``path`` with mode 0700, or check that an existing one is ours alone. Raises
+    ArenaError.
+    """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
@@ -127,15 +162,15 @@ def make_private_dir(path: Path) -> None:
 
 
 def room_left(directory: Path) -> int:
-    """How many bytes its file system has left; more than any image takes where it has no limit."""
+    """Return the free bytes of the directory's file system; a huge number where it has no limit."""
     room = os.statvfs(directory)
     return room.f_bavail * room.f_frsize if room.f_blocks else _NO_LIMIT_BYTES
 
 
 def arena_limit() -> int | None:
-    """How much the slots of an arena may take, by ``HOLDFAST_ARENA_BYTES``; None: no limit.
+    """Return the size limit of an arena's slots from ``HOLDFAST_ARENA_BYTES``; None: no limit.
 
-    UsageError when it is no number of bytes.
+    Raises UsageError if the value is not a number of bytes.
     """
     said = os.environ.get("HOLDFAST_ARENA_BYTES", "").strip()
     if not said:
@@ -149,7 +184,9 @@ def arena_limit() -> int | None:
 
 
 def lock_dir(path: Path) -> int | None:
-    """Take the arena's lock; its descriptor, or None when a living keeper holds it."""
+    """Lock the arena and return the lock's descriptor, or None if a living keeper holds the
+    lock.
+    """
     lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -162,10 +199,10 @@ def lock_dir(path: Path) -> int | None:
 
 
 def remove_arena(path: Path) -> None:
-    """Remove an arena and all it holds; missing parts are fine.
+    """Remove an arena and all its files; missing files are ignored.
 
-    It is renamed first: a run that starts again at this moment makes a directory of its own,
-    and loses nothing of it to our clearing up.
+    The directory is renamed first: a run that starts again at this moment creates a directory of
+    its own, and the removal cannot delete that run's files.
     """
     grave = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -176,7 +213,7 @@ def remove_arena(path: Path) -> None:
 
 
 class SlotFile:
-    """One mapped slot. ``image`` is the memory behind the records."""
+    """One mapped slot file. ``image`` is the memory behind the two records."""
 
     def __init__(self, path: Path, descriptor: int, size: int, *, writable: bool) -> None:
         self.path = path
@@ -199,10 +236,10 @@ class SlotFile:
     def create(
         cls, path: Path, capacity_bytes: int, *, free_bytes: int | None = None, leave_bytes: int = 0
     ) -> SlotFile:
-        """Make and wholly allocate a slot file. ArenaError when memory does not suffice.
+        """Create and fully allocate a slot file. Raises ArenaError if there is not enough memory.
 
-        ``free_bytes``: how much there is (None: what the file system has), of which
-        ``leave_bytes`` are to be left.
+        ``free_bytes`` is the available memory (None: what the file system has); ``leave_bytes`` of
+        it must remain free.
         """
         size = IMAGE_START + capacity_bytes
         free = room_left(path.parent) if free_bytes is None else free_bytes
@@ -230,12 +267,12 @@ class SlotFile:
         try:
             return cls(path, descriptor, size, writable=True)
         except ArenaError:
-            path.unlink(missing_ok=True)  # nobody else knows of it, and it is wholly allocated
+            path.unlink(missing_ok=True)  # no other process knows it; it is fully allocated
             raise
 
     @classmethod
     def open(cls, path: Path, *, writable: bool) -> SlotFile:
-        """Map an existing slot. ArenaError when it is missing, foreign or too short."""
+        """Map an existing slot. Raises ArenaError if the file is missing, foreign or too short."""
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             descriptor = os.open(path, flags)
@@ -252,9 +289,9 @@ class SlotFile:
         return cls(path, descriptor, found.st_size, writable=writable)
 
     def populate(self) -> None:
-        """Map every page now, without holding Python's lock, so that no copy waits for a fault.
+        """Map every page now, without holding the GIL, so that no copy waits for a page fault.
 
-        A hint: kernels before 5.14 refuse it, and pages are then mapped when first touched.
+        This is an optimization: kernels before 5.14 refuse it, and map pages on first access.
         """
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         size = self.capacity_bytes + IMAGE_START
@@ -266,11 +303,11 @@ class SlotFile:
                 return
 
     def touch_end(self) -> int:
-        """Read the last byte: SIGBUS ends this process if the file was cut short meanwhile."""
+        """Read the last byte: SIGBUS ends this process if the file was truncated meanwhile."""
         return self.map[-1]
 
     def read_record(self) -> SlotRecord | None:
-        """The newest intact record, or None when there is none."""
+        """Return the newest intact record, or None if there is none."""
         return self._newest()[1]
 
     def _newest(self) -> tuple[int, SlotRecord | None]:
@@ -278,8 +315,8 @@ class SlotFile:
         return max(pages, key=lambda found: found[0], default=(-1, None))
 
     def write_record(self, record: SlotRecord) -> None:
-        """Replace the record; a kill at any instant leaves the old or the new one."""
-        # Keeper and trainer take turns to write: the number before is read, never remembered.
+        """Replace the record; a kill at any instant leaves either the old or the new record."""
+        # Keeper and trainer both write records: the previous sequence number is read, never cached.
         sequence = self._newest()[0] + 1
         payload = msgspec.msgpack.encode(record)
         if len(payload) > PAGE_BYTES - _FRAME.size:
@@ -298,26 +335,26 @@ class SlotFile:
             return None
         try:
             return sequence, msgspec.msgpack.decode(payload, type=SlotRecord)
-        except msgspec.DecodeError:
+        except (ValueError, RecursionError):  # msgspec's own, or not UTF-8
             return None
 
     def close(self) -> None:
-        """Unmap as soon as nobody looks into it any more."""
+        """Unmap the memory as soon as no view of it is in use."""
         try:
             self.image.release()
             self.map.close()
         except BufferError:
-            return  # a reader still holds a view; the mapping goes with the last of them
+            return  # a reader still holds a view; the mapping is freed with the last view
 
 
-def may_pass(error: ArenaError) -> bool:
-    """Whether a slot that could not be opened may be opened later: it is to stay until then.
+def is_temporary(error: ArenaError) -> bool:
+    """Return True if opening a slot failed for a temporary reason: the slot must be kept.
 
-    Too many open files, or too little address space, say nothing of what is in it.
+    Too many open files, or too little address space, say nothing about the slot's content.
     """
     reason = error.__cause__
     if isinstance(reason, OSError):
-        return reason.errno not in (errno.ELOOP, errno.ENOENT)  # a link, or none
+        return reason.errno not in (errno.ELOOP, errno.ENOENT)  # a symbolic link, or no file
     return isinstance(reason, MemoryError)
 
 

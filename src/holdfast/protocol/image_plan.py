@@ -1,7 +1,8 @@
-"""How large a ring is: memory that an image passes through when there is no room to keep it.
+"""Compute the plan of each rank's image, and the sizes of rings.
 
-A ring is a multiple of its chunk, a chunk of blocks, and the data of an image lie in it at their
-offset modulo its size: so no block and no chunk is ever cut in two by its end.
+A ring is memory that an image passes through when there is no room to keep the image. A ring is a
+multiple of its chunk, and a chunk of blocks. Image data lie in the ring at their offset modulo its
+size, so no block and no chunk is ever split by the ring's end.
 """
 
 from __future__ import annotations
@@ -10,28 +11,32 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from holdfast.format.checksum import BLOCK_BYTES
+from holdfast.format.image import ImagePlan, Item, piece_name, plan_image
+from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.layout import Layout
+from holdfast.geometry.leaves import MIN_FROZEN_BYTES
 
-#: Chunks a ring is written in: the largest of which it holds several.
+#: Candidate chunk sizes of a ring: the largest is used of which the ring holds several.
 _CHUNKS_BYTES = tuple(count * BLOCK_BYTES for count in (8, 4, 2, 1))
 _SEVERAL = 4
-#: One is written while the other is copied.
+#: Minimum number of chunks: one is written to storage while the next is copied.
 LEAST_CHUNKS = 2
 LEAST_RING_BYTES = LEAST_CHUNKS * BLOCK_BYTES
-#: Left for others who use the same memory, and for the layouts and logs beside the slots.
+#: Shared memory left free for other users, and for layouts and logs beside the slots.
 _LEFT_OVER_BYTES, _LEFT_OVER_PART = 1 << 20, 8
 
 
 class RingNeed(NamedTuple):
-    """One ring to be made: for which slot, and how much of it would be used."""
+    """One ring to allocate: its slot, and the number of bytes that the image would use."""
 
     slot: int
     head_bytes: int
-    """For the image's header, before the ring."""
+    """Bytes for the image's header, before the ring."""
     data_bytes: int
 
 
 def chunk_bytes(ring_bytes: int) -> int:
-    """In what portions a ring of this size is written and freed."""
+    """Return the chunk size in which a ring of this size is written and freed."""
     for chunk in _CHUNKS_BYTES:
         if ring_bytes % chunk == 0 and ring_bytes >= _SEVERAL * chunk:
             return chunk
@@ -39,7 +44,7 @@ def chunk_bytes(ring_bytes: int) -> int:
 
 
 def whole_chunks(size_bytes: int) -> int:
-    """The largest ring of at most this size; 0 when none is worth it."""
+    """Return the largest valid ring size up to this size; 0 if even the smallest does not fit."""
     for chunk in _CHUNKS_BYTES:
         if size_bytes >= _SEVERAL * chunk:
             return size_bytes // chunk * chunk
@@ -48,15 +53,16 @@ def whole_chunks(size_bytes: int) -> int:
 
 
 def largest_useful(data_bytes: int) -> int:
-    """A ring that needs to be no larger, as all data fit in at once."""
+    """Return the smallest ring size that holds all data at once: a larger ring is useless."""
     blocks = -(-data_bytes // BLOCK_BYTES)
     return max(LEAST_RING_BYTES, blocks * BLOCK_BYTES)
 
 
 def share(room_bytes: int, needs: Sequence[RingNeed], fixed_bytes: int) -> list[int]:
-    """The size of each ring, out of ``room_bytes``; empty when the least would not fit.
+    """Divide ``room_bytes`` among the rings; empty if even the smallest rings do not fit.
 
-    Every ring takes ``fixed_bytes`` besides. All are alike, but for those that need less.
+    Every ring needs ``fixed_bytes`` in addition. All rings are equally large, except those that
+    need less.
     """
     left = room_bytes - max(_LEFT_OVER_BYTES, room_bytes // _LEFT_OVER_PART)
     left -= sum(fixed_bytes + need.head_bytes for need in needs)
@@ -67,3 +73,31 @@ def share(room_bytes: int, needs: Sequence[RingNeed], fixed_bytes: int) -> list[
         sizes[number] = whole_chunks(min(most[number], left // (len(order) - place)))
         left -= sizes[number]
     return sizes if all(sizes) else []
+
+
+# PURE. Computes each rank's image plan from a layout: coordinator and copier get the same plan.
+
+
+def plan_rank(layout: Layout, rank: int) -> ImagePlan:
+    """Return the image plan of ``rank``: frozen leaves come first if there are enough of them."""
+    items = image_items(layout, rank)
+    pieces = layout.pieces(rank)
+    frozen = [layout.leaves[piece.leaf].is_frozen for piece in pieces]
+    sizes = (p.box.volume * ITEMSIZE[layout.leaves[p.leaf].dtype] for p in pieces)
+    if sum(size for size, is_frozen in zip(sizes, frozen, strict=True) if is_frozen) < (
+        MIN_FROZEN_BYTES
+    ):
+        return plan_image(items)
+    return plan_image(
+        [item for item, is_frozen in zip(items, frozen, strict=True) if not is_frozen],
+        [item for item, is_frozen in zip(items, frozen, strict=True) if is_frozen],
+    )
+
+
+def image_items(layout: Layout, rank: int) -> list[Item]:
+    """Return (name, dtype, shape) of what ``rank`` stores, in the order of the layout's pieces."""
+    items = []
+    for piece in layout.pieces(rank):
+        leaf = layout.leaves[piece.leaf]
+        items.append((piece_name(leaf.name, leaf.shape, piece.box), leaf.dtype, piece.box.shape))
+    return items

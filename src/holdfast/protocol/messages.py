@@ -1,8 +1,8 @@
-"""What trainers and keeper say to each other: small facts, never bytes of the state.
+"""Messages between trainers and keeper: small structs, never bytes of the state.
 
 A frame is a 4-byte little-endian length and one MessagePack object, on a unix socket. Every
-conversation starts with ``Hello``. ``seq`` pairs a request with its answer; everything else
-is told as it happens.
+connection starts with ``Hello``. ``seq`` pairs a request with its answer; all other messages are
+notifications.
 """
 
 from __future__ import annotations
@@ -13,56 +13,69 @@ import msgspec
 
 from holdfast.errors import FormatError
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_FRAME_BYTES = 256 << 20
+
+NOTHING_TO_SAY = -2
+"""``Captured.same_since`` of a rank without parameters, or without an optimizer step since its last
+capture.
+"""
+CHANGED = -1
+"""``Captured.same_since`` of a rank whose parameters differ from those of its last capture."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The common ancestor."""
+    """Base class of all messages between trainer and keeper."""
 
 
 # ── trainer to keeper ────────────────────────────────────────────────────────────────────
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """Who calls. The keeper takes the process id from the socket, not from here."""
+    """First message on a connection: identifies the run. The process id comes from the socket, not
+    from here.
+    """
 
     protocol: int = PROTOCOL
     run_id: str
     root: str
+    """Path by which the sender reaches the root."""
+    root_id: str = ""
+    """Identity of the root (``Store.identity``): a copied root has the same run id."""
 
 
-class HostPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """A host of the run in this incarnation. The first in a table is the coordinator's."""
+class HostEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """One host of the run in this incarnation. The first host of a table is the coordinator's."""
 
     id: str
     ranks: tuple[int, ...]
     address: str = ""
     domain: str = ""
-    """What it fails together with: HOLDFAST_FAILURE_DOMAIN there."""
+    """Failure domain of the host (its HOLDFAST_FAILURE_DOMAIN)."""
     parity_rate: int = 0
-    """Bytes a second, at most, that it takes for parity (HOLDFAST_PARITY_RATE); 0: no bound."""
+    """Upper limit in bytes per second for parity traffic (HOLDFAST_PARITY_RATE); 0: no limit."""
     port: int = 0
-    """Where its keeper serves its peers."""
+    """Port where the host's keeper serves its peers."""
     control_port: int = 0
-    """Where the coordinator listens for the keepers of the other hosts; 0 elsewhere."""
+    """Port where the coordinator accepts the keepers of other hosts; 0 on other hosts."""
 
 
 class Begin(Message, frozen=True, kw_only=True):
-    """Rank 0: a new incarnation starts; all older ones are fenced off."""
+    """Rank 0 starts a new incarnation; all older ones are fenced off."""
 
     nonce: str
     world: int
-    hosts: tuple[HostPlace, ...] = ()
-    """Where its ranks are; none for a run on one host."""
+    hosts: tuple[HostEntry, ...] = ()
+    """The hosts of the ranks; empty for a run on one host."""
     after: int = 0
-    """The newest incarnation that the keeper of any other host knows."""
+    """Newest incarnation that the keeper of any other host knows."""
 
 
-class Survey(Message, frozen=True, kw_only=True):
-    """One rank of each host, before an incarnation begins: what do you know, where do you listen?
+class ProbeHost(Message, frozen=True, kw_only=True):
+    """One rank of each host asks its keeper, before an incarnation begins, for what it knows and
+    its ports.
 
-    For a run on several hosts, whose keepers are to reach each other at ``address``.
+    Sent in a run on several hosts, whose keepers will reach each other at ``address``.
     """
 
     secret: bytes
@@ -70,23 +83,25 @@ class Survey(Message, frozen=True, kw_only=True):
     is_coordinator: bool
 
 
-class TakePart(Message, frozen=True, kw_only=True):
-    """This host's keeper is one of several in an incarnation: number ``host`` of the table.
+class AssignRole(Message, frozen=True, kw_only=True):
+    """Assigns this host's keeper its role in an incarnation of several hosts: host ``host`` of the
+    table.
 
-    Number 0 coordinates. The others do its bidding, and have its word for their ranks.
+    Host 0 coordinates. The keepers of the other hosts follow it, and forward messages for their
+    ranks.
     """
 
     incarnation: int
     nonce: str
-    hosts: tuple[HostPlace, ...]
+    hosts: tuple[HostEntry, ...]
     host: int
     secret: bytes
     within_s: float = 0.0
-    """How long the coordinator is waited for."""
+    """Timeout in seconds for reaching the coordinator."""
 
 
 class Join(Message, frozen=True, kw_only=True):
-    """A rank takes its place in the incarnation."""
+    """A rank joins the incarnation."""
 
     incarnation: int
     nonce: str
@@ -95,43 +110,47 @@ class Join(Message, frozen=True, kw_only=True):
     keep_every: int | None = None
     persist_at_end: bool = True
     is_copying: bool = True
-    """Whether it may write to any slot. False only when its copier is known to have stopped."""
+    """True if the rank may write to any slot. False only if its copier is known to have stopped."""
     owes_durable: bool = False
-    """Whether a durable save it was promised by an earlier keeper was never told to be durable."""
+    """True if an earlier keeper accepted a durable save of this rank and never reported it
+    durable.
+    """
     compare_replicas: int | None = None
-    """In how many saves all replicas are compared; 0: never, None: as is cheap."""
+    """Number of saves over which all replicas are compared; 0: never, None: as many as keep it
+    cheap.
+    """
     parity: int = 0
-    """How many hosts of a group may be lost with what they have in memory."""
+    """Number of hosts per group that may be lost together with their memory."""
 
 
 class ListInventory(Message, frozen=True, kw_only=True):
-    """What generations are in memory, and what incarnations are known?"""
+    """Asks for the generations in memory and the known incarnations."""
 
 
-class Pin(Message, frozen=True, kw_only=True):
-    """Rank 0: keep the slots of this attempt until a new generation is complete."""
+class PinAttempt(Message, frozen=True, kw_only=True):
+    """Rank 0 pins the slots of this attempt until a new generation is complete."""
 
     attempt: str
 
 
 class Adopt(Message, frozen=True, kw_only=True):
-    """Rank 0: this incarnation goes on from ``parent`` (None: from nothing)."""
+    """Rank 0 sets the parent that this incarnation continues from (None: it starts fresh)."""
 
     parent: tuple[int, int] | None
 
 
-class Table(Message, frozen=True, kw_only=True):
-    """The leaves this rank holds, for the layout to be agreed on."""
+class LeafTable(Message, frozen=True, kw_only=True):
+    """The table of leaves that this rank holds, from which the layout is agreed."""
 
     hash: str
     data: bytes
 
 
-class Ask(Message, frozen=True, kw_only=True):
-    """May this rank capture ``step``? Answered when all ranks have asked.
+class RequestCapture(Message, frozen=True, kw_only=True):
+    """Requests a slot to capture ``step``. Answered when all ranks have requested it.
 
-    ``durable`` with ``exact``: this very step. Without: a later one will do, when storage is
-    still busy with an earlier one.
+    ``durable`` with ``exact``: exactly this step. Without ``exact``: a later step may be written
+    instead if storage is still busy with an earlier one.
     """
 
     step: int
@@ -139,94 +158,102 @@ class Ask(Message, frozen=True, kw_only=True):
     values_bytes: int
     durable: bool
     exact: bool = False
-    turn: int = 0
-    """Which of this rank's requests it is: a step that was given up can be asked for again."""
+    request_number: int = 0
+    """Number of the request of this rank: an abandoned step can be requested again."""
+    updates: tuple[tuple[str, int], ...] = ()
+    """Number of whole updates by each optimizer since the start or the restore."""
+    is_copying: bool = True
+    """False only if no copy of an earlier capture of this rank can still run."""
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """The first ``size_bytes`` of the image are copied (for a durable attempt)."""
+    """Reports that the first ``size_bytes`` of the image are copied (for a durable attempt)."""
 
     attempt: str
     size_bytes: int
 
 
 class Captured(Message, frozen=True, kw_only=True):
-    """This rank's image is sealed in its slot."""
+    """Reports that this rank's image is sealed in its slot."""
 
     attempt: str
     image_bytes: int
     header_xxh3: str
     table_xxh3: str
     sums: tuple[bytes, ...] = ()
-    """Of what is held alike by others: for each group this rank is in, the sums of its tiles."""
-    same_since: int = -2
-    """The earlier step whose parameters are these, though they were trained; see ``standing``."""
+    """Checksums of the sampled tiles of replicated data, for each replica group of this rank."""
+    same_since: int = NOTHING_TO_SAY
+    """The earlier step whose parameters equal these, although they were trained."""
 
 
-class Abandon(Message, frozen=True, kw_only=True):
-    """This rank will not seal its image; nobody may use the attempt."""
+class AbortCapture(Message, frozen=True, kw_only=True):
+    """Reports that this rank will not seal its image; the attempt is void for all ranks."""
 
     attempt: str
     reason: str
     leaf: str = ""
     has_stopped: bool = True
-    """Whether it is known that nothing more is written to the slot."""
+    """True if the rank is known to have stopped writing to the slot."""
 
 
-class Withdraw(Message, frozen=True, kw_only=True):
-    """This rank no longer waits for the answer to its ``Ask`` of ``step``."""
+class CancelRequest(Message, frozen=True, kw_only=True):
+    """Withdraws this rank's ``RequestCapture`` of ``step``."""
 
     step: int
 
 
-class Decline(Message, frozen=True, kw_only=True):
-    """This rank cannot save ``step`` at all; the others need not wait for it."""
+class DeclineStep(Message, frozen=True, kw_only=True):
+    """Reports that this rank cannot save ``step``; other ranks need not wait for it."""
 
     step: int
     reason: str
     is_passing: bool = False
-    """Whether it may save it yet: when it asks for it again."""
+    """True if the rank may still save the step: when it requests it again."""
 
 
 class MakeDurable(Message, frozen=True, kw_only=True):
-    """The captured ``step`` is to be made durable after all; ``newest``: whatever is newest."""
+    """Requests that the captured ``step`` be made durable; ``newest``: the newest generation
+    instead.
+    """
 
     step: int
     newest: bool = False
 
 
-#: What ranks announce beside their policies' names: a last step, and a durable save once more.
+#: Values of ``Announce.which`` beside policy names: a last step, and a repeated durable save.
 PREEMPTED, MISSED = "preempted", "missed"
 
 
 class Announce(Message, frozen=True, kw_only=True):
-    """A save is due; all ranks act on it at ``step``. ``which`` policy: its name, or why."""
+    """Announces that a save is due: all ranks save at ``step``. ``which`` is the policy's name or a
+    reason.
+    """
 
     step: int
     which: str
 
 
 class Explain(Message, frozen=True, kw_only=True):
-    """Who or what does the save of ``step`` wait for?"""
+    """Asks for the reason why the save of ``step`` is still waiting."""
 
     step: int
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """This rank ends in order."""
+    """Reports that this rank ends in order."""
 
 
 # ── keeper to trainer ────────────────────────────────────────────────────────────────────
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The answer to ``Hello``."""
+    """Answer to ``Hello``."""
 
     pid: int
 
 
-class Surveyed(Message, frozen=True, kw_only=True):
-    """The answer to ``Survey``: the newest incarnation it knows, and its ports."""
+class HostProbed(Message, frozen=True, kw_only=True):
+    """Answer to ``ProbeHost``: the newest incarnation the keeper knows, and its ports."""
 
     newest: int
     port: int
@@ -234,17 +261,17 @@ class Surveyed(Message, frozen=True, kw_only=True):
 
 
 class Begun(Message, frozen=True, kw_only=True):
-    """The number of the new incarnation."""
+    """Answer to ``Begin``: the number of the new incarnation."""
 
     incarnation: int
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """The request was carried out."""
+    """Answer to a request that was carried out."""
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """The request was not carried out; ``kind`` is the error's class name."""
+    """Answer to a request that was not carried out; ``kind`` is the error's class name."""
 
     kind: str
     reason: str
@@ -260,13 +287,13 @@ class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
     header_xxh3: str
     table_xxh3: str
     host: str = ""
-    """Whose memory it is in; "" for the asker's own."""
+    """Host whose memory holds the image; "" for the requester's own host."""
     port: int = 0
-    """Where that host's keeper gives it to others; 0: where the start agreed on."""
+    """Port where that host's keeper serves the image; 0: the port agreed on at the start."""
 
 
 class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation all of whose images are in memory."""
+    """A generation whose images are all in memory."""
 
     incarnation: int
     step: int
@@ -274,19 +301,23 @@ class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     layout: str
     slots: tuple[SlotInfo, ...]
+    nonce: str = ""
+    """Of the start that captured it."""
 
 
 class Inventory(Message, frozen=True, kw_only=True):
-    """The answer to ``ListInventory``: generations, and parents of known incarnations."""
+    """Answer to ``ListInventory``: generations, and parents of known incarnations."""
 
     generations: tuple[HeldGeneration, ...]
     parents: dict[int, tuple[int, int] | None]
+    starts: dict[int, tuple[str, float]] = {}
+    """Of the records that tell the parents: the nonce of the start, and when they were made."""
 
 
 # ── keeper to keeper ─────────────────────────────────────────────────────────────────────
 
 
-class HeldImage(msgspec.Struct, frozen=True, kw_only=True):
+class HoldingImage(msgspec.Struct, frozen=True, kw_only=True):
     """One image in a host's memory."""
 
     rank: int
@@ -295,32 +326,38 @@ class HeldImage(msgspec.Struct, frozen=True, kw_only=True):
     table_xxh3: str
 
 
-class HeldPart(msgspec.Struct, frozen=True, kw_only=True):
-    """What one host holds of an attempt."""
+class HoldingPart(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of an attempt that one host holds."""
 
     incarnation: int
     step: int
     attempt: str
     world: int
     layout: str
-    images: tuple[HeldImage, ...]
+    images: tuple[HoldingImage, ...]
     parity: tuple[tuple[int, int], ...] = ()
     """(stripe, row) of each row of parity."""
+    nonce: str = ""
+    """Of the start that captured it; "" where only parity is left."""
 
 
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """One host's whole inventory, as its keeper offers it to its peers."""
+    """The whole inventory of one host, as its keeper serves it to its peers."""
 
     host: str
     address: str
     port: int
-    parts: tuple[HeldPart, ...]
+    parts: tuple[HoldingPart, ...]
     parents: dict[int, tuple[int, int] | None]
     newest_incarnation: int
+    starts: dict[int, tuple[str, float]] = {}
+    """As in an ``Inventory``."""
 
 
 class Grant(Message, frozen=True, kw_only=True):
-    """Capture ``step`` into this slot. ``layout`` is what all ranks agreed on."""
+    """Grants a slot for capturing ``step``. ``layout`` is the hash of the layout agreed by all
+    ranks.
+    """
 
     step: int
     attempt: str
@@ -328,17 +365,23 @@ class Grant(Message, frozen=True, kw_only=True):
     durable: bool
     layout: str
     ring_bytes: int = 0
-    """The image passes through the last so many bytes of the slot; 0: it is kept there whole."""
+    """Size of the ring at the end of the slot that the image passes through; 0: the slot keeps the
+    whole image.
+    """
     compare: tuple[int, int | None] | None = None
-    """(turn, of so many, None: as is cheap): which part of what ranks hold alike is summed."""
-    turn: int = 0
-    """The request that it answers."""
+    """(index, number of parts; None: as many as keep it cheap): the part of replicated data to
+    checksum.
+    """
+    request_number: int = 0
+    """Number of the request that this grant answers."""
     hosts: int = 1
-    """On how many hosts the ranks are."""
+    """Number of hosts the ranks are on."""
 
 
-class Freed(Message, frozen=True, kw_only=True):
-    """The first ``size_bytes`` of the image are written: their room in the ring is free again."""
+class RingSpaceFreed(Message, frozen=True, kw_only=True):
+    """Reports that the first ``size_bytes`` of the image are written: their space in the ring is
+    free.
+    """
 
     attempt: str
     size_bytes: int
@@ -352,15 +395,15 @@ class LayoutAgreed(Message, frozen=True, kw_only=True):
 
 
 class Skip(Message, frozen=True, kw_only=True):
-    """No rank captures ``step``. ``is_passing``: a later step may well be captured."""
+    """No rank captures ``step``. ``is_passing``: the reason is temporary."""
 
     step: int
     reason: str
     is_passing: bool = True
 
 
-class Unlike(msgspec.Struct, frozen=True, kw_only=True):
-    """A leaf that is not the same on all ranks that hold it; see ``events.ReplicasDiffer``."""
+class ReplicaDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """One leaf that differs between the ranks that hold it; see ``events.ReplicasDiffer``."""
 
     leaf: str
     box: str
@@ -369,17 +412,19 @@ class Unlike(msgspec.Struct, frozen=True, kw_only=True):
     is_known_which: bool
 
 
-class ReplicasDiffer(Message, frozen=True, kw_only=True):
-    """What all ranks captured is not the same where it should be; ``others``: leaves not listed."""
+class ReplicaDifferences(Message, frozen=True, kw_only=True):
+    """Lists leaves whose captured replicas differ; ``others``: number of differing leaves not
+    listed.
+    """
 
     step: int
     attempt: str
-    leaves: tuple[Unlike, ...]
+    leaves: tuple[ReplicaDifference, ...]
     others: int
 
 
 class Complete(Message, frozen=True, kw_only=True):
-    """All ranks captured this generation."""
+    """Reports that all ranks captured this generation."""
 
     step: int
     attempt: str
@@ -387,24 +432,26 @@ class Complete(Message, frozen=True, kw_only=True):
 
 
 class Protected(Message, frozen=True, kw_only=True):
-    """This generation survives the loss of hosts: its parity is whole on all of them."""
+    """Reports that this generation survives the loss of hosts: its parity is complete on all
+    hosts.
+    """
 
     step: int
     attempt: str
 
 
 class Unprotected(Message, frozen=True, kw_only=True):
-    """Parity of this generation could not be made; the next one is tried."""
+    """Reports that parity of this generation could not be made; the next generation is tried."""
 
     step: int
     attempt: str
     reason: str
     host: str = ""
-    """Whose keeper says so; "" where none is to blame."""
+    """Host whose keeper reported the failure; "" if no host is responsible."""
 
 
 class Aborted(Message, frozen=True, kw_only=True):
-    """The attempt is thrown away on all ranks."""
+    """Reports that the attempt is discarded on all ranks."""
 
     step: int
     attempt: str
@@ -412,11 +459,13 @@ class Aborted(Message, frozen=True, kw_only=True):
     overtaken: bool = False
     leaf: str = ""
     is_lost: bool = False
-    """Whether a rank or a keeper was lost, and it may well be taken again."""
+    """True if a rank or a keeper was lost, so that the step may be captured again."""
 
 
 class Durable(Message, frozen=True, kw_only=True):
-    """A manifest names this generation; it also stands for the earlier steps in ``fulfils``."""
+    """Reports that a manifest names this generation; this also fulfils the earlier steps in
+    ``fulfils``.
+    """
 
     step: int
     attempt: str
@@ -424,32 +473,34 @@ class Durable(Message, frozen=True, kw_only=True):
 
 
 class NotDurable(Message, frozen=True, kw_only=True):
-    """Making this generation durable failed; the next one is made durable instead."""
+    """Reports that making this generation durable failed; the next one is made durable instead."""
 
     step: int
     attempt: str
     reason: str
     fulfils: tuple[int, ...] = ()
     in_memory: bool = True
-    """Whether it is at least a snapshot; what passed through a ring is nothing then."""
+    """True if the generation is still in memory as a snapshot; False if it passed through a
+    ring.
+    """
 
 
 class Announced(Message, frozen=True, kw_only=True):
-    """The policy ``which`` is due at ``step`` on all ranks."""
+    """Tells all ranks that the policy ``which`` is due at ``step``."""
 
     step: int
     which: str
 
 
 class Explanation(Message, frozen=True, kw_only=True):
-    """The answer to ``Explain``. ``is_whole``: all of it is in memory."""
+    """Answer to ``Explain``. ``is_whole``: the whole generation is in memory."""
 
     text: str
     is_whole: bool = False
 
 
 class FencedOff(Message, frozen=True, kw_only=True):
-    """A newer incarnation has begun; stop."""
+    """Tells a rank that a newer incarnation has begun: the rank must stop."""
 
     incarnation: int
 
@@ -457,12 +508,46 @@ class FencedOff(Message, frozen=True, kw_only=True):
 class _Frame(msgspec.Struct, frozen=True, array_like=True):
     seq: int
     message: (
-        Hello | Begin | Survey | TakePart | Join | ListInventory | Pin | Adopt | Table | Ask
-        | Progress | Captured | Abandon | Withdraw | Decline | MakeDurable | Announce | Explain
-        | Goodbye | Surveyed | Welcome | Begun | Done | Refused | Inventory | Grant
-        | LayoutAgreed | Skip | Complete | ReplicasDiffer | Aborted | Freed | Durable
-        | NotDurable | Protected | Unprotected | Announced | Explanation | FencedOff
-    )  # fmt: skip
+        Hello
+        | Begin
+        | ProbeHost
+        | AssignRole
+        | Join
+        | ListInventory
+        | PinAttempt
+        | Adopt
+        | LeafTable
+        | RequestCapture
+        | Progress
+        | Captured
+        | AbortCapture
+        | CancelRequest
+        | DeclineStep
+        | MakeDurable
+        | Announce
+        | Explain
+        | Goodbye
+        | HostProbed
+        | Welcome
+        | Begun
+        | Done
+        | Refused
+        | Inventory
+        | Grant
+        | LayoutAgreed
+        | Skip
+        | Complete
+        | ReplicaDifferences
+        | Aborted
+        | RingSpaceFreed
+        | Durable
+        | NotDurable
+        | Protected
+        | Unprotected
+        | Announced
+        | Explanation
+        | FencedOff
+    )
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -470,15 +555,15 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 
 
 def pack(message: Message, seq: int = 0) -> bytes:
-    """One frame. ``seq`` 0: not part of a request."""
+    """Encode one frame. ``seq`` 0: not part of a request."""
     body = _encoder.encode((seq, message))
     return len(body).to_bytes(4, "little") + body
 
 
 def unpack(body: bytes) -> tuple[int, Message]:
-    """(seq, message) of a frame's body; FormatError when it is none of ours."""
+    """Decode a frame's body into (seq, message); FormatError if it is not a known message."""
     try:
         frame = _decoder.decode(body)
-    except (ValueError, RecursionError) as error:  # of msgspec's and of text not UTF-8
+    except (ValueError, RecursionError) as error:  # msgspec's own, or not UTF-8
         raise FormatError(f"a message between trainer and keeper is malformed: {error}") from None
     return frame.seq, frame.message

@@ -1,7 +1,7 @@
-"""What several stored copies come to where there is one tensor for them.
+"""Averages the copies of a leaf that several saved ranks held, where the state has one tensor.
 
-Elements that have a mean are averaged as they are read. All others must be equal, bit for bit, and
-whether they are is known before anything is changed.
+Elements of a type that has a mean are averaged as they are read. All other copies must be equal,
+bit for bit; that is checked before anything is changed.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ import numpy as np
 import torch
 
 from holdfast.geometry.box import Box
-from holdfast.load.move import CARRIERS, Array
-from holdfast.load.plan import Want
-from holdfast.load.read import read_wants
-from holdfast.load.source import Checkpoint
-from holdfast.state.offer import Offer
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.read import CARRIERS, Array, read_wants
+from holdfast.state.mapped.checkpoint_view import CheckpointView
 from holdfast.state.tensors import TORCH_DTYPES, empty
 
 _T = TypeVar("_T")
-#: So many elements of copies that differ are looked at at a time.
+#: Elements of differing copies that are compared at a time.
 _ELEMENTS = 4 << 20
 
 
-class Copies(NamedTuple):
-    """A box of a leaf of which each saved rank had its own copy, one behind another in ``rows``."""
+class AveragedCopies(NamedTuple):
+    """A box of a leaf of which each saved rank had its own copy; ``rows`` counts the copies."""
 
     leaf: str
     dtype: str
@@ -35,41 +34,41 @@ class Copies(NamedTuple):
     box: Box
 
 
-class Mean(NamedTuple):
-    """Copies, and where their mean goes."""
+class AveragedLeaf(NamedTuple):
+    """Copies to average, and the destination of their mean."""
 
-    of: Copies
+    of: AveragedCopies
     into: torch.Tensor
 
 
-def average(checkpoint: Checkpoint, means: Sequence[Mean]) -> int:
-    """Fill what is the mean of several copies, each of which is read; how many bytes that was.
+def average(checkpoint: Checkpoint, means: Sequence[AveragedLeaf]) -> int:
+    """Fill each destination with the mean of its copies; return the bytes read.
 
-    Added up in double precision, in the order of the ranks, and rounded once.
+    Sums are in double precision, in the order of the ranks, and rounded once.
     """
     bounded = _bounded(means, lambda mean: mean.of.box.volume)
     return sum(_average(checkpoint, some) for some in bounded)
 
 
-def _average(checkpoint: Checkpoint, means: Sequence[Mean]) -> int:
+def _average(checkpoint: Checkpoint, means: Sequence[AveragedLeaf]) -> int:
     sums = [torch.zeros(one.of.box.shape, dtype=_wide(one.of.dtype)) for one in means]
     read = 0
     for copies, size_bytes in _rows(checkpoint, [one.of for one in means]):
         read += size_bytes
         for key, copy in copies.items():
-            sums[key] += copy.to(sums[key].dtype)  # torch adds no float8 to others
+            sums[key] += copy.to(sums[key].dtype)  # torch cannot add float8 to another type
     for one, total in zip(means, sums, strict=True):
         one.into.copy_(total / one.of.rows)
     return read
 
 
-def unequal_copies(checkpoint: Checkpoint, offer: Offer) -> list[str]:
-    """Copies that differ, of which there is one here, and that have no mean; in words.
+def unequal_copies(checkpoint: Checkpoint, offer: CheckpointView) -> list[str]:
+    """List, in words, copies that differ, have no mean, and belong to one tensor here.
 
-    They are read before anything is changed.
+    The copies are read before anything is changed.
     """
     named = [
-        (one.name, Copies(one.leaf, one.dtype, one.count, box))
+        (one.name, AveragedCopies(one.leaf, one.dtype, one.count, box))
         for one in offer.rows
         for box in one.boxes
     ]
@@ -84,7 +83,7 @@ def unequal_copies(checkpoint: Checkpoint, offer: Offer) -> list[str]:
     return list(unequal.values())
 
 
-def _refusal(name: str, copies: Copies) -> str:
+def _refusal(name: str, copies: AveragedCopies) -> str:
     return (
         f"{name}: averaged by its rule, and the {copies.rows} copies of {copies.leaf} differ, and "
         f"are {copies.dtype}, which has no mean. Restore it on as many ranks as saved it, or leave "
@@ -92,20 +91,20 @@ def _refusal(name: str, copies: Copies) -> str:
     )
 
 
-def unequal_numbers(checkpoint: Checkpoint, offer: Offer) -> list[str]:
-    """Numbers that are one here, and several that are not equal in what is stored; in words.
+def unequal_numbers(checkpoint: Checkpoint, offer: CheckpointView) -> list[str]:
+    """List, in words, numbers that are one here, and several unequal ones in the checkpoint.
 
-    They are read before anything is changed.
+    The numbers are read before anything is changed.
     """
     wants: list[Want] = []
-    found: list[torch.Tensor] = []
+    copies: list[torch.Tensor] = []
     for name, leaves in offer.numbers.items():
         dtype, shape = offer.specs[name]
         for leaf in leaves:
             wants.append(Want(leaf, Box.whole(shape), len(wants)))
-            found.append(empty(shape, dtype))
-    read_wants(checkpoint, wants, dict(enumerate(map(as_carrier, found))))
-    numbers = {want.leaf: number for want, number in zip(wants, found, strict=True)}
+            copies.append(empty(shape, dtype))
+    read_wants(checkpoint, wants, dict(enumerate(map(as_carrier, copies))))
+    numbers = {want.leaf: number for want, number in zip(wants, copies, strict=True)}
     return [
         f"{name}: one number here, and by the rules made of several that differ: "
         + ", ".join(f"{leaf} is {numbers[leaf].item()}" for leaf in leaves)
@@ -115,9 +114,9 @@ def unequal_numbers(checkpoint: Checkpoint, offer: Offer) -> list[str]:
 
 
 def _rows(
-    checkpoint: Checkpoint, copied: Sequence[Copies]
+    checkpoint: Checkpoint, copied: Sequence[AveragedCopies]
 ) -> Iterator[tuple[dict[int, torch.Tensor], int]]:
-    """Of all the first copy, then the second: by the place in ``copied``; and the bytes read."""
+    """Yield the first copies of all of ``copied`` by index, then the second; and the bytes read."""
     for row in range(max(one.rows for one in copied)):
         there = {key: one for key, one in enumerate(copied) if row < one.rows}
         copies = {key: empty(one.box.shape, one.dtype) for key, one in there.items()}
@@ -130,7 +129,9 @@ def _rows(
 
 
 def _bounded(some: Sequence[_T], volume: Callable[[_T], int]) -> Iterator[list[_T]]:
-    """Some at a time, for each is held once more, perhaps in double precision."""
+    """Group items so that each group's volume is bounded: each is held twice, perhaps as
+    doubles.
+    """
     batch: list[_T] = []
     for one in some:
         if batch and sum(map(volume, batch)) + volume(one) > _ELEMENTS:
@@ -155,6 +156,6 @@ def _carrier(itemsize: int) -> torch.dtype:
 
 
 def as_carrier(host: torch.Tensor) -> Array:
-    """A writable array over a CPU tensor's memory, of elements of the same size."""
-    found: Array = host.view(_carrier(host.element_size())).numpy()
-    return found
+    """Return a writable array over a CPU tensor's memory, with elements of the same size."""
+    carrier: Array = host.view(_carrier(host.element_size())).numpy()
+    return carrier

@@ -1,36 +1,39 @@
-"""Where all that is read belongs: boxes of stored leaves, each with the memory it goes into.
+"""Maps stored leaves to the memory to fill, and copies to devices through staging buffers.
 
-Tensors that are made of several leaves, or are parts of one, are filled part by part through
-views of their memory: nothing is put together elsewhere first.
+Tensors that are made of several leaves, or are parts of one, are filled part by part through views
+of their memory, without an intermediate copy.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import queue
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import HAVE_A_MEAN, ITEMSIZE
-from holdfast.geometry.layout import Held, LeafEntry
-from holdfast.geometry.placements import REPLICATE, Instance
-from holdfast.load.late import Copies, LateTensor, StreamCopies
-from holdfast.load.means import Copies as StoredCopies
-from holdfast.load.means import Mean, as_carrier, average
-from holdfast.load.move import Destination
-from holdfast.load.plan import Want
-from holdfast.load.source import Checkpoint
-from holdfast.state.entries import entry_of
-from holdfast.state.offer import Offer
-from holdfast.state.sight import Part
+from holdfast.geometry.index import HAVE_A_MEAN, ITEMSIZE
+from holdfast.geometry.layout import HolderBoxes, LeafEntry
+from holdfast.geometry.mesh import REPLICATE, Instance
+from holdfast.restore.averages import AveragedCopies as StoredCopies
+from holdfast.restore.averages import AveragedLeaf, as_carrier, average
+from holdfast.restore.planning.plan import BATCH_BYTES, Want
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.read import Destination
+from holdfast.state.bindings import entry_of
+from holdfast.state.mapped.checkpoint_view import CheckpointView
+from holdfast.state.mapped.tensor_parts import LeafPart
 from holdfast.state.tensors import TORCH_DTYPES, empty, leaf_entry, local_of
 
 
 @dataclass(slots=True)
-class _Asked:
-    """What this rank wants of one stored leaf."""
+class _CopyRequest:
+    """The boxes of one stored leaf that this rank wants."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -38,24 +41,27 @@ class _Asked:
     entry: LeafEntry | None = None
 
 
-class Filling:
-    """Destinations of one restore on this rank. ``offer``: None where nothing is seen by rules."""
+class Destinations:
+    """Destinations of one restore on this rank. ``offer``: None where no rules apply."""
 
     def __init__(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], rank: int, offer: Offer | None = None
+        self,
+        tensors: Sequence[tuple[str, torch.Tensor]],
+        rank: int,
+        offer: CheckpointView | None = None,
     ) -> None:
         self.wants: list[Want] = []
         self.destinations: dict[int, Destination] = {}
         self.zeros: list[torch.Tensor] = []
-        """What of the tensors is padding."""
+        """The padding of tensors."""
         self.shared: set[int] = set()
         """The keys of wants that other ranks have too."""
         self.size_bytes = 0
         self._rank, self._offer = rank, offer
-        self._asked: dict[str, _Asked] = {}
-        self._means: list[Mean] = []
+        self._asked: dict[str, _CopyRequest] = {}
+        self._means: list[AveragedLeaf] = []
         locals_ = [local_of(tensor) for _, tensor in tensors]
-        self.copies: Copies = StreamCopies({local.device for local in locals_})
+        self.copies: DeviceCopies = StreamCopies({local.device for local in locals_})
         for (name, tensor), local in zip(tensors, locals_, strict=True):
             self._add(name, tensor, local)
         self.entries = [_entry(leaf, asked) for leaf, asked in self._asked.items()]
@@ -65,33 +71,33 @@ class Filling:
         sight = None if self._offer is None else self._offer.sight(name, tensor)
         if sight is None:
             entry = leaf_entry(name, tensor, self._rank, "split")
-            found = None if self._offer is None else self._offer.find(name)
-            self._add_entry(replace(entry, name=found[0]) if found else entry, local)
+            match = None if self._offer is None else self._offer.find(name)
+            self._add_entry(replace(entry, name=match[0]) if match else entry, local)
             return
         assert self._offer is not None
         for part in sight.parts:
-            found = self._offer.find(part.leaf)
-            if found is not None:
-                self._add_part(replace(part, leaf=found[0]), *found[1], local)
+            match = self._offer.find(part.leaf)
+            if match is not None:
+                self._add_part(replace(part, leaf=match[0]), *match[1], local)
         self.zeros += [view.of(local) for view in sight.padding]
 
     def _add_part(
-        self, part: Part, dtype: str, shape: tuple[int, ...], local: torch.Tensor
+        self, part: LeafPart, dtype: str, shape: tuple[int, ...], local: torch.Tensor
     ) -> None:
         if part.instance is not None:
             self._add_entry(entry_of(part, dtype, "split"), part.views[0].of(local))
             return
         has_rows = part.rows > 0 and shape != part.shape
         is_mean = has_rows and shape[0] != part.rows
-        if is_mean and dtype not in HAVE_A_MEAN:  # they were found to be equal: the first is each
+        if is_mean and dtype not in HAVE_A_MEAN:  # they are known to be equal: read the first
             part, is_mean = replace(part, rows=shape[0], row=0).as_stored(), False
         elif has_rows and not is_mean:
             part = part.as_stored()
-        asked = self._asked.setdefault(part.leaf, _Asked(dtype, shape, []))
+        asked = self._asked.setdefault(part.leaf, _CopyRequest(dtype, shape, []))
         for box, view in zip(part.boxes, part.views, strict=True):
             if is_mean:
                 copies = StoredCopies(part.leaf, dtype, shape[0], box)
-                self._means.append(Mean(copies, view.of(local)))
+                self._means.append(AveragedLeaf(copies, view.of(local)))
             else:
                 asked.boxes.append(box)
                 asked.entry = None
@@ -100,11 +106,11 @@ class Filling:
                 self._want(part.leaf, box, view.of(local), dtype)
 
     def _add_entry(self, entry: LeafEntry, local: torch.Tensor) -> None:
-        """Want what a plain tensor, or one on a mesh, is of a leaf."""
+        """Want the part of a leaf that a plain tensor, or one on a mesh, holds."""
         boxes = entry.boxes(self._rank)
         asked = self._asked.get(entry.name)
         if asked is None:
-            asked = self._asked[entry.name] = _Asked(entry.dtype, entry.shape, [], entry)
+            asked = self._asked[entry.name] = _CopyRequest(entry.dtype, entry.shape, [], entry)
         else:
             asked.entry = None
         asked.boxes += [box for box, _ in boxes]
@@ -121,24 +127,24 @@ class Filling:
         stored = TORCH_DTYPES[dtype]
         is_late = into.device.type != "cpu" or into.is_conj() or into.is_neg()
         if _is_cast(into, dtype):
-            self.destinations[key] = LateTensor(into, self.copies, stored)
+            self.destinations[key] = DeviceTensor(into, self.copies, stored)
         elif is_late:
-            self.destinations[key] = LateTensor(into, self.copies)
+            self.destinations[key] = DeviceTensor(into, self.copies)
         else:
             self.destinations[key] = as_carrier(into)
 
     def average(self, checkpoint: Checkpoint) -> int:
-        """Fill what is the mean of several copies, each of which is read; how many bytes."""
+        """Fill the destinations that are means of several copies; return the bytes read."""
         return average(checkpoint, self._means)
 
     def pad(self) -> None:
-        """Make the padding zero."""
+        """Set the padding to zero."""
         for zeros in self.zeros:
             zeros.zero_()
 
 
 def _is_replicated(entry: LeafEntry) -> bool:
-    """Whether other ranks hold what this one holds, as far as the leaf itself tells."""
+    """Return whether the entry shows that other ranks hold the same elements as this one."""
     instance = entry.instance
     if not isinstance(instance, Instance):
         return instance is None
@@ -147,18 +153,18 @@ def _is_replicated(entry: LeafEntry) -> bool:
 
 
 def _is_cast(into: torch.Tensor, dtype: str) -> bool:
-    """Whether the elements are converted. Carriers are of the stored dtype, whatever they are."""
-    return into.dtype not in (TORCH_DTYPES[dtype], _seen_as(dtype))
+    """Return whether the elements are converted. Carriers always have the stored dtype."""
+    return into.dtype not in (TORCH_DTYPES[dtype], _copyable_dtype(dtype))
 
 
 @functools.cache
-def _seen_as(dtype: str) -> torch.dtype:
-    """What torch copies elements of a dtype as, where it cannot copy them as they are."""
-    return local_of(empty((0,), dtype)).dtype  # torch.empty warns of some
+def _copyable_dtype(dtype: str) -> torch.dtype:
+    """Return the dtype as which torch copies elements that it cannot copy as they are."""
+    return local_of(empty((0,), dtype)).dtype  # torch.empty warns for some dtypes
 
 
-def _entry(leaf: str, asked: _Asked) -> LeafEntry:
-    """What this rank wants of a leaf, as it would declare what it holds."""
+def _entry(leaf: str, asked: _CopyRequest) -> LeafEntry:
+    """Return what this rank wants of a leaf, in the form in which it would declare it."""
     if asked.entry is not None and len(asked.boxes) == len(set(asked.boxes)):
         return asked.entry
     boxes: list[Box] = []
@@ -168,5 +174,153 @@ def _entry(leaf: str, asked: _Asked) -> LeafEntry:
             left = [part for one in left for part in one.subtract(taken)]
         boxes += [part for part in left if not part.is_empty]
     boxes.sort(key=lambda box: box.start)
-    held = None if boxes == [Box.whole(asked.shape)] else Held(tuple(boxes))
+    held = None if boxes == [Box.whole(asked.shape)] else HolderBoxes(tuple(boxes))
     return LeafEntry(leaf, asked.dtype, asked.shape, "split", held)
+
+
+# Copies verified bytes to tensors that the host cannot write directly, through staging buffers.
+#
+# Tensors on a GPU are filled by copies on a side stream, out of a bounded amount of pinned memory,
+# while the next bytes are read. On the CPU the same path serves tensors stored in another form than
+# they are shown (conjugated or negated views). Host memory does not grow with the state.
+#
+# The order of copies makes this safe: a side stream starts after all earlier work of the caller's
+# stream; a staging buffer is lent again only when the copies out of it are done; and the caller's
+# stream continues after the last copy.
+
+
+Array = np.ndarray[Any, Any]
+
+
+class DeviceCopies(Protocol):
+    """Makes copies in the order of the calls, perhaps asynchronously: the interface to a device."""
+
+    def begin(self) -> None:
+        """Prepare for the first copy, on the thread whose work uses the tensors."""
+        ...
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        """Allocate host memory that can be copied from while the host continues."""
+        ...
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Fill ``to``, of the same shape; ``source`` is read until a later mark has been waited
+        for.
+
+        Where their dtypes differ it is converted.
+        """
+        ...
+
+    def mark(self) -> Callable[[], None]:
+        """Return a function that waits until all copies requested so far are done."""
+        ...
+
+    def end(self) -> None:
+        """Wait for all copies; later device work of that thread comes after them."""
+        ...
+
+
+class StreamCopies:
+    """Copies on a side stream of each GPU; copies between host tensors are made at once."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = [device for device in devices if device.type == "cuda"]
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def begin(self) -> None:
+        for device in self._devices:
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._streams[device] = stream
+
+    def memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=bool(self._devices))
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        if to.device not in self._streams:
+            to.copy_(source)
+            return
+        with torch.cuda.stream(self._streams[to.device]):
+            if to.dtype != source.dtype:  # converted there, in this stream's own memory
+                source = source.to(to.device, non_blocking=True)
+            to.copy_(source, non_blocking=True)
+
+    def mark(self) -> Callable[[], None]:
+        events = [stream.record_event() for stream in self._streams.values()]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+    def end(self) -> None:
+        for device, stream in self._streams.items():
+            stream.synchronize()  # raises the error of a failed copy
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+
+class DeviceTensor:
+    """A tensor as a destination (``holdfast.restore.reading.read.DeferredCopy``).
+
+    ``stored``: the dtype it is converted from, where that is another one.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, copies: DeviceCopies, stored: torch.dtype | None = None
+    ) -> None:
+        self._tensor, self._copies = tensor, copies
+        self._dtype = stored or tensor.dtype
+        is_as_it_lies = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        self.is_flat = is_as_it_lies and stored in (None, tensor.dtype)
+
+    def write(self, at: int, data: memoryview) -> None:
+        """See ``DeferredCopy``."""
+        to = self._tensor.reshape(-1).view(torch.uint8)[at : at + len(data)]
+        self._copies.copy(to, torch.from_numpy(np.frombuffer(data, np.uint8)))
+
+    def write_box(self, box: Box, data: Array) -> None:
+        """See ``DeferredCopy``."""
+        to = self._tensor[box.slices()] if box.ndim else self._tensor
+        self._copies.copy(to, torch.from_numpy(data).view(self._dtype))
+
+
+class _StagingBuffer(NamedTuple):
+    memory: torch.Tensor | None
+    wait: Callable[[], None]
+
+
+class Staging:
+    """A bounded amount of memory, lent in buffers: each again only when its copies are done."""
+
+    def __init__(
+        self, copies: DeviceCopies, size_bytes: int, part_bytes: int | None = None
+    ) -> None:
+        self._copies = copies
+        self._part_bytes = part_bytes or BATCH_BYTES
+        self._free: queue.SimpleQueue[_StagingBuffer] = queue.SimpleQueue()
+        for _ in range(max(2, size_bytes // self._part_bytes)):
+            self._free.put(_StagingBuffer(None, _nothing))
+
+    @contextmanager
+    def borrow(self, size_bytes: int) -> Iterator[memoryview]:
+        """Lend a buffer of this size; its content may be copied from until it is lent again."""
+        memory, wait = self._free.get()
+        try:
+            wait()
+            wait = _nothing
+            if memory is None or memory.nbytes < size_bytes:
+                memory = self._copies.memory(max(size_bytes, self._part_bytes))
+            yield memory.numpy().data[:size_bytes]
+            wait = self._copies.mark()
+        except BaseException:
+            memory = None  # copies may still read it: do not lend it again
+            raise
+        finally:
+            self._free.put(
+                _StagingBuffer(memory, wait)
+            )  # always, because other threads wait for a buffer
+
+
+def _nothing() -> None:
+    """Wait for nothing: no copy is under way."""

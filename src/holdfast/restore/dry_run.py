@@ -1,6 +1,6 @@
-"""Ask how a restore would go, before there are any ranks, devices or memory for it.
+"""Plans a restore before there are any ranks, devices or memory for it, and reports its problems.
 
-A state may be on the meta device: nothing is allocated for its tensors, and nothing in it changes.
+A state may be on the meta device: no memory is allocated for its tensors, and it is not changed.
 """
 
 from __future__ import annotations
@@ -13,20 +13,25 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import UsageError
-from holdfast.geometry.asked import AskedLayout, asked
 from holdfast.geometry.box import Box
-from holdfast.load.claims import Claims, claims_of, left_by_all
-from holdfast.load.documents import gather_values
-from holdfast.load.dryrun import Part, RestorePlan, dry_run, dry_run_asked, wants_of
-from holdfast.load.plan import Want
-from holdfast.load.read import read_values
-from holdfast.load.reader import LeafInfo, box_in
-from holdfast.load.source import Checkpoint, from_manifest
-from holdfast.load.stored import choose_stored
+from holdfast.geometry.parallelism import NamedLayout, asked
 from holdfast.policy.arguments import wanted_step
-from holdfast.state.lists import stored_lists
+from holdfast.restore.match import LeafClaims, claims_of, gather_values, left_by_all
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading.images import Checkpoint, from_manifest
+from holdfast.restore.reading.layout_check import (
+    RankPart,
+    RestorePlan,
+    dry_run,
+    dry_run_asked,
+    wants_of,
+)
+from holdfast.restore.reading.read import read_values
+from holdfast.restore.reading.reader import LeafInfo, box_in
+from holdfast.restore.reading.stored import choose_stored
 from holdfast.state.objects import sort_objects
-from holdfast.state.restore import Restoring
+from holdfast.state.restore import StateRestore
+from holdfast.state.split_lists import stored_lists
 from holdfast.state.tensors import held_boxes
 from holdfast.storage.open import open_store
 
@@ -42,29 +47,31 @@ def plan_restore(
     world: int = 1,
     step: int | str | None = None,
 ) -> RestorePlan:
-    """Whether a checkpoint below ``path`` can be restored so, and what every rank would read.
+    """Check whether a checkpoint below ``path`` can be restored, and what every rank would read.
 
-    ``state_or_table`` is one of: a parallelism by name, as ``"dp=4,tp=2"`` (see ``holdfast show
+    ``path``: the root. ``world``: for how many ranks. ``step``: the step, as for ``load``.
+
+    ``state_or_table``: one of these: a parallelism by name, as ``"dp=4,tp=2"`` (see ``holdfast show
     --for``); a state as for ``load``, which all ``world`` ranks have alike; a table of leaf names
     to boxes (a ``Box``, slices, or None for the whole leaf); or a list of states or tables, one for
-    each rank. Tensors may be on the meta device. A DTensor needs its mesh, and then the
-    plan is of this rank alone. ``step`` as for ``load``.
+    each rank. Tensors may be on the meta device. A DTensor needs its mesh, and then the plan is of
+    this rank alone.
 
-    Needs no process group, reads no leaf and changes nothing. What does not fit is in ``problems``
-    of the plan, and its sizes are then of what does. Raises NotFound when there is no checkpoint,
-    UsageError for a wish that means nothing, FormatError, ChecksumMismatch or StorageError for
+    Needs no process group, reads no leaf and changes nothing. Mismatches are listed in ``problems``
+    of the plan; its sizes then cover the matching leaves. Raises NotFound when there is no
+    checkpoint, UsageError for an invalid request, FormatError, ChecksumMismatch or StorageError for
     files that cannot be read.
     """
     store = open_store(path)
-    found, fit = choose_stored(store, wanted_step(step))
-    manifest = found.find(fit[0].generation)
-    assert manifest is not None  # it is where the candidate came from
+    catalogue, fit = choose_stored(store, wanted_step(step))
+    manifest = catalogue.find(fit[0].generation)
+    assert manifest is not None  # the candidate came from it
     checkpoint = from_manifest(store, manifest)
     if isinstance(state_or_table, str):
         wish = asked(state_or_table)
         if world not in (1, wish.world):
             raise UsageError(f"{state_or_table!r} is {wish.world} ranks, and world says {world}")
-        return dry_run_asked(checkpoint, manifest.step, AskedLayout(checkpoint.layout, wish))
+        return dry_run_asked(checkpoint, manifest.step, NamedLayout(checkpoint.layout, wish))
     if isinstance(state_or_table, Mapping):
         if type(world) is not int or world < 1:
             raise UsageError(f"world is {world!r}: give a number of ranks, 1 or more")
@@ -82,9 +89,9 @@ def plan_restore(
 def _plan_all(
     checkpoint: Checkpoint, step: int, items: Sequence[State | Table], alike: int
 ) -> RestorePlan:
-    """A plan for one item of each rank, each of which ``alike`` ranks have."""
+    """Plan one item for each rank; ``alike`` ranks have each item."""
     parts, problems, assumptions = [], list[str](), set[str]()
-    claims: list[Claims] = []
+    claims: list[LeafClaims] = []
     for rank, item in enumerate(items):
         if _is_table(item):
             wants, faults = _of_table(checkpoint, item)
@@ -97,12 +104,16 @@ def _plan_all(
             if is_cut:
                 assumptions.add("of tensors that are cut over ranks, only this rank's part counts")
         problems += [f"rank {rank}: {text}" if len(items) > 1 else text for text in faults]
-        parts.append(Part(rank, alike, wants))
+        parts.append(RankPart(rank, alike, wants))
     problems += left_by_all([leaf.name for leaf in checkpoint.layout.leaves], claims)
     return dry_run(
-        checkpoint, step, parts, world=len(items) * alike, problems=problems,
+        checkpoint,
+        step,
+        parts,
+        world=len(items) * alike,
+        problems=problems,
         assumptions=sorted(assumptions),
-    )  # fmt: skip
+    )
 
 
 def _is_table(item: State | Table) -> bool:
@@ -125,21 +136,23 @@ def _of_table(checkpoint: Checkpoint, table: Table) -> tuple[list[Want], list[st
     return wants_of(boxes), faults
 
 
-def _restoring(checkpoint: Checkpoint, state: State) -> Restoring:
+def _restoring(checkpoint: Checkpoint, state: State) -> StateRestore:
     stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in checkpoint.layout.leaves}
     state = dict(state)
     objects = sort_objects(state)
+    objects.follow(stored)
     document = read_values(checkpoint, 0)
-    found = gather_values(checkpoint, objects, 0, document, stored)
+    values = gather_values(checkpoint, objects, 0, document, stored)
     own = document.get("own", {})
     lists = stored_lists(own, "the values of rank 0")
-    return Restoring(state, objects, stored, found, own, lists=lists.keys())
+    return StateRestore(state, objects, stored, values, own, lists=lists.keys())
 
 
-def _of_state(restoring: Restoring) -> tuple[list[Want], bool]:
-    """What this rank would fill, where it is stored in the same shape; whether some of it is cut.
+def _of_state(restoring: StateRestore) -> tuple[list[Want], bool]:
+    """Return what this rank would fill from leaves of the same shape; and whether some of it is
+    cut.
 
-    What has another shape is a problem that is told by name.
+    A leaf of another shape is reported as a problem by name.
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     boxes: list[tuple[object, Box]] = []

@@ -1,8 +1,8 @@
-"""What this rank gets of the lists that all saved ranks hold: read where it lies, and nowhere else.
+"""Divides lists that were split over the saved ranks among the new ranks, and reads the items.
 
-Every rank looks into an equal share of the images and tells how long their lists are. From that
-all ranks know who gets which items, and each reads the images that hold its own. One image's
-values are in memory at a time, beside what is kept for a second look.
+Every rank reads an equal share of the images and reports the lengths of their lists. From that all
+ranks know the division of items, and each reads the images that hold its own. One image's values
+are in memory at a time, beside a bounded cache for the second read.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from typing import Any
 
 import msgspec
 
-from holdfast.data.shares import pieces
-from holdfast.data.split_list import SplitList
+from holdfast.data.planning.order import SplitList, pieces
 from holdfast.errors import FormatError, UsageError
-from holdfast.load.read import read_values
-from holdfast.load.source import Checkpoint
-from holdfast.state.lists import StoredList, stored_lists
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.read import read_values
+from holdfast.state.split_lists import StoredList, stored_lists
 
-#: Of what was looked into, so much is kept, as it lies in the images, so as not to be read again.
+#: Bytes of encoded values that are cached, to avoid a second read.
 KEPT_BYTES = 64 << 20
 
 
@@ -27,8 +26,8 @@ KEPT_BYTES = 64 << 20
 NOT_SAID = (-1, 0)
 
 
-class Part(msgspec.Struct, array_like=True, frozen=True):
-    """One saved rank's part of a list, in short."""
+class SplitListPart(msgspec.Struct, array_like=True, frozen=True):
+    """Summary of one saved rank's part of a list."""
 
     key: str
     saved_rank: int
@@ -37,23 +36,23 @@ class Part(msgspec.Struct, array_like=True, frozen=True):
     items: int
 
 
-def takers(lists: Mapping[str, SplitList]) -> bytes:
-    """What this rank is to tell of its own lists: as which data rank it has them; b"" of none."""
-    found = [(key, *(one.data_rank or NOT_SAID)) for key, one in lists.items()]
-    return msgspec.msgpack.encode(found) if found else b""
+def report_lists(lists: Mapping[str, SplitList]) -> bytes:
+    """Encode this rank's report of its own lists, with its data rank in each; b"" without lists."""
+    report = [(key, *(one.data_rank or NOT_SAID)) for key, one in lists.items()]
+    return msgspec.msgpack.encode(report) if report else b""
 
 
-def divide(told: Sequence[bytes], rank: int) -> dict[str, tuple[int, int]]:
-    """As which data rank, of how many, this rank takes part in each list.
+def divide(reports: Sequence[bytes], rank: int) -> dict[str, tuple[int, int]]:
+    """Return the data rank, and the number of them, with which this rank takes part in each list.
 
-    UsageError unless every item of each list will be somebody's.
+    UsageError unless every item of each list has a receiver.
     """
     taken: dict[str, dict[int, tuple[int, int]]] = {}
-    for number, message in enumerate(told):
+    for number, message in enumerate(reports):
         if message:
             for key, *at in msgspec.msgpack.decode(message, type=list[tuple[str, int, int]]):
                 taken.setdefault(key, {})[number] = (at[0], at[1])
-    found = {}
+    places = {}
     for key, ranks in taken.items():
         numbers = _numbers(ranks)
         if numbers is None:
@@ -63,22 +62,22 @@ def divide(told: Sequence[bytes], rank: int) -> dict[str, tuple[int, int]]:
                 "each rank= and world= of one and the same division, or none of them"
             )
         if rank in numbers:
-            found[key] = numbers[rank], 1 + max(numbers.values())
-    return found
+            places[key] = numbers[rank], 1 + max(numbers.values())
+    return places
 
 
-def _numbers(said: Mapping[int, tuple[int, int]]) -> dict[int, int] | None:
-    """The data rank of each rank that has a list; None when they make no whole.
+def _numbers(declared: Mapping[int, tuple[int, int]]) -> dict[int, int] | None:
+    """Return the data rank of each rank that has a list; None when they are no complete set.
 
-    Where nothing was said, the ranks that have it are numbered in their order.
+    Where no data rank was given, the ranks that have the list are numbered in their order.
     """
-    distinct = set(said.values())
+    distinct = set(declared.values())
     if distinct == {NOT_SAID}:
-        return {rank: number for number, rank in enumerate(sorted(said))}
+        return {rank: number for number, rank in enumerate(sorted(declared))}
     _, world = min(distinct)
     if distinct != {(rank, world) for rank in range(world)}:
         return None
-    return {rank: number for rank, (number, _) in said.items()}
+    return {rank: number for rank, (number, _) in declared.items()}
 
 
 def _shown(ranks: Iterable[tuple[int, int]]) -> str:
@@ -89,34 +88,36 @@ def _shown(ranks: Iterable[tuple[int, int]]) -> str:
 
 
 class SavedLists:
-    """The lists of one checkpoint, as one rank looks at them."""
+    """The lists of one checkpoint, as one rank reads them."""
 
     def __init__(self, checkpoint: Checkpoint, rank: int, world: int) -> None:
         self._checkpoint, self._rank, self._world = checkpoint, rank, world
         self._kept: dict[int, dict[str, StoredList]] = {}
         self._kept_bytes = 0
-        self.parts: dict[str, list[Part]] = {}
-        """What there is, by key; known when all ranks have told."""
+        self.parts: dict[str, list[SplitListPart]] = {}
+        """The parts of each list, by key; known after all ranks have reported."""
 
-    def look(self) -> bytes:
-        """Look into this rank's share of the images; what is to be told to all ranks."""
+    def read_share(self) -> bytes:
+        """Read the lists in this rank's share of the images; return the report for all ranks."""
         saved = self._checkpoint.world
         share = range(saved * self._rank // self._world, saved * (self._rank + 1) // self._world)
-        return msgspec.msgpack.encode([
-            Part(key, rank, *(found.data_rank or NOT_SAID), len(found.items))
-            for rank in share
-            for key, found in self._of(rank).items()
-        ])  # fmt: skip
+        return msgspec.msgpack.encode(
+            [
+                SplitListPart(key, rank, *(items.data_rank or NOT_SAID), len(items.items))
+                for rank in share
+                for key, items in self._of(rank).items()
+            ]
+        )
 
-    def hear(self, told: Sequence[bytes]) -> None:
-        """Know what all ranks have seen."""
-        for message in told:
-            for part in msgspec.msgpack.decode(message, type=list[Part]):
+    def set_reports(self, reports: Sequence[bytes]) -> None:
+        """Store the reports of all ranks."""
+        for message in reports:
+            for part in msgspec.msgpack.decode(message, type=list[SplitListPart]):
                 self.parts.setdefault(part.key, []).append(part)
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """The lists of which ranks of one data rank held different numbers of items."""
+        """Return the lists of which ranks of one data rank held different numbers of items."""
         held: dict[tuple[str, int], set[int]] = {}
         for key, parts in self.parts.items():
             for part in parts:
@@ -124,10 +125,10 @@ class SavedLists:
                     held.setdefault((key, part.data_rank), set()).add(part.items)
         return tuple(sorted({key for (key, _), sizes in held.items() if len(sizes) > 1}))
 
-    def take(self, places: Mapping[str, tuple[int, int]]) -> dict[str, list[Any]]:
-        """The encoded items that this rank gets of each list, as these data ranks.
+    def read_items(self, places: Mapping[str, tuple[int, int]]) -> dict[str, list[Any]]:
+        """Return the encoded items of each list for this rank, as these data ranks.
 
-        Nothing of a list that was not saved; FormatError when a part is missing.
+        Nothing for a list that was not saved; FormatError when a part is missing.
         """
         there = ((key, place) for key, place in places.items() if key in self.parts)
         return {key: self._items(key, *place) for key, place in there}
@@ -141,34 +142,34 @@ class SavedLists:
             for item in self._stretch(holders[piece.part], piece.start, piece.stop)
         ]
 
-    def _stretch(self, part: Part, start: int, stop: int) -> Sequence[Any]:
+    def _stretch(self, part: SplitListPart, start: int, stop: int) -> Sequence[Any]:
         return self._of(part.saved_rank)[part.key].items[start:stop]
 
-    def _holders(self, key: str) -> list[Part]:
-        """The part of each data rank, of the lowest rank that has one."""
+    def _holders(self, key: str) -> list[SplitListPart]:
+        """Return the part of each data rank, from the lowest rank that has one."""
         parts = {part.saved_rank: part for part in self.parts[key]}
-        said = {rank: (part.data_rank, part.data_world) for rank, part in parts.items()}
-        numbers = _numbers(said)
+        declared = {rank: (part.data_rank, part.data_world) for rank, part in parts.items()}
+        numbers = _numbers(declared)
         if numbers is None:
             raise FormatError(
-                f"{key}: a SplitList was saved as data ranks {_shown(said.values())}, which make "
-                "no whole: items would be missing. The ranks of that run were given wrong rank= "
-                "and world=; restore a step from before, or leave this key out of the state"
+                f"{key}: a SplitList was saved as data ranks {_shown(declared.values())}, which "
+                "make no whole: items would be missing. The ranks of that run were given wrong "
+                "rank= and world=; restore a step from before, or leave this key out of the state"
             )
-        lowest: dict[int, Part] = {}
+        lowest: dict[int, SplitListPart] = {}
         for rank in sorted(parts):
             lowest.setdefault(numbers[rank], parts[rank])
         return [lowest[number] for number in sorted(lowest)]
 
     def _of(self, rank: int) -> dict[str, StoredList]:
-        """All lists in one image."""
+        """Return all lists in one image."""
         if rank in self._kept:
             return self._kept[rank]
         name = self._checkpoint.files[rank].name if rank in self._checkpoint.files else ""
         own = read_values(self._checkpoint, rank).get("own", {})
-        found = stored_lists(own, f"{name}: own")
+        lists = stored_lists(own, f"{name}: own")
         size_bytes = self._checkpoint.header(rank).values.size_bytes
         if self._kept_bytes + size_bytes <= KEPT_BYTES:
             self._kept_bytes += size_bytes
-            self._kept[rank] = found
-        return found
+            self._kept[rank] = lists
+        return lists

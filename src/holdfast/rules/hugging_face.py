@@ -1,20 +1,19 @@
-"""Ready rules: training names on this side, those of Hugging Face checkpoints on the other.
+"""Provides ready rules that map training names to those of Hugging Face checkpoints.
 
-Each gives a list, to be handed to ``Rules`` as it is or with rules of your own beside it. The
-names here are looked up by what a tensor is for: hand ``names={**rules.META, "q": ...}`` for
-those of another code. ``config`` is Hugging Face's: its attributes, or a mapping of them. ``tp``
-and ``ep`` are dimensions of the mesh over which plain tensors are cut; leave them out for
+Each function returns a list, to be passed to ``Rules`` as it is or with rules of your own beside
+it. Names are looked up by the role of a tensor: pass ``names={**rules.META, "q": ...}`` for those
+of another code. ``config`` is Hugging Face's: an object with its attributes, or a mapping of them.
+``tp`` and ``ep`` are dimensions of the mesh over which plain tensors are cut; leave them out for
 DTensors that are whole leaves, as FSDP2 and torch's tensor parallelism make them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from holdfast.rules.kinds import Kind
-from holdfast.rules.roles import META, NANOGPT, Names, name_of, option
-from holdfast.rules.words import (
+from holdfast.errors import UsageError
+from holdfast.rules.constructors import (
     Into,
     fused,
     optional,
@@ -27,6 +26,105 @@ from holdfast.rules.words import (
     transpose,
     unstack,
 )
+from holdfast.rules.kinds import Kind
+
+# Lists the names that training codes give the tensors of a model, by role.
+
+
+Names = Mapping[str, str]
+
+#: Meta's Llama, torchtitan.
+META: Names = {
+    "embedding": "tok_embeddings.weight",
+    "q": "layers.{i}.attention.wq.weight",
+    "k": "layers.{i}.attention.wk.weight",
+    "v": "layers.{i}.attention.wv.weight",
+    "qkv": "layers.{i}.attention.wqkv.weight",
+    "o": "layers.{i}.attention.wo.weight",
+    "gate": "layers.{i}.feed_forward.w1.weight",
+    "up": "layers.{i}.feed_forward.w3.weight",
+    "gate_up": "layers.{i}.feed_forward.w13.weight",
+    "down": "layers.{i}.feed_forward.w2.weight",
+    "attention_norm": "layers.{i}.attention_norm.weight",
+    "mlp_norm": "layers.{i}.ffn_norm.weight",
+    "norm": "norm.weight",
+    "head": "output.weight",
+    "router": "layers.{i}.moe.router.gate.weight",
+    "expert_gate": "layers.{i}.moe.experts.{e}.w1.weight",
+    "expert_up": "layers.{i}.moe.experts.{e}.w3.weight",
+    "expert_gate_up": "layers.{i}.moe.experts.{e}.w13.weight",
+    "expert_down": "layers.{i}.moe.experts.{e}.w2.weight",
+    "experts_gate": "layers.{i}.moe.experts.w1",
+    "experts_up": "layers.{i}.moe.experts.w3",
+    "experts_gate_up": "layers.{i}.moe.experts.w13",
+    "experts_down": "layers.{i}.moe.experts.w2",
+}
+
+#: Megatron-Core with fused layer norms: use qkv="grouped" and gate_up="fused".
+MEGATRON: Names = {
+    "embedding": "embedding.word_embeddings.weight",
+    "qkv": "decoder.layers.{i}.self_attention.linear_qkv.weight",
+    "o": "decoder.layers.{i}.self_attention.linear_proj.weight",
+    "gate_up": "decoder.layers.{i}.mlp.linear_fc1.weight",
+    "down": "decoder.layers.{i}.mlp.linear_fc2.weight",
+    "attention_norm": "decoder.layers.{i}.self_attention.linear_qkv.layer_norm_weight",
+    "mlp_norm": "decoder.layers.{i}.mlp.linear_fc1.layer_norm_weight",
+    "norm": "decoder.final_layernorm.weight",
+    "head": "output_layer.weight",
+    "router": "decoder.layers.{i}.mlp.router.weight",
+    "expert_gate_up": "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc1.weight",
+    "expert_down": "decoder.layers.{i}.mlp.experts.local_experts.{e}.linear_fc2.weight",
+}
+
+#: nanoGPT, and codes that keep GPT-2's names for Linear layers.
+NANOGPT: Names = {
+    "embedding": "transformer.wte.weight",
+    "positions": "transformer.wpe.weight",
+    "qkv": "transformer.h.{i}.attn.c_attn.weight",
+    "q": "transformer.h.{i}.attn.q_attn.weight",
+    "k": "transformer.h.{i}.attn.k_attn.weight",
+    "v": "transformer.h.{i}.attn.v_attn.weight",
+    "o": "transformer.h.{i}.attn.c_proj.weight",
+    "up": "transformer.h.{i}.mlp.c_fc.weight",
+    "down": "transformer.h.{i}.mlp.c_proj.weight",
+    "attention_norm": "transformer.h.{i}.ln_1.weight",
+    "mlp_norm": "transformer.h.{i}.ln_2.weight",
+    "norm": "transformer.ln_f.weight",
+    "head": "lm_head.weight",
+}
+
+
+def name_of(names: Names, role: str, ending: str = "weight") -> str:
+    """Returns the pattern of a tensor, or of the bias beside it. Raises UsageError when there is
+    none.
+    """
+    if role not in names:
+        raise UsageError(
+            f"names has nothing for {role!r}: add the pattern that the code calls it by, or take "
+            f"another form of the rules. It has {', '.join(names)}"
+        )
+    name = names[role]
+    return name if ending == "weight" else f"{name.removesuffix('.weight')}.{ending}"
+
+
+_NEEDED = object()
+
+
+def option(config: Any, *names: str, default: Any = _NEEDED) -> Any:
+    """Returns the first of the options ``names`` that a config has. Raises UsageError when it has
+    none and there is no default.
+    """
+    for name in names:
+        value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        if value is not None:
+            return value
+    if default is _NEEDED:
+        raise UsageError(
+            f"the config has no {' or '.join(names)}: give Hugging Face's config of the model, or "
+            "a mapping with its names"
+        )
+    return default
+
 
 RuleList = list[tuple[Any, ...]]
 Qkv = Literal["separate", "fused", "grouped"]
@@ -44,13 +142,17 @@ def llama(
     first_layer: int = 0,
     rotary: Literal["halves", "pairs"] = "halves",
 ) -> RuleList:
-    """Llama and what is built alike (Mistral, Qwen): grouped-query attention, gated MLP.
+    """Rules for Llama and models built alike (Mistral, Qwen): grouped-query attention, gated MLP.
 
-    ``qkv``: "fused" is all of q, then k, then v (under ``tp``, on each rank its part of each);
-    "grouped" takes turns by key and value head, as Megatron-Core does. ``first_layer``: which layer
-    of the model this pipeline stage calls 0. ``rotary``: "pairs" where the embedding turns
-    neighbours (Meta's code, torchtitan); Hugging Face's order is halves. The vocabulary may be
-    padded here. UsageError names what the config or ``names`` lack.
+    ``config``: Hugging Face's config of the model, or a mapping with its names. ``names``: what the
+    code calls its tensors. ``qkv``: "fused" is all of q, then k, then v (under ``tp``, on each rank
+    its part of each); "grouped" takes turns by key and value head, as Megatron-Core does.
+    ``gate_up``: "fused" is all of gate, then up. ``tp``: the dimension of the mesh over which plain
+    tensors are cut; None for DTensors. ``first_layer``: which layer of the model this pipeline
+    stage calls 0. ``rotary``: "pairs" where the embedding turns neighbours (Meta's code,
+    torchtitan); Hugging Face's order is halves.
+
+    The vocabulary may be padded here. UsageError names what the config or ``names`` lack.
     """
     layer = f"model.layers.{_number('i', first_layer)}"
     both: list[tuple[str, str]] = [
@@ -88,11 +190,14 @@ def mixtral(
     first_expert: int = 0,
     rotary: Literal["halves", "pairs"] = "halves",
 ) -> RuleList:
-    """Mixtral and mixtures of experts built alike; in the checkpoint every expert is by itself.
+    """Rules for Mixtral and mixtures of experts built alike; in the checkpoint every expert is by
+    itself.
 
-    ``experts``: "stacked" is one leaf [experts, out, in] here. ``ep`` cuts that between experts,
-    ``expert_sizes`` unevenly; ``expert_tp`` cuts each expert. Separate experts are numbered from
-    ``first_expert`` on this rank. The rest is as for ``llama``.
+    ``config``, ``names``, ``qkv``, ``gate_up``, ``tp``, ``first_layer`` and ``rotary``: as for
+    ``llama``. ``experts``: "stacked" is one leaf [experts, out, in] here. ``ep``: the dimension of
+    the mesh that stacked experts are cut over. ``expert_tp``: the one that each expert is cut over.
+    ``expert_sizes``: how many experts each part has, where they are not equal. ``first_expert``:
+    which expert of the model a rank with separate experts calls 0.
     """
     layer = f"model.layers.{_number('i', first_layer)}"
     moe = f"{layer}.block_sparse_moe"
@@ -128,10 +233,13 @@ def gpt2(
     first_layer: int = 0,
     prefix: str = "transformer.",
 ) -> RuleList:
-    """GPT-2 made of Linear layers, whose weights the checkpoint has transposed (Conv1D).
+    """Rules for GPT-2 made of Linear layers, whose weights the checkpoint has transposed (Conv1D).
 
-    ``prefix``: that of the names in the checkpoint; "" for the files that OpenAI's weights came
-    in. Query, key and value are one leaf there, whatever they are here.
+    ``config``, ``names``, ``tp`` and ``first_layer``: as for ``llama``. ``qkv``: "separate" is
+    one tensor here for each of query, key and value. ``prefix``: that of the names in the
+    checkpoint; "" for the files that OpenAI's weights came in.
+
+    Query, key and value are one leaf there, whatever they are here.
     """
     size = option(config, "n_embd", "hidden_size")
     heads = option(config, "n_head", "num_attention_heads")
@@ -173,7 +281,7 @@ def gpt2(
 
 
 def _around(config: Any, names: Names, layer: str, tp: str | None) -> RuleList:
-    """Embedding, norms and head."""
+    """Returns the rules for embedding, norms and head."""
     embedding = "model.embed_tokens.weight"
     vocabulary = padded(0, option(config, "vocab_size"))
     is_tied = bool(option(config, "tie_word_embeddings", default=False))
@@ -230,7 +338,9 @@ def _gate_and_up(
     before: tuple[Kind, ...],
     tp: str | None,
 ) -> RuleList:
-    """``both``: what gate and up are called there; they are ``width`` long along ``dim``."""
+    """Returns the rules for gate and up. ``both``: their names in the checkpoint; they are
+    ``width`` long along ``dim``.
+    """
     if gate_up == "fused":
         into = [f"{name}.{ending}" for _, name in both]
         one = fused(dim, [width, width], into, over=tp or ())

@@ -1,8 +1,8 @@
-"""Names with places left open: patterns that find leaves, and templates that name others.
+"""Parses patterns that match leaf names, and templates that make other names from the matches.
 
 In a pattern ``{i}`` stands for a component of the dotted name or for a part of one, ``*`` for any
-characters inside a component, ``**`` for any number of components. In a template ``{i}`` is what
-was found there, and ``{i+8}`` is reckoned: ``+ - * // %`` and parentheses, whole numbers only.
+characters inside a component, ``**`` for any number of components. In a template ``{i}`` is the
+matched text, and ``{i+8}`` is computed: ``+ - * // %`` and parentheses, whole numbers only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Which leaves a rule is for. UsageError when the text makes no pattern."""
+    """Matches the leaves a rule applies to. Raises UsageError when the text is no pattern."""
 
     text: str
     names: frozenset[str] = field(init=False)
@@ -42,7 +42,7 @@ class Pattern:
         object.__setattr__(self, "names", frozenset(seen))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """What the open places are in ``name``; None when it is not one of these."""
+        """Returns the values of the placeholders in ``name``; None when it does not match."""
         found = self._compiled.fullmatch(name)
         return found.groupdict() if found else None
 
@@ -88,7 +88,7 @@ def _component(text: str, component: str, seen: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A name made from what a pattern found. UsageError when the text makes no template."""
+    """Makes a name from a pattern's matches. Raises UsageError when the text is no template."""
 
     text: str
     names: frozenset[str] = field(init=False)
@@ -105,7 +105,7 @@ class Template:
         object.__setattr__(self, "names", frozenset(names))
 
     def check(self, known: Collection[str], pattern: str) -> None:
-        """UsageError when something is to be put in that is found nowhere."""
+        """Raises UsageError when the template uses a placeholder that does not exist."""
         unknown = sorted(self.names - set(known))
         if unknown:
             raise UsageError(
@@ -115,7 +115,7 @@ class Template:
             )
 
     def fill(self, values: Mapping[str, str], where: str) -> str:
-        """The name. UsageError when a number is wanted and there is none."""
+        """Returns the name. Raises UsageError when a number is needed and the value is none."""
 
         def filled(hole: re.Match[str]) -> str:
             tree = _parse(self.text, hole[1])

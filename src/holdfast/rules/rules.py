@@ -1,4 +1,4 @@
-"""A list of rules, checked, and every leaf as they see it."""
+"""Checks a list of rules, and maps every leaf through it."""
 
 from __future__ import annotations
 
@@ -8,38 +8,37 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import UsageError
-from holdfast.geometry.patches import Seen, Shape, renamed
-from holdfast.geometry.tables import Table, clash, turned
-from holdfast.rules.kinds import Kind, Place, Said, Step, apply, is_cut
-from holdfast.rules.local import Local, coordinate, local
-from holdfast.rules.names import Pattern
-from holdfast.rules.shares import Flat
+from holdfast.geometry.leaf_maps import Seen, Shape, Table, clash, renamed, turned
+from holdfast.rules.kinds import Annotation, Kind, RulePlace, RuleStep, apply, is_cut
+from holdfast.rules.patterns import Pattern
+from holdfast.rules.sharding import Flat, Local, coordinate, local
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern, and what the leaves are that it finds."""
+    """A pattern, and the kinds of the leaves that match it."""
 
     pattern: Pattern
     kinds: tuple[Kind, ...]
 
     @property
     def is_optional(self) -> bool:
-        """Whether there may be no leaf for it."""
-        return any(isinstance(kind, Said) and kind.is_optional for kind in self.kinds)
+        """True if there may be no leaf for it."""
+        return any(isinstance(kind, Annotation) and kind.is_optional for kind in self.kinds)
 
 
 class Rules:
-    """What the tensors of a training are in the checkpoint, by patterns of their names.
+    """Maps the tensors of a training to the leaves of a checkpoint, by patterns of their names.
 
-    ``rules``: (pattern, kind, kind, ...), the kinds listed from the tensor here towards the leaf
-    in the checkpoint. Kinds that cut a plain tensor come first, the one that cut last before the
+    ``rules``: (pattern, kind, kind, ...), the kinds listed from the tensor here towards the leaf in
+    the checkpoint. Kinds that cut a plain tensor come first, the one that cut last before the
     others. ``mesh``: names and sizes of the dimensions that ranks are numbered over, the last one
-    fastest. ``values``: numbers that names may reckon with, as the first layer of this stage.
+    fastest. ``values``: numbers that templates may compute with, such as the first layer of this
+    stage.
 
-    UsageError for a rule that means nothing, whatever the leaves are.
+    Raises UsageError for a rule that is invalid for every leaf.
     """
 
     def __init__(
@@ -57,14 +56,14 @@ class Rules:
         self._seen: dict[tuple[str, Shape], Seen] = {}
 
     def on(self, mesh: Mapping[str, int]) -> Rules:
-        """The same rules for ranks on another mesh."""
+        """Return the same rules for ranks on another ``mesh``."""
         values = {name: int(value) for name, value in self.values.items()}
         return Rules(self._given, mesh, values=values)
 
     def see(self, name: str, shape: Shape) -> Seen:
-        """The leaf ``name`` (without the state's key) of this global ``shape``.
+        """Map the leaf ``name`` (without the state's key) of this global ``shape``.
 
-        As it is when no rule is for it. UsageError names leaf and rule that do not fit.
+        A leaf without a rule is returned as it is. UsageError names leaf and rule that do not fit.
         """
         key = name, tuple(shape)
         if key not in self._seen:
@@ -74,7 +73,7 @@ class Rules:
         return self._seen[key]
 
     def local(self, name: str, shape: Shape, rank: int) -> Local:
-        """What the plain tensor ``name`` is that has this ``shape`` on ``rank``.
+        """Map the plain tensor ``name`` that has this ``shape`` on ``rank``.
 
         UsageError names leaf and rule that do not fit, or a rank that is not on the mesh.
         """
@@ -84,9 +83,12 @@ class Rules:
         return local(cuts, place, at, lambda whole: self.see(name, whole))
 
     def beside(self, name: str, shape: Shape, state_shape: Shape) -> tuple[str, ...]:
-        """What state of the parameter ``name`` is called that has another shape than it.
+        """Return the stored names of state of the parameter ``name`` that has another shape than
+        it.
 
-        ``shape``: the parameter's. A scalar belongs to every leaf the parameter is made of. Other
+        ``shape``: the parameter's. ``state_shape``: that of the state.
+
+        A scalar belongs to every leaf the parameter is made of. Other
         state (Adafactor's factors) follows the parameter where that is one whole leaf, and keeps
         the name it has here where it is not.
         """
@@ -96,18 +98,20 @@ class Rules:
         return (seen.same_as or name,)
 
     def inverse(self, leaves: Mapping[str, Shape]) -> Table:
-        """The leaves in the checkpoint, each as it is made of these ``leaves`` here.
+        """Return the leaves in the checkpoint, each composed of these ``leaves`` here.
 
-        Of a checkpoint that was saved in another form than this one's, given its leaves and the
-        rules of that form. UsageError as in ``check``, except for rules without a leaf.
+        Used for a checkpoint that was saved in another form than this one's, given its leaves and
+        the rules of that form. Raises UsageError as ``check`` does, except for rules without a
+        leaf.
         """
         return Table(turned(self._see_all(leaves)))
 
     def check(self, leaves: Mapping[str, Shape], elsewhere: Collection[str] = ()) -> None:
-        """UsageError when these ``leaves`` do not fit the rules.
+        """Raise UsageError when these ``leaves`` do not fit the rules.
 
-        A pattern that finds nothing, two for one leaf, sizes that do not fit a leaf, two leaves
-        that would be the same elements. ``elsewhere``: patterns that find leaves on other ranks.
+        The reasons: a pattern that matches nothing, two rules for one leaf, sizes that do not fit a
+        leaf, two leaves that would be the same elements. ``elsewhere``: patterns that match leaves
+        on other ranks.
         """
         found = {*self.used(leaves), *elsewhere}
         unused = [text for text in self.patterns if text not in found]
@@ -133,11 +137,11 @@ class Rules:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns for which there must be a leaf on some rank."""
+        """The patterns that must match a leaf on some rank."""
         return tuple(rule.pattern.text for rule in self._rules if not rule.is_optional)
 
     def used(self, leaves: Iterable[str]) -> tuple[str, ...]:
-        """The patterns that find one of these."""
+        """Return the patterns that match one of these ``leaves``."""
         names = list(leaves)
         return tuple(
             rule.pattern.text
@@ -145,7 +149,7 @@ class Rules:
             if any(rule.pattern.match(name) is not None for name in names)
         )
 
-    def _rule_for(self, name: str, shape: Shape) -> tuple[Rule | None, Place]:
+    def _rule_for(self, name: str, shape: Shape) -> tuple[Rule | None, RulePlace]:
         matches = ((rule, rule.pattern.match(name)) for rule in self._rules)
         found = [(rule, values) for rule, values in matches if values is not None]
         if len(found) > 1:
@@ -157,10 +161,10 @@ class Rules:
                 pattern=found[1][0].pattern.text,
             )
         if not found:
-            return None, Place(name, tuple(shape), {}, self.mesh, name)
+            return None, RulePlace(name, tuple(shape), {}, self.mesh, name)
         rule, values = found[0]
         where = f"{name} (rule {rule.pattern.text!r})"
-        return rule, Place(name, tuple(shape), {**self.values, **values}, self.mesh, where)
+        return rule, RulePlace(name, tuple(shape), {**self.values, **values}, self.mesh, where)
 
     def _checked(self, given: tuple[Any, ...]) -> Rule:
         if not isinstance(given, tuple) or not given or not isinstance(given[0], str):
@@ -203,8 +207,8 @@ def _flattened(text: str, kinds: Sequence[Any]) -> Iterator[Kind]:
 
 
 def _check_names(rule: Rule, values: Collection[str]) -> None:
-    """Names are made of what there is, and nothing is called twice."""
-    text, said = rule.pattern.text, [kind for kind in rule.kinds if isinstance(kind, Said)]
+    """Checks that names use only existing placeholders, and that no name is made twice."""
+    text, said = rule.pattern.text, [kind for kind in rule.kinds if isinstance(kind, Annotation)]
     for kind in rule.kinds:
         twice = (rule.pattern.names & ({"name", *values} | kind.offers())) | (
             kind.offers() & {*values}
@@ -227,7 +231,7 @@ def _check_names(rule: Rule, values: Collection[str]) -> None:
 
 
 def _check_order(rule: Rule) -> None:
-    """Cuts come first: they are about the tensor as it is here."""
+    """Checks that cuts come first, because they apply to the tensor as it is here."""
     cut: Kind | None = None
     ended: Kind | None = None
     for kind in rule.kinds:
@@ -244,9 +248,9 @@ def _check_order(rule: Rule) -> None:
 
 
 def _ends_cuts(kind: Kind) -> bool:
-    """Whether what is listed behind it is about another leaf than the one here."""
-    return isinstance(kind, Step) and kind.changes_shape()
+    """True if the kinds listed after it apply to another leaf than the one here."""
+    return isinstance(kind, RuleStep) and kind.changes_shape()
 
 
 def _word(kind: Kind) -> str:
-    return type(kind).__name__.lower()
+    return type(kind).__name__.removesuffix("Rule").lower()

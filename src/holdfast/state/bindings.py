@@ -1,45 +1,157 @@
-"""The table of leaves that a rank declares, put together from all that its tensors are.
-
-Several tensors may be parts of one stored leaf, and one tensor of several leaves; whoever copies
-is told where each part lies.
-"""
+"""Binds each leaf to the tensor that holds its memory, from which a capture copies."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.irregular import HolderBoxes
 from holdfast.geometry.layout import LeafEntry
-from holdfast.geometry.listing import Held
-from holdfast.state.binding import Binding, Bindings, Source
-from holdfast.state.sight import Part
+from holdfast.state.mapped.shards import View
+from holdfast.state.mapped.tensor_parts import LeafPart, TensorMapping
 from holdfast.state.tensors import DTYPE_NAMES, TINY_BYTES
-from holdfast.state.views import View
+from holdfast.state.walk import Found
+
+
+@dataclass(slots=True)
+class Binding:
+    """A leaf's name, its tensor, and this rank's part of it."""
+
+    name: str
+    tensor: torch.Tensor
+    local: torch.Tensor
+    signature: tuple[object, ...]
+    spread: str
+    """How replicas may divide the leaf between them for storing, as the walk found it."""
+    is_hooked: bool
+    """True if the leaf changes only in an optimizer step that is hooked."""
+    lazy: bool
+    """True if the leaf is captured in place: its step is hooked, and its memory holds its true
+    values.
+    """
+    entry: LeafEntry
+    staged: torch.Tensor | None = None
+    """The copy of a volatile leaf, made before ``save`` returns."""
+    sight: TensorMapping | None = None
+    """The stored leaves this tensor maps to through rules; None where it is stored as one leaf
+    under its own name.
+    """
+
+    @property
+    def source(self) -> torch.Tensor:
+        """The tensor that the capture copies from."""
+        return self.local if self.staged is None else self.staged
+
+
+class LeafSource(NamedTuple):
+    """One place in memory where a stored leaf, or the ``box`` of it that this rank has, lies as a
+    view of a tensor.
+
+    Without a box the view is all that this rank has by the leaf's mesh.
+    """
+
+    binding: Binding
+    view: View | None = None
+    box: Box | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory that the capture copies from."""
+        whole = self.binding.source
+        return whole if self.view is None else self.view.of(whole)
+
+
+class Bindings(list[Binding]):
+    """All leaves of a state in one order, with everything a save needs of them, computed once."""
+
+    def __init__(
+        self, bindings: Iterable[Binding] = (), joined: Iterable[tuple[str, list[LeafSource]]] = ()
+    ) -> None:
+        super().__init__(bindings)
+        self.sources: dict[str, tuple[LeafSource, ...]] = {}
+        """Stored leaf -> the places in memory where its parts lie."""
+        self.joined = list(joined)
+        """Stored one-element leaves that several tensors share; their values must agree at every
+        save.
+        """
+        self.lazy = [binding for binding in self if binding.lazy]
+        self.watched = [_here(binding.tensor) for binding in self.lazy]
+        """Tensors whose version counters show that a lazy leaf was written to."""
+        self.volatile = [binding for binding in self if not binding.lazy]
+        self.gpus = {binding.local.device for binding in self if binding.local.is_cuda}
+        self.size_bytes = sum(binding.local.nbytes for binding in self)
+
+
+def same_bindings(bindings: list[Binding], found: list[Found]) -> bool:
+    return len(bindings) == len(found) and all(map(is_bound, bindings, found))
+
+
+def is_bound(binding: Binding, found: Found) -> bool:
+    name, tensor, hooked, spread, frozen = found
+    return (
+        binding.tensor is tensor
+        and binding.is_hooked == hooked
+        and binding.name == name
+        and binding.spread == spread
+        and binding.entry.is_frozen == frozen
+        and signature(tensor) == binding.signature
+    )
+
+
+def same_storage_form(there: torch.Tensor | None, local: torch.Tensor) -> bool:
+    return there is not None and (
+        (there.shape, there.dtype, there.device) == (local.shape, local.dtype, local.device)
+    )
+
+
+def signature(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Memory, shape, strides and dtype of a tensor: all must be unchanged for its binding to be
+    reused.
+    """
+    local = _here(tensor)
+    flags = local.is_conj(), local.is_neg(), local.device
+    placed = getattr(tensor, "_spec", None)
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, flags, placed
+
+
+def _here(tensor: torch.Tensor) -> torch.Tensor:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+# Builds the table of leaves that a rank declares, and records where the parts of each stored leaf
+# lie.
+#
+# Several tensors may be parts of one stored leaf, and one tensor may be part of several leaves.
 
 
 def declare_all(bindings: Bindings) -> list[LeafEntry]:
-    """What this rank declares of each stored leaf, by name; ``bindings.sources`` is set to match.
+    """Returns this rank's declaration of each stored leaf, by name, and sets ``bindings.sources``
+    to match.
 
-    UsageError when two tensors are the same elements of one leaf, or do not agree what it is.
+    Raises UsageError when two tensors are the same elements of one leaf, or disagree about the
+    leaf's shape or type.
     """
     entries: list[LeafEntry] = []
-    parts: dict[str, list[tuple[Binding, Part]]] = {}
+    parts: dict[str, list[tuple[Binding, LeafPart]]] = {}
     for binding in bindings:
         if binding.sight is None:
             entries.append(binding.entry)
-            bindings.sources[binding.entry.name] = (Source(binding),)
+            bindings.sources[binding.entry.name] = (LeafSource(binding),)
         elif not binding.sight.is_copy:
             for part in binding.sight.parts:
                 parts.setdefault(part.leaf, []).append((binding, part.as_stored()))
     for leaf, found in parts.items():
         if len(found) > 1 and all(one.is_whole and math.prod(one.shape) == 1 for _, one in found):
-            numbers = [Source(binding, one.views[0], one.boxes[0]) for binding, one in found]
+            numbers = [LeafSource(binding, one.views[0], one.boxes[0]) for binding, one in found]
             bindings.joined.append((leaf, numbers))
             _require_all_alike(leaf, found)
             found = found[:1]
@@ -55,17 +167,21 @@ def declare_all(bindings: Bindings) -> list[LeafEntry]:
     return entries
 
 
-def entry_of(part: Part, dtype: str, spread: str, *, is_frozen: bool = False) -> LeafEntry:
-    """What a rank declares of a leaf of which it has this part. It has no element twice."""
+def entry_of(part: LeafPart, dtype: str, spread: str, *, is_frozen: bool = False) -> LeafEntry:
+    """Returns the declaration of a leaf by a rank that has this part of it. No element occurs twice
+    in it.
+    """
     if part.instance is not None:
         return LeafEntry(part.leaf, dtype, part.shape, spread, part.instance, is_frozen)
     size_bytes = math.prod(part.shape) * ITEMSIZE[dtype]
     spread = "lowest" if size_bytes <= TINY_BYTES else spread
-    held = None if part.is_whole or not size_bytes else Held(part.boxes)
+    held = None if part.is_whole or not size_bytes else HolderBoxes(part.boxes)
     return LeafEntry(part.leaf, dtype, part.shape, spread, held, is_frozen)
 
 
-def _declare(leaf: str, found: list[tuple[Binding, Part]]) -> tuple[LeafEntry, tuple[Source, ...]]:
+def _declare(
+    leaf: str, found: list[tuple[Binding, LeafPart]]
+) -> tuple[LeafEntry, tuple[LeafSource, ...]]:
     first, part = found[0]
     is_frozen = all(binding.entry.is_frozen for binding, _ in found)
     assert first.sight is not None
@@ -75,15 +191,17 @@ def _declare(leaf: str, found: list[tuple[Binding, Part]]) -> tuple[LeafEntry, t
     if part.instance is not None:
         if len(found) > 1:
             raise _same(leaf, (binding for binding, _ in found))
-        return entry_of(part, dtype, spread, is_frozen=is_frozen), (Source(first, part.views[0]),)
-    sources = [Source(binding, view, box) for binding, one in found for box, view in _once(one)]
+        return entry_of(part, dtype, spread, is_frozen=is_frozen), (
+            LeafSource(first, part.views[0]),
+        )
+    sources = [LeafSource(binding, view, box) for binding, one in found for box, view in _once(one)]
     sources.sort(key=_start)
     boxes = tuple(source.box for source in sources if source.box is not None)
     try:
-        entry = entry_of(Part(leaf, part.shape, boxes, ()), dtype, spread, is_frozen=is_frozen)
+        entry = entry_of(LeafPart(leaf, part.shape, boxes, ()), dtype, spread, is_frozen=is_frozen)
     except UsageError as error:
         raise _same(leaf, (binding for binding, _ in found)) from error
-    return entry, tuple(sources) or (Source(first, _nothing_of(first.local)),)
+    return entry, tuple(sources) or (LeafSource(first, _nothing_of(first.local)),)
 
 
 def _nothing_of(tensor: torch.Tensor) -> View:
@@ -91,8 +209,9 @@ def _nothing_of(tensor: torch.Tensor) -> View:
     return View(Box(none, none), tuple(range(tensor.ndim)))
 
 
-def _once(part: Part) -> list[tuple[Box, View]]:
-    """Boxes and their views; elements that the tensor has several times are stored from the first.
+def _once(part: LeafPart) -> list[tuple[Box, View]]:
+    """Returns boxes and their views; an element that the tensor has several times is stored from
+    its first place.
 
     A rank that holds a tensor whole in which others have copies has each of them.
     """
@@ -103,17 +222,19 @@ def _once(part: Part) -> list[tuple[Box, View]]:
     return found
 
 
-def _start(source: Source) -> tuple[int, ...]:
+def _start(source: LeafSource) -> tuple[int, ...]:
     return () if source.box is None else source.box.start
 
 
-def _require_all_alike(leaf: str, found: list[tuple[Binding, Part]]) -> None:
+def _require_all_alike(leaf: str, found: list[tuple[Binding, LeafPart]]) -> None:
     first, part = found[0]
     for binding, other in found[1:]:
         _require_alike(leaf, first, part, binding, other)
 
 
-def _require_alike(leaf: str, one: Binding, part: Part, other: Binding, theirs: Part) -> None:
+def _require_alike(
+    leaf: str, one: Binding, part: LeafPart, other: Binding, theirs: LeafPart
+) -> None:
     if (part.shape, one.tensor.dtype) != (theirs.shape, other.tensor.dtype):
         raise UsageError(
             f"{one.name} and {other.name} are both seen as parts of {leaf}, the one "

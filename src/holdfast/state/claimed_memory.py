@@ -1,20 +1,24 @@
-"""Which memory is spoken for: two leaves are never read into the same bytes."""
+"""Tracks which memory is already claimed, so that no two leaves are read into the same bytes."""
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 
 
-class Spoken:
-    """The memory that tensors to be filled take up."""
+class ClaimedMemory:
+    """The memory claimed by tensors that a restore fills."""
 
     def __init__(self) -> None:
         self._spans: dict[int, list[tuple[int, int]]] = {}
 
-    def take(self, tensor: torch.Tensor) -> bool:
-        """Speak for a tensor's memory; False when another has part of it, or it has it twice."""
+    def claim(self, tensor: torch.Tensor) -> bool:
+        """Claim a tensor's memory. False if another tensor has part of it, or if the tensor
+        overlaps itself.
+        """
         local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
         if not local.numel():
             return True
@@ -34,12 +38,56 @@ class Spoken:
         return True
 
 
+class Spans:
+    """The memory ranges of some tensors, each from its first element to its last."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        found: dict[int, list[tuple[int, int]]] = {}
+        for tensor in tensors:
+            home, start, stop = _span(tensor)
+            found.setdefault(home, []).append((start, stop))
+        self._starts: dict[int, list[int]] = {}
+        self._stops: dict[int, list[int]] = {}
+        for home, spans in found.items():
+            spans.sort()
+            self._starts[home] = [start for start, _ in spans]
+            self._stops[home] = list(accumulate((stop for _, stop in spans), max))
+
+    def has_some_of(self, tensor: torch.Tensor) -> bool:
+        """True if one of these tensors shares memory with ``tensor``."""
+        home, start, stop = _span(tensor)
+        before = bisect_left(self._starts.get(home, []), stop)
+        return before > 0 and self._stops[home][before - 1] > start
+
+    def has_all_of(self, tensor: torch.Tensor) -> bool:
+        """True if ``tensor`` lies within the memory of one of these tensors."""
+        home, start, stop = _span(tensor)
+        before = bisect_right(self._starts.get(home, []), start)
+        return before > 0 and self._stops[home][before - 1] >= stop
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the storage that a tensor is in, with the range it takes up there; the tensor itself
+    where it has no storage.
+    """
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    try:
+        home, start = local.untyped_storage().data_ptr(), local.data_ptr()
+        sizes = zip(local.shape, local.stride(), strict=True)
+        extent = sum((n - 1) * stride for n, stride in sizes) + 1
+    except (RuntimeError, NotImplementedError, ValueError):  # a kind that has no such memory
+        home = 0
+    if not home:
+        return -id(tensor), 0, 1
+    return home, start, start + max(extent, 1) * local.element_size()
+
+
 def shares_its_own(tensor: torch.Tensor) -> bool:
-    """Whether several elements of one tensor are the same memory, as in an expanded one."""
+    """True if several elements of one tensor share memory, as in an expanded tensor."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return any(n > 1 and not stride for n, stride in zip(local.shape, local.stride(), strict=True))
 
 
 def made_anew(tensor: torch.Tensor) -> torch.Tensor:
-    """One like it with memory of its own."""
+    """Returns a tensor of the same shape and type with memory of its own."""
     return torch.empty_like(tensor.detach(), memory_format=torch.contiguous_format)

@@ -1,14 +1,15 @@
-"""What the state is right now: each leaf bound to its memory, and the values as bytes.
-
-Volatile leaves, and every value, are copied before ``save`` returns; lazy ones behind the next
-forward and backward.
+"""Describes the state of this moment: binds each leaf to its memory, and encodes the values as
+bytes.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,26 +19,33 @@ from holdfast.errors import UnsupportedState, UsageError
 from holdfast.geometry.layout import table_hash, table_to_json
 from holdfast.rules import Rules
 from holdfast.state import optimizers
-from holdfast.state.again import Again, again_after
-from holdfast.state.binding import Binding, Bindings, is_bound, is_like, is_same, signature
-from holdfast.state.declared import declarations, declared
-from holdfast.state.entries import declare_all
-from holdfast.state.frozen import Frozen
+from holdfast.state.bindings import (
+    Binding,
+    Bindings,
+    declare_all,
+    is_bound,
+    same_bindings,
+    same_storage_form,
+    signature,
+)
+from holdfast.state.hidden_state import refuse_unstored
+from holdfast.state.mapped.mapper import RuleMapper, shard_sight
+from holdfast.state.mapped.shards import declarations, declared
+from holdfast.state.mapped.tensor_parts import TensorMapping
+from holdfast.state.mapped.unused_rules import report_usage
 from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
-from holdfast.state.sight import Sight
-from holdfast.state.subclasses import check_in_place
-from holdfast.state.tensors import leaf_entry, local_of
-from holdfast.state.through import Through, shard_sight
-from holdfast.state.usage import say_usage
-from holdfast.state.walk import Walk
+from holdfast.state.step_calls import find_break
+from holdfast.state.tensors import check_in_place, leaf_entry, local_of
+from holdfast.state.unchanged import CachedWalk, again_after
+from holdfast.state.walk import Found, Walk
 
 _LIKE_A_PIECE = re.compile(r"@\d+:\d+(,\d+:\d+)*$")
 
 
 @dataclass(slots=True)
 class Description:
-    """What the state is right now. ``table`` is this rank's leaves, as told to the coordinator."""
+    """The state of one moment. ``table`` is this rank's leaves, as sent to the coordinator."""
 
     bindings: Bindings
     table: bytes
@@ -48,11 +56,12 @@ class Description:
 class Describer:
     """Describes one state again and again, reusing what did not change.
 
-    A leaf is unchanged when it is the same tensor object with the same memory; both are
-    looked at on every call, for ``load_state_dict`` and ``module.double()`` replace them.
+    A leaf is unchanged when it is the same tensor object with the same memory. Both are compared on
+    every call, because ``load_state_dict`` and ``module.double()`` replace them.
 
-    ``tells_frozen``: leaves that nothing changes are called so, to be stored apart from the others.
-    ``rules``: what the leaves of the training are in the checkpoint, where they are not the same.
+    ``mark_frozen``: marks leaves that nothing changes as frozen, so that they are stored apart
+    from the others. ``rules``: map the leaves of the training to those of the checkpoint, where
+    they differ.
     """
 
     def __init__(
@@ -61,52 +70,57 @@ class Describer:
         rank: int,
         world: int = 1,
         *,
-        tells_frozen: bool = False,
+        mark_frozen: bool = False,
         rules: Rules | None = None,
     ) -> None:
         self.state = state
         self.rank = rank
         self.world = world
-        self.through = Through(rules, rank, world)
-        self._frozen = Frozen() if tells_frozen else None
+        self.through = RuleMapper(rules, rank, world)
+        self._frozen = Frozen() if mark_frozen else None
         self._last: Description | None = None
-        self._again: Again | None = None
+        self._again: CachedWalk | None = None
         self._staged: dict[str, torch.Tensor] = {}
         self._checked: list[int] = []
         self._declarations = 0
         self._parts: dict[str, torch.Size] = {}
-        """Of what was declared a part of a leaf, the shape of the part."""
+        """The shape of each tensor that was declared to be a part of a leaf, by name."""
 
     def usage(self) -> bytes:
-        """Which rules are for a leaf of this rank (``holdfast.state.usage``)."""
-        return say_usage(self.through, sort_objects(self.state))
+        """Encodes which rules apply to a leaf of this rank
+        (``holdfast.state.mapped.unused_rules``).
+        """
+        return report_usage(self.through, sort_objects(self.state))
 
-    def optimizers(self) -> Iterator[Optimizer]:
-        """Those in the state; looked for when they are asked for."""
-        yield from sort_objects(self.state).optimizers.values()
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """The optimizers in the state by their keys; searched for at each call."""
+        return sort_objects(self.state).optimizers
 
     def describe(self) -> Description:
-        """The state as it is now. UnsupportedState names what cannot be stored."""
+        """Describes the state as it is now. UnsupportedState names what cannot be stored."""
         objects = sort_objects(self.state)
         for key, optimizer in objects.optimizers.items():
             optimizers.check_whole(key, optimizer)
+        _check_unbroken(objects)
         return self._describe_again(objects) or self._describe_anew(objects)
 
     def _describe_again(self, objects: Objects) -> Description | None:
-        """Only values read anew, and the tensors met in them; None when anything else changed."""
+        """Reads only the values and the tensors in them again; None when anything else changed."""
         again, last = self._again, self._last
         if again is None or last is None or not again.watch.is_unchanged(objects):
             return None
         if self._frozen is not None and not self._frozen.is_settled():
             return None
-        found = again.take_values(objects)
+        found = again.read_values(objects)
         if found is None or not all(map(self._rebind, again.value_leaves, found.tensors)):
             return None
         values = found.values.to_bytes(again.aliases)
         return Description(last.bindings, last.table, last.table_hash, values)
 
     def _rebind(self, binding: Binding, tensor: torch.Tensor) -> bool:
-        """Have the leaf be another tensor in a value's place; False when it is not one like it."""
+        """Binds the leaf to another tensor in a value's place; False if that tensor has another
+        form.
+        """
         if binding.tensor is tensor and signature(tensor) == binding.signature:
             return True
         if binding.lazy or binding.sight is not None or declared(tensor) is not None:
@@ -114,13 +128,13 @@ class Describer:
         if leaf_entry(binding.name, tensor, self.rank, "lowest") != binding.entry:
             return False
         local = local_of(tensor)
-        if not is_like(binding.staged, local):
+        if not same_storage_form(binding.staged, local):
             return False
         binding.tensor, binding.local, binding.signature = tensor, local, signature(tensor)
         return True
 
     def _describe_anew(self, objects: Objects) -> Description:
-        walk = Walk(self.through, keeps_small=self.world > 1, tells_frozen=self._frozen is not None)
+        walk = Walk(self.through, keeps_small=self.world > 1, mark_frozen=self._frozen is not None)
         self._again = None
         walk.take(objects)
         if self._frozen is not None:
@@ -129,8 +143,9 @@ class Describer:
         if self._declarations != declarations():
             self._last = None
         last = self._last
-        if last is None or not is_same(last.bindings, walk.leaves):
+        if last is None or not same_bindings(last.bindings, walk.leaves):
             last = self._last = self._bind_all(objects, walk)
+        refuse_unstored(objects.inner(), walk.stored(), partial(_given, walk), self.rank)
         self._again = again_after(walk, objects, last.bindings)
         return Description(last.bindings, last.table, last.table_hash, values)
 
@@ -153,7 +168,9 @@ class Describer:
         return Description(bindings, table, table_hash(table), b"")
 
     def _check_once(self, objects: Objects, leaves: int) -> None:
-        """Look closely at modules and optimizers, but not again for a value's tensor made anew."""
+        """Checks modules and optimizers thoroughly, once; a new tensor in a value does not repeat
+        the check.
+        """
         held = (each.tensor for tensors in objects.tensors.values() for each in tensors)
         found = [leaves, *map(id, objects.optimizers.values()), *map(id, held)]
         if found != self._checked:
@@ -161,15 +178,22 @@ class Describer:
             self._checked = found
 
     def _bind(
-        self, walk: Walk, name: str, tensor: torch.Tensor, hooked: bool, spread: str, frozen: bool,
+        self,
+        walk: Walk,
+        name: str,
+        tensor: torch.Tensor,
+        hooked: bool,
+        spread: str,
+        frozen: bool,
         before: Binding | None,
-    ) -> Binding:  # fmt: skip
+    ) -> Binding:
         if before is not None and is_bound(before, (name, tensor, hooked, spread, frozen)):
             return before
         entry = leaf_entry(name, tensor, self.rank, spread, is_frozen=frozen)
         self._require_declared(name, tensor)
         local = local_of(tensor)
-        # A conjugate or negative view is one by a flag: only a copy has what it says.
+        # A conjugate or negative view differs from its memory by a flag: only a copy has the true
+        # values.
         lazy = hooked and not (local.is_conj() or local.is_neg())
         sight = self._sight(walk, name, tensor)
         is_stored = sight is None or not sight.is_copy
@@ -179,9 +203,10 @@ class Describer:
         )
 
     def _require_declared(self, name: str, tensor: torch.Tensor) -> None:
-        """UnsupportedState for what looks as the part of a leaf that was there, and says nothing.
+        """Raises UnsupportedState for a tensor without a declaration that has the shape of the part
+        declared there before.
 
-        Stored as a whole it would be made of all ranks' parts.
+        Stored as a whole leaf it would mix the parts of all ranks.
         """
         what = declared(tensor)
         if what is not None:
@@ -196,7 +221,9 @@ class Describer:
             )
 
     def _require_declared_copies(self, bindings: Bindings) -> None:
-        """The same for what looks as a part that stands under another key: an EMA of a module."""
+        """Makes the same check for tensors with the shape of a declared part under another key, as
+        an EMA of a module has.
+        """
         parts: dict[tuple[str, torch.Size], str] = {}
         for name, shape in self._parts.items():
             parts.setdefault((name.partition(".")[2], shape), name)
@@ -213,15 +240,16 @@ class Describer:
                     leaf=binding.name,
                 )
 
-    def _sight(self, walk: Walk, name: str, tensor: torch.Tensor) -> Sight | None:
+    def _sight(self, walk: Walk, name: str, tensor: torch.Tensor) -> TensorMapping | None:
         if name in walk.origins:
             sight = self.through.sight(*walk.origins[name])
             return sight if sight is None or not sight.is_copy else self._stored(walk, name, sight)
-        # Rules are for what modules and optimizers hold: what is in a value says itself what it is.
+        # Rules apply to modules and optimizers; a tensor in a value carries its own declaration.
         return shard_sight(name, tensor, self.rank)
 
-    def _stored(self, walk: Walk, name: str, copy: Sight) -> Sight:
-        """What is stored of a tensor that a rule calls a copy: nothing, if it is one.
+    def _stored(self, walk: Walk, name: str, copy: TensorMapping) -> TensorMapping:
+        """Returns the mapping under which a tensor is stored that a rule calls a copy: nothing, if
+        it is a copy.
 
         It may be the very tensor that is stored, met under the copy's name before its own.
         """
@@ -232,21 +260,125 @@ class Describer:
         return copy
 
     def _staging(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Where a volatile leaf is copied: as before, if it fits, for touched pages are fast."""
+        """Returns the memory a volatile leaf is copied to; memory that was used before is reused if
+        it fits, because touched pages are fast.
+        """
         there = self._staged.get(name)
-        if there is None or not is_like(there, local):
+        if there is None or not same_storage_form(there, local):
             with torch.inference_mode(False):  # it is written to later, outside of any
                 there = torch.empty_like(local, memory_format=torch.contiguous_format)
             self._staged[name] = there
         return there
 
 
+def _check_unbroken(objects: Objects) -> None:
+    """Raises UnsupportedState for tensors that a step that raised may have updated in part."""
+    found = find_break(objects.trained)
+    if found is not None:
+        key, broken = found
+        raise UnsupportedState(
+            f"a step of {broken.name} raised ({broken.why}): some of what it updates in {key!r} "
+            "may have that update and some not, which is the state of no step. Nothing is saved "
+            "until its next whole step, or until a checkpoint is restored",
+            where=key,
+        )
+
+
 def _check_objects(objects: Objects) -> None:
-    """What need not be looked at again as long as the same tensors are found."""
+    """Makes the checks that need no repetition as long as the same tensors are found."""
     for key, optimizer in objects.optimizers.items():
-        optimizers.check_storable(key, optimizer)
+        for each in (*objects.wrappers[key], optimizer):
+            optimizers.check_storable(key, each)
     for key, tensors in objects.tensors.items():
         for held in tensors:
             check_in_place(f"{key}.{held.name}", held.tensor)
     for key, module in objects.modules.items():
         check_storable(key, module)
+
+
+def _given(walk: Walk, path: str) -> int | None:
+    """Counts the elements that only the object at the beginning of ``path`` gives."""
+    key = next((k for k in walk.values.shared if path.startswith(f"{k}.")), "")
+    if _is_hollow(walk.values.shared.get(key)):
+        return None
+    tensors = (t for where, t in walk.from_values.items() if where.startswith(f"{key}."))
+    return sum(tensor.numel() for tensor in tensors) + _raw(walk.values.shared.get(key))
+
+
+def _is_hollow(encoded: Any) -> bool:
+    """True if an encoded value consists of empty containers only."""
+    if isinstance(encoded, dict):
+        return all(map(_is_hollow, encoded.values()))
+    return encoded is None or (isinstance(encoded, list) and all(map(_is_hollow, encoded)))
+
+
+def _raw(encoded: Any) -> int:
+    """Counts how much of an encoded value is bytes and arrays, in characters: at least one per
+    element.
+    """
+    if isinstance(encoded, list):
+        return sum(map(_raw, encoded))
+    if not isinstance(encoded, dict):
+        return 0
+    if len(encoded) == 1:
+        ((tag, body),) = encoded.items()
+        if tag in ("$bytes", "$bytearray"):
+            return len(body)
+        if tag == "$numpy":
+            return math.prod(body["shape"])
+    return sum(map(_raw, encoded.values()))
+
+
+# Detects leaves that nothing changes (frozen), as a hint where to store them.
+#
+# A parameter that needs no gradient and is in no optimizer looks frozen, but so does an averaged
+# copy of the weights, which is updated after every step. Stored among the frozen leaves it would
+# cause all of them to be written again each time. So a leaf that was seen to change between saves
+# is no longer frozen; one change is forgiven, because other weights may be loaded once. Checksums
+# alone decide what is written.
+
+
+#: After so many changes a leaf no longer counts as frozen.
+MOVES = 2
+
+
+class Frozen:
+    """Records from save to save which of the leaves that look frozen have changed."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, tuple[int, int]] = {}
+        """Name -> (version at the last save, number of changes seen by then)."""
+        self._settled: list[tuple[str, torch.Tensor, bool]] = []
+        """The leaves that looked frozen in the last walk, each with whether it is treated as
+        frozen.
+        """
+
+    def settle(self, leaves: list[Found]) -> None:
+        """Removes the frozen mark, in ``leaves`` itself, from leaves that do change."""
+        self._settled.clear()
+        for number, (name, tensor, is_lazy, spread, looks_frozen) in enumerate(leaves):
+            if looks_frozen:
+                is_frozen = self._is_frozen(name, tensor)
+                self._settled.append((name, tensor, is_frozen))
+                leaves[number] = (name, tensor, is_lazy, spread, is_frozen)
+
+    def is_settled(self) -> bool:
+        """True if ``settle`` would give these leaves the same marks again. Each save calls one of
+        the two.
+        """
+        now = [self._is_frozen(name, tensor) for name, tensor, _ in self._settled]
+        return now == [before for _, _, before in self._settled]
+
+    def _is_frozen(self, name: str, tensor: torch.Tensor) -> bool:
+        version = _version(tensor)
+        before, moves = self._seen.get(name, (version, 0))
+        moves += version != before
+        self._seen[name] = version, moves
+        return moves < MOVES
+
+
+def _version(tensor: torch.Tensor) -> int:
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    if local.is_inference():  # it has none
+        return 0
+    return local._version if local is tensor else local._version + tensor._version

@@ -1,16 +1,18 @@
-"""One name for one tensor: what is met twice is stored once."""
+"""Gives each tensor one name, so that a tensor that occurs twice is stored once."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
 
-class Known:
-    """The tensors met so far, each by what it is: the same elements in the same shape.
+class TensorNames:
+    """The tensors met so far, identified by memory and shape.
 
-    A sharded tensor is known by itself alone: what its memory says may differ between ranks, one
-    of which may hold nothing of it.
+    A sharded tensor is identified by the object alone: its memory may differ between ranks, and one
+    of them may hold nothing of it.
     """
 
     def __init__(self) -> None:
@@ -19,10 +21,12 @@ class Known:
         self._other_views: list[tuple[str, torch.Tensor]] = []
 
     def name(self, tensor: torch.Tensor, name: str) -> str:
-        """The name it was first met under; ``name`` itself when it is new."""
+        """Returns the name under which the tensor was first met; ``name`` itself when the tensor is
+        new.
+        """
         address = _address(tensor)
         if not address:
-            # Held, or another could come to stand under its number while the walk goes on.
+            # Holds the tensor: otherwise another could get the same id during the walk.
             return self._by_id.setdefault(id(tensor), (name, tensor))[0]
         first = self._by_address.setdefault(address, (name, tensor))
         if first[1] is tensor or _is_same_view(first[1], tensor):
@@ -33,7 +37,7 @@ class Known:
         return name if there is None else there
 
     def find(self, tensor: torch.Tensor) -> str | None:
-        """The name it was first met under; None when it was not."""
+        """Returns the name under which the tensor was first met; None when it was not met."""
         address = _address(tensor)
         known = self._by_address.get(address) if address else self._by_id.get(id(tensor))
         if known is None:
@@ -64,3 +68,44 @@ def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.stride() == other.stride()
         and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
     )
+
+
+# Names the owner of a tensor of the state, and so the tensor itself, here and in the terms of the
+# rules.
+
+
+#: The suffix of a parameter's own elements where only an optimizer has them.
+MASTER = ".master"
+
+
+class TensorOwner(NamedTuple):
+    """The owner of a tensor of the state: the ``prefix``, the parameter's ``name`` and the
+    ``suffix``.
+
+    Joined they are the tensor's name; rules apply to the middle one. ``parameter``: the parameter
+    whose optimizer state this is, None for a tensor of a module itself.
+    """
+
+    prefix: str
+    name: str
+    suffix: str = ""
+    parameter: torch.Tensor | None = None
+
+    @property
+    def leaf(self) -> str:
+        """The tensor's name in the training."""
+        return f"{self.prefix}{self.name}{self.suffix}"
+
+    def stored(self, name: str) -> str:
+        """Returns the tensor's name in a checkpoint that calls its parameter ``name``."""
+        return f"{self.prefix}{name}{self.suffix}"
+
+    def part(self, name: str, tensor: torch.Tensor) -> TensorOwner:
+        """Returns the part called ``name`` of ``tensor``, a registered subclass; or the tensor
+        itself.
+        """
+        behind = name[len(self.leaf) :]
+        if not behind:
+            return self
+        owner = tensor if self.parameter is None else self.parameter
+        return self._replace(suffix=f"{self.suffix}{behind}", parameter=owner)

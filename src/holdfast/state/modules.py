@@ -1,4 +1,4 @@
-"""The tensors of a module by the names its author gave them, whatever it was wrapped in.
+"""Names the tensors of a module as its author did, leaving out the names that wrappers add.
 
 ``torch.compile``, activation checkpointing, DDP and their like put a component of their own into
 every name; a checkpoint must not depend on them.
@@ -15,16 +15,21 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.errors import UnsupportedState
+from holdfast.state.hidden_state import has_elements, refuse_emptied
+from holdfast.state.module_views import beside, spoken_for
 
 _INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
 _PREFIXING = (DistributedDataParallel, DataParallel)
 
 
-def parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of the module and all inside it, wrappers left out of the names.
+def parts(
+    module: nn.Module, prefix: str = "", *, is_old: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields (name, module) for the module and all inside it, wrappers left out of the names.
 
-    One that is registered in several places comes once for each, as its tensors are tied.
+    A module that is registered in several places comes once for each, as its tensors are tied.
+    ``is_old``: uses the names of checkpoints from when only torch's own wrappers were left out.
     """
     if isinstance(module, FullyShardedDataParallel):
         raise UnsupportedState(
@@ -34,42 +39,54 @@ def parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
         )
     yield prefix, module
     drops_name = isinstance(module, _PREFIXING)
+    inner = None if is_old else spoken_for(module)
     for name, child in module._modules.items():
-        if child is None:
+        if child is None or inner not in (None, name):
             continue
-        if name in _INSERTED or (drops_name and name == "module"):
-            yield from parts(child, prefix)
+        if name in _INSERTED or name == inner or (drops_name and name == "module"):
+            yield from parts(child, prefix, is_old=is_old)
         else:
-            yield from parts(child, f"{prefix}.{name}" if prefix else name)
+            yield from parts(child, f"{prefix}.{name}" if prefix else name, is_old=is_old)
 
 
-class Held(NamedTuple):
+class ModuleTensors(NamedTuple):
     """A tensor that a module would save."""
 
     name: str
     tensor: torch.Tensor
     is_parameter: bool
     changes_in_forward: bool = False
-    """A forward may write to it, with no optimizer's step before or after."""
+    """True if a forward may write to the tensor, with no optimizer's step before or after."""
 
 
-def module_tensors(module: nn.Module) -> Iterator[Held]:
-    """All that a module would save; a tied tensor once for each of its names."""
-    for prefix, part in parts(module):
+def module_tensors(
+    module: nn.Module, key: str = "", *, is_old: bool = False
+) -> Iterator[ModuleTensors]:
+    """Yields all tensors that a module would save; a tied tensor once for each of its names.
+
+    Raises UnsupportedState for one that a framework has emptied. ``key``: the module's name in the
+    state.
+    """
+    outer = f"{key}." if key else ""
+    for prefix, part in parts(module, is_old=is_old):
         changes = isinstance(part, RENORMALISING) and part.max_norm is not None
         if isinstance(part, FSDPModule):
             part.reshard()  # no-op unless a forward without backward left it gathered
         dot = f"{prefix}." if prefix else ""
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                yield Held(dot + name, parameter, True, changes)
+                if not has_elements(parameter):
+                    refuse_emptied(f"{outer}{dot}{name}", parameter, part)
+                yield ModuleTensors(dot + name, parameter, True, changes)
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
-                yield Held(dot + name, buffer, False)
+                yield ModuleTensors(dot + name, buffer, False)
 
 
 def check_storable(key: str, module: nn.Module) -> None:
-    """UnsupportedState for a module that keeps state where nobody but itself finds it."""
+    """Raises UnsupportedState for a module that keeps state outside of its parameters, buffers and
+    extra state.
+    """
     for prefix, part in parts(module):
         where = f"{key}.{prefix}" if prefix else key
         own = type(part)
@@ -97,37 +114,35 @@ def check_storable(key: str, module: nn.Module) -> None:
 
 
 def _beside(module: nn.Module) -> list[str]:
-    """What its state_dict has that is none of its parameters, buffers and extra state."""
-    known = {id(held.tensor) for held in module_tensors(module)}
-    found = module.state_dict(keep_vars=True)
-    return sorted(
-        name
-        for name, value in found.items()
-        if id(value) not in known and not name.endswith("_extra_state") and value is not None
-    )
+    """Returns the names in its state_dict that are none of its parameters, buffers and extra
+    state.
+    """
+    held = {id(each.tensor): each.tensor for each in module_tensors(module)}
+    return beside(module.state_dict(keep_vars=True), list(held.values()))
 
 
-def extra_state(module: nn.Module) -> dict[str, Any]:
-    """What modules keep beside tensors, by their names."""
-    return {prefix: part.get_extra_state() for prefix, part in with_extra_state(module)}
+def extra_state(module: nn.Module, *, is_old: bool = False) -> dict[str, Any]:
+    """Returns the extra state (everything beside tensors) that modules keep, by their names."""
+    found = with_extra_state(module, is_old=is_old)
+    return {prefix: part.get_extra_state() for prefix, part in found}
 
 
-def extra_state_names(module: nn.Module) -> set[str]:
-    """The names of the modules inside that keep more than tensors."""
-    return {prefix for prefix, _ in with_extra_state(module)}
+def extra_state_names(module: nn.Module, *, is_old: bool = False) -> set[str]:
+    """Returns the names of the modules inside that have extra state."""
+    return {prefix for prefix, _ in with_extra_state(module, is_old=is_old)}
 
 
-def set_extra_state(module: nn.Module, saved: dict[str, Any]) -> None:
-    """Give it back."""
-    for prefix, part in with_extra_state(module):
+def set_extra_state(module: nn.Module, saved: dict[str, Any], *, is_old: bool = False) -> None:
+    """Sets the extra state of the modules from ``saved``."""
+    for prefix, part in with_extra_state(module, is_old=is_old):
         if prefix in saved:
             part.set_extra_state(saved[prefix])
 
 
-def with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) of all inside that keep more than tensors, each once."""
+def with_extra_state(module: nn.Module, *, is_old: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yields (name, module) for every module inside that has extra state, each once."""
     seen: set[int] = set()
-    for prefix, part in parts(module):
+    for prefix, part in parts(module, is_old=is_old):
         has_own = type(part).get_extra_state is not nn.Module.get_extra_state
         if has_own and id(part) not in seen:
             seen.add(id(part))

@@ -1,4 +1,4 @@
-"""The user's objects in a state, found and sorted by what they are."""
+"""Finds the user's objects in a state, and sorts them by kind."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.data.split_list import SplitList
+from holdfast.data.planning.order import SplitList
 from holdfast.errors import UsageError
 from holdfast.format.image import RESERVED
 from holdfast.format.values import MAX_DEPTH
-from holdfast.state.choice import Choice
-from holdfast.state.declared import declared, names_of
-from holdfast.state.modules import Held, extra_state_names, module_tensors
-from holdfast.state.optimizers import named
-from holdfast.state.origin import MASTER, Origin
+from holdfast.state.hidden_state import Inner, inner_optimizers
+from holdfast.state.identity import MASTER, TensorOwner
+from holdfast.state.mapped.shards import declared, names_of
+from holdfast.state.modules import ModuleTensors, extra_state_names, module_tensors
+from holdfast.state.optimizers import named, unwrapped
 from holdfast.state.rng import Rng
+from holdfast.state.selection import LeafSelection
 
 State = MutableMapping[str, Any]
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
@@ -28,26 +29,31 @@ _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 @dataclass
 class Objects:
-    """The user's objects, found once per walk and sorted by what they are."""
+    """The user's objects, found once per walk and sorted by kind."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
+    wrappers: dict[str, list[Optimizer]] = field(default_factory=dict)
+    """Optimizer wrappers in the state, which have no state of their own."""
     generators: dict[str, Rng] = field(default_factory=dict)
     lists: dict[str, SplitList] = field(default_factory=dict)
     stateful: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
     homes: dict[str, tuple[Any, Any]] = field(default_factory=dict)  # plain path -> container, key
     paths: list[str] = field(default_factory=list)
-    """Where each was found: keys joined by dots."""
+    """The place of each object: keys joined by dots."""
     keys: tuple[str, ...] = ()
-    """Those of the state itself."""
-    choice: Choice = field(default_factory=Choice)
-    """What of the state is to be restored, and what may be missing for it."""
+    """The keys of the state itself."""
+    old: set[str] = field(default_factory=set)
+    """The modules named in the old way, in which wrappers' names were not left out."""
+    choice: LeafSelection = field(default_factory=LeafSelection)
+    """Selects which part of the state is restored, and what may be missing for it."""
 
-    def restrict(self, choice: Choice, stored: Iterable[str]) -> None:
-        """Leave out what is not to be restored. ``stored``: all leaves of the checkpoint.
+    def restrict(self, choice: LeafSelection, stored: Iterable[str]) -> None:
+        """Removes the objects that are not restored. ``stored``: all leaves of the checkpoint.
 
-        UsageError for an optimizer that is wanted in part: its values are of all its parameters.
+        Raises UsageError for an optimizer that is selected in part: its values are of all its
+        parameters.
         """
         self.choice = choice
         _ = self._masters  # those that are a module's elements may be wanted without the optimizer
@@ -67,47 +73,88 @@ class Objects:
                 del kind[key]
 
     def extra_names(self, key: str) -> set[str]:
-        """The parts of a module that keep more than tensors, and are to be restored."""
-        names = extra_state_names(self.modules[key])
+        """Returns the parts of a module that have extra state and are restored."""
+        names = extra_state_names(self.modules[key], is_old=key in self.old)
         return {n for n in names if self.choice.takes_key(f"{key}.{n}" if n else key)}
 
     def has_values(self, key: str) -> bool:
-        """Whether something of this key may have values beside its tensors."""
-        return any(key in kind for kind in (
-            self.modules, self.optimizers, self.stateful, self.plain,
-        ))  # fmt: skip
+        """True if an object of this key may have values beside its tensors."""
+        return any(
+            key in kind
+            for kind in (
+                self.modules,
+                self.optimizers,
+                self.stateful,
+                self.plain,
+            )
+        )
 
     @cached_property
-    def tensors(self) -> dict[str, list[Held]]:
-        """What each module holds."""
-        return {key: list(module_tensors(module)) for key, module in self.modules.items()}
+    def tensors(self) -> dict[str, list[ModuleTensors]]:
+        """Returns the tensors that each module holds."""
+        return {
+            key: list(module_tensors(module, key, is_old=key in self.old))
+            for key, module in self.modules.items()
+        }
+
+    def follow(self, stored: Collection[str]) -> None:
+        """Uses the old names for modules in wrappers if the checkpoint has their leaves under the
+        wrappers' names.
+        """
+        for key, tensors in self.tensors.items():
+            now = {f"{key}.{held.name}" for held in tensors}
+            before = module_tensors(self.modules[key], key, is_old=True)
+            once = {f"{key}.{held.name}" for held in before}
+            if (now - once).isdisjoint(stored) and not (once - now).isdisjoint(stored):
+                self.old.add(key)
+        if self.old:
+            del self.tensors  # it is kept, by the names of now
+
+    def inner(self) -> list[Inner]:
+        """Returns the torch optimizers that objects of the state hold, and that are no entries of
+        it.
+        """
+        return inner_optimizers({**self.stateful, **self.optimizers}, self.optimizers.values())
+
+    def trained(self) -> dict[str, list[torch.Tensor]]:
+        """Returns the tensors that optimizers may change, for each optimizer and each module."""
+        held = {key: [one.tensor for one in tensors] for key, tensors in self.tensors.items()}
+        owned = {
+            key: [one for group in optimizer.param_groups for one in group["params"]]
+            for key, optimizer in self.optimizers.items()
+        }
+        return owned | held
 
     def parameter_names(self, optimizer: Optimizer) -> dict[int, str]:
-        """id(parameter) -> the name under which its state in ``optimizer`` is kept.
+        """Returns id(parameter) -> the name under which its state in ``optimizer`` is kept.
 
-        It is the module's own name for it where the optimizer is for one module of the state, so
-        that adding an averaged copy, say, renames nothing; else the module's key comes first.
+        This is the module's own name for the parameter where the optimizer is for one module of the
+        state, so that adding an averaged copy, for example, renames nothing; otherwise the module's
+        key comes first.
         """
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         return {p: f"{key}{name}" for p, (key, name) in self._homes(optimizer, owned).items()}
 
     def parameters(self, key: str) -> dict[str, torch.Tensor]:
-        """The parameters of the optimizer called ``key``, by the names its state is kept under."""
+        """Returns the parameters of the optimizer called ``key``, by the names its state is kept
+        under.
+        """
         optimizer = self.optimizers[key]
         return named(key, optimizer, self.parameter_names(optimizer))
 
-    def origins(self, key: str) -> dict[str, Origin]:
-        """Whose the state of the optimizer called ``key`` is, by parameter name."""
+    def origins(self, key: str) -> dict[str, TensorOwner]:
+        """Returns the owners of the state of the optimizer called ``key``, by parameter name."""
         optimizer = self.optimizers[key]
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         homes = self._homes(optimizer, {id(p) for p in parameters})
         found = ((homes[id(p)], p) for p in parameters)
         return {
-            f"{inner}{name}": Origin(f"{key}.{inner}", name, "", p) for (inner, name), p in found
+            f"{inner}{name}": TensorOwner(f"{key}.{inner}", name, "", p)
+            for (inner, name), p in found
         }
 
     def _homes(self, optimizer: Optimizer, owned: set[int]) -> dict[int, tuple[str, str]]:
-        """id(parameter) -> (what comes before its name, the name)."""
+        """Returns id(parameter) -> (the prefix of its name, the name)."""
         found: dict[int, tuple[str, str]] = {}
         for key, tensors in self.tensors.items():
             for name, parameter, is_parameter, _ in tensors:
@@ -122,8 +169,8 @@ class Objects:
         return found
 
     @cached_property
-    def _masters(self) -> dict[str, list[tuple[Origin, torch.Tensor]]]:
-        found: dict[str, list[tuple[Origin, torch.Tensor]]] = {}
+    def _masters(self) -> dict[str, list[tuple[TensorOwner, torch.Tensor]]]:
+        found: dict[str, list[tuple[TensorOwner, torch.Tensor]]] = {}
         held = {id(each.tensor) for tensors in self.tensors.values() for each in tensors}
         for key, optimizer in self.optimizers.items():
             for group in optimizer.param_groups:
@@ -133,18 +180,20 @@ class Objects:
                         found.setdefault(key, []).append((self._home(key, parameter), parameter))
         return found
 
-    def _home(self, key: str, parameter: torch.Tensor) -> Origin:
-        """Whose elements they are that an optimizer has and no module: a module's, or its own."""
+    def _home(self, key: str, parameter: torch.Tensor) -> TensorOwner:
+        """Returns the owner of a tensor that an optimizer has and no module: a module's parameter,
+        or the optimizer's own.
+        """
         names = _declared_names(parameter)
         modules = self._having(names)
         if len(modules) == 1:  # of several, an averaged copy beside a model, it could be any's
             dtypes = {each.name: each.tensor.dtype for each in self.tensors[modules[0]]}
             if all(dtypes[name] == parameter.dtype for name in names):
-                return Origin(f"{modules[0]}.", f"({', '.join(names)})")
-        return Origin(f"{key}.", _own_name(parameter), MASTER, parameter)
+                return TensorOwner(f"{modules[0]}.", f"({', '.join(names)})")
+        return TensorOwner(f"{key}.", _own_name(parameter), MASTER, parameter)
 
     def _having(self, names: Collection[str]) -> list[str]:
-        """The modules that have tensors of all these names."""
+        """Returns the modules that have tensors of all these names."""
         return [
             key
             for key, tensors in self.tensors.items()
@@ -152,7 +201,9 @@ class Objects:
         ]
 
     def module_of(self, key: str) -> str | None:
-        """The module that the optimizer ``key`` is for; None where that cannot be told."""
+        """Returns the module that the optimizer ``key`` is for; None where that cannot be
+        determined.
+        """
         optimizer = self.optimizers[key]
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         found = {
@@ -164,22 +215,26 @@ class Objects:
             found.update(self._having(_declared_names(parameter)))
         return found.pop() if len(found) == 1 else None
 
-    def masters(self, key: str) -> list[tuple[Origin, torch.Tensor]]:
-        """The tensors that an optimizer updates and no module holds.
+    def masters(self, key: str) -> list[tuple[TensorOwner, torch.Tensor]]:
+        """Returns the tensors that the optimizer updates and no module holds (master weights).
 
-        Where a module has a tensor of the name and dtype that was declared, they are its elements,
-        and what the module has is a copy of them. Else they are leaves of the optimizer's own.
+        Where a module has a tensor of the declared name and dtype, they are that tensor's elements,
+        and the module's tensor is a copy of them. Otherwise they are leaves of the optimizer's own.
         """
         return self._masters.get(key, [])
 
-    def all_masters(self) -> Iterator[tuple[Origin, torch.Tensor]]:
-        """Those of every optimizer that is restored, and those that are elements of modules."""
+    def all_masters(self) -> Iterator[tuple[TensorOwner, torch.Tensor]]:
+        """Yields the masters of every optimizer that is restored, and those that are elements of
+        modules.
+        """
         for key, some in self._masters.items():
             yield from (one for one in some if key in self.optimizers or one[0].parameter is None)
 
     @cached_property
     def parted(self) -> set[tuple[str, str]]:
-        """(module's key, name) of the tensors that are copies of what optimizers have in parts."""
+        """Returns (module's key, name) of the tensors that are copies of masters which optimizers
+        hold in parts.
+        """
         return {
             (origin.prefix[:-1], name)
             for some in self._masters.values()
@@ -190,7 +245,7 @@ class Objects:
 
     @cached_property
     def shards(self) -> set[str]:
-        """The entries of the state that are tensors, and parts of leaves."""
+        """Returns the entries of the state that are tensors declared as parts of leaves."""
         return {
             path
             for path, item in self.plain.items()
@@ -199,7 +254,7 @@ class Objects:
 
 
 def _own_name(tensor: torch.Tensor) -> str:
-    """What a tensor that no module holds is called by its declaration; "" without one."""
+    """Returns the declared name of a tensor that no module holds; "" without one."""
     names = _declared_names(tensor)
     return names[0] if len(names) == 1 else f"({names[0]} to {names[-1]})" if names else ""
 
@@ -210,7 +265,9 @@ def _declared_names(tensor: torch.Tensor) -> list[str]:
 
 
 def sort_objects(state: Mapping[str, Any]) -> Objects:
-    """Look at every object of the state; UsageError for names that cannot be told apart."""
+    """Sorts every object of the state by kind; raises UsageError for names that cannot be told
+    apart.
+    """
     found = Objects()
     for key, item in state.items():
         if not isinstance(key, str) or not key or key.startswith((RESERVED, "__metadata__")):
@@ -224,7 +281,9 @@ def sort_objects(state: Mapping[str, Any]) -> Objects:
 
 
 def _refuse_one_path_for_two(paths: list[str]) -> None:
-    """Names begin with the path of their object, so no path may be, or begin like, another."""
+    """Refuses ambiguous paths: names begin with the path of their object, so no path may be, or
+    begin like, another.
+    """
     known: set[str] = set()
     for path in paths:
         if path in known:
@@ -253,7 +312,7 @@ def _sort(path: str, item: Any, home: tuple[Any, Any], found: Objects) -> None:
     if isinstance(item, nn.Module):
         found.modules[path] = item
     elif isinstance(item, Optimizer):
-        found.optimizers[path] = item
+        *found.wrappers[path], found.optimizers[path] = unwrapped(item)
     elif isinstance(item, Rng):
         found.generators[path] = item
     elif isinstance(item, SplitList):
@@ -274,13 +333,17 @@ def _is_object(item: Any) -> bool:
 
 
 def _is_stateful(item: Any) -> bool:
-    """Whether it gives and takes its state itself: no class does, nor what has any attribute."""
+    """True if the object has its own ``state_dict`` and ``load_state_dict``. Classes, and objects
+    with any attribute one asks for, do not count.
+    """
     methods = (getattr(item, name, None) for name in ("state_dict", "load_state_dict"))
     return not isinstance(item, type) and all(map(callable, methods))
 
 
 def _holds_objects(item: Any, depth: int = 0) -> bool:
-    """Whether there are objects in these containers; deeper ones than can be stored count not."""
+    """True if there are objects in these containers; those nested deeper than can be stored do not
+    count.
+    """
     if type(item) in _PLAIN:
         return False
     if _is_object(item):

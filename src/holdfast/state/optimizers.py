@@ -1,8 +1,8 @@
-"""An optimizer's state by parameter name, never by index, and its hyperparameters beside it.
+"""Stores an optimizer's state by parameter name, never by index, with its hyperparameters beside
+it.
 
-``load_state_dict`` of torch replaces every state tensor and aliases those it was given; here
-tensors keep their storage and only what is missing is made, so a restore reads straight
-into place.
+``load_state_dict`` of torch replaces every state tensor and aliases those it was given. Here
+tensors keep their storage and only missing ones are made, so a restore reads straight into place.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.errors import UnsupportedState
-from holdfast.state.regroup import IMPLEMENTATION
-from holdfast.state.subclasses import plain_parts
-from holdfast.state.tensors import TORCH_DTYPES, empty
+from holdfast.state.hidden_state import has_elements, refuse_state_of_emptied
+from holdfast.state.param_groups import IMPLEMENTATION
+from holdfast.state.step_calls import is_followed
+from holdfast.state.tensors import TORCH_DTYPES, empty, plain_parts
 
 #: State tensors of one parameter as stored: name -> (dtype, shape).
 StoredKinds = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -26,21 +27,52 @@ NOTHING: Mapping[str, Any] = {}
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
-    """Whether torch runs step pre-hooks for this optimizer: its ``step`` is the wrapped one."""
-    return bool(getattr(type(optimizer).step, "hooked", False))
+    """True if the begin and the end of its steps are hooked: its tensors do not change between two
+    steps.
+    """
+    return is_followed(optimizer)
+
+
+def unwrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """Returns the optimizer, the optimizer it wraps, and so on: the last has the state and makes
+    the step.
+
+    A wrapper holds another optimizer and uses that one's very ``state`` and ``param_groups`` as its
+    own.
+    """
+    found = [optimizer]
+    while (inner := _wrapped(found[-1])) is not None and inner not in found:
+        found.append(inner)
+    return found
+
+
+def _wrapped(optimizer: Optimizer) -> Optimizer | None:
+    for inner in list(vars(optimizer).values()):
+        if isinstance(inner, Optimizer) and inner is not optimizer:
+            pairs = (
+                (getattr(each, "state", None), getattr(each, "param_groups", None))
+                for each in (optimizer, inner)
+            )
+            (state, groups), (inner_state, inner_groups) = pairs
+            if state is not None and state is inner_state and groups is inner_groups:
+                return inner
+    return None
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """The class an optimizer's values are stored under: of those that stand for one, that one.
+    """Returns the class name an optimizer's values are stored under: its own, or that of the class
+    it stands for.
 
-    ``stands_for``: an attribute of classes that have the state of another, held elsewhere.
+    ``stands_for``: an attribute of classes that have the state of another class, held elsewhere.
     """
     found: str = getattr(type(optimizer), "stands_for", type(optimizer).__name__)
     return found
 
 
 def check_storable(key: str, optimizer: Optimizer) -> None:
-    """UnsupportedState for an optimizer that keeps state where nobody but itself finds it."""
+    """Raises UnsupportedState for an optimizer that keeps state outside of ``state`` and
+    ``param_groups``.
+    """
     kind = type(optimizer)
     if any(base.__name__ == "ZeroRedundancyOptimizer" for base in kind.__mro__):
         raise UnsupportedState(
@@ -61,9 +93,9 @@ def check_storable(key: str, optimizer: Optimizer) -> None:
 
 
 def check_whole(key: str, optimizer: Optimizer) -> None:
-    """UnsupportedState for an optimizer that says that an update of it broke off half-way.
+    """Raises UnsupportedState for an optimizer that reports a partly made update.
 
-    ``broken_off``: an attribute of those that know; why it did, or "".
+    ``broken_off``: an attribute of such classes; the reason, or "".
     """
     why = getattr(optimizer, "broken_off", "")
     if why:
@@ -76,7 +108,9 @@ def check_whole(key: str, optimizer: Optimizer) -> None:
 
 
 def named(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
-    """The optimizer's parameters by name; UnsupportedState for one that no module owns."""
+    """Returns the optimizer's parameters by name; raises UnsupportedState for one that no module
+    owns.
+    """
     found: dict[str, torch.Tensor] = {}
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -101,9 +135,10 @@ def named(key: str, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str,
 def tensors(
     key: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(parameter's name, kind, tensor) of all state tensors."""
+    """Yields (parameter's name, kind, tensor) of all state tensors."""
     for name, parameter in parameters.items():
         is_sharded = isinstance(parameter, DTensor)
+        is_empty = not has_elements(parameter)
         for kind, value in optimizer.state.get(parameter, NOTHING).items():
             if is_tensor(value):
                 if type(kind) is not str:
@@ -114,11 +149,15 @@ def tensors(
                     )
                 if is_sharded:
                     _check_local_state(f"{key}.{name}.{kind}", value)
+                elif is_empty:
+                    refuse_state_of_emptied(f"{key}.{name}.{kind}", parameter, value)
                 yield name, kind, value
 
 
 def of_no_parameter(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """State that is kept under other keys than parameters. UnsupportedState for other tensors."""
+    """Returns the state kept under keys that are not parameters. Raises UnsupportedState for other
+    tensors.
+    """
     known = {id(parameter) for parameter in parameters.values()}
     found = {key: kept for key, kept in optimizer.state.items() if id(key) not in known}
     strange = [key for key in found if is_tensor(key)]
@@ -133,12 +172,16 @@ def of_no_parameter(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]
 
 
 def is_tensor(value: object) -> bool:
-    """As isinstance, which for torch.Tensor runs Python code at each of thousands of calls."""
+    """Works as isinstance, which for torch.Tensor runs Python code at each of thousands of
+    calls.
+    """
     return type(value) is torch.Tensor or isinstance(value, torch.Tensor)
 
 
 def _check_local_state(leaf: str, value: torch.Tensor) -> None:
-    """A plain tensor beside a sharded parameter may differ from rank to rank unseen."""
+    """Refuses plain state tensors beside a sharded parameter: they may differ from rank to rank
+    unnoticed.
+    """
     if not isinstance(value, DTensor) and value.numel() > 1:
         raise UnsupportedState(
             f"{leaf} is a plain tensor of {value.numel()} elements, but its parameter is sharded: "
@@ -151,10 +194,10 @@ def _check_local_state(leaf: str, value: torch.Tensor) -> None:
 def make_room(
     optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredKinds]
 ) -> None:
-    """Give every parameter the state tensors that are stored, by parameter name.
+    """Gives every parameter the state tensors that are stored for it, by parameter name.
 
-    Those that fit are kept, so that a restore reads into them. An optimizer that has memory of
-    its own for state makes it itself first, in ``make_state``.
+    Tensors that fit are kept, so that a restore reads into them. An optimizer with its own memory
+    for state makes that memory first, in ``make_state``.
     """
     make_state = getattr(optimizer, "make_state", None)
     options = {id(p): group for group in optimizer.param_groups for p in group["params"]}
@@ -174,7 +217,7 @@ def make_room(
 
 
 def _find(state: Mapping[str, Any], kind: str) -> torch.Tensor | None:
-    """The tensor of this name; "codes.scale" is a part of a registered subclass."""
+    """Returns the state tensor of this name; "codes.scale" is a part of a registered subclass."""
     for outer in (kind, kind.partition(".")[0]):
         there = state.get(outer)
         if isinstance(there, torch.Tensor):
@@ -188,7 +231,7 @@ def room_problems(
     parameters: Mapping[str, torch.Tensor],
     stored: Mapping[str, StoredKinds],
 ) -> list[str]:
-    """What ``make_room`` could not make, in words; changes nothing."""
+    """Returns the reasons why ``make_room`` would fail, in words; changes nothing."""
     return [
         f"{key}.{name}.{kind}: stored in the shape {list(spec[1])}, its parameter has "
         f"{list(parameter.shape)}, and only the optimizer knows how to make it: take one optimizer "
@@ -224,7 +267,7 @@ def _new(
 def load_values(
     optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> None:
-    """Set hyperparameters, given for the groups as they are here, and state by parameter name."""
+    """Sets hyperparameters, given for the groups as they are here, and state by parameter name."""
     seen: dict[int, Any] = {}
     for group, given in zip(optimizer.param_groups, saved["groups"], strict=True):
         _set_options(group, given["options"], seen)
@@ -236,7 +279,9 @@ def load_values(
 
 
 def _set_options(group: dict[str, Any], options: Mapping[str, Any], seen: dict[int, Any]) -> None:
-    """``seen``: tensors of groups that were set, and what to; another group may hold the same."""
+    """Sets the options of a group. ``seen``: tensors set in other groups, with their values;
+    several groups may hold the same tensor.
+    """
     for name, value in options.items():
         if name in IMPLEMENTATION and name in group:
             continue

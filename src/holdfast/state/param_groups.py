@@ -1,4 +1,4 @@
-"""What an optimizer had beside tensors, put together again by the names of its parameters.
+"""Merges what optimizers had beside tensors on several ranks, by the names of the parameters.
 
 Every saved rank wrote down its own groups: under pipeline parallelism each has other parameters
 in them. A rank that restores finds the hyperparameters of each of its parameters where a saved
@@ -19,8 +19,8 @@ Encoded = Mapping[str, Any]
 #: The name of a parameter here -> the names that its values are stored under.
 Names = Callable[[str], Sequence[str]]
 
-#: How the update is computed, not what: the program that restores decides, for it may run on
-#: other devices than the one that saved.
+#: Options that say how the update is computed, not what it is. The restoring program decides them,
+#: because it may run on other devices than the program that saved.
 IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 _NOTHING: dict[str, Any] = {}
 
@@ -31,17 +31,17 @@ def same_name(name: str) -> Sequence[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where hyperparameters stand: in the values of a saved rank, in this one of its groups."""
+class GroupRef:
+    """The place of hyperparameters: the number of a group in the values of a saved rank."""
 
     rank: int
     group: int
 
 
-class Saved:
-    """What several ranks saved beside tensors: by rank, by the keys of the state.
+class SavedGroups:
+    """The values beside tensors that several ranks saved: by rank, by the keys of the state.
 
-    The first is the *base*: it counts for all that is not told apart by names.
+    The first rank is the *base*: its values are used for everything that is not matched by name.
     """
 
     def __init__(self, shared: Mapping[int, Encoded]) -> None:
@@ -51,18 +51,20 @@ class Saved:
         self._groups: dict[tuple[int, str], Sequence[Encoded]] = {}
 
     def groups(self, rank: int, key: str) -> Sequence[Encoded]:
-        """The groups that a rank had in the optimizer ``key``; none if it had no such optimizer.
+        """Returns the groups that a rank had in the optimizer ``key``; none if it had no such
+        optimizer.
 
-        FormatError for what no optimizer's groups are.
+        Raises FormatError for what no optimizer's groups are.
         """
         if (rank, key) not in self._groups:
             self._groups[rank, key] = _checked_groups(rank, key, self.shared[rank].get(key))
         return self._groups[rank, key]
 
     def whole(self, rank: int, value: Any) -> Any:
-        """A value of a rank with its small tensors in it, wherever they were met first.
+        """Returns a value of a rank with its small tensors in it, wherever they were first met.
 
-        They get names that are no other rank's: each of several has, say, the rate of a group 0.
+        The tensors get names that no other rank uses: each of several ranks has, for example, the
+        rate of a group 0.
         """
         if rank not in self._small:
             self._small[rank] = dict(_small_tensors(self.shared[rank]))
@@ -93,7 +95,7 @@ def _checked_groups(rank: int, key: str, saved: Any) -> Sequence[Encoded]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether an encoded value is that of an optimizer."""
+    """True if an encoded value is an optimizer's."""
     return isinstance(value, dict) and "groups" in value and "class" in value
 
 
@@ -119,8 +121,8 @@ def _small_tensors(value: Any) -> Iterator[tuple[str, Any]]:
                 yield from _small_tensors(item)
 
 
-def members(encoded: Any) -> dict[str, Any]:
-    """The items of an encoded mapping whose keys are text, in either of its two forms."""
+def extra_state_members(encoded: Any) -> dict[str, Any]:
+    """Returns the items of an encoded mapping whose keys are text, in either of its two forms."""
     if not isinstance(encoded, dict):
         return {}
     pairs = encoded.get("$dict")
@@ -130,36 +132,42 @@ def members(encoded: Any) -> dict[str, Any]:
 
 
 def mapping(items: Encoded) -> dict[str, Any]:
-    """The opposite of ``members``."""
+    """Encodes items as a mapping: the inverse of ``extra_state_members``."""
     if any(name.startswith("$") for name in items):
         return {"$dict": [[name, item] for name, item in items.items()]}
     return dict(items)
 
 
 @dataclass(slots=True)
-class Regrouped:
+class MergedGroups:
     """An optimizer's values for the groups it has here.
 
-    ``places``: for each group here, where its hyperparameters stood; ``None`` when the groups are
-    the base's, in its order. ``problems``: what cannot be, in words.
+    ``places``: for each group here, where its hyperparameters were saved; ``None`` when the groups
+    are the base's, in its order. ``problems``: everything that does not fit, in words.
     """
 
     value: Any
-    places: list[list[Place]] | None = None
+    places: list[list[GroupRef]] | None = None
     home: int = 0
-    """The rank that had the first parameter: what goes by no name is taken from it."""
+    """The rank that had the first parameter: values that no name identifies are taken from it."""
     problems: list[str] = field(default_factory=list)
     new: frozenset[int] = frozenset()
-    """Groups here none of whose parameters was saved: they stay as they are."""
+    """Groups here none of whose parameters was saved: they keep their values."""
 
 
-def regroup(
-    key: str, kind: str, groups: Sequence[Sequence[str]], saved: Saved, names: Names = same_name,
+def merge_param_groups(
+    key: str,
+    kind: str,
+    groups: Sequence[Sequence[str]],
+    saved: SavedGroups,
+    names: Names = same_name,
     may_miss: Collection[str] = (),
-) -> Regrouped:  # fmt: skip
-    """The values of the optimizer ``key``, a ``kind``, whose groups have these parameters here.
+    wrappers: Collection[str] = (),
+) -> MergedGroups:
+    """Returns the values of the optimizer ``key`` of class ``kind`` for groups of these parameters.
 
-    ``may_miss``: parameters that need not have been saved.
+    ``may_miss``: parameters that need not have been saved. ``wrappers``: the classes of the
+    wrappers around the optimizer, under whose names it may have been saved.
     """
     place_of = _place_of(key, saved)
     stored = [
@@ -173,46 +181,53 @@ def regroup(
         if here not in may_miss and not all(name in place_of for name in names(here))
     ]
     if not any(is_optimizer(shared.get(key)) for shared in saved.shared.values()):
-        return Regrouped(None, problems=[f"{key}: the checkpoint has no optimizer of this name"])
+        return MergedGroups(None, problems=[f"{key}: the checkpoint has no optimizer of this name"])
     first = next((name for group in stored for name in group if name in place_of), None)
     home = next(rank for rank in saved.shared if is_optimizer(saved.shared[rank].get(key)))
     home = home if first is None else place_of[first].rank
     used = sorted({place_of[name].rank for group in stored for name in group if name in place_of})
-    problems = _class_problems(key, kind, [home, *used], saved) + sorted(missing)
+    problems = _class_problems(key, (kind, *wrappers), [home, *used], saved) + sorted(missing)
     value = saved.shared[home].get(key)
     if problems:
-        return Regrouped(value, home=home, problems=problems)
+        return MergedGroups(value, home=home, problems=problems)
     there = [set(group["params"]) for group in saved.groups(saved.base, key)]
     if there == [set(group) for group in groups] and stored == [list(group) for group in groups]:
-        return Regrouped(saved.shared[saved.base][key], home=saved.base)
+        return MergedGroups(saved.shared[saved.base][key], home=saved.base)
     return _put_together(key, groups, stored, place_of, saved, home, names)
 
 
-def _place_of(key: str, saved: Saved) -> dict[str, Place]:
-    """Where each parameter's hyperparameters stand; the first rank that had it counts."""
-    found: dict[str, Place] = {}
+def _place_of(key: str, saved: SavedGroups) -> dict[str, GroupRef]:
+    """Returns where each parameter's hyperparameters are; the first rank that had it counts."""
+    found: dict[str, GroupRef] = {}
     for rank in saved.shared:
         for number, group in enumerate(saved.groups(rank, key)):
             for name in group["params"]:
-                found.setdefault(name, Place(rank, number))
+                found.setdefault(name, GroupRef(rank, number))
     return found
 
 
-def _class_problems(key: str, kind: str, ranks: Sequence[int], saved: Saved) -> list[str]:
-    kinds = [saved.shared[rank].get(key, _NOTHING).get("class") for rank in ranks]
-    other = next((found for found in kinds if found != kind), kind)
-    return [] if other == kind else [f"{key} is a {kind}, saved was {other}"]
+def _class_problems(
+    key: str, kinds: Sequence[str], ranks: Sequence[int], saved: SavedGroups
+) -> list[str]:
+    there = [saved.shared[rank].get(key, _NOTHING).get("class") for rank in ranks]
+    other = next((found for found in there if found not in kinds), kinds[0])
+    return [] if other in kinds else [f"{key} is a {kinds[0]}, saved was {other}"]
 
 
 def _put_together(
-    key: str, groups: Sequence[Sequence[str]], stored: Sequence[Sequence[str]],
-    place_of: Mapping[str, Place], saved: Saved, home: int, names: Names,
-) -> Regrouped:  # fmt: skip
-    places: list[list[Place]] = []
+    key: str,
+    groups: Sequence[Sequence[str]],
+    stored: Sequence[Sequence[str]],
+    place_of: Mapping[str, GroupRef],
+    saved: SavedGroups,
+    home: int,
+    names: Names,
+) -> MergedGroups:
+    places: list[list[GroupRef]] = []
     made: list[dict[str, Any]] = []
     problems: list[str] = []
     for number, (here, there) in enumerate(zip(groups, stored, strict=True)):
-        first_at: dict[Place, str] = {}
+        first_at: dict[GroupRef, str] = {}
         for name in there:
             first_at.setdefault(place_of[name], name)
         found = list(first_at)
@@ -230,20 +245,22 @@ def _put_together(
     if "loose" in value:
         value["loose"] = saved.whole(home, value["loose"])
     new = frozenset(n for n, some in enumerate(groups) if some and not places[n])
-    return Regrouped(value, places, home, problems + contradictions, new)
+    return MergedGroups(value, places, home, problems + contradictions, new)
 
 
-def _place_of_empty(key: str, number: int, count: int, saved: Saved, home: int) -> list[Place]:
-    """A group without parameters is known by its place, where there are as many groups."""
+def _place_of_empty(
+    key: str, number: int, count: int, saved: SavedGroups, home: int
+) -> list[GroupRef]:
+    """Finds a group without parameters by its number, where the numbers of groups are equal."""
     there = saved.groups(home, key)
     is_like = number < len(there) and (len(there) == count or not there[number]["params"])
-    return [Place(home, number)] if is_like else []
+    return [GroupRef(home, number)] if is_like else []
 
 
 def _differences(
     key: str, number: int, firsts: Sequence[str], options: Sequence[Encoded]
 ) -> list[str]:
-    """What one group here had several values of, when it was saved."""
+    """Reports options of one group here that had several values when they were saved."""
     differing: dict[str, str] = {}
     for name, other in zip(firsts[1:], options[1:], strict=True):
         for option in sorted({*options[0], *other} - IMPLEMENTATION):
@@ -259,11 +276,14 @@ def _differences(
 
 
 def _state(
-    key: str, groups: Sequence[Sequence[str]], saved: Saved, place_of: Mapping[str, Place],
+    key: str,
+    groups: Sequence[Sequence[str]],
+    saved: SavedGroups,
+    place_of: Mapping[str, GroupRef],
     names: Names,
-) -> tuple[Any, list[str]]:  # fmt: skip
-    """What parameters have in their state that is no tensor, and where that contradicts itself."""
-    of_rank = {rank: members(_state_of(saved, rank, key)) for rank in saved.shared}
+) -> tuple[Any, list[str]]:
+    """Returns the state of parameters that is no tensor, and the contradictions in it."""
+    of_rank = {rank: extra_state_members(_state_of(saved, rank, key)) for rank in saved.shared}
     found: dict[str, Any] = {}
     problems = []
     for here in [name for group in groups for name in group]:
@@ -279,13 +299,13 @@ def _state(
     return mapping(found), problems
 
 
-def _state_of(saved: Saved, rank: int, key: str) -> Any:
+def _state_of(saved: SavedGroups, rank: int, key: str) -> Any:
     value = saved.shared[rank].get(key)
     return value.get("state") if isinstance(value, dict) else None
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two encoded values are the same, whatever their small tensors are called."""
+    """True if two encoded values are the same, whatever their small tensors are called."""
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(is_same, one, other))
     if not (isinstance(one, dict) and isinstance(other, dict)):
@@ -293,3 +313,130 @@ def is_same(one: Any, other: Any) -> bool:
     if all(isinstance(value.get("$tensor"), dict) for value in (one, other)):
         one, other = ({**value["$tensor"], "name": ""} for value in (one, other))
     return one.keys() == other.keys() and all(is_same(one[k], other[k]) for k in one)
+
+
+# Reorders the per-group lists of schedulers when the optimizer's groups have changed.
+#
+# torch's schedulers have lists with an item for each group, under names that are known here. A list
+# that may be one, of a scheduler that is not torch's, is not guessed at: it is refused by name.
+
+
+#: Lists of torch's schedulers that have an item for each group.
+_BY_GROUP = frozenset(
+    {
+        "base_lrs",
+        "_last_lr",
+        "lr_lambdas",
+        "min_lrs",
+        "max_lrs",
+        "base_momentums",
+        "max_momentums",
+    }
+)
+#: Lists of torch's schedulers that do not, however many items they have.
+_BY_TIME = frozenset({"_milestones", "_schedule_phases"})
+_INNER = "_schedulers"
+
+_ABSENT = object()
+
+
+def regroup_scheduler(
+    name: str, key: str, saved: SavedGroups, optimizer: MergedGroups, here: Any = None
+) -> tuple[Any, list[str]]:
+    """Returns the state of the scheduler ``name`` for an optimizer whose groups differ from the
+    saved ones.
+
+    Also returns the problems, in words. ``here``: its present state, encoded, which is used for
+    groups that were not saved; None where that is not known.
+    """
+    assert optimizer.places is not None
+    counts = {rank: len(saved.groups(rank, key)) for rank in saved.shared}
+    states = {rank: shared.get(name) for rank, shared in saved.shared.items()}
+    found = _Scheduler(name, key, saved, optimizer.places, optimizer.home, counts, optimizer.new)
+    return found.of(states, here)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scheduler:
+    name: str
+    key: str
+    saved: SavedGroups
+    places: Sequence[Sequence[GroupRef]]
+    home: int
+    counts: Mapping[int, int]
+    new: frozenset[int]
+
+    def of(self, states: Mapping[int, Any], here: Any) -> tuple[Any, list[str]]:
+        """Returns one scheduler, or one inside another, from its state on each rank."""
+        there = states[self.home]
+        if not isinstance(there, dict):
+            return there, [self._refusal("its state")]
+        made: dict[str, Any] = {}
+        problems: list[str] = []
+        for part, value in there.items():
+            if part == _INNER and isinstance(value, list):
+                found = [
+                    self.of(_inner(states, number), _inner({0: here}, number)[0])
+                    for number in range(len(value))
+                ]
+                made[part] = [inner for inner, _ in found]
+                problems += [text for _, texts in found for text in texts]
+                continue
+            made[part] = self.saved.whole(self.home, value)
+            items = _items(value)
+            if items is not None and len(items) == self.counts[self.home]:
+                picked = None if part in _BY_TIME else self._by_group(states, part, here)
+                if part in _BY_GROUP and picked is not None:
+                    made[part] = picked
+                elif part not in _BY_TIME and not is_same(picked, _items(made[part])):
+                    problems.append(self._refusal(part))
+        return made, problems
+
+    def _by_group(self, states: Mapping[int, Any], part: str, here: Any) -> list[Any] | None:
+        """Returns the list for the groups here; None when ranks, or the groups merged into one,
+        contradict each other.
+        """
+        found = []
+        for number, places in enumerate(self.places):
+            items = [self._item(states[place.rank], part, place) for place in places]
+            if number in self.new:
+                now = _items(here.get(part)) if isinstance(here, dict) else None
+                is_known = now is not None and len(now) == len(self.places)
+                items = [now[number] if now is not None and is_known else _ABSENT]
+            elif not items:  # of an empty group, which no step is taken with
+                items = [
+                    self._item(states[self.home], part, GroupRef(self.home, number), default=0)
+                ]
+            if any(not is_same(items[0], item) for item in items) or items[0] is _ABSENT:
+                return None
+            found.append(items[0])
+        return found
+
+    def _item(self, state: Any, part: str, place: GroupRef, default: int | None = None) -> Any:
+        values = _items(state.get(part)) if isinstance(state, dict) else None
+        if values is None or len(values) != self.counts[place.rank]:
+            return _ABSENT
+        if place.group >= len(values):
+            return _ABSENT if default is None else self.saved.whole(place.rank, values[default])
+        return self.saved.whole(place.rank, values[place.group])
+
+    def _refusal(self, part: str) -> str:
+        return (
+            f"{self.name}: goes by the order of the groups of {self.key}, which are other groups, "
+            f"or in another order, than were saved, and {part} cannot follow them: make them as "
+            "they were"
+        )
+
+
+def _inner(states: Mapping[int, Any], number: int) -> dict[int, Any]:
+    found = {}
+    for rank, state in states.items():
+        inner = state.get(_INNER) if isinstance(state, dict) else None
+        found[rank] = inner[number] if isinstance(inner, list) and number < len(inner) else None
+    return found
+
+
+def _items(value: Any) -> list[Any] | None:
+    """Returns the items of an encoded list or tuple; None for anything else."""
+    inner = value.get("$tuple") if isinstance(value, dict) and len(value) == 1 else value
+    return inner if isinstance(inner, list) else None

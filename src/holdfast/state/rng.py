@@ -1,10 +1,11 @@
-"""The random number generators of a process as one object of the state.
+"""Treats the random number generators of a process as one object of the state.
 
-Each rank has its own. The rule for another number of ranks: a rank that was saved goes on with its
-own generators. A rank that was not is seeded: from everything that the generators of saved rank 0
-say, one number is made for each kind of generator, and this rank's number is added to it. So each
-restore of a checkpoint gives a rank the same numbers, whatever the new number of ranks; no two new
-ranks are seeded alike; and a later checkpoint, in which rank 0 has drawn more, gives other ones.
+Each rank has its own. On another number of ranks, a rank that was saved goes on with its own
+generators. A rank that was not saved is seeded: one number is derived for each kind of generator
+from the whole state of the generators of saved rank 0, and this rank's number is added to it. So
+each restore of a checkpoint gives a rank the same numbers, whatever the new number of ranks; no two
+new ranks get the same seed; and a later checkpoint, in which rank 0 has drawn more, gives other
+numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from holdfast.format import values as codec
 from holdfast.format.checksum import checksum
 
-#: Generators are seeded apart, or two of one algorithm would draw the same.
+#: Generators get different seeds, because two of one algorithm would otherwise draw the same
+#: numbers.
 _KINDS = ("python", "numpy", "torch", "cuda")
 
 
@@ -30,8 +32,11 @@ class Rng:
     restore of a checkpoint and different for every rank.
     """
 
+    loads = 0
+    """The number of times the generators were set through this object."""
+
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states as plain values."""
+        """Return the generators' states as plain values."""
         state: dict[str, Any] = {
             "python": random.getstate(),
             "torch": bytes(torch.get_rng_state().numpy()),
@@ -45,10 +50,14 @@ class Rng:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Set the generators as they were.
+        """Set the generators to these states.
 
-        The GPU in use gets what the GPU in use had, whichever of the host's they are.
+        ``state``: what ``state_dict`` gave.
+
+        The GPU in use gets the state of the GPU that was in use, whichever of the host's GPUs they
+        are.
         """
+        self.loads += 1
         random.setstate(state["python"])
         torch.set_rng_state(_byte_tensor(state["torch"]))
         if "numpy" in state:
@@ -64,6 +73,7 @@ class Rng:
 
     def derive(self, state: dict[str, Any], rank: int) -> None:
         """Seed the generators for a rank that was not saved, from the state of one that was."""
+        self.loads += 1
         seeds = seeds_of(state, rank)
         random.seed(seeds["python"])
         torch.default_generator.manual_seed(seeds["torch"])
@@ -73,10 +83,11 @@ class Rng:
 
 
 def seeds_of(state: dict[str, Any], rank: int) -> dict[str, int]:
-    """Seeds of a rank that was not saved, from the state of one that was: 32 bits each.
+    """Returns the seeds, 32 bits each, of a rank that was not saved, from the state of one that
+    was.
 
-    numpy takes no more, and torch's generator on the CPU uses no more. A sum, and not a hash of
-    the rank, so that 2**32 ranks are told apart for certain.
+    numpy takes no more, and torch's generator on the CPU uses no more. A sum, and not a hash of the
+    rank, so that 2**32 ranks are told apart for certain.
     """
     said = codec.to_bytes(codec.encode(state))
     return {kind: (checksum(f"{kind} ".encode() + said) + rank) & 0xFFFFFFFF for kind in _KINDS}

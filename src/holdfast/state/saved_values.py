@@ -1,10 +1,10 @@
-"""Which saved values a rank needs, and one document of them, whichever ranks had them.
+"""Gathers the saved values that a rank needs into one document, from whichever ranks saved them.
 
-Values stand by the names of what they belong to: hyperparameters and what is no tensor in an
-optimizer's state by the parameter, extra state by the part of the module, further names of tied
-tensors by themselves. What has no such name is taken from one document, the base. What no rank
-takes of what was saved is for all ranks together to find: ``left`` and ``taken`` are each one's
-part of the answer.
+Values are found by the names of their owners: hyperparameters and the part of an optimizer's state
+that is no tensor by the parameter, extra state by the part of the module, further names of tied
+tensors by themselves. A value without such a name comes from one document, the base. Values that no
+rank uses are found by all ranks together: ``left`` and ``taken`` are each rank's part of the
+answer.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from holdfast.format import values as codec
 from holdfast.state.modules import extra_state_names
 from holdfast.state.objects import Objects
 from holdfast.state.optimizers import class_of, named
-from holdfast.state.regroup import (
+from holdfast.state.param_groups import (
+    MergedGroups,
     Names,
-    Regrouped,
-    Saved,
+    SavedGroups,
+    extra_state_members,
     mapping,
-    members,
-    regroup,
+    merge_param_groups,
+    regroup_scheduler,
     same_name,
 )
-from holdfast.state.schedulers import regroup_scheduler
-from holdfast.state.subclasses import plain_parts
+from holdfast.state.tensors import plain_parts
 
 Document = Mapping[str, Any]
 #: The key of a module -> the leaves that its tensors are in a checkpoint.
 Leaves = Callable[[str], Iterable[str]]
 
 
-class Thing(NamedTuple):
-    """What has values of its own: a "parameter" of an optimizer, a "part" of a module, an "alias".
+class NamedItem(NamedTuple):
+    """An item that has values of its own: a "parameter" of an optimizer, a "part" of a module, an
+    "alias".
 
     ``path`` begins with the key in the state.
     """
@@ -44,23 +45,23 @@ class Thing(NamedTuple):
     path: str
 
 
-class Need(NamedTuple):
-    """A thing that this rank has, and the leaves by which to tell which ranks had it.
+class ItemSource(NamedTuple):
+    """An item that this rank has, and the leaves that show which saved ranks had it.
 
-    Of ``leaves`` the first that is stored counts; one that ends in a dot is the beginning of a
-    name, and any leaf that begins so will do. An alias can be with any rank that had such a leaf.
+    The first of ``leaves`` that is stored counts; one that ends in a dot is a prefix, and any leaf
+    that begins with it will do. An alias can be with any rank that had such a leaf.
     """
 
-    thing: Thing
+    thing: NamedItem
     leaves: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """One rank's values, as encoded, out of the documents of one or more saved ranks.
+class SavedValues:
+    """One rank's values, as encoded, from the documents of one or more saved ranks.
 
-    ``left``: what was found in them and is not of this state, in words; ``taken``: what would be
-    said of that which is. A thing that is left by one rank and taken by none fits no state.
+    ``left``: values in the documents that do not belong to this state, in words; ``taken``: the
+    same words for those that do. An item that one rank leaves and no rank takes fits no state.
     """
 
     shared: Mapping[str, Any]
@@ -79,32 +80,34 @@ def needs(
     aliases: Mapping[str, str],
     names: Names = same_name,
     leaves: Leaves | None = None,
-) -> Iterator[Need]:
-    """All things of this state that have values; of aliases those that are nowhere yet."""
+) -> Iterator[ItemSource]:
+    """Returns all items of this state that have values; of aliases those that are in no document
+    yet.
+    """
     for key, groups in _groups(objects).items():
         homes = _homes(objects, key)
         stored_names = _through_ties(objects, key, aliases, names)
         for here in [name for group in groups for name in group]:
             for name in stored_names(here):
                 path = f"{key}.{name}"
-                yield Need(Thing("parameter", path), (f"{path}.", *homes(here, name)))
+                yield ItemSource(NamedItem("parameter", path), (f"{path}.", *homes(here, name)))
     for key in objects.modules:
         for prefix in objects.extra_names(key):
             path = f"{key}.{prefix}" if prefix else key
-            yield Need(Thing("part", path), tuple(_outwards(key, prefix)))
+            yield ItemSource(NamedItem("part", path), tuple(_outwards(key, prefix)))
         for part in _leaves(objects, key) if leaves is None else leaves(key):
             if part not in stored and part not in aliases:
-                yield Need(Thing("alias", part), (f"{key}.",))
+                yield ItemSource(NamedItem("alias", part), (f"{key}.",))
 
 
 def _leaves(objects: Objects, key: str) -> Iterator[str]:
-    """What the tensors of a module are called."""
+    """Yields the leaf names of the tensors of a module."""
     for held in objects.tensors[key]:
         yield from (part for part, _ in plain_parts(f"{key}.{held.name}", held.tensor))
 
 
 def _groups(objects: Objects) -> dict[str, list[list[str]]]:
-    """The names of the parameters in each group of each optimizer."""
+    """Returns the names of the parameters in each group of each optimizer."""
     found = {}
     for key, optimizer in objects.optimizers.items():
         name_of = {id(p): n for n, p in _parameters(objects, key).items()}
@@ -118,7 +121,7 @@ def _parameters(objects: Objects, key: str) -> dict[str, Any]:
 
 
 def _homes(objects: Objects, key: str) -> Any:
-    """(name here, stored name) -> the leaf that a parameter of an optimizer itself may be."""
+    """Returns (name here, stored name) -> the leaf that a master of an optimizer may be."""
     parameters = {id(p): name for name, p in _parameters(objects, key).items()}
     leaf_of: dict[str, tuple[str, str]] = {}
     for module, tensors in objects.tensors.items():
@@ -136,9 +139,10 @@ def _homes(objects: Objects, key: str) -> Any:
 
 
 def _through_ties(objects: Objects, key: str, aliases: Mapping[str, str], names: Names) -> Names:
-    """The stored names of an optimizer's parameters, where they were one with others: of those.
+    """Returns the stored names of an optimizer's parameters, by those of the tensors they were tied
+    to.
 
-    The last stage of a pipeline has the one name of a tied tensor, and the first the other.
+    The last stage of a pipeline has one name of a tied tensor, and the first stage the other.
     """
     homes = _homes(objects, key)
 
@@ -158,26 +162,30 @@ def _tied(name: str, leaves: tuple[str, ...], aliases: Mapping[str, str]) -> str
 
 
 def _outwards(key: str, prefix: str) -> Iterator[str]:
-    """Where leaves of a part begin, then those of the parts around it."""
+    """Yields the name prefixes of a part's leaves, then those of the enclosing parts."""
     while prefix:
         yield f"{key}.{prefix}."
         prefix = prefix.rpartition(".")[0]
     yield f"{key}."
 
 
-def things(objects: Objects, document: Document) -> Iterator[Thing]:
-    """All that a document has values of."""
+def things(objects: Objects, document: Document) -> Iterator[NamedItem]:
+    """Yields all items that a document has values of."""
     for key, value in document.get("shared", {}).items():
         if key in objects.optimizers:
-            for group in Saved({0: {key: value}}).groups(0, key):
-                yield from (Thing("parameter", f"{key}.{name}") for name in group["params"])
+            for group in SavedGroups({0: {key: value}}).groups(0, key):
+                yield from (NamedItem("parameter", f"{key}.{name}") for name in group["params"])
         elif key in objects.modules:
-            yield from (Thing("part", f"{key}.{p}" if p else key) for p in members(value))
-    yield from (Thing("alias", name) for name in document.get("aliases", {}))
+            yield from (
+                NamedItem("part", f"{key}.{p}" if p else key) for p in extra_state_members(value)
+            )
+    yield from (NamedItem("alias", name) for name in document.get("aliases", {}))
 
 
 def trim(objects: Objects, document: Document, base: Document) -> Document:
-    """What can be needed of a document beside the base: others may be long, and are many."""
+    """Reduces a document to the values that can be needed beside the base: documents may be long
+    and many.
+    """
     schedulers = {name for name, _ in _schedulers(objects)}
     shared = {
         key: value
@@ -191,8 +199,9 @@ def trim(objects: Objects, document: Document, base: Document) -> Document:
 
 
 def _schedulers(objects: Objects) -> Iterator[tuple[str, str]]:
-    """(its key, that of its optimizer) of each object that is for one of the optimizers."""
+    """Yields (its key, that of its optimizer) for each scheduler of one of the optimizers."""
     keys = {id(optimizer): key for key, optimizer in objects.optimizers.items()}
+    keys |= {id(each): key for key in objects.optimizers for each in objects.wrappers[key]}
     for name, item in objects.stateful.items():
         inner = getattr(item, "__dict__", {}).values()  # it may be around a scheduler of torch's
         around = (getattr(one, "__dict__", {}).get("optimizer") for one in inner)
@@ -204,15 +213,15 @@ def _schedulers(objects: Objects) -> Iterator[tuple[str, str]]:
 
 
 def _now(item: Any) -> Any:
-    """What an object's state is here, encoded; None where it cannot be."""
+    """Returns an object's present state, encoded; None where it cannot be encoded."""
     try:
         return codec.encode(item.state_dict())
     except Exception:  # before its first load it may have none to give
         return None
 
 
-def following_keys(objects: Objects) -> frozenset[str]:
-    """The keys whose values are told apart by names, wherever they were saved."""
+def keys_matched_by_name(objects: Objects) -> frozenset[str]:
+    """Returns the keys whose values are matched by names, whichever ranks saved them."""
     return frozenset({*objects.optimizers, *objects.modules, *dict(_schedulers(objects))})
 
 
@@ -224,13 +233,13 @@ def gather(
     documents: Mapping[int, Document],
     stored: Mapping[str, Any],
     names: Names = same_name,
-) -> Gathered:
-    """What this state takes from ``documents``, by saved rank, the base first."""
-    saved = Saved({rank: document.get("shared", {}) for rank, document in documents.items()})
+) -> SavedValues:
+    """Gathers the values of this state from ``documents``, by saved rank, the base first."""
+    saved = SavedGroups({rank: document.get("shared", {}) for rank, document in documents.items()})
     shared, problems, is_other = _all_keys(saved), list[str](), False
     groups, aliases = _groups(objects), _aliases(documents, stored)
     names_of = {key: _through_ties(objects, key, aliases, names) for key in objects.optimizers}
-    regrouped: dict[str, Regrouped] = {}
+    regrouped: dict[str, MergedGroups] = {}
     for key, optimizer in objects.optimizers.items():
         may_miss = {
             here
@@ -238,7 +247,15 @@ def gather(
             for here in group
             if objects.choice.allows(*(f"{key}.{name}" for name in (here, *names(here))))
         }
-        found = regroup(key, class_of(optimizer), groups[key], saved, names_of[key], may_miss)
+        found = merge_param_groups(
+            key,
+            class_of(optimizer),
+            groups[key],
+            saved,
+            names_of[key],
+            may_miss,
+            wrappers=[class_of(each) for each in objects.wrappers[key]],
+        )
         if found.value is None and objects.choice.allows(key):
             found.problems.clear()
         problems += found.problems
@@ -260,11 +277,11 @@ def gather(
     left, taken = _claims(objects, saved, groups, names_of)
     for key, some in groups.items():
         _alias_state(key, some, names, names_of[key], stored, aliases)
-    return Gathered(shared, aliases, tuple(problems), left, taken)
+    return SavedValues(shared, aliases, tuple(problems), left, taken)
 
 
-def _all_keys(saved: Saved) -> dict[str, Any]:
-    """Every key's value: the base's, or of the first rank that has one."""
+def _all_keys(saved: SavedGroups) -> dict[str, Any]:
+    """Returns every key's value: the base's, or that of the first rank that has one."""
     found = dict(saved.shared[saved.base])
     for rank, shared in saved.shared.items():
         for key, value in shared.items():
@@ -273,16 +290,16 @@ def _all_keys(saved: Saved) -> dict[str, Any]:
     return found
 
 
-def _take_parts(key: str, parts: set[str], saved: Saved, shared: dict[str, Any]) -> None:
-    """The extra state of the parts that are here."""
-    there = members(saved.shared[saved.base].get(key))
+def _take_parts(key: str, parts: set[str], saved: SavedGroups, shared: dict[str, Any]) -> None:
+    """Copies the extra state of the parts that are here."""
+    there = extra_state_members(saved.shared[saved.base].get(key))
     if not parts or parts == set(there):
         if there and not parts:
             del shared[key]
         return
     found: dict[str, Any] = {}
     for rank, every in saved.shared.items():
-        for name, value in members(every.get(key)).items():
+        for name, value in extra_state_members(every.get(key)).items():
             if name in parts and name not in found:
                 found[name] = saved.whole(rank, value)
     if found:
@@ -290,7 +307,7 @@ def _take_parts(key: str, parts: set[str], saved: Saved, shared: dict[str, Any])
 
 
 def _aliases(documents: Mapping[int, Document], stored: Mapping[str, Any]) -> dict[str, str]:
-    """Further names of leaves; what is a leaf of its own on one rank is no alias of another's."""
+    """Returns further names of leaves; a leaf of its own on one rank is no alias of another's."""
     first, *others = documents.values()
     found = dict(first.get("aliases", {}))
     for document in others:
@@ -301,10 +318,16 @@ def _aliases(documents: Mapping[int, Document], stored: Mapping[str, Any]) -> di
 
 
 def _alias_state(
-    key: str, groups: list[list[str]], names: Names, tied: Names, stored: Mapping[str, Any],
+    key: str,
+    groups: list[list[str]],
+    names: Names,
+    tied: Names,
+    stored: Mapping[str, Any],
     aliases: dict[str, str],
-) -> None:  # fmt: skip
-    """The state of a parameter that was stored under a tied name is found under its own, too."""
+) -> None:
+    """Makes the state of a parameter that was stored under a tied name available under its own
+    name, too.
+    """
     for here in [name for group in groups for name in group]:
         for name, other in zip(names(here), tied(here), strict=True):
             if name != other:
@@ -316,11 +339,13 @@ def _alias_state(
 
 def _claims(
     objects: Objects,
-    saved: Saved,
+    saved: SavedGroups,
     groups: Mapping[str, list[list[str]]],
     names_of: Mapping[str, Names],
 ) -> tuple[frozenset[str], frozenset[str]]:
-    """What of these documents is not of this state, and what is; as what would be said of it."""
+    """Returns the values of these documents that do not belong to this state, and those that do,
+    both in words.
+    """
     taken = {
         _not_in_optimizer(key, name)
         for key, some in groups.items()
@@ -331,7 +356,7 @@ def _claims(
     taken |= {
         _not_in_model(key, part)
         for key, module in objects.modules.items()
-        for part in extra_state_names(module)
+        for part in extra_state_names(module, is_old=key in objects.old)
     }
     taken |= {_nothing_takes(path) for path in objects.paths}
     inside = tuple(f"{key}." for key in objects.keys)
@@ -342,7 +367,7 @@ def _claims(
                 for group in saved.groups(rank, key):
                     there.update(_not_in_optimizer(key, name) for name in group["params"])
             elif key in objects.modules:
-                there.update(_not_in_model(key, part) for part in members(value))
+                there.update(_beside_model(key, value))
             elif key.startswith(inside):
                 there.add(_nothing_takes(key))
     return frozenset(there - taken), frozenset(taken)
@@ -350,6 +375,20 @@ def _claims(
 
 def _not_in_optimizer(key: str, name: str) -> str:
     return f"{key}.{name}: saved, but not in this optimizer"
+
+
+def _beside_model(key: str, value: Any) -> Iterator[str]:
+    """Yields the values stored under a module's key beside tensors: by part, or a value of another
+    kind.
+    """
+    tag = next(iter(value)) if isinstance(value, dict) and len(value) == 1 else ""
+    if tag.startswith("$") and tag != "$dict":
+        yield (
+            f"{key}: a module in the state, a plain value in the checkpoint, such as a state_dict "
+            "that was handed over in place of the module: hand over what was saved"
+        )
+    else:
+        yield from (_not_in_model(key, part) for part in extra_state_members(value))
 
 
 def _not_in_model(key: str, part: str) -> str:

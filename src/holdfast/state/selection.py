@@ -1,4 +1,6 @@
-"""Which part of a checkpoint is wanted, and what may be missing in it: by patterns of names."""
+"""Selects by name patterns which part of a checkpoint is restored, and what may be missing in
+it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import UsageError
-from holdfast.rules.names import Pattern
+from holdfast.rules.patterns import Pattern
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Names are those of the state, key first, or those of the checkpoint; either will do.
+class LeafSelection:
+    """A selection by patterns. Names are those of the state, key first, or those of the checkpoint;
+    either will do.
 
-    ``only``: None for all. What is beside the tensors of a key (a scheduler, an optimizer's
-    groups, a plain value) is wanted with the key itself; "key.**" means that too.
+    ``only``: None for all. Values beside the tensors of a key (a scheduler, an optimizer's groups,
+    a plain value) are selected with the key itself; "key.**" means that too.
     """
 
     only: tuple[Pattern, ...] | None = None
@@ -22,30 +25,32 @@ class Choice:
 
     @property
     def is_all(self) -> bool:
-        """Whether it says nothing."""
+        """True if the selection restricts nothing."""
         return self.only is None and not self.allow_missing
 
     @property
     def texts(self) -> list[str] | None:
-        """The patterns of ``only`` as they were given."""
+        """Returns the patterns of ``only`` as they were given."""
         return None if self.only is None else [pattern.text for pattern in self.only]
 
     def takes(self, *names: str) -> bool:
-        """Whether a leaf that has these names is wanted."""
+        """True if a leaf that has these names is selected."""
         return self.only is None or _match(self.only, names)
 
     def takes_key(self, path: str) -> bool:
-        """Whether all that has no name of its own at this place of the state is wanted."""
+        """True if all values without a name of their own at this path of the state are selected."""
         return self.only is None or _match_key(self.only, path)
 
     def allows(self, *names: str) -> bool:
-        """Whether what has these names may be missing."""
+        """True if the leaf or value with these names may be missing."""
         return _match(self.allow_missing, names) or any(
             _match_key(self.allow_missing, name) for name in names
         )
 
     def used(self, names: Iterable[str]) -> bytes:
-        """For each pattern of ``only``, whether it means one of these names: a byte each."""
+        """Returns for each pattern of ``only`` whether it matches one of these names: a byte
+        each.
+        """
         known = list(names)
         return bytes(
             any(_match((pattern,), (name,)) or _match_key((pattern,), name) for name in known)
@@ -53,7 +58,7 @@ class Choice:
         )
 
     def refuse_unused(self, used: Sequence[bytes]) -> None:
-        """UsageError for a pattern that means nothing on any rank."""
+        """Raises UsageError for a pattern that matches nothing on any rank."""
         for number, pattern in enumerate(self.only or ()):
             if not any(one[number] for one in used):
                 raise UsageError(
@@ -63,16 +68,20 @@ class Choice:
                 )
 
 
-def choose(only: Sequence[str] | None, allow_missing: Sequence[str]) -> Choice:
-    """What the user asked for; UsageError for what is no list of patterns."""
-    return Choice(
+def choose(only: Sequence[str] | None, allow_missing: Sequence[str]) -> LeafSelection:
+    """Builds the selection the user asked for; raises UsageError for a value that is no list of
+    patterns.
+    """
+    return LeafSelection(
         None if only is None else _patterns("only", only),
         _patterns("allow_missing", allow_missing),
     )
 
 
 def refuse_different(said: Sequence[list[str] | None]) -> None:
-    """UsageError, the same on all ranks, where they do not want the same: ``texts`` of each."""
+    """Raises UsageError, the same on all ranks, where they select differently: ``texts`` of
+    each.
+    """
     rank = next((rank for rank, texts in enumerate(said) if texts != said[0]), None)
     if rank is not None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""A SplitList as it is stored among the values that each rank has for itself, and back.
+"""Encodes a SplitList for storage among the values that each rank has for itself, and decodes it.
 
 Tensors among its items are stored with them, whatever their size: a leaf would be one for all
 ranks.
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.data.split_list import SplitList
+from holdfast.data.planning.order import SplitList
 from holdfast.errors import FormatError, UnsupportedState
 from holdfast.format import values as codec
 from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty, fill_small, small_tensor
@@ -20,21 +20,21 @@ _KIND = "split_list"
 
 
 class StoredList(NamedTuple):
-    """One rank's part: which data rank it is of, if that was said, and the encoded items."""
+    """One rank's part: its data rank, if one was given, and the encoded items."""
 
     data_rank: tuple[int, int] | None
     items: Sequence[Any]
 
 
 def encode_list(key: str, found: SplitList) -> dict[str, Any]:
-    """What the image of this rank holds of it. UnsupportedState names what cannot be stored."""
+    """Encodes the list for this rank's image. UnsupportedState names what cannot be stored."""
     rank, world = found.data_rank or (None, None)
     items = codec.encode(list(found), key, tensor=_own_tensor, depth=1)
     return {"kind": _KIND, "rank": rank, "world": world, "items": items}
 
 
 def stored_lists(own: Mapping[str, Any], where: str) -> dict[str, StoredList]:
-    """All lists in a rank's own values, by key; FormatError names the image, ``where``."""
+    """Returns all lists in a rank's own values, by key; FormatError names the image, ``where``."""
     if not isinstance(own, Mapping):
         raise FormatError(f"{where}: what each rank has for itself is no object: {own!r:.100}")
     return {
@@ -45,7 +45,7 @@ def stored_lists(own: Mapping[str, Any], where: str) -> dict[str, StoredList]:
 
 
 def decode_items(items: Sequence[Any]) -> list[Any]:
-    """The items as they were. FormatError for what is none."""
+    """Decodes the items; raises FormatError for one that is not an encoded value."""
     return [codec.decode(item, tensor=_tensor, leaf=_no_leaf, strict=True) for item in items]
 
 

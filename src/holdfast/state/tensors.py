@@ -1,4 +1,5 @@
-"""One tensor of the state: what it is called in the format, and which part of it this rank has.
+"""Describes one tensor of the state: its name and type in the format, and the part of it on this
+rank.
 
 A tensor that cannot be stored faithfully is refused by name here, before anything is copied.
 """
@@ -6,6 +7,7 @@ A tensor that cannot be stored faithfully is refused by name here, before anythi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,10 +15,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from holdfast.errors import UnsupportedState
+from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format.values import SmallTensor
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import (
     REPLICATE,
     Instance,
@@ -26,35 +28,58 @@ from holdfast.geometry.layout import (
     local_boxes,
     local_shape,
 )
-from holdfast.geometry.placements import known
+from holdfast.geometry.mesh import known
+from holdfast.state.hidden_state import refuse_emptied
 
 DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.complex64: "C64", torch.complex128: "C128",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0", torch.complex32: "C32",
-}  # fmt: skip
-#: Types that torch can hold, though hardly compute with, where this torch has them.
-_SHELLS = ("float4_e2m1fn_x2", "bits8", "bits1x8", "bits2x4", "bits4x2", "bits16",
-           *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)))  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.complex128: "C128",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex32: "C32",
+}
+#: Element types that torch can hold, though hardly compute with, where this torch has them.
+_SHELLS = (
+    "float4_e2m1fn_x2",
+    "bits8",
+    "bits1x8",
+    "bits2x4",
+    "bits4x2",
+    "bits16",
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
+)
 DTYPE_NAMES.update((getattr(torch, n), n.upper()) for n in _SHELLS if hasattr(torch, n))
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-#: torch cannot copy these, or warns of doing it; as other elements of their size it does.
+#: Element types that torch cannot copy, or copies with a warning; viewed as another type of their
+#: size they can be copied.
 _CARRIERS = {d: torch.uint8 for d, n in DTYPE_NAMES.items() if "INT" in n}
 _CARRIERS[torch.complex32] = torch.int32
 #: Tensors in values up to this size are stored as values: each rank has its own.
 SMALL_BYTES = 8 << 10
 #: Plain tensors up to this size, such as an optimizer's step counts, are stored together by one
-#: rank: dealt out over thousands, whoever restores them has to open as many images.
+#: rank: spread over thousands of ranks, a restore would have to open as many images.
 TINY_BYTES = 64
 PLAIN_TYPES: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor with this rank's elements, sharing their memory."""
+    """Returns the plain tensor with this rank's elements, sharing their memory."""
     found: Any = tensor
     if isinstance(tensor, DTensor):
         found = tensor._local_tensor  # to_local() takes 15 times as long
@@ -66,15 +91,17 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def empty(shape: tuple[int, ...], dtype: str, device: torch.device | None = None) -> torch.Tensor:
-    """A plain tensor of a dtype by its name in the format, its elements zero."""
-    # As bytes, for torch cannot fill every type it has.
+    """Returns a plain tensor of zeros, of a dtype by its name in the format."""
+    # Filled as bytes, because torch cannot fill every type it has.
     size = math.prod(shape) * ITEMSIZE[dtype]
     raw = torch.zeros(size, dtype=torch.uint8, device=device)
     return raw.view(TORCH_DTYPES[dtype]).view(shape)
 
 
 def is_small(tensor: torch.Tensor) -> bool:
-    """Whether it is stored among the values: a generator's state, a count, a learning rate."""
+    """True if the tensor is stored among the values: a generator's state, a count, a learning
+    rate.
+    """
     return (
         type(tensor) is torch.Tensor
         and tensor.device.type == "cpu"
@@ -87,14 +114,14 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 
 def small_tensor(name: str, tensor: torch.Tensor) -> SmallTensor:
-    """Its elements as they are now."""
+    """Copies the elements as they are now."""
     flat = local_of(tensor).resolve_conj().resolve_neg().contiguous().view(-1)
     data = bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
     return SmallTensor(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), data)
 
 
 def fill_small(room: torch.Tensor, small: SmallTensor) -> None:
-    """Give ``room``, of its dtype and shape, the elements of a small tensor."""
+    """Copies the elements of a small tensor into ``room``, which has its dtype and shape."""
     if small.data:
         local = local_of(room)
         flat = torch.frombuffer(bytearray(small.data), dtype=torch.uint8).view(local.dtype)
@@ -104,7 +131,9 @@ def fill_small(room: torch.Tensor, small: SmallTensor) -> None:
 def leaf_entry(
     name: str, tensor: torch.Tensor, rank: int, spread: str, *, is_frozen: bool = False
 ) -> LeafEntry:
-    """What ``rank`` declares of the leaf ``name``; UnsupportedState for what cannot be stored."""
+    """Returns what ``rank`` declares of the leaf ``name``; raises UnsupportedState for what cannot
+    be stored.
+    """
     _check(name, tensor)
     dtype = DTYPE_NAMES[tensor.dtype]
     shape = tuple(tensor.shape)
@@ -118,7 +147,9 @@ def leaf_entry(
 
 
 def held_boxes(name: str, tensor: torch.Tensor, rank: int) -> tuple[Box, ...]:
-    """Which boxes of the leaf ``name`` this is on ``rank``; of a tensor on the meta device, too."""
+    """Returns which boxes of the leaf ``name`` the tensor is on ``rank``; works on the meta device,
+    too.
+    """
     shape = tuple(tensor.shape)
     if isinstance(tensor, DTensor):
         placements = tuple(_placement(name, p) for p in tensor.placements)
@@ -130,12 +161,14 @@ def held_boxes(name: str, tensor: torch.Tensor, rank: int) -> tuple[Box, ...]:
 
 @lru_cache(maxsize=64)
 def _mesh(mesh: DeviceMesh) -> Mesh:
-    """The ranks of a mesh; the same object for all its leaves, for there may be thousands."""
+    """Returns the ranks of a mesh; the same object for all its leaves, because there may be
+    thousands.
+    """
     return known(Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist())))
 
 
 def _check_local_shape(name: str, tensor: DTensor, expected: tuple[int, ...]) -> None:
-    """What the placements say and what this rank holds must agree, or boxes would be a guess."""
+    """Refuses a tensor whose placements contradict its local shape: its boxes would be a guess."""
     found = tuple(tensor._local_tensor.shape)
     if found != expected and 0 not in (*found[:1], *expected, tensor._local_tensor.numel()):
         raise UnsupportedState(
@@ -175,9 +208,109 @@ def _check(name: str, tensor: torch.Tensor) -> None:
     elif tensor.dtype not in DTYPE_NAMES:
         problem = f"has the dtype {tensor.dtype}, for which the format has no name"
     elif type(local) not in PLAIN_TYPES and type(local).__name__ != "AsyncCollectiveTensor":
-        problem = (
-            f"is a {type(local).__module__}.{type(local).__qualname__}, a tensor subclass whose "
-            "inner tensors Holdfast does not know: name them with holdfast.register_tensor"
-        )
+        problem = _of_subclass(tensor, local)
     if problem:
         raise UnsupportedState(f"{name} {problem}", leaf=name)
+    refuse_emptied(name, tensor)
+
+
+def _of_subclass(tensor: torch.Tensor, local: torch.Tensor) -> str:
+    kind = f"{type(local).__module__}.{type(local).__qualname__}"
+    if isinstance(tensor, DTensor):
+        return (
+            f"is a DTensor of {kind}, a tensor subclass: which elements its inner tensors have "
+            "on this rank is not known, registered or not. Make it of plain DTensors (an "
+            "optimizer's state that is not packed), or keep it in a subclass that is registered "
+            "by holdfast.register_tensor and whose inner tensors are DTensors"
+        )
+    return (
+        f"is a {kind}, a tensor subclass whose inner tensors Holdfast does not know: name them "
+        "with holdfast.register_tensor"
+    )
+
+
+# Stores registered tensor subclasses as the plain tensors inside them.
+#
+# An unknown subclass is refused, because its elements may not be where a plain tensor has them. A
+# registered one is stored part by part, and a restore fills the parts in place.
+
+
+Parts = Callable[[Any], Mapping[str, torch.Tensor]]
+_registered: dict[type, Parts] = {}
+_registrations: list[type] = []
+
+
+def register_tensor(kind: type[torch.Tensor], parts: Parts | None = None) -> type[torch.Tensor]:
+    """Let tensors of the subclass ``kind`` be stored as the plain tensors inside them.
+
+    ``kind``: the subclass. ``parts``: a function; ``parts(tensor)`` returns these tensors by name:
+    always the same names, and the very tensors the subclass computes with, not copies, because a
+    restore fills them in place. Without it the parts are those named by ``__tensor_flatten__``, or,
+    for a subclass that only adds methods, its own elements. Anything else the subclass keeps (a
+    block size, for example) is made by the program, not restored.
+
+    Also a decorator. Raises UsageError for a class that is no subclass of torch.Tensor.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, torch.Tensor)):
+        raise UsageError(f"{kind!r} is not a subclass of torch.Tensor")
+    if parts is None:
+        parts = _flattened if hasattr(kind, "__tensor_flatten__") else _own_elements
+    _registered[kind] = parts
+    _registrations.append(kind)
+    return kind
+
+
+def registrations() -> int:
+    """Counts the registrations made so far: a new one may change how a tensor is stored."""
+    return len(_registrations)
+
+
+def is_registered(tensor: torch.Tensor) -> bool:
+    """True if the tensor's parts are stored in its place."""
+    return type(tensor) in _registered
+
+
+def plain_parts(name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yields (leaf name, plain tensor): the tensor itself, or the parts of a registered
+    subclass.
+    """
+    find = _registered.get(type(tensor)) if _registered else None
+    return ((name, tensor),) if find is None else _parts(name, tensor, find)
+
+
+def _parts(name: str, tensor: torch.Tensor, find: Parts) -> Iterator[tuple[str, torch.Tensor]]:
+    found = find(tensor)
+    for part, inner in found.items():
+        if not isinstance(inner, torch.Tensor) or type(inner) is type(tensor):
+            raise UnsupportedState(
+                f"part {part!r} of {name} is a {type(inner).__qualname__}: give plain tensors to "
+                "holdfast.register_tensor",
+                leaf=name,
+            )
+        yield from plain_parts(f"{name}.{part}" if part else name, inner)
+
+
+def check_in_place(name: str, tensor: torch.Tensor) -> None:
+    """Raises UnsupportedState for a registered subclass whose parts are copies: they would restore
+    nothing.
+    """
+    if type(tensor) not in _registered:
+        return
+    first, second = dict(plain_parts(name, tensor)), dict(plain_parts(name, tensor))
+    moved = [leaf for leaf, inner in first.items() if inner.data_ptr() != second[leaf].data_ptr()]
+    if moved:
+        raise UnsupportedState(
+            f"{', '.join(moved)}: the parts given to holdfast.register_tensor for "
+            f"{type(tensor).__qualname__} are made anew at each call; give the tensors that it "
+            "computes with",
+            leaf=name,
+        )
+
+
+def _flattened(tensor: Any) -> dict[str, torch.Tensor]:
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
+
+
+def _own_elements(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"": tensor.detach().as_subclass(torch.Tensor)}

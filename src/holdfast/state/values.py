@@ -1,4 +1,4 @@
-"""All that a state holds beside tensors, in JSON's types: read anew at every save.
+"""Collects everything that a state holds beside tensors, in JSON's types, read anew at every save.
 
 Only the names in it are kept from one save to the next, as the text they become.
 """
@@ -14,26 +14,28 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from holdfast.data.split_list import SplitList
+from holdfast.data.planning.order import SplitList
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format import values as codec
-from holdfast.state.lists import encode_list
 from holdfast.state.objects import Objects
 from holdfast.state.optimizers import NOTHING, class_of, is_tensor, of_no_parameter
+from holdfast.state.split_lists import encode_list
 
-#: How deep in an optimizer's values the options of a group are, and its other state.
+#: Nesting depth of a group's options in an optimizer's values, and of its other state.
 _OPTIONS_DEPTH, _STATE_DEPTH = 3, 1
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
-    """Where an optimizer keeps what is no tensor; holds while its tensors are where they were."""
+class ValuesBeside:
+    """The places where an optimizer keeps values that are no tensor; valid while its tensors do not
+    change place.
+    """
 
     optimizer: Optimizer
     groups: tuple[msgspec.Raw, ...]
     """The names of each group's parameters, as JSON."""
     titles: tuple[str, ...]
-    """What each group is called in names: by its first parameter, for ranks number their own."""
+    """The name of each group: its first parameter, because ranks number groups differently."""
     state: tuple[tuple[tuple[str, ...], torch.Tensor, tuple[Any, ...]], ...]
     """(names, parameter, keys in its state that are no tensors)."""
     loose: tuple[Any, ...]
@@ -44,10 +46,11 @@ def beside(
     optimizer: Optimizer,
     parameters: Mapping[str, torch.Tensor],
     stored: Mapping[str, Sequence[str]] | None = None,
-) -> Beside:
-    """Look it up. ``stored``: what each parameter is called there, a fused one by all its parts.
+) -> ValuesBeside:
+    """Finds these places. ``stored``: the stored names of each parameter, for a fused one those of
+    all its parts.
 
-    UnsupportedState for state of tensors that are in no group.
+    Raises UnsupportedState for state of tensors that are in no group.
     """
     stored = {name: (name,) for name in parameters} if stored is None else stored
     names_of = {id(parameter): stored[name] for name, parameter in parameters.items()}
@@ -60,11 +63,13 @@ def beside(
         if (kept := optimizer.state.get(parameter, NOTHING))
     ]
     loose = tuple(of_no_parameter(optimizer, parameters))
-    return Beside(optimizer, groups, titles, tuple(one for one in state if one[2]), loose)
+    return ValuesBeside(optimizer, groups, titles, tuple(one for one in state if one[2]), loose)
 
 
 def _titles(members: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Each group's first name; with its number where that is none, or another group's as well."""
+    """Returns each group's first name; with its number where there is none, or two groups share
+    it.
+    """
     found: list[str] = []
     for number, names in enumerate(members):
         title = names[0] if names else ""
@@ -73,7 +78,7 @@ def _titles(members: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _once(names: Iterable[Sequence[str]]) -> list[str]:
-    """All of them, one after the other: several parameters may be parts of one stored leaf."""
+    """Returns all names in order, each once: several parameters may be parts of one stored leaf."""
     return list(dict.fromkeys(name for some in names for name in some))
 
 
@@ -85,8 +90,10 @@ class _Absent:
 _ABSENT = _Absent()
 
 
-def _require_agreement(there: Beside) -> None:
-    """Parameters that are parts of one stored leaf have one state there, beside tensors."""
+def _require_agreement(there: ValuesBeside) -> None:
+    """Requires that parameters that are parts of one stored leaf have equal state beside
+    tensors.
+    """
     state = there.optimizer.state
     first: dict[str, torch.Tensor] = {}
     kinds_of = {id(parameter): kinds for _, parameter, kinds in there.state}
@@ -107,7 +114,7 @@ def _require_agreement(there: Beside) -> None:
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Whether they are stored as the same; tensors in them are only if they are the same tensor."""
+    """True if both are stored alike; tensors in them must be the same tensor."""
     if one is other or one is _ABSENT or other is _ABSENT:
         return one is other
     first, second = (
@@ -120,8 +127,10 @@ def _by_itself(value: Any, _: str) -> str | None:
     return str(id(value)) if isinstance(value, torch.Tensor) else None
 
 
-def optimizer_values(there: Beside) -> dict[str, Any]:
-    """Hyperparameters by group, groups by their parameters' names; state that is no tensor."""
+def optimizer_values(there: ValuesBeside) -> dict[str, Any]:
+    """Returns hyperparameters by group, groups by their parameters' names, and state that is no
+    tensor.
+    """
     optimizer = there.optimizer
     groups = [
         {"params": names, "options": {k: v for k, v in group.items() if k != "params"}}
@@ -137,7 +146,7 @@ def optimizer_values(there: Beside) -> dict[str, Any]:
 
 
 class Values:
-    """What an image holds beside tensors; ``tensor`` says what becomes of those met in it."""
+    """The values of an image; ``tensor`` decides how a tensor in them is stored."""
 
     def __init__(self, tensor: codec.FindTensor) -> None:
         self.shared: dict[str, Any] = {}
@@ -145,12 +154,14 @@ class Values:
         self._tensor: Callable[[Any, str], Any] = tensor
 
     def to_bytes(self, aliases: Mapping[str, str]) -> bytes:
-        """The document. UnsupportedState for text that is not Unicode."""
+        """Encodes the document. Raises UnsupportedState for text that is not Unicode."""
         more = {"aliases": aliases} if aliases else {}
         return codec.to_bytes({"shared": self.shared, "own": self.own, **more})
 
-    def take_optimizer(self, key: str, there: Beside) -> None:
-        """All of ``optimizer_values``. UsageError when what becomes one of several differs."""
+    def add_optimizer(self, key: str, there: ValuesBeside) -> None:
+        """Adds all of ``optimizer_values``. Raises UsageError when values that are merged into one
+        differ.
+        """
         _require_agreement(there)
         found = self.shared[key] = optimizer_values(there)
         for title, group in zip(there.titles, found["groups"], strict=True):
@@ -159,14 +170,14 @@ class Values:
         for part in [name for name in ("state", "loose") if name in found]:
             found[part] = self._encode(found[part], f"{key}.{part}", _STATE_DEPTH)
 
-    def take_extra(self, key: str, parts: Iterable[tuple[str, nn.Module]]) -> None:
-        """What these parts of a module keep beside tensors, by their names."""
+    def add_extra(self, key: str, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        """Adds the extra state of these parts of a module, by their names."""
         extra = {prefix: part.get_extra_state() for prefix, part in parts}
         if extra:
             self.shared[key] = self._encode(extra, key)
 
-    def take_rest(self, objects: Objects) -> None:
-        """What is neither module nor optimizer."""
+    def add_rest(self, objects: Objects) -> None:
+        """Adds every object that is neither module nor optimizer."""
         for key, item in objects.stateful.items():
             self.shared[key] = self._encode(item.state_dict(), key)
         for key, item in objects.plain.items():
@@ -177,7 +188,9 @@ class Values:
             self.own[key] = encode_list(key, found)
 
     def _encode(self, value: Any, path: str, depth: int = 0) -> Any:
-        """``value`` in JSON's types, its tensors leaves of their own under their path."""
+        """Encodes ``value`` in JSON's types; its tensors become leaves of their own under their
+        path.
+        """
         return codec.encode(value, path, tensor=self._of_tensor, depth=depth)
 
     def _of_tensor(self, value: Any, where: str) -> Any:

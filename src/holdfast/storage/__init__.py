@@ -1,4 +1,4 @@
-"""Stores of bytes: what a checkpoint needs from a directory or a bucket, and nothing more."""
+"""Stores bytes: provides what a checkpoint needs from a directory or a bucket, and nothing more."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What every store promises: a name is published whole and durable, or it is not there.
+"""Defines the contract of a store: a name is published whole and durable, or it does not exist.
 
-Everything above speaks to a ``Store`` only, so the directory, the bucket and the in-memory form
-must refuse the same things in the same words. ``holdfast.testing.store_suite.StoreSuite`` is the
-executable form of this file; the pieces below the protocols are shared by all stores.
+All other packages use only the ``Store`` protocol, so the directory, the bucket and the in-memory
+form must refuse the same things in the same words. ``holdfast.testing.store_suite.StoreSuite`` is
+the executable form of this file; the functions below the protocols are shared by all stores.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class ImageSink(Protocol):
 
 
 class Lock(Protocol):
-    """Held from the moment it is handed out until ``release``, or until its process dies."""
+    """A lock, held from its creation until ``release``, or until its process dies."""
 
     def release(self) -> None:
-        """Let others take it. A second release does nothing."""
+        """Release the lock. A second release does nothing."""
         ...
 
     def __enter__(self) -> Lock: ...
@@ -66,42 +66,52 @@ class Store(Protocol):
     """A flat namespace of relative "/"-paths below a root.
 
     Names beginning with a dot belong to the store itself: they are refused in paths and never
-    listed. Paths that cannot mean anything raise UsageError, names that are not there NotFound,
-    and whatever the medium refuses StorageError.
+    listed. Invalid paths raise UsageError, missing names NotFound, and errors of the medium
+    StorageError.
     """
 
     @property
     def url(self) -> str:
-        """Where this is, for people."""
+        """The location, for people."""
+        ...
+
+    def identity(self) -> str:
+        """Returns an id of this root, independent of its name: equal on all hosts, different for a
+        copy.
+
+        A short text. Raises NotFound where there is no ``holdfast.json``.
+        """
         ...
 
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
-        """Exactly ``size_bytes`` bytes (None: to the end); StorageError when there are fewer."""
+        """Returns exactly ``size_bytes`` bytes (None: to the end); raises StorageError when there
+        are fewer.
+        """
         ...
 
     def read_into(
         self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
     ) -> None:
-        """Fill the whole of ``buffer``; StorageError when there are fewer bytes.
+        """Fill the whole of ``buffer``; raises StorageError when there are fewer bytes.
 
-        ``is_shared``: other processes of this host read the same at about this time, and are to
-        find it where the machine keeps what was read, if it does.
+        ``is_shared``: other processes of this host read the same bytes at about this time, and
+        should find them in the machine's cache, if it has one.
         """
         ...
 
     def size_bytes(self, path: str) -> int:
-        """The length of a file."""
+        """Returns the length of a file."""
         ...
 
     def exists(self, path: str) -> bool:
-        """Whether there is a file of this name; directories do not count."""
+        """True if there is a file of this name; directories do not count."""
         ...
 
     def list(self, prefix: str) -> list[str]:
-        """The names of files and directories directly below ``prefix`` ("": the root), sorted.
+        """Returns the sorted names of files and directories directly below ``prefix`` ("": the
+        root).
 
-        Empty when there is none. Whether a directory that became empty is still named is not
-        promised.
+        Empty when there is none. A directory that became empty may be listed or not.
         """
         ...
 
@@ -115,17 +125,20 @@ class Store(Protocol):
         ...
 
     def create(self, path: str, size_bytes: int) -> ImageSink:
-        """A new image of known size to be filled; AlreadyPublished when the name is taken."""
+        """Returns a new image of known size to be filled; AlreadyPublished when the name is
+        taken.
+        """
         ...
 
     def remove(self, path: str) -> None:
-        """Take a file away, durably. A missing one is fine."""
+        """Remove a file, durably. A missing one is fine."""
         ...
 
     def remove_tree(self, prefix: str) -> None:
-        """Take away everything below a directory. A missing one is fine.
+        """Remove everything below a directory. A missing one is fine.
 
-        Not atomic: after a stop in between, part of it may remain. Remove first what names it.
+        Not atomic: after a stop in between, part of it may remain. Remove first the documents that
+        name it.
         """
         ...
 
@@ -135,7 +148,7 @@ class Store(Protocol):
 
 
 def check_path(path: str) -> str:
-    """``path`` itself when it is a plain relative name, UsageError otherwise."""
+    """Returns ``path`` itself when it is a plain relative name, raises UsageError otherwise."""
     parts = path.split("/")
     if "\0" in path or any(not part or part.startswith(".") for part in parts):
         raise UsageError(
@@ -147,12 +160,12 @@ def check_path(path: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """As ``check_path``, for a directory, where "" is the root."""
+    """Checks a directory as ``check_path`` does; "" is the root."""
     return check_path(prefix) if prefix else prefix
 
 
 def check_range(path: str, offset_bytes: int, size_bytes: int) -> None:
-    """UsageError for a range that begins before the file or has a negative length."""
+    """Raises UsageError for a range that begins before the file or has a negative length."""
     if offset_bytes < 0 or size_bytes < 0:
         raise UsageError(
             f"{path}: a range cannot begin at {offset_bytes} and have {size_bytes} bytes"
@@ -160,7 +173,7 @@ def check_range(path: str, offset_bytes: int, size_bytes: int) -> None:
 
 
 def flat(data: memoryview) -> memoryview:
-    """The same memory as plain bytes, whatever its items and shape are."""
+    """Returns the same memory as plain bytes, whatever its items and shape are."""
     if data.nbytes == 0:  # cast refuses shapes with a zero
         return memoryview(b"")
     if not data.c_contiguous:
@@ -168,11 +181,23 @@ def flat(data: memoryview) -> memoryview:
     return data.cast("B")
 
 
-# What goes away by itself, or by pruning, is worth another try; these need a person first.
-_PERMANENT = frozenset({
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.EFBIG, errno.EISDIR, errno.ENOTDIR,
-    errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS,
-})  # fmt: skip
+# Errors that go away by themselves, or by pruning, are worth another try; these need a person
+# first.
+_PERMANENT = frozenset(
+    {
+        errno.EACCES,
+        errno.EPERM,
+        errno.EROFS,
+        errno.EFBIG,
+        errno.EISDIR,
+        errno.ENOTDIR,
+        errno.ENAMETOOLONG,
+        errno.ELOOP,
+        errno.EINVAL,
+        errno.EOPNOTSUPP,
+        errno.ENOSYS,
+    }
+)
 
 _ADVICE = {
     errno.ENOSPC: "Free some space or keep fewer checkpoints.",
@@ -192,9 +217,9 @@ _ADVICE = {
 def os_failure(
     operation: str, path: str, url: str, cause: OSError, *, room: str = ""
 ) -> StorageError:
-    """The StorageError for what the operating system refused; raise it ``from`` the cause.
+    """Returns the StorageError for an error of the operating system; raise it ``from`` the cause.
 
-    ``room``: how much was needed and free, where that is the reason.
+    ``room``: the bytes needed and free, where that is the reason.
     """
     code = cause.errno or 0
     reason = f"{os.strerror(code)} ({errno.errorcode.get(code, code)})" if code else str(cause)
@@ -215,24 +240,25 @@ def reporting(operation: str, path: str, url: str) -> Iterator[None]:
 
 
 def already_published(path: str, url: str) -> AlreadyPublished:
-    """The error for a name that is taken."""
+    """Returns the error for a name that is taken."""
     return AlreadyPublished(
         f"{path} in {url} exists already and is never overwritten", path=path, url=url
     )
 
 
 def another_root(url: str, lock: str) -> StorageError:
-    """The error for a root that is no longer the directory whose lock is held."""
+    """Returns the error for a root that is no longer the directory whose lock is held."""
     return StorageError(
-        f"{url} is not the directory any more whose lock {lock!r} is held: it was removed or "
-        "replaced, or its file system is not mounted now. Nothing was written there. Bring it back "
-        "as it was, or end this run and start with another root.",
+        f"{url} is not the directory any more whose lock {lock!r} is held: it was moved, removed "
+        "or replaced, or its file system is not mounted now. Nothing was written there. Bring it "
+        "back as it was, or start this run again with the root's new name; or end it and start "
+        "with another root.",
         url=url,
     )
 
 
 def root_busy(name: str, url: str, owner: str) -> RootBusy:
-    """The error for a lock somebody else holds; ``owner`` is what they signed with."""
+    """Returns the error for a lock somebody else holds; ``owner`` is the holder's signature."""
     holder = owner or "somebody who has not signed it yet"
     return RootBusy(
         f"the lock {name!r} of {url} is held by {holder}. Wait until it ends, stop it, or choose "
@@ -244,7 +270,7 @@ def root_busy(name: str, url: str, owner: str) -> RootBusy:
 
 
 def short_read(path: str, url: str, offset_bytes: int, size_bytes: int, have: int) -> StorageError:
-    """The error for a range that reaches past the end of a file."""
+    """Returns the error for a range that reaches past the end of a file."""
     error = StorageError(
         f"{path} in {url} ends at byte {have}; {size_bytes} bytes from {offset_bytes} were asked "
         "for. It was cut short, or what names it is wrong.",
@@ -258,7 +284,7 @@ def short_read(path: str, url: str, offset_bytes: int, size_bytes: int, have: in
 
 
 def first_gap(spans: Iterable[tuple[int, int]], size_bytes: int) -> int | None:
-    """The first byte of ``0..size_bytes`` in none of the (start, stop) spans, or None."""
+    """Returns the first byte of ``0..size_bytes`` in none of the (start, stop) spans, or None."""
     reached = 0
     for start, stop in sorted(spans):
         if start > reached:
@@ -275,8 +301,8 @@ class _Phase(enum.Enum):
     ABORTED = "aborted"
 
 
-class Filling:
-    """What any sink must refuse: a write outside, a write too late, an image with a hole.
+class SinkFill:
+    """Makes the checks of every sink: a write outside, a write too late, an image with a hole.
 
     ``release`` is called once, when the image has ended one way or another *and* no write is
     running: a descriptor closed under a running write may by then be another file's.
@@ -292,7 +318,7 @@ class Filling:
         self._running = 0
         self._spans: list[tuple[int, int]] = []
         self._why = ""
-        """What broke it, when it is broken."""
+        """The reason why the image is broken, if it is."""
 
     @contextmanager
     def writing(self, offset_bytes: int, size_bytes: int) -> Iterator[None]:
@@ -331,7 +357,7 @@ class Filling:
                 self._phase = _Phase.FINISHED
 
     def abort(self) -> bool:
-        """End it; True when the caller must now remove the image."""
+        """End the image; True when the caller must now remove it."""
         with self._lock:
             if self._phase in (_Phase.FINISHED, _Phase.ABORTED):
                 return False

@@ -1,19 +1,22 @@
-"""Single acts on files and directories that must not be half done.
+"""Performs single operations on files and directories that must not be left half done.
 
 Each raises OSError, which the store turns into its own error, with the path the user knows.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import struct
+from collections.abc import Iterable
 from contextlib import suppress
 
 FILE_MODE = 0o666  # the umask decides
 
 
 def write_once(descriptor: int, offset_bytes: int, data: memoryview) -> int:
-    """One positional write; how much of ``data`` it took, at least one byte."""
+    """Makes one positional write; returns how much of ``data`` it took, at least one byte."""
     count = os.pwritev(descriptor, [data], offset_bytes)
     if not count:
         raise OSError(errno.EIO, "nothing was written")
@@ -21,7 +24,7 @@ def write_once(descriptor: int, offset_bytes: int, data: memoryview) -> int:
 
 
 def write_durably(target: str, data: bytes) -> None:
-    """A new file with this content, fsynced; its name is not durable yet."""
+    """Writes a new file with this content, fsynced; its name is not durable yet."""
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
     try:
         done = 0
@@ -33,11 +36,11 @@ def write_durably(target: str, data: bytes) -> None:
 
 
 def link(source: str, target: str) -> bool:
-    """Give ``source`` the name ``target``; False when the name belongs to another file."""
+    """Gives ``source`` the name ``target``; False when the name belongs to another file."""
     try:
         os.link(source, target)
     except FileExistsError:
-        # NFS may have linked it, lost the answer, and been asked again.
+        # NFS may have made the link, lost the answer, and received the request again.
         return os.path.samefile(source, target)
     return True
 
@@ -66,3 +69,79 @@ def remove_tree(directory: str) -> None:
                     with suppress(FileNotFoundError):
                         os.unlink(entry.path)
         os.rmdir(directory)
+
+
+# Identifies a root by inode and birth time of its ``holdfast.json``, whatever the root is called.
+#
+# Both stay when the directory is renamed, linked to or mounted elsewhere, and a copy has its own.
+# The device number is not used: it differs between hosts and between mounts. Where a file system
+# reports no birth time, the inode stands alone.
+
+
+#: The file that identifies a root; ``holdfast.catalogue`` defines its content.
+ROOT_FILE = "holdfast.json"
+#: The identity of a root whose hosts agree on no part of it.
+UNKNOWN = "unknown"
+_BORN = " born "
+_AT_FDCWD = -100
+_STATX_INO, _STATX_BTIME = 0x100, 0x800
+_STATX_BYTES = 256
+_MASK, _INODE, _BIRTH = struct.Struct("@I"), struct.Struct("@Q"), struct.Struct("@qI")
+_INODE_AT, _BIRTH_AT = 32, 80
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def file_identity(path: str) -> str:
+    """Returns a file's identity: its inode, and its birth time where the file system reports one.
+    Raises OSError.
+    """
+    inode, born = _statx(path)
+    return f"inode {inode:x}" + (f"{_BORN}{born[0]}.{born[1]:09d}" if any(born) else "")
+
+
+def common_identity(seen: Iterable[str]) -> str:
+    """Returns what all of these views of one root have in common; UNKNOWN where that is nothing.
+
+    Of two hosts that share a directory one may report no birth time. Where the inodes differ as
+    well, each host numbers files by itself, and the numbers mean nothing.
+    """
+    views = set(seen)
+    if len(views) > 1:
+        views = {view.partition(_BORN)[0] for view in views}
+    return views.pop() if len(views) == 1 else UNKNOWN
+
+
+def views(identity: str) -> tuple[str, ...]:
+    """Returns all identities on which hosts that see this root may have agreed, the most specific
+    first.
+    """
+    return identity, identity.partition(_BORN)[0], UNKNOWN
+
+
+def may_be_same(one: str, other: str) -> bool:
+    """True if two views of a root do not contradict each other."""
+    if one == other or UNKNOWN in (one, other):
+        return True
+    is_told = _BORN in one and _BORN in other  # and then it differs
+    return not is_told and common_identity((one, other)) != UNKNOWN
+
+
+def _statx(path: str) -> tuple[int, tuple[int, int]]:
+    """Returns (inode, (seconds, nanoseconds) of birth, zeros for unknown); Python has no call for
+    it.
+    """
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    wanted = _STATX_INO | _STATX_BTIME
+    try:
+        failed = _libc.statx(_AT_FDCWD, os.fsencode(path), 0, wanted, buffer)
+    except AttributeError:  # a C library of before 2018
+        failed = -1
+    if failed:
+        return os.stat(path).st_ino, (0, 0)  # or the error, in its own words
+    data = buffer.raw
+    (mask,) = _MASK.unpack_from(data)
+    (inode,) = _INODE.unpack_from(data, _INODE_AT)
+    if not mask & _STATX_BTIME:
+        return inode, (0, 0)
+    seconds, nanoseconds = _BIRTH.unpack_from(data, _BIRTH_AT)
+    return inode, (seconds, nanoseconds)

@@ -1,8 +1,9 @@
-"""A directory as a store: durable before it says so, and never a name for half a file.
+"""Uses a directory as a store: calls return when data is durable, and no name belongs to half a
+file.
 
 A name becomes visible by ``link`` or ``rename`` of a file that was already fsynced, and its
 directory is fsynced before the call returns; images are filled in place, because only a manifest
-makes them count. See docs/invariants.md (1, 3).
+makes them valid. See docs/invariants.md (1, 3).
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ from holdfast.storage.base import (
     root_busy,
     short_read,
 )
-from holdfast.storage.cached import is_cached
-from holdfast.storage.direct import DirectSink
-from holdfast.storage.files import FILE_MODE, link, remove_tree, sync_directory, write_durably
-from holdfast.storage.past_cache import fill_past_cache
+from holdfast.storage.direct import DirectSink, fill_past_cache, is_cached
+from holdfast.storage.files import (
+    FILE_MODE,
+    ROOT_FILE,
+    file_identity,
+    link,
+    remove_tree,
+    sync_directory,
+    write_durably,
+)
 
 _OWNER_BYTES = 4096
-#: Shorter reads are not worth asking where their bytes are.
+#: For shorter reads it is not worth asking whether the bytes are cached.
 _DIRECT_BYTES = 256 << 10
 
 
@@ -50,9 +57,11 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.path.abspath(os.fspath(root))
-        # Directories whose own name this store has seen to be durable. That a directory exists
-        # is not enough: another process may have made it and not yet synced its parent.
+        # Directories whose own name is known to be durable. That a directory exists is not enough:
+        # another process may have made it and not yet synced its parent.
         self._settled: set[str] = set()
+        self._is_known = False
+        """True if its root was seen here: then the root's directory is never created again."""
         self._held: weakref.WeakSet[_LocalLock] = weakref.WeakSet()
 
     def __repr__(self) -> str:
@@ -62,10 +71,27 @@ class LocalStore:
     def url(self) -> str:
         return f"file://{self._root}"
 
+    def identity(self) -> str:
+        with self._reporting("look-up", ROOT_FILE):
+            try:
+                found = file_identity(self._local(ROOT_FILE))
+            except (FileNotFoundError, NotADirectoryError) as cause:
+                raise NotFound(f"there is no {ROOT_FILE} in {self.url}", path=ROOT_FILE) from cause
+        self._is_known = True
+        return found
+
+    def follow(self, root: str) -> None:
+        """Use this name from now on for the root, which was renamed; its locks stay held.
+
+        Operations under way with the old name fail.
+        """
+        self._root = os.path.abspath(root)
+        self._settled = set()
+
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         check_range(path, offset_bytes, size_bytes or 0)
         with self._opened(path) as (descriptor, length):
-            # The length is looked at before memory is taken: a size may come from a bad file.
+            # The length is checked before memory is allocated: a size may come from a bad file.
             wanted = max(0, length - offset_bytes) if size_bytes is None else size_bytes
             if offset_bytes + wanted > length:
                 raise short_read(path, self.url, offset_bytes, wanted, length)
@@ -102,9 +128,12 @@ class LocalStore:
 
     def list(self, prefix: str) -> list[str]:
         with self._reporting("list", prefix):
+            root, directory = self._root, self._local_directory(prefix)
             try:
-                names = os.listdir(self._local_directory(prefix))
+                names = os.listdir(directory)
             except (FileNotFoundError, NotADirectoryError):
+                if self._is_known and not os.path.exists(os.path.join(root, ROOT_FILE)):
+                    raise  # the root is gone: that says nothing of what is in it
                 return []
         return sorted(name for name in names if not name.startswith("."))
 
@@ -120,6 +149,9 @@ class LocalStore:
                 if replace:
                     os.replace(temporary, target)
                 elif not link(temporary, target):
+                    # The first writer may have been killed before its name was durable, and readers
+                    # of the name rely on it.
+                    sync_directory(directory)
                     raise already_published(path, self.url)
             finally:
                 with suppress(OSError):
@@ -144,7 +176,7 @@ class LocalStore:
                 os.unlink(target)
             except (FileNotFoundError, NotADirectoryError):
                 return
-            # Or a loss of power brings a manifest back after its images are gone.
+            # Otherwise a loss of power could bring a manifest back after its images are gone.
             sync_directory(os.path.dirname(target))
 
     def remove_tree(self, prefix: str) -> None:
@@ -171,7 +203,7 @@ class LocalStore:
             except BaseException:
                 os.close(descriptor)
                 raise
-        lock = _LocalLock(name, file, descriptor)
+        lock = _LocalLock(name, os.path.relpath(file, self._root), descriptor)
         self._held.add(lock)
         return lock
 
@@ -183,7 +215,9 @@ class LocalStore:
 
     @contextmanager
     def _reporting(self, operation: str, path: str, needed_bytes: int = 0) -> Iterator[None]:
-        """Every OSError inside as the store's own error; for a full disk with what is missing."""
+        """Turns every OSError inside into the store's own error; for a full disk with the missing
+        space.
+        """
         try:
             yield
         except OSError as cause:
@@ -196,18 +230,18 @@ class LocalStore:
         return found.f_bavail * found.f_frsize
 
     def _require_locked_root(self) -> None:
-        """While a lock is held, only below the directory it was taken in.
+        """Allows writes, while a lock is held, only below the directory it was taken in.
 
-        An unmounted file system leaves an empty directory of the same name, and a directory made
-        anew is free for others to lock: what is written there is lost or mixed with theirs.
+        An unmounted file system leaves an empty directory of the same name, and a newly created
+        directory is free for others to lock: data written there is lost or mixed with theirs.
         """
         for lock in tuple(self._held):
-            if not lock.is_in_place():
+            if not lock.is_in_place(self._root):
                 raise another_root(self.url, lock.name)
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[tuple[int, int]]:
-        """A descriptor to read the file with, and its length."""
+        """Opens the file for reading; yields a descriptor and its length."""
         with self._reporting("read", path):
             try:
                 # Not blocking: a pipe in the place of a file would wait for its writer.
@@ -231,14 +265,17 @@ class LocalStore:
             done += count
 
     def _settle(self, directory: str) -> None:
-        """Make the directory exist and its name durable.
+        """Makes the directory exist and its name durable.
 
-        The root's parents are synced only when made here: the others are not ours to open.
+        The root's parents are synced only when made here: the others may not be readable.
         """
         if directory in self._settled and os.path.isdir(directory):
             return
         parent = os.path.dirname(directory)
-        is_below_root = len(directory) > len(self._root)
+        is_below_root = directory.startswith(self._root.rstrip("/") + "/")
+        if not is_below_root and self._is_known and not os.path.isdir(directory):
+            # The root was moved or removed: no second, incomplete root may be created in its place.
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
         if is_below_root or not os.path.isdir(parent):
             self._settle(parent)
         try:
@@ -252,20 +289,32 @@ class LocalStore:
 
 
 class _LocalLock:
-    """An flock, which the kernel releases when its process dies."""
+    """An flock, which the kernel releases when its process dies.
+
+    A forked child does not keep it: the child may live longer.
+    """
 
     def __init__(self, name: str, file: str, descriptor: int) -> None:
-        self.name, self._file = name, file
+        self.name, self._file = name, file  # below the root, which may be renamed
         self._descriptor: int | None = descriptor
+        _locks.add(self)
 
-    def is_in_place(self) -> bool:
-        """Whether the file that is locked still has its name; True when it was released."""
+    def leave_to_parent(self) -> None:
+        """Called in a forked child, which does not own the lock. It is closed, not released, and
+        stays the parent's.
+        """
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def is_in_place(self, root: str) -> bool:
+        """True if the locked file still has its name, or the lock was released."""
         descriptor = self._descriptor
         if descriptor is None:
             return True
         try:
             # Without the device: a file system that was mounted again may have another number.
-            return os.stat(self._file).st_ino == os.fstat(descriptor).st_ino
+            return os.stat(os.path.join(root, self._file)).st_ino == os.fstat(descriptor).st_ino
         except (FileNotFoundError, NotADirectoryError):
             return False
 
@@ -275,7 +324,8 @@ class _LocalLock:
             return
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
-            # Said aloud: closing is not enough while a forked child has the descriptor too.
+            # Released explicitly: closing is not enough while a forked child has the descriptor
+            # too.
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         # The file stays: unlinking it would let two others lock two files of the same name.
         os.close(descriptor)
@@ -290,3 +340,14 @@ class _LocalLock:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+_locks: weakref.WeakSet[_LocalLock] = weakref.WeakSet()
+
+
+def _leave_locks_to_parent() -> None:
+    for lock in tuple(_locks):
+        lock.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_locks_to_parent)

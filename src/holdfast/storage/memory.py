@@ -1,7 +1,7 @@
-"""A store in memory: everything a directory promises, in a dictionary, for as long as it lives.
+"""Implements a store in memory, with every promise of a directory, for tests.
 
-It passes the same suite as the others, so what is proven with it holds for them. Images whose
-filling was never finished stay visible, as they do on a disk after a crash.
+It passes the same suite as the others, so proofs made with it hold for them. Images whose filling
+was never finished stay visible, as they do on a disk after a crash.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import uuid
 from types import TracebackType
 
 from holdfast.errors import NotFound
 from holdfast.storage.base import (
-    Filling,
     ImageSink,
     Lock,
+    SinkFill,
     already_published,
     check_path,
     check_prefix,
@@ -25,16 +26,18 @@ from holdfast.storage.base import (
     root_busy,
     short_read,
 )
+from holdfast.storage.files import ROOT_FILE
 
 
 class MemoryStore:
-    """Files by path. Safe from several threads; hand the same object to whoever shares it."""
+    """Files by path. Safe from several threads; share the object itself."""
 
     def __init__(self, name: str = "store") -> None:
         self._name = name
         self._files: dict[str, bytes | bytearray] = {}
         self._owners: dict[str, str] = {}
         self._mutex = threading.Lock()
+        self._identity = f"memory {uuid.uuid4().hex}"
 
     def __repr__(self) -> str:
         return f"MemoryStore({self._name!r})"
@@ -42,6 +45,10 @@ class MemoryStore:
     @property
     def url(self) -> str:
         return f"memory://{self._name}"
+
+    def identity(self) -> str:
+        self._file(ROOT_FILE)
+        return self._identity
 
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         check_range(path, offset_bytes, size_bytes or 0)
@@ -137,7 +144,7 @@ class _MemorySink:
         self._store = store
         self._path = path
         self._image = image
-        self._filling = Filling(path, len(image), lambda: None)
+        self._filling = SinkFill(path, len(image), lambda: None)
 
     def write(self, offset_bytes: int, data: memoryview) -> None:
         source = flat(data)

@@ -1,4 +1,4 @@
-"""From the text a user writes for a root to the store it names."""
+"""Opens the store that a user's text for a root names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from pathlib import Path
 
 from holdfast.errors import UsageError
 from holdfast.storage.base import Store
+from holdfast.storage.files import ROOT_FILE
 from holdfast.storage.local import LocalStore
 
 
 def normal_root(root: object) -> str:
-    """``root`` in the one form every process of a run agrees on, whatever its directory is later.
+    """Returns ``root`` in the one form that every process of a run agrees on, independent of the
+    working directory.
 
-    UsageError for what is no path, a scheme other than ``file://``, and a home nobody has.
+    Raises UsageError for a value that is no path, a scheme other than ``file://``, and a home
+    nobody has.
     """
     if not isinstance(root, (str, os.PathLike)):
         raise UsageError(f"{root!r} is no root: give the path of a directory as str or Path")
@@ -31,6 +34,69 @@ def normal_root(root: object) -> str:
         raise UsageError(f"{text!r}: {error} Write the path out.") from error
 
 
+def follow(store: Store, root: str) -> None:
+    """Makes a store use its root under another name; see ``LocalStore.follow``."""
+    if isinstance(store, LocalStore):
+        store.follow(root)
+
+
 def open_store(root: object) -> Store:
-    """The store at ``root``, a directory; it is made when something is first written."""
+    """Returns the store at ``root``, a directory; it is made at the first write."""
     return LocalStore(normal_root(root))
+
+
+# Describes in words a directory that is no root, for errors that suggest a remedy.
+
+
+_SHOWN = 3
+
+
+def what_is_at(url: str) -> str:
+    """Returns one sentence on a directory that is no root, and on which path to use instead."""
+    path = Path(url.removeprefix("file://"))
+    if near := _near(path):
+        return f"{near} is one: give that path."
+    if not os.path.lexists(path):
+        return "Nothing is there: look for a misspelt or relative path."
+    if not path.is_dir():
+        return f"It is {_file(path)}."
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        return f"It cannot be listed: {error.strerror}."
+    return _directory(names)
+
+
+def _near(path: Path) -> Path | None:
+    """Returns a root around ``path``, for users who gave a part of one, or right below it."""
+    try:
+        around = [parent for parent in list(path.parents)[:2] if (parent / ROOT_FILE).is_file()]
+        below = sorted(found.parent for found in path.glob(f"*/{ROOT_FILE}"))
+    except OSError:  # a name too long, say: then nothing near it was meant
+        return None
+    return next(iter([*around, *below]), None)
+
+
+def _file(path: Path) -> str:
+    if path.is_symlink() and not path.exists():
+        return f"a link to {os.readlink(path)}, where nothing is"
+    if path.suffix == ".safetensors":
+        return "a single safetensors file: read it with safetensors.torch.load_file"
+    return "a file: give the directory that was handed to Checkpointer or holdfast.save"
+
+
+def _directory(names: list[str]) -> str:
+    if not names:
+        return "It is empty: nothing was saved there yet, or its file system is not mounted."
+    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
+        return (
+            "It holds a checkpoint of torch.distributed.checkpoint: read it with "
+            "torch.distributed.checkpoint.load."
+        )
+    if any(name.endswith(".safetensors") for name in names):
+        return (
+            "It holds plain safetensors files, as model hubs give them: read them with "
+            "safetensors.torch.load_file or the library they belong to."
+        )
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return f"It holds other things: {shown}."

@@ -1,7 +1,8 @@
-"""Bytes between keepers: ranges of files in shared memory, asked for and answered with signatures.
+"""Transfers byte ranges between keepers over signed HTTP, and control messages over sealed
+channels.
 
 ``server`` answers HTTP/1.1 range requests out of open files, ``client`` pulls such ranges straight
-into memory. Both know only paths, generations and bytes: what is served, and why it is pulled, is
-decided above. How requests are signed, and what that is worth, is in
+into memory. Both know only paths, generations and bytes; the callers decide which bytes are offered
+and pulled. The signatures, and what they guarantee, are described in
 docs/design/0007-between-keepers.md.
 """

@@ -1,66 +1,131 @@
-"""A line between two keepers for what they decide together: few bytes, none of them lost unnoticed.
-
-A line that stands brings everything in order, or breaks; whoever holds it hears of it within
-``silence_s``, whatever became of the other side. What is said over it is not looked at here.
-"""
+"""Sealed control channels between keepers, and the run's secret that authenticates them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import socket
+import stat
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from holdfast.errors import Fenced, FormatError, PeerError, UsageError
-from holdfast.peers import sealing
-from holdfast.peers.calling import Peer, failed
-from holdfast.peers.sealing import Hello, Keys, Seals, is_same
-from holdfast.peers.signing import LEAST_SECRET_BYTES
-from holdfast.peers.wire import check_peer
+from holdfast.transport.client_connection import Peer, failed
+from holdfast.transport.wire import frame_seals as sealing
+from holdfast.transport.wire.frame_seals import ChannelHello, FrameMac, Keys, is_same
+from holdfast.transport.wire.http import check_peer
+from holdfast.transport.wire.signing import LEAST_SECRET_BYTES
+
+SETTING = "HOLDFAST_SECRET_FILE"
+_MOST_BYTES = 4096
+_MODES = (0o600, 0o400)
+
+
+def secret_from_environment() -> bytes | None:
+    """Return the secret in the file that ``HOLDFAST_SECRET_FILE`` names; None where it is not
+    set.
+    """
+    path = os.environ.get(SETTING, "").strip()
+    return read_secret(Path(path)) if path else None
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the secret in a file, without a final line break. UsageError when others can access
+    it.
+
+    Links are followed (container platforms hand secrets out through them): owner and mode are those
+    of the opened file, not of a name.
+    """
+    try:
+        # Not blocking: opening a pipe of this name would block forever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the run's secret {path}: {error.strerror}. HOLDFAST_SECRET_FILE must "
+            "name a file that every host of the run has, with the same bytes."
+        ) from error
+    try:
+        _check(path, os.fstat(descriptor))
+        data = os.read(descriptor, _MOST_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > _MOST_BYTES:
+        raise UsageError(
+            f"{path} is larger than a secret ({_MOST_BYTES} bytes at most): HOLDFAST_SECRET_FILE "
+            "names another file"
+        )
+    return data.rstrip(b"\r\n")
+
+
+def _check(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"the run's secret {path} is not a file: HOLDFAST_SECRET_FILE names it")
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) not in _MODES:
+        raise UsageError(
+            f"the run's secret {path} must be readable by its owner alone, and that must be this "
+            f"process's user {os.getuid()}; it belongs to user {status.st_uid} with mode "
+            f"{stat.filemode(status.st_mode)}: chown it, and chmod 600"
+        )
+
+
+# A channel carries the control messages between two keepers: few bytes, no undetected loss.
+#
+# An open channel delivers everything in order, or breaks. Each side detects a break within
+# ``silence_s``, whatever happened to the other side. The channel does not interpret the messages.
+
 
 MOST_STRANGERS = 128
-"""Connections whose other side has not shown yet that it knows the secret. For one more, the
-oldest is ended: whoever knows it shows it at once, and comes in however many there are."""
+"""The most connections whose caller has not yet proven that it knows the secret. A further one ends
+the oldest. A caller that knows the secret proves it at once, so it always gets in.
+"""
 _VERDICT_KINDS = {b"o": "fenced", b"n": "behind", b"a": "misdirected"}
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
-    """What the other side may take."""
+class ChannelBounds:
+    """Limits on what the other side may use."""
 
     frame_bytes: int = 257 << 20
-    """Of one frame: a message of a trainer, and what is around it."""
+    """Size of one frame: a message of a trainer, and its envelope."""
     unsent_bytes: int = 1 << 30
-    """What waits for it to be read; more, and the line is broken."""
+    """Bytes queued for the other side; beyond this the channel is broken."""
     greeting_s: float = 10.0
-    """Until it has shown that it knows the secret."""
+    """Time until the caller must have proven that it knows the secret."""
     alive_s: float = 3.0
-    """An empty frame at least so often."""
+    """Interval of empty keep-alive frames."""
     silence_s: float = 15.0
-    """Without a byte: it is gone."""
+    """Time without a byte after which the other side counts as gone."""
 
 
-class ControlLine:
-    """One side of a line that stands. ``peer``: the name of the other."""
+class SealedChannel:
+    """One side of an open channel. ``peer``: the name of the other side."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str,
-        outgoing: Seals, incoming: Seals, bounds: Bounds,
-    ) -> None:  # fmt: skip
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: str,
+        outgoing: FrameMac,
+        incoming: FrameMac,
+        bounds: ChannelBounds,
+    ) -> None:
         self.peer = peer
         self.why_broken = ""
         self._reader, self._writer = reader, writer
         self._outgoing, self._incoming, self._bounds = outgoing, incoming, bounds
         self._quiet_s = 0.0
-        """As this side counts while it listens: time in which it did not is none."""
+        """Silence as this side measures it while it listens; time when it did not listen does not
+        count.
+        """
         self._is_listening = False
         self._watch = asyncio.create_task(self._keep_alive())
 
     def send(self, body: bytes) -> None:
-        """Queue something; a line that broke is noticed by whoever receives."""
+        """Queue a message. Only the receiver notices a broken channel."""
         if self._writer.is_closing():
             return
         self._writer.write(self._outgoing.frame(body))
@@ -68,7 +133,7 @@ class ControlLine:
             self.close("it reads nothing of what it is told")
 
     async def receive(self) -> bytes:
-        """The next thing that the other side says. PeerError when the line broke."""
+        """Return the next message of the other side. PeerError when the channel broke."""
         try:
             while True:
                 size = int.from_bytes(await self._read(sealing.LENGTH_BYTES), "little")
@@ -85,19 +150,19 @@ class ControlLine:
             raise self._broken() from error
 
     async def _read(self, size: int) -> bytes:
-        """So many bytes, in pieces: each shows that the other side lives."""
-        found = bytearray()
-        while len(found) < size:
+        """Read so many bytes, in pieces: each piece shows that the other side is alive."""
+        data = bytearray()
+        while len(data) < size:
             self._is_listening = True
             try:
-                piece = await self._reader.read(min(size - len(found), 1 << 20))
+                piece = await self._reader.read(min(size - len(data), 1 << 20))
             finally:
                 self._is_listening = False
             if not piece:
-                raise asyncio.IncompleteReadError(bytes(found), size)
+                raise asyncio.IncompleteReadError(bytes(data), size)
             self._quiet_s = 0.0
-            found += piece
-        return bytes(found)
+            data += piece
+        return bytes(data)
 
     async def _keep_alive(self) -> None:
         bounds = self._bounds
@@ -117,13 +182,13 @@ class ControlLine:
         )
 
     def close(self, reason: str = "it was closed here") -> None:
-        """Break the line: both sides hear of it. What is queued may be lost."""
+        """Break the channel; both sides notice. Queued messages may be lost."""
         self.why_broken = self.why_broken or reason
         self._watch.cancel()
         self._writer.transport.abort()
 
     async def finish(self) -> None:
-        """End it in order: what is queued arrives first, if the other side reads it in time."""
+        """Close in order: queued messages arrive first, if the other side reads them in time."""
         self.why_broken = self.why_broken or "it was closed here"
         self._watch.cancel()
         self._writer.close()
@@ -133,41 +198,51 @@ class ControlLine:
         self._writer.transport.abort()
 
 
-Welcome = Callable[[ControlLine], Awaitable[None]]
+Welcome = Callable[[SealedChannel], Awaitable[None]]
 
 
-class ControlServer:
-    """Where the keepers of the other hosts come. ``welcome(line)`` talks with one until it ends."""
+class ChannelServer:
+    """Accepts channels from the keepers of other hosts; ``welcome(channel)`` serves each until it
+    ends.
+    """
 
     def __init__(
-        self, secret: bytes, *, name: str, incarnation: int, welcome: Welcome,
-        bounds: Bounds | None = None, on_refused: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        secret: bytes,
+        *,
+        name: str,
+        incarnation: int,
+        welcome: Welcome,
+        bounds: ChannelBounds | None = None,
+        on_refused: Callable[[str], None] | None = None,
+    ) -> None:
         check_peer(name)
         _check_secret(secret)
         self.name, self.incarnation = name, incarnation
         self.refusals: Counter[str] = Counter()
-        """Callers that did not know the secret, or could not be meant, by kind."""
+        """Refused callers by kind: they did not know the secret, or meant another host or
+        incarnation.
+        """
         self._on_refused = on_refused
-        self._secret, self._welcome, self._bounds = secret, welcome, bounds or Bounds()
+        self._secret, self._welcome, self._bounds = secret, welcome, bounds or ChannelBounds()
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         self._server: asyncio.Server | None = None
         self._talks: set[asyncio.Task[None]] = set()
 
     @property
     def refused(self) -> int:
-        """How many callers were refused."""
+        """The number of callers that were refused."""
         return self.refusals.total()
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Listen on one address of this host; its port. OSError when that cannot be."""
+        """Listen on one address of this host; return the port. OSError when that fails."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=128)
         self._server = await asyncio.start_server(self._begin_talk, sock=listener)
         return int(listener.getsockname()[1])
 
     async def close(self) -> None:
-        """Listen no more, and break what stands. Returns when nobody is talked with."""
+        """Stop listening and break all channels. Returns when no ``welcome`` runs any more."""
         if self._server is not None:
             self._server.close()
         talks = list(self._talks)
@@ -181,20 +256,20 @@ class ControlServer:
         talk.add_done_callback(self._talks.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line = None
+        channel = None
         try:
-            line = await self._greet(reader, writer)
-            if line is not None:
-                await self._welcome(line)
+            channel = await self._greet(reader, writer)
+            if channel is not None:
+                await self._welcome(channel)
         finally:
-            if line is not None:
-                line.close()
+            if channel is not None:
+                channel.close()
             writer.close()
 
     async def _greet(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> ControlLine | None:
-        """The line, if whoever calls knows the secret and is of this incarnation."""
+    ) -> SealedChannel | None:
+        """Return a channel, if the caller knows the secret and belongs to this incarnation."""
         if len(self._strangers) >= MOST_STRANGERS:
             self._end_oldest_stranger()
         self._strangers[writer] = None
@@ -206,7 +281,7 @@ class ControlServer:
         except FormatError:
             self._refuse("malformed")
         except (OSError, asyncio.IncompleteReadError):
-            if writer in self._strangers:  # not for one that was ended here
+            if writer in self._strangers:  # not for one that this server ended
                 self._refuse("cut_short")
         finally:
             self._strangers.pop(writer, None)
@@ -225,7 +300,7 @@ class ControlServer:
 
     async def _greeted(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> ControlLine | None:
+    ) -> SealedChannel | None:
         nonce = secrets.token_bytes(sealing.NONCE_BYTES)
         writer.write(sealing.MAGIC + nonce)
         fixed = await reader.readexactly(sealing.FIXED_HELLO_BYTES)
@@ -241,21 +316,21 @@ class ControlServer:
             self._refuse(_VERDICT_KINDS[verdict])
             return None
         _stay_awake(writer)
-        return ControlLine(
+        return SealedChannel(
             reader, writer, hello.name, keys.to_caller(), keys.to_server(), self._bounds
         )
 
 
 async def call(
-    secret: bytes, peer: Peer, *, name: str, incarnation: int, bounds: Bounds | None = None
-) -> ControlLine:
-    """A line to the keeper that listens there, as the keeper of ``name``.
+    secret: bytes, peer: Peer, *, name: str, incarnation: int, bounds: ChannelBounds | None = None
+) -> SealedChannel:
+    """Open a channel to a keeper, in the name of the host ``name``.
 
-    PeerError when there is none, or it does not know the secret. Fenced when this incarnation is
-    over there.
+    PeerError when no keeper answers, or it does not know the secret. Fenced when this incarnation
+    is over there.
     """
     _check_secret(secret)
-    bounds = bounds or Bounds()
+    bounds = bounds or ChannelBounds()
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(bounds.greeting_s):
@@ -272,28 +347,36 @@ async def call(
 
 
 async def _call(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, peer: Peer,
-    name: str, incarnation: int, bounds: Bounds,
-) -> ControlLine:  # fmt: skip
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    secret: bytes,
+    peer: Peer,
+    name: str,
+    incarnation: int,
+    bounds: ChannelBounds,
+) -> SealedChannel:
     _stay_awake(writer)
     greeting = await reader.readexactly(len(sealing.MAGIC) + sealing.NONCE_BYTES)
     if not greeting.startswith(sealing.MAGIC):
         raise failed(peer, None, "answer", "what answers there is no keeper")
-    hello = Hello(secrets.token_bytes(sealing.NONCE_BYTES), name, peer.name, incarnation)
+    hello = ChannelHello(secrets.token_bytes(sealing.NONCE_BYTES), name, peer.name, incarnation)
     keys = Keys(secret, greeting[len(sealing.MAGIC) :], hello)
     writer.write(hello.pack() + keys.caller_proof())
     verdict = await reader.readexactly(1)
     if not is_same(await reader.readexactly(sealing.PROOF_BYTES), keys.server_proof(verdict)):
         raise failed(
-            peer, None, "answer", "its answer is not signed with this run's secret: another "
+            peer,
+            None,
+            "answer",
+            "its answer is not signed with this run's secret: another "
             "secret, another run, or somebody in between",
-        )  # fmt: skip
+        )
     if not sealing.is_accepted(verdict):
         reason = sealing.VERDICTS.get(verdict, "it refuses")
         if reason == sealing.VERDICTS[b"o"]:
             raise Fenced(f"incarnation {incarnation} is over, says keeper {peer}: {reason}")
         raise failed(peer, None, "answer", reason)
-    return ControlLine(reader, writer, peer.name, keys.to_server(), keys.to_caller(), bounds)
+    return SealedChannel(reader, writer, peer.name, keys.to_server(), keys.to_caller(), bounds)
 
 
 def _check_secret(secret: bytes) -> None:

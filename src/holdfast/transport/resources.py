@@ -1,9 +1,9 @@
-"""What a server offers now: paths, and the bytes behind them, until they are withdrawn.
+"""Registers the paths that a server offers, and the bytes behind them, until they are withdrawn.
 
-Bytes on their way to a peer lie in the very pages of the file, not in a copy (``sendfile``):
-whoever writes into them before the peer has read them out changes what the peer gets. So each
-offer has a tag of its own, and a peer that has copied all it wanted asks whether that tag still
-stands. Withdraw before you write: then what the peer believes was whole when it was copied.
+``sendfile`` sends the very pages of the file, not a copy: a writer that changes them before the
+peer has received them changes what the peer gets. So each offer has a tag of its own, and a peer
+that has copied all it wanted asks whether that tag is still valid. Withdraw before writing: then
+the peer detects every copy that was not complete.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import ArenaError
-from holdfast.peers import refusals
-from holdfast.peers.refusals import Refused
-from holdfast.peers.signing import Request, digest
-from holdfast.peers.wire import check_names
+from holdfast.transport.wire import admission as refusals
+from holdfast.transport.wire.admission import AdmissionRefused
+from holdfast.transport.wire.http import check_names
+from holdfast.transport.wire.signing import HttpRequest, digest
 
 NO_GENERATION = "-"
 _REMEMBERED = 1024
-"""How many withdrawn paths are still told from those that never were."""
+"""Withdrawn paths that are remembered, to distinguish them from paths that never existed."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,14 +39,14 @@ class Resource:
     document: bytes = b""
     digest: str = ""
     on_confirmed: Callable[[], None] | None = None
-    """Called when a peer has copied all it wanted, and was told that this offer still stands."""
+    """Called when a peer has copied all it wanted, and was told that this offer is still valid."""
     tag: str = field(default_factory=lambda: secrets.token_hex(8))
     is_withdrawn: bool = False
     users: int = 0
 
 
 class Resources:
-    """All that one server offers. For the thread of its event loop alone."""
+    """The offers of one server. Only for the thread of its event loop."""
 
     def __init__(self) -> None:
         self._offered: dict[str, Resource] = {}
@@ -56,13 +56,19 @@ class Resources:
         return len(self._offered)
 
     def offer_file(
-        self, path: str, file: Path | int, *, offset_bytes: int, length_bytes: int,
-        generation: str, on_confirmed: Callable[[], None] | None = None,
-    ) -> Resource:  # fmt: skip
-        """Offer bytes of a file; what the path stood for before is withdrawn.
+        self,
+        path: str,
+        file: Path | int,
+        *,
+        offset_bytes: int,
+        length_bytes: int,
+        generation: str,
+        on_confirmed: Callable[[], None] | None = None,
+    ) -> Resource:
+        """Offer bytes of a file; an earlier offer of this path is withdrawn.
 
         ``file`` is opened, or its descriptor duplicated, and stays open until the offer ends.
-        ``generation``: any name of what the bytes are, for whoever asks must name the same.
+        ``generation``: any name for these bytes; a request must give the same name.
         """
         check_names(path, generation)
         descriptor = _open(file)
@@ -71,15 +77,21 @@ class Resources:
         except ArenaError:
             os.close(descriptor)
             raise
-        return self._offer(Resource(
-            path, generation, length_bytes, descriptor, offset_bytes=offset_bytes,
-            on_confirmed=on_confirmed,
-        ))  # fmt: skip
+        return self._offer(
+            Resource(
+                path,
+                generation,
+                length_bytes,
+                descriptor,
+                offset_bytes=offset_bytes,
+                on_confirmed=on_confirmed,
+            )
+        )
 
     def offer_document(
         self, path: str, data: bytes, *, generation: str = NO_GENERATION
     ) -> Resource:
-        """Offer bytes of our own, such as an inventory."""
+        """Offer bytes from memory, such as an inventory."""
         check_names(path, generation)
         return self._offer(
             Resource(path, generation, len(data), document=data, digest=digest(data))
@@ -92,10 +104,10 @@ class Resources:
         return resource
 
     def withdraw(self, path: str) -> bool:
-        """Offer it no longer; was it offered?
+        """End an offer; return whether the path was offered.
 
-        Its bytes may be written as soon as this returns: no peer takes for whole what it had not
-        copied by then.
+        The bytes may be overwritten as soon as this returns: a peer that had not copied all of them
+        detects that its copy is incomplete.
         """
         resource = self._offered.pop(path, None)
         if resource is None:
@@ -108,12 +120,12 @@ class Resources:
         return True
 
     def withdraw_all(self) -> None:
-        """Offer nothing any more."""
+        """End all offers."""
         for path in list(self._offered):
             self.withdraw(path)
 
-    def find(self, request: Request) -> Resource | Refused:
-        """What a request asks for, as it asks for it."""
+    def find(self, request: HttpRequest) -> Resource | AdmissionRefused:
+        """Return the resource that a request names, and the range it asks for."""
         resource = self._offered.get(request.path)
         if resource is None:
             was_there = request.path in self._withdrawn
@@ -126,7 +138,7 @@ class Resources:
 
 @contextmanager
 def held(resource: Resource) -> Iterator[None]:
-    """Keep its file open, also when it is withdrawn meanwhile."""
+    """Keep the file of ``resource`` open, also when the offer is withdrawn meanwhile."""
     resource.users += 1
     try:
         yield
@@ -150,10 +162,10 @@ def _open(file: Path | int) -> int:
         raise ArenaError(f"cannot offer {file} to peers: {error.strerror}") from error
 
 
-def _check_extent(file: Path | int, found: os.stat_result, offset: int, length: int) -> None:
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid():
+def _check_extent(file: Path | int, status: os.stat_result, offset: int, length: int) -> None:
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid():
         raise ArenaError(f"cannot offer {file} to peers: it is not a file of this user")
-    if offset < 0 or length < 1 or offset + length > found.st_size:
+    if offset < 0 or length < 1 or offset + length > status.st_size:
         raise ArenaError(
-            f"cannot offer {length} bytes from {offset} of {file} to peers: it has {found.st_size}"
+            f"cannot offer {length} bytes from {offset} of {file} to peers: it has {status.st_size}"
         )

@@ -1,12 +1,14 @@
-"""Serve byte ranges to peers that can sign for them, and nothing to anybody else.
+"""Serves byte ranges over HTTP to peers that sign their requests, and refuses everybody else.
 
-It runs on the event loop of the keeper, which it never holds up: heads are small, and bytes leave
-on threads of ``sending``. What is offered is in ``resources``; who is let in decides ``admission``.
+The server runs on the event loop of the keeper, which it never blocks: heads are small, and bytes
+leave on the threads of ``Sender``. ``resources`` has the offers; ``admission`` decides which
+requests are served.
 """
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import secrets
 import socket
@@ -14,15 +16,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from holdfast.errors import UsageError
-from holdfast.peers import refusals
-from holdfast.peers.admission import Admission
-from holdfast.peers.connection import COUNTED, Connection, Limits, Service
-from holdfast.peers.resources import NO_GENERATION
-from holdfast.peers.sending import Sender
-from holdfast.peers.signing import Answer, Signer
-from holdfast.peers.wire import check_peer, render_answer
+from holdfast.errors import DeadlineExceeded, UsageError
+from holdfast.transport.resources import NO_GENERATION
+from holdfast.transport.server_connection import COUNTED, Limits, Sender, ServerConnection, Service
+from holdfast.transport.wire import admission as refusals
+from holdfast.transport.wire.admission import Admission
+from holdfast.transport.wire.http import check_peer, render_answer
+from holdfast.transport.wire.signing import HttpAnswer, Signer
 
 SEND_THREADS = 4
 _BACKLOG = 128
@@ -30,17 +32,23 @@ _PAUSE_S = 0.1
 
 
 class PeerServer:
-    """One listener and what it offers. Made, used and closed on the event loop that runs it.
+    """One listener and its offers. Created, used and closed on the event loop that runs it.
 
-    ``name`` is what peers must mean it by, ``incarnation`` the one it serves. ``on_refused`` is
-    told the kind of whatever is refused. UsageError when name, incarnation or the secret cannot be
-    what they are to be.
+    ``name`` is the name by which peers address it, ``incarnation`` the one it serves.
+    ``on_refused`` is called with the kind of each refusal. UsageError when name, incarnation or
+    secret are invalid.
     """
 
     def __init__(
-        self, secret: bytes, *, name: str, incarnation: int, limits: Limits | None = None,
-        send_threads: int = SEND_THREADS, on_refused: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        secret: bytes,
+        *,
+        name: str,
+        incarnation: int,
+        limits: Limits | None = None,
+        send_threads: int = SEND_THREADS,
+        on_refused: Callable[[str], None] | None = None,
+    ) -> None:
         check_peer(name)
         signer = Signer(secret)
         admission = Admission(
@@ -52,40 +60,50 @@ class PeerServer:
         self._service.counts.update(dict.fromkeys((*COUNTED, *kinds), 0))
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
-        self._connections: dict[Connection, asyncio.Task[None]] = {}
+        self._connections: dict[ServerConnection, asyncio.Task[None]] = {}
         self._of_address: Counter[str] = Counter()
-        """How many there are, but for those that make place for others."""
+        """Connections by address, without those that are ending to make room for others."""
         self._is_closing = False
         self.port = 0
-        """Where it listens; 0 while it does not."""
+        """The port on which it listens; 0 while it does not."""
 
-    # ── what is offered ──────────────────────────────────────────────────────────────────
+    # ── offers ───────────────────────────────────────────────────────────────────────────
 
     def offer_file(
-        self, path: str, file: Path | int, *, offset_bytes: int, length_bytes: int,
-        generation: str, on_confirmed: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Offer bytes of a file, in place of what the path stood for before.
+        self,
+        path: str,
+        file: Path | int,
+        *,
+        offset_bytes: int,
+        length_bytes: int,
+        generation: str,
+        on_confirmed: Callable[[], None] | None = None,
+    ) -> None:
+        """Offer bytes of a file; an earlier offer of this path is withdrawn.
 
-        ``on_confirmed`` is called, on the loop, when a peer has pulled all it wanted of them: who
-        offers them for one peer alone may then write them. It must neither wait nor raise.
-        ArenaError when they are not there, UsageError when the names cannot be asked for.
+        ``on_confirmed`` is called, on the loop, when a peer has pulled all it wanted: if the offer
+        is for that peer alone, the bytes may then be overwritten. The callback must neither wait
+        nor raise. ArenaError when the bytes do not exist, UsageError when no request can name them.
         """
         self._service.resources.offer_file(
-            path, file, offset_bytes=offset_bytes, length_bytes=length_bytes,
-            generation=generation, on_confirmed=on_confirmed,
-        )  # fmt: skip
+            path,
+            file,
+            offset_bytes=offset_bytes,
+            length_bytes=length_bytes,
+            generation=generation,
+            on_confirmed=on_confirmed,
+        )
         self._break_withdrawn()
 
     def offer_document(self, path: str, data: bytes, *, generation: str = NO_GENERATION) -> None:
-        """Offer bytes of our own. Whoever asks gets all of them, or a range."""
+        """Offer bytes from memory, whole or by ranges."""
         self._service.resources.offer_document(path, data, generation=generation)
         self._break_withdrawn()
 
     def withdraw(self, path: str) -> bool:
-        """Offer it no longer, and break the connections it is being sent over; was it offered?
+        """End an offer and break the connections that send it; return whether the path was offered.
 
-        What it stood for may be written as soon as this returns.
+        The bytes may be overwritten as soon as this returns.
         """
         was_offered = self._service.resources.withdraw(path)
         self._break_withdrawn()
@@ -97,23 +115,23 @@ class PeerServer:
                 connection.shut()
 
     def begin(self, incarnation: int) -> None:
-        """Serve this incarnation from now on: whoever is of an older one is sent away."""
+        """Serve this incarnation from now on, and refuse older ones."""
         self._service.admission.begin(incarnation)
         for connection in self._connections:
             if 0 < connection.incarnation < self._service.admission.incarnation:
                 connection.shut()
 
     def set_rate(self, rate_bytes_s: int | None) -> None:
-        """Send bytes of files no faster than this, all peers together; None: no bound.
+        """Limit the rate of file bytes, for all peers together; None: no limit.
 
-        UsageError when nothing could ever leave.
+        UsageError for a rate at which nothing could ever leave.
         """
         if rate_bytes_s is not None and rate_bytes_s < 1:
             raise UsageError(f"peers cannot be sent {rate_bytes_s} bytes a second: give 1 or more")
         self._service.sender.set_rate(rate_bytes_s)
 
     def statistics(self) -> dict[str, int]:
-        """How often what happened, by kind, since it was made, and what there is now."""
+        """Return counters of events by kind since the start, and the present totals."""
         now = {
             "open_connections": len(self._connections),
             "offered": len(self._service.resources),
@@ -124,7 +142,7 @@ class PeerServer:
     # ── the listener ─────────────────────────────────────────────────────────────────────
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Listen on one address of this host; its port. OSError when that cannot be."""
+        """Listen on one address of this host; return the port. OSError when that fails."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         listener.setblocking(False)
@@ -134,7 +152,7 @@ class PeerServer:
         return self.port
 
     async def close(self) -> None:
-        """Listen no more, break what is under way, and wait until it has ended."""
+        """Stop listening, break all connections, and wait until they have ended."""
         self._is_closing = True
         for accepting in self._accepting:
             accepting.cancel()
@@ -149,19 +167,19 @@ class PeerServer:
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            # Not ``sock_accept``: cancelled at that moment, it loses a connection it has taken.
+            # Not ``sock_accept``: a cancellation at the wrong moment loses an accepted connection.
             await _readable(listener)
             try:
                 connected, address = listener.accept()
             except BlockingIOError:
                 continue
-            except OSError:  # no descriptor left, say: those that are open may end meanwhile
+            except OSError:  # for example no descriptor left: open connections may end meanwhile
                 await asyncio.sleep(_PAUSE_S)
                 continue
             connected.setblocking(False)
             try:
                 self._welcome(connected, str(address[0]))
-            except OSError:  # it is gone already: the others are still to be heard
+            except OSError:  # the caller is gone already: serve the others
                 connected.close()
 
     def _welcome(self, connected: socket.socket, address: str) -> None:
@@ -173,14 +191,15 @@ class PeerServer:
                 connected.send(_CROWDED)
             return
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = Connection(connected, address, self._service)
+        connection = ServerConnection(connected, address, self._service)
         self._of_address[address] += 1
         self._connections[connection] = asyncio.create_task(self._run(connection))
 
     def _has_place(self, address: str) -> bool:
-        """Whether one more may come from there; a stranger, or else an idle one, goes for it.
+        """Return whether one more connection is allowed from there; an unproven or idle one may be
+        ended.
 
-        So whoever knows the secret comes in, however many there are that do not.
+        So a caller that knows the secret gets in, however many callers do not know it.
         """
         limits = self._service.limits
         is_full = self._of_address.total() >= limits.connections
@@ -195,24 +214,24 @@ class PeerServer:
                 self._uncount(one)
                 return self._has_place(address)
         idle = [
-            (one.idle_since_s, number, one)  # numbers: no two are equal
+            (one.idle_since_s, number, one)  # the number breaks ties
             for number, one in enumerate(nearby)
-            if one.idle_since_s is not None and one.idle_since_s < long_ago_s and not one.owes
+            if one.idle_since_s is not None and one.idle_since_s < long_ago_s and not one.has_unsent
         ]
         if not idle:
             return False
         _, _, given_up = min(idle)
         given_up.idle_since_s = None
-        given_up.leave()
+        given_up.stop_reading()
         self._uncount(given_up)
         return self._has_place(address)
 
-    def _uncount(self, connection: Connection) -> None:
+    def _uncount(self, connection: ServerConnection) -> None:
         if connection.is_counted:
             connection.is_counted = False
             self._of_address -= Counter([connection.address])
 
-    async def _run(self, connection: Connection) -> None:
+    async def _run(self, connection: ServerConnection) -> None:
         try:
             await connection.run()
         except Exception as error:
@@ -225,7 +244,7 @@ class PeerServer:
 
 
 async def _readable(listener: socket.socket) -> None:
-    """Wait until somebody knocks."""
+    """Wait until a connection can be accepted."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(listener, ready.set)
@@ -235,4 +254,84 @@ async def _readable(listener: socket.socket) -> None:
         loop.remove_reader(listener)
 
 
-_CROWDED = render_answer(Answer(status=refusals.CROWDED.status), is_last=True)
+_CROWDED = render_answer(HttpAnswer(status=refusals.CROWDED.status), is_last=True)
+
+
+# Makes the offers of a server callable from any thread; done when the call returns.
+#
+# A ``PeerServer`` belongs to its event loop. Other threads must know that bytes are withdrawn
+# before they are overwritten, and so wait for the loop; never for long, because the loop never
+# blocks. A loop that does not answer is an error.
+
+
+PATIENCE_S = 10.0
+T = TypeVar("T")
+
+
+class ThreadSafeServer:
+    """The offers of ``server``, which runs on ``loop``. Not for that loop's own thread."""
+
+    def __init__(
+        self, server: PeerServer, loop: asyncio.AbstractEventLoop, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._server, self._loop, self._patience_s = server, loop, patience_s
+
+    def offer_file(
+        self,
+        path: str,
+        file: Path | int,
+        *,
+        offset_bytes: int,
+        length_bytes: int,
+        generation: str,
+        on_confirmed: Callable[[], None] | None = None,
+    ) -> None:
+        """See ``PeerServer.offer_file``."""
+        self._do(
+            lambda: self._server.offer_file(
+                path,
+                file,
+                offset_bytes=offset_bytes,
+                length_bytes=length_bytes,
+                generation=generation,
+                on_confirmed=on_confirmed,
+            )
+        )
+
+    def offer_document(self, path: str, data: bytes, *, generation: str = NO_GENERATION) -> None:
+        """See ``PeerServer.offer_document``."""
+        self._do(lambda: self._server.offer_document(path, data, generation=generation))
+
+    def withdraw(self, path: str) -> bool:
+        """See ``PeerServer.withdraw``."""
+        return self._do(lambda: self._server.withdraw(path))
+
+    def _do(self, act: Callable[[], T]) -> T:
+        """Call ``act`` on the loop and pass on its errors. DeadlineExceeded if the loop does not
+        answer.
+        """
+        call: concurrent.futures.Future[T] = concurrent.futures.Future()
+        try:
+            self._loop.call_soon_threadsafe(_act, act, call)
+        except RuntimeError as error:  # the loop is closed
+            raise self._stuck() from error
+        concurrent.futures.wait([call], self._patience_s)
+        if call.cancel():  # the call will never run
+            raise self._stuck()
+        return call.result()
+
+    def _stuck(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the server for peers did not take an offer in {self._patience_s:g} s: its event "
+            "loop is closed, or something on it waits. Look at the keeper's log.",
+            phase="offer",
+        )
+
+
+def _act(act: Callable[[], T], call: concurrent.futures.Future[T]) -> None:
+    if not call.set_running_or_notify_cancel():
+        return
+    try:
+        call.set_result(act())
+    except Exception as error:
+        call.set_exception(error)

@@ -1,7 +1,7 @@
-"""``holdfast doctor``: what this machine can do, what is wrong, and what to do about it.
+"""Runs ``holdfast doctor``: reports the abilities and problems of this machine, with remedies.
 
-Facts are found out X, and printed here. Nothing
-is changed, unless stale arenas are to be cleaned away.
+Probes collect facts, pure rules judge them, this prints the findings. Changes nothing, unless
+``--clean`` is given. With ``--for`` nothing is examined: pure rules compute what a run would need.
 """
 
 from __future__ import annotations
@@ -12,31 +12,28 @@ from dataclasses import asdict, replace
 
 from rich.markup import escape
 
-from holdfast.cli.doctor.arena_facts import probe_arenas
-from holdfast.cli.doctor.arena_findings import judge_arenas
-from holdfast.cli.doctor.cleaning import clean
-from holdfast.cli.doctor.facts import Facts, Torch
-from holdfast.cli.doctor.finding import Finding, worst
-from holdfast.cli.doctor.host_facts import probe_host, settings
-from holdfast.cli.doctor.host_findings import judge_host
-from holdfast.cli.doctor.place_facts import measure, probe_place
-from holdfast.cli.doctor.root_facts import probe_root
-from holdfast.cli.doctor.run_facts import probe_meetings
-from holdfast.cli.doctor.run_findings import judge_run
-from holdfast.cli.doctor.storage_findings import judge_storage
-from holdfast.cli.doctor.torch_facts import probe_torch
-from holdfast.cli.output import Commands, SlowProgress, add_command, print_json, stdout
-from holdfast.observe.units import count_text
-from holdfast.snapshot.arena import arena_home
+from holdfast.cli.command import Commands, add_command, print_json
+from holdfast.cli.doctor.arena import clean, probe_arenas
+from holdfast.cli.doctor.host import measure, probe_host, probe_place, probe_torch, settings
+from holdfast.cli.doctor.root import probe_meetings, probe_root
+from holdfast.cli.doctor.rules.findings import Facts, Finding, Torch, worst
+from holdfast.cli.doctor.rules.host_rules import judge_host
+from holdfast.cli.doctor.rules.run_rules import judge_arenas, judge_run, judge_storage
+from holdfast.cli.doctor.rules.sizing import compute_sizing, parse_size, sizing_rows
+from holdfast.cli.output import SlowProgress, plain_table, stdout
+from holdfast.errors import UsageError
+from holdfast.observe.text import count_text, on_one_line
+from holdfast.persist.commit import SWEPT_AFTER
+from holdfast.protocol.arena import IMAGE_START, arena_home
 from holdfast.storage.open import normal_root
 
-#: What ``doctor`` exits with when something is bad.
+#: The exit code of ``doctor`` when a finding is bad.
 BAD = 11
 _COLOURS = {"ok": "green", "warn": "yellow", "bad": "red"}
 
 
 def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
-    """Declare the command."""
+    """Declares the command."""
     command = add_command(
         commands,
         "doctor",
@@ -44,6 +41,7 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         "holdfast doctor",
         "holdfast doctor runs/gpt --quick",
         "holdfast doctor --clean",
+        "holdfast doctor --for 40GB --hosts 8 --parity 1",
     )
     command.add_argument(
         "root", metavar="ROOT", nargs="?", help="the directory given to Checkpointer, or to be"
@@ -69,11 +67,27 @@ def add_to(commands: Commands[argparse.ArgumentParser]) -> None:
         help="with --clean: also where snapshots are lost with it, which are listed",
     )
     command.add_argument("--yes", action="store_true", help="do not ask before cleaning")
+    sizing = command.add_argument_group("what a run would need; nothing is examined")
+    sizing.add_argument(
+        "--for",
+        dest="state_size",
+        metavar="SIZE",
+        help="compute memory, network and storage for a state of this size, such as 40GB; "
+        "with --keep also for so many checkpoints",
+    )
+    sizing.add_argument("--hosts", metavar="N", type=int, help="with --for: hosts of the run (1)")
+    sizing.add_argument("--ranks", metavar="N", type=int, help="with --for: ranks on each host (1)")
+    sizing.add_argument(
+        "--parity", metavar="N", type=int, help="with --for: as given to Checkpointer (0)"
+    )
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Examine, or clear; 11 when something is bad."""
+    """Examines, clears, or computes what a run needs; 11 if a finding is bad."""
+    if args.state_size is not None:
+        return size(args)
+    _require_size(args)
     if args.clean or args.lose_snapshots:
         return clean(args)
     with SlowProgress("examining") as progress:
@@ -94,7 +108,7 @@ def examine(
     keeps: int = 0,
     progress: Callable[[int, int], None] = lambda *_: None,
 ) -> Facts:
-    """Find everything out. ``quick``: without measuring speed and without loading torch."""
+    """Runs all probes. ``quick``: without measuring speed and without loading torch."""
     storage = probe_place(normal_root(root or "."))
     found = None if root is None else probe_root(root, keeps=keeps)
     facts = Facts(
@@ -114,9 +128,41 @@ def examine(
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """What the facts mean, in the order in which a person looks at them."""
+    """Applies the rules to the facts; the findings are in the order in which a user reads them."""
     run = judge_run(facts)
     return [*judge_host(facts), *judge_storage(facts), *run, *judge_arenas(facts)]
+
+
+def _require_size(args: argparse.Namespace) -> None:
+    """UsageError for options that mean nothing without ``--for``."""
+    for name in ("hosts", "ranks", "parity"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} goes with --for: say how large the state is, as --for 40GB")
+
+
+def size(args: argparse.Namespace) -> int:
+    """Print what a run needs; 0. UsageError for numbers that no run can have."""
+    if args.root is not None or args.clean or args.lose_snapshots:
+        raise UsageError("--for computes only: leave out ROOT, --clean and --lose-snapshots")
+    needs = compute_sizing(
+        parse_size("--for", args.state_size),
+        hosts=1 if args.hosts is None else args.hosts,
+        ranks_per_host=1 if args.ranks is None else args.ranks,
+        parity=args.parity or 0,
+        keep_last=args.keep,
+        slot_head_bytes=IMAGE_START,
+        swept_after=SWEPT_AFTER,
+    )
+    if args.json:
+        print_json({"sizing": asdict(needs)})
+        return 0
+    table = plain_table("", "bytes", "", right=("bytes",))
+    for row in sizing_rows(needs):
+        table.add_row(*row)
+    stdout().print(table)
+    for sentence in needs.missing:
+        stdout().print(f"[yellow]warn[/]  {escape(sentence)}", soft_wrap=True)
+    return 0
 
 
 def _print(findings: list[Finding]) -> None:
@@ -124,9 +170,9 @@ def _print(findings: list[Finding]) -> None:
     width = max(len(one.about) for one in findings)
     for one in findings:
         colour = _COLOURS[one.severity]
-        text = f"{escape(one.about):{width}}  {escape(one.text)}"
+        text = f"{escape(one.about):{width}}  {escape(on_one_line(one.text))}"
         console.print(f"[{colour}]{one.severity:4}[/]  {text}", soft_wrap=True)
         if one.remedy:
-            console.print(f"{'':{width + 6}}  -> {escape(one.remedy)}", soft_wrap=True)
+            console.print(f"{'':{width + 6}}  -> {escape(on_one_line(one.remedy))}", soft_wrap=True)
     counts = {word: sum(one.severity == word for one in findings) for word in ("bad", "warn")}
     console.print(f"{counts['bad']} bad, {count_text(counts['warn'], 'warning')}")

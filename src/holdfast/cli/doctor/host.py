@@ -1,12 +1,19 @@
-"""Find out what a directory's file system is, can do, and how fast it is. Leaves nothing behind."""
+"""Finds out which cores, memory and limits this process may use, also within a container."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import importlib.metadata
+import json
 import mmap
 import os
+import platform
+import re
+import resource
 import secrets
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -15,29 +22,181 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.doctor.facts import Place, Speeds
+from holdfast.cli.doctor.rules.findings import HostFacts, PlaceFacts, Speeds, Torch
 from holdfast.format.checksum import checksum
+from holdfast.observe.text import SHARE_STORE
 from holdfast.persist.writer import CHUNK_BYTES, WRITERS
 
-#: At most so much is written, and for about so long.
+#: A version 1 control group without a limit reports a number of this order.
+_NO_LIMIT = 1 << 60
+
+
+def probe_host(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> HostFacts:
+    """Reads the present facts about the host."""
+    affinity = len(os.sched_getaffinity(0))
+    return HostFacts(
+        system=platform.system(),
+        kernel=platform.release(),
+        python=sys.version_info[:3],
+        cores=os.cpu_count() or affinity,
+        cores_allowed=affinity,
+        cores_quota=cores_quota(proc, groups),
+        memory_bytes=memory_bytes(proc),
+        memory_limit_bytes=memory_limit_bytes(proc, groups),
+        locked_memory_bytes=_limit(resource.RLIMIT_MEMLOCK),
+        open_files=_limit(resource.RLIMIT_NOFILE),
+    )
+
+
+def settings() -> dict[str, str]:
+    """Returns the environment variables of Holdfast, and the one of torchrun that matters here."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("HOLDFAST_") or name == SHARE_STORE
+    }
+
+
+def memory_bytes(proc: Path) -> int:
+    """Returns the memory of the machine."""
+    for line in _lines(proc / "meminfo"):
+        if line.startswith("MemTotal:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def cores_quota(proc: Path, groups: Path) -> float | None:
+    """Returns the smallest quota of processor time in the control groups above this process, in
+    cores.
+    """
+    quotas = []
+    for group in _groups(proc, groups, "cpu"):
+        match _words(group / "cpu.max"):
+            case [quota, period] if quota != "max":
+                quotas.append(int(quota) / int(period))
+        match _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us"):
+            case [quota, period] if int(quota) > 0:
+                quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def memory_limit_bytes(proc: Path, groups: Path) -> int | None:
+    """Returns the smallest memory limit in the control groups above this process."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    words = [w for g in _groups(proc, groups, "memory") for n in names for w in _words(g / n)]
+    limits = [int(word) for word in words if word.isdecimal() and int(word) < _NO_LIMIT]
+    return min(limits, default=None)
+
+
+def _groups(proc: Path, groups: Path, controller: str) -> Iterator[Path]:
+    """Yields our control groups for ``controller`` and their parents, of version 2 and of version
+    1.
+    """
+    for line in _lines(proc / "self" / "cgroup"):
+        number, names, path = line.split(":", 2)
+        if number == "0":
+            root = groups
+        elif controller in names.split(","):
+            root = groups / controller if (groups / controller).is_dir() else groups / names
+        else:
+            continue
+        # In a container the path may be the host's: then only the root of the mount exists.
+        below = root / path.strip("/")
+        yield from (group for group in (below, *below.parents) if group.is_relative_to(root))
+
+
+def _words(path: Path) -> list[str]:
+    lines = _lines(path)
+    return lines[0].split() if lines else []
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+# Queries torch's devices in a process of its own: torch takes seconds to load, and may hang.
+
+
+TIMEOUT_S = 30.0
+SCRIPT = """
+import json, torch
+is_there = torch.cuda.is_available()
+count = torch.cuda.device_count() if is_there else 0
+print(json.dumps([
+    torch.version.cuda or "", is_there, [torch.cuda.get_device_name(i) for i in range(count)],
+]))
+"""
+
+
+def probe_torch(*, ask: bool, script: str = SCRIPT, timeout_s: float = TIMEOUT_S) -> Torch:
+    """Reads version and driver; devices are queried only if ``ask``."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Torch(driver=driver())
+    if not ask:
+        return Torch(version, driver=driver())
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            stdin=subprocess.DEVNULL,
+            check=True,
+        )
+        built_for, cuda, devices = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return Torch(version, driver=driver(), fault=f"no answer within {timeout_s:g} s")
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"it ended with {error.returncode}"]
+        return Torch(version, driver=driver(), fault=said[-1])
+    except (OSError, ValueError) as error:
+        return Torch(version, driver=driver(), fault=str(error))
+    return Torch(version, built_for, cuda, tuple(devices), driver())
+
+
+def driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Returns the version of the NVIDIA driver in the kernel; "" when there is none."""
+    try:
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else "of unknown version"
+
+
+# Measures a directory's file system: its type, its features, and its speed. Leaves nothing behind.
+
+
+#: The most that is written, and the longest that writing takes.
 MOST_BYTES = 256 << 20
-#: Without direct I/O the page cache takes all at once and fsync then waits for it.
+#: Without direct I/O the page cache takes all bytes at once and fsync then waits for the disk.
 MOST_BUFFERED_BYTES = 32 << 20
 BUDGET_S = 0.8
 _PAGE = 4096
 _MEMORY_BYTES = 64 << 20
 
 
-def probe_place(path: str, *, mounts: Path = Path("/proc/self/mountinfo")) -> Place:
-    """What ``path`` is on. One that does not exist yet would lie where its nearest parent does."""
+def probe_place(path: str, *, mounts: Path = Path("/proc/self/mountinfo")) -> PlaceFacts:
+    """Probes the file system of ``path``. A path that does not exist yet counts as on its nearest
+    parent's.
+    """
     there = nearest(path)
     kind, mount = mounted_at(there, mounts)
     try:
         room = os.statvfs(there)
         abilities = _try_out(there)
     except OSError as error:
-        return Place(path, kind, mount, fault=os.strerror(error.errno or 0))
-    return Place(
+        return PlaceFacts(path, kind, mount, fault=os.strerror(error.errno or 0))
+    return PlaceFacts(
         path=path,
         kind=kind,
         mount=mount,
@@ -51,7 +210,7 @@ def probe_place(path: str, *, mounts: Path = Path("/proc/self/mountinfo")) -> Pl
 
 
 def nearest(path: str) -> Path:
-    """``path`` itself, or the nearest directory above it that exists."""
+    """Returns ``path`` itself, or the nearest directory above it that exists."""
     found = Path(path).absolute()
     while not found.is_dir() and found != found.parent:
         found = found.parent
@@ -59,7 +218,7 @@ def nearest(path: str) -> Path:
 
 
 def mounted_at(path: Path, mounts: Path) -> tuple[str, str]:
-    """The kind of file system that ``path`` is on, and where it is mounted."""
+    """Returns the type of file system that ``path`` is on, and its mount point."""
     real, best = os.path.realpath(path), ("", "")
     try:
         lines = mounts.read_text().splitlines()
@@ -83,7 +242,9 @@ class _Abilities:
 
 @contextmanager
 def _workplace(directory: Path) -> Iterator[Path]:
-    """A directory below that is gone at the end. Its name begins with a dot: no store lists it."""
+    """Creates a directory below, and removes it at the end. Its name begins with a dot: no store
+    lists it.
+    """
     with tempfile.TemporaryDirectory(
         prefix=".doctor-", dir=directory, ignore_cleanup_errors=True
     ) as name:
@@ -113,7 +274,7 @@ def _works(act: Callable[[], object]) -> bool:
 
 
 def _takes_direct(path: Path) -> bool:
-    """By one page: some file systems take the flag and refuse the write."""
+    """Tests direct I/O with one page: some file systems accept the flag and refuse the write."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_DIRECT)
     except OSError:
@@ -132,8 +293,8 @@ def _takes_direct(path: Path) -> bool:
 # ── speed ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def measure(place: Place) -> Speeds:
-    """Write as the keeper does, read it back past the cache, copy and checksum memory: 3 s."""
+def measure(place: PlaceFacts) -> Speeds:
+    """Writes as the keeper does, reads back past the cache, copies and checksums memory: 3 s."""
     copy, summed = measure_memory()
     write: float | None = None
     read: float | None = None
@@ -186,7 +347,7 @@ def _read(descriptor: int, size: int) -> float:
 
 
 def measure_memory(size: int = _MEMORY_BYTES) -> tuple[float, float]:
-    """How fast one thread copies memory, and checksums it: the best of three."""
+    """Measures how fast one thread copies memory, and checksums it: the best of three."""
     source, target = memoryview(bytearray(size)), memoryview(bytearray(size))
     source[:] = bytes([1]) * size  # mapped now, not while it is timed
 

@@ -1,8 +1,4 @@
-"""Find out what a run says of its hosts, and where launchers on this machine meet others.
-
-Hosts and protection are in the run's own events. A launcher's endpoint is on its command line, or
-in the environment, torchrun's PET_ variables; nothing is asked of whoever listens there.
-"""
+"""Finds out what is in a directory of checkpoints, without taking its lock."""
 
 from __future__ import annotations
 
@@ -10,16 +6,82 @@ import os
 import socket
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from holdfast.cli.doctor.facts import Meeting, Protected
+from holdfast.catalogue import ROOT, Catalogue, catalogue, is_root, read_document
+from holdfast.cli.checkpoints import root_holder
+from holdfast.cli.doctor.arena import root_keys
+from holdfast.cli.doctor.rules.findings import ProtectedFacts, Rendezvous, RootFacts
+from holdfast.errors import HoldfastError
 from holdfast.events import (
     ProtectionPlanned,
     RunStarted,
     SnapshotNotProtected,
     SnapshotProtected,
 )
-from holdfast.observe.told import told
+from holdfast.format import manifest as documents
+from holdfast.leases import LeaseWatch
+from holdfast.observe.log import read_events
+from holdfast.persist.commit import unnamed_directories
+from holdfast.persist.pins import read_pins
+from holdfast.persist.removal import leftover
+from holdfast.storage.base import Store
+from holdfast.storage.open import normal_root, open_store
+
+
+def probe_root(root: str, *, keeps: int = 0) -> RootFacts:
+    """Reads the facts about ``root``; a ``fault`` when it cannot be read at all."""
+    store, path = open_store(root), normal_root(root)
+    try:
+        if not is_root(store):
+            return RootFacts(path, exists=False)
+        found = catalogue(store)
+        run_id = read_document(store, documents.Root, ROOT).run_id
+        keys = root_keys(store)
+    except HoldfastError as error:
+        return RootFacts(path, fault=str(error))
+    return replace(
+        _describe(path, run_id, store, found),
+        keys=keys,
+        keeps=keeps,
+        hosts=probe_hosts(path),
+        protected=probe_protected(path),
+    )
+
+
+def _describe(path: str, run_id: str, store: Store, found: Catalogue) -> RootFacts:
+    newest = found.latest and found.find(found.latest)
+    pins = read_pins(store)
+    unnamed = [] if found.broken else unnamed_directories(store, found.manifests)
+    held = LeaseWatch(store).paths() if unnamed else frozenset()
+    unnamed = [path for path in unnamed if path not in held]
+    there = {manifest.generation for manifest in found.manifests}
+    holder = root_holder(path)
+    return RootFacts(
+        path=path,
+        run_id=run_id,
+        checkpoints=len(found.manifests),
+        newest=str(newest.generation) if newest else "",
+        newest_bytes=newest.size_bytes if newest else 0,
+        newest_written_bytes=newest.image_bytes if newest else 0,
+        newest_images=len(newest.images) if newest else 0,
+        broken=found.broken,
+        gap=found.gap,
+        leftovers=len(unnamed),
+        leftover_bytes=sum(leftover(store, one).size_bytes for one in unnamed),
+        pins_gone=tuple(str(g) for g in pins if g not in there),
+        pins_unreadable=tuple(str(g) for g, one in pins.items() if one.pin is None and g in there),
+        holder_pid=0 if holder is None else holder.pid,
+        holder="" if holder is None else holder.signed,
+    )
+
+
+# Finds the hosts that a run recorded, and the rendezvous of launchers on this machine.
+#
+# Hosts and protection are in the run's own events. A launcher's endpoint is on its command line, or
+# in the environment, torchrun's PET_ variables; nothing is sent to the endpoint.
+
 
 ENDPOINT, NODES = "PET_RDZV_ENDPOINT", "PET_NNODES"
 _ENDPOINT = ("--rdzv-endpoint", "--rdzv_endpoint")
@@ -28,33 +90,44 @@ _LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
 
 
 def probe_hosts(root: str) -> tuple[str, ...]:
-    """The hosts of the newest start, by name."""
+    """Returns the hosts of the newest start, by name."""
     starts: dict[int, set[str]] = defaultdict(set)
-    for event in told(root, RunStarted):
+    for event in read_events(root, RunStarted):
         starts[event.incarnation].add(event.host)
     return tuple(sorted(starts[max(starts)])) if starts else ()
 
 
-def probe_protected(root: str) -> Protected | None:
-    """What the newest start says of its protection; None when it never kept any parity."""
-    planned = max(told(root, ProtectionPlanned), key=lambda e: e.incarnation, default=None)
+def probe_protected(root: str) -> ProtectedFacts | None:
+    """Returns the recorded protection of the newest start; None when it never kept any parity."""
+    planned = max(read_events(root, ProtectionPlanned), key=lambda e: e.incarnation, default=None)
     if planned is None:
         return None
     n = planned.incarnation
-    newest = max((e.step for e in told(root, SnapshotProtected) if e.incarnation == n), default=-1)
+    newest = max(
+        (e.step for e in read_events(root, SnapshotProtected) if e.incarnation == n), default=-1
+    )
     missed = max(
-        (e for e in told(root, SnapshotNotProtected) if e.incarnation == n and e.step > newest),
-        key=lambda e: e.step, default=None,
-    )  # fmt: skip
-    return Protected(
-        n, planned.parity, planned.hosts, planned.survives, planned.missing,
+        (
+            e
+            for e in read_events(root, SnapshotNotProtected)
+            if e.incarnation == n and e.step > newest
+        ),
+        key=lambda e: e.step,
+        default=None,
+    )
+    return ProtectedFacts(
+        n,
+        planned.parity,
+        planned.hosts,
+        planned.survives,
+        planned.missing,
         newest=f"{n}-{newest}" if newest >= 0 else "",
         reason="" if missed is None else missed.reason,
-    )  # fmt: skip
+    )
 
 
-def probe_meetings(hosts: Collection[str], proc: Path = Path("/proc")) -> tuple[Meeting, ...]:
-    """The endpoints of all launchers that can be seen, and of this very environment."""
+def probe_meetings(hosts: Collection[str], proc: Path = Path("/proc")) -> tuple[Rendezvous, ...]:
+    """Returns the endpoints of all visible launchers, and of this very environment."""
     found: dict[str, list[int]] = {}
     said = os.environ.get(ENDPOINT, "").strip()
     if said and _are_several(os.environ.get(NODES, "2")):
@@ -65,7 +138,7 @@ def probe_meetings(hosts: Collection[str], proc: Path = Path("/proc")) -> tuple[
 
 
 def _launchers(proc: Path) -> Iterator[tuple[int, str]]:
-    """Processes that run torchrun for several hosts, and where they were told to meet."""
+    """Yields processes that run torchrun for several hosts, with their rendezvous endpoint."""
     for name in sorted(filter(str.isdecimal, os.listdir(proc)), key=int):
         try:
             words = (proc / name / "cmdline").read_text(errors="replace").split("\0")
@@ -86,19 +159,19 @@ def _option(words: list[str], names: tuple[str, ...]) -> str:
 
 
 def _are_several(nodes: str) -> bool:
-    """Of "4" or "2:4"; torchrun's own is one."""
+    """True if the node count, "4" or "2:4", allows several; torchrun's default is one."""
     most = nodes.rpartition(":")[2].strip()
     return most.isdecimal() and int(most) > 1
 
 
-def _meeting(endpoint: str, launchers: tuple[int, ...], hosts: Collection[str]) -> Meeting:
+def _meeting(endpoint: str, launchers: tuple[int, ...], hosts: Collection[str]) -> Rendezvous:
     name = endpoint.rsplit(":", 1)[0].strip("[]")
     addresses = _addresses(name)
     on = next((one for one in sorted(hosts) if one == name), "")
     if not on and addresses:
         on = next((one for one in sorted(hosts) if _addresses(one) & addresses), "")
     is_here = any(map(_is_of_this_machine, addresses)) if addresses else None
-    return Meeting(endpoint, launchers, is_here, on)
+    return Rendezvous(endpoint, launchers, is_here, on)
 
 
 def _addresses(name: str) -> set[str]:
@@ -109,7 +182,7 @@ def _addresses(name: str) -> set[str]:
 
 
 def _is_of_this_machine(address: str) -> bool:
-    """Whether something could listen there: only a machine's own addresses can be bound."""
+    """True if a process could listen there: only a machine's own addresses can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,8 +1,8 @@
-"""This host's keeper as a hand of the coordinator on another: it owns its arena, decides nothing.
+"""Follower: a host's keeper under a coordinator on another host; owns its arena, decides nothing.
 
-It makes, stamps and removes slots as it is told, writes its host's images, and hands on what its
-trainers and the coordinator say to each other. While the coordinator is out of reach its
-trainers hear what they would hear if their keeper had gone, and train on without snapshots.
+It creates, stamps and removes slots as ordered, writes its host's images, and forwards messages
+between its trainers and the coordinator. While the coordinator is unreachable its trainers are told
+the same as after the loss of their keeper, and train on without snapshots.
 """
 
 from __future__ import annotations
@@ -12,64 +12,75 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
+from holdfast.coordinator.actions import Action
 from holdfast.errors import Fenced, FormatError, HoldfastError, KeeperError, PeerError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation, unseal
-from holdfast.keeper import control, parity_facts
-from holdfast.keeper.background import Background
-from holdfast.keeper.connection import NearConnection
-from holdfast.keeper.facts import Fact
-from holdfast.keeper.learning import tell
-from holdfast.keeper.making import Nobody, SlotMaker
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.offering import Offering
-from holdfast.keeper.parity import Parity, protect, rows_of
-from holdfast.keeper.writing import Writings
-from holdfast.peers.calling import Peer
-from holdfast.peers.control import ControlLine, call
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action
-from holdfast.snapshot.arena import is_running
-from holdfast.snapshot.rings import RingNeed
+from holdfast.keeper import message_limits as limits
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.connections import LocalConnection
+from holdfast.keeper.hosts import messages, parity_messages
+from holdfast.keeper.hosts.handover import answer_handover
+from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts.remote_writes import RemoteWriteService
+from holdfast.keeper.jobs import Background
+from holdfast.keeper.parity.worker import ParityWorker, protect, stored_shards
+from holdfast.keeper.published_images import PublishedImages
+from holdfast.keeper.slot_allocator import NullListener, SlotAllocator
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import is_running
+from holdfast.protocol.image_plan import RingNeed
+from holdfast.transport.channel import SealedChannel, call
+from holdfast.transport.client_connection import Peer
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
-#: How long a coordinator whose time is over may take to let go of the root.
+#: How long a superseded coordinator may take to release the root.
 _LET_GO_S = 20.0
 
 
-class Hand:
-    """One part of an incarnation; ``ended(keep_arena)`` is told that the run is over."""
+class Follower:
+    """This host's part in one incarnation; ``ended(keep_arena)`` is called when the run is over."""
 
     def __init__(
-        self, part: m.TakePart, memory: Memory, maker: SlotMaker, offering: Offering,
-        writings: Writings, parity: Parity, background: Background,
+        self,
+        part: m.AssignRole,
+        memory: ArenaFiles,
+        maker: SlotAllocator,
+        offering: PublishedImages,
+        writings: RemoteWriteService,
+        parity: ParityWorker,
+        background: Background,
         ended: Callable[[bool], Awaitable[None]],
-    ) -> None:  # fmt: skip
-        self.part = part
+    ) -> None:
+        self.role = part
         self._memory, self._maker = memory, maker
         self._offering, self._writings, self._parity = offering, writings, parity
         self._background = background
         self._ended = ended
-        self._line: ControlLine | None = None
+        self._line: SealedChannel | None = None
         self._is_attached = asyncio.Event()
-        self._trainers: dict[int, NearConnection] = {}
+        self._trainers: dict[int, LocalConnection] = {}
         self._watched: dict[int, tuple[str, int, int]] = {}
         self._why = "it was not tried yet"
         self.is_stopping = self.may_stop = False
-        """Whether this keeper was told to stop, and the coordinator has saved what it wants to."""
+        """Set when this keeper was told to stop, and when the coordinator has saved what it
+        must.
+        """
         self.fenced = ""
-        """Why this incarnation is over; "" while it is not."""
+        """Reason why this incarnation is over; "" while it is served."""
         self._following = asyncio.create_task(self._follow())
 
-    # ── the line ─────────────────────────────────────────────────────────────────────────
+    # ── connection to the coordinator ────────────────────────────────────────────────────────────
 
     @property
     def is_attached(self) -> bool:
-        """Whether the coordinator is in reach."""
+        """Return True if the coordinator is reachable."""
         return self._is_attached.is_set()
 
     async def wait_attached(self, within_s: float) -> None:
-        """KeeperError when the coordinator is not in reach within that time, Fenced when over."""
+        """Wait for the coordinator. Raises KeeperError at the timeout, Fenced if the incarnation is
+        over.
+        """
         try:
             async with asyncio.timeout(within_s):
                 await self._is_attached.wait()
@@ -79,22 +90,22 @@ class Hand:
             raise self._out_of_reach() from None
 
     def _out_of_reach(self) -> KeeperError:
-        place = self.part.hosts[0]
+        place = self.role.hosts[0]
         return KeeperError(
             f"the keeper of {place.id}, which coordinates this run, is out of reach of "
-            f"{self.part.hosts[self.part.host].id}: {self._why}. Training goes on, and no snapshot "
+            f"{self.role.hosts[self.role.host].id}: {self._why}. Training goes on, and no snapshot "
             "is taken until it is back."
         )
 
     async def _follow(self) -> None:
-        """Call the coordinator, again and again, and do what it says."""
-        place, own = self.part.hosts[0], self.part.hosts[self.part.host].id
+        """Connect to the coordinator, repeatedly, and execute its orders."""
+        place, own = self.role.hosts[0], self.role.hosts[self.role.host].id
         peer = Peer(place.id, place.address, place.control_port)
         pause_s = _FIRST_PAUSE_S
         while not self.fenced:
             try:
                 line = await call(
-                    self.part.secret, peer, name=own, incarnation=self.part.incarnation
+                    self.role.secret, peer, name=own, incarnation=self.role.incarnation
                 )
                 pause_s = _FIRST_PAUSE_S
                 await self._serve(line)
@@ -102,49 +113,58 @@ class Hand:
                 self.fenced = str(error)
             except (PeerError, FormatError) as error:
                 self._why = str(error)
-            except Exception as error:  # told what it is at the next attaching, it may do better
+            except Exception as error:  # the next attaching may succeed
                 traceback.print_exc(file=sys.stderr)
                 self._why = f"{type(error).__name__}: {error}"
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _serve(self, line: ControlLine) -> None:
+    async def _serve(self, line: SealedChannel) -> None:
         self._line = line
         self._maker.serve(_Reports(line))
-        slots, attempts = self._memory.found()
-        line.send(control.pack(control.Holds(
-            arena=str(self._memory.directory), slots=control.describe(slots, attempts),
-            next_number=self._memory.next_number, port=self._offering.port,
-            rows=rows_of(self._parity),
-        )))  # fmt: skip
+        slots, attempts = self._memory.discovered()
+        line.send(
+            messages.pack(
+                messages.HostInventory(
+                    arena=str(self._memory.directory),
+                    slots=messages.describe(slots, attempts),
+                    next_number=self._memory.next_number,
+                    port=self._offering.port,
+                    rows=stored_shards(self._parity),
+                    incarnations=tuple(sorted(one.n for one in self._memory.incarnations())),
+                )
+            )
+        )
         try:
             while True:
-                await self._do(line, control.from_coordinator(await line.receive()))
+                await self._do(line, messages.from_coordinator(await line.receive()))
         finally:
             line.close()
             self._detached()
 
     def _detached(self) -> None:
-        """Trainers hear what they would hear if their keeper went away."""
+        """Disconnect all trainers, as if their keeper had gone."""
         self._line = None
         self._is_attached.clear()
         self._watched.clear()
         self._writings.stop_all("the coordinator is out of reach")
-        self._parity.give_up("the coordinator is out of reach")
-        self._parity.rebuilding.give_up("the coordinator is out of reach")
-        self._maker.serve(Nobody())
+        self._parity.cancel("the coordinator is out of reach")
+        self._parity.rebuilding.cancel("the coordinator is out of reach")
+        self._maker.serve(NullListener())
         for connection in list(self._trainers.values()):
-            connection.hang_up()
+            connection.disconnect()
         self._trainers.clear()
 
     async def leave(self, incarnation: int) -> None:
-        """A newer incarnation has begun: its coordinator is told, and has let go of the root."""
+        """Leave for a newer incarnation: tell the coordinator, and wait until it has released the
+        root.
+        """
         line = self._line
         self.fenced = f"incarnation {incarnation} of this run has begun"
         for connection in list(self._trainers.values()):
             connection.send(m.FencedOff(incarnation=incarnation))
         if line is not None:
-            line.send(control.pack(control.Superseded(incarnation=incarnation)))
+            line.send(messages.pack(messages.Superseded(incarnation=incarnation)))
             try:
                 async with asyncio.timeout(_LET_GO_S):
                     await asyncio.wait([self._following])
@@ -153,28 +173,31 @@ class Hand:
         await self.stop()
 
     def is_needed(self) -> bool:
-        """Whether this keeper, told to stop, is to stay: the coordinator is told, and may save."""
+        """Return True if this stopping keeper must stay until the coordinator has saved."""
         if not self.is_stopping:
             self.is_stopping = True
             if self._line is not None and self.is_attached:
-                self._line.send(control.pack(control.Stopping()))
+                self._line.send(messages.pack(messages.Stopping()))
         return self.is_attached and not self.may_stop
 
-    def say(self, fact: Fact) -> None:
-        """To the coordinator, if it is in reach: whoever comes back asks what there is."""
+    def send(self, fact: Fact) -> None:
+        """Send to the coordinator if it is reachable: a later one asks for the state anyway."""
         if self._line is not None:
-            self._line.send(control.pack(fact))
+            self._line.send(messages.pack(fact))
 
     async def stop(self) -> None:
-        """Follow no longer."""
+        """Stop following."""
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
 
-    # ── trainers ─────────────────────────────────────────────────────────────────────────
+    # ── trainers ─────────────────────────────────────────────────────────────────────────────────
 
-    def hear(self, connection: NearConnection, seq: int, message: m.Message, body: bytes) -> None:
-        """Hand on what a trainer says. KeeperError when it can be handed to nobody."""
+    def forward(
+        self, connection: LocalConnection, seq: int, message: m.Message, body: bytes
+    ) -> None:
+        """Forward a trainer's message. Raises KeeperError if the coordinator is unreachable."""
         if isinstance(message, m.Progress):
+            limits.validate_message(message, 0)
             if connection.rank is not None:
                 self._writings.copied(message.attempt, connection.rank, message.size_bytes)
             return
@@ -184,117 +207,144 @@ class Hand:
         if connection.number not in self._trainers:
             self._trainers[connection.number] = connection
             process = connection.process
-            came = control.Came(line=connection.number, pid=process.pid, start=process.start)
-            line.send(control.pack(came))
+            came = messages.TrainerConnected(
+                line=connection.number, pid=process.pid, start=process.start
+            )
+            line.send(messages.pack(came))
         if isinstance(message, m.Join):
             connection.rank = message.rank
-        line.send(control.pack(control.Said(line=connection.number, body=body)))
+        line.send(messages.pack(messages.TrainerMessage(line=connection.number, body=body)))
 
-    def gone(self, connection: NearConnection) -> None:
-        """A trainer's connection broke."""
+    def trainer_gone(self, connection: LocalConnection) -> None:
+        """Report that a trainer's connection broke."""
         if self._trainers.pop(connection.number, None) is not None and self._line is not None:
-            self._line.send(control.pack(control.Left(line=connection.number)))
+            self._line.send(messages.pack(messages.TrainerGone(line=connection.number)))
 
-    # ── what the coordinator says ────────────────────────────────────────────────────────
+    # ── orders of the coordinator ────────────────────────────────────────────────────────────────
 
-    async def _do(self, line: ControlLine, fact: control.ToHand) -> None:
+    async def _do(self, line: SealedChannel, fact: messages.ToFollower) -> None:
         match fact:
-            case control.Attached():
-                for known in tell(self._memory, fact):
-                    line.send(control.pack(known))
+            case messages.HostAttached():
+                for known in answer_handover(self._memory, fact):
+                    line.send(messages.pack(known))
                 self._is_attached.set()
                 if self.is_stopping:
-                    line.send(control.pack(control.Stopping()))
-            case control.Tell(line=number, frame=frame):
+                    line.send(messages.pack(messages.Stopping()))
+            case messages.ForwardMessage(line=number, frame=frame):
                 if number in self._trainers:
                     self._trainers[number].send_frame(frame)
-            case control.HangUp(line=number):
+            case messages.HangUp(line=number):
                 if number in self._trainers:
-                    self._trainers[number].hang_up()
-            case control.MayStop():
+                    self._trainers[number].disconnect()
+            case messages.StopAllowed():
                 self.may_stop = True
-            case control.End(keep_arena=keep_arena):
+            case messages.EndKeeper(keep_arena=keep_arena):
                 await self._ended(keep_arena)
             case (
-                parity_facts.TellHeads() | parity_facts.MakeParity() | parity_facts.BeginParity()
-                | parity_facts.GiveUpParity() | parity_facts.DropParity() | parity_facts.DropRows()
-                | parity_facts.Rebuild() | parity_facts.GiveUpRebuild()
-            ):  # fmt: skip
-                protect(self._parity, fact, self.part.hosts, lambda s: line.send(control.pack(s)))
-            case control.Write() | control.StopWriting() | control.Sealed():
+                parity_messages.ListImages()
+                | parity_messages.MakeParity()
+                | parity_messages.BeginParity()
+                | parity_messages.CancelParity()
+                | parity_messages.DropParity()
+                | parity_messages.DropShards()
+                | parity_messages.RebuildImage()
+                | parity_messages.CancelRebuild()
+            ):
+                protect(self._parity, fact, self.role.hosts, lambda s: line.send(messages.pack(s)))
+            case messages.WriteImage() | messages.CancelWrite() | messages.SlotSealed():
                 self._write(line, fact)
             case _:
                 self._change_memory(line, fact)
 
     def _write(
-        self, line: ControlLine, fact: control.Write | control.StopWriting | control.Sealed
+        self,
+        line: SealedChannel,
+        fact: messages.WriteImage | messages.CancelWrite | messages.SlotSealed,
     ) -> None:
         match fact:
-            case control.Write():
-                self._writings.start(fact, lambda said: line.send(control.pack(said)))
-            case control.StopWriting(directory=directory, reason=reason):
+            case messages.WriteImage():
+                self._writings.start(fact, lambda said: line.send(messages.pack(said)))
+            case messages.CancelWrite(directory=directory, reason=reason):
                 self._writings.stop(directory, reason)
-            case control.Sealed():
+            case messages.SlotSealed():
                 self._writings.sealed(fact)
                 if not fact.is_ring:
-                    self._offering.offer(
-                        fact.slot, fact.attempt, fact.rank, fact.incarnation, fact.step,
-                        fact.image_bytes, fact.layout,
-                    )  # fmt: skip
+                    self._offering.publish(
+                        fact.slot,
+                        fact.attempt,
+                        fact.rank,
+                        fact.incarnation,
+                        fact.step,
+                        fact.image_bytes,
+                        fact.layout,
+                    )
 
     def _change_memory(
-        self, line: ControlLine,
-        fact: control.Make | control.MakeRings | control.Remove | control.Stamp
-        | control.KeepLayout | control.KeepIncarnation | control.Watch,
-    ) -> None:  # fmt: skip
+        self,
+        line: SealedChannel,
+        fact: messages.CreateSlot
+        | messages.CreateRings
+        | messages.DeleteSlot
+        | messages.StampSlot
+        | messages.RecordLayout
+        | messages.RecordIncarnation
+        | messages.WatchWriter,
+    ) -> None:
         match fact:
-            case control.Make(slot=slot, capacity_bytes=capacity_bytes, leave_bytes=leave_bytes):
+            case messages.CreateSlot(
+                slot=slot, capacity_bytes=capacity_bytes, leave_bytes=leave_bytes
+            ):
                 self._maker.make(slot, capacity_bytes, leave_bytes)
-            case control.MakeRings(needs=needs):
+            case messages.CreateRings(needs=needs):
                 self._maker.make_rings(tuple(RingNeed(*need) for need in needs))
-            case control.Remove(slot=slot):
+            case messages.DeleteSlot(slot=slot):
                 self._offering.withdraw(slot)
                 self._maker.remove(slot)
-            case control.Stamp(slot=slot, record=record):
+            case messages.StampSlot(slot=slot, record=record):
                 self._offering.withdraw(slot)
                 self._memory.stamp(slot, record)
-            case control.KeepLayout():
-                self._keep_layout(line, fact)
-            case control.KeepIncarnation():
-                self._keep_incarnation(fact)
-            case control.Watch(slot=slot, attempt=attempt, pid=pid, start=start):
+            case messages.RecordLayout():
+                self._store_layout(line, fact)
+            case messages.RecordIncarnation():
+                self._store_incarnation(fact)
+            case messages.WatchWriter(slot=slot, attempt=attempt, pid=pid, start=start):
                 self._watched[slot] = attempt, pid, start
 
-    def _keep_layout(self, line: ControlLine, fact: control.KeepLayout) -> None:
+    def _store_layout(self, line: SealedChannel, fact: messages.RecordLayout) -> None:
         try:
-            self._memory.keep_layout(fact.hash, fact.data, fact.used)
+            self._memory.store_layout(fact.hash, fact.data, fact.used)
         except OSError as error:
             where = self._memory.directory
             reason = f"no room for the layout: {error.strerror}. Free some in {where}"
-            line.send(control.pack(control.LayoutNotKept(hash=fact.hash, reason=reason)))
+            line.send(messages.pack(messages.LayoutFailed(hash=fact.hash, reason=reason)))
 
-    def _keep_incarnation(self, fact: control.KeepIncarnation) -> None:
+    def _store_incarnation(self, fact: messages.RecordIncarnation) -> None:
         try:
             incarnation = unseal(Incarnation, fact.data, f"incarnation {fact.n}")
-            self._memory.keep_incarnation(incarnation, fact.held)
-        except (OSError, HoldfastError) as error:  # storage has it too
+            self._memory.store_incarnation(incarnation)
+            if fact.parent:
+                parent = unseal(Incarnation, fact.parent, f"the parent of incarnation {fact.n}")
+                self._memory.store_incarnation(parent)
+            if fact.is_recorded:
+                self._memory.forget_incarnations(fact.held)
+        except (OSError, HoldfastError) as error:  # storage has the record too
             emit(Warned(message=f"incarnation {fact.n} is not remembered here: {error}"))
 
-    def look_around(self) -> None:
-        """Tell of slots that nobody can write to any more."""
+    def tick(self) -> None:
+        """Report watched slots that nobody can write to any more."""
         line = self._line
         if line is None:
             return
         for slot, (attempt, pid, start) in list(self._watched.items()):
             if self._memory.is_sealed(slot, attempt) or (pid and not is_running(pid, start)):
                 del self._watched[slot]
-                line.send(control.pack(control.WriterGone(slot=slot, attempt=attempt)))
+                line.send(messages.pack(messages.WriterGone(slot=slot, attempt=attempt)))
 
 
 class _Reports:
-    """Tells the coordinator what came of making memory."""
+    """Reports the results of slot allocation to the coordinator."""
 
-    def __init__(self, line: ControlLine) -> None:
+    def __init__(self, line: SealedChannel) -> None:
         self._line = line
 
     def is_awaited(self, _: int) -> bool:
@@ -304,17 +354,17 @@ class _Reports:
         return False
 
     def allocated(self, slot_id: int) -> list[Action]:
-        self._line.send(control.pack(control.Made(slot=slot_id)))
+        self._line.send(messages.pack(messages.SlotCreated(slot=slot_id)))
         return []
 
     def allocation_failed(self, slot_id: int, reason: str) -> list[Action]:
-        self._line.send(control.pack(control.NotMade(slot=slot_id, reason=reason)))
+        self._line.send(messages.pack(messages.SlotFailed(slot=slot_id, reason=reason)))
         return []
 
     def rings_made(self, made: Mapping[int, tuple[int, int]]) -> list[Action]:
-        self._line.send(control.pack(control.RingsMade(made=dict(made))))
+        self._line.send(messages.pack(messages.RingsCreated(made=dict(made))))
         return []
 
     def rings_not_made(self, slot_ids: Iterable[int], reason: str) -> list[Action]:
-        self._line.send(control.pack(control.RingsNotMade(slots=tuple(slot_ids), reason=reason)))
+        self._line.send(messages.pack(messages.RingsFailed(slots=tuple(slot_ids), reason=reason)))
         return []

@@ -1,24 +1,25 @@
-"""What the coordinator and the keepers of the other hosts, its hands, say to each other.
+"""Messages between the coordinator's keeper and its followers on other hosts.
 
-Facts only, as between trainers and keeper; the line they go over is sealed (``peers.control``).
-Slots go by their numbers on their own host, trainers by the numbers of their connections there.
+Small structs only, as between trainers and keeper; the connection is authenticated
+(``transport.channel``). Slots are named by their numbers on their own host, trainers by the numbers
+of their connections there.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
 from holdfast.errors import FormatError
 from holdfast.format.manifest import ImageRef
-from holdfast.keeper import parity_facts
-from holdfast.keeper.facts import Fact
-from holdfast.snapshot.arena import SlotRecord
-from holdfast.snapshot.attempts import Attempt
-from holdfast.snapshot.slots import Slot, Writer, slot_id_of
+from holdfast.keeper.hosts import parity_messages
+from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.protocol.arena import SlotRecord
 
 
-class FoundSlot(msgspec.Struct, frozen=True, kw_only=True):
-    """A slot as its keeper finds it, and what its record says of the image in it."""
+class SlotInventory(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot as its keeper discovered it, with the metadata of its image."""
 
     number: int
     capacity_bytes: int
@@ -36,10 +37,11 @@ class FoundSlot(msgspec.Struct, frozen=True, kw_only=True):
     layout: str = ""
     is_ring: bool = False
     ring_bytes: int = 0
+    nonce: str = ""
 
 
 class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """One image to be written; without checksums while it is not sealed."""
+    """Orders one image to be written; without checksums while it is not sealed."""
 
     rank: int
     slot: int
@@ -49,94 +51,96 @@ class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
     table_xxh3: str = ""
 
 
-# ── hand to coordinator ──────────────────────────────────────────────────────────────────
+# ── follower to coordinator ──────────────────────────────────────────────────────────────────────
 
 
-class Holds(Fact, frozen=True, kw_only=True):
-    """The first thing a hand says: what is in its memory."""
+class HostInventory(Fact, frozen=True, kw_only=True):
+    """First message of a follower: the content of its memory."""
 
     arena: str
-    slots: tuple[FoundSlot, ...]
+    slots: tuple[SlotInventory, ...]
     next_number: int
-    rows: tuple[parity_facts.HeldRows, ...] = ()
+    rows: tuple[parity_messages.ParityShards, ...] = ()
+    incarnations: tuple[int, ...] = ()
+    """Incarnations whose records it has."""
     port: int = 0
-    """Where it gives images to others: not where the start agreed on, if that was taken."""
+    """Port where it serves images, if that is not the port agreed on at the start; else 0."""
 
 
-class Came(Fact, frozen=True, kw_only=True):
-    """A trainer connected; the hand has seen that it is this process."""
+class TrainerConnected(Fact, frozen=True, kw_only=True):
+    """A trainer connected; the follower has verified its process."""
 
     line: int
     pid: int
     start: int
 
 
-class Said(Fact, frozen=True, kw_only=True):
-    """What a trainer said, as it came."""
+class TrainerMessage(Fact, frozen=True, kw_only=True):
+    """A message of a trainer, forwarded unchanged."""
 
     line: int
     body: bytes
 
 
-class Left(Fact, frozen=True, kw_only=True):
+class TrainerGone(Fact, frozen=True, kw_only=True):
     """A trainer's connection broke."""
 
     line: int
 
 
-class Made(Fact, frozen=True, kw_only=True):
-    """A slot exists."""
+class SlotCreated(Fact, frozen=True, kw_only=True):
+    """A slot was created."""
 
     slot: int
 
 
-class NotMade(Fact, frozen=True, kw_only=True):
-    """There is no memory for a slot."""
+class SlotFailed(Fact, frozen=True, kw_only=True):
+    """A slot could not be created: not enough memory."""
 
     slot: int
     reason: str
 
 
-class RingsMade(Fact, frozen=True, kw_only=True):
-    """(capacity, of it the ring) by slot."""
+class RingsCreated(Fact, frozen=True, kw_only=True):
+    """Rings were created: (capacity, ring bytes) by slot."""
 
     made: dict[int, tuple[int, int]]
 
 
-class RingsNotMade(Fact, frozen=True, kw_only=True):
-    """There is not even memory for rings."""
+class RingsFailed(Fact, frozen=True, kw_only=True):
+    """Rings could not be created: not enough memory."""
 
     slots: tuple[int, ...]
     reason: str
 
 
 class WriterGone(Fact, frozen=True, kw_only=True):
-    """Nobody writes any more to a slot that was watched."""
+    """Nobody writes to a watched slot any more."""
 
     slot: int
     attempt: str
 
 
-class LayoutNotKept(Fact, frozen=True, kw_only=True):
+class LayoutFailed(Fact, frozen=True, kw_only=True):
     """The arena has no room for a layout."""
 
     hash: str
     reason: str
 
 
-class Written(Fact, frozen=True, kw_only=True):
-    """The receipt for an image: it is durable, and equal to what was sealed."""
+class ImageWritten(Fact, frozen=True, kw_only=True):
+    """One image is durable, and equal to what was sealed."""
 
     directory: str
     image: ImageRef
     part: ImageRef | None = None
     is_reused: bool = False
     values: bytes = b""
-    """Of rank 0's image."""
+    """Values of the image, if it is that of rank 0."""
 
 
-class WritingEnded(Fact, frozen=True, kw_only=True):
-    """Nothing is written there any more. ``reason``: why not all of it was, "" when it was."""
+class WriteEnded(Fact, frozen=True, kw_only=True):
+    """The write of an attempt ended. ``reason``: why it is incomplete, "" if it is complete."""
 
     directory: str
     reason: str
@@ -150,97 +154,106 @@ class RingFreed(Fact, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class LayoutTold(Fact, frozen=True, kw_only=True):
-    """A layout that the coordinator asked for."""
+class LayoutReply(Fact, frozen=True, kw_only=True):
+    """A layout that the coordinator requested."""
 
     hash: str
     data: bytes
 
 
-class IncarnationTold(Fact, frozen=True, kw_only=True):
-    """An incarnation that the coordinator asked for; a document."""
+class IncarnationReply(Fact, frozen=True, kw_only=True):
+    """An incarnation record that the coordinator requested."""
 
     data: bytes
 
 
 class Superseded(Fact, frozen=True, kw_only=True):
-    """A newer incarnation has begun elsewhere: this coordinator's time is over."""
+    """A newer incarnation has begun elsewhere: the coordinator must stop."""
 
     incarnation: int
 
 
 class Stopping(Fact, frozen=True, kw_only=True):
-    """The hand was told to stop: it awaits ``MayStop``, and the newest snapshot is to be saved."""
+    """The follower was told to stop: the newest snapshot must be saved, then ``StopAllowed``
+    sent.
+    """
 
 
-# ── coordinator to hand ──────────────────────────────────────────────────────────────────
+# ── coordinator to follower ──────────────────────────────────────────────────────────────────────
 
 
-class Attached(Fact, frozen=True, kw_only=True):
-    """What the hand holds is known: it may speak for its ranks, once it has told these."""
+class HostAttached(Fact, frozen=True, kw_only=True):
+    """The coordinator has accepted the inventory; the follower must send these records first."""
 
     tell_layouts: tuple[str, ...] = ()
     tell_incarnations: tuple[int, ...] = ()
 
 
-class Tell(Fact, frozen=True, kw_only=True):
-    """A frame for a trainer, as it goes out."""
+class ForwardMessage(Fact, frozen=True, kw_only=True):
+    """A packed frame for a trainer."""
 
     line: int
     frame: bytes
 
 
 class HangUp(Fact, frozen=True, kw_only=True):
-    """End the connection of a trainer."""
+    """Orders to close a trainer's connection."""
 
     line: int
 
 
-class Make(Fact, frozen=True, kw_only=True):
-    """Make a slot, leaving so much room besides."""
+class CreateSlot(Fact, frozen=True, kw_only=True):
+    """Orders a slot to be created, with this much memory left free."""
 
     slot: int
     capacity_bytes: int
     leave_bytes: int
 
 
-class MakeRings(Fact, frozen=True, kw_only=True):
-    """Make these rings: (slot, bytes for the header, bytes of data) of each."""
+class CreateRings(Fact, frozen=True, kw_only=True):
+    """Orders rings to be created: (slot, header bytes, data bytes) of each."""
 
     needs: tuple[tuple[int, int, int], ...]
 
 
-class Remove(Fact, frozen=True, kw_only=True):
-    """Give a slot's memory back."""
+class DeleteSlot(Fact, frozen=True, kw_only=True):
+    """Orders a slot's memory to be freed."""
 
     slot: int
 
 
-class Stamp(Fact, frozen=True, kw_only=True):
-    """Say in the slot itself what it is for, before anybody writes to it."""
+class StampSlot(Fact, frozen=True, kw_only=True):
+    """Orders the slot's record to be written, before any rank writes to it."""
 
     slot: int
     record: SlotRecord
 
 
-class KeepLayout(Fact, frozen=True, kw_only=True):
-    """Remember a layout, and forget those not ``used``."""
+class RecordLayout(Fact, frozen=True, kw_only=True):
+    """Orders a layout to be stored, and all not ``used`` to be deleted."""
 
     hash: str
     data: bytes
     used: tuple[str, ...]
 
 
-class KeepIncarnation(Fact, frozen=True, kw_only=True):
-    """Remember an incarnation and its parent; a document."""
+class RecordIncarnation(Fact, frozen=True, kw_only=True):
+    """Orders an incarnation and its parent to be recorded.
+
+    ``is_recorded``: storage has its line, and older ones may be forgotten, but for those ``held``.
+    ``parent``: the record of the start it went on from, if it is known: a hand may have that of
+    another start of the same number.
+    """
 
     n: int
     data: bytes
     held: tuple[int, ...]
+    is_recorded: bool = False
+    parent: bytes = b""
 
 
-class Sealed(Fact, frozen=True, kw_only=True):
-    """An image in this slot is captured, or has passed through it."""
+class SlotSealed(Fact, frozen=True, kw_only=True):
+    """The image in this slot is captured, or has passed through its ring."""
 
     slot: int
     is_ring: bool
@@ -254,8 +267,8 @@ class Sealed(Fact, frozen=True, kw_only=True):
     table_xxh3: str
 
 
-class Write(Fact, frozen=True, kw_only=True):
-    """Write these images into an attempt's directory."""
+class WriteImage(Fact, frozen=True, kw_only=True):
+    """Orders images to be written into an attempt's directory."""
 
     directory: str
     attempt: str
@@ -265,15 +278,15 @@ class Write(Fact, frozen=True, kw_only=True):
     images: tuple[ImageOrder, ...]
 
 
-class StopWriting(Fact, frozen=True, kw_only=True):
-    """They are not wanted any more."""
+class CancelWrite(Fact, frozen=True, kw_only=True):
+    """Cancels the write of an attempt's images."""
 
     directory: str
     reason: str
 
 
-class Watch(Fact, frozen=True, kw_only=True):
-    """Tell when nobody can write any more to this slot, which was given for this attempt."""
+class WatchWriter(Fact, frozen=True, kw_only=True):
+    """Orders a report when nobody can write to this slot, granted for this attempt, any more."""
 
     slot: int
     attempt: str
@@ -281,38 +294,67 @@ class Watch(Fact, frozen=True, kw_only=True):
     start: int
 
 
-class MayStop(Fact, frozen=True, kw_only=True):
-    """What was to be saved before a hand stops is, or cannot be."""
+class StopAllowed(Fact, frozen=True, kw_only=True):
+    """Everything that must be saved before a follower stops is saved, or cannot be."""
 
 
-class End(Fact, frozen=True, kw_only=True):
+class EndKeeper(Fact, frozen=True, kw_only=True):
     """The run has ended. ``keep_arena``: something in memory could not be made durable."""
 
     keep_arena: bool
 
 
 ToCoordinator = (
-    Holds | Came | Said | Left | Made | NotMade | RingsMade | RingsNotMade | WriterGone
-    | LayoutNotKept | LayoutTold | IncarnationTold | Written | WritingEnded | RingFreed
-    | Superseded | Stopping | parity_facts.ToCoordinator
-)  # fmt: skip
-ToHand = (
-    Attached | Tell | HangUp | Make | MakeRings | Remove | Stamp | KeepLayout | KeepIncarnation
-    | Sealed | Write | StopWriting | Watch | MayStop | End | parity_facts.ToHand
-)  # fmt: skip
+    HostInventory
+    | TrainerConnected
+    | TrainerMessage
+    | TrainerGone
+    | SlotCreated
+    | SlotFailed
+    | RingsCreated
+    | RingsFailed
+    | WriterGone
+    | LayoutFailed
+    | LayoutReply
+    | IncarnationReply
+    | ImageWritten
+    | WriteEnded
+    | RingFreed
+    | Superseded
+    | Stopping
+    | parity_messages.ParityToCoordinator
+)
+ToFollower = (
+    HostAttached
+    | ForwardMessage
+    | HangUp
+    | CreateSlot
+    | CreateRings
+    | DeleteSlot
+    | StampSlot
+    | RecordLayout
+    | RecordIncarnation
+    | SlotSealed
+    | WriteImage
+    | CancelWrite
+    | WatchWriter
+    | StopAllowed
+    | EndKeeper
+    | parity_messages.ParityToHand
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_coordinator = msgspec.msgpack.Decoder(ToCoordinator)
-_to_hand = msgspec.msgpack.Decoder(ToHand)
+_to_follower = msgspec.msgpack.Decoder(ToFollower)
 
 
 def pack(fact: Fact) -> bytes:
-    """As it goes over the line."""
+    """Encode a message for the connection."""
     return _encoder.encode(fact)
 
 
-def from_hand(body: bytes) -> ToCoordinator:
-    """What a hand said. FormatError when it makes no sense."""
+def from_follower(body: bytes) -> ToCoordinator:
+    """Decode a follower's message. Raises FormatError if it is invalid."""
     try:
         fact: ToCoordinator = _to_coordinator.decode(body)
     except (ValueError, RecursionError) as error:
@@ -320,37 +362,48 @@ def from_hand(body: bytes) -> ToCoordinator:
     return fact
 
 
-def from_coordinator(body: bytes) -> ToHand:
-    """What the coordinator said. FormatError when it makes no sense."""
+def from_coordinator(body: bytes) -> ToFollower:
+    """Decode a coordinator's message. Raises FormatError if it is invalid."""
     try:
-        fact: ToHand = _to_hand.decode(body)
+        fact: ToFollower = _to_follower.decode(body)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"what the coordinator said makes no sense: {error}") from None
     return fact
 
 
-def describe(slots: list[Slot], attempts: list[Attempt]) -> tuple[FoundSlot, ...]:
-    """What was found in an arena, for whoever coordinates."""
+def describe(slots: list[Slot], attempts: list[Attempt]) -> tuple[SlotInventory, ...]:
+    """Convert an arena's discovered slots into a message for the coordinator."""
     by_id = {attempt.id: attempt for attempt in attempts}
     found = []
     for slot in slots:
         attempt = by_id.get(slot.attempt)
-        writer = slot.writer or Writer(0, 0)
-        found.append(FoundSlot(
-            number=slot.id, capacity_bytes=slot.capacity_bytes, state=slot.state,
-            attempt=slot.attempt, rank=slot.rank, image_bytes=slot.image_bytes,
-            header_xxh3=slot.header_xxh3, table_xxh3=slot.table_xxh3,
-            writer_pid=writer.pid, writer_start=writer.start,
-            incarnation=attempt.incarnation if attempt else slot.incarnation,
-            step=attempt.step if attempt else -1, world=attempt.world if attempt else 0,
-            layout=attempt.layout if attempt else "",
-            is_ring=slot.is_ring, ring_bytes=slot.ring_bytes,
-        ))  # fmt: skip
+        writer = slot.writer or SlotWriter(0, 0)
+        found.append(
+            SlotInventory(
+                number=slot.id,
+                capacity_bytes=slot.capacity_bytes,
+                state=slot.state,
+                attempt=slot.attempt,
+                rank=slot.rank,
+                image_bytes=slot.image_bytes,
+                header_xxh3=slot.header_xxh3,
+                table_xxh3=slot.table_xxh3,
+                writer_pid=writer.pid,
+                writer_start=writer.start,
+                incarnation=attempt.incarnation if attempt else slot.incarnation,
+                step=attempt.step if attempt else -1,
+                world=attempt.world if attempt else 0,
+                layout=attempt.layout if attempt else "",
+                is_ring=slot.is_ring,
+                ring_bytes=slot.ring_bytes,
+                nonce=attempt.nonce if attempt else "",
+            )
+        )
     return tuple(found)
 
 
-def take(host: int, found: tuple[FoundSlot, ...]) -> tuple[list[Slot], list[Attempt]]:
-    """What the hand of this host holds, under the numbers of this incarnation."""
+def from_inventory(host: int, found: tuple[SlotInventory, ...]) -> tuple[list[Slot], list[Attempt]]:
+    """Convert a follower's inventory into slots and attempts with the ids of this incarnation."""
     slots: list[Slot] = []
     attempts: dict[str, Attempt] = {}
     for one in found:
@@ -363,12 +416,13 @@ def take(host: int, found: tuple[FoundSlot, ...]) -> tuple[list[Slot], list[Atte
         slot.attempt, slot.rank = one.attempt, one.rank
         if one.state == "quarantined":
             slot.writer, slot.incarnation = (
-                Writer(one.writer_pid, one.writer_start),
+                SlotWriter(one.writer_pid, one.writer_start),
                 one.incarnation,
             )
             continue
         slot.image_bytes = one.image_bytes
         slot.header_xxh3, slot.table_xxh3 = one.header_xxh3, one.table_xxh3
         said = Attempt(one.attempt, one.incarnation, one.step, one.world, one.layout)
+        said.nonce = one.nonce
         attempts.setdefault(one.attempt, said).slots.setdefault(one.rank, slot.id)
     return slots, list(attempts.values())

@@ -1,4 +1,4 @@
-"""Where a keeper of a run on several hosts is reached by the others, with the run's secret."""
+"""Network listeners of a keeper in a run on several hosts, authenticated by the run's secret."""
 
 from __future__ import annotations
 
@@ -6,44 +6,53 @@ import contextlib
 from functools import partial
 
 from holdfast.errors import KeeperError
-from holdfast.keeper.doors import CONTROL, PEERS, Doors
-from holdfast.peers.connection import Limits
-from holdfast.peers.control import ControlServer, Welcome
-from holdfast.peers.server import PeerServer
-from holdfast.redundancy.exchange import PATIENCE_S
+from holdfast.keeper.connections import CONTROL, PEERS, AdmissionCounters
+from holdfast.parity.exchange.shard_exchange import PATIENCE_S
+from holdfast.transport.channel import ChannelServer, Welcome
+from holdfast.transport.server import PeerServer
+from holdfast.transport.server_connection import Limits
 
 LIMITS = Limits(progress_s=4 * PATIENCE_S, idle_s=4 * PATIENCE_S)
-"""Who makes parity reads nothing, and asks for nothing, while it waits for another host, which is
-the one to be named."""
+"""Timeouts of peers: a host that makes parity reads and sends nothing while it waits for another
+host, which must be the one reported.
+"""
 
 
 class Network:
-    """The listeners of one host in one incarnation. Made and used on the keeper's loop."""
+    """The listeners of one host in one incarnation. Created and used on the keeper's loop."""
 
-    def __init__(self, secret: bytes, name: str, address: str, doors: Doors | None = None) -> None:
+    def __init__(
+        self, secret: bytes, name: str, address: str, doors: AdmissionCounters | None = None
+    ) -> None:
         self.secret, self.name, self.address = secret, name, address
         self.port = self.control_port = 0
-        self._doors = doors = doors or Doors(name)
+        self._admission = doors = doors or AdmissionCounters(name)
         self.peers = PeerServer(
-            secret, name=name, incarnation=0, limits=LIMITS,
+            secret,
+            name=name,
+            incarnation=0,
+            limits=LIMITS,
             on_refused=partial(doors.refused, PEERS),
-        )  # fmt: skip
-        self.control: ControlServer | None = None
+        )
+        self.control: ChannelServer | None = None
 
     async def listen(self, port: int = 0) -> None:
-        """For peers; on another port where this one is taken. KeeperError when that cannot be."""
+        """Listen for peers, on another port if this one is taken. Raises KeeperError on failure."""
         self.port = await self._listen(self.peers, port)
 
-    async def listen_for_hands(self, welcome: Welcome, port: int = 0) -> None:
-        """For the keepers of the other hosts. KeeperError when that cannot be."""
-        self.control = ControlServer(
-            self.secret, name=self.name, incarnation=0, welcome=welcome,
-            on_refused=partial(self._doors.refused, CONTROL),
-        )  # fmt: skip
+    async def listen_for_followers(self, welcome: Welcome, port: int = 0) -> None:
+        """Listen for the keepers of other hosts. Raises KeeperError on failure."""
+        self.control = ChannelServer(
+            self.secret,
+            name=self.name,
+            incarnation=0,
+            welcome=welcome,
+            on_refused=partial(self._admission.refused, CONTROL),
+        )
         self.control_port = await self._listen(self.control, port, must_be=True)
 
     async def _listen(
-        self, server: PeerServer | ControlServer, port: int, *, must_be: bool = False
+        self, server: PeerServer | ChannelServer, port: int, *, must_be: bool = False
     ) -> int:
         if port and not must_be:
             with contextlib.suppress(OSError):
@@ -66,13 +75,13 @@ class Network:
             ) from error
 
     def begin(self, incarnation: int) -> None:
-        """Serve this incarnation from now on."""
+        """Accept requests of this incarnation only, from now on."""
         self.peers.begin(incarnation)
         if self.control is not None:
             self.control.incarnation = incarnation
 
     async def close(self) -> None:
-        """Listen no more, and break what is under way."""
+        """Stop listening, and break open connections."""
         if self.control is not None:
             await self.control.close()
         await self.peers.close()

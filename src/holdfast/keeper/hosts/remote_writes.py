@@ -1,4 +1,4 @@
-"""The images that this keeper writes for a coordinator on another host, which publishes them."""
+"""Writes this host's images for a coordinator on another host, which publishes the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import Generation
-from holdfast.keeper import control
-from holdfast.keeper.background import Background
-from holdfast.keeper.facts import Fact
-from holdfast.keeper.images import IMAGES_AT_ONCE, ImageJob, ImageWriter, shown_values
-from holdfast.keeper.jobs import image_job
-from holdfast.keeper.memory import Memory
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.image_writer import IMAGES_AT_ONCE, ImageJob, ImageWriter, shown_values
+from holdfast.keeper.jobs import Background, image_job
 from holdfast.persist import commit
 from holdfast.storage.base import Store
 
 Report = Callable[[Fact], None]
 
 
-class Writing:
-    """The images of one attempt, on their way to storage."""
+class RemoteWrite:
+    """The images of one attempt that are being written."""
 
     def __init__(
-        self, order: control.Write, images: dict[int, ImageJob], layout_data: bytes
+        self, order: messages.WriteImage, images: dict[int, ImageJob], layout_data: bytes
     ) -> None:
         self.attempt, self.directory = order.attempt, order.directory
         self.generation = Generation(order.incarnation, order.step)
@@ -32,21 +31,26 @@ class Writing:
         self.images = images
 
     def stop(self, reason: str) -> None:
-        """Nothing more of it is to be written."""
+        """Stop writing."""
         for image in self.images.values():
             image.arrival.abort(reason)
 
-    def run(self, writer: ImageWriter, written: Callable[[control.Written], None]) -> None:
-        """Write all of them; raises what went wrong with the first that failed. Blocks."""
+    def run(self, writer: ImageWriter, written: Callable[[messages.ImageWritten], None]) -> None:
+        """Write all images; raises the first error. Blocks."""
         has_rings = any(image.ring is not None for image in self.images.values())
         count = len(self.images) if has_rings else min(IMAGES_AT_ONCE, len(self.images))
 
         def write(image: ImageJob) -> None:
             stored = writer.write(self, image)
-            written(control.Written(
-                directory=self.directory, image=stored.image, part=stored.part,
-                is_reused=stored.is_reused, values=b"" if image.rank else shown_values(image),
-            ))  # fmt: skip
+            written(
+                messages.ImageWritten(
+                    directory=self.directory,
+                    image=stored.image,
+                    part=stored.part,
+                    is_reused=stored.is_reused,
+                    values=b"" if image.rank else shown_values(image),
+                )
+            )
 
         with ThreadPoolExecutor(count) as pool:
             futures = [pool.submit(write, image) for image in self.images.values()]
@@ -57,26 +61,26 @@ class Writing:
                 raise failures[0]
 
 
-class Writings:
-    """What is being written, by directory. On the keeper's loop; each has a thread of its own."""
+class RemoteWriteService:
+    """Writes in progress, by directory. On the keeper's loop; each has a thread of its own."""
 
-    def __init__(self, memory: Memory, store: Store, background: Background) -> None:
+    def __init__(self, memory: ArenaFiles, store: Store, background: Background) -> None:
         self._memory, self._store, self._background = memory, store, background
         self._writer = ImageWriter(store)
-        self._under_way: dict[str, Writing] = {}
+        self._under_way: dict[str, RemoteWrite] = {}
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is being written."""
+        """Return True if anything is being written."""
         return bool(self._under_way)
 
-    def start(self, order: control.Write, report: Report) -> None:
-        """Write these; ``report`` hears of each image, and of the end."""
+    def start(self, order: messages.WriteImage, report: Report) -> None:
+        """Start writing these images; ``report`` is called for each image, and for the end."""
         try:
             writing = self._prepare(order, report)
         except (HoldfastError, KeyError) as error:
             reason = str(error) if isinstance(error, HoldfastError) else "a slot of it is not there"
-            report(control.WritingEnded(directory=order.directory, reason=reason))
+            report(messages.WriteEnded(directory=order.directory, reason=reason))
             return
         self._under_way[order.directory] = writing
         thread = threading.Thread(
@@ -84,13 +88,15 @@ class Writings:
         )
         thread.start()
 
-    def _prepare(self, order: control.Write, report: Report) -> Writing:
+    def _prepare(self, order: messages.WriteImage, report: Report) -> RemoteWrite:
         images: dict[int, ImageJob] = {}
         for each in order.images:
             images[each.rank] = self._image(order, each, report)
-        return Writing(order, images, self._memory.layout(order.layout))
+        return RemoteWrite(order, images, self._memory.layout(order.layout))
 
-    def _image(self, order: control.Write, each: control.ImageOrder, report: Report) -> ImageJob:
+    def _image(
+        self, order: messages.WriteImage, each: messages.ImageOrder, report: Report
+    ) -> ImageJob:
         file = self._memory.files[each.slot]
         record = file.read_record()
         if record is None or (record.attempt, record.rank) != (order.attempt, each.rank):
@@ -104,8 +110,10 @@ class Writings:
             raise ArenaError(f"slot {each.slot} has no room for the image it is said to hold")
 
         def freed(size_bytes: int) -> None:
-            told = control.RingFreed(attempt=order.attempt, rank=each.rank, size_bytes=size_bytes)
-            self._background.from_thread(lambda: report(told))
+            message = messages.RingFreed(
+                attempt=order.attempt, rank=each.rank, size_bytes=size_bytes
+            )
+            self._background.from_thread(lambda: report(message))
 
         image = image_job(
             self._memory, each.slot, each.rank, each.image_bytes, each.ring_bytes, freed
@@ -114,12 +122,12 @@ class Writings:
             image.seal(each.header_xxh3, each.table_xxh3)
         return image
 
-    def _run(self, writing: Writing, report: Report) -> None:
-        """On a thread."""
+    def _run(self, writing: RemoteWrite, report: Report) -> None:
+        """Write the images and report the end; on a thread."""
         reason = ""
         try:
-            # A root that has vanished must not be made anew, by the first file of an image.
-            commit.require_root(self._store, self._memory.run_id)
+            # The first file of an image must not recreate a root that has vanished.
+            commit.require_root(self._store, self._memory.run_id, self._memory.root_id)
             self._writer.parts.forget()
             writing.run(
                 self._writer, lambda said: self._background.from_thread(lambda: report(said))
@@ -129,31 +137,31 @@ class Writings:
             reason = str(error) if known else f"{type(error).__name__}: {error}"
         self._background.from_thread(lambda: self._settle(writing, reason, report))
 
-    def _settle(self, writing: Writing, reason: str, report: Report) -> None:
+    def _settle(self, writing: RemoteWrite, reason: str, report: Report) -> None:
         self._under_way.pop(writing.directory, None)
         for image in writing.images.values():
             image.source.release()
-        report(control.WritingEnded(directory=writing.directory, reason=reason))
+        report(messages.WriteEnded(directory=writing.directory, reason=reason))
 
     def copied(self, attempt: str, rank: int, size_bytes: int) -> None:
-        """The beginning of an image is final."""
+        """Record that the beginning of an image is final."""
         for writing in self._under_way.values():
             if writing.attempt == attempt and rank in writing.images:
                 writing.images[rank].arrival.copied(size_bytes)
 
-    def sealed(self, fact: control.Sealed) -> None:
-        """An image is captured."""
+    def sealed(self, fact: messages.SlotSealed) -> None:
+        """Record that an image is captured."""
         for writing in self._under_way.values():
             if writing.attempt == fact.attempt and fact.rank in writing.images:
                 writing.images[fact.rank].seal(fact.header_xxh3, fact.table_xxh3)
 
     def stop(self, directory: str, reason: str) -> None:
-        """These are not wanted any more."""
+        """Cancel the write into this directory."""
         writing = self._under_way.get(directory)
         if writing is not None:
             writing.stop(reason)
 
     def stop_all(self, reason: str) -> None:
-        """Nothing is wanted any more."""
+        """Cancel all writes."""
         for directory in self._under_way:
             self.stop(directory, reason)

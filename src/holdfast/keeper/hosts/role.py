@@ -1,7 +1,7 @@
-"""Which part this keeper has in an incarnation of several hosts: it coordinates, or is a hand.
+"""Sets the keeper's role in an incarnation of several hosts: coordinator or follower.
 
-Of the keepers of a run one coordinates, that of rank 0's host; it may be another one after each
-start. Whoever hears of a newer incarnation decides nothing any more, gives the root back, and
+Of the keepers of a run the one on rank 0's host coordinates; it may be another one after each
+start. A keeper that learns of a newer incarnation decides nothing any more, releases the root, and
 keeps what is in its memory.
 """
 
@@ -12,79 +12,89 @@ import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import Fenced, KeeperError, UsageError
-from holdfast.keeper import parity_facts
-from holdfast.keeper.background import Background
-from holdfast.keeper.connection import Ranks
-from holdfast.keeper.doors import Doors
+from holdfast.keeper import message_limits as limits
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
+from holdfast.keeper.hosts import parity_messages
+from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.incarnations import Incarnations, RootAccess
-from holdfast.keeper.making import Nobody
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.writing import Writings
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.handoff import Coordinator
+from holdfast.keeper.jobs import Background
+from holdfast.keeper.slot_allocator import NullListener
+from holdfast.protocol import messages as m
 
 if TYPE_CHECKING:
-    from holdfast.keeper.hand import Hand
-    from holdfast.keeper.mending import Reached
-    from holdfast.keeper.network import Network
-    from holdfast.keeper.parity import Parity
-    from holdfast.redundancy.records import ParityRecord
+    from holdfast.keeper.hosts.follower import Follower
+    from holdfast.keeper.hosts.network import Network
+    from holdfast.keeper.parity.group_access import GroupAccess
+    from holdfast.keeper.parity.worker import ParityWorker
+    from holdfast.parity.planning.record import ParityRecord
 
 
-class Part:
-    """What changes with it. Lives on the keeper's loop; changes come one after the other."""
+class HostRole:
+    """The current role and all that changes with it. Lives on the keeper's loop; changes are
+    serialized.
+    """
 
     def __init__(
-        self, host_id: str, coordinator: Coordinator, memory: Memory, ranks: Ranks,
-        executor: Executor, incarnations: Incarnations, root: RootAccess, background: Background,
-        doors: Doors, ended: Callable[[bool], Awaitable[None]],
-    ) -> None:  # fmt: skip
+        self,
+        host_id: str,
+        coordinator: Coordinator,
+        memory: ArenaFiles,
+        ranks: Ranks,
+        executor: Executor,
+        incarnations: Incarnations,
+        root: RootAccess,
+        background: Background,
+        doors: AdmissionCounters,
+        ended: Callable[[bool], Awaitable[None]],
+    ) -> None:
         self._host_id = host_id
         self._coordinator, self._memory, self._ranks = coordinator, memory, ranks
         self._executor, self._incarnations, self._root = executor, incarnations, root
-        self._background, self._doors = background, doors
+        self._background, self._admission = background, doors
         self._ended = ended
-        self.hosts: Sequence[m.HostPlace] = ()
-        """Of the incarnation this keeper coordinates, or is to take over."""
-        self.hand: Hand | None = None
+        self.hosts: Sequence[m.HostEntry] = ()
+        """Hosts of the incarnation that this keeper coordinates, or will take over."""
+        self.follower: Follower | None = None
         self.is_bystander = False
-        """Whether the run goes on elsewhere, without this host."""
-        self.writings = Writings(memory, root.store, background)
-        self._parity: Parity | None = None
+        """True if the run continues elsewhere, without this host."""
+        self.remote_writes = RemoteWriteService(memory, root.store, background)
+        self._parity: ParityWorker | None = None
         self._network: Network | None = None
         self._prepared: Network | None = None
         self._changing = asyncio.Lock()
 
-    # ── before an incarnation ────────────────────────────────────────────────────────────
+    # ── before an incarnation ────────────────────────────────────────────────────────────────────
 
-    async def survey(self, message: m.Survey) -> m.Message:
-        """Listen for an incarnation that is to begin, and tell what is known here."""
+    async def probe(self, message: m.ProbeHost) -> m.Message:
+        """Listen for an incarnation that will begin, and report what is known here."""
         async with self._changing:
             await self._drop_prepared()
             network = self._network_at(message.address, message.secret)
             await network.listen()
             if message.is_coordinator:
-                await network.listen_for_hands(self._executor.hands.welcome)
+                await network.listen_for_followers(self._executor.followers.welcome)
             self._prepared = network
             newest = max(self._incarnations.known_here(), default=0)
-            return m.Surveyed(newest=newest, port=network.port, control_port=network.control_port)
+            return m.HostProbed(newest=newest, port=network.port, control_port=network.control_port)
 
     def _network_at(self, address: str, secret: bytes) -> Network:
-        from holdfast.keeper.network import Network  # a run on one host needs none of it
+        from holdfast.keeper.hosts.network import Network  # a run on one host does not need it
 
-        return Network(secret, self._host_id, address, self._doors)
+        return Network(secret, self._host_id, address, self._admission)
 
     async def _drop_prepared(self) -> None:
         if self._prepared is not None:
             await self._prepared.close()
             self._prepared = None
 
-    # ── coordinating ─────────────────────────────────────────────────────────────────────
+    # ── coordinating ─────────────────────────────────────────────────────────────────────────────
 
-    async def lead(self, incarnation: int, hosts: Sequence[m.HostPlace]) -> None:
-        """Coordinate this incarnation, which begins; ``hosts``: none for a run on this one."""
+    async def lead(self, incarnation: int, hosts: Sequence[m.HostEntry]) -> None:
+        """Coordinate this new incarnation; ``hosts`` is empty for a run on one host."""
         async with self._changing:
             await self._take_over_memory(incarnation)
             prepared, self._prepared = self._prepared, None
@@ -92,93 +102,101 @@ class Part:
                 raise KeeperError(
                     "this host's keeper was started anew while the run began: start the run again"
                 )
-            if prepared is not None and not hosts:  # for a start that came to nothing
+            if prepared is not None and not hosts:  # prepared for a start that failed
                 await prepared.close()
             self._executor.jobs.abort_shared(
                 f"incarnation {incarnation} began before the keepers of all hosts had written it"
             )
-            self._executor.hands.begin(incarnation, hosts)
+            self._executor.followers.begin(incarnation, hosts)
             await self._use(prepared if hosts else None, incarnation)
-            if self._executor.hands.protecting is not None:
-                self._executor.hands.protecting.begin(hosts)
+            if self._executor.followers.parity_scheduler is not None:
+                self._executor.followers.parity_scheduler.begin(hosts)
             self._root.may_open = True
             self.hosts = hosts
 
     async def _take_over_memory(self, incarnation: int) -> None:
-        """From a coordinator elsewhere, if there was one."""
-        hand, self.hand = self.hand, None
-        if hand is not None:
-            await hand.leave(incarnation)
-        if hand is not None or self.is_bystander:
-            self._executor.maker.serve(self._coordinator)
-            slots, attempts = self._memory.found()
+        """Take the arena back from a coordinator elsewhere, if there was one."""
+        follower, self.follower = self.follower, None
+        if follower is not None:
+            await follower.leave(incarnation)
+        if follower is not None or self.is_bystander:
+            self._executor.allocator.serve(self._coordinator)
+            slots, attempts = self._memory.discovered()
             self._coordinator.start_over(slots, attempts, self._memory.next_number)
         self.is_bystander = False
 
     async def _use(self, network: Network | None, incarnation: int) -> None:
-        """Listen there from now on, and nowhere else."""
+        """Listen on this network only, from now on."""
         old, self._network = self._network, network
-        self._executor.offering.serve(None)
+        self._executor.published.serve(None)
         if self._parity is not None:
             self._parity.serve(None, incarnation)
         if old is not None:
             await old.close()
         if network is not None:
             network.begin(incarnation)
-            self._take_up_parity().serve(network, incarnation)
-            self._executor.offering.serve(
+            self._ensure_parity().serve(network, incarnation)
+            self._executor.published.serve(
                 network.peers, self._host_id, network.address, network.port
             )
 
     @property
-    def parity(self) -> Parity | None:
-        """What this host keeps for others; None in a run on one."""
+    def parity(self) -> ParityWorker | None:
+        """Return this host's parity worker; None in a run on one host."""
         return self._parity
 
-    def reach(self, attempt: str) -> Callable[[], Reached] | None:
-        """How the other parts of an attempt are found; None in a run on one host."""
-        hosts = self.hosts if self.hand is None else self.hand.part.hosts
-        return None if self._parity is None else self._parity.reach(attempt, hosts)
+    def group_access(self, attempt: str) -> Callable[[], GroupAccess] | None:
+        """Return a function that locates the other parts of an attempt; None in a run on one
+        host.
+        """
+        hosts = self.hosts if self.follower is None else self.follower.role.hosts
+        return None if self._parity is None else self._parity.group_access(attempt, hosts)
 
-    def way_to(self, attempt: str, rank: int) -> tuple[ParityRecord, Callable[[], Reached]] | None:
-        """What tells how an image is decoded; None where no parity of it is kept here."""
-        reach = self.reach(attempt)
+    def decode_access(
+        self, attempt: str, rank: int
+    ) -> tuple[ParityRecord, Callable[[], GroupAccess]] | None:
+        """Return the record and the access needed to decode an image; None if no parity of it is
+        here.
+        """
+        reach = self.group_access(attempt)
         record = None if self._parity is None else self._parity.record_of(attempt, rank)
         return None if reach is None or record is None else (record, reach)
 
     def image_lost(self, slot: int, attempt: str) -> None:
-        """What is in a slot of this host is worth nothing any more."""
-        if self.hand is not None:
-            self.hand.say(parity_facts.ImageLost(slot=slot, attempt=attempt))
+        """Report that the image in a slot of this host is discarded."""
+        if self.follower is not None:
+            self.follower.send(parity_messages.ImageLost(slot=slot, attempt=attempt))
         elif not self.is_bystander:
             self._executor.carry_out(self._coordinator.image_lost(slot, attempt))
 
-    def row_lost(self, attempt: str) -> None:
-        """Parity of an attempt is not whole on this host any more."""
-        protecting = self._executor.hands.protecting
-        if self.hand is not None:
-            self.hand.say(parity_facts.RowLost(attempt=attempt))
+    def shard_lost(self, attempt: str) -> None:
+        """Report that an attempt's parity is incomplete on this host."""
+        protecting = self._executor.followers.parity_scheduler
+        if self.follower is not None:
+            self.follower.send(parity_messages.ShardLost(attempt=attempt))
         elif not self.is_bystander and protecting is not None:
-            protecting.row_lost(attempt)
+            protecting.shard_lost(attempt)
 
-    def _take_up_parity(self) -> Parity:
-        """What this host keeps for others; it is looked for when there are others."""
+    def _ensure_parity(self) -> ParityWorker:
+        """Return the parity worker, created with the stored shards when there are other hosts."""
         if self._parity is None:
-            from holdfast.keeper.parity import Parity  # a run on one host needs none of it
-            from holdfast.keeper.protecting import Protecting
+            from holdfast.keeper.parity.scheduler import ParityScheduler
+            from holdfast.keeper.parity.worker import (
+                ParityWorker,  # a run on one host does not need it
+            )
 
             executor = self._executor
-            self._parity = Parity(self._memory, self._background, executor.offering)
-            executor.offering.rows = self._parity.rows
-            executor.hands.protecting = Protecting(
-                self._coordinator, self._ranks, executor.hands, self._parity, executor.carry_out
+            self._parity = ParityWorker(self._memory, self._background, executor.published)
+            executor.published.shards = self._parity.shards
+            executor.followers.parity_scheduler = ParityScheduler(
+                self._coordinator, self._ranks, executor.followers, self._parity, executor.carry_out
             )
         return self._parity
 
-    # ── being told ───────────────────────────────────────────────────────────────────────
+    # ── following ────────────────────────────────────────────────────────────────────────────────
 
-    async def take(self, message: m.TakePart) -> m.Message:
-        """Have this part in this incarnation. Fenced when a newer one has begun."""
+    async def follow(self, message: m.AssignRole) -> m.Message:
+        """Adopt the assigned role in this incarnation. Raises Fenced if a newer one has begun."""
         if not 0 <= message.host < len(message.hosts):
             raise UsageError(f"host {message.host} is none of {len(message.hosts)}")
         if message.hosts[message.host].id != self._host_id:
@@ -192,16 +210,18 @@ class Part:
                 f"incarnation {message.incarnation} is over, {newest} has begun: this process "
                 "belongs to an older start and must end"
             )
+        if message.incarnation > newest + limits.MOST_STARTS_AHEAD:  # storage may know a newer one
+            limits.check_start(message.incarnation, await self._incarnations.next_number())
         async with self._changing:
             if message.host == 0:
-                await self._may_take_over(message)
+                await self._listen_as_successor(message)
                 return m.Done()
-            hand = await self._follow(message)
-        await hand.wait_attached(message.within_s)
+            follower = await self._follow(message)
+        await follower.wait_attached(message.within_s)
         return m.Done()
 
-    async def _may_take_over(self, message: m.TakePart) -> None:
-        """Listen for the hands, if a coordinator's keeper died and this one is new."""
+    async def _listen_as_successor(self, message: m.AssignRole) -> None:
+        """Listen for followers, if a coordinator's keeper died and this one is its successor."""
         if self._coordinator.incarnation == message.incarnation or (
             self._network is not None and self.hosts == message.hosts
         ):
@@ -209,23 +229,23 @@ class Part:
         own = message.hosts[0]
         network = self._network_at(own.address, message.secret)
         await network.listen(own.port)
-        await network.listen_for_hands(self._executor.hands.welcome, own.control_port)
+        await network.listen_for_followers(self._executor.followers.welcome, own.control_port)
         await self._use(network, message.incarnation)
         self.hosts = message.hosts
-        self._executor.hands.begin(message.incarnation, message.hosts)
+        self._executor.followers.begin(message.incarnation, message.hosts)
 
-    async def _follow(self, message: m.TakePart) -> Hand:
-        hand = self.hand
-        if hand is not None and hand.part.nonce == message.nonce:
-            return hand
-        if hand is not None:
-            await hand.leave(message.incarnation)
-            self.hand = None
+    async def _follow(self, message: m.AssignRole) -> Follower:
+        follower = self.follower
+        if follower is not None and follower.role.nonce == message.nonce:
+            return follower
+        if follower is not None:
+            await follower.leave(message.incarnation)
+            self.follower = None
         elif not self.is_bystander:
             await self._step_down(message.incarnation)
         self.is_bystander = False
-        with contextlib.suppress(OSError):  # a full arena: storage knows it soon
-            self._memory.keep_begun(message.incarnation)
+        with contextlib.suppress(OSError):  # a full arena: storage has the record soon
+            self._memory.store_begun(message.incarnation)
         own = message.hosts[message.host]
         network, self._prepared = self._prepared, None
         if network is None or (network.secret, network.port) != (message.secret, own.port):
@@ -234,39 +254,45 @@ class Part:
             network = self._network_at(own.address, message.secret)
             await network.listen(own.port)
         await self._use(network, message.incarnation)
-        from holdfast.keeper.hand import Hand  # a run on one host needs none of it
+        from holdfast.keeper.hosts.follower import Follower  # a run on one host does not need it
 
-        self.hand = Hand(
-            message, self._memory, self._executor.maker, self._executor.offering, self.writings,
-            self._take_up_parity(), self._background, self._ended,
-        )  # fmt: skip
-        return self.hand
+        self.follower = Follower(
+            message,
+            self._memory,
+            self._executor.allocator,
+            self._executor.published,
+            self.remote_writes,
+            self._ensure_parity(),
+            self._background,
+            self._ended,
+        )
+        return self.follower
 
-    # ── the end of it ────────────────────────────────────────────────────────────────────
+    # ── end of a role ────────────────────────────────────────────────────────────────────────────
 
     async def _step_down(self, incarnation: int) -> None:
-        """Decide nothing any more: another keeper does, in a newer incarnation."""
+        """Stop deciding: another keeper coordinates a newer incarnation."""
         self._ranks.fence_off(incarnation)
-        self._executor.maker.serve(Nobody())
+        self._executor.allocator.serve(NullListener())
         self._coordinator.start_over((), (), 0)
-        self._coordinator.begin(incarnation, "", 0)  # nobody has a place in it here
+        self._coordinator.begin(incarnation, "", 0)  # no rank has a place here any more
         self._executor.jobs.abort_all(f"incarnation {incarnation} has begun elsewhere")
-        self._root.may_open = False  # what is on its way there has been decided before
-        await self._background.in_thread(self._root.let_go)
-        self._executor.hands.begin(0, ())  # they wait for just that
+        self._root.may_open = False  # writes on their way there were decided before
+        await self._background.in_thread(self._root.release)
+        self._executor.followers.begin(0, ())  # the followers wait for this
         self.hosts = ()
 
     def superseded(self, incarnation: int) -> None:
-        """A hand says that the run goes on elsewhere."""
-        if incarnation > self._coordinator.incarnation and self.hand is None:
+        """Handle a follower's report that the run continues elsewhere."""
+        if incarnation > self._coordinator.incarnation and self.follower is None:
             self._background.spawn(self._stand_by(incarnation))
 
     async def _stand_by(self, incarnation: int) -> None:
         async with self._changing:
-            if self.hand is not None or self.is_bystander:
+            if self.follower is not None or self.is_bystander:
                 return
             self.is_bystander = True
             with contextlib.suppress(OSError):
-                self._memory.keep_begun(incarnation)
+                self._memory.store_begun(incarnation)
             await self._step_down(incarnation)
             await self._use(None, incarnation)

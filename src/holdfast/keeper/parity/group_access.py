@@ -1,8 +1,8 @@
-"""What is left of a group, as one of its keepers reaches it, to make anew what is lost or damaged.
+"""Access of one keeper to the surviving parts of a parity group, to rebuild lost or damaged data.
 
-The record of any row tells of the whole group. Its images are read in this host's slots or from
-the keepers that have them now, its rows where they were made; whatever is decoded is compared with
-the checksums it was captured with before it is written anywhere.
+The record of any shard describes the whole group. Its images are read in this host's slots or from
+the keepers that have them now, its parity shards where they were made; decoded data is compared
+with the captured checksums before it is written anywhere.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ import numpy as np
 
 from holdfast.errors import ArenaError, NotFound
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum
-from holdfast.keeper.memory import Memory
-from holdfast.keeper.rows import KeptRow, row_path
-from holdfast.load.decoding import CodedImage, GroupReader, ParityRow
-from holdfast.load.degraded import DegradedImage
-from holdfast.load.holdings import Coded, Image
-from holdfast.load.peer_ranges import PeerImage, PeerRanges
-from holdfast.load.plan import BATCH_BYTES
-from holdfast.load.source import HeldImage, ImageFile
-from holdfast.peers.calling import Peer
-from holdfast.peers.client import Puller
-from holdfast.peers.names import generation_name, parity_path, record_path
-from holdfast.redundancy.records import ImageFact, ParityRecord, unseal
-from holdfast.redundancy.stripes import stored_by
-from holdfast.snapshot.arena import IMAGE_START
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.parity.store import StoredParity, shard_path
+from holdfast.parity.planning.placement import stored_by
+from holdfast.parity.planning.record import ImageFact, ParityRecord, unseal
+from holdfast.protocol.arena import IMAGE_START
+from holdfast.restore.cluster.decode import CodedImage, DegradedImage, GroupReader, ParityRow
+from holdfast.restore.cluster.peer_images import PeerImage, PeerRanges
+from holdfast.restore.planning.holdings import CodedGroup, ImageIdentity
+from holdfast.restore.planning.plan import BATCH_BYTES
+from holdfast.restore.reading.images import ImageFile, SlotImage
+from holdfast.transport.client import Puller
+from holdfast.transport.client_connection import Peer
+from holdfast.transport.wire.http import generation_name, parity_path, record_path
 
 
 class MappedRanges:
-    """A row of parity in this host's shared memory, read as if it were a file."""
+    """A parity shard in this host's shared memory, read like a file."""
 
     is_mapped = True
 
@@ -56,38 +55,39 @@ class MappedRanges:
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
     ) -> memoryview:
-        """See ``ImageFile``: the shared memory itself."""
+        """Return the shared memory itself; see ``ImageFile``."""
         return self._view[start:stop]
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
-    """Where the parts of a group are found. ``slots``: this host's own of the attempt, by rank.
+class GroupAccess:
+    """Locations of a group's parts. ``slots``: this host's own slots of the attempt, by rank.
 
-    ``rows``: those kept here, with the paths of their halves; ``peers``: all other hosts.
+    ``rows``: parity shards stored here, with the paths of their buffers; ``peers``: all other
+    hosts.
     """
 
     own: str
-    memory: Memory
+    memory: ArenaFiles
     slots: Mapping[int, int]
-    rows: Sequence[tuple[KeptRow, MappedRanges]]
+    rows: Sequence[tuple[StoredParity, MappedRanges]]
     peers: Mapping[str, Peer]
     puller: Puller
 
 
-def map_row(row: KeptRow, arena: Path) -> MappedRanges:
-    """The bytes of a row that is kept here. ArenaError when they cannot be mapped."""
-    record, path = row.record, row_path(arena, str(row.half))
+def map_shard(row: StoredParity, arena: Path) -> MappedRanges:
+    """Map a parity shard stored here. Raises ArenaError if it cannot be mapped."""
+    record, path = row.record, shard_path(arena, str(row.half))
     name = f"row {record.row} of stripe {record.stripe} of {record.attempt}"
     return MappedRanges(path, IMAGE_START + row.offset_bytes, record.size_bytes, name)
 
 
-def group_left(
-    record: ParityRecord, reached: Reached, places: Mapping[int, str] | None = None
+def open_group(
+    record: ParityRecord, reached: GroupAccess, places: Mapping[int, str] | None = None
 ) -> GroupReader:
-    """The group that a record tells of. ``places``: who has the images now, by rank.
+    """Open the group that a record describes. ``places``: the current hosts of the images, by rank.
 
-    Without, they are where they were when parity was made of them.
+    Without ``places``, the images are read where they were when parity was made of them.
     """
     images: dict[tuple[int, int], CodedImage] = {}
     for number, member in enumerate(record.members):
@@ -101,33 +101,43 @@ def group_left(
 
 
 def identity(record: ParityRecord, rank: int) -> dict[str, str]:
-    """What the header of an image of the record's attempt says."""
+    """Return the metadata in the header of an image of the record's attempt."""
     return {
-        "incarnation": str(record.incarnation), "step": str(record.step),
-        "attempt": record.attempt, "world": str(record.world), "layout": record.layout,
+        "incarnation": str(record.incarnation),
+        "step": str(record.step),
+        "attempt": record.attempt,
+        "world": str(record.world),
+        "layout": record.layout,
         "rank": str(rank),
-    }  # fmt: skip
+    }
 
 
-def _image(record: ParityRecord, fact: ImageFact, host: str, reached: Reached) -> ImageFile | None:
+def _image(
+    record: ParityRecord, fact: ImageFact, host: str, reached: GroupAccess
+) -> ImageFile | None:
     if host == reached.own:
         if fact.rank not in reached.slots:
             return None
         path = reached.memory.slot_path(reached.slots[fact.rank])
-        return HeldImage(str(path), fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
+        return SlotImage(str(path), fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
     if host not in reached.peers:
         return None
     return PeerImage(
-        reached.puller, reached.peers[host], record.attempt, generation_name(record.generation),
+        reached.puller,
+        reached.peers[host],
+        record.attempt,
+        generation_name(record.generation),
         _image_of(fact),
-    )  # fmt: skip
+    )
 
 
-def _image_of(fact: ImageFact) -> Image:
-    return Image(fact.rank, fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
+def _image_of(fact: ImageFact) -> ImageIdentity:
+    return ImageIdentity(fact.rank, fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
 
 
-def _rows(record: ParityRecord, reached: Reached) -> Iterator[tuple[tuple[int, int], ParityRow]]:
+def _rows(
+    record: ParityRecord, reached: GroupAccess
+) -> Iterator[tuple[tuple[int, int], ParityRow]]:
     here = {
         (row.record.stripe, row.record.row): (row, ranges)
         for row, ranges in reached.rows
@@ -144,7 +154,7 @@ def _rows(record: ParityRecord, reached: Reached) -> Iterator[tuple[tuple[int, i
 
 
 def _far_row(
-    record: ParityRecord, at: tuple[int, int], size_bytes: int, reached: Reached, host: str
+    record: ParityRecord, at: tuple[int, int], size_bytes: int, reached: GroupAccess, host: str
 ) -> ParityRow:
     peer, generation = reached.peers[host], generation_name(record.generation)
     path, beside = parity_path(record.attempt, *at), record_path(record.attempt, *at)
@@ -161,13 +171,13 @@ def _far_row(
 
 
 def sums_of(record: ParityRecord) -> list[int]:
-    """The checksums of a row's blocks."""
+    """Return the checksums of a shard's blocks."""
     found: list[int] = np.frombuffer(record.sums, "<u8").tolist()
     return found
 
 
 def place_of(record: ParityRecord, rank: int) -> tuple[int, int] | None:
-    """(member, image) of a rank in the record's group; None when it is not of that."""
+    """Return (member, image) of a rank in the record's group; None if the rank is not in it."""
     for number, member in enumerate(record.members):
         for n, fact in enumerate(member.images):
             if fact.rank == rank:
@@ -176,35 +186,42 @@ def place_of(record: ParityRecord, rank: int) -> tuple[int, int] | None:
 
 
 def decode_image(group: GroupReader, record: ParityRecord, rank: int) -> DegradedImage:
-    """An image of the group, made of what the others have, opened."""
+    """Open an image that is decoded from the other members of its group."""
     place = place_of(record, rank)
     if place is None:
         raise NotFound(f"the image of rank {rank} is not of the group of this row")
     fact = record.members[place[0]].images[place[1]]
     image = DegradedImage(
-        group, *place, Coded(_image_of(fact), fact.data_start), lambda: fact.head,
+        group,
+        *place,
+        CodedGroup(_image_of(fact), fact.data_start),
+        lambda: fact.head,
         f"the image of rank {rank} in {record.attempt}",
-    )  # fmt: skip
+    )
     image.open(identity(record, rank))
     return image
 
 
 def pieces_of(image: DegradedImage, data_start: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of all bytes of an image in portions of whole blocks."""
+    """Yield (start, stop) for all bytes of an image, in pieces of whole blocks."""
     yield 0, data_start
     for start in range(data_start, image.size_bytes, BATCH_BYTES):
         yield start, min(start + BATCH_BYTES, image.size_bytes)
 
 
-def decode_row(group: GroupReader, record: ParityRecord, own: str, number: int) -> bytearray | None:
-    """Block ``number`` of the record's row, encoded again; None when it comes out otherwise."""
+def encode_again(
+    group: GroupReader, record: ParityRecord, own: str, number: int
+) -> bytearray | None:
+    """Encode block ``number`` of the record's shard again; None if the result does not match."""
     member = next(n for n, one in enumerate(record.members) if one.host == own)
     _, start, stop = next(iter(blocks(number, number + 1, record.size_bytes)))
     block, wanted = bytearray(stop - start), sums_of(record)[number]
     with memoryview(block) as into:
         is_right = group.decode(
-            lambda: group.parity_steps(member, record.stripe, start, stop), start, into,
+            lambda: group.parity_steps(member, record.stripe, start, stop),
+            start,
+            into,
             lambda: checksum(into) == wanted,
-        )  # fmt: skip
+        )
     assert start % BLOCK_BYTES == 0
     return block if is_right else None

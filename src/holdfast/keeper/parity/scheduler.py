@@ -1,9 +1,9 @@
-"""Which generation the hosts make parity of, and when: the coordinator's part in protecting.
+"""Schedules parity rounds on the coordinator: which generation is protected, and when.
 
-As soon as all ranks have captured something, and nothing else is being coded, every host is asked
-for the headers of its images; all are told what they all have; each makes its rows; and with the
-last of them the generation is protected (``redundancy.protection``). Whatever goes wrong gives up
-this turn alone: what was protected before stays, and training waits for none of it.
+As soon as all ranks have captured a generation, and no other round is active, every host is asked
+for the headers of its images; all hosts receive what they all have; each makes its parity shards;
+and with the last of them the generation is protected (``parity.planning.protection``). Any error
+ends only this round: what was protected before stays, and training does not wait.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from holdfast.coordinator.actions import Action
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import HoldfastError
 from holdfast.events import (
     ProtectionPlanned,
@@ -19,182 +21,200 @@ from holdfast.events import (
     SnapshotProtected,
     emit,
 )
-from holdfast.keeper import parity_facts
-from holdfast.keeper.connection import Ranks
-from holdfast.keeper.facts import Fact
-from holdfast.keeper.hands import Hands
-from holdfast.keeper.heads import Heads, divide_hosts
-from holdfast.keeper.pacer import Pacer
-from holdfast.keeper.parity import Parity, protect, rows_of
-from holdfast.keeper.replacing import Replacing
-from holdfast.keeper.taking_over import (
-    captured_of,
-    has_earlier,
+from holdfast.keeper.connections import Ranks
+from holdfast.keeper.hosts import parity_messages
+from holdfast.keeper.hosts.followers import FollowerRegistry
+from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.parity.rebuild import RebuildCoordinator
+from holdfast.keeper.parity.round import (
+    RoundMembers,
+    capture_facts,
+    derive_takeover,
+    divide_hosts,
+    has_stale_shards,
     newest_whole,
-    rows_for,
-    taken_over,
+    protected_shards,
 )
-from holdfast.redundancy.protection import Captured, Protection
-from holdfast.snapshot import messages as m
-from holdfast.snapshot.actions import Action
-from holdfast.snapshot.handoff import Coordinator
+from holdfast.keeper.parity.worker import ParityWorker, protect, stored_shards
+from holdfast.parity.planning.budget import LEAST, StepPacing
+from holdfast.parity.planning.protection import CaptureDone, Protection
+from holdfast.protocol import messages as m
 
 _AGAIN_S = 5.0
-"""After a turn that failed, when nothing newer was captured."""
+"""Delay after a failed round, if nothing newer was captured."""
 _READY_S = 300.0
-"""For all hosts to have the memory that a turn needs. It is touched, which takes its time once."""
+"""Timeout for all hosts to allocate a round's memory. The memory is touched, which takes time
+once.
+"""
 
 
-class Protecting:
-    """Lives on the keeper's loop, for all incarnations that this keeper coordinates."""
+class ParityScheduler:
+    """Runs the rounds on the keeper's loop, for all incarnations that this keeper coordinates."""
 
     def __init__(
-        self, coordinator: Coordinator, ranks: Ranks, hands: Hands, parity: Parity,
+        self,
+        coordinator: Coordinator,
+        ranks: Ranks,
+        followers: FollowerRegistry,
+        parity: ParityWorker,
         carry_out: Callable[[Sequence[Action]], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._coordinator, self._ranks = coordinator, ranks
-        self._hands, self._parity = hands, parity
-        self._replacing = Replacing(coordinator, self._say_number, self._port, carry_out)
-        self._hosts: Sequence[m.HostPlace] = ()
+        self._hands, self._parity = followers, parity
+        self._rebuilding = RebuildCoordinator(coordinator, self._send_number, self._port, carry_out)
+        self._hosts: Sequence[m.HostEntry] = ()
         self._asked = 0
         self._state: Protection | None = None
-        self._rows: dict[str, tuple[parity_facts.HeldRows, ...]] = {}
-        self._heads: Heads | None = None
+        self._shards: dict[str, tuple[parity_messages.ParityShards, ...]] = {}
+        self._members: RoundMembers | None = None
         self._ready: set[str] = set()
-        """The hosts that have memory for the rows of this turn."""
+        """Hosts that have allocated memory for this round's shards."""
         self._groups: list[list[str]] = []
         self._survives = ""
         self._is_dropped = False
-        self._pacer = Pacer()
+        self._pacer = ParityPacer()
         self._recoded: set[str] = set()
-        """Attempts of which earlier rows may be there when they are protected anew."""
+        """Attempts that may still have earlier shards when they are protected again."""
         self._dropping: _Dropping | None = None
-        """What is not told before such rows are given up."""
+        """The report of protection that waits until earlier shards are deleted."""
         self._began_s = self._again_s = 0.0
 
-    # ── what there is to protect ─────────────────────────────────────────────────────────
+    # ── choosing a generation ────────────────────────────────────────────────────────────────────
 
-    def begin(self, hosts: Sequence[m.HostPlace]) -> None:
-        """Another incarnation: nothing is protected by it until it is known what there is."""
+    def begin(self, hosts: Sequence[m.HostEntry]) -> None:
+        """Begin another incarnation: nothing counts as protected until the stored state is
+        known.
+        """
         if self._state is not None and self._state.coding is not None:
-            self._parity.give_up("another start of the run has begun")
-        self._replacing.cancel("another start of the run has begun")
+            self._parity.cancel("another start of the run has begun")
+        self._rebuilding.cancel("another start of the run has begun")
         self._hosts, self._asked, self._state, self._is_dropped = hosts, 0, None, False
-        self._pacer, self._dropping = Pacer(), None
-        self._rows.clear()
+        self._pacer, self._dropping = ParityPacer(), None
+        self._shards.clear()
         self._recoded.clear()
         self._groups.clear()
         attempts = self._coordinator.attempts
-        attempts.protects, attempts.kept = False, frozenset()
+        attempts.protects, attempts.pinned_by_parity = False, frozenset()
 
-    def ask(self, parity: int) -> None:
-        """So many hosts of a group may be lost, say all ranks."""
+    def configure(self, parity: int) -> None:
+        """Set the number of hosts per group that may be lost, as all ranks request."""
         if len(self._hosts) > 1 and not self._asked:
             self._asked = parity
             self._coordinator.attempts.protects = parity > 0
-        self.look()
+        self.poll()
 
-    def stepped(self, rank: int, step: int) -> None:
-        """A rank has done this step, and asks for a snapshot of it."""
+    def on_step(self, rank: int, step: int) -> None:
+        """Note that a rank has done this step, and requests a snapshot of it."""
         if not rank:
-            self._pacer.asked(step)
+            self._pacer.on_request(step)
 
-    def attached(self, host: str, rows: tuple[parity_facts.HeldRows, ...]) -> None:
-        """The keeper of another host came, with this parity."""
-        self._rows[host] = rows
-        self._is_dropped = False  # it may not have heard of that
+    def attached(self, host: str, rows: tuple[parity_messages.ParityShards, ...]) -> None:
+        """Record the parity shards of another host, whose keeper connected."""
+        self._shards[host] = rows
+        self._is_dropped = False  # the host may not have received the order to delete parity
         if self._dropping is not None and host in self._dropping.hosts:
-            self._say_number(self._number_of(host), self._dropping.order)
-        self._look_for_rows(host)
-        self.look()
+            self._send_number(self._number_of(host), self._dropping.order)
+        self._check_shards(host)
+        self.poll()
         self._replace_lost()
 
     def detached(self, host: str) -> None:
-        """It is out of reach."""
-        self._rows.pop(host, None)
-        self._replacing.cancel(f"the keeper of {host} is out of reach")
+        """Record that a host is unreachable."""
+        self._shards.pop(host, None)
+        self._rebuilding.cancel(f"the keeper of {host} is out of reach")
         self._fail(f"the keeper of {host} is out of reach", host)
 
     def will_adopt(self) -> None:
-        """What this start goes on from is known, and no capture has begun."""
+        """Prepare the state of protection: the parent is known, and no capture has begun."""
         if self._asked and not self._coordinator.away and self._state is None:
             self._take_over()
 
-    def look(self) -> None:
-        """Begin with what is next, if there is something."""
+    def poll(self) -> None:
+        """Start the next round, if one is due."""
         coordinator = self._coordinator
         if not self._asked or coordinator.away or not coordinator.adopted:
             return
         if self._state is None:
             self._take_over()
-        self._look_for_late()
-        self._replacing.look()
+        self._check_timeouts()
+        self._rebuilding.poll()
         self._go_on()
 
     def captured(self, attempt_id: str) -> None:
-        """All ranks have captured this one."""
+        """Handle an attempt that all ranks captured."""
         if not self._asked:
             self._drop()
         attempt = self._coordinator.attempts.get(attempt_id)
         if self._state is None or attempt is None:
             return
-        self._replacing.cancel("something newer is captured, and protected instead")
+        self._rebuilding.cancel("something newer is captured, and protected instead")
         self._again_s = 0.0
-        self._change(self._state.has_captured(captured_of(attempt)))
-        self.look()
+        self._change(self._state.has_captured(capture_facts(attempt)))
+        self.poll()
 
     def _drop(self) -> None:
-        """Nobody keeps parity any more, and with this capture none is needed that was kept."""
+        """Delete all stored parity: it is switched off, and with this capture none is needed."""
         if self._is_dropped:
             return
         self._is_dropped = True
         if self._hosts:
-            self._say_all(parity_facts.DropParity())
+            self._broadcast(parity_messages.DropParity())
         else:
             self._parity.drop()
 
     def _take_over(self) -> None:
-        """What is protected, in which half of the memory it lies, and what is to be coded."""
+        """Determine the protected attempt, the buffer that holds its parity, and what to protect
+        next.
+        """
         self._coordinator.pin_again()
         attempts, incarnation = self._coordinator.attempts, self._coordinator.incarnation
-        rows = self._all_rows()
-        taken = taken_over(attempts, rows, self._hosts, incarnation)
-        self._groups = [sorted(group) for group in taken.groups]
+        rows = self._all_shards()
+        takeover = derive_takeover(attempts, rows, self._hosts, incarnation)
+        self._groups = [sorted(group) for group in takeover.groups]
         self._recoded = {one.attempt for held in rows.values() for one in held}
         self._plan()
         whole = newest_whole(attempts, incarnation)
-        self._change(taken.state if whole is None else taken.state.has_captured(captured_of(whole)))
-        if has_earlier(taken.state, rows):  # who coordinated before was gone before it said so
-            self._drop_earlier(taken.state, time.monotonic())
+        self._change(
+            takeover.state if whole is None else takeover.state.has_captured(capture_facts(whole))
+        )
+        if has_stale_shards(takeover.state, rows):  # an earlier coordinator ended before reporting
+            self._drop_stale_shards(takeover.state, time.monotonic())
         self._replace_lost()
 
-    def _all_rows(self) -> dict[str, tuple[parity_facts.HeldRows, ...]]:
-        return self._rows | {self._hosts[0].id: rows_of(self._parity)}
+    def _all_shards(self) -> dict[str, tuple[parity_messages.ParityShards, ...]]:
+        return self._shards | {self._hosts[0].id: stored_shards(self._parity)}
 
     def _replace_lost(self) -> None:
-        """Of what was restored from some images are lost: they are decoded, and it is protected."""
+        """Start the rebuild of lost images of the restored attempt, so that it can be protected."""
         state, attempts = self._state, self._coordinator.attempts
         pinned = attempts.get(attempts.pinned or "")
         if state is None or state.captured is not None or self._coordinator.away:
             return
-        if pinned is not None and pinned.is_part and len(self._hosts) > 1:
-            rows = rows_for(state, pinned.id, self._all_rows())
-            self._replacing.begin(pinned, [host.id for host in self._hosts], rows)
+        if pinned is not None and pinned.is_incomplete and len(self._hosts) > 1:
+            rows = protected_shards(state, pinned.id, self._all_shards())
+            self._rebuilding.begin(pinned, [host.id for host in self._hosts], rows)
 
     def _plan(self) -> None:
         level = divide_hosts(self._hosts, self._asked, self._groups, {}).level
         self._survives = level.text
-        emit(ProtectionPlanned(
-            incarnation=self._coordinator.incarnation, parity=self._asked, hosts=len(self._hosts),
-            survives=level.text, missing=level.missing,
-        ))  # fmt: skip
+        emit(
+            ProtectionPlanned(
+                incarnation=self._coordinator.incarnation,
+                parity=self._asked,
+                hosts=len(self._hosts),
+                survives=level.text,
+                missing=level.missing,
+            )
+        )
 
-    # ── a turn ───────────────────────────────────────────────────────────────────────────
+    # ── one round ────────────────────────────────────────────────────────────────────────────────
 
     def _change(self, state: Protection) -> None:
-        """Whatever it was, slots that are needed for it stay, and no others."""
+        """Set the state of protection, and retain exactly the slots that it needs."""
         self._state = state
-        self._coordinator.attempts.kept = frozenset(one.attempt for one in state.slots_stay)
+        self._coordinator.attempts.pinned_by_parity = frozenset(
+            one.attempt for one in state.slots_stay
+        )
 
     def _go_on(self) -> None:
         state = self._state
@@ -207,110 +227,110 @@ class Protecting:
             return
         self._change(state.begin())
         self._began_s = time.monotonic()
-        self._heads = Heads(self._hosts, attempt)
+        self._members = RoundMembers(self._hosts, attempt)
         self._ready.clear()
         assert self._state is not None
-        self._say_all(parity_facts.TellHeads(turn=self._state.turn, attempt=attempt.id))
+        self._broadcast(parity_messages.ListImages(turn=self._state.turn, attempt=attempt.id))
 
-    def _say_all(self, fact: Fact) -> None:
+    def _broadcast(self, fact: Fact) -> None:
         for number, place in enumerate(self._hosts):
-            self._say(number, place.id, fact)
+            self._send(number, place.id, fact)
 
-    def _say(self, number: int, host: str, fact: Fact) -> None:
+    def _send(self, number: int, host: str, fact: Fact) -> None:
         if number:
-            self._hands.say_host(number, fact)
+            self._hands.send_to_host(number, fact)
         else:
-            protect(self._parity, fact, self._hosts, lambda said: self.hear(host, said))
+            protect(self._parity, fact, self._hosts, lambda said: self.handle(host, said))
 
-    def _say_number(self, number: int, fact: Fact) -> None:
-        self._say(number, self._hosts[number].id, fact)
+    def _send_number(self, number: int, fact: Fact) -> None:
+        self._send(number, self._hosts[number].id, fact)
 
     def _number_of(self, host: str) -> int:
         return next(number for number, place in enumerate(self._hosts) if place.id == host)
 
-    def hear(self, host: str, fact: Fact) -> None:
-        """What a host says of this turn, or of one that is over; or of what it lost."""
+    def handle(self, host: str, fact: Fact) -> None:
+        """Handle a host's report about this round, an earlier one, or damage."""
         state = self._state
         match fact:
-            case parity_facts.Rebuilt() | parity_facts.NotRebuilt():
-                self._heard_of_lost(host, fact)
+            case parity_messages.RebuildComplete() | parity_messages.RebuildFailed():
+                self._handle_lost(host, fact)
                 return
-            case parity_facts.RowLost(attempt=attempt):
-                self.row_lost(attempt)
+            case parity_messages.ShardLost(attempt=attempt):
+                self.shard_lost(attempt)
                 return
-            case parity_facts.RowsDropped(turn=turn):
+            case parity_messages.ShardsDropped(turn=turn):
                 self._dropped(turn, host)
                 return
-        if state is None or state.coding is None or self._heads is None:
+        if state is None or state.coding is None or self._members is None:
             return
         match fact:
-            case parity_facts.Heads(turn=state.turn, member=None, reason=reason):
+            case parity_messages.ImagesListed(turn=state.turn, member=None, reason=reason):
                 self._fail(f"{host} cannot read its images: {reason}", host)
-            case parity_facts.Heads(turn=state.turn, member=member) if member is not None:
-                self._heads.told(host, member)
-                if self._heads.are_complete:
-                    self._order(state, self._heads)
-            case parity_facts.ParityReady(turn=state.turn):
+            case parity_messages.ImagesListed(turn=state.turn, member=member) if member is not None:
+                self._members.add(host, member)
+                if self._members.are_complete:
+                    self._order(state, self._members)
+            case parity_messages.ParityReady(turn=state.turn):
                 self._ready.add(host)
                 if self._ready == state.coding.members:
-                    self._pacer.begun(self._heads.largest_bytes)
-                    self._say_all(parity_facts.BeginParity(turn=state.turn))
-            case parity_facts.ParityMade(turn=turn):
+                    self._pacer.on_begin(self._members.largest_bytes)
+                    self._broadcast(parity_messages.BeginParity(turn=state.turn))
+            case parity_messages.ParityComplete(turn=turn):
                 self._made(state.has_sealed(turn, host))
-            case parity_facts.ParityNotMade(turn=state.turn, reason=reason):
+            case parity_messages.ParityFailed(turn=state.turn, reason=reason):
                 self._fail(f"on {host}: {reason}", host)
 
-    def _heard_of_lost(
-        self, host: str, fact: parity_facts.Rebuilt | parity_facts.NotRebuilt
+    def _handle_lost(
+        self, host: str, fact: parity_messages.RebuildComplete | parity_messages.RebuildFailed
     ) -> None:
-        if self._replacing.hear(self._number_of(host), fact) and self._state is not None:
-            whole = captured_of(self._coordinator.attempts[fact.attempt])
+        if self._rebuilding.handle(self._number_of(host), fact) and self._state is not None:
+            whole = capture_facts(self._coordinator.attempts[fact.attempt])
             self._change(self._state.has_lost_rows(whole).has_captured(whole))
-            self.look()
+            self.poll()
 
-    def row_lost(self, attempt: str) -> None:
-        """Parity of this is not whole on all hosts any more: it is made anew."""
+    def shard_lost(self, attempt: str) -> None:
+        """Handle parity that is no longer complete on all hosts: make it again."""
         coding = None if self._state is None else self._state.coding
         if coding is not None and coding.captured.attempt == attempt:
-            self._fail("a row of it was damaged meanwhile")  # it may be one that was told as made
+            self._fail("a row of it was damaged meanwhile")  # it may have been reported as complete
         state = self._state
         cover = None if state is None else state.protected
         if state is not None and cover is not None and cover.captured.attempt == attempt:
             self._recoded.add(attempt)
             self._change(state.has_lost_rows(cover.captured))
-            self.look()
+            self.poll()
 
-    def _look_for_rows(self, host: str) -> None:
-        """A host that was out of reach may have lost some, and nobody heard it say so."""
+    def _check_shards(self, host: str) -> None:
+        """Check the shards of a host that was unreachable: some may be lost without a report."""
         state = self._state
         cover = None if state is None else state.protected
         if state is None or cover is None or host not in cover.members:
             return
         wanted = cover.captured.attempt, state.half
-        held = [one for one in self._rows[host] if (one.attempt, one.half) == wanted]
+        held = [one for one in self._shards[host] if (one.attempt, one.half) == wanted]
         if len(held) < (held[0].parity if held else 1):
-            self.row_lost(cover.captured.attempt)
+            self.shard_lost(cover.captured.attempt)
 
-    def _order(self, state: Protection, heads: Heads) -> None:
-        """All hosts are told what all members of their group have."""
-        if lacking := heads.lacking():
+    def _order(self, state: Protection, listed: RoundMembers) -> None:
+        """Send each host its order, with the images of all members of its group."""
+        if lacking := listed.lacking():
             self._fail(f"the images of ranks {lacking[:4]} were damaged meanwhile")
             return
         rate = self._pacer.rate_bytes_s
         try:
-            orders = [*heads.orders(state, self._asked, self._groups, self._port, rate)]
+            orders = [*listed.orders(state, self._asked, self._groups, self._port, rate)]
         except HoldfastError as error:
             self._fail(str(error))
             return
         for number, order in orders:
-            if self._state is not None and self._state.coding is not None:  # nobody has refused
-                self._say_number(number, order)
+            if self._state is not None and self._state.coding is not None:  # no host has refused
+                self._send_number(number, order)
 
     def _port(self, number: int) -> int:
         return self._hands.port_of(number) if number else self._parity.port
 
-    def _look_for_late(self) -> None:
-        """A turn does not wait for memory without end."""
+    def _check_timeouts(self) -> None:
+        """End a round in which a host does not allocate its memory in time."""
         coding = self._state.coding if self._state is not None else None
         if coding is None or time.monotonic() < self._began_s + _READY_S:
             return
@@ -323,28 +343,30 @@ class Protecting:
 
     def _made(self, state: Protection) -> None:
         cover = state.protected
-        if state.coding is not None or cover is None:  # some host is still at it
+        if state.coding is not None or cover is None:  # some host is still working
             self._change(state)
             return
         self._change(state)
-        self._pacer.ended(is_made=True)
+        self._pacer.on_end(is_made=True)
         self._dropping = None
         if cover.captured.attempt in self._recoded:
-            self._drop_earlier(state, self._began_s)
+            self._drop_stale_shards(state, self._began_s)
         else:
             self._announce(cover.captured, self._began_s)
         self._go_on()
 
-    def _drop_earlier(self, state: Protection, began_s: float) -> None:
-        """All hosts are to give up the rows in the half that is written next."""
+    def _drop_stale_shards(self, state: Protection, began_s: float) -> None:
+        """Order all hosts to delete the shards in the buffer that is written next."""
         assert state.protected is not None
         captured, members = state.protected.captured, set(state.protected.members)
-        order = parity_facts.DropRows(turn=state.turn, half=1 - state.half)
+        order = parity_messages.DropShards(turn=state.turn, half=1 - state.half)
         self._dropping = _Dropping(captured, began_s, members, order)
-        self._say_all(order)
+        self._broadcast(order)
 
     def _dropped(self, turn: int, host: str) -> None:
-        """Earlier rows are gone there; meanwhile the next turn may have begun."""
+        """Handle a host that deleted its earlier shards; the next round may have begun
+        meanwhile.
+        """
         dropping = self._dropping
         if dropping is None or turn != dropping.order.turn or host not in dropping.hosts:
             return
@@ -353,46 +375,111 @@ class Protecting:
             self._dropping = None
             self._announce(dropping.captured, dropping.began_s)
 
-    def _announce(self, captured: Captured, began_s: float) -> None:
+    def _announce(self, captured: CaptureDone, began_s: float) -> None:
         generation, attempt = captured
-        self._coordinator.attempts.pinned = None  # all hosts have something as good
-        emit(SnapshotProtected(
-            incarnation=generation.incarnation, step=generation.step,
-            survives=self._survives, elapsed_s=time.monotonic() - began_s,
-        ))  # fmt: skip
+        self._coordinator.attempts.pinned = None  # all hosts have an equally good copy
+        emit(
+            SnapshotProtected(
+                incarnation=generation.incarnation,
+                step=generation.step,
+                survives=self._survives,
+                elapsed_s=time.monotonic() - began_s,
+            )
+        )
         if generation.incarnation == self._coordinator.incarnation:
-            self._ranks.tell(m.Protected(step=generation.step, attempt=attempt), None)
+            self._ranks.send(m.Protected(step=generation.step, attempt=attempt), None)
 
     def _fail(self, reason: str, host: str = "") -> None:
-        """Give up this turn, on all hosts; the next one is tried."""
+        """End this round on all hosts; the next one is tried."""
         state = self._state
         if state is None or state.coding is None:
             return
-        self._pacer.ended(is_made=False)
+        self._pacer.on_end(is_made=False)
         generation, attempt = state.coding.captured
-        self._say_all(parity_facts.GiveUpParity(turn=state.turn, reason=reason))
+        self._broadcast(parity_messages.CancelParity(turn=state.turn, reason=reason))
         self._change(state.has_failed(state.turn))
         self._again_s = time.monotonic() + _AGAIN_S
-        emit(SnapshotNotProtected(
-            incarnation=generation.incarnation, step=generation.step, reason=reason
-        ))  # fmt: skip
+        emit(
+            SnapshotNotProtected(
+                incarnation=generation.incarnation, step=generation.step, reason=reason
+            )
+        )
         if generation.incarnation == self._coordinator.incarnation:
-            told = m.Unprotected(
-                step=generation.step, attempt=attempt, reason=reason, host=host
-            )  # fmt: skip
-            self._ranks.tell(told, None)
-        self.look()
+            message = m.Unprotected(step=generation.step, attempt=attempt, reason=reason, host=host)
+            self._ranks.send(message, None)
+        self.poll()
 
 
 @dataclass(slots=True)
 class _Dropping:
-    """Of two rows of one name a host offers the earlier one, as long as it has it.
+    """Deletion of earlier shards, which hosts serve in place of new ones of the same name.
 
-    So what is protected anew is told when all ``hosts`` have given up the earlier ones.
+    The new protection of an attempt is announced when all ``hosts`` have deleted the earlier
+    shards.
     """
 
-    captured: Captured
+    captured: CaptureDone
     began_s: float
     hosts: set[str]
-    """Those that have not said so yet."""
-    order: parity_facts.DropRows
+    """Hosts that have not reported the deletion yet."""
+    order: parity_messages.DropShards
+
+
+# Measures training step times on the coordinator, and limits the rate of parity. A rank requests
+# its snapshot when its step is done, so the numbers and times of two requests give the step time.
+# No additional message or measurement is needed.
+
+
+class ParityPacer:
+    """Rate control of one incarnation. On the keeper's loop."""
+
+    def __init__(self) -> None:
+        self._pacing = StepPacing()
+        self._last_request: tuple[int, float, float] | None = None
+        """Last request: its step, its time, and ``_coded_s`` at that time."""
+        self._interval_s = 0.0
+        self._began_s: float | None = None
+        self._moved_bytes = 0
+        self._coded_s = 0.0
+        """Total time in which parity was made."""
+        self._rest_until_s = 0.0
+
+    @property
+    def rate_bytes_s(self) -> int | None:
+        """Return the rate at which each host may pull for the next generation; None: no limit."""
+        return self._pacing.rate_bytes_s
+
+    def on_request(self, step: int) -> None:
+        """Record a snapshot request for this step, always from the same rank."""
+        now_s = time.monotonic()
+        coded_s = self._coded_s + (0.0 if self._began_s is None else now_s - self._began_s)
+        if self._last_request is not None:
+            last_step, last_s, last_coded_s = self._last_request
+            if step > last_step and now_s > last_s:
+                self._interval_s = now_s - last_s
+                self._pacing = self._pacing.stepped(
+                    self._interval_s / (step - last_step),
+                    (coded_s - last_coded_s) / self._interval_s,
+                )
+        self._last_request = step, now_s, coded_s
+
+    def on_begin(self, moved_bytes: int) -> None:
+        """Record the start of a round, in which each host pulls at most this many bytes."""
+        self._began_s, self._moved_bytes = time.monotonic(), moved_bytes
+
+    def on_end(self, *, is_made: bool) -> None:
+        """Record the end of a round."""
+        if self._began_s is None:
+            return
+        now_s, began_s, self._began_s = time.monotonic(), self._began_s, None
+        self._coded_s += now_s - began_s
+        if is_made:
+            took_s = max(now_s - began_s, 1e-6)
+            self._pacing = self._pacing.made(self._moved_bytes, took_s)
+        self._rest_until_s = now_s + (LEAST + 1) * self._interval_s
+
+    def may_begin(self) -> bool:
+        """Return True if a round may begin now; False for some steps if no step passes without
+        parity.
+        """
+        return not self._pacing.needs_rest or time.monotonic() >= self._rest_until_s

@@ -1,24 +1,27 @@
-"""Memory for this host's parity, in files of the arena that a keeper started later finds.
+"""Stores this host's parity shards in arena files, so that a later keeper discovers them.
 
-Two halves, each for the rows of one generation, and memory for what is handed on. Beside each half
-lie the records of its rows: without one a row is nothing. So records are removed before their
-half is written, and written when all of it is whole.
+Two buffers, A and B, each hold the shards of one generation; a third holds data in transit. Records
+of the shards lie beside each buffer: a shard without a record is void. So records are removed
+before their buffer is written, and written when all of it is complete.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import ArenaError, FormatError
-from holdfast.keeper.memory import Memory
-from holdfast.redundancy.capacity import capacity, check_room
-from holdfast.redundancy.groups import Division, Group, Host
-from holdfast.redundancy.records import MAX_RECORD_BYTES, ParityRecord, Terms, unseal
-from holdfast.redundancy.stripes import Kept
-from holdfast.snapshot.arena import IMAGE_START, SlotFile, may_pass
+from holdfast.events import Warned, emit
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.parity.planning.budget import capacity, check_room
+from holdfast.parity.planning.groups import Division, GroupHost, HostGroup
+from holdfast.parity.planning.placement import StoredShard
+from holdfast.parity.planning.record import MAX_RECORD_BYTES, ParityRecord, RecordTerms, unseal
+from holdfast.protocol.arena import IMAGE_START, SlotFile, is_temporary
+from holdfast.transport.server import PeerServer
+from holdfast.transport.wire.http import generation_name, parity_path, record_path
 
 HALVES = (0, 1)
 _PASSING = "passing"
@@ -27,39 +30,39 @@ _UNKNOWN_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
-class KeptRow:
-    """A row that is whole: where in its half it lies, and its record."""
+class StoredParity:
+    """A complete parity shard: its buffer and offset, and its record."""
 
     half: int
     offset_bytes: int
     record: ParityRecord
     data: bytes
-    """The record, sealed."""
+    """The sealed record."""
 
     @property
     def members(self) -> tuple[str, ...]:
-        """The hosts whose images it is made of."""
+        """Return the hosts whose images the shard is made of."""
         return tuple(member.host for member in self.record.members)
 
     @property
     def images(self) -> dict[int, int]:
-        """The sizes of these images, by rank."""
+        """Return the sizes of these images, by rank."""
         of = (image for member in self.record.members for image in member.images)
         return {image.rank: image.image_bytes for image in of}
 
 
-def row_path(arena: Path, name: str) -> Path:
-    """Where a half of the rows in an arena lies, or what is handed on."""
+def shard_path(arena: Path, name: str) -> Path:
+    """Return the path of a parity buffer in an arena, or of the transit buffer."""
     return arena / "parity" / f"{name}.rows"
 
 
-class RowMemory:
-    """The files; ``memory`` says how much room there is. Not for two threads at once.
+class ShardFiles:
+    """The files; ``memory`` gives the available memory. For one thread at a time.
 
-    ArenaError when what an earlier keeper left cannot be opened now: it stays as it is.
+    Raises ArenaError if files of an earlier keeper cannot be opened now: they stay unchanged.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: ArenaFiles) -> None:
         self._memory = memory
         self.directory = memory.directory / "parity"
         self.directory.mkdir(mode=0o700, exist_ok=True)
@@ -68,24 +71,26 @@ class RowMemory:
             try:
                 self._files[name] = SlotFile.open(self.path(name), writable=True)
             except ArenaError as error:
-                if may_pass(error):
-                    raise  # rows may be in it that the run needs
-                # There is none, or it is half-made.
+                if is_temporary(error):
+                    raise  # it may contain shards that the run needs
+                # The file is missing, or incomplete.
                 self.path(name).unlink(missing_ok=True)
         self._count()
 
     def path(self, name: str) -> Path:
-        """Where a half lies, or what is handed on."""
-        return row_path(self._memory.directory, name)
+        """Return the path of a parity buffer, or of the transit buffer."""
+        return shard_path(self._memory.directory, name)
 
     def _count(self) -> None:
         sizes = (IMAGE_START + file.capacity_bytes for file in self._files.values())
         self._memory.parity_bytes = sum(sizes)
 
-    # ── what is there ────────────────────────────────────────────────────────────────────
+    # ── discovery ────────────────────────────────────────────────────────────────────────────────
 
-    def scan(self) -> list[KeptRow]:
-        """All rows that an earlier keeper left whole. ArenaError when one cannot be read now."""
+    def scan(self) -> list[StoredParity]:
+        """Return all complete shards of an earlier keeper. ArenaError if a record cannot be read
+        now.
+        """
         found = []
         for path in sorted(self.directory.glob(f"*{_RECORD}")):
             half, _, offset = path.name.removesuffix(_RECORD).partition("-")
@@ -93,18 +98,18 @@ class RowMemory:
                 if path.lstat().st_size > MAX_RECORD_BYTES:
                     raise FormatError(f"{path} is no record of parity")
                 data = path.read_bytes()
-                row = KeptRow(int(half), int(offset), unseal(data, str(path)), data)
+                row = StoredParity(int(half), int(offset), unseal(data, str(path)), data)
                 if self._is_there(row):
                     found.append(row)
                     continue
-            except OSError as error:  # too many open files, say: the row may be whole
+            except OSError as error:  # too many open files, for example: the shard may be complete
                 raise ArenaError(f"cannot read the record {path}: {error.strerror}") from error
-            except (ValueError, FormatError):  # half-written, or not ours
+            except (ValueError, FormatError):  # partly written, or not ours
                 pass
             path.unlink(missing_ok=True)
         return found
 
-    def _is_there(self, row: KeptRow) -> bool:
+    def _is_there(self, row: StoredParity) -> bool:
         file = self._files.get(str(row.half))
         is_ours = row.record.run_id == self._memory.run_id
         return (
@@ -113,23 +118,25 @@ class RowMemory:
             and 0 <= row.offset_bytes <= file.capacity_bytes - row.record.size_bytes
         )
 
-    # ── what is made ─────────────────────────────────────────────────────────────────────
+    # ── creation ─────────────────────────────────────────────────────────────────────────────────
 
     def forget(self, half: int) -> None:
-        """The rows of this half are nothing any more: it may be written."""
+        """Delete the records of a buffer's shards: the buffer may be written."""
         for path in self.directory.glob(f"{half}-*{_RECORD}"):
             path.unlink(missing_ok=True)
 
     def drop(self) -> None:
-        """Give all of the memory back."""
+        """Free all memory."""
         for file in self._files.values():
             file.path.unlink(missing_ok=True)
             file.close()
         self._files.clear()
         self._count()
 
-    def make(self, terms: Terms, own: str, half: int) -> None:
-        """Have room for both generations of such rows; slow. ArenaError says how much it takes."""
+    def make(self, terms: RecordTerms, own: str, half: int) -> None:
+        """Allocate both buffers for such shards; slow. ArenaError tells how much memory they
+        need.
+        """
         division = division_of(terms)
         needed = capacity(division)
         there = self._memory.parity_bytes
@@ -142,7 +149,9 @@ class RowMemory:
             self._make(_PASSING, passing, is_free=True)
 
     def _make(self, name: str, size: int, *, is_free: bool) -> None:
-        """``is_free``: whether what is in there may go, where it is too small."""
+        """Create or enlarge one file. ``is_free``: its content may be discarded if it is too
+        small.
+        """
         file = self._files.get(name)
         if file is not None and (file.capacity_bytes >= size or not is_free):
             return
@@ -155,8 +164,10 @@ class RowMemory:
         self._files[name] = SlotFile.create(self.path(name), max(size, 1), free_bytes=free)
         self._count()
 
-    def place(self, half: int, kept: Iterable[Kept]) -> dict[Kept, tuple[int, memoryview]]:
-        """Where each of these rows goes: its offset, and the memory itself."""
+    def place(
+        self, half: int, kept: Iterable[StoredShard]
+    ) -> dict[StoredShard, tuple[int, memoryview]]:
+        """Return the offset and the memory of each of these shards."""
         image, at = self._files[str(half)].image, 0
         found = {}
         for one in kept:
@@ -164,17 +175,19 @@ class RowMemory:
             at += one.size_bytes
         return found
 
-    def passing(self) -> tuple[Path, memoryview] | None:
-        """What is handed on lies there, from ``IMAGE_START`` on; None while there is none."""
+    def transit(self) -> tuple[Path, memoryview] | None:
+        """Return path and memory of the data in transit, from ``IMAGE_START`` on; None if there is
+        none.
+        """
         file = self._files.get(_PASSING)
         return None if file is None else (file.path, file.image)
 
-    def disbelieve(self, row: KeptRow) -> None:
-        """A row is nothing any more."""
+    def invalidate(self, row: StoredParity) -> None:
+        """Delete the record of a shard, which makes the shard void."""
         self._record_path(row.half, row.offset_bytes).unlink(missing_ok=True)
 
-    def patch(self, row: KeptRow, data: Mapping[int, bytes]) -> None:
-        """Write these bytes into a row, by where they belong in it."""
+    def patch(self, row: StoredParity, data: Mapping[int, bytes]) -> None:
+        """Write these bytes into a shard, by their offsets in it."""
         image = self._files[str(row.half)].image
         for start, piece in data.items():
             image[row.offset_bytes + start : row.offset_bytes + start + len(piece)] = piece
@@ -182,8 +195,10 @@ class RowMemory:
     def _record_path(self, half: int, offset: int) -> Path:
         return self.directory / f"{half}-{offset}{_RECORD}"
 
-    def keep(self, half: int, rows: Iterable[tuple[int, bytes]]) -> list[KeptRow]:
-        """All rows of a generation are whole: (offset, sealed record) of each. OSError."""
+    def store_records(self, half: int, rows: Iterable[tuple[int, bytes]]) -> list[StoredParity]:
+        """Write the records of a generation's complete shards: (offset, sealed record) of each.
+        OSError.
+        """
         found = []
         for offset, data in rows:
             path = self._record_path(half, offset)
@@ -194,14 +209,139 @@ class RowMemory:
             except OSError:
                 temporary.unlink(missing_ok=True)
                 raise
-            found.append(KeptRow(half, offset, unseal(data, str(path)), data))
+            found.append(StoredParity(half, offset, unseal(data, str(path)), data))
         return found
 
 
-def division_of(terms: Terms) -> Division:
-    """The group of these members alone, with what is coded of each."""
+def division_of(terms: RecordTerms) -> Division:
+    """Return the group of these members alone, with the encoded parts of each."""
     hosts = (
-        Host(member.host, image_bytes=tuple(image.coded_bytes for image in member.images))
+        GroupHost(member.host, image_bytes=tuple(image.coded_bytes for image in member.images))
         for member in terms.members
     )
-    return Division((Group(tuple(hosts), terms.parity),), terms.parity)
+    return Division((HostGroup(tuple(hosts), terms.parity),), terms.parity)
+
+
+# The valid parity shards of this host: it serves each of them, and no other. A host serves one
+# shard of a name. Another shard of the same images, made for another division of the hosts, waits
+# in the other buffer until the first is deleted.
+
+
+class ShardStore:
+    """Valid shards, used on the keeper's loop. ``changed`` is called whenever they change."""
+
+    def __init__(self, files: ShardFiles, changed: Callable[[], None]) -> None:
+        self._files, self._changed = files, changed
+        self._kept = files.scan()
+        self._quarantined: list[StoredParity] = []
+        """Damaged shards that are not repaired yet."""
+        self._server: PeerServer | None = None
+
+    def serve(self, server: PeerServer | None) -> None:
+        """Serve the shards through this server from now on, or not at all (None)."""
+        self._server = server
+        self._keep_only(self._kept, self._kept)
+
+    def all(self) -> Sequence[StoredParity]:
+        """Return all shards, each complete."""
+        return self._kept
+
+    def of(self, attempt: str, half: int | None = None) -> list[StoredParity]:
+        """Return the shards of an attempt: in this buffer, or in both (None)."""
+        return [
+            row for row in self._kept if row.record.attempt == attempt and half in (row.half, None)
+        ]
+
+    def add(self, rows: Iterable[StoredParity]) -> None:
+        """Add complete shards."""
+        rows = list(rows)
+        for row in rows:
+            self._publish(row)
+        self._kept = [*self._kept, *rows]
+        if rows:
+            self._changed()
+
+    def forget(self, half: int) -> None:
+        """Withdraw all shards of this buffer, before it is written."""
+        gone = [row for row in self._kept if row.half == half]
+        self._withdraw(gone)
+        self._files.forget(half)
+        self._quarantined = [row for row in self._quarantined if row.half != half]
+        if gone:
+            self._changed()
+
+    # ── damage ───────────────────────────────────────────────────────────────────────────────────
+
+    def quarantine(self, row: StoredParity) -> bool:
+        """Quarantine a damaged shard, so that it is not served; return True if it is stored
+        here.
+        """
+        if all(one is not row for one in self._kept):
+            return False
+        self._withdraw([row])
+        self._files.invalidate(row)
+        self._quarantined.append(row)
+        self._changed()
+        return True
+
+    def is_quarantined(self, row: StoredParity) -> bool:
+        """Return True if the shard may still be repaired: nothing newer is written in its place."""
+        return any(one is row for one in self._quarantined)
+
+    def repair(self, row: StoredParity, data: Mapping[int, bytes]) -> bool:
+        """Write the damaged bytes again, and serve the shard again; return True on success."""
+        self._quarantined = [one for one in self._quarantined if one is not row]
+        try:
+            self._files.patch(row, data)
+            self._files.store_records(row.half, [(row.offset_bytes, row.data)])
+        except OSError:
+            return False
+        self.add([row])
+        return True
+
+    # ── serving ──────────────────────────────────────────────────────────────────────────────────
+
+    def _withdraw(self, gone: Sequence[StoredParity]) -> None:
+        """Withdraw these shards; others may take their names."""
+        if self._server is not None:
+            for row in gone:
+                self._server.withdraw(parity_path(*name_of(row.record)))
+                self._server.withdraw(record_path(*name_of(row.record)))
+        names = {name_of(row.record) for row in gone}
+        left = [row for row in self._kept if all(row is not one for one in gone)]
+        self._keep_only(left, [row for row in left if name_of(row.record) in names])
+
+    def _keep_only(self, kept: list[StoredParity], offered_anew: Iterable[StoredParity]) -> None:
+        self._kept = []
+        for row in offered_anew:
+            self._publish(row)
+            self._kept.append(row)
+        self._kept = kept
+
+    def _publish(self, row: StoredParity) -> None:
+        """Serve a shard, unless another one of the same images has its name.
+
+        The other shard, made for another division of the hosts, is served until its buffer is
+        written.
+        """
+        at = name_of(row.record)
+        if self._server is None or at in (name_of(one.record) for one in self._kept):
+            return
+        record, generation = row.record, generation_name(row.record.generation)
+        try:
+            if record.size_bytes:
+                self._server.offer_file(
+                    parity_path(*at),
+                    self._files.path(str(row.half)),
+                    offset_bytes=IMAGE_START + row.offset_bytes,
+                    length_bytes=record.size_bytes,
+                    generation=generation,
+                )
+            self._server.offer_document(record_path(*at), row.data, generation=generation)
+        except ArenaError as error:  # the arena was removed, for example
+            emit(Warned(message=f"parity is not offered to peers: {error}"))
+
+
+def name_of(record: ParityRecord) -> tuple[str, int, int]:
+    """Return a shard's name, which does not depend on the division of the hosts."""
+    return record.attempt, record.stripe, record.row

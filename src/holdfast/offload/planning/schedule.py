@@ -1,8 +1,8 @@
-"""PURE. Which subgroups are updated on the host, which on the device, and in which order.
+"""PURE. Decides which subgroups are updated on the host, which on the device, and in which order.
 
 The list of subgroups is worked from both ends: the host from the front, the device from the back,
-so that they meet where both are done at the same time. Where that is follows from the model
-(``simulate``). A plan is never slower, by the model, than leaving everything to the host.
+so that both finish at the same time. The meeting point follows from the model (``simulate``). By
+the model, a plan is never slower than leaving everything to the host.
 """
 
 from __future__ import annotations
@@ -12,50 +12,56 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain, combinations
 
 from holdfast.errors import UsageError
-from holdfast.offload.rates import Rates
-from holdfast.offload.simulate import Timeline, run, tasks
+from holdfast.offload.planning.simulate import Rates, Timeline, run, tasks
 
 __all__ = ["Rates", "Schedule", "plan", "replan", "replanning", "timeline"]
 
 #: The device is used when the model promises to save at least this part of the step.
 LEAST_GAIN = 0.02
-#: Another schedule is taken when it promises to save this part of the step.
+#: Another schedule replaces the present one when it promises to save this part of the step.
 LEAST_CHANGE = 0.05
-#: With so few subgroups every way to divide them is tried, for one more or less is much then.
+#: With so few subgroups every division is tried, because one subgroup makes a large difference.
 FEW = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The subgroups of the host and of the device, each in its order; all of them, each once."""
+    """The subgroups of the host and of the device, each in order; together all of them, each
+    once.
+    """
 
     host: tuple[int, ...]
     device: tuple[int, ...]
     #: The part of all elements that is updated on the device.
     share: float
-    #: How long the step takes by the model.
+    #: The duration of the step by the model.
     expected_s: float = field(default=0.0, compare=False)
     #: The part of its own rate at which the host updates beside the copies, by the model. A
-    #: duration measured in a step, times this, is what the update alone would have taken.
+    #: duration measured in a step, times this, is the duration of the update alone.
     host_speed: float = field(default=1.0, compare=False)
-    #: What ``expected_s`` comes from.
+    #: The rates from which ``expected_s`` was computed.
     rates: Rates | None = field(default=None, compare=False)
 
 
 def plan(
-    sizes: Sequence[int], rates: Rates, *, device_slots: int, device_share: float | None = None,
-    ready_s: Sequence[float] = (), flush_is_awaited: bool = True,
-) -> Schedule:  # fmt: skip
-    """The schedule that is done first; ``device_share`` fixes how much the device takes.
+    sizes: Sequence[int],
+    rates: Rates,
+    *,
+    device_slots: int,
+    device_share: float | None = None,
+    ready_s: Sequence[float] = (),
+    flush_is_awaited: bool = True,
+) -> Schedule:
+    """Return the schedule with the shortest step; ``device_share`` fixes the part of the device.
 
     ``sizes`` are the elements of each subgroup. The device has room for the state of
-    ``device_slots`` of them. ``ready_s``: when each gradient lies on the device, seconds from the
-    beginning of the step (below 0: before it); the host then takes those that come first. Without
-    it the gradients are in their places, and the host begins with the first subgroup.
-    ``flush_is_awaited=False`` lets the last state come back behind the next forward.
+    ``device_slots`` of them. ``ready_s``: when each gradient is on the device, in seconds from the
+    beginning of the step (below 0: before it); the host then takes the subgroups whose gradients
+    come first. Without it the gradients are in place, and the host begins with the first subgroup.
+    ``flush_is_awaited=False`` lets the last state return during the next forward.
 
-    With ``device_share`` the result depends on ``sizes`` and the order alone, on no rate.
-    Raises UsageError for a share, a size or a number of slots that cannot be.
+    With ``device_share`` the result depends on ``sizes`` and the order alone, on no rate. Raises
+    UsageError for an invalid share, size or number of slots.
     """
     _check(sizes, device_slots, device_share, ready_s)
     if device_share is not None:
@@ -66,28 +72,42 @@ def plan(
 
 
 def replan(
-    current: Schedule, sizes: Sequence[int], rates: Rates, *, device_slots: int,
-    ready_s: Sequence[float] = (), flush_is_awaited: bool = True,
-) -> Schedule:  # fmt: skip
-    """The best schedule by the rates as they are now, or ``current``.
+    current: Schedule,
+    sizes: Sequence[int],
+    rates: Rates,
+    *,
+    device_slots: int,
+    ready_s: Sequence[float] = (),
+    flush_is_awaited: bool = True,
+) -> Schedule:
+    """Return the best schedule by the present rates, or ``current``.
 
-    Rates that waver are no reason to change: the best has to save ``LEAST_CHANGE`` of the step.
+    Fluctuating rates are no reason to change: the best has to save ``LEAST_CHANGE`` of the step.
     Where no rate moved enough for that, nothing is computed.
     """
-    *_, found = replanning(
-        current, sizes, rates, device_slots=device_slots, ready_s=ready_s,
+    *_, best = replanning(
+        current,
+        sizes,
+        rates,
+        device_slots=device_slots,
+        ready_s=ready_s,
         flush_is_awaited=flush_is_awaited,
-    )  # fmt: skip
-    return found
+    )
+    return best
 
 
 def replanning(
-    current: Schedule, sizes: Sequence[int], rates: Rates, *, device_slots: int,
-    ready_s: Sequence[float] = (), flush_is_awaited: bool = True,
-) -> Iterator[Schedule]:  # fmt: skip
-    """``replan`` little by little: each turn plays one way through, the last yields the answer.
+    current: Schedule,
+    sizes: Sequence[int],
+    rates: Rates,
+    *,
+    device_slots: int,
+    ready_s: Sequence[float] = (),
+    flush_is_awaited: bool = True,
+) -> Iterator[Schedule]:
+    """Run ``replan`` in steps: each simulates one division, the last yields the result.
 
-    The turns before it yield ``current``. A way takes a millisecond for 25 subgroups or so.
+    The steps before it yield ``current``. One division takes a millisecond for about 25 subgroups.
     """
     if current.rates is not None and _are_near(current.rates, rates):
         yield current
@@ -101,10 +121,11 @@ def replanning(
 
 
 def _are_near(before: Rates, now: Rates) -> bool:
-    """Whether every schedule takes nearly what it took, so that none can save ``LEAST_CHANGE``.
+    """Return whether every schedule takes nearly its old time, so that none can save
+    ``LEAST_CHANGE``.
 
-    With rates that are at most ``near`` times as high or low, so is what a schedule takes: one
-    that was the best can by now be slower than another by that twice.
+    With rates that are at most ``near`` times as high or low, so is the time of a schedule: the
+    previous best can now be slower than another by twice that.
     """
     near = (1 - LEAST_CHANGE) ** -0.5
     pairs = ((getattr(before, one.name), getattr(now, one.name)) for one in fields(Rates))
@@ -112,10 +133,14 @@ def _are_near(before: Rates, now: Rates) -> bool:
 
 
 def timeline(
-    sizes: Sequence[int], schedule: Schedule, rates: Rates, *, device_slots: int,
+    sizes: Sequence[int],
+    schedule: Schedule,
+    rates: Rates,
+    *,
+    device_slots: int,
     ready_s: Sequence[float] = (),
-) -> Timeline:  # fmt: skip
-    """A step by this schedule, played through by the model."""
+) -> Timeline:
+    """Simulate a step by this schedule."""
     given = tasks(
         sizes, schedule.host, schedule.device, rates, device_slots=device_slots, ready_s=ready_s
     )
@@ -123,16 +148,22 @@ def timeline(
 
 
 def _expecting(
-    schedule: Schedule, sizes: Sequence[int], rates: Rates, device_slots: int,
-    ready_s: Sequence[float], flush_is_awaited: bool,
-) -> Schedule:  # fmt: skip
-    """This schedule, and what it does by these rates."""
+    schedule: Schedule,
+    sizes: Sequence[int],
+    rates: Rates,
+    device_slots: int,
+    ready_s: Sequence[float],
+    flush_is_awaited: bool,
+) -> Schedule:
+    """Return this schedule with its expected duration by these rates."""
     played = timeline(sizes, schedule, rates, device_slots=device_slots, ready_s=ready_s)
     busy_s, worked_s = played.busy_s("host"), played.work_s("host")
     return replace(
-        schedule, expected_s=played.finished_s if flush_is_awaited else played.visible_s,
-        host_speed=worked_s / busy_s if busy_s else 1.0, rates=rates,
-    )  # fmt: skip
+        schedule,
+        expected_s=played.finished_s if flush_is_awaited else played.visible_s,
+        host_speed=worked_s / busy_s if busy_s else 1.0,
+        rates=rates,
+    )
 
 
 def _better(one: Schedule) -> tuple[float, float]:
@@ -140,20 +171,23 @@ def _better(one: Schedule) -> tuple[float, float]:
 
 
 def _ordered(sizes: Sequence[int], ready_s: Sequence[float]) -> list[int]:
-    """All subgroups in the order in which their gradients come."""
+    """Return all subgroups in the order in which their gradients arrive."""
     return sorted(range(len(sizes)), key=lambda one: (ready_s[one] if ready_s else 0.0, one))
 
 
 def _trials(
-    sizes: Sequence[int], rates: Rates, device_slots: int, ready_s: Sequence[float],
+    sizes: Sequence[int],
+    rates: Rates,
+    device_slots: int,
+    ready_s: Sequence[float],
     flush_is_awaited: bool,
-) -> Iterator[Schedule]:  # fmt: skip
-    """The host alone, and all ways that are worth trying and promise more than it."""
+) -> Iterator[Schedule]:
+    """Yield the host alone, and all divisions that are worth trying and promise more than it."""
     order = _ordered(sizes, ready_s)
 
     def trial(device: Sequence[int]) -> Schedule:
-        found = _divided(sizes, order, device, ready_s)
-        return _expecting(found, sizes, rates, device_slots, ready_s, flush_is_awaited)
+        schedule = _divided(sizes, order, device, ready_s)
+        return _expecting(schedule, sizes, rates, device_slots, ready_s, flush_is_awaited)
 
     alone = trial(())
     yield alone
@@ -163,15 +197,15 @@ def _trials(
         yield one if one.expected_s < alone.expected_s * (1 - LEAST_GAIN) else alone
 
 
-# ── where the ends meet ──────────────────────────────────────────────────────────────────────
+# ── divisions between host and device ────────────────────────────────────────────────────────
 
 
 def _divided(
     sizes: Sequence[int], order: Sequence[int], device: Sequence[int], ready_s: Sequence[float]
 ) -> Schedule:
-    """These on the device, from the back of ``order``, and the others on the host, from its front.
+    """Assign ``device`` to the device, from the back of ``order``, and the rest to the host.
 
-    The device does not wait for a gradient that is yet to come while it has others.
+    The device does not wait for a gradient that is still to come while it has others.
     """
     there = set(device)
     host = tuple(one for one in order if one not in there)
@@ -182,7 +216,7 @@ def _divided(
 
 
 def _nearest(sizes: Sequence[int], order: Sequence[int], share: float) -> Sequence[int]:
-    """So many from the back that they come nearest to this share; of two ways, fewer."""
+    """Return the number from the back that comes nearest to this share; of two, the smaller."""
     reached = accumulate((sizes[one] for one in reversed(order)), initial=0)
     wanted = share * sum(sizes)
     count = min(enumerate(reached), key=lambda one: (abs(one[1] - wanted), one[0]))[0]
@@ -192,11 +226,11 @@ def _nearest(sizes: Sequence[int], order: Sequence[int], share: float) -> Sequen
 def _candidates(
     order: Sequence[int], trial: Callable[[Sequence[int]], Schedule], rates: Rates
 ) -> Iterator[Schedule]:
-    """Ways to divide the list among which the best is: all, or those where the ends meet.
+    """Yield divisions that include the best: all of them, or those around the meeting point.
 
-    The more the device takes, the longer it works and the shorter the host does. So from where
-    the rates alone would have them meet it goes downhill, by smaller and smaller strides; sizes
-    that differ make small waves on the way, so a few to both sides are tried too.
+    The more the device takes, the longer it works and the shorter the host does. So the search
+    descends from the meeting point of the rates alone, with smaller and smaller steps. Different
+    sizes make small local minima, so a few divisions on both sides are tried too.
     """
     everyone = len(order)
     if everyone <= FEW:
@@ -218,11 +252,12 @@ def _candidates(
 
 
 def _guess(rates: Rates) -> float:
-    """The share with which both work equally long, if all their parts go on side by side."""
+    """Return the share with which both work equally long, if all their parts run in parallel."""
     slowest_s = max(
-        rates.state_in_bytes / rates.h2d_bytes_s, rates.state_out_bytes / rates.d2h_bytes_s,
+        rates.state_in_bytes / rates.h2d_bytes_s,
+        rates.state_out_bytes / rates.d2h_bytes_s,
         1 / rates.device_update_elements_s,
-    )  # fmt: skip
+    )
     return 1 / (1 + slowest_s * rates.host_elements_s)
 
 

@@ -1,19 +1,19 @@
-"""Where every byte of a group's images and of their parity lies: arithmetic that all keepers share.
+"""Computes where every byte of a group's images and of its parity lies; all keepers share this.
 
 A group has n members, in order, m of which can be lost. Every image is cut into d = n - m segments
-of whole blocks. There are n stripes; each takes one segment from d members and has its m rows of
-parity on the other m:
+of whole blocks. There are n stripes; each takes one segment from d members and stores its m parity
+shards (the rows of the stripe) on the other m:
 
-    segment t of member h   is column t of stripe  (h + 1 + t) mod n
-    row r of stripe s       lies on member         (s + r) mod n
+    segment t of member h         is column t of stripe  (h + 1 + t) mod n
+    parity shard r of stripe s    lies on member         (s + r) mod n
 
-So parity rotates: every member keeps row r of one stripe for each r, m/d of the largest member's
+So parity rotates: every member stores shard r of one stripe for each r, m/d of the largest member's
 bytes, and never parity of its own data. Segments of several images of a host stand behind each
-other in the stripe, each at the same place in all stripes. **These rules are part of what keepers
-send each other**; see docs/design/0006-redundancy.md.
+other in the stripe, each at the same place in all stripes. **These rules are part of the protocol
+between keepers**; see docs/design/0006-redundancy.md.
 
 Member s makes the parity of stripe s: it receives d segments, column t from member s - 1 - t, and
-hands on m - 1 rows. So all members send and receive at all times.
+sends m - 1 parity shards. So all members send and receive at all times.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from holdfast.format.checksum import BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Bytes ``start`` to ``stop`` of an image, or of the parity that a member keeps of a stripe.
+class StripePart:
+    """Bytes ``start`` to ``stop`` of an image, or of the parity shard that a member stores of a
+    stripe.
 
-    ``at`` is where they belong: in the stripe, or in the range that is asked for.
+    ``at`` is their offset in the stripe, or in the requested range.
     """
 
     image: int | None  # None: parity
@@ -39,30 +40,30 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """What to read from one member; ``number`` is its number in the stripe's code.
+class StripeSource:
+    """The bytes to read from one member; ``number`` is its number in the stripe's code.
 
-    Without parts, the member has no bytes there and counts as zeros, which the code must know.
+    A member without parts has no bytes there and counts as zeros, which the code must know.
     """
 
     member: int
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[StripePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stripe:
-    """Data, one source for each column, and the members that keep its parity, by row."""
+    """Data, one source for each column, and the members that store its parity, by row."""
 
     number: int
     size_bytes: int
-    data: tuple[Source, ...]
+    data: tuple[StripeSource, ...]
     parity: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """The parity of one stripe that a member keeps."""
+class StoredShard:
+    """A parity shard that a member stores: row ``row`` of one stripe."""
 
     stripe: int
     row: int
@@ -70,24 +71,26 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Rebuild:
-    """Bytes ``start`` to ``stop`` of what is lost: member ``wanted`` of the code of ``stripe``.
+class RepairStep:
+    """Rebuilds bytes ``start`` to ``stop`` of lost data: member ``wanted`` of the code of
+    ``stripe``.
 
-    ``sources`` are as many as the code has data members; their parts are placed from ``start`` on.
+    There are as many ``sources`` as the code has data members; their parts are placed from
+    ``start``.
     """
 
     start: int
     stop: int
     stripe: int
     wanted: int
-    sources: tuple[Source, ...]
+    sources: tuple[StripeSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class StripePlacement:
     """For each member, in the group's order, the bytes of its images; and the group's parity.
 
-    What is coded of an image is its data, from block 0 on: its header is kept by all members.
+    The coded bytes of an image are its data, from block 0 on. All members keep its header.
     """
 
     image_bytes: tuple[tuple[int, ...], ...]
@@ -103,48 +106,57 @@ class Placement:
 
     @property
     def members(self) -> int:
-        """How many members there are, and stripes, if any."""
+        """The number of members, which is the number of stripes if there are any."""
         return len(self.image_bytes)
 
     @property
     def columns(self) -> int:
-        """How many segments an image has."""
+        """The number of segments of an image."""
         return self.members - self.parity
 
     def number(self, member: int, stripe: int) -> int:
-        """The number of ``member`` in the code of ``stripe``: data by column, then parity."""
+        """Return the number of ``member`` in the code of ``stripe``: data by column, then
+        parity.
+        """
         column = (stripe - 1 - member) % self.members
         return column if column < self.columns else self.columns + self.members - 1 - column
 
     def segment_bytes(self, size_bytes: int) -> int:
-        """The length of all segments of an image of this size but the last."""
+        """Return the length of every segment but the last of an image of this size."""
         blocks = -(-size_bytes // self.block_bytes)
         return -(-blocks // self.columns) * self.block_bytes
 
 
-def stripes(placement: Placement) -> tuple[Stripe, ...]:
-    """All stripes; none where nothing is protected."""
+def stripes(placement: StripePlacement) -> tuple[Stripe, ...]:
+    """Return all stripes; none where nothing is protected."""
     count = placement.members if placement.parity else 0
     return tuple(_stripe(placement, number) for number in range(count))
 
 
-def stored_by(placement: Placement, member: int) -> tuple[Kept, ...]:
-    """The parity that ``member`` keeps, the stripe that it encodes itself first."""
-    found = []
+def stored_by(placement: StripePlacement, member: int) -> tuple[StoredShard, ...]:
+    """Return the parity shards that ``member`` stores, first that of the stripe it encodes
+    itself.
+    """
+    shards = []
     for row in range(placement.parity):
         stripe = _stripe(placement, (member - row) % placement.members)
-        found.append(Kept(stripe.number, row, stripe.size_bytes))
-    return tuple(found)
+        shards.append(StoredShard(stripe.number, row, stripe.size_bytes))
+    return tuple(shards)
 
 
 def needed_for(
-    placement: Placement, member: int, image: int, start: int, stop: int,
+    placement: StripePlacement,
+    member: int,
+    image: int,
+    start: int,
+    stop: int,
     lost: Collection[int],
-) -> tuple[Rebuild, ...]:  # fmt: skip
-    """What gives bytes ``start`` to ``stop`` of an image of a lost member, in order.
+) -> tuple[RepairStep, ...]:
+    """Return the steps that rebuild bytes ``start`` to ``stop`` of an image of a lost member, in
+    order.
 
-    ``lost``: the members that are not to be read, ``member`` or not. Data is taken before parity
-    and lower rows before higher. TooManyLost where too few members are left.
+    ``lost``: the members that must not be read, with or without ``member``. Data is preferred to
+    parity, and lower rows to higher. TooManyLost where too few members are left.
     """
     images, away = placement.image_bytes[member], {member, *lost}
     if not 0 <= start <= stop <= images[image]:
@@ -155,21 +167,28 @@ def needed_for(
     _check_lost(placement, away)
     length = placement.segment_bytes(images[image])
     offset = sum(map(placement.segment_bytes, images[:image]))
-    found = []
+    steps = []
     while start < stop:
         column, within = divmod(start, length)
         end = min(stop, start - within + length)
         stripe = (member + 1 + column) % placement.members
         sources = _sources(placement, stripe, offset + within, offset + within + end - start, away)
-        found.append(Rebuild(start, end, stripe, column, sources))
+        steps.append(RepairStep(start, end, stripe, column, sources))
         start = end
-    return tuple(found)
+    return tuple(steps)
 
 
 def needed_for_parity(
-    placement: Placement, member: int, stripe: int, start: int, stop: int, lost: Collection[int]
-) -> Rebuild:
-    """The same for bytes ``start`` to ``stop`` of what ``member`` keeps of ``stripe``."""
+    placement: StripePlacement,
+    member: int,
+    stripe: int,
+    start: int,
+    stop: int,
+    lost: Collection[int],
+) -> RepairStep:
+    """Return the steps for bytes ``start`` to ``stop`` of the shard of ``stripe`` that ``member``
+    stores.
+    """
     away = {member, *lost}
     kept = {one.stripe: one.size_bytes for one in stored_by(placement, member)}
     if stripe not in kept or not 0 <= start <= stop <= kept[stripe]:
@@ -179,22 +198,23 @@ def needed_for_parity(
         )
     _check_lost(placement, away)
     sources = _sources(placement, stripe, start, stop, away)
-    return Rebuild(start, stop, stripe, placement.number(member, stripe), sources)
+    return RepairStep(start, stop, stripe, placement.number(member, stripe), sources)
 
 
-def _check_lost(placement: Placement, away: set[int]) -> None:
+def _check_lost(placement: StripePlacement, away: set[int]) -> None:
     if len(away) > placement.parity:
         raise TooManyLost(
             f"members {sorted(away)} of a group of {placement.members} cannot be read, and its "
             f"parity replaces {placement.parity}: use another source, storage in the end",
-            missing=sorted(away), parity=placement.parity,
-        )  # fmt: skip
+            missing=sorted(away),
+            parity=placement.parity,
+        )
 
 
 def _sources(
-    placement: Placement, stripe: int, start: int, stop: int, away: set[int]
-) -> tuple[Source, ...]:
-    """As many members as are needed, the cheapest first, and what they have of the stripe there."""
+    placement: StripePlacement, stripe: int, start: int, stop: int, away: set[int]
+) -> tuple[StripeSource, ...]:
+    """Choose as many members as needed, the cheapest first, and their bytes of the stripe range."""
     numbers = {
         placement.number(member, stripe): member
         for member in range(placement.members)
@@ -206,7 +226,7 @@ def _sources(
     )
 
 
-def _stripe(placement: Placement, number: int) -> Stripe:
+def _stripe(placement: StripePlacement, number: int) -> Stripe:
     members = {placement.number(member, number): member for member in range(placement.members)}
     data = tuple(
         _data(placement, members[column], number, 0, None) for column in range(placement.columns)
@@ -217,16 +237,20 @@ def _stripe(placement: Placement, number: int) -> Stripe:
     return Stripe(number, size, data, tuple(rows))
 
 
-def _source(placement: Placement, member: int, stripe: int, start: int, stop: int) -> Source:
-    """What a member has of bytes ``start`` to ``stop`` of a stripe, data or parity."""
+def _source(
+    placement: StripePlacement, member: int, stripe: int, start: int, stop: int
+) -> StripeSource:
+    """Return the bytes, data or parity, that a member has in ``start`` to ``stop`` of a stripe."""
     number = placement.number(member, stripe)
     if number < placement.columns:
         return _data(placement, member, stripe, start, stop)
-    return Source(member, number, (Part(None, start, stop, 0),))
+    return StripeSource(member, number, (StripePart(None, start, stop, 0),))
 
 
-def _data(placement: Placement, member: int, stripe: int, start: int, stop: int | None) -> Source:
-    """What a data member has of bytes ``start`` to ``stop`` of a stripe."""
+def _data(
+    placement: StripePlacement, member: int, stripe: int, start: int, stop: int | None
+) -> StripeSource:
+    """Return the bytes that a data member has in ``start`` to ``stop`` of a stripe."""
     column, offset, parts = placement.number(member, stripe), 0, []
     for image, size in enumerate(placement.image_bytes[member]):
         length = placement.segment_bytes(size)
@@ -235,6 +259,6 @@ def _data(placement: Placement, member: int, stripe: int, start: int, stop: int 
         if stop is not None:
             end = min(end, column * length + stop - offset)
         if begin < end:
-            parts.append(Part(image, begin, end, offset + begin - column * length - start))
+            parts.append(StripePart(image, begin, end, offset + begin - column * length - start))
         offset += length
-    return Source(member, column, tuple(parts))
+    return StripeSource(member, column, tuple(parts))

@@ -1,10 +1,10 @@
-"""PURE. A row of parity says itself what it is made of, or is not believed.
+"""PURE. Describes a parity shard in a sealed record, so that the shard can be decoded on its own.
 
-A record lies beside each row. It names the rules, the generation, the members in order with the
-sizes and the headers of all their images, and the checksums of the row's own blocks: with it the
-row is decoded although members, and any later division, are gone. Its bytes are
-``[magic][length][xxh3 of the body][body]``, the body MessagePack. Whoever seals and whoever
-unseals checks the same rules. See docs/design/0006-redundancy.md.
+A record lies beside each parity shard. The record names the rules, the generation, the members in
+order with the sizes and the headers of all their images, and the checksums of the shard's own
+blocks. With the record, the shard is decoded even when members, and any later division, are gone.
+Its bytes are ``[magic][length][xxh3 of the body][body]``, the body MessagePack. Sealing and
+unsealing check the same rules. See docs/design/0006-redundancy.md.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from itertools import pairwise
 import msgspec
 
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
+from holdfast.format.block_table import table_offset
 from holdfast.format.checksum import BLOCK_BYTES, Buffer, block_count, checksum, text
 from holdfast.format.image import MAX_HEADER_BYTES, PAGE_BYTES
 from holdfast.format.manifest import MAX_IMAGE_BYTES, MAX_NUMBER, Generation
-from holdfast.format.tables import table_offset
-from holdfast.geometry.placements import MAX_RANKS
-from holdfast.peers.wire import check_peer
-from holdfast.redundancy.groups import MAX_GROUP
-from holdfast.redundancy.stripes import Kept, Placement, stored_by
+from holdfast.geometry.mesh import MAX_RANKS
+from holdfast.parity.planning.groups import MAX_GROUP
+from holdfast.parity.planning.placement import StoredShard, StripePlacement, stored_by
+from holdfast.transport.wire.http import check_peer
 
-#: Of the rules in docs/design/0006-redundancy.md.
+#: Version of the rules in docs/design/0006-redundancy.md.
 RULES_VERSION = 1
-#: What peers take as one document.
+#: The largest record: the limit of one document between peers.
 MAX_RECORD_BYTES = 64 << 20
-_FRAME = struct.Struct("<8sQQ")  # magic, bytes of the body, their checksum
+_FRAME = struct.Struct("<8sQQ")  # magic, length of the body in bytes, checksum of the body
 _MAGIC = b"HFPARIT1"
 _NAME = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _LAYOUT = re.compile(r"[0-9a-f]{32}")
@@ -41,7 +41,7 @@ _MAX_RUN_ID = 256
 
 
 class ImageFact(msgspec.Struct, frozen=True):
-    """One image of a member; what is coded of it is all behind the header."""
+    """One image of a member. Everything behind its header is coded."""
 
     rank: int
     image_bytes: int
@@ -49,11 +49,11 @@ class ImageFact(msgspec.Struct, frozen=True):
     header_xxh3: str
     table_xxh3: str
     head: bytes
-    """The header itself: with it, metadata survive what data survive."""
+    """The header itself. It keeps the metadata wherever the data can be rebuilt."""
 
     @property
     def coded_bytes(self) -> int:
-        """The data and their block table."""
+        """Bytes of the data and their block table."""
         return self.image_bytes - self.data_start
 
 
@@ -65,7 +65,10 @@ class MemberFact(msgspec.Struct, frozen=True):
 
 
 class ParityRecord(msgspec.Struct, frozen=True):
-    """What a row of parity is; ``sums`` are of its 1 MiB blocks, 8 bytes each, little endian."""
+    """Describes one parity shard.
+
+    ``sums``: the checksums of its 1 MiB blocks, 8 bytes each, little endian.
+    """
 
     version: int
     run_id: str
@@ -83,24 +86,24 @@ class ParityRecord(msgspec.Struct, frozen=True):
 
     @property
     def generation(self) -> Generation:
-        """(incarnation, step)."""
+        """Return (incarnation, step)."""
         return Generation(self.incarnation, self.step)
 
     @property
-    def placement(self) -> Placement:
-        """Where every byte of the members' images and of their parity lies."""
+    def placement(self) -> StripePlacement:
+        """Return the placement of every byte of the members' images and of their parity."""
         return placement_of(self.members, self.parity)
 
 
-def placement_of(members: tuple[MemberFact, ...], parity: int) -> Placement:
-    """The arithmetic of a group. UsageError where it can lose all its members."""
+def placement_of(members: tuple[MemberFact, ...], parity: int) -> StripePlacement:
+    """Return the placement of a group. UsageError where the group could lose all its members."""
     sizes = tuple(tuple(image.coded_bytes for image in member.images) for member in members)
-    return Placement(sizes, parity, BLOCK_BYTES)
+    return StripePlacement(sizes, parity, BLOCK_BYTES)
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What the members of a group agree on before parity of one generation is made."""
+class RecordTerms:
+    """The terms that the members of a group agree on before they make parity of one generation."""
 
     run_id: str
     generation: Generation
@@ -110,36 +113,46 @@ class Terms:
     parity: int
     members: tuple[MemberFact, ...]
     turn: int
-    """Which try of the coordinator it is; see ``protection``."""
+    """The number of the coordinator's round; see ``protection``."""
 
     def __post_init__(self) -> None:
-        """FormatError when no record could be made of them."""
-        draft = self.record(Kept(0, 0, 0), b"")
+        """Raise FormatError when no valid record could be made of these terms."""
+        draft = self.record(StoredShard(0, 0, 0), b"")
         _refuse_faults(draft, "what a group agreed on", (_own_faults, _group_faults))
 
     @cached_property
-    def placement(self) -> Placement:
-        """Where every byte of the members' images and of their parity lies."""
+    def placement(self) -> StripePlacement:
+        """Return the placement of every byte of the members' images and of their parity."""
         return placement_of(self.members, self.parity)
 
     def number_of(self, host: str) -> int:
-        """Which member a host is. UsageError when it is none."""
+        """Return the member number of a host. UsageError when the host is no member."""
         for number, member in enumerate(self.members):
             if member.host == host:
                 return number
         raise UsageError(f"{host} is not in the group {[one.host for one in self.members]!s:.200}")
 
-    def record(self, kept: Kept, sums: bytes) -> ParityRecord:
-        """The record of a row whose blocks have these checksums."""
+    def record(self, kept: StoredShard, sums: bytes) -> ParityRecord:
+        """Return the record of a parity shard whose blocks have these checksums."""
         return ParityRecord(
-            RULES_VERSION, self.run_id, self.generation.incarnation, self.generation.step,
-            self.attempt, self.world, self.layout, self.parity, self.members,
-            kept.stripe, kept.row, kept.size_bytes, sums,
-        )  # fmt: skip
+            RULES_VERSION,
+            self.run_id,
+            self.generation.incarnation,
+            self.generation.step,
+            self.attempt,
+            self.world,
+            self.layout,
+            self.parity,
+            self.members,
+            kept.stripe,
+            kept.row,
+            kept.size_bytes,
+            sums,
+        )
 
 
 def seal(record: ParityRecord) -> bytes:
-    """The bytes of a record; FormatError when nobody could read it."""
+    """Encode a record. FormatError when no reader could read it."""
     _refuse_faults(record, "this record of parity", _ALL_FAULTS)
     body = msgspec.msgpack.encode(record)
     if _FRAME.size + len(body) > MAX_RECORD_BYTES:
@@ -151,7 +164,7 @@ def seal(record: ParityRecord) -> bytes:
 
 
 def unseal(data: Buffer, where: str) -> ParityRecord:
-    """Read a record back; FormatError, ChecksumMismatch or NewerFormat name ``where``."""
+    """Decode a record. FormatError, ChecksumMismatch or NewerFormat name ``where``."""
     body = _checked_body(data, where)
     _refuse_newer(body, where)
     try:
@@ -169,22 +182,22 @@ def _checked_body(data: Buffer, where: str) -> memoryview:
     magic, length, stored = _FRAME.unpack_from(data) if len(data) >= _FRAME.size else (b"", 0, 0)
     if magic != _MAGIC or length != len(body):
         raise FormatError(f"{where} is not a record of parity: it is cut short, or something else")
-    if (found := checksum(body)) != stored:
+    if (actual := checksum(body)) != stored:
         raise ChecksumMismatch(
-            f"{where}: stored checksum {text(stored)}, read {text(found)}; its bytes changed after "
-            "they were written",
+            f"{where}: stored checksum {text(stored)}, read {text(actual)}; its bytes changed "
+            "after they were written",
             path=where,
         )
     return body
 
 
-class _Claims(msgspec.Struct):
+class _RecordClaims(msgspec.Struct):
     version: int
 
 
 def _refuse_newer(body: memoryview, where: str) -> None:
     try:
-        version = msgspec.msgpack.decode(body, type=_Claims).version
+        version = msgspec.msgpack.decode(body, type=_RecordClaims).version
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where} has no readable version: {error}") from None
     if version > RULES_VERSION:
@@ -194,7 +207,7 @@ def _refuse_newer(body: memoryview, where: str) -> None:
         )
 
 
-# ── what no record may say, although each field has its type ─────────────────────────────────
+# ── faults that the field types do not exclude ───────────────────────────────────────────────
 
 
 _Faults = Callable[[ParityRecord], Iterator[str]]
@@ -287,4 +300,8 @@ def _row_faults(record: ParityRecord) -> Iterator[str]:
         yield f"{len(record.sums)} bytes of checksums are not one for each block of its row"
 
 
-_ALL_FAULTS = (_own_faults, _group_faults, _row_faults)  # each may trust those before it
+_ALL_FAULTS = (
+    _own_faults,
+    _group_faults,
+    _row_faults,
+)  # in this order

@@ -1,12 +1,13 @@
-"""How likely a division of hosts survives that some of them are lost: exactly, and by drawing lots.
+"""Computes the probability that a division into groups survives lost hosts, exactly or by
+simulation.
 
-Each group survives up to its parity of losses. Of all ways to lose k of N hosts, the ways that no
-group is overcome are the coefficient of x^k in the product, over the groups, of the sum of
-C(n, j) x^j for j up to its parity.
+Each group survives up to its parity of losses. Of all ways to lose k of N hosts, the number of ways
+that overcome no group is the coefficient of x^k in the product, over the groups, of the sum of C(n,
+j) x^j for j up to its parity.
 
-Over a time: losses come at a rate, whichever host they hit. The first of them begins a repair, and
-those that come before it is done come on top; then everything is protected anew. The losses are
-taken as independent of each other: of a rack that fails as one, ``groups.Level`` speaks.
+Over a time: losses arrive at a rate, on any host alike. The first loss starts a repair. Losses that
+arrive before the repair is done add up; afterwards everything is protected again. Losses are
+assumed to be independent of each other. For a rack that fails as one, see ``groups.Level``.
 """
 
 from __future__ import annotations
@@ -21,31 +22,33 @@ from holdfast.errors import UsageError
 
 Sizes = Sequence[tuple[int, int]]  # (hosts, parity) of each group
 _FAR = 12.0
-"""So many standard deviations from its mean a count does not get: less than 1e-30."""
+"""A Poisson count never lies so many standard deviations from its mean: less than 1e-30."""
 
 
 def survival(groups: Sizes, lost: int) -> Fraction:
-    """The probability that everything is rebuilt after ``lost`` hosts, all sets alike, are lost."""
+    """Return the probability that everything is rebuilt after the loss of ``lost`` random hosts."""
     hosts = _hosts(groups, lost)
     return Fraction(_ways(groups, lost)[lost], comb(hosts, lost))
 
 
 def _ways(groups: Sizes, most: int) -> list[int]:
-    """In how many ways 0, 1, ... ``most`` hosts can be lost without an overcome group."""
+    """Count the ways to lose 0, 1, ... ``most`` hosts that overcome no group."""
     ways = [1] + [0] * most
     for size, parity in groups:
         own = [comb(size, count) for count in range(min(size, parity, most) + 1)]
-        ways = [sum(own[j] * ways[total - j] for j in range(min(len(own), total + 1)))
-                for total in range(most + 1)]  # fmt: skip
+        ways = [
+            sum(own[j] * ways[total - j] for j in range(min(len(own), total + 1)))
+            for total in range(most + 1)
+        ]
     return ways
 
 
 def loss_over(groups: Sizes, *, rate: float, repair: float, horizon: float) -> float:
-    """The probability that within ``horizon`` some repair finds a group overcome.
+    """Return the probability that within ``horizon`` some repair finds a group overcome.
 
-    ``rate``: losses of hosts in a unit of time, all together. ``repair``: how long it takes from
-    the first loss until all that is left is protected again; of a repair that is not done at the
-    horizon, all counts.
+    ``rate``: losses of hosts in a unit of time, over all hosts. ``repair``: the time from the first
+    loss until all that is left is protected again. A repair still running at the horizon counts
+    with all its losses.
     """
     _check(rate, repair, horizon)
     fails = _repair_fails(groups, rate * repair)
@@ -60,7 +63,9 @@ def loss_over(groups: Sizes, *, rate: float, repair: float, horizon: float) -> f
 
 
 def _repair_fails(groups: Sizes, mean: float) -> float:
-    """The probability that a repair meets too many losses: one, and ``mean`` more on average."""
+    """Return the probability that a repair meets too many losses: one, and ``mean`` more on
+    average.
+    """
     hosts = sum(size for size, _ in groups)
     most = min(hosts, 1 + _far_above(mean))
     ways, fails = _ways(groups, most), 0.0
@@ -71,7 +76,7 @@ def _repair_fails(groups: Sizes, mean: float) -> float:
 
 
 def _at_least(count: int, mean: float) -> float:
-    """The probability that as many come as ``count``, or more, where ``mean`` come on average."""
+    """Return the probability of ``count`` or more Poisson arrivals with this mean."""
     if count < mean - _FAR * sqrt(mean) - _FAR:
         return 1.0
     return min(1.0, sum(_poisson(n, mean) for n in range(count, _far_above(mean) + 1)))
@@ -90,18 +95,23 @@ def _poisson(count: int, mean: float) -> float:
 def simulated_loss_over(
     groups: Sizes, *, rate: float, repair: float, horizon: float, trials: int, seed: int
 ) -> float:
-    """The share of ``trials`` simulated lives in which ``loss_over`` happens."""
+    """Return the share of ``trials`` simulated runs that lose a group, as in ``loss_over``."""
     _check(rate, repair, horizon)
     group_of, draw = _group_of(groups), random.Random(seed)
-    return sum(
-        _is_overcome(groups, group_of, draw, rate, repair, horizon) for _ in range(trials)
-    ) / trials  # fmt: skip
+    return (
+        sum(_is_overcome(groups, group_of, draw, rate, repair, horizon) for _ in range(trials))
+        / trials
+    )
 
 
 def _is_overcome(
-    groups: Sizes, group_of: list[int], draw: random.Random, rate: float, repair: float,
+    groups: Sizes,
+    group_of: list[int],
+    draw: random.Random,
+    rate: float,
+    repair: float,
     horizon: float,
-) -> bool:  # fmt: skip
+) -> bool:
     now = draw.expovariate(rate)
     while now < horizon:
         lost, next_one = 1, draw.expovariate(rate)
@@ -117,7 +127,7 @@ def _is_overcome(
 
 
 def simulated(groups: Sizes, lost: int, *, trials: int, seed: int) -> float:
-    """The share of ``trials`` random losses of ``lost`` hosts that are survived."""
+    """Return the share of ``trials`` random losses of ``lost`` hosts that are survived."""
     hosts, draw = _hosts(groups, lost), random.Random(seed)
     group_of = _group_of(groups)
     survived = sum(
@@ -132,7 +142,7 @@ def _survives(groups: Sizes, hit: Iterable[int]) -> bool:
 
 
 def _group_of(groups: Sizes) -> list[int]:
-    """Of each host."""
+    """Return the group number of each host."""
     return [number for number, (size, _) in enumerate(groups) for _ in range(size)]
 
 

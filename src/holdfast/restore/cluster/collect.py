@@ -1,8 +1,8 @@
-"""From the keepers' own inventories to what the choice of a source takes.
+"""Converts the keepers' inventories into the holdings from which a restore selects its sources.
 
-An inventory names rows of parity by number alone. What they are made of is in their records, which
-hold the headers of a whole group and are fetched only for attempts that lack an image: of others,
-parity is not needed, until a host is lost on the way and the question is asked again.
+An inventory names parity shards by number alone. Their composition is in their records, which hold
+the headers of a whole group and are fetched only for attempts that lack an image. Other attempts
+need no parity, unless a host is lost during the restore and the selection runs again.
 """
 
 from __future__ import annotations
@@ -16,18 +16,24 @@ from msgspec.structs import replace
 
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation
-from holdfast.load.decoding import BROKEN
-from holdfast.load.holdings import HeldPart, HeldRow, Holding, Image
-from holdfast.load.records import Record, held_row
-from holdfast.load.sources import Inventories
+from holdfast.restore.cluster.decode import BROKEN
+from holdfast.restore.planning.holdings import (
+    HostHolding,
+    ImageHolding,
+    ImageIdentity,
+    ParityClaim,
+    ShardHolding,
+    shard_of_claim,
+)
+from holdfast.restore.planning.selection import Inventories
 
 _AT_ONCE = 8
-#: Gives the record of a row: of a host, an attempt, its generation, a stripe and a row.
-Fetch = Callable[[str, str, Generation, int, int], Record]
+#: Fetches the record of a parity shard: host, attempt, its generation, stripe and row.
+Fetch = Callable[[str, str, Generation, int, int], ParityClaim]
 
 
-class ToldImage(Protocol):
-    """An image, as an inventory has it."""
+class ImageReport(Protocol):
+    """An image, as an inventory lists it."""
 
     @property
     def rank(self) -> int: ...
@@ -39,8 +45,10 @@ class ToldImage(Protocol):
     def table_xxh3(self) -> str: ...
 
 
-class ToldPart(Protocol):
-    """What a host holds of an attempt, as its inventory has it; ``parity``: (stripe, row)."""
+class PartReport(Protocol):
+    """The holdings of a host of one attempt, as its inventory lists them; ``parity``: (stripe,
+    row).
+    """
 
     @property
     def incarnation(self) -> int: ...
@@ -53,40 +61,45 @@ class ToldPart(Protocol):
     @property
     def layout(self) -> str: ...
     @property
-    def images(self) -> Sequence[ToldImage]: ...
+    def images(self) -> Sequence[ImageReport]: ...
     @property
     def parity(self) -> Sequence[tuple[int, int]]: ...
+    @property
+    def nonce(self) -> str: ...
 
 
-class Told(Protocol):
+class HostReport(Protocol):
     """One host's inventory."""
 
     @property
     def host(self) -> str: ...
     @property
-    def parts(self) -> Sequence[ToldPart]: ...
+    def parts(self) -> Sequence[PartReport]: ...
     @property
     def parents(self) -> Mapping[int, tuple[int, int] | None]: ...
+    @property
+    def starts(self) -> Mapping[int, tuple[str, float]]: ...
 
 
-class Gathering:
-    """What hosts told of themselves; ``fetch`` gets the records of their parity."""
+class InventoryCollector:
+    """The inventories of all hosts; ``fetch`` gets the records of their parity shards."""
 
-    def __init__(self, told: Iterable[Told], fetch: Fetch) -> None:
+    def __init__(self, reports: Iterable[HostReport], fetch: Fetch) -> None:
         self._fetch = fetch
         self._listed: dict[tuple[str, str], Sequence[tuple[int, int]]] = {}
-        self._rows: dict[tuple[str, str], tuple[HeldRow, ...]] = {}
-        self.holdings = tuple(map(self._without_rows, told))
+        self._rows: dict[tuple[str, str], tuple[ShardHolding, ...]] = {}
+        self.holdings = tuple(map(self._without_parity, reports))
 
-    def _without_rows(self, told: Told) -> Holding:
-        for part in told.parts:
-            self._listed[told.host, part.attempt] = part.parity
-        return Holding(told.host, tuple(map(_part, told.parts)), dict(told.parents))
+    def _without_parity(self, report: HostReport) -> HostHolding:
+        for part in report.parts:
+            self._listed[report.host, part.attempt] = part.parity
+        parts = tuple(map(_part, report.parts))
+        return HostHolding(report.host, parts, dict(report.parents), starts=dict(report.starts))
 
-    def with_rows(self, known: Inventories) -> Inventories:
-        """The same, with the parity of every attempt that lacks an image, as far as it is known.
+    def with_parity(self, known: Inventories) -> Inventories:
+        """Return the holdings with the known parity of every attempt that lacks an image.
 
-        A record that does not come, or is not believed, is of a row that nobody has.
+        A shard whose record does not arrive, or is invalid, counts as missing.
         """
         lacking = _lacking(known.holdings)
         wanted = [
@@ -100,38 +113,45 @@ class Gathering:
                 self._rows[host, part.attempt] = rows
         return replace(known, holdings=tuple(map(self._add_rows, known.holdings)))
 
-    def _add_rows(self, holding: Holding) -> Holding:
+    def _add_rows(self, holding: HostHolding) -> HostHolding:
         parts = (
             replace(part, rows=self._rows.get((holding.host, part.attempt), part.rows))
             for part in holding.parts
         )
         return replace(holding, parts=tuple(parts))
 
-    def _read(self, wanted: tuple[str, HeldPart]) -> tuple[HeldRow, ...]:
+    def _read(self, wanted: tuple[str, ImageHolding]) -> tuple[ShardHolding, ...]:
         host, part = wanted
-        generation, found = Generation(part.incarnation, part.step), []
+        generation, shards = Generation(part.incarnation, part.step), []
         for stripe, row in self._listed.get((host, part.attempt), ()):
             try:
                 record = self._fetch(host, part.attempt, generation, stripe, row)
                 if (record.attempt, record.stripe, record.row) != (part.attempt, stripe, row):
                     raise FormatError(f"{host} gives another record for row {row} of {stripe}")
-                found.append(held_row(record))
+                shards.append(shard_of_claim(record))
             except BROKEN:
                 continue
-        return tuple(found)
+        return tuple(shards)
 
 
-def _part(told: ToldPart) -> HeldPart:
+def _part(report: PartReport) -> ImageHolding:
     images = (
-        Image(one.rank, one.image_bytes, one.header_xxh3, one.table_xxh3) for one in told.images
+        ImageIdentity(one.rank, one.image_bytes, one.header_xxh3, one.table_xxh3)
+        for one in report.images
     )
-    return HeldPart(
-        told.incarnation, told.step, told.attempt, told.world, told.layout, tuple(images)
+    return ImageHolding(
+        report.incarnation,
+        report.step,
+        report.attempt,
+        report.world,
+        report.layout,
+        tuple(images),
+        nonce=report.nonce,
     )
 
 
-def _lacking(holdings: Iterable[Holding]) -> set[str]:
-    """The attempts of which the images of some ranks are nowhere."""
+def _lacking(holdings: Iterable[HostHolding]) -> set[str]:
+    """Return the attempts that lack the images of some ranks on all hosts."""
     ranks: defaultdict[str, set[int]] = defaultdict(set)
     worlds: dict[str, int] = {}
     for holding in holdings:

@@ -1,8 +1,10 @@
-"""Ranges of what a group lost, made of the data and the parity that are left, and of nothing wrong.
+"""Decodes ranges of lost images from the data and parity left of a group, and excludes wrong
+sources.
 
-Sources are not checked while they are read: what they give is, against the lost image's own table,
-and only when it is wrong each source is looked at. One that is wrong, or does not answer, counts as
-lost from then on, and the range is made of others as long as the parity suffices.
+Sources are not verified while they are read. The result is verified, against the lost image's own
+block table; only if it is wrong, each source is verified. A source that is wrong, or does not
+answer, counts as lost from then on, and the range is decoded from others as long as the parity
+suffices.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import numpy as np
 
 from holdfast.errors import (
     ArenaError,
+    ChecksumMismatch,
     FormatError,
     NotFound,
     PeerError,
@@ -22,92 +25,109 @@ from holdfast.errors import (
     TooManyLost,
 )
 from holdfast.events import SourceDropped, emit
-from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum
-from holdfast.load.peer_ranges import Ranges
-from holdfast.load.plan import BATCH_BYTES
-from holdfast.load.source import ImageFile
-from holdfast.redundancy.backends import chosen
-from holdfast.redundancy.erasure import Coder
-from holdfast.redundancy.stripes import Part, Placement, Rebuild, needed_for, needed_for_parity
-from holdfast.storage.past_cache import aligned_memory
+from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, text
+from holdfast.format.image import Header, round_up
+from holdfast.parity.coding.backends import chosen
+from holdfast.parity.coding.codes import Coder
+from holdfast.parity.planning.placement import (
+    RepairStep,
+    StripePart,
+    StripePlacement,
+    needed_for,
+    needed_for_parity,
+)
+from holdfast.restore.cluster.peer_images import Ranges
+from holdfast.restore.planning.holdings import CodedGroup
+from holdfast.restore.planning.plan import BATCH_BYTES
+from holdfast.restore.reading.images import ImageFile, checked_header, checked_table
+from holdfast.storage.direct import aligned_memory
 
-#: What speaks against one source of a group, not against all of them.
+#: Errors of one source of a group, not of all of them.
 BROKEN = (PeerError, ArenaError, StorageError, FormatError, NotFound)
-#: How often a range is read when it comes out wrong and no source is to blame.
+#: Attempts to read a range that is wrong although every source verifies.
 _TRIES = 2
 K = TypeVar("K")
 _thread = threading.local()
 
 
 class CodedImage(NamedTuple):
-    """An image that is there: what is coded of it begins at ``data_start``."""
+    """An image in memory; its coded bytes begin at ``data_start``."""
 
     file: ImageFile
     data_start: int
     identity: Mapping[str, str]
-    """What its header says; see ``ImageFile.open``."""
+    """The metadata in its header; see ``ImageFile.open``."""
 
 
 class ParityRow(NamedTuple):
-    """A row that is there; ``sums`` gives the checksums of its blocks, or raises why it cannot."""
+    """A parity shard in memory; ``sums`` returns its block checksums, or raises why it cannot."""
 
     ranges: Ranges
     sums: Callable[[], Sequence[int]]
 
 
-class SourceGone(Exception):
-    """A member was found not to answer: ask again what to read."""
+class SourceLost(Exception):
+    """A member does not answer: the read must be planned again."""
 
 
 class GroupReader:
-    """One group of an attempt, as far as it is there. For any number of threads.
+    """Reads one group of an attempt, as far as it still exists. Thread-safe.
 
-    ``images`` by member and number, ``rows`` by stripe and row; ``hosts`` are the members' names.
+    ``images`` by member and number, ``rows``: parity shards by stripe and row; ``hosts`` are the
+    members' names.
     """
 
     def __init__(
-        self, placement: Placement, hosts: Sequence[str],
-        images: Mapping[tuple[int, int], CodedImage], rows: Mapping[tuple[int, int], ParityRow],
-    ) -> None:  # fmt: skip
+        self,
+        placement: StripePlacement,
+        hosts: Sequence[str],
+        images: Mapping[tuple[int, int], CodedImage],
+        rows: Mapping[tuple[int, int], ParityRow],
+    ) -> None:
         self.placement, self.hosts = placement, hosts
         self._images, self._rows = images, rows
         self._coder = Coder(placement.columns, placement.parity, chosen().backend)
         self._lock = threading.Lock()
         self._factors: dict[tuple[int, ...], dict[int, bytes]] = {}
         self._gone: dict[int, str] = {}
-        """Members that did not answer, and why."""
+        """Members that did not answer, with the reason."""
         self._wrong: dict[tuple[int, int], str] = {}
-        """What of a stripe a member has wrongly, by stripe and member."""
+        """Wrong sources by (stripe, member), with the reason."""
 
-    def steps(self, member: int, image: int, start: int, stop: int) -> list[Rebuild]:
-        """What to read for bytes of a lost image's coded part, at most a batch in each step.
+    def steps(self, member: int, image: int, start: int, stop: int) -> list[RepairStep]:
+        """Plan the reads for bytes of a lost image's coded part, at most a batch in each step.
 
-        TooManyLost names who is missing.
+        TooManyLost names the missing members.
         """
-        found: list[Rebuild] = []
+        steps: list[RepairStep] = []
         for one in needed_for(self.placement, member, image, start, stop, ()):
             away = {member: "lost", **self._away(one.stripe)}
             if len(away) > self.placement.parity:
                 raise self._too_many(away)
             for begin in range(one.start, one.stop, BATCH_BYTES):
                 end = min(one.stop, begin + BATCH_BYTES)
-                found += needed_for(self.placement, member, image, begin, end, away)
-        return found
+                steps += needed_for(self.placement, member, image, begin, end, away)
+        return steps
 
-    def parity_steps(self, member: int, stripe: int, start: int, stop: int) -> list[Rebuild]:
-        """The same for bytes of the row of ``stripe`` that a member keeps; one step."""
+    def parity_steps(self, member: int, stripe: int, start: int, stop: int) -> list[RepairStep]:
+        """Plan the reads for bytes of the parity shard of ``stripe`` that a member stores; one
+        step.
+        """
         away = {member: "lost", **self._away(stripe)}
         if len(away) > self.placement.parity:
             raise self._too_many(away)
         return [needed_for_parity(self.placement, member, stripe, start, stop, away)]
 
     def decode(
-        self, steps: Callable[[], list[Rebuild]], start: int, into: memoryview,
+        self,
+        steps: Callable[[], list[RepairStep]],
+        start: int,
+        into: memoryview,
         is_right: Callable[[], bool],
-    ) -> bool:  # fmt: skip
-        """Fill ``into``, from byte ``start`` on, out of sources that give what is right.
+    ) -> bool:
+        """Fill ``into``, from byte ``start`` on, until ``is_right``, without wrong sources.
 
-        False when it is wrong though no source is to blame; TooManyLost when too few are left.
+        False when it is wrong although every source verifies; TooManyLost when too few are left.
         """
         tries = 0
         while tries < _TRIES:
@@ -115,23 +135,23 @@ class GroupReader:
             try:
                 for step in asked:
                     self.fill(step, into[step.start - start : step.stop - start])
-            except SourceGone:
+            except SourceLost:
                 continue
             if is_right():
                 return True
-            # Nothing found: it was wrong on the way only, perhaps.
+            # No wrong source: perhaps the error was in the transfer only.
             tries += not self.blame(asked)
         return False
 
     def _away(self, stripe: int) -> dict[int, str]:
-        """The members that cannot be read in a stripe, and why."""
+        """Return the members that cannot be read in a stripe, with the reason."""
         with self._lock:
-            found = dict(self._gone)
-            found |= {n: why for (of, n), why in self._wrong.items() if of == stripe}
+            reasons = dict(self._gone)
+            reasons |= {n: why for (of, n), why in self._wrong.items() if of == stripe}
         for member in range(self.placement.members):
             if not self._is_there(member, stripe):
-                found.setdefault(member, "lost")
-        return found
+                reasons.setdefault(member, "lost")
+        return reasons
 
     def _is_there(self, member: int, stripe: int) -> bool:
         column = self.placement.number(member, stripe)
@@ -145,13 +165,14 @@ class GroupReader:
         return TooManyLost(
             f"of the group {', '.join(self.hosts)}, {len(away)} cannot be read: {named}. Its "
             f"parity replaces {self.placement.parity}. Another source is used, storage in the end.",
-            missing=sorted(away), parity=self.placement.parity,
-        )  # fmt: skip
+            missing=sorted(away),
+            parity=self.placement.parity,
+        )
 
     # ── reading ──────────────────────────────────────────────────────────────────────────
 
-    def fill(self, step: Rebuild, into: memoryview) -> None:
-        """Decode one step; SourceGone when a member does not answer."""
+    def fill(self, step: RepairStep, into: memoryview) -> None:
+        """Decode one step; SourceLost when a member does not answer."""
         factors = self._factors_of(step)
         np.frombuffer(into, np.uint8).fill(0)
         for source in step.sources:
@@ -160,14 +181,14 @@ class GroupReader:
                 target = into[part.at : part.at + part.stop - part.start]
                 self._coder.accumulate(factors[source.number], data, [target])
 
-    def _factors_of(self, step: Rebuild) -> dict[int, bytes]:
-        """By what each source is multiplied: found once, it takes longer than a block."""
+    def _factors_of(self, step: RepairStep) -> dict[int, bytes]:
+        """Return the factor of each source; cached, because it takes longer than a block."""
         key = (step.wanted, *(source.number for source in step.sources))
         if key not in self._factors:
             self._factors[key] = self._coder.solve(key[1:], [step.wanted])
         return self._factors[key]
 
-    def _read(self, member: int, stripe: int, part: Part) -> memoryview:
+    def _read(self, member: int, stripe: int, part: StripePart) -> memoryview:
         ranges, before = self._ranges(member, stripe, part)
         start, stop = before + part.start, before + part.stop
         size = 0 if ranges.is_mapped else stop - start
@@ -176,22 +197,22 @@ class GroupReader:
                 return ranges.view(start, stop, scratch("source", size))
             except PeerError as error:
                 if error.fields.get("status"):
-                    raise  # that was an answer
-            return ranges.view(start, stop, scratch("source", size))  # a connection broke, say
+                    raise  # the peer answered
+            return ranges.view(start, stop, scratch("source", size))  # retry a broken connection
         except BROKEN as error:
             self._lose(self._gone, member, member, str(error))
-            raise SourceGone from error
+            raise SourceLost from error
 
     def _lose(self, known: dict[K, str], key: K, member: int, why: str) -> None:
-        """From now on it is not read; told once."""
+        """Exclude a source from now on; report it once."""
         with self._lock:
             if key in known:
                 return
             known[key] = why
         emit(SourceDropped(source=f"{self.hosts[member]}, for what its group lost", reason=why))
 
-    def _ranges(self, member: int, stripe: int, part: Part) -> tuple[Ranges, int]:
-        """Where a part is read, and what stands there before the first coded byte."""
+    def _ranges(self, member: int, stripe: int, part: StripePart) -> tuple[Ranges, int]:
+        """Return where a part is read, and the offset of the first coded byte."""
         if part.image is None:
             return self._row(member, stripe).ranges, 0
         coded = self._images[member, part.image]
@@ -201,10 +222,12 @@ class GroupReader:
         row = self.placement.number(member, stripe) - self.placement.columns
         return self._rows[stripe, row]
 
-    # ── when what was decoded is wrong ───────────────────────────────────────────────────
+    # ── wrong results ────────────────────────────────────────────────────────────────────
 
-    def blame(self, steps: Sequence[Rebuild]) -> bool:
-        """Look at all that these steps read; whether something of it is wrong, and lost by that."""
+    def blame(self, steps: Sequence[RepairStep]) -> bool:
+        """Verify all sources of these steps and exclude wrong ones; return whether one was
+        wrong.
+        """
         is_found = False
         for step in steps:
             for source in step.sources:
@@ -215,39 +238,185 @@ class GroupReader:
                         self._lose(self._wrong, at, source.member, why)
         return is_found
 
-    def _fault_of(self, member: int, stripe: int, part: Part) -> str:
+    def _fault_of(self, member: int, stripe: int, part: StripePart) -> str:
         ranges, before = self._ranges(member, stripe, part)
         try:
             if part.image is None:
                 sums, stop = self._row(member, stripe).sums(), ranges.size_bytes
             else:
                 coded = self._images[member, part.image]
-                header, sums = coded.file.open(coded.identity)  # with its table, read anew
+                header, sums = coded.file.open(coded.identity)  # with its table, read again
                 stop = header.table.offset
             return _fault(ranges, before, part, sums, stop)
         except BROKEN as error:
             return str(error)
 
 
-def _fault(ranges: Ranges, before: int, part: Part, sums: Sequence[int], end: int) -> str:
-    """What is wrong in the blocks of a part, which end at ``end``."""
+def _fault(ranges: Ranges, before: int, part: StripePart, sums: Sequence[int], end: int) -> str:
+    """Describe a fault in the blocks of a part, which end at ``end``."""
     first, last = part.start // BLOCK_BYTES, block_count(min(part.stop, end))
     for number, start, stop in blocks(first, last, end):
         size = 0 if ranges.is_mapped else stop - start
-        found = checksum(ranges.view(before + start, before + stop, scratch("source", size)))
-        if found != sums[number]:
-            return f"block {number} of {ranges.name}: stored {sums[number]:016x}, read {found:016x}"
+        actual = checksum(ranges.view(before + start, before + stop, scratch("source", size)))
+        if actual != sums[number]:
+            return (
+                f"block {number} of {ranges.name}: stored {sums[number]:016x}, read {actual:016x}"
+            )
     return ""
 
 
 def scratch(purpose: str, size_bytes: int) -> memoryview:
-    """Memory of this thread for one purpose, valid until its next call for the same.
+    """Return memory of this thread for one purpose, valid until its next call for the same.
 
-    As much as a batch of reads at most: what is kept is bounded.
+    At most the size of a batch of reads is cached.
     """
     assert size_bytes <= BATCH_BYTES
-    found: memoryview = getattr(_thread, purpose, memoryview(b""))
-    if len(found) < size_bytes:
-        found = memoryview(aligned_memory(size_bytes))
-        setattr(_thread, purpose, found)
-    return found[:size_bytes]
+    memory: memoryview = getattr(_thread, purpose, memoryview(b""))
+    if len(memory) < size_bytes:
+        memory = memoryview(aligned_memory(size_bytes))
+        setattr(_thread, purpose, memory)
+    return memory[:size_bytes]
+
+
+# Reads an image that no host has any more, range by range, by decoding what is left of its group.
+#
+# The header is in every record of the group's parity. The block table is decoded first, and
+# verified by its own checksum; then every decoded block is verified by the table. So every wrong
+# source is detected, and replaced by ``GroupReader``.
+
+
+class _OpenSources(NamedTuple):
+    header: Header
+    sums: tuple[int, ...]
+    table: bytes
+
+
+class DegradedImage:
+    """Image ``image`` of ``member`` of a group: an ``ImageFile``.
+
+    ``read_head`` returns its header's bytes. Reads raise TooManyLost when too few members are left.
+    """
+
+    is_mapped = False
+
+    def __init__(
+        self,
+        group: GroupReader,
+        member: int,
+        image: int,
+        coded: CodedGroup,
+        read_head: Callable[[], bytes],
+        name: str,
+    ) -> None:
+        self._group, self._member, self._image = group, member, image
+        self._data_start, self._read_head = coded.data_start, read_head
+        self.name, self.size_bytes = name, coded.image.image_bytes
+        self.header_xxh3, self.table_xxh3 = coded.image.header_xxh3, coded.image.table_xxh3
+        self._head = b""
+        self._opened: _OpenSources | None = None
+
+    def check_length(self) -> None:
+        """See ``ImageFile``: the header of a lost image must be as long as its record says."""
+        self._head = self._head or self._read_head()
+        if len(self._head) != self._data_start:
+            raise FormatError(
+                f"{self.name}: its header has {len(self._head)} bytes, {self._data_start} were "
+                "captured",
+                image=self.name,
+            )
+
+    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+        """See ``ImageFile``."""
+        self.check_length()
+        header = checked_header(self, self._head, expected)
+        table = bytearray(header.table.size_bytes)
+        with memoryview(table) as into:
+            self._decode(
+                header.table.offset,
+                header.table.stop,
+                into,
+                "its block table",
+                lambda: text(checksum(into)) == self.table_xxh3,
+            )
+        sums = checked_table(self, header, bytes(table))
+        self._opened = _OpenSources(header, sums, bytes(table))
+        return header, sums
+
+    def block_name(self, number: int) -> str:
+        """See ``ImageFile``."""
+        return f"block {number} of {self.name}"
+
+    def view(
+        self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
+    ) -> memoryview:
+        """See ``ImageFile``."""
+        assert self._opened is not None
+        header, table = self._opened.header, self._opened.table
+        if not 0 <= start <= stop <= self.size_bytes:
+            raise FormatError(
+                f"{self.name} has {self.size_bytes} bytes; bytes {start} to {stop} were asked for"
+            )
+        if len(staging) < stop - start:
+            staging = bytearray(stop - start)
+        into = memoryview(staging)[: stop - start]
+        data, end = self._data_start, self._data_start + header.table.offset
+        for begin, known in ((0, self._head), (end, table)):
+            first, last = max(start, begin), min(stop, begin + len(known))
+            if first < last:
+                into[first - start : last - start] = known[first - begin : last - begin]
+        first, last = max(start, data), min(stop, end)
+        if first < last:
+            self._read_data(first - data, last - data, into[first - start : last - start])
+        return into
+
+    def _read_data(self, start: int, stop: int, into: memoryview) -> None:
+        """Decode whole blocks in place, partial blocks through a buffer for whole blocks."""
+        at, data_stop = start, self._table_offset
+        while at < stop:
+            first = at - at % BLOCK_BYTES
+            end = min(stop, first + BATCH_BYTES)
+            last = min(round_up(end, BLOCK_BYTES), data_stop)
+            target = into[at - start : end - start]
+            if (first, last) == (at, end):
+                self._decode_blocks(first, last, target)
+            else:
+                whole = scratch("window", last - first)
+                self._decode_blocks(first, last, whole)
+                target[:] = whole[at - first : end - first]
+            at = end
+
+    @property
+    def _table_offset(self) -> int:
+        assert self._opened is not None
+        return self._opened.header.table.offset
+
+    def _decode_blocks(self, start: int, stop: int, into: memoryview) -> None:
+        """Decode whole blocks, each equal to its checksum."""
+        assert self._opened is not None
+        sums = self._opened.sums
+        first, last = start // BLOCK_BYTES, block_count(stop)
+
+        def wrong() -> list[int]:
+            return [
+                number
+                for number, begin, end in blocks(first, last, self._table_offset)
+                if checksum(into[begin - start : end - start]) != sums[number]
+            ]
+
+        self._decode(start, stop, into, f"its blocks {first} to {last - 1}", lambda: not wrong())
+
+    def _decode(
+        self, start: int, stop: int, into: memoryview, what: str, is_right: Callable[[], bool]
+    ) -> None:
+        """Fill ``into`` until ``is_right``, without wrong sources; TooManyLost when that is
+        impossible.
+        """
+        if self._group.decode(
+            lambda: self._group.steps(self._member, self._image, start, stop), start, into, is_right
+        ):
+            return
+        raise ChecksumMismatch(
+            f"{self.name}: {what} cannot be decoded, though every source is as its checksums say: "
+            "the parity is not of these images. Another source is used; please report this.",
+            image=self.name,
+        )

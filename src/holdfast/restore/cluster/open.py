@@ -1,7 +1,7 @@
-"""Open a generation that a ``Recovery`` says how to read: each image from its own source.
+"""Opens the images of a ``Recovery``, each from its own source: this arena, a peer, parity, or
+storage.
 
-In this host's arena where it lies there, from a peer, decoded, or out of storage: they are read
-alike, and nobody further up can tell.
+All images are read through the same interface, whatever their source.
 """
 
 from __future__ import annotations
@@ -17,44 +17,58 @@ from holdfast.errors import ArenaError, ChecksumMismatch, HoldfastError, NotFoun
 from holdfast.format.manifest import Generation
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
-from holdfast.load.decoding import BROKEN, CodedImage, GroupReader, ParityRow
-from holdfast.load.degraded import DegradedImage
-from holdfast.load.holdings import Coding, Decoding, Image, Recovery, Row, Source, image_name
-from holdfast.load.peer_ranges import PeerImage, PeerRanges
-from holdfast.load.records import Record, checked_record
-from holdfast.load.source import Checkpoint, HeldImage, ImageFile
-from holdfast.peers.calling import Peer
-from holdfast.peers.client import Puller
-from holdfast.peers.names import generation_name, layout_path, parity_path, record_path
+from holdfast.restore.cluster.decode import (
+    BROKEN,
+    CodedImage,
+    DegradedImage,
+    GroupReader,
+    ParityRow,
+)
+from holdfast.restore.cluster.peer_images import PeerImage, PeerRanges
+from holdfast.restore.planning.holdings import (
+    Decoding,
+    GroupCoding,
+    ImageIdentity,
+    ImageOrigin,
+    ParityClaim,
+    Recovery,
+    ShardSource,
+    checked_record,
+    image_name,
+)
+from holdfast.restore.reading.images import Checkpoint, ImageFile, SlotImage
+from holdfast.transport.client import Puller
+from holdfast.transport.client_connection import Peer
+from holdfast.transport.wire.http import generation_name, layout_path, parity_path, record_path
 
 
 @dataclass(frozen=True)
-class Reach:
-    """How a rank on ``host`` reaches what the hosts of the run hold.
+class ClusterReach:
+    """Gives a rank on ``host`` access to the holdings of all hosts.
 
-    ``slots``: the paths of this host's slots by attempt and rank; ``arena``: where its layouts lie.
-    ``peers``: the keepers of all hosts that answered, this one's too, which is asked for the rows
-    of parity that lie here: only it knows when one is written over. ``read_record`` believes or
-    refuses the bytes of a record of parity; its second argument is what to call it in errors.
+    ``slots``: the paths of this host's slots by attempt and rank; ``arena``: the directory of its
+    layouts. ``peers``: the keepers of all hosts that answered, including this host's own, which is
+    asked for the parity shards of this host: only the keeper knows when one is overwritten.
+    ``read_record`` verifies the bytes of a parity record; its second argument names it in errors.
     """
 
     host: str
     arena: Path
     puller: Puller
     peers: Mapping[str, Peer]
-    read_record: Callable[[bytes, str], Record]
+    read_record: Callable[[bytes, str], ParityClaim]
     slots: Mapping[tuple[str, int], str] = field(default_factory=dict)
 
     def peer(self, host: str) -> Peer:
-        """The keeper of a host. NotFound when nobody told where it is."""
+        """Return the keeper of a host. NotFound when its address is unknown."""
         if host not in self.peers:
             raise NotFound(f"nobody told where the keeper of {host} is asked; take another source")
         return self.peers[host]
 
     def record(
         self, host: str, attempt: str, generation: Generation, stripe: int, row: int
-    ) -> Record:
-        """The record of a row that a host holds. PeerError, FormatError or NotFound."""
+    ) -> ParityClaim:
+        """Return the record of a parity shard of a host. PeerError, FormatError or NotFound."""
         path = record_path(attempt, stripe, row)
         name = generation_name(generation)
         data = self.puller.document(self.peer(host), path, generation=name)
@@ -62,15 +76,15 @@ class Reach:
 
 
 def open_recovery(
-    recovery: Recovery, reach: Reach, open_stored: Callable[[], Checkpoint] | None = None
+    recovery: Recovery, reach: ClusterReach, open_stored: Callable[[], Checkpoint] | None = None
 ) -> Checkpoint:
-    """The images of a recovery, to be read from its sources.
+    """Open the images of a recovery from its sources.
 
-    ``open_stored`` opens the checkpoint that images come from which no host has. Whatever speaks
-    against a source is raised here or while it is read, with ``fields`` for
-    ``Inventories.without``: PeerError, TooManyLost, NotFound, FormatError, ArenaError.
+    ``open_stored`` opens the checkpoint for images that no host has. Errors of a source are raised
+    here or while it is read, with ``fields`` for ``Inventories.without``: PeerError, TooManyLost,
+    NotFound, FormatError, ArenaError.
     """
-    opening = _Opening(recovery, reach)
+    opening = ImageOpener(recovery, reach)
     layout = opening.layout()
     stored = open_stored() if open_stored and opening.has_stored else None
     for source in recovery.sources:
@@ -84,10 +98,10 @@ def open_recovery(
     return Checkpoint(layout, opening.files, recovery.world, opening.identity)
 
 
-class _Opening:
-    """One recovery, on one rank."""
+class ImageOpener:
+    """Opens one recovery, on one rank."""
 
-    def __init__(self, recovery: Recovery, reach: Reach) -> None:
+    def __init__(self, recovery: Recovery, reach: ClusterReach) -> None:
         self._recovery, self._reach = recovery, reach
         candidate = recovery.candidate
         self._attempt = candidate.attempt
@@ -101,11 +115,11 @@ class _Opening:
         }
         self.has_stored = any(not one.hosts and one.decoding is None for one in recovery.sources)
         self.files: dict[int, ImageFile] = {}
-        self._groups: dict[Coding, GroupReader] = {}
-        self._records: dict[tuple[str, int, int], Record] = {}
+        self._groups: dict[GroupCoding, GroupReader] = {}
+        self._records: dict[tuple[str, int, int], ParityClaim] = {}
 
     def layout(self) -> Layout:
-        """From this host, or the first other one that gives it rightly."""
+        """Return the layout from this host, or from the first other one that gives it correctly."""
         failures: list[HoldfastError] = []
         here = self._reach.host
         for host in (here, *(one for one in self._recovery.holders if one != here)):
@@ -125,14 +139,14 @@ class _Opening:
         else:
             peer = self._reach.peer(host)
             data = self._reach.puller.document(peer, layout_path(wanted), most_bytes=MAX_BYTES)
-        if (found := table_hash(data)) != wanted:
+        if (actual := table_hash(data)) != wanted:
             raise ChecksumMismatch(
-                f"layout {wanted} on {host}: its bytes have the hash {found}", path=wanted
+                f"layout {wanted} on {host}: its bytes have the hash {actual}", path=wanted
             )
         return Layout.from_json(data)
 
-    def held(self, source: Source) -> ImageFile:
-        """An image that some host has: this one, rather."""
+    def held(self, source: ImageOrigin) -> ImageFile:
+        """Open an image that some host has, preferably this one."""
         image, here = source.image, self._reach.host
         assert image is not None
         if here not in source.hosts:
@@ -141,7 +155,7 @@ class _Opening:
         name = image_name(here, self._attempt, image.rank)
         try:
             path = self._reach.slots[self._attempt, image.rank]
-            file = HeldImage(path, image.image_bytes, image.header_xxh3, image.table_xxh3)
+            file = SlotImage(path, image.image_bytes, image.header_xxh3, image.table_xxh3)
         except (ArenaError, KeyError) as error:
             raise NotFound(f"{name} is no longer in this host's memory: {error}", path=name) from (
                 error
@@ -149,44 +163,53 @@ class _Opening:
         file.name = name
         return file
 
-    def decoded(self, source: Source, way: Decoding) -> ImageFile:
-        """An image that is lost. All that are held are open already."""
+    def decoded(self, source: ImageOrigin, way: Decoding) -> ImageFile:
+        """Open a lost image. All images in memory are open already."""
         if way.coding not in self._groups:
             self._groups[way.coding] = self._group(way)
         member = way.coding.members[way.member]
         return DegradedImage(
-            self._groups[way.coding], way.member, way.image, member.images[way.image],
-            partial(self._head, way), image_name(member.host, self._attempt, source.rank),
-        )  # fmt: skip
+            self._groups[way.coding],
+            way.member,
+            way.image,
+            member.images[way.image],
+            partial(self._head, way),
+            image_name(member.host, self._attempt, source.rank),
+        )
 
     def _group(self, way: Decoding) -> GroupReader:
         coding = way.coding
         images = {
             (number, n): CodedImage(
-                self.files[coded.image.rank], coded.data_start,
+                self.files[coded.image.rank],
+                coded.data_start,
                 self.identity | {"rank": str(coded.image.rank)},
             )
             for number, member in enumerate(coding.members)
             for n, coded in enumerate(member.images)
             if self._is_held(coded.image)
-        }  # fmt: skip
+        }
         rows = {(row.stripe, row.row): self._row(coding, row) for row in way.rows}
         return GroupReader(
             coding.placement, [member.host for member in coding.members], images, rows
         )
 
-    def _is_held(self, image: Image) -> bool:
+    def _is_held(self, image: ImageIdentity) -> bool:
         source = self._recovery.sources[image.rank]
         return bool(source.hosts) and source.image == image
 
-    def _row(self, coding: Coding, row: Row) -> ParityRow:
+    def _row(self, coding: GroupCoding, row: ShardSource) -> ParityRow:
         here = self._reach.host
         host = here if here in row.hosts else row.hosts[0]
         path = parity_path(self._attempt, row.stripe, row.row)
         ranges = PeerRanges(
-            self._reach.puller, self._reach.peer(host), path, self._generation,
-            coding.row_bytes(row.stripe), f"{host}{path}",
-        )  # fmt: skip
+            self._reach.puller,
+            self._reach.peer(host),
+            path,
+            self._generation,
+            coding.row_bytes(row.stripe),
+            f"{host}{path}",
+        )
 
         def sums() -> tuple[int, ...]:
             found = self._record(coding, host, row.stripe, row.row).sums
@@ -195,7 +218,7 @@ class _Opening:
         return ParityRow(ranges, sums)
 
     def _head(self, way: Decoding) -> bytes:
-        """The header of a lost image, from the first record that has it rightly."""
+        """Return the header of a lost image, from the first record that has it correctly."""
         failure: HoldfastError = NotFound("there is no record of its group's parity")
         for host, row in _holders(way):
             try:
@@ -206,7 +229,7 @@ class _Opening:
                 return record.members[way.member].images[way.image].head
         raise failure
 
-    def _record(self, coding: Coding, host: str, stripe: int, row: int) -> Record:
+    def _record(self, coding: GroupCoding, host: str, stripe: int, row: int) -> ParityClaim:
         at = host, stripe, row
         if at not in self._records:
             candidate = self._recovery.candidate
@@ -215,7 +238,7 @@ class _Opening:
         return self._records[at]
 
 
-def _holders(way: Decoding) -> Iterator[tuple[str, Row]]:
+def _holders(way: Decoding) -> Iterator[tuple[str, ShardSource]]:
     for row in way.rows:
         for host in row.hosts:
             yield host, row

@@ -1,7 +1,7 @@
-"""Images and parity in the memory of other hosts, read range by range from their keepers.
+"""Reads images and parity shards in the memory of other hosts range by range from their keepers.
 
-What a keeper gives was offered all the time that it was copied, or nothing came of it. Whether it
-is what was captured, the block checksums say: nothing here looks at the bytes.
+A keeper's offer was valid during the whole copy, or the read fails. Whether the bytes are those
+captured, the block checksums tell: this module does not examine the bytes.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Protocol
 
 from holdfast.errors import FormatError
 from holdfast.format.image import Header, header_size
-from holdfast.load.holdings import Image, image_name
-from holdfast.load.source import checked_header, checked_table
-from holdfast.peers.calling import Peer
-from holdfast.peers.client import Puller, Wanted
-from holdfast.peers.names import image_path
+from holdfast.restore.planning.holdings import ImageIdentity, image_name
+from holdfast.restore.reading.images import checked_header, checked_table
+from holdfast.transport.client import Puller, WantedRange
+from holdfast.transport.client_connection import Peer
+from holdfast.transport.wire.http import image_path
 
-#: Most headers are shorter: header and its length then come in one request.
+#: Size of the first request: most headers are shorter, and arrive together with their length.
 _FIRST_BYTES = 64 << 10
 
 
 class Ranges(Protocol):
-    """Bytes that are read in ranges; ``name`` as errors call them."""
+    """Bytes that are read in ranges; ``name`` as in errors."""
 
     name: str
     size_bytes: int
@@ -31,15 +31,15 @@ class Ranges(Protocol):
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
     ) -> memoryview:
-        """See ``holdfast.load.source.ImageFile``."""
+        """See ``holdfast.restore.reading.images.ImageFile``."""
         ...
 
 
 class PeerRanges:
-    """What a peer offers under ``path``, of a generation named as in 3-1200.
+    """A resource that a peer offers under ``path``, of a generation named as in 3-1200.
 
-    Its reads raise PeerError when the peer does not give it, Fenced when this incarnation is over.
-    Any number of threads may read.
+    Reads raise PeerError when the peer does not deliver, Fenced when this incarnation is over.
+    Thread-safe.
     """
 
     is_mapped = False
@@ -62,7 +62,7 @@ class PeerRanges:
         if len(staging) < stop - start:
             staging = bytearray(stop - start)
         view = memoryview(staging)[: stop - start]
-        wanted = Wanted(self._peer, self._path, self._generation, start, view)
+        wanted = WantedRange(self._peer, self._path, self._generation, start, view)
         self._puller.pull([wanted])
         return view
 
@@ -71,16 +71,20 @@ class PeerImage(PeerRanges):
     """An image in a slot of another host's arena: an ``ImageFile``."""
 
     def __init__(
-        self, puller: Puller, peer: Peer, attempt: str, generation: str, image: Image
+        self, puller: Puller, peer: Peer, attempt: str, generation: str, image: ImageIdentity
     ) -> None:
         super().__init__(
-            puller, peer, image_path(attempt, image.rank), generation, image.image_bytes,
+            puller,
+            peer,
+            image_path(attempt, image.rank),
+            generation,
+            image.image_bytes,
             image_name(peer.name, attempt, image.rank),
-        )  # fmt: skip
+        )
         self.header_xxh3, self.table_xxh3 = image.header_xxh3, image.table_xxh3
 
     def check_length(self) -> None:
-        """See ``ImageFile``: a peer gives no range beyond what it offers."""
+        """See ``ImageFile``: a peer refuses a range beyond its offer."""
 
     def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
         """See ``ImageFile``."""

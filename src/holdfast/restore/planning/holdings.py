@@ -1,22 +1,26 @@
-"""PURE. What hosts say they hold of a run's generations, and where a restore takes each image from.
+"""PURE. Describes what hosts hold of a run's generations, and where a restore takes each image
+from.
 
-The same facts as in the keepers' inventories and in the records of parity, reduced to what the
-choice of a source needs. Values only: equal ones are the same thing, whoever told of it.
+The same facts as in the keepers' inventories and in the parity records, reduced to what the choice
+of a source needs. All are values: equal ones are the same thing, whichever host reported it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from msgspec import Struct
 
 from holdfast.errors import FormatError
-from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.load.choose import Candidate
-from holdfast.peers.names import image_path
-from holdfast.redundancy.stripes import Placement, stripes
+from holdfast.format.checksum import BLOCK_BYTES, block_count
+from holdfast.parity.planning.placement import StripePlacement, stripes
+from holdfast.restore.planning.candidates import Candidate
+from holdfast.transport.wire.http import image_path
 
 
-class Image(Struct, frozen=True, order=True):
-    """One image, told from every other by its checksums."""
+class ImageIdentity(Struct, frozen=True, order=True):
+    """Identifies one image by its checksums."""
 
     rank: int
     image_bytes: int
@@ -24,29 +28,29 @@ class Image(Struct, frozen=True, order=True):
     table_xxh3: str
 
 
-class Coded(Struct, frozen=True, order=True):
+class CodedGroup(Struct, frozen=True, order=True):
     """An image as a group codes it: from ``data_start`` on."""
 
-    image: Image
+    image: ImageIdentity
     data_start: int
 
     @property
     def size_bytes(self) -> int:
-        """How much of it is coded."""
+        """The number of coded bytes."""
         return self.image.image_bytes - self.data_start
 
 
-class Member(Struct, frozen=True, order=True):
+class GroupMember(Struct, frozen=True, order=True):
     """A host of a group, with its images in order of rank."""
 
     host: str
-    images: tuple[Coded, ...]
+    images: tuple[CodedGroup, ...]
 
 
-class Coding(Struct, frozen=True, order=True):
-    """A group that coded an attempt, as each of its records of parity says."""
+class GroupCoding(Struct, frozen=True, order=True):
+    """A group that coded an attempt, as described by each of its parity records."""
 
-    members: tuple[Member, ...]
+    members: tuple[GroupMember, ...]
     parity: int
 
     def __post_init__(self) -> None:
@@ -61,48 +65,50 @@ class Coding(Struct, frozen=True, order=True):
             raise FormatError(f"a group cannot have coded {min(sizes)} bytes of an image")
 
     @property
-    def placement(self) -> Placement:
-        """Where every byte of it lies."""
+    def placement(self) -> StripePlacement:
+        """The placement of every byte of the group."""
         sizes = (tuple(one.size_bytes for one in member.images) for member in self.members)
-        return Placement(tuple(sizes), self.parity, BLOCK_BYTES)
+        return StripePlacement(tuple(sizes), self.parity, BLOCK_BYTES)
 
     def row_bytes(self, stripe: int) -> int:
-        """How long the rows of a stripe are."""
+        """Return the length of the parity shards of a stripe."""
         return stripes(self.placement)[stripe].size_bytes
 
 
-class HeldRow(Struct, frozen=True, order=True):
-    """Parity on a host: row ``row`` of stripe ``stripe`` of a coding."""
+class ShardHolding(Struct, frozen=True, order=True):
+    """A parity shard on a host: row ``row`` of stripe ``stripe`` of a coding."""
 
-    coding: Coding
+    coding: GroupCoding
     stripe: int
     row: int
 
 
-class HeldPart(Struct, frozen=True, order=True):
-    """What one host holds of one attempt."""
+class ImageHolding(Struct, frozen=True, order=True):
+    """The holdings of one host of one attempt."""
 
     incarnation: int
     step: int
     attempt: str
     world: int
     layout: str
-    images: tuple[Image, ...] = ()
-    rows: tuple[HeldRow, ...] = ()
+    images: tuple[ImageIdentity, ...] = ()
+    rows: tuple[ShardHolding, ...] = ()
+    nonce: str = ""
 
 
-class Holding(Struct, frozen=True):
-    """All that one host holds, and where its keeper is asked for it."""
+class HostHolding(Struct, frozen=True):
+    """All holdings of one host, and the address of its keeper."""
 
     host: str
-    parts: tuple[HeldPart, ...] = ()
+    parts: tuple[ImageHolding, ...] = ()
     parents: dict[int, tuple[int, int] | None] = {}
     address: str = ""
     port: int = 0
+    starts: dict[int, tuple[str, float]] = {}
 
 
-class Row(Struct, frozen=True, order=True):
-    """A row of parity that is there, and the hosts that hold it."""
+class ShardSource(Struct, frozen=True, order=True):
+    """A parity shard, and the hosts that hold it."""
 
     stripe: int
     row: int
@@ -110,23 +116,24 @@ class Row(Struct, frozen=True, order=True):
 
 
 class Decoding(Struct, frozen=True):
-    """How a lost image is made anew: it is image ``image`` of member ``member`` of a coding.
+    """Tells how to rebuild a lost image: it is image ``image`` of member ``member`` of a coding.
 
-    ``rows`` is all parity of it that is there; ``absent`` are the members whose images are not.
+    ``rows`` are all existing parity shards of the coding; ``absent`` are the members whose images
+    are lost.
     """
 
-    coding: Coding
+    coding: GroupCoding
     member: int
     image: int
-    rows: tuple[Row, ...]
+    rows: tuple[ShardSource, ...]
     absent: tuple[int, ...]
 
 
-class Source(Struct, frozen=True):
-    """Where one image comes from: ``hosts`` that hold it, else ``decoding``, else storage."""
+class ImageOrigin(Struct, frozen=True):
+    """The origin of one image: ``hosts`` that hold it, else ``decoding``, else storage."""
 
     rank: int
-    image: Image | None = None
+    image: ImageIdentity | None = None
     hosts: tuple[str, ...] = ()
     decoding: Decoding | None = None
 
@@ -134,20 +141,20 @@ class Source(Struct, frozen=True):
 class Recovery(Struct, frozen=True):
     """A generation that can be restored. ``sources`` by rank; without any, all is in storage.
 
-    ``holders``: the hosts that hold anything of it, and so its layout. ``survives``: of these, so
-    many can still be lost, whichever they are, and all that is in memory can be rebuilt.
+    ``holders``: the hosts that hold anything of it, and so its layout. ``survives``: how many of
+    them, whichever they are, can still be lost while all that is in memory can be rebuilt.
     """
 
     candidate: Candidate
     world: int = 0
     layout: str = ""
-    sources: tuple[Source, ...] = ()
+    sources: tuple[ImageOrigin, ...] = ()
     holders: tuple[str, ...] = ()
     survives: int = 0
 
     @property
     def text(self) -> str:
-        """One line for people: where its images come from."""
+        """Return one line for people: the origin of its images."""
         if not self.sources:
             return f"{self.candidate.generation} from storage"
         decoded = [str(one.rank) for one in self.sources if one.decoding is not None]
@@ -161,7 +168,7 @@ class Recovery(Struct, frozen=True):
 
 
 class Refusal(Struct, frozen=True):
-    """An attempt of which something is in memory, but not enough; ``reason`` is a sentence."""
+    """An attempt that is partly in memory, but not enough; ``reason`` is a sentence."""
 
     incarnation: int
     step: int
@@ -170,5 +177,92 @@ class Refusal(Struct, frozen=True):
 
 
 def image_name(host: str, attempt: str, rank: int) -> str:
-    """What an image in a host's memory is called in errors, on whatever rank they are raised."""
+    """Name an image in a host's memory in errors, equal on all ranks."""
     return f"{host}{image_path(attempt, rank)}"
+
+
+# Checks parity records before a restore uses them.
+
+
+class ImageClaim(Protocol):
+    """An image of a member, with its header."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def image_bytes(self) -> int: ...
+    @property
+    def data_start(self) -> int: ...
+    @property
+    def header_xxh3(self) -> str: ...
+    @property
+    def table_xxh3(self) -> str: ...
+    @property
+    def head(self) -> bytes: ...
+
+
+class MemberClaim(Protocol):
+    """A host of a group."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def images(self) -> Sequence[ImageClaim]: ...
+
+
+class ParityClaim(Protocol):
+    """The record beside a parity shard."""
+
+    @property
+    def attempt(self) -> str: ...
+    @property
+    def parity(self) -> int: ...
+    @property
+    def members(self) -> Sequence[MemberClaim]: ...
+    @property
+    def stripe(self) -> int: ...
+    @property
+    def row(self) -> int: ...
+    @property
+    def sums(self) -> bytes: ...
+
+
+def shard_of_claim(record: ParityClaim) -> ShardHolding:
+    """Return the coding and the shard that a host with this record holds. FormatError for an
+    invalid group.
+    """
+    members = (
+        GroupMember(
+            member.host,
+            tuple(
+                CodedGroup(
+                    ImageIdentity(one.rank, one.image_bytes, one.header_xxh3, one.table_xxh3),
+                    one.data_start,
+                )
+                for one in member.images
+            ),
+        )
+        for member in record.members
+    )
+    return ShardHolding(GroupCoding(tuple(members), record.parity), record.stripe, record.row)
+
+
+def checked_record(
+    record: ParityClaim, coding: GroupCoding, attempt: str, stripe: int, row: int, host: str
+) -> ParityClaim:
+    """Return the record that ``host`` gave; FormatError when it is the record of another shard."""
+    where = f"the record of row {row} of stripe {stripe} on {host}"
+    is_this_one = record.attempt == attempt and shard_of_claim(record) == ShardHolding(
+        coding, stripe, row
+    )
+    if not is_this_one:
+        raise FormatError(
+            f"{where} is no longer that of attempt {attempt} in its group: it is of attempt "
+            f"{record.attempt}, row {record.row} of stripe {record.stripe}, and of the hosts "
+            f"{', '.join(one.host for one in record.members)}"
+        )
+    if len(record.sums) != 8 * block_count(coding.row_bytes(stripe)):
+        raise FormatError(
+            f"{where} has {len(record.sums)} bytes of checksums, which do not fit its row"
+        )
+    return record

@@ -1,7 +1,7 @@
-"""What to read for what is wanted, proved complete before the first byte is read.
+"""PURE. Plans the reads of a restore, and proves them complete before the first byte is read.
 
-Every element of every wanted box comes from exactly one piece, or there is no plan: a
-destination is never left half as it was (promise 2).
+Every element of every wanted box comes from exactly one piece, or there is no plan: a destination
+is never left half filled (promise 2).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from holdfast.format.image import Entry, Header, piece_name, volume
 from holdfast.geometry.box import Box, cover_fault
 from holdfast.geometry.layout import Layout
 
-#: The most that is staged at once by one reader thread, blocks at both ends included.
+#: The largest staging buffer of one reader thread, including the blocks at both ends.
 BATCH_BYTES = 8 << 20
-#: What one restore stages at most on the way to devices, in pinned memory: enough for a few reads
+#: The largest pinned staging memory of one restore on the way to devices: enough for a few reads
 #: under way and as many copies behind them.
 STAGING_BYTES = 48 << 20
-#: What a rank holds at most of the blocks that ranks read for each other.
+#: The most bytes that a rank holds of blocks that ranks read for each other.
 BUDGET_BYTES = 64 << 20
-#: Shorter runs of a part that lies scattered are moved together, as a box.
+#: Shorter runs of a scattered part are copied together, as a box.
 RUN_BYTES = 16 << 10
-#: From so many blocks on, what lies whole in one destination is read straight into it.
+#: From so many blocks on, a run that lies whole in one destination is read straight into it.
 STRAIGHT_BLOCKS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A box of a leaf that is to be filled. ``key`` says where it goes, in the caller's terms."""
+    """A box of a leaf that must be filled. ``key`` names its destination, chosen by the caller."""
 
     leaf: str
     box: Box
@@ -51,10 +51,12 @@ class Fetch(NamedTuple):
 
 
 def plan_fetches(wants: Sequence[Want], layout: Layout) -> dict[int, list[Fetch]]:
-    """The fetches for ``wants``, by image. CoverageError names the first box not produced once."""
+    """Return the fetches for ``wants``, by image. CoverageError names the first box not covered
+    once.
+    """
     numbers = {leaf.name: number for number, leaf in enumerate(layout.leaves)}
     fetches: dict[int, list[Fetch]] = {}
-    proved = _Proved()
+    proved = _ProvenCoverage()
     for index, want in enumerate(wants):
         number = numbers[want.leaf]
         leaf = layout.leaves[number]
@@ -66,16 +68,16 @@ def plan_fetches(wants: Sequence[Want], layout: Layout) -> dict[int, list[Fetch]
     return fetches
 
 
-class _Proved:
-    """What of some pieces is wanted, proved to be all of it; once for leaves that are alike."""
+class _ProvenCoverage:
+    """Caches the proof that pieces cover a want: computed once for leaves that are alike."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], tuple[list[Box], list[tuple[Box, str]]]] = {}
 
     def parts(self, want: Want, shape: tuple[int, ...], pieces: list[Box]) -> list[tuple[Box, str]]:
-        """What of the want each piece holds, and what its name has behind that of the leaf."""
-        # Pieces by identity: they are the same objects for leaves that are alike. They are kept
-        # here, so that no other can take the place of one.
+        """Return the part of the want in each piece, and the name suffix of each piece."""
+        # Pieces by identity: they are the same objects for leaves that are alike. The cache keeps
+        # them, so that no other object can reuse their id.
         key = (want.box, shape, *map(id, pieces))
         if key not in self._known:
             names = [piece_name("", shape, piece) for piece in pieces]
@@ -96,7 +98,7 @@ def _proved_parts(want: Want, pieces: Sequence[Box]) -> list[Box]:
     return parts
 
 
-class Span(NamedTuple):
+class ByteSpan(NamedTuple):
     """A run of bytes, the same in an image and in the destination of a want.
 
     ``start`` and ``stop`` count from the start of the image's data, ``at`` from that of the
@@ -111,10 +113,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """A stretch of an image's data, and the part of a want inside it.
+    """A range of an image's data, and the part of a want inside it.
 
-    ``start`` and ``stop`` count bytes from the start of the data; ``rows`` is the box, within
-    its piece, that the stretch holds whole; ``part`` what of it is wanted, in leaf terms.
+    ``start`` and ``stop`` count bytes from the start of the data; ``rows`` is the box, within its
+    piece, that the range holds whole; ``part`` is the wanted part of it, in leaf coordinates.
     """
 
     fetch: Fetch
@@ -125,17 +127,18 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ReadBatch:
     """Neighbouring spans and slabs that are read and verified together, as whole blocks.
 
-    ``is_straight``: one span holds all of these blocks, so they can be read where they belong.
+    ``is_straight``: one span holds all of these blocks, so they are read straight into its
+    destination.
     """
 
     rank: int
     first_block: int
     stop_block: int
     slabs: tuple[Slab, ...] = ()
-    spans: tuple[Span, ...] = ()
+    spans: tuple[ByteSpan, ...] = ()
     is_straight: bool = False
 
 
@@ -144,16 +147,16 @@ def plan_batches(
     headers: Mapping[int, Header],
     wants: Sequence[Want] = (),
     flat: Collection[int] = (),
-) -> list[Batch]:
+) -> list[ReadBatch]:
     """Cut the fetches into bounded reads of whole blocks, in file order.
 
-    ``flat``: which of ``wants``, by index, have memory without gaps for a destination. They are
-    filled by runs of bytes, which can be cut at any block; the others by boxes.
+    ``flat``: which of ``wants``, by index, have a destination without gaps. These are filled by
+    runs of bytes, which can be cut at any block; the others by boxes.
     """
-    batches: list[Batch] = []
+    batches: list[ReadBatch] = []
     for rank, some in sorted(fetches.items()):
         header = headers[rank]
-        found: list[Span | Slab] = []
+        items: list[ByteSpan | Slab] = []
         for fetch in some:
             entry = header.piece(fetch.entry, fetch.dtype, fetch.piece.shape)
             if entry is None:
@@ -164,24 +167,25 @@ def plan_batches(
                     leaf=fetch.entry,
                 )
             spans = _spans(fetch, wants[fetch.want], entry) if fetch.want in flat else None
-            found += _slabs(fetch, entry.offset, entry.size_bytes) if spans is None else spans
-        found.sort(key=_start)
-        batches += _group(rank, found)
+            items += _slabs(fetch, entry.offset, entry.size_bytes) if spans is None else spans
+        items.sort(key=_start)
+        batches += _group(rank, items)
     return batches
 
 
-def _start(one: Span | Slab) -> int:
+def _start(one: ByteSpan | Slab) -> int:
     return one.start
 
 
-def _spans(fetch: Fetch, want: Want, entry: Entry) -> list[Span] | None:
-    """The wanted part of a piece as runs of bytes; None when they are many and short."""
+def _spans(fetch: Fetch, want: Want, entry: Entry) -> list[ByteSpan] | None:
+    """Return the wanted part of a piece as runs of bytes; None when they are many and short."""
     piece, part, box = fetch.piece, fetch.part, want.box
     if part == piece == box:
-        return [Span(fetch.want, entry.offset, entry.stop, 0)]
+        return [ByteSpan(fetch.want, entry.offset, entry.stop, 0)]
     item = entry.size_bytes // max(1, piece.volume)
     shape, stored, wanted = part.shape, piece.shape, box.shape
-    # From the dimension `last` on, a run is one in both: behind it everything is covered.
+    # From the dimension `last` on, a run is contiguous in both: the dimensions after it are
+    # covered.
     last = max(0, part.ndim - 1)
     while last > 0 and shape[last] == stored[last] == wanted[last]:
         last -= 1
@@ -190,30 +194,33 @@ def _spans(fetch: Fetch, want: Want, entry: Entry) -> list[Span] | None:
         return None
     first = entry.offset + _flat(part.relative_to(piece).start, stored) * item
     at = _flat(part.relative_to(box).start, wanted) * item
-    # What a step in each of the other dimensions is worth, in bytes: there, and here.
+    # Strides of the other dimensions in bytes, in the destination and in the piece.
     there = [volume(stored[dim + 1 :]) * item for dim in range(last)]
     here = [volume(wanted[dim + 1 :]) * item for dim in range(last)]
-    found = []
+    spans = []
     for steps in product(*map(range, shape[:last])):
         begin = first + sum(n * size for n, size in zip(steps, there, strict=True))
         into = at + sum(n * size for n, size in zip(steps, here, strict=True))
-        found.append(Span(fetch.want, begin, begin + length, into))
-    return found
+        spans.append(ByteSpan(fetch.want, begin, begin + length, into))
+    return spans
 
 
 def _slabs(fetch: Fetch, offset: int, size_bytes: int) -> Iterator[Slab]:
-    """Cut the wanted part of a piece into stretches of at most half a batch."""
+    """Cut the wanted part of a piece into ranges of at most half a batch."""
     item = size_bytes // max(1, fetch.piece.volume)
     inner = fetch.part.relative_to(fetch.piece)
     whole = Box.whole(fetch.piece.shape)
     for rows in _row_ranges(whole, inner, max(1, BATCH_BYTES // 2 // max(1, item))):
         part = rows.intersect(inner)
-        assert part is not None  # there are no ranges beside what is wanted
+        assert part is not None  # every range overlaps the wanted part
         start = _flat(rows.start, whole.shape) * item
         yield Slab(
-            fetch, offset + start, offset + start + rows.volume * item, rows,
+            fetch,
+            offset + start,
+            offset + start + rows.volume * item,
+            rows,
             part.shift(fetch.piece.start),
-        )  # fmt: skip
+        )
 
 
 def _flat(at: Sequence[int], shape: Sequence[int]) -> int:
@@ -224,7 +231,9 @@ def _flat(at: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def _row_ranges(whole: Box, inner: Box, limit: int, dim: int = 0) -> Iterator[Box]:
-    """Boxes, contiguous in ``whole``, of at most ``limit`` elements, that hold ``inner``."""
+    """Return boxes, contiguous in ``whole``, of at most ``limit`` elements, that cover
+    ``inner``.
+    """
     if whole.ndim == dim:
         yield whole
         return
@@ -245,19 +254,19 @@ def _with(box: Box, dim: int, start: int, stop: int) -> Box:
     )
 
 
-def _group(rank: int, found: Sequence[Span | Slab]) -> Iterator[Batch]:
-    """Join what has touching blocks, up to the size of a batch; cut spans at blocks where needed.
+def _group(rank: int, items: Sequence[ByteSpan | Slab]) -> Iterator[ReadBatch]:
+    """Join items with touching blocks, up to the size of a batch; cut spans at blocks where needed.
 
-    What is cut begins on a block of its own: no block is read twice for it.
+    A cut lies on a block boundary: no block is read twice for it.
     """
     group = _Group(rank)
-    for one in found:
+    for one in items:
         if isinstance(one, Slab):
             if not group.joins(one):
                 yield from group.flush()
-            group.take(one)
+            group.add(one)
             continue
-        rest: Span | None = one
+        rest: ByteSpan | None = one
         while rest is not None:
             straight = 0 if rest.start % BLOCK_BYTES else (rest.stop - rest.start) // BLOCK_BYTES
             if straight >= STRAIGHT_BLOCKS:
@@ -266,63 +275,65 @@ def _group(rank: int, found: Sequence[Span | Slab]) -> Iterator[Batch]:
                 continue
             if not group.has_room_at(rest.start // BLOCK_BYTES):
                 yield from group.flush()
-            # What a straight read can begin behind is taken by itself.
+            # The bytes before a possible straight read form an item of their own.
             inside = rest.stop // BLOCK_BYTES - -(-rest.start // BLOCK_BYTES)
             stop = group.room_stop(rest.start // BLOCK_BYTES)
             if straight == 0 and inside >= STRAIGHT_BLOCKS:
                 stop = -(-rest.start // BLOCK_BYTES) * BLOCK_BYTES
             head, rest = _cut(rest, stop)
-            group.take(head)
+            group.add(head)
     yield from group.flush()
 
 
-def _straight(rank: int, span: Span, blocks: int) -> Generator[Batch, None, Span | None]:
-    """Reads of ``blocks`` whole blocks of a span, by themselves; what is left of it."""
-    rest: Span | None = span
+def _straight(
+    rank: int, span: ByteSpan, blocks: int
+) -> Generator[ReadBatch, None, ByteSpan | None]:
+    """Split off straight reads of ``blocks`` whole blocks of a span; return them and the rest."""
+    rest: ByteSpan | None = span
     while blocks and rest is not None:
         some = min(blocks, BATCH_BYTES // BLOCK_BYTES)
         first = rest.start // BLOCK_BYTES
         head, rest = _cut(rest, (first + some) * BLOCK_BYTES)
-        yield Batch(rank, first, first + some, spans=(head,), is_straight=True)
+        yield ReadBatch(rank, first, first + some, spans=(head,), is_straight=True)
         blocks -= some
     return rest
 
 
-def _cut(span: Span, stop: int) -> tuple[Span, Span | None]:
-    """A span's bytes before ``stop``, and those from there on."""
+def _cut(span: ByteSpan, stop: int) -> tuple[ByteSpan, ByteSpan | None]:
+    """Split a span at ``stop``."""
     if span.stop <= stop:
         return span, None
     want, start, end, at = span
-    return Span(want, start, stop, at), Span(want, stop, end, at + stop - start)
+    return ByteSpan(want, start, stop, at), ByteSpan(want, stop, end, at + stop - start)
 
 
 class _Group:
-    """The batch being collected."""
+    """Collects one batch."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._first = self._stop = 0
         self._slabs: list[Slab] = []
-        self._spans: list[Span] = []
+        self._spans: list[ByteSpan] = []
 
-    def joins(self, one: Span | Slab) -> bool:
-        """Whether all of it fits in."""
+    def joins(self, one: ByteSpan | Slab) -> bool:
+        """Return whether the whole item fits in."""
         ends = max(self._stop, -(-one.stop // BLOCK_BYTES))
         begins = one.start // BLOCK_BYTES
         return self.has_room_at(begins) and (ends - self._first) * BLOCK_BYTES <= BATCH_BYTES
 
     def has_room_at(self, block: int) -> bool:
-        """Whether a block can be one of this batch."""
+        """Return whether a block can be part of this batch."""
         is_inside = self._first <= block <= self._stop
         return is_inside and (block + 1 - self._first) * BLOCK_BYTES <= BATCH_BYTES
 
     def room_stop(self, block: int) -> int:
-        """Where this batch ends at the latest, or one that begins with ``block``."""
+        """Return the latest end of this batch, or of a new one that begins with ``block``."""
         first = self._first if self._spans or self._slabs else block
         return (first + BATCH_BYTES // BLOCK_BYTES) * BLOCK_BYTES
 
-    def take(self, one: Span | Slab) -> None:
-        """Add it; it fits, or there is nothing yet."""
+    def add(self, one: ByteSpan | Slab) -> None:
+        """Add an item that fits, or the first one."""
         if not (self._spans or self._slabs):
             self._first = self._stop = one.start // BLOCK_BYTES
         self._stop = max(self._stop, -(-one.stop // BLOCK_BYTES))
@@ -331,8 +342,10 @@ class _Group:
         else:
             self._spans.append(one)
 
-    def flush(self) -> Iterator[Batch]:
-        """What was collected, if anything."""
+    def flush(self) -> Iterator[ReadBatch]:
+        """Yield the collected batch, if there is one."""
         if self._spans or self._slabs:
-            yield Batch(self._rank, self._first, self._stop, tuple(self._slabs), tuple(self._spans))
+            yield ReadBatch(
+                self._rank, self._first, self._stop, tuple(self._slabs), tuple(self._spans)
+            )
         self._slabs, self._spans = [], []

@@ -1,105 +1,138 @@
-"""PURE. What can be restored, best first, and from where: one answer for all ranks.
+"""PURE. Selects the generation to restore and the source of each image: one answer for all ranks.
 
-It follows from what every host that answered holds, and from what lies in storage. An image is
-taken from a host that has it. One that no host has is decoded, from the data and parity left of its
-group. Only what cannot be decoded either comes from storage, and only of the very same attempt:
-images of two attempts never meet. When a host is lost while a restore is under way, the answer is
-that to the same question with one host fewer.
+The selection follows from what every host that answered holds, and from what lies in storage. An
+image is taken from a host that has it. An image that no host has is decoded, from the data and
+parity left of its group. Only an image that cannot be decoded comes from storage, and only of the
+very same attempt: images of two attempts never mix. When a host is lost during a restore, the same
+selection runs with one host fewer.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.load.choose import Candidate, choose
-from holdfast.load.group_left import GroupLeft
-from holdfast.load.holdings import (
-    Coding,
+from holdfast.format.manifest import Lineage
+from holdfast.restore.planning.candidates import Candidate, choose
+from holdfast.restore.planning.holdings import (
     Decoding,
-    HeldPart,
-    Holding,
-    Image,
+    GroupCoding,
+    HostHolding,
+    ImageHolding,
+    ImageIdentity,
+    ImageOrigin,
     Recovery,
     Refusal,
-    Source,
+    ShardSource,
     image_name,
+)
+from holdfast.restore.planning.starts import (
+    StartRecords,
+    is_replaced,
+    join_parents,
+    replaced_starts,
 )
 
 _SHOWN = 4
-#: What a peer answers that is there, and has no more what it is asked for.
+#: HTTP statuses of a peer that is reachable but no longer has the requested resource.
 _GONE = (404, 410)
 
 
-class Found(NamedTuple):
-    """What can be restored, best first, and what is in memory but cannot be, newest first."""
+class Selection(NamedTuple):
+    """The restorable generations, best first, and the unrestorable ones in memory, newest first."""
 
     recoveries: tuple[Recovery, ...]
     refusals: tuple[Refusal, ...]
 
 
 class Inventories(Struct, frozen=True):
-    """What every host that answered holds, what is stored, and what went on from what.
+    """The holdings of every host that answered, the stored checkpoints, and the line of
+    incarnations.
 
-    ``parents`` are as storage has them, and count where a host says something else.
+    ``parents`` and ``starts`` are as storage has them, and join what hosts say as ``join_parents``
+    does; ``unreadable`` are the incarnations whose records there cannot be read.
     """
 
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[HostHolding, ...] = ()
     stored: tuple[Candidate, ...] = ()
     parents: dict[int, tuple[int, int] | None] = {}
+    unreadable: tuple[int, ...] = ()
+    starts: dict[int, tuple[str, float]] = {}
 
-    def find(self, wanted: int | str | None = None) -> Found:
-        """What can be restored of ``wanted``, as ``choose`` takes it, and what of it cannot."""
-        found, parents = find_all(self.holdings, self.stored), self._parents()
-        can = {one.candidate: one for one in found.recoveries}
+    @property
+    def line(self) -> Lineage:
+        """The known ancestors of the newest incarnation."""
+        return Lineage(self._parents(), self.unreadable)
+
+    def candidates(self) -> list[Candidate]:
+        """All that can be restored, of all lines of incarnations."""
+        return [one.candidate for one in find_all(self.holdings, self.stored).recoveries]
+
+    def find(self, wanted: int | str | None = None) -> Selection:
+        """Select for ``wanted``, as ``choose`` takes it: what can be restored, and what cannot."""
+        selection, parents = find_all(self.holdings, self.stored), self._parents()
+        can = {one.candidate: one for one in selection.recoveries}
         cannot = {
             Candidate(one.incarnation, one.step, "memory", one.attempt): one
-            for one in found.refusals
+            for one in selection.refusals
         }
-        return Found(
-            tuple(can[one] for one in choose(can, parents, wanted)),
-            tuple(cannot[one] for one in choose(cannot, parents, wanted)),
+        return Selection(
+            tuple(can[one] for one in choose(can, parents, wanted, self.unreadable)),
+            tuple(cannot[one] for one in choose(cannot, parents, wanted, self.unreadable)),
         )
 
     def without(self, candidate: Candidate, fields: Mapping[str, Any]) -> Inventories:
-        """What is left when ``candidate`` failed with an error of these ``fields``.
+        """Return what is left when ``candidate`` failed with an error of these ``fields``.
 
-        Without the image whose bytes were wrong, or which its host has no more; or without the host
-        that did not give what it has; else without all of that candidate. Always less than before.
+        Removes the image whose bytes were wrong, or which its host no longer has; or the host that
+        did not answer; else the whole candidate. The result always has less than before.
         """
         peer, path = fields.get("peer"), fields.get("path")
         names = {fields.get("image"), path}
         if fields.get("status") in _GONE:
             names.add(f"{peer}{path}")
-        left = tuple(_less_images(one, candidate.attempt, names) for one in self.holdings)
-        if left == self.holdings:
-            left = tuple(one for one in left if one.host != peer)
-        if left == self.holdings and (candidate.held or candidate.where == "memory"):
-            left = tuple(_less_attempt(one, candidate.attempt) for one in left)
-        if left != self.holdings:
-            return replace(self, holdings=left)
+        remaining = tuple(_less_images(one, candidate.attempt, names) for one in self.holdings)
+        if remaining == self.holdings:
+            remaining = tuple(one for one in remaining if one.host != peer)
+        if remaining == self.holdings and (candidate.held or candidate.where == "memory"):
+            remaining = tuple(_less_attempt(one, candidate.attempt) for one in remaining)
+        if remaining != self.holdings:
+            return replace(self, holdings=remaining)
         return replace(self, stored=tuple(one for one in self.stored if one != candidate))
 
     def _parents(self) -> dict[int, tuple[int, int] | None]:
-        said: dict[int, tuple[int, int] | None] = {}
+        memories = (StartRecords(one.parents, one.starts) for one in self.holdings)
+        return join_parents(memories, StartRecords(self.parents, self.starts))
+
+    def of_known_starts(self) -> tuple[Inventories, set[int]]:
+        """The same without what is of starts whose numbers are others' in storage, and these."""
+        stored, numbers, attempts = StartRecords(self.parents, self.starts), set[int](), set[str]()
         for holding in self.holdings:
-            for n, parent in holding.parents.items():
-                both = (one for one in (parent, said.get(n)) if one is not None)
-                said[n] = min(both, default=None)
-        return said | self.parents
+            memory = StartRecords(holding.parents, holding.starts)
+            replaced = replaced_starts(memory, stored)
+            for part in holding.parts:
+                if is_replaced(part.incarnation, part.nonce, memory, stored, replaced):
+                    attempts.add(part.attempt)
+                    numbers.add(part.incarnation)
+        if not attempts:
+            return self, numbers
+        left = self.holdings
+        for attempt in attempts:  # on all hosts: one of them may have lost the record
+            left = tuple(_less_attempt(one, attempt) for one in left)
+        return replace(self, holdings=left), numbers
 
 
-def _less_attempt(holding: Holding, attempt: str) -> Holding:
+def _less_attempt(holding: HostHolding, attempt: str) -> HostHolding:
     return replace(holding, parts=tuple(p for p in holding.parts if p.attempt != attempt))
 
 
-def _less_images(holding: Holding, attempt: str, names: Collection[object]) -> Holding:
-    """The same without the images of this attempt that are called so in errors."""
+def _less_images(holding: HostHolding, attempt: str, names: Collection[object]) -> HostHolding:
+    """Return a holding without the images of this attempt that errors name so."""
     parts = []
     for part in holding.parts:
         if part.attempt == attempt:
@@ -114,7 +147,7 @@ def _less_images(holding: Holding, attempt: str, names: Collection[object]) -> H
 
 
 class _Key(NamedTuple):
-    """What all parts of an attempt say alike."""
+    """The facts that all parts of an attempt must share."""
 
     incarnation: int
     step: int
@@ -123,9 +156,9 @@ class _Key(NamedTuple):
     layout: str
 
 
-def find_all(holdings: Iterable[Holding], stored: Iterable[Candidate]) -> Found:
-    """Of every attempt, wherever it is, whether it can be restored. All lines of incarnations."""
-    attempts: defaultdict[_Key, list[tuple[str, HeldPart]]] = defaultdict(list)
+def find_all(holdings: Iterable[HostHolding], stored: Iterable[Candidate]) -> Selection:
+    """Find, for every attempt anywhere, whether it can be restored. All lines of incarnations."""
+    attempts: defaultdict[_Key, list[tuple[str, ImageHolding]]] = defaultdict(list)
     hosts = set()
     for holding in sorted(holdings, key=lambda one: one.host):
         hosts.add(holding.host)
@@ -136,7 +169,7 @@ def find_all(holdings: Iterable[Holding], stored: Iterable[Candidate]) -> Found:
     in_storage = list(stored)
     recoveries, refusals = [Recovery(one) for one in in_storage], []
     for key, parts in sorted(attempts.items(), key=lambda one: one[0], reverse=True):
-        attempt = _Attempt(key, parts, hosts)
+        attempt = _AttemptSources(key, parts, hosts)
         manifest = min((one for one in in_storage if _is_of(one, key)), default=None)
         if not attempt.missing:
             recoveries.append(attempt.recovery(None))
@@ -144,78 +177,84 @@ def find_all(holdings: Iterable[Holding], stored: Iterable[Candidate]) -> Found:
         refusals.append(Refusal(key.incarnation, key.step, key.attempt, attempt.reason()))
         if manifest is not None and attempt.images:
             recoveries.append(attempt.recovery(manifest))
-    return Found(tuple(recoveries), tuple(refusals))
+    return Selection(tuple(recoveries), tuple(refusals))
 
 
 def _is_of(candidate: Candidate, key: _Key) -> bool:
     return (*candidate.generation, candidate.attempt) == (key.incarnation, key.step, key.attempt)
 
 
-class _Attempt:
+class _AttemptSources:
     """One attempt, and what all hosts together have of it."""
 
     def __init__(
-        self, key: _Key, parts: Sequence[tuple[str, HeldPart]], answered: set[str]
+        self, key: _Key, parts: Sequence[tuple[str, ImageHolding]], answered: set[str]
     ) -> None:
         self._key, self._answered = key, answered
         self._holders = tuple(dict.fromkeys(host for host, _ in parts))
-        held: dict[int, dict[Image, set[str]]] = {}
-        rows: dict[Coding, dict[tuple[int, int], set[str]]] = {}
+        held: dict[int, dict[ImageIdentity, set[str]]] = {}
+        rows: dict[GroupCoding, dict[tuple[int, int], set[str]]] = {}
         for host, part in parts:
             for image in part.images:
                 held.setdefault(image.rank, {}).setdefault(image, set()).add(host)
             for row in part.rows:
                 at = row.stripe, row.row
                 rows.setdefault(row.coding, {}).setdefault(at, set()).add(host)
-        # Of two that differ, one is not what was captured, and nobody can say which.
+        # Of two different ones, one is not what was captured, and it is unknown which.
         self._differing = {rank: some for rank, some in held.items() if len(some) > 1}
         self.images = {rank: min(some) for rank, some in held.items() if len(some) == 1}
         self._hosts = {image: held[rank][image] for rank, image in self.images.items()}
-        groups = [GroupLeft(one, self._hosts, rows[one], answered) for one in sorted(rows)]
+        groups = [GroupSurvivors(one, self._hosts, rows[one], answered) for one in sorted(rows)]
         self._groups = sorted(groups, key=lambda one: -one.least)
 
     @cached_property
-    def _ways(self) -> dict[int, GroupLeft]:
-        """For each lost image that can be decoded, by rank, the group that does it."""
-        found: dict[int, GroupLeft] = {}
+    def _ways(self) -> dict[int, GroupSurvivors]:
+        """For each lost image that can be decoded, by rank, the group that decodes it."""
+        groups: dict[int, GroupSurvivors] = {}
         for group in self._groups:
             for rank in group.places.keys() - self.images.keys() - self._differing.keys():
                 if group.slack(rank) >= 0:
-                    found.setdefault(rank, group)
-        return found
+                    groups.setdefault(rank, group)
+        return groups
 
     @cached_property
     def missing(self) -> list[int]:
-        """The first of the ranks whose images are neither there nor to be decoded."""
+        """Return the first rank whose image neither exists nor can be decoded."""
         there = self.images.keys() | self._ways.keys()
-        # A world that is claimed is not walked: among so many ranks one is missing already.
+        # Do not loop over a claimed world size: among so many ranks one is surely missing.
         ranks = range(min(self._key.world, len(there) + _SHOWN + 1))
         return [rank for rank in ranks if rank not in there]
 
     def recovery(self, manifest: Candidate | None) -> Recovery:
-        """Where every image comes from; ``manifest`` is of those that no host has any more."""
+        """Return the origin of every image; ``manifest`` covers those that no host has any more."""
         key = self._key
         sources = tuple(map(self._source, range(key.world)))
         candidate = Candidate(
-            key.incarnation, key.step, "storage" if manifest else "memory", key.attempt,
-            manifest.seal if manifest else "", held=sum(bool(one.hosts) for one in sources),
+            key.incarnation,
+            key.step,
+            "storage" if manifest else "memory",
+            key.attempt,
+            manifest.seal if manifest else "",
+            held=sum(bool(one.hosts) for one in sources),
             is_spread=any(set(one.hosts) != self._answered for one in sources),
-        )  # fmt: skip
+        )
         return Recovery(candidate, key.world, key.layout, sources, self._holders, self._survives())
 
-    def _source(self, rank: int) -> Source:
+    def _source(self, rank: int) -> ImageOrigin:
         if rank in self.images:
             image = self.images[rank]
-            return Source(rank, image, tuple(sorted(self._hosts[image])))
+            return ImageOrigin(rank, image, tuple(sorted(self._hosts[image])))
         if rank not in self._ways:
-            return Source(rank)
+            return ImageOrigin(rank)
         group = self._ways[rank]
         decoding = Decoding(group.coding, *group.places[rank], group.rows, group.absent)
-        return Source(rank, group.image_of(rank), decoding=decoding)
+        return ImageOrigin(rank, group.image_of(rank), decoding=decoding)
 
     def _survives(self) -> int:
-        """Of each image in memory, by its copies or by a group of it; of all, the least."""
-        found = []
+        """Return the host losses that every image in memory survives, by its copies or by a
+        group.
+        """
+        losses = []
         for rank in self.images.keys() | self._ways.keys():
             image = self.images.get(rank)
             copies = 0 if image is None else len(self._hosts[image]) - 1
@@ -224,11 +263,11 @@ class _Attempt:
                 for group in self._groups
                 if rank in group.places and image in (None, group.image_of(rank))
             )
-            found.append(max(copies, *slacks, 0))
-        return min(found, default=0)
+            losses.append(max(copies, *slacks, 0))
+        return min(losses, default=0)
 
     def reason(self) -> str:
-        """Why it cannot be had from memory."""
+        """Explain why the attempt cannot be restored from memory."""
         words = dict.fromkeys(map(self._why, self.missing[:_SHOWN]))
         more = ["and so on"] if len(self.missing) > _SHOWN else []
         return "; ".join([*words, *more])
@@ -243,4 +282,108 @@ class _Attempt:
         return (
             f"the image of rank {rank} was in the memory of no host that answered, and no parity "
             "of it"
+        )
+
+
+# PURE. Computes which images the survivors of a coding group can still decode.
+
+
+#: Hosts that hold some resource.
+Hosts = Collection[str]
+
+
+class GroupSurvivors:
+    """A coding and its remains: ``held`` images, and ``rows``: parity shards by stripe and row.
+
+    ``answered``: the hosts that reported their holdings.
+    """
+
+    def __init__(
+        self,
+        coding: GroupCoding,
+        held: Mapping[ImageIdentity, Hosts],
+        rows: Mapping[tuple[int, int], Hosts],
+        answered: Hosts,
+    ) -> None:
+        self.coding, self._answered = coding, answered
+        self._placement = coding.placement
+        self._held, self._rows = held, rows
+        self.places = {
+            coded.image.rank: (number, n)
+            for number, member in enumerate(coding.members)
+            for n, coded in enumerate(member.images)
+        }
+        self.absent = tuple(
+            number
+            for number, member in enumerate(coding.members)
+            if not all(coded.image in held for coded in member.images)
+        )
+        self.rows = tuple(
+            ShardSource(*at, tuple(sorted(hosts))) for at, hosts in sorted(rows.items())
+        )
+        self._slack = [self._slack_of(stripe) for stripe in range(self._placement.members)]
+        self.least = min(self._slack)
+
+    def image_of(self, rank: int) -> ImageIdentity:
+        """The image of this rank, as this group coded it."""
+        member, image = self.places[rank]
+        return self.coding.members[member].images[image].image
+
+    def slack(self, rank: int) -> int:
+        """Return how many more hosts, whichever they are, can be lost with the image of ``rank``
+        decodable.
+
+        Below 0: it cannot be decoded now.
+        """
+        placement, (member, image) = self._placement, self.places[rank]
+        size = placement.image_bytes[member][image]
+        columns = -(-size // max(1, placement.segment_bytes(size)))
+        stripes = (n for n in range(placement.members) if placement.number(member, n) < columns)
+        return min((self._slack[stripe] for stripe in stripes), default=self.least)
+
+    def _slack_of(self, stripe: int) -> int:
+        """Return the spare members of one stripe beyond the number needed, counted by their
+        hosts.
+        """
+        there = [hosts for hosts in self._hosts_of(stripe) if hosts is not None]
+        spare = len(there) - self._placement.columns
+        if spare < 0:
+            return -1
+        loads = Counter(host for hosts in there for host in set(hosts))
+        count = 0
+        for _, load in loads.most_common():
+            if spare < load:
+                break
+            spare -= load
+            count += 1
+        return count
+
+    def _hosts_of(self, stripe: int) -> Iterator[Hosts | None]:
+        """Return, for each member, the hosts that its part of a stripe depends on; None: it is
+        missing.
+        """
+        columns = self._placement.columns
+        for number, member in enumerate(self.coding.members):
+            column = self._placement.number(number, stripe)
+            if column >= columns:
+                yield self._rows.get((stripe, column - columns))
+            elif number in self.absent:
+                yield None
+            else:  # without images its bytes count as zeros and depend on no host
+                yield {host for one in member.images for host in self._held[one.image]}
+
+    def why(self, rank: int) -> str:
+        """Explain why the group cannot decode the image of this rank."""
+        hosts = [member.host for member in self.coding.members]
+        away = [host for host in hosts if host not in self._answered]
+        lacking = [hosts[n] for n in self.absent if hosts[n] not in away]
+        words = [f"{', '.join(away)} did not answer"] if away else []
+        if lacking:
+            words.append(f"{', '.join(lacking)} no longer had what was captured there")
+        if len(self.absent) <= self.coding.parity:
+            words.append("too little of its parity was left")
+        return (
+            f"the image of rank {rank} was on {hosts[self.places[rank][0]]}; of its group "
+            f"({', '.join(hosts)}) {' and '.join(words)}, and its parity replaces "
+            f"{self.coding.parity}"
         )

@@ -1,4 +1,4 @@
-"""Where images are read from: a store, or slots in shared memory. The same reads for both."""
+"""Opens images in a store or in shared memory slots, and reads both through one interface."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ from holdfast.errors import (
     HoldfastError,
 )
 from holdfast.format.checksum import BLOCK_BYTES, checksum, text, unpack_table
-from holdfast.format.image import Header, header_size, parse_header
+from holdfast.format.image import PART_METADATA, Header, header_size, join, parse_header
 from holdfast.format.manifest import ImageRef, Manifest
-from holdfast.format.split import PART_METADATA, join
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
-from holdfast.snapshot.arena import SlotFile
-from holdfast.snapshot.messages import HeldGeneration
+from holdfast.protocol.arena import SlotFile
+from holdfast.protocol.messages import HeldGeneration
 from holdfast.storage.base import Store, short_read
 
 
 class ImageFile(Protocol):
-    """The bytes of one image."""
+    """Reads the bytes of one image."""
 
     name: str
     size_bytes: int
     header_xxh3: str
     table_xxh3: str
     is_mapped: bool
-    """Whether it lies in memory: ``view`` then reads nothing and needs no staging."""
+    """True if the image lies in memory: ``view`` then reads nothing and needs no staging buffer."""
 
     def check_length(self) -> None:
-        """FormatError when it is shorter or longer than what names it says."""
+        """Raise FormatError unless the length is the one in the manifest or slot record."""
         ...
 
     def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
-        """Header and block checksums, verified; FormatError unless the metadata are ``expected``.
+        """Return header and block checksums, verified; FormatError unless the metadata are
+        ``expected``.
 
-        To be called before ``view``.
+        Must be called before ``view``.
         """
         ...
 
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
     ) -> memoryview:
-        """The bytes from ``start`` to ``stop``; in ``staging`` where it has room for them.
+        """Return the bytes from ``start`` to ``stop``; in ``staging`` where it has room for them.
 
         ``is_shared`` as in ``Store.read_into``.
         """
         ...
 
     def block_name(self, number: int) -> str:
-        """A block, in words; to be asked for one that was found changed."""
+        """Name a block in words, for errors about changed blocks."""
         ...
 
 
@@ -81,10 +81,10 @@ class StoredImage:
 
     def check_length(self) -> None:
         """See ``ImageFile``."""
-        found = self.store.size_bytes(self.name)
-        if found != self.size_bytes:
+        size_bytes = self.store.size_bytes(self.name)
+        if size_bytes != self.size_bytes:
             raise FormatError(
-                f"{self.name} has {found} bytes, the manifest says {self.size_bytes}",
+                f"{self.name} has {size_bytes} bytes, the manifest says {self.size_bytes}",
                 image=self.name,
             )
 
@@ -94,20 +94,23 @@ class StoredImage:
         """See ``ImageFile``."""
         if len(staging) < stop - start:
             self._require_bytes(start, stop)
-            # An error that is kept may hold a view of the old staging: it cannot be made longer.
+            # A stored exception may hold a view of the old staging buffer, which then cannot be
+            # resized.
             staging = bytearray(stop - start)
         view = memoryview(staging)[: stop - start]
         self.store.read_into(self.name, start, view, is_shared=is_shared)
         return view
 
     def _require_bytes(self, start: int, stop: int) -> None:
-        """Before memory is taken for them: sizes come from files that may say anything."""
+        """Check the range before memory is allocated for it: sizes come from files that may be
+        corrupt.
+        """
         have = self.store.size_bytes(self.name)
         if have < stop:
             raise short_read(self.name, self.store.url, start, stop - start, have)
 
 
-class HeldImage:
+class SlotImage:
     """An image in a slot of this host's arena."""
 
     is_mapped = True
@@ -138,11 +141,12 @@ class HeldImage:
         return self.slot.image[start:stop]
 
 
-class JoinedImage:
-    """An image and its frozen part, two files of a store, as the one image they were in memory.
+class SplitImage:
+    """Joins an image and its frozen part, two files of a store, into the one image they were in
+    memory.
 
-    A part in which something is found changed gets a note beside it, if that can be written: the
-    next durable save of the run then writes it anew instead of naming it once more.
+    A damaged part gets a note beside it, if that can be written: the next durable save of the run
+    then writes the part again instead of referring to it once more.
     """
 
     is_mapped = False
@@ -152,7 +156,7 @@ class JoinedImage:
         self.name, self.size_bytes = live.name, live.size_bytes
         self.header_xxh3, self.table_xxh3 = live.header_xxh3, live.table_xxh3
         self._shift = 0
-        """How much further on in the part its data lie than in the joined image."""
+        """Offset of the part's data relative to the joined image."""
         self._frozen_bytes = self._boundary = 0
 
     def check_length(self) -> None:
@@ -212,7 +216,9 @@ class JoinedImage:
         )
 
     def _note_damage(self) -> bool:
-        """Whether the note is there now: who may not write can only say it."""
+        """Write the note; return whether it exists now. A reader without write access can only
+        report it.
+        """
         try:
             with suppress(AlreadyPublished):
                 self.part.store.publish(damage_note(self.part.name), b"found damaged\n")
@@ -222,7 +228,7 @@ class JoinedImage:
 
 
 class Checkpoint:
-    """The images of one generation, with headers and block tables that were verified."""
+    """The images of one generation, with verified headers and block tables."""
 
     def __init__(
         self,
@@ -240,14 +246,14 @@ class Checkpoint:
         self._lock = threading.Lock()
 
     def header(self, rank: int) -> Header:
-        """The header of one image, checked against what the manifest or the slot says of it."""
+        """Return the header of one image, checked against the manifest or the slot."""
         with self._lock:
             if rank not in self._headers:
                 self._read_header(rank)
             return self._headers[rank]
 
     def table(self, rank: int) -> tuple[int, ...]:
-        """The block checksums of one image, verified themselves."""
+        """Return the block checksums of one image, themselves verified."""
         self.header(rank)
         return self._tables[rank]
 
@@ -261,7 +267,9 @@ class Checkpoint:
 
 
 def read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
-    """Header and block checksums of one file, checked against what names it."""
+    """Return header and block checksums of one file, checked against the manifest or slot
+    record.
+    """
     file.check_length()
     data_start = header_size(bytes(file.view(0, 8, bytearray())), file.name, file.size_bytes)
     header = checked_header(file, bytes(file.view(0, data_start, bytearray())), identity)
@@ -271,7 +279,9 @@ def read_head(file: ImageFile, identity: Mapping[str, str]) -> tuple[Header, tup
 
 
 def checked_header(file: ImageFile, raw: bytes, identity: Mapping[str, str]) -> Header:
-    """The header out of the bytes before the data; FormatError when it is not the one expected."""
+    """Parse the header from the bytes before the data; FormatError when it is not the expected
+    one.
+    """
     _expect(text(checksum(raw)), file.header_xxh3, f"header of {file.name}")
     header = parse_header(raw, file.name, file.size_bytes)
     for name, expected in identity.items():
@@ -284,21 +294,21 @@ def checked_header(file: ImageFile, raw: bytes, identity: Mapping[str, str]) -> 
 
 
 def checked_table(file: ImageFile, header: Header, raw: bytes) -> tuple[int, ...]:
-    """The block checksums out of the bytes of the table. ChecksumMismatch."""
+    """Parse the block checksums from the bytes of the table. ChecksumMismatch."""
     _expect(text(checksum(raw)), file.table_xxh3, f"block table of {file.name}")
     return unpack_table(raw, header.blocks)
 
 
-def _expect(found: str, stored: str, what: str) -> None:
-    if found != stored:
+def _expect(actual: str, stored: str, what: str) -> None:
+    if actual != stored:
         raise ChecksumMismatch(
-            f"{what}: stored {stored}, read {found}. Its bytes changed after they were written.",
+            f"{what}: stored {stored}, read {actual}. Its bytes changed after they were written.",
             path=what.rpartition(" ")[2],
         )
 
 
 def _identity(source: Manifest | HeldGeneration) -> dict[str, str]:
-    """What every image of a generation says of itself in its header."""
+    """Return the metadata that every image of a generation has in its header."""
     return {
         "incarnation": str(source.incarnation),
         "step": str(source.step),
@@ -309,20 +319,20 @@ def _identity(source: Manifest | HeldGeneration) -> dict[str, str]:
 
 
 def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
-    """The layout whose very bytes have this hash."""
+    """Decode a layout whose bytes must have this hash."""
     _expect(table_hash(data), hash_, f"layout {where}")
     return Layout.from_json(data)
 
 
 def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
-    """A published checkpoint."""
+    """Open a published checkpoint."""
     path = layout_path(manifest.layout)
     layout = _read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
     parts = {part.rank: _stored(store, part) for part in manifest.parts}
     files: dict[int, ImageFile] = {}
     for named in manifest.images:
         image, part = _stored(store, named), parts.get(named.rank)
-        files[named.rank] = image if part is None else JoinedImage(image, part)
+        files[named.rank] = image if part is None else SplitImage(image, part)
     return Checkpoint(layout, files, manifest.world, _identity(manifest))
 
 
@@ -331,7 +341,7 @@ def _stored(store: Store, ref: ImageRef) -> StoredImage:
 
 
 def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
-    """A generation in this host's arena."""
+    """Open a generation in this host's arena."""
     path = arena / "layouts" / f"{held.layout}.json"
     try:
         data = path.read_bytes()
@@ -339,6 +349,6 @@ def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
         raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
     layout = _read_layout(data, held.layout, str(path))
     files: dict[int, ImageFile] = {
-        s.rank: HeldImage(s.path, s.image_bytes, s.header_xxh3, s.table_xxh3) for s in held.slots
+        s.rank: SlotImage(s.path, s.image_bytes, s.header_xxh3, s.table_xxh3) for s in held.slots
     }
     return Checkpoint(layout, files, held.world, _identity(held))

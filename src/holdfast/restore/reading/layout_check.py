@@ -1,7 +1,7 @@
-"""What a restore would read, and need, on every rank: all of its planning and none of its reads.
+"""Computes what a restore would read and need on every rank: its whole planning without its reads.
 
-Of the checkpoint only the layout and the headers of images are read. It is the arithmetic of a
-real restore (``load.plan``), so what it says is proved to be complete as there.
+Only the layout and the headers of images are read. The arithmetic is that of a real restore
+(``holdfast.restore.planning.plan``), so complete coverage is proved in the same way.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.geometry.asked import AskedLayout
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
-from holdfast.load.plan import (
+from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.parallelism import NamedLayout
+from holdfast.restore.planning.plan import (
     BATCH_BYTES,
     BUDGET_BYTES,
     STAGING_BYTES,
@@ -22,16 +22,16 @@ from holdfast.load.plan import (
     plan_batches,
     plan_fetches,
 )
-from holdfast.load.read import READERS
-from holdfast.load.source import Checkpoint
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.read import READERS
 
-#: Of more ranks than this that differ, some are planned for, evenly: each takes a moment.
+#: Of more different ranks than this, an even sample is planned, because each takes a moment.
 PLANNED = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank wants, and how many ranks want just the same, itself among them."""
+class RankPart:
+    """The wants of one rank, and the number of ranks with the same wants, this one included."""
 
     rank: int
     alike: int
@@ -43,7 +43,7 @@ class RankPlan:
     """One rank's restore.
 
     ``wanted_bytes``: of its leaves. ``read_bytes``: whole blocks, when it reads for itself.
-    ``images``: how many it opens. ``memory_bytes``: its leaves and what is staged, at most.
+    ``images``: how many it opens. ``memory_bytes``: at most, for its leaves and staging memory.
     """
 
     rank: int
@@ -56,13 +56,17 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """Whether a checkpoint can be restored so, and what that takes.
+    """Tells whether a checkpoint can be restored with this layout, and what that takes.
 
-    ``fits`` unless there are ``problems``. ``assumptions``: what the plan rests on, in words.
-    ``ranks``: a plan for each rank that differs from the others, or for some of ``different``.
-    ``wanted_bytes``: of all ranks; ``most_bytes``: of the one that wants most. ``read_bytes``: of
-    all ranks, each for itself; ``read_once_bytes``: when each block is read by one of them; None
-    where only some were planned for.
+    ``fits`` unless there are ``problems``.
+
+    ``step``: the step of the checkpoint. ``saved_world``: on how many ranks it was saved.
+    ``world``: for how many it is planned. ``problems``: the mismatches, a sentence each.
+    ``different``: how many ranks have a plan of their own. ``assumptions``: conditions of the plan,
+    in words. ``ranks``: a plan for each rank that differs from the others, or for some of
+    ``different``. ``wanted_bytes``: of all ranks; ``most_bytes``: of the one that wants most.
+    ``read_bytes``: of all ranks, each for itself; ``read_once_bytes``: when each block is read by
+    one of them; None where only some were planned.
     """
 
     step: int
@@ -79,32 +83,32 @@ class RestorePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether it can be restored so."""
+        """True if the checkpoint can be restored with this layout."""
         return not self.problems
 
     @property
     def balance(self) -> float:
-        """What the rank that wants most wants, over the mean; 1.0 where all want as much."""
+        """The largest wanted bytes of a rank over the mean; 1.0 where all ranks want the same."""
         mean = Fraction(self.wanted_bytes, self.world)
         return float(self.most_bytes / mean) if mean else 1.0
 
     @property
     def memory_bytes(self) -> int:
-        """The most that any rank planned for needs."""
+        """The largest memory that any planned rank needs."""
         return max((one.memory_bytes for one in self.ranks), default=0)
 
 
 def dry_run(
     checkpoint: Checkpoint,
     step: int,
-    parts: Iterable[Part],
+    parts: Iterable[RankPart],
     *,
     world: int,
     problems: Iterable[str] = (),
     assumptions: Iterable[str] = (),
     on_planned: Callable[[int], None] = lambda _: None,
 ) -> RestorePlan:
-    """A plan for ``parts``, which are all ranks of ``world``.
+    """Plan the restore of ``parts``, which are all ranks of ``world``.
 
     Raises CoverageError when the images do not hold what is wanted, and FormatError,
     ChecksumMismatch or StorageError for images that cannot be opened.
@@ -115,53 +119,72 @@ def dry_run(
         ranks.append(planner.plan(part))
         on_planned(count)
     return RestorePlan(
-        step, checkpoint.world, world, tuple(problems), tuple(assumptions), tuple(ranks),
-        len(ranks), sum(one.wanted_bytes * one.alike for one in ranks),
+        step,
+        checkpoint.world,
+        world,
+        tuple(problems),
+        tuple(assumptions),
+        tuple(ranks),
+        len(ranks),
+        sum(one.wanted_bytes * one.alike for one in ranks),
         max((one.wanted_bytes for one in ranks), default=0),
-        sum(one.read_bytes * one.alike for one in ranks), planner.read_once_bytes,
-    )  # fmt: skip
+        sum(one.read_bytes * one.alike for one in ranks),
+        planner.read_once_bytes,
+    )
 
 
 def dry_run_asked(
     checkpoint: Checkpoint,
     step: int,
-    wish: AskedLayout,
+    wish: NamedLayout,
     *,
     on_planned: Callable[[int], None] = lambda _: None,
 ) -> RestorePlan:
-    """A plan for a parallelism that is only named. Raises as ``dry_run``."""
+    """Plan the restore for a parallelism given by name. Raises as ``dry_run``."""
     different = list(wish.different())
     sizes = [(wish.size_bytes(rank), alike) for rank, alike in different]
     count = min(PLANNED, len(different))
     planned = [different[len(different) * n // count] for n in range(count)]
-    parts = (Part(rank, alike, wants_of(wish.boxes(rank))) for rank, alike in planned)
+    parts = (RankPart(rank, alike, wants_of(wish.boxes(rank))) for rank, alike in planned)
     plan = dry_run(
-        checkpoint, step, parts, world=wish.wish.world,
-        assumptions=wish.assumptions, on_planned=on_planned,
-    )  # fmt: skip
+        checkpoint,
+        step,
+        parts,
+        world=wish.wish.world,
+        assumptions=wish.assumptions,
+        on_planned=on_planned,
+    )
     is_all = count == len(different)
     return RestorePlan(
-        step, plan.saved_world, plan.world, plan.problems, plan.assumptions, plan.ranks,
-        len(different), sum(size * alike for size, alike in sizes), max(sizes)[0],
-        plan.read_bytes if is_all else None, plan.read_once_bytes if is_all else None,
-    )  # fmt: skip
+        step,
+        plan.saved_world,
+        plan.world,
+        plan.problems,
+        plan.assumptions,
+        plan.ranks,
+        len(different),
+        sum(size * alike for size, alike in sizes),
+        max(sizes)[0],
+        plan.read_bytes if is_all else None,
+        plan.read_once_bytes if is_all else None,
+    )
 
 
 def wants_of(boxes: Iterable[tuple[object, Box]]) -> list[Want]:
-    """(leaf or its name, box) as wants, without those that are empty."""
+    """Return (leaf or its name, box) pairs as wants, without empty ones."""
     named = ((getattr(leaf, "name", leaf), box) for leaf, box in boxes if not box.is_empty)
     return [Want(str(name), box, key) for key, (name, box) in enumerate(named)]
 
 
 class _Planner:
-    """Plans one rank after the other, and knows the blocks that any of them reads."""
+    """Plans one rank after the other, and collects the blocks that any of them reads."""
 
     def __init__(self, checkpoint: Checkpoint, world: int) -> None:
         self._checkpoint, self._world = checkpoint, world
         self._item = {leaf.name: ITEMSIZE[leaf.dtype] for leaf in checkpoint.layout.leaves}
         self._blocks: dict[int, set[int]] = {}
 
-    def plan(self, part: Part) -> RankPlan:
+    def plan(self, part: RankPart) -> RankPlan:
         fetches = plan_fetches(part.wants, self._checkpoint.layout)
         headers = {image: self._checkpoint.header(image) for image in fetches}
         flat = range(len(part.wants))
@@ -173,7 +196,8 @@ class _Planner:
             )
             read_bytes += _block_bytes(batch.first_block, batch.stop_block, stop_bytes)
         wanted = sum(want.box.volume * self._item[want.leaf] for want in part.wants)
-        # Its values are in an image, too: its own if as many ranks saved, or that of rank 0.
+        # The rank also reads values from an image: its own if as many ranks saved, or that of rank
+        # 0.
         values = part.rank if self._world == self._checkpoint.world else 0
         bounds = (READERS * BATCH_BYTES, STAGING_BYTES, BUDGET_BYTES)
         staging = sum(min(bound, read_bytes) for bound in bounds)
@@ -182,7 +206,7 @@ class _Planner:
 
     @property
     def read_once_bytes(self) -> int:
-        """Bytes of all blocks that any rank reads."""
+        """Return the bytes of all blocks that any rank reads."""
         return sum(self._sizes())
 
     def _sizes(self) -> Iterator[int]:
@@ -193,5 +217,7 @@ class _Planner:
 
 
 def _block_bytes(first: int, stop: int, stop_bytes: int) -> int:
-    """Bytes of some blocks of an image whose data, but for the table, end at ``stop_bytes``."""
+    """Return the bytes of some blocks of an image whose data, without the table, end at
+    ``stop_bytes``.
+    """
     return min(stop * BLOCK_BYTES, stop_bytes) - first * BLOCK_BYTES

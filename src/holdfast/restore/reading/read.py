@@ -1,49 +1,59 @@
-"""Read what a plan says, in parallel; no byte is used before its block is verified.
+"""Executes planned reads in parallel; no byte is used before the checksum of its block is verified.
 
-What lies whole in one destination is read straight into it and verified there, so a destination
-may hold bytes that are not good until ``read_wants`` has returned: nobody may look into one
-before, nor after it has raised.
+Data that lies whole in one destination is read straight into it and verified there. So a
+destination may hold unverified bytes until ``read_wants`` has returned: it must not be used before,
+nor after an error.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from holdfast.errors import ChecksumMismatch, FormatError
 from holdfast.format.checksum import BLOCK_BYTES, checksum
-from holdfast.format.values import from_bytes
-from holdfast.load.crew import in_parallel
-from holdfast.load.move import (
-    CARRIERS,
-    Array,
-    Destination,
-    Late,
-    address_of,
-    copy_bytes,
-    move_slab,
-    move_spans,
+from holdfast.format.values import values_of
+from holdfast.geometry.box import Box
+from holdfast.geometry.index import ITEMSIZE
+from holdfast.restore.planning.plan import (
+    BATCH_BYTES,
+    ByteSpan,
+    ReadBatch,
+    Slab,
+    Want,
+    plan_batches,
+    plan_fetches,
 )
-from holdfast.load.plan import BATCH_BYTES, Batch, Want, plan_batches, plan_fetches
-from holdfast.load.source import Checkpoint
-from holdfast.storage.past_cache import aligned_memory
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.storage.direct import aligned_memory
 
 __all__ = [
-    "CARRIERS", "READERS", "Array", "plan_reads", "read_aliases", "read_values", "read_verified",
-    "read_wants", "verified_range", "verify_blocks",
-]  # fmt: skip
+    "CARRIERS",
+    "READERS",
+    "Array",
+    "plan_reads",
+    "read_aliases",
+    "read_values",
+    "read_verified",
+    "read_wants",
+    "verified_range",
+    "verify_blocks",
+]
 
-#: Several reads are under way at once, so that a disk always has the next one.
+#: Threads for storage: several reads are under way at once, so that a disk always has the next one.
 READERS = 4
-#: Memory is read as fast as the processors copy; more threads than that do not help it.
+#: Threads for memory: reads are as fast as the processors copy; more threads do not help.
 _COPIERS = 8
-#: Memory lent for one batch, of at least so many bytes; lent on only when nobody reads it.
-Lend = Callable[[int], AbstractContextManager[memoryview]]
+#: Lends a staging buffer of at least so many bytes for one batch; reused only when no copy reads
+#: it.
+BorrowBuffer = Callable[[int], AbstractContextManager[memoryview]]
 _NOTHING = memoryview(b"")
 _thread = threading.local()
 
@@ -53,26 +63,25 @@ def read_wants(
     wants: Sequence[Want],
     destinations: Mapping[int, Destination],
     *,
-    batches: Sequence[Batch] | None = None,
-    lend: Lend | None = None,
+    batches: Sequence[ReadBatch] | None = None,
+    borrow: BorrowBuffer | None = None,
     shared: Collection[int] | None = None,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> int:
-    """Fill ``destinations[want.key]`` (arrays of carriers, shaped as the wanted boxes, or Late).
+    """Fill ``destinations[want.key]`` (carrier arrays shaped as the wanted boxes, or DeferredCopy).
 
-    ``batches``: what ``plan_reads`` said, if it was asked. ``lend``: where the memory comes from
-    that Late destinations are given. ``shared``: where other processes of this host read the same
-    checkpoint now, the keys of the wants that they have too; None: there are none. Returns the
-    number of bytes read. Raises CoverageError before
-    anything is read, ChecksumMismatch, FormatError or StorageError while reading; destinations are
-    then not to be used.
+    ``batches``: the result of ``plan_reads``, if it was called. ``borrow``: lends the staging
+    buffers for DeferredCopy destinations. ``shared``: where other processes of this host read the
+    same checkpoint now, the keys of the wants that they have too; None: there are none. Returns the
+    number of bytes read. Raises CoverageError before anything is read, ChecksumMismatch,
+    FormatError or StorageError while reading; destinations must then not be used.
     """
-    reading = _Reading(checkpoint, wants, destinations, lend, shared)
+    reading = _ParallelRead(checkpoint, wants, destinations, borrow, shared)
     if batches is None:
         batches = plan_reads(checkpoint, wants, flat=reading.flat)
     reading.check_room(batches)
 
-    def run(batch: Batch) -> int:
+    def run(batch: ReadBatch) -> int:
         size = reading.run(batch)
         on_bytes(size)
         return size
@@ -91,10 +100,10 @@ def _threads(checkpoint: Checkpoint, ranks: Collection[int]) -> int:
 
 def plan_reads(
     checkpoint: Checkpoint, wants: Sequence[Want], *, flat: Collection[int] = ()
-) -> list[Batch]:
-    """What to read for ``wants``; CoverageError when the images do not hold all of it once.
+) -> list[ReadBatch]:
+    """Plan the reads of ``wants``; CoverageError when the images do not hold each element once.
 
-    To be asked before memory is taken for what a layout says there is. ``flat``: which of them, by
+    Call it before allocating memory for sizes that a layout claims. ``flat``: which wants, by
     index, will have memory without gaps.
     """
     fetches = plan_fetches(wants, checkpoint.layout)
@@ -102,51 +111,60 @@ def plan_reads(
     return plan_batches(fetches, headers, wants, flat)
 
 
-class _Reading:
-    """Destinations, and the ways into them."""
+class _ParallelRead:
+    """One parallel read: the destinations and how bytes are copied into each."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         wants: Sequence[Want],
         destinations: Mapping[int, Destination],
-        lend: Lend | None,
+        borrow: BorrowBuffer | None,
         shared: Collection[int] | None,
     ) -> None:
-        self._checkpoint, self._wants, self._lend = checkpoint, wants, lend
+        self._checkpoint, self._wants, self._borrow = checkpoint, wants, borrow
         self._shared = shared
         self._destinations = [destinations[want.key] for want in wants]
-        self._late: dict[int, Late] = {}
+        self._deferred: dict[int, DeferredCopy] = {}
         self._flat: dict[int, Array] = {}
-        for index, found in enumerate(self._destinations):
-            if not isinstance(found, np.ndarray):
-                self._late[index] = found
-            elif found.flags.c_contiguous and found.flags.writeable:
-                self._flat[index] = found
-        self._addresses = {index: address_of(found) for index, found in self._flat.items()}
+        for index, destination in enumerate(self._destinations):
+            if not isinstance(destination, np.ndarray):
+                self._deferred[index] = destination
+            elif destination.flags.c_contiguous and destination.flags.writeable:
+                self._flat[index] = destination
+        self._addresses = {
+            index: address_of(destination) for index, destination in self._flat.items()
+        }
 
     @property
     def flat(self) -> Collection[int]:
         """The wants that can be filled by runs of bytes."""
-        return self._flat.keys() | {index for index, late in self._late.items() if late.is_flat}
+        return self._flat.keys() | {
+            index for index, deferred in self._deferred.items() if deferred.is_flat
+        }
 
-    def check_room(self, batches: Sequence[Batch]) -> None:
-        """ValueError when a run would end outside of its destination: addresses know no bounds."""
-        room = {index: found.nbytes for index, found in self._flat.items()}
+    def check_room(self, batches: Sequence[ReadBatch]) -> None:
+        """Raise ValueError when a run would end outside of its destination: raw copies are not
+        checked.
+        """
+        room = {index: memory.nbytes for index, memory in self._flat.items()}
         for batch in batches:
             for want, start, stop, at in batch.spans:
-                if want not in self._late and at + stop - start > room.get(want, 0):
+                if want not in self._deferred and at + stop - start > room.get(want, 0):
                     raise ValueError(f"{self._wants[want]}: its destination is no room for it")
 
-    def run(self, batch: Batch) -> int:
-        """Read, verify and move one batch; how many bytes were read."""
+    def run(self, batch: ReadBatch) -> int:
+        """Read, verify and copy one batch; return the bytes read."""
         source = _Blocks(
-            self._checkpoint, batch.rank, batch.first_block, batch.stop_block,
+            self._checkpoint,
+            batch.rank,
+            batch.first_block,
+            batch.stop_block,
             is_shared=self._is_shared(batch),
-        )  # fmt: skip
-        if self._late and self._is_late(batch):
-            assert self._lend is not None
-            with self._lend(source.size_bytes) as memory:
+        )
+        if self._deferred and self._is_late(batch):
+            assert self._borrow is not None
+            with self._borrow(source.size_bytes) as memory:
                 source.stage(memory)
                 self._move(batch, source)
         elif batch.is_straight and not source.is_mapped:
@@ -159,25 +177,27 @@ class _Reading:
             self._move(batch, source)
         return source.size_bytes
 
-    def _is_late(self, batch: Batch) -> bool:
-        found = [span.want for span in batch.spans] + [slab.fetch.want for slab in batch.slabs]
-        return not self._late.keys().isdisjoint(found)
+    def _is_late(self, batch: ReadBatch) -> bool:
+        indexes = [span.want for span in batch.spans] + [slab.fetch.want for slab in batch.slabs]
+        return not self._deferred.keys().isdisjoint(indexes)
 
-    def _is_shared(self, batch: Batch) -> bool:
-        """Whether others here are likely to want these blocks: all of them, or what is left."""
+    def _is_shared(self, batch: ReadBatch) -> bool:
+        """Return whether other processes here likely want these blocks: all of them, or the
+        rest.
+        """
         if self._shared is None:
             return False
         return not batch.is_straight or self._wants[batch.spans[0].want].key in self._shared
 
-    def _move(self, batch: Batch, source: _Blocks) -> None:
+    def _move(self, batch: ReadBatch, source: _Blocks) -> None:
         begin = source.begin
         spans = batch.spans
-        if self._late:
+        if self._deferred:
             for want, start, stop, at in spans:
-                if want in self._late:
+                if want in self._deferred:
                     source.check_through((stop - 1) // BLOCK_BYTES)
-                    self._late[want].take(at, source.data[start - begin : stop - begin])
-            spans = tuple(span for span in spans if span.want not in self._late)
+                    self._deferred[want].write(at, source.data[start - begin : stop - begin])
+            spans = tuple(span for span in spans if span.want not in self._deferred)
         if spans:
             first = address_of(source.data) - begin
             move_spans(spans, first, self._addresses, source.check_through)
@@ -188,7 +208,7 @@ class _Reading:
 
 
 class _Blocks:
-    """Neighbouring blocks of one image's data: read, then verified one by one."""
+    """Neighbouring blocks of one image's data: read together, then verified one by one."""
 
     def __init__(
         self, checkpoint: Checkpoint, rank: int, first: int, stop: int, *, is_shared: bool = False
@@ -204,13 +224,15 @@ class _Blocks:
         self.data = memoryview(b"")
 
     def read(self, staging: memoryview | bytearray) -> None:
-        """Have ``data``: in ``staging`` where there is room, or where it lies in memory."""
+        """Set ``data``: in ``staging`` where there is room, or in place where the image is in
+        memory.
+        """
         begin = self._data_start + self.begin
         stop = begin + self.size_bytes
         self.data = self._file.view(begin, stop, staging, is_shared=self._is_shared)
 
     def stage(self, memory: memoryview) -> None:
-        """Have ``data`` in ``memory``, all of it verified."""
+        """Read ``data`` into ``memory`` and verify all of it."""
         self.read(memory)
         self.check_through(self._last)
         if self.is_mapped:
@@ -218,7 +240,7 @@ class _Blocks:
             self.data = memory[: self.size_bytes]
 
     def check_through(self, block: int) -> None:
-        """Compare every block up to this one with its checksum; ChecksumMismatch."""
+        """Verify every block up to this one; ChecksumMismatch."""
         while self._next <= block:
             self._check(self._next)
             self._next += 1
@@ -226,11 +248,11 @@ class _Blocks:
     def _check(self, number: int) -> None:
         start = number * BLOCK_BYTES
         stop = min(start + BLOCK_BYTES, self._data_stop)
-        found = checksum(self.data[start - self.begin : stop - self.begin])
-        if found != self._table[number]:
+        actual = checksum(self.data[start - self.begin : stop - self.begin])
+        if actual != self._table[number]:
             raise ChecksumMismatch(
                 f"{self._file.block_name(number)}: stored {self._table[number]:016x}, read "
-                f"{found:016x}. The bytes changed after they were written. Run `holdfast verify "
+                f"{actual:016x}. The bytes changed after they were written. Run `holdfast verify "
                 "--deep`.",
                 block=number,
                 image=self._file.name,
@@ -238,18 +260,18 @@ class _Blocks:
 
 
 def _staging(size_bytes: int) -> memoryview:
-    """Memory of this thread, touched once; valid until its next call."""
+    """Return the staging buffer of this thread; valid until its next call."""
     if size_bytes > BATCH_BYTES:
-        return memoryview(aligned_memory(size_bytes))  # nothing that is read often
-    found: memoryview = getattr(_thread, "staging", memoryview(b""))
-    if len(found) < size_bytes:
-        # An error that is kept may hold a view of the old one: it cannot be made longer.
-        found = _thread.staging = memoryview(aligned_memory(size_bytes))
-    return found
+        return memoryview(aligned_memory(size_bytes))  # rarely needed, so not cached
+    memory: memoryview = getattr(_thread, "staging", memoryview(b""))
+    if len(memory) < size_bytes:
+        # A stored exception may hold a view of the old buffer, which then cannot be resized.
+        memory = _thread.staging = memoryview(aligned_memory(size_bytes))
+    return memory
 
 
 def _verified_blocks(checkpoint: Checkpoint, rank: int, first: int, stop: int) -> memoryview:
-    """The data of whole blocks, each equal to its checksum. Valid until this thread's next call."""
+    """Read whole blocks, each equal to its checksum. Valid until this thread's next call."""
     source = _Blocks(checkpoint, rank, first, stop)
     source.read(_NOTHING if source.is_mapped else _staging(source.size_bytes))
     source.check_through(stop - 1)
@@ -257,7 +279,7 @@ def _verified_blocks(checkpoint: Checkpoint, rank: int, first: int, stop: int) -
 
 
 def verified_range(checkpoint: Checkpoint, rank: int, start: int, stop: int) -> bytes:
-    """The data bytes from ``start`` to ``stop`` of one image, verified."""
+    """Read the data bytes from ``start`` to ``stop`` of one image, verified."""
     first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
     data = _verified_blocks(checkpoint, rank, first, last)
     return bytes(data[start - first * BLOCK_BYTES : stop - first * BLOCK_BYTES])
@@ -266,29 +288,184 @@ def verified_range(checkpoint: Checkpoint, rank: int, start: int, stop: int) -> 
 def read_verified(
     checkpoint: Checkpoint, rank: int, first: int, stop: int, memory: memoryview
 ) -> None:
-    """Have the data of whole blocks in ``memory``, which they fill, each equal to its checksum."""
+    """Read whole blocks into ``memory``, which they fill, each equal to its checksum."""
     _Blocks(checkpoint, rank, first, stop).stage(memory)
 
 
 def read_values(checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
-    """The plain values of one image, as encoded; verified."""
+    """Return the plain values of one image, as encoded: objects ``shared``, ``own`` and
+    ``aliases``.
+    """
     header, name = checkpoint.header(rank), checkpoint.files[rank].name
     data = verified_range(checkpoint, rank, header.values.offset, header.values.stop)
-    found = from_bytes(data, name)
-    if not isinstance(found, dict):
-        raise FormatError(f"{name}: its values are not an object")
-    return found
+    return values_of(data, name)
 
 
 def read_aliases(checkpoint: Checkpoint, document: Mapping[str, Any]) -> dict[str, str]:
-    """Further names of leaves -> the leaf they are, out of the values of an image."""
-    found = document.get("aliases", {})
+    """Return further names of leaves, mapped to the leaf they are, from the values of an image."""
+    aliases: dict[str, str] = document.get("aliases", {})
     leaves = {leaf.name for leaf in checkpoint.layout.leaves}
-    if not isinstance(found, dict) or not all(target in leaves for target in found.values()):
+    if not leaves.issuperset(aliases.values()):
         raise FormatError("the aliases of an image do not name leaves of its layout")
-    return found
+    return aliases
 
 
 def verify_blocks(checkpoint: Checkpoint, rank: int, first: int, stop: int) -> int:
-    """Check blocks without using them; returns how many bytes were read."""
+    """Verify blocks without using them; return the bytes read."""
     return len(_verified_blocks(checkpoint, rank, first, stop))
+
+
+# Runs a list of work on a few threads, which stop together when one of them fails.
+
+
+T = TypeVar("T")
+
+
+def in_parallel(act: Callable[[T], int], work: Iterable[T], *, threads: int, name: str) -> int:
+    """Call ``act`` on all of ``work``, in order, by ``threads`` threads; return the sum of the
+    results.
+
+    The first error is raised, and an interruption of the caller too, as soon as every thread has
+    finished its present item; no further item is begun. On return no thread is left.
+    """
+    crew = _Crew(act, work)
+    threads_ = [
+        threading.Thread(target=crew.run, name=f"{name}-{number}", daemon=True)
+        for number in range(threads)
+    ]
+    try:
+        for thread in threads_:
+            thread.start()
+        for thread in threads_:
+            thread.join()
+    finally:
+        # No thread may write to a destination after this function has ended.
+        crew.is_stopped = True
+        _end_all(thread for thread in threads_ if thread.ident is not None)
+    if crew.errors:
+        raise crew.errors[0]
+    return crew.total
+
+
+def _end_all(threads: Iterable[threading.Thread]) -> None:
+    """Wait until all threads have ended, however often the caller is interrupted meanwhile."""
+    interruption: KeyboardInterrupt | None = None
+    for thread in threads:
+        while thread.is_alive():
+            try:
+                thread.join()
+            except KeyboardInterrupt as again:
+                interruption = again
+    if interruption is not None:
+        raise interruption
+
+
+class _Crew:
+    def __init__(self, act: Callable[[T], int], work: Iterable[T]) -> None:
+        self._act: Callable[[T], int] = act
+        self._work = iter(work)
+        self._lock = threading.Lock()
+        self.is_stopped = False
+        self.errors: list[BaseException] = []
+        self.total = 0
+
+    def run(self) -> None:
+        done = 0
+        try:
+            while not self.is_stopped:
+                with self._lock:
+                    some = list(islice(self._work, 1))
+                if not some:
+                    break
+                done += self._act(some[0])
+        except BaseException as error:  # any error is passed on to the caller
+            self.errors.append(error)
+            self.is_stopped = True
+        finally:
+            with self._lock:
+                self.total += done
+
+
+# Copies verified bytes to their destinations, by address or through a DeferredCopy.
+#
+# No byte is copied from a block before its checksum was compared.
+
+
+#: Carrier dtype of an element, by its size: destinations and sources are copied as these.
+CARRIERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+Array = np.ndarray[Any, Any]
+#: Below this size, releasing the GIL costs more than the copy.
+_SHORT_BYTES = 32 << 10
+_ARGUMENTS = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_copy_alone = ctypes.PyDLL(None).memcpy
+_copy_beside = ctypes.CDLL(None).memcpy
+for _copy in (_copy_alone, _copy_beside):
+    _copy.argtypes, _copy.restype = _ARGUMENTS, None
+
+
+class DeferredCopy(Protocol):
+    """A destination that the host cannot write directly, such as device memory.
+
+    The data it receives is verified, and lies in a borrowed staging buffer: it may be read until
+    that buffer is lent again.
+    """
+
+    is_flat: bool
+    """True if it accepts runs of bytes; otherwise only boxes."""
+
+    def write(self, at: int, data: memoryview) -> None:
+        """Accept bytes that belong ``at`` bytes behind its start."""
+        ...
+
+    def write_box(self, box: Box, data: Array) -> None:
+        """Accept elements, as carriers, that belong at ``box``, relative to the want's start."""
+        ...
+
+
+Destination = Array | DeferredCopy
+
+
+def address_of(memory: Array | memoryview) -> int:
+    """Return the address of a buffer."""
+    array = np.frombuffer(memory, np.uint8) if isinstance(memory, memoryview) else memory
+    return int(array.__array_interface__["data"][0])
+
+
+def copy_bytes(to: int, source: int, size_bytes: int) -> None:
+    """Copy between addresses."""
+    (_copy_alone if size_bytes < _SHORT_BYTES else _copy_beside)(to, source, size_bytes)
+
+
+def move_spans(
+    spans: Sequence[ByteSpan],
+    source: int,
+    addresses: Mapping[int, int],
+    check_block: Callable[[int], None],
+) -> None:
+    """Copy runs from data at the address ``source`` to the address of their want.
+
+    Each block is verified just before its copy, so that its bytes are still in the processor's
+    cache.
+    """
+    for want, start, stop, at in spans:
+        to = addresses[want] + at - start
+        while start < stop:
+            block = start // BLOCK_BYTES
+            check_block(block)
+            end = min(stop, (block + 1) * BLOCK_BYTES)
+            copy_bytes(to + start, source + start, end - start)
+            start = end
+
+
+def move_slab(slab: Slab, raw: memoryview, destination: Destination, want: Want) -> None:
+    """Copy the wanted part of a slab, ``raw``, into its place."""
+    carrier = CARRIERS[ITEMSIZE[slab.fetch.dtype]]
+    rows: Array = np.frombuffer(raw, dtype=carrier).reshape(slab.rows.shape)
+    inside = slab.part.relative_to(slab.fetch.piece).relative_to(slab.rows)
+    target = slab.part.relative_to(want.box)
+    if not isinstance(destination, np.ndarray):
+        destination.write_box(target, rows[inside.slices()] if inside.ndim else rows)
+    elif target.ndim:
+        np.copyto(destination[target.slices()], rows[inside.slices()])
+    else:
+        destination[...] = rows

@@ -1,4 +1,4 @@
-"""A checkpoint opened for reading: leaves, values, any box of any leaf. Needs no torch.
+"""Opens a checkpoint for reading: leaves, values, any box of any leaf. Needs no torch.
 
 Where torch is loaded already, or a leaf has a dtype numpy lacks, ``read`` gives torch tensors;
 otherwise numpy arrays.
@@ -15,26 +15,47 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from holdfast.catalogue import NEW_LISTS
 from holdfast.errors import NotFound, UsageError
 from holdfast.format import values as codec
 from holdfast.format.manifest import Manifest
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import ITEMSIZE
+from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Layout
-from holdfast.load.plan import Want
-from holdfast.load.read import CARRIERS, Array, plan_reads, read_aliases, read_values, read_wants
-from holdfast.load.source import Checkpoint, from_manifest
-from holdfast.load.stored import choose_stored
+from holdfast.leases import ReadLease
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading.images import Checkpoint, from_manifest
+from holdfast.restore.reading.read import (
+    CARRIERS,
+    Array,
+    plan_reads,
+    read_aliases,
+    read_values,
+    read_wants,
+)
+from holdfast.restore.reading.stored import choose_stored
 from holdfast.storage.base import Store
 
 _NUMPY = {
-    "F64": "f8", "F32": "f4", "F16": "f2", "I64": "i8", "I32": "i4", "I16": "i2", "I8": "i1",
-    "U64": "u8", "U32": "u4", "U16": "u2", "U8": "u1", "BOOL": "?", "C64": "c8", "C128": "c16",
-}  # fmt: skip
+    "F64": "f8",
+    "F32": "f4",
+    "F16": "f2",
+    "I64": "i8",
+    "I32": "i4",
+    "I16": "i2",
+    "I8": "i1",
+    "U64": "u8",
+    "U32": "u4",
+    "U16": "u2",
+    "U8": "u1",
+    "BOOL": "?",
+    "C64": "c8",
+    "C128": "c16",
+}
 
 
 class LeafInfo(Struct, frozen=True):
-    """What a leaf is: ``dtype`` as in the safetensors format, ``shape`` of the whole leaf."""
+    """Describes a leaf: ``dtype`` as in the safetensors format, ``shape`` of the whole leaf."""
 
     name: str
     dtype: str
@@ -47,14 +68,21 @@ class LeafInfo(Struct, frozen=True):
 
 
 class CheckpointReader:
-    """One published checkpoint. Use as a context manager, or call ``close``."""
+    """One published checkpoint. Use as a context manager, or call ``close``.
+
+    Its ``leaves`` are a mapping of names to what has ``name``, ``dtype``, ``shape`` and
+    ``size_bytes``, and its ``manifest`` is the document that names the images.
+    """
 
     def __init__(self, store: Store, step: int | str | None) -> None:
-        found, fit = choose_stored(store, step)
-        manifest = found.find(fit[0].generation)
-        assert manifest is not None  # it is where the candidate came from
-        self.manifest: Manifest = manifest
-        self._checkpoint: Checkpoint = from_manifest(store, manifest)
+        self._lease = ReadLease(store)
+        self._lease.end_with(self)
+        try:
+            self.manifest: Manifest = _choose(store, step, self._lease)
+            self._checkpoint: Checkpoint = from_manifest(store, self.manifest)
+        except BaseException:
+            self.close()
+            raise
         self.leaves: dict[str, LeafInfo] = {
             leaf.name: LeafInfo(leaf.name, leaf.dtype, tuple(leaf.shape))
             for leaf in self.layout.leaves
@@ -62,12 +90,12 @@ class CheckpointReader:
 
     @property
     def step(self) -> int:
-        """The step it was saved at."""
+        """The step of the snapshot."""
         return self.manifest.step
 
     @property
     def layout(self) -> Layout:
-        """Which rank held, and which stored, which box of which leaf."""
+        """The layout: which rank held, and which stored, which box of which leaf."""
         return self._checkpoint.layout
 
     @property
@@ -94,21 +122,23 @@ class CheckpointReader:
     @cached_property
     def _small(self) -> dict[str, Any]:
         """The small tensors among the values, by name."""
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for value in self._shared.values():
-            codec.decode(value, tensor=lambda one: found.setdefault(one.name, _of_small(one)))
-        return found
+            codec.decode(value, tensor=lambda one: tensors.setdefault(one.name, _of_small(one)))
+        return tensors
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        """Further names of tied tensors -> the leaf they are stored as."""
+        """Further names of tied tensors, mapped to the leaf they are stored as."""
         return read_aliases(self._checkpoint, read_values(self._checkpoint, 0))
 
     def read(self, name: str, box: Box | Sequence[slice] | None = None) -> Any:
-        """A leaf, or a box of it, verified: a torch tensor or numpy array of the box's shape.
+        """Read a leaf, or a box of it, verified: a torch tensor or numpy array of the box's shape.
 
-        ``box``: a Box, or slices without steps, one for each dimension. Raises NotFound for a name
-        that is not there, UsageError for a box outside the leaf.
+        ``name``: a key of ``leaves``. ``box``: a Box, or slices without steps, one for each
+        dimension; None for the whole leaf.
+
+        Raises NotFound for an unknown name, UsageError for a box outside the leaf.
         """
         leaf = self.leaves.get(name) or self.leaves.get(self.aliases.get(name, ""))
         if leaf is None and name in self._small:
@@ -125,7 +155,10 @@ class CheckpointReader:
         return _as_array(array, leaf.dtype)
 
     def close(self) -> None:
-        """Nothing is held open; here for symmetry with files."""
+        """Release the lease, so that retention may remove the checkpoint. Nothing else is held
+        open.
+        """
+        self._lease.end()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -139,8 +172,22 @@ class CheckpointReader:
         self.close()
 
 
+def _choose(store: Store, step: int | str | None, lease: ReadLease) -> Manifest:
+    """Resolve ``step`` and hold the lease; list the store again where retention was faster."""
+    for _ in range(NEW_LISTS):
+        catalogue, fit = choose_stored(store, step)
+        manifest = catalogue.find(fit[0].generation)
+        assert manifest is not None  # the candidate came from it
+        if lease.take(manifest):
+            return manifest
+    raise NotFound(
+        f"{store.url} loses checkpoints faster than they can be listed: {fit[0].generation} has "
+        "gone too. Pin one, or keep more of them."
+    )
+
+
 def box_in(box: Box | Sequence[slice] | None, leaf: LeafInfo) -> Box:
-    """A box of a leaf, given as such or by slices; UsageError for one that is not inside it."""
+    """Return a box of a leaf from a Box or slices; UsageError for one that is not inside it."""
     whole = Box.whole(leaf.shape)
     if box is None:
         return whole
@@ -160,7 +207,7 @@ def _of_small(small: codec.SmallTensor) -> Any:
 
 
 def _as_array(array: Array, dtype: str) -> Any:
-    """A torch tensor where torch is loaded or numpy lacks the dtype; else a numpy array."""
+    """Return a torch tensor where torch is loaded or numpy lacks the dtype; else a numpy array."""
     if "torch" in sys.modules or dtype not in _NUMPY:
         return _as_tensor(array, dtype)
     return array.view(_NUMPY[dtype])

@@ -1,10 +1,13 @@
-"""What storage offers to a restore, and when it offers nothing, why: in words.
+"""Lists the checkpoints in storage that a restore can use, and explains when there are none.
 
-A checkpoint whose manifest cannot be read is never passed over in silence, and a root of a newer
-format is never taken for an empty one.
+A checkpoint with an unreadable manifest is never ignored silently, and a root of a newer format is
+never taken for an empty one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
 
 from holdfast.catalogue import (
     MANIFESTS,
@@ -12,8 +15,10 @@ from holdfast.catalogue import (
     Catalogue,
     catalogue,
     find_manifest,
+    gap_text,
     is_root,
     read_document,
+    read_incarnation,
 )
 from holdfast.errors import (
     FormatError,
@@ -25,34 +30,39 @@ from holdfast.errors import (
 )
 from holdfast.events import SourceDropped, emit
 from holdfast.format.checksum import checksum, text
-from holdfast.format.manifest import Manifest, Root, seal
-from holdfast.load.choose import Candidate, choose
-from holdfast.load.source import Checkpoint, from_manifest
+from holdfast.format.manifest import Lineage, Manifest, Root, seal
+from holdfast.restore.planning.candidates import Candidate, choose, undecided
+from holdfast.restore.planning.starts import StartRecords
+from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.storage.base import Store
-from holdfast.storage.place import what_is_at
+from holdfast.storage.open import what_is_at
 
 _SHOWN = 8
 
 
 def catalogue_of(store: Store, *, rank: int = 0) -> Catalogue:
-    """All that is stored; an event for each manifest that cannot be read.
+    """Return all that is stored; emit an event for each manifest that cannot be read.
 
     NewerFormat when root, manifest or incarnation need a newer version.
     """
     _refuse_newer_root(store)
-    found = catalogue(store)
-    for path, reason in broken_manifests(found):
+    result = catalogue(store)
+    for path, reason in broken_manifests(result):
         emit(SourceDropped(rank=rank, source=f"storage {path}", reason=reason))
-    return found
+    return result
 
 
 def run_id_of(store: Store) -> str:
-    """The run whose checkpoints lie there, by their own word; "" when there are none.
+    """Return the run id that the stored checkpoints name; "" when there are none.
 
-    For a root whose holdfast.json was lost: its history goes on, it does not begin anew.
+    For a root whose holdfast.json was lost: its history continues and does not begin anew.
     """
-    newest = max(catalogue(store).manifests, key=lambda each: each.generation, default=None)
-    return "" if newest is None else newest.run_id
+    known = catalogue(store)
+    newest = max(known.manifests, key=lambda each: each.generation, default=None)
+    if newest is not None:
+        return newest.run_id
+    # Before its first checkpoint everything saved is in memory, under the run's id.
+    return known.incarnations[-1].run_id if known.incarnations else ""
 
 
 def _refuse_newer_root(store: Store) -> None:
@@ -61,26 +71,38 @@ def _refuse_newer_root(store: Store) -> None:
     except NewerFormat:
         raise
     except (NotFound, FormatError):
-        return  # one that is damaged or lost hides no checkpoint
+        return  # a damaged or missing one hides no checkpoint
 
 
-def stored(found: Catalogue) -> list[Candidate]:
-    """Every checkpoint as something to restore from."""
+def stored(contents: Catalogue) -> list[Candidate]:
+    """Return every checkpoint as a restore candidate."""
     return [
         Candidate(*each.generation, "storage", each.attempt, seal_of(each))
-        for each in found.manifests
+        for each in contents.manifests
     ]
 
 
+def stored_starts(store: Store, found: Catalogue, known: Iterable[int]) -> StartRecords:
+    """What storage says of the starts of the run.
+
+    ``known``: those that memory has records of. Where storage has one that it cannot read now,
+    nobody can tell whether it is the same start: StorageError.
+    """
+    for n in {*found.unreadable}.intersection(known):
+        with suppress(NotFound, FormatError):  # damaged, or gone: then memory's is all there is
+            read_incarnation(store, n)
+    return StartRecords(found.parents, found.starts)
+
+
 def seal_of(manifest: Manifest) -> str:
-    """What is alike only for manifests that are the same in every word."""
+    """Return a checksum that is equal only for identical manifests."""
     return text(checksum(seal(manifest)))
 
 
 def open_stored(store: Store, candidate: Candidate, rank: int) -> Checkpoint:
-    """The checkpoint that rank 0 chose, as this rank sees it.
+    """Open the checkpoint that rank 0 chose, as this rank sees it.
 
-    NotFound when it is gone, UsageError when another lies here under its name.
+    NotFound when it is gone, UsageError when a different one lies here under its name.
     """
     manifest = find_manifest(store, candidate.generation)
     if manifest is None:
@@ -99,53 +121,86 @@ def open_stored(store: Store, candidate: Candidate, rank: int) -> Checkpoint:
 
 
 def choose_stored(store: Store, step: int | str | None) -> tuple[Catalogue, list[Candidate]]:
-    """What is stored, and of it what fits ``step``, best first. NotFound says why nothing does."""
-    found = catalogue_of(store)
-    fit = choose(stored(found), found.parents, step)
-    if not fit:
-        raise nothing_fits(store, found, step)
-    return found, fit
-
-
-def nothing_fits(store: Store, found: Catalogue, step: int | str | None) -> HoldfastError:
-    """The error that says why there is nothing to restore for ``step``, and what there is instead.
-
-    RestoreError where a checkpoint is there but its manifest cannot be read: it is not absent.
+    """Return what is stored, and the candidates for ``step``, best first. NotFound says why
+    there is none.
     """
-    text = _why_nothing(store, found, step)
+    contents = catalogue_of(store)
+    candidates = stored(contents)
+    fit = choose(candidates, contents.parents, step, contents.unreadable)
+    if not fit:
+        require_whole_line(store, candidates, contents.line, step)
+        raise nothing_fits(store, contents, step)
+    return contents, fit
+
+
+def require_whole_line(
+    store: Store, candidates: Iterable[Candidate], line: Lineage, step: int | str | None
+) -> None:
+    """Raise RestoreError when it is unknown whether some of ``candidates`` match ``step``.
+
+    Call it when none is known to match: a missing record does not mean that there is no match.
+    """
+    unknown = undecided(candidates, line, step)
+    if line.missing is None or not unknown:
+        return
+    newest = max(unknown, key=lambda one: (one.step, one.incarnation))
+    raise RestoreError(
+        f"nothing is restored from {store.url}: {gap_text(line.missing, unknown)}. Put that record "
+        f'back; or say yourself which to go on from, by its name: "{newest}" is the one of the '
+        f'largest step (restore("{newest}"), load(..., step="{newest}"), '
+        f"--step {newest}). The run then goes on from that one."
+    )
+
+
+def require_there(store: Store) -> None:
+    """Raise RestoreError when the root of a run has vanished since it began: it is not empty
+    then.
+    """
+    if not is_root(store):
+        raise RestoreError(
+            f"nothing is found in {store.url}, and its {ROOT} is not there any more: the root was "
+            "removed, moved, or is not mounted. Start the run again when it is back."
+        )
+
+
+def nothing_fits(store: Store, contents: Catalogue, step: int | str | None) -> HoldfastError:
+    """Return the error that says why nothing can be restored for ``step``, and what exists instead.
+
+    RestoreError where a checkpoint exists but its manifest cannot be read: it is not absent.
+    """
+    text = _why_nothing(store, contents, step)
     ending = "" if step is None else f"{'-' if isinstance(step, int) else '/'}{step}.json"
-    if any(path.endswith(ending) for path, _ in broken_manifests(found)):
+    if any(path.endswith(ending) for path, _ in broken_manifests(contents)):
         return RestoreError(f"{text}\nPut the files back, or begin anew with another root.")
     return NotFound(text, root=store.url, step=step)
 
 
-def _why_nothing(store: Store, found: Catalogue, step: int | str | None) -> str:
-    if not (found.manifests or found.broken or is_root(store)):
+def _why_nothing(store: Store, contents: Catalogue, step: int | str | None) -> str:
+    if not (contents.manifests or contents.broken or is_root(store)):
         return f"{store.url} is not a directory of Holdfast checkpoints. {what_is_at(store.url)}"
     text = f"{store.url} has no checkpoint" + ("" if step is None else f" of step {step}")
-    if found.manifests:
-        text += f"; there are {_steps(found)} (all of them: `holdfast ls`)"
-    elif not found.broken:
+    if contents.manifests:
+        text += f"; there are {_steps(contents)} (all of them: `holdfast ls`)"
+    elif not contents.broken:
         text += " yet: nothing that was saved there became durable"
-    for path, reason in broken_manifests(found):
+    for path, reason in broken_manifests(contents):
         text += f"\n  {path} cannot be read: {reason}"
     return text
 
 
-def _steps(found: Catalogue) -> str:
-    line = [str(generation.step) for generation in found.lineage]
-    abandoned = [str(generation) for generation in found.abandoned]
-    shown = f"steps {', '.join(_newest(line))}" if line else ""
-    if abandoned:
-        given_up = f"abandoned {', '.join(_newest(abandoned))} (by that name)"
-        shown += f" and {given_up}" if shown else given_up
-    return shown
+def _steps(contents: Catalogue) -> str:
+    line = [str(generation.step) for generation in contents.lineage]
+    shown = [f"steps {', '.join(_newest(line))}"] if line else []
+    for kind, some in (("abandoned", contents.abandoned), ("undecided", contents.undecided)):
+        if some:
+            shown.append(f"{kind} {', '.join(_newest(list(map(str, some))))} (by that name)")
+    return " and ".join(shown)
 
 
 def _newest(names: list[str]) -> list[str]:
     return ["...", *names[-_SHOWN:]] if len(names) > _SHOWN else names
 
 
-def broken_manifests(found: Catalogue) -> list[tuple[str, str]]:
-    """(path, reason) of the manifests that are there and cannot be read."""
-    return [(path, reason) for path, reason in found.broken if path.startswith(f"{MANIFESTS}/")]
+def broken_manifests(contents: Catalogue) -> list[tuple[str, str]]:
+    """Return (path, reason) of the manifests that exist and cannot be read."""
+    return [(path, reason) for path, reason in contents.broken if path.startswith(f"{MANIFESTS}/")]

@@ -1,7 +1,7 @@
-"""Check a published checkpoint without restoring it: nothing missing, twice or changed.
+"""Verifies a published checkpoint without restoring it: nothing missing, duplicated or changed.
 
-Shallow: every image is there with its length, headers and block tables have their checksums, and
-the pieces of every leaf fill it exactly once. Deep: every block is read and summed, too.
+Shallow: every image exists with its length, headers and block tables match their checksums, and the
+pieces of every leaf fill it exactly once. Deep: every block is read and its checksum compared.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from holdfast.format.image import piece_name
 from holdfast.format.manifest import Manifest
 from holdfast.geometry.box import Box, cover_fault
 from holdfast.geometry.layout import Layout
-from holdfast.load.read import READERS, read_aliases, read_values, verify_blocks
-from holdfast.load.source import Checkpoint, from_manifest
+from holdfast.restore.reading.images import Checkpoint, from_manifest
+from holdfast.restore.reading.read import READERS, read_aliases, read_values, verify_blocks
 from holdfast.storage.base import Store
 
 _BLOCKS_AT_ONCE = 8
@@ -25,7 +25,7 @@ _BLOCKS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked, and in words what is wrong; no ``faults``: the checkpoint is good."""
+    """The extent of a check and its ``faults`` in words; without faults the checkpoint is good."""
 
     faults: tuple[str, ...]
     images: int
@@ -41,7 +41,7 @@ def verify(
     deep: bool,
     progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Check one checkpoint. ``progress(done_bytes, all_bytes)`` hears of a deep check's reading.
+    """Check one checkpoint. A deep check calls ``progress(done_bytes, all_bytes)`` while it reads.
 
     Faults are collected, not raised.
     """
@@ -65,8 +65,8 @@ def verify(
             faults.append(str(error))
     if deep and not faults:
         total = sum(checkpoint.header(i.rank).table.offset for i in manifest.images)
-        for found, size in _deep(checkpoint, [i.rank for i in manifest.images]):
-            faults += found
+        for found_faults, size in _deep(checkpoint, [i.rank for i in manifest.images]):
+            faults += found_faults
             size_bytes += size
             if progress is not None:
                 progress(size_bytes, total)
@@ -77,13 +77,13 @@ def verify(
 
 
 def _coverage_faults(layout: Layout) -> list[str]:
-    found = []
+    faults = []
     for number, leaf in enumerate(layout.leaves):
         fault = cover_fault(Box.whole(leaf.shape), [box for _, box in layout.owners(number)])
         if fault is not None:
             how = "stored twice" if fault.kind == "overlap" else "not stored"
-            found.append(f"{leaf.name}: box {fault.box.start}:{fault.box.stop} is {how}")
-    return found
+            faults.append(f"{leaf.name}: box {fault.box.start}:{fault.box.stop} is {how}")
+    return faults
 
 
 def _image_faults(
@@ -94,18 +94,18 @@ def _image_faults(
         return [f"{path} has {there} bytes, the manifest says {size_bytes}"]
     header = checkpoint.header(rank)
     read_aliases(checkpoint, read_values(checkpoint, rank))
-    found = []
+    faults = []
     layout = checkpoint.layout
     for piece in layout.pieces(rank):
         leaf = layout.leaves[piece.leaf]
         name = piece_name(leaf.name, leaf.shape, piece.box)
         if header.piece(name, leaf.dtype, piece.box.shape) is None:
-            found.append(f"{path}: its part of {leaf.name} is missing or has another form")
-    return found
+            faults.append(f"{path}: its part of {leaf.name} is missing or has another form")
+    return faults
 
 
 def _deep(checkpoint: Checkpoint, ranks: list[int]) -> Iterator[tuple[list[str], int]]:
-    """(faults, bytes read) of stretches of blocks, several read at once."""
+    """Return (faults, bytes read) of ranges of blocks, several read at once."""
     stretches = [
         (rank, first, min(first + _BLOCKS_AT_ONCE, checkpoint.header(rank).blocks))
         for rank in ranks

@@ -1,6 +1,8 @@
-"""The table of what a checkpoint offers to a state, made leaf by leaf; what does not fit is said.
+"""Shows a checkpoint's leaves through rules, by the names the state has for them.
 
-Nothing is read for it: names, dtypes and shapes tell.
+The stored leaves that a tensor is made of are looked up and compared with it before anything is
+read. The result is a table under the state's own names, as if the checkpoint had been saved without
+rules.
 """
 
 from __future__ import annotations
@@ -8,114 +10,282 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtypes import HAVE_A_MEAN
-from holdfast.state.known import Known
-from holdfast.state.offer import Lens, Offer, Rows, Spec
-from holdfast.state.origin import MASTER, Origin
-from holdfast.state.sight import Part, Sight
-from holdfast.state.tensors import DTYPE_NAMES
-from holdfast.state.through import shard_sight
+from holdfast.geometry.index import HAVE_A_MEAN
+from holdfast.state.identity import MASTER, TensorNames, TensorOwner
+from holdfast.state.mapped.mapper import RuleMapper, shard_sight
+from holdfast.state.mapped.tensor_parts import LeafPart, TensorMapping
+from holdfast.state.objects import Objects
+from holdfast.state.selection import LeafSelection
+from holdfast.state.tensors import DTYPE_NAMES, plain_parts
 
-#: How many missing names are compared with how many stored ones: each takes a moment.
+Spec = tuple[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopies:
+    """Copies in the checkpoint: ``count`` rows of ``leaf``; ``name`` is one of them here.
+
+    Their elements have no mean: the elements of a copy that lie in ``boxes`` must be equal in all
+    copies.
+    """
+
+    name: str
+    leaf: str
+    dtype: str
+    count: int
+    boxes: tuple[Box, ...]
+
+
+@dataclass(slots=True)
+class CheckpointView:
+    """A checkpoint as this state sees it.
+
+    ``specs``: (dtype, shape) by the names here. ``aliases``: further names here -> the name here.
+    ``stored``: the stored form of the leaves that tensors here are made of, by the names the rules
+    give them. ``left``: the names here that keep their present content. ``numbers``: names here ->
+    the stored one-element leaves that must all equal it. ``rows``: see RowCopies. ``claimed``: the
+    stored leaves that are used.
+    """
+
+    through: RuleMapper
+    specs: dict[str, Spec] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, tuple[str, Spec] | None] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    left: set[str] = field(default_factory=set)
+    numbers: dict[str, list[str]] = field(default_factory=dict)
+    rows: list[RowCopies] = field(default_factory=list)
+    claimed: set[str] = field(default_factory=set)
+    rest: set[str] = field(default_factory=set)
+    """Stored leaves that belong to no module or optimizer: ``specs`` has them under their own
+    names.
+    """
+    origins: dict[str, TensorOwner] = field(default_factory=dict)
+    references: dict[str, str] = field(default_factory=dict)
+    """Stored leaves that values may refer to -> their names here."""
+
+    def sight(self, name: str, tensor: torch.Tensor) -> TensorMapping | None:
+        """Returns the mapping of the tensor of this name to stored leaves; None for a tensor stored
+        under its own name.
+        """
+        origin = self.origins.get(name)
+        if origin is None:
+            return shard_sight(name, tensor, self.through.rank)
+        return self.through.sight(origin, tensor)
+
+    def find(self, leaf: str) -> tuple[str, Spec] | None:
+        """Returns name and spec of the stored leaf for a leaf that the rules name; None where
+        nothing is stored of it.
+        """
+        return self.stored[leaf] if leaf in self.stored else (leaf, self.specs[leaf])
+
+
+class StateView:
+    """Maps the leaves of a checkpoint to ``objects``. ``stored``: leaf -> (dtype, shape)."""
+
+    def __init__(
+        self,
+        objects: Objects,
+        through: RuleMapper,
+        stored: Mapping[str, Spec],
+        choice: LeafSelection,
+    ) -> None:
+        self.objects, self.through, self.choice = objects, through, choice
+        self.stored = stored
+        self.origins = {key: objects.origins(key) for key in objects.optimizers}
+        self._names = {
+            name: self._inner_names(key, origin)
+            for key, origins in self.origins.items()
+            for name, origin in origins.items()
+        }
+
+    def names(self, here: str) -> Sequence[str]:
+        """Returns the names of a parameter in the values of a checkpoint: those of all leaves it is
+        made of.
+        """
+        return self._names[here]
+
+    def _inner_names(self, key: str, origin: TensorOwner) -> list[str]:
+        inner = origin.prefix[len(key) + 1 :]
+        return [f"{inner}{leaf}" for leaf in self.through.leaves(origin)]
+
+    def leaves(self, key: str) -> Iterator[str]:
+        """Yields the stored leaves that the tensors of a module map to, whether the checkpoint has
+        them or not.
+        """
+        for origin, tensor in self.held(key):
+            mapping = self.through.sight(origin, tensor)
+            yield from [origin.leaf] if mapping is None else (part.leaf for part in mapping.parts)
+
+    def held(self, key: str) -> Iterator[tuple[TensorOwner, torch.Tensor]]:
+        """Yields the plain tensors of a module, each with its owner."""
+        for held in self.objects.tensors[key]:
+            origin = TensorOwner(f"{key}.", held.name)
+            for part, inner in plain_parts(origin.leaf, held.tensor):
+                yield origin.part(part, held.tensor), inner
+
+
+# Builds the table of a checkpoint's leaves by the names of the state, and reports what does not
+# fit.
+#
+# Nothing is read for it: names, dtypes and shapes suffice.
+
+
+#: Limits how many missing names are compared with how many stored ones: each comparison takes time.
 _HINTS, _SEARCHED = 5, 2000
 
 
-def make_offer(lens: Lens, aliases: Mapping[str, str]) -> Offer:
-    """What ``lens`` shows, by the state's own names.
+@dataclass(frozen=True, slots=True)
+class PartMatch:
+    """A part of a tensor, with name and spec of its stored leaf; None where nothing is stored."""
+
+    part: LeafPart
+    found: tuple[str, Spec] | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMatch:
+    """A tensor of the state, matched with the stored leaves of its parts.
+
+    ``first``: the name under which the tensor was first met. ``leaves``: of all its parts.
+    ``unselected``: the parts that a selection by leaf leaves out. ``is_left_out``: the tensor keeps
+    its content.
+    """
+
+    origin: TensorOwner
+    first: str
+    mapping: TensorMapping | None
+    spec: Spec
+    leaves: tuple[str, ...]
+    parts: tuple[PartMatch, ...] = ()
+    unselected: tuple[LeafPart, ...] = ()
+    is_left_out: bool = False
+
+    @property
+    def missing(self) -> list[str]:
+        """The leaves of parts of which nothing is stored."""
+        return [one.part.leaf for one in self.parts if one.found is None]
+
+
+def make_offer(state_view: StateView, aliases: Mapping[str, str]) -> CheckpointView:
+    """Builds the view of the checkpoint by the state's own names.
 
     ``aliases``: further names of stored leaves.
     """
-    return _Offering(lens, aliases).run()
+    return _ViewBuilder(state_view, aliases).run()
 
 
-class _Offering:
-    """One table being made."""
+class _ViewBuilder:
+    """Builds one CheckpointView."""
 
-    def __init__(self, lens: Lens, aliases: Mapping[str, str]) -> None:
-        self._lens, self._objects, self._through = lens, lens.objects, lens.through
-        self._all, self._aliases, self._choice = lens.stored, aliases, lens.choice
+    def __init__(self, state_view: StateView, aliases: Mapping[str, str]) -> None:
+        self._state_view, self._objects, self._through = (
+            state_view,
+            state_view.objects,
+            state_view.through,
+        )
+        self._all, self._aliases, self._choice = state_view.stored, aliases, state_view.choice
         self._made_of: dict[object, str] = {}
-        self._known = Known()
+        self._known = TensorNames()
         self._copies: dict[str, list[str | None]] = {}
         self._module_of = {key: self._objects.module_of(key) for key in self._objects.optimizers}
         self._hints = _HINTS
         self._tied = {*aliases, *aliases.values()}
-        self.offer = Offer(lens.through)
+        self.view = CheckpointView(state_view.through)
 
-    def run(self) -> Offer:
-        offer = self.offer
+    def run(self) -> CheckpointView:
+        view = self.view
         for key in self._objects.modules:
-            for origin, tensor in self._lens.held(key):
-                self._take(origin, tensor)
+            for origin, tensor in self._state_view.held(key):
+                self._add(origin, tensor)
         for origin, tensor in self._objects.all_masters():
-            self._take(origin, tensor)
+            self._add(origin, tensor)
         for key in self._objects.optimizers:
-            self._take_state(key)
+            self._add_state(key)
         for path in self._objects.shards:
-            self._take_entry(path, self._objects.plain[path])
+            self._add_entry(path, self._objects.plain[path])
         for leaf, spec in self._all.items():
-            is_free = leaf not in offer.claimed and leaf not in offer.specs
+            is_free = leaf not in view.claimed and leaf not in view.specs
             if is_free and not leaf.endswith(MASTER):
-                offer.specs[leaf] = spec
-                offer.rest.add(leaf)
-        offer.aliases.update(
-            (name, leaf) for name, leaf in self._aliases.items()
-            if leaf in offer.rest and name not in offer.specs
-        )  # fmt: skip
-        return offer
+                view.specs[leaf] = spec
+                view.rest.add(leaf)
+        view.aliases.update(
+            (name, leaf)
+            for name, leaf in self._aliases.items()
+            if leaf in view.rest and name not in view.specs
+        )
+        return view
 
     # ── modules ──────────────────────────────────────────────────────────────────────────
 
-    def _take(self, origin: Origin, tensor: torch.Tensor) -> None:
+    def _add(self, origin: TensorOwner, tensor: torch.Tensor) -> None:
+        """Matches a tensor with the stored leaves it is made of, then records the result."""
+        match = self._match(origin, tensor)
+        self.view.origins[origin.leaf] = origin
+        for part in match.unselected:
+            self.view.claimed.add(self._aliases.get(part.leaf, part.leaf))
+            self.view.stored.setdefault(part.leaf, None)
+        if match.is_left_out:
+            self.view.left.add(origin.leaf)
+            self.view.claimed.update(self._aliases.get(leaf, leaf) for leaf in match.leaves)
+        else:
+            self._record(match)
+
+    def _match(self, origin: TensorOwner, tensor: torch.Tensor) -> TensorMatch:
         name, first = origin.leaf, self._known.name(tensor, origin.leaf)
-        sight = self._through.sight(origin, tensor)
-        self.offer.origins[name] = origin
-        leaves = [name] if sight is None else [part.leaf for part in sight.parts]
+        mapping = self._through.sight(origin, tensor)
+        spec = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
+        parts = (LeafPart(name, spec[1], (), ()),) if mapping is None else mapping.parts
+        leaves = tuple(part.leaf for part in parts)
         if not self._choice.takes(name, *leaves):
-            self._leave(name, leaves)
-            return
-        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-        shape = tuple(tensor.shape)
-        parts = [Part(name, shape, (), ())] if sight is None else list(sight.parts)
-        if not self._choice.takes(name):  # but some of what it is made of
-            for part in [part for part in parts if not self._choice.takes(part.leaf)]:
-                parts.remove(part)
-                self.offer.claimed.add(self._aliases.get(part.leaf, part.leaf))
-                self.offer.stored.setdefault(part.leaf, None)
-        found = [self._find(part, dtype, origin) for part in parts]
-        missing = [part.leaf for part, one in zip(parts, found, strict=True) if one is None]
-        if len(missing) == len(parts) and all(self._choice.allows(name, one) for one in missing):
-            self._leave(name, leaves)
-            return
-        self._note_tie(origin, first, sight, parts, found)
-        self.offer.specs[name] = dtype, shape
-        for leaf in missing:  # one of several only by its own name, or the rest would be as it was
+            return TensorMatch(origin, first, mapping, spec, leaves, is_left_out=True)
+        takes_all = self._choice.takes(name)
+        selected = [part for part in parts if takes_all or self._choice.takes(part.leaf)]
+        matches = tuple(PartMatch(part, self._find(part, spec[0], origin)) for part in selected)
+        is_left_out = all(
+            one.found is None and self._choice.allows(name, one.part.leaf) for one in matches
+        )
+        return TensorMatch(
+            origin,
+            first,
+            mapping,
+            spec,
+            leaves,
+            matches,
+            () if takes_all else tuple(part for part in parts if part not in selected),
+            is_left_out,
+        )
+
+    def _record(self, match: TensorMatch) -> None:
+        name, (dtype, shape) = match.origin.leaf, match.spec
+        parts, found = [one.part for one in match.parts], [one.found for one in match.parts]
+        self._note_tie(match.origin, match.first, match.mapping, parts, found)
+        self.view.specs[name] = match.spec
+        for leaf in match.missing:
+            # One of several may be missing only by its own name: the rest would keep old content.
             if not self._choice.allows(leaf):
-                if first == name:
-                    self.offer.problems.append(self._missing(name, leaf))
+                if match.first == name:
+                    self.view.problems.append(self._missing(name, leaf))
                 else:
-                    self.offer.specs.pop(name, None)
+                    self.view.specs.pop(name, None)
         if len(parts) == 1 and found[0] is not None and found[0][1] == (dtype, shape):
-            self.offer.references.setdefault(found[0][0], name)
+            self.view.references.setdefault(found[0][0], name)
         for part, one in zip(parts, found, strict=True):
-            self.offer.stored[part.leaf] = one
+            self.view.stored[part.leaf] = one
             if one is not None:
-                self._compare(name, part, one, dtype, sight)
-                self.offer.claimed.add(one[0])
+                self._compare(name, part, one, dtype, match.mapping)
+                self.view.claimed.add(one[0])
 
-    def _leave(self, name: str, leaves: Sequence[str]) -> None:
-        self.offer.left.add(name)
-        self.offer.claimed.update(self._aliases.get(leaf, leaf) for leaf in leaves)
+    def _find(self, part: LeafPart, dtype: str, origin: TensorOwner) -> tuple[str, Spec] | None:
+        """Returns name and spec of the stored leaf for ``part``; None where nothing is stored.
 
-    def _find(self, part: Part, dtype: str, origin: Origin) -> tuple[str, Spec] | None:
-        """What is stored of a leaf, and under which name.
-
-        A parameter and a copy of it that only an optimizer has, in more digits, stand for each
-        other: whoever needs one takes it where only the other has the digits.
+        A parameter and a copy of it in higher precision that only an optimizer has replace each
+        other: where the checkpoint has only one of the two, both are read from it.
         """
         leaf = self._aliases.get(part.leaf, part.leaf)
         found = self._all.get(leaf)
@@ -124,11 +294,11 @@ class _Offering:
         for other in self._stand_ins(part.leaf, origin):
             there = self._all.get(self._aliases.get(other, other))
             if there is not None and there[0] == dtype and there[1] == part.shape:
-                self.offer.claimed.add(leaf)  # it is the same elements in fewer digits
+                self.view.claimed.add(leaf)  # it is the same elements in fewer digits
                 return self._aliases.get(other, other), there
         return None if found is None else (leaf, found)
 
-    def _stand_ins(self, leaf: str, origin: Origin) -> Iterator[str]:
+    def _stand_ins(self, leaf: str, origin: TensorOwner) -> Iterator[str]:
         if origin.suffix == MASTER:
             name = leaf.removeprefix(origin.prefix).removesuffix(MASTER)
             module = self._module_of[origin.prefix[:-1]]
@@ -141,65 +311,77 @@ class _Offering:
                     yield f"{key}.{name}{MASTER}"
 
     def _note_tie(
-        self, origin: Origin, met: str, sight: Sight | None, parts: Sequence[Part],
+        self,
+        origin: TensorOwner,
+        met: str,
+        mapping: TensorMapping | None,
+        parts: Sequence[LeafPart],
         found: Sequence[tuple[str, Spec] | None],
-    ) -> None:  # fmt: skip
-        """Tensors that are one in the checkpoint: of the second the first is another name.
+    ) -> None:
+        """Records tensors that are tied in the checkpoint: the first name becomes another name of
+        the second tensor.
 
-        ``met``: the first name of this one here. A copy is no other tensor's name, unless it was
-        met under that: then it is that tensor. Tensors with nothing of a leaf are one only where
-        they are one here.
+        ``met``: the first name of this tensor here. A copy is no other tensor's name, unless it was
+        met under that name: then it is that tensor. Tensors of which nothing is stored are tied
+        only where they are tied here.
         """
-        is_copy = sight is not None and sight.is_copy
+        is_copy = mapping is not None and mapping.is_copy
         leaves = [None if one is None else one[0] for one in found]
         if is_copy:
             self._copies[origin.leaf] = leaves
         if met != origin.leaf and (is_copy or self._copies.get(met) == leaves) and any(leaves):
-            self.offer.aliases[origin.leaf] = met
+            self.view.aliases[origin.leaf] = met
             return
         if is_copy or self._is_parted(origin):
             return
-        has_some = sight is None or any(part.boxes or part.instance for part in parts)
+        has_some = mapping is None or any(part.boxes or part.instance for part in parts)
         made_of = (
             "" if has_some else met,
             *(
-                (None if one is None else one[0], part.boxes, part.views if sight else None)
+                (None if one is None else one[0], part.boxes, part.views if mapping else None)
                 for part, one in zip(parts, found, strict=True)
             ),
         )
         first = self._made_of.setdefault(made_of, origin.leaf)
         if first != origin.leaf and any(one is not None for one in found):
-            self.offer.aliases[origin.leaf] = first
+            self.view.aliases[origin.leaf] = first
 
-    def _is_parted(self, origin: Origin) -> bool:
+    def _is_parted(self, origin: TensorOwner) -> bool:
         return (origin.prefix[:-1], origin.name) in self._objects.parted
 
     def _compare(
-        self, name: str, part: Part, found: tuple[str, Spec], dtype: str, sight: Sight | None
+        self,
+        name: str,
+        part: LeafPart,
+        found: tuple[str, Spec],
+        dtype: str,
+        mapping: TensorMapping | None,
     ) -> None:
         leaf, (stored_dtype, stored_shape) = found
         shapes = {part.shape} | ({(*stored_shape[:1], *part.shape)} if part.rows else set())
-        may_cast = sight is not None and sight.dtype == dtype
+        may_cast = mapping is not None and mapping.dtype == dtype
         if stored_shape in shapes and (stored_dtype == dtype or may_cast):
             self._note_rows(name, part, part.boxes, found)
             return
-        if sight is None:
-            self.offer.specs[name] = found[1]  # said where all others are
+        if mapping is None:
+            self.view.specs[name] = found[1]  # said where all others are
             return
         hint = "" if stored_shape not in shapes else f"; rules.cast({dtype!r}) converts it"
-        self.offer.problems.append(
+        self.view.problems.append(
             f"{name}: by the rules of {leaf}, of which the checkpoint has {stored_dtype} "
             f"{list(stored_shape)}, and they make it {dtype} {list(part.shape)}{hint}"
         )
 
     def _note_rows(
-        self, name: str, part: Part, boxes: tuple[Box, ...], found: tuple[str, Spec]
+        self, name: str, part: LeafPart, boxes: tuple[Box, ...], found: tuple[str, Spec]
     ) -> None:
-        """Another number of ranks had copies of a leaf: those that have no mean must be equal."""
+        """Records copies of a leaf saved on another number of ranks: copies that have no mean must
+        be equal.
+        """
         leaf, (dtype, shape) = found
         is_one_of_rows = part.rows > 0 and shape != part.shape and shape[0] != part.rows
         if is_one_of_rows and dtype not in HAVE_A_MEAN:
-            self.offer.rows.append(Rows(name, leaf, dtype, shape[0], boxes))
+            self.view.rows.append(RowCopies(name, leaf, dtype, shape[0], boxes))
 
     def _missing(self, name: str, leaf: str) -> str:
         near = ""
@@ -215,11 +397,14 @@ class _Offering:
 
     # ── optimizers ───────────────────────────────────────────────────────────────────────
 
-    def _take_state(self, key: str) -> None:
-        origins = self._lens.origins[key]
-        made_of = {name: self._through.made_of(origin) for name, origin in origins.items()}
-        prefixes = {origin.stored(leaf) for name, origin in origins.items()
-                    for leaf in (*made_of[name], origin.name)}  # fmt: skip
+    def _add_state(self, key: str) -> None:
+        origins = self._state_view.origins[key]
+        made_of = {name: self._through.leaf_parts(origin) for name, origin in origins.items()}
+        prefixes = {
+            origin.stored(leaf)
+            for name, origin in origins.items()
+            for leaf in (*made_of[name], origin.name)
+        }
         kinds = self._kinds(key, prefixes)
         for name, origin in origins.items():
             found = {leaf: kinds.get(origin.stored(leaf), {}) for leaf in made_of[name]}
@@ -228,14 +413,14 @@ class _Offering:
                 there = {leaf: some.get(kind) for leaf, some in found.items()}
                 if f".{kind}" == MASTER and not self._is_state(key, origin, kind, there):
                     continue  # no state, but the parameter's own elements
-                self._take_kind(origin._replace(suffix=f".{kind}"), made_of[name], there)
+                self._add_kind(origin._replace(suffix=f".{kind}"), made_of[name], there)
             for kind, leaf in own.items():
-                self._take_alone(origin._replace(suffix=f".{kind}"), leaf)
+                self._add_alone(origin._replace(suffix=f".{kind}"), leaf)
 
     def _is_state(
-        self, key: str, origin: Origin, kind: str, there: Mapping[str, str | None]
+        self, key: str, origin: TensorOwner, kind: str, there: Mapping[str, str | None]
     ) -> bool:
-        """Whether what is called as a parameter's own elements is state under that name.
+        """True if a leaf named like a parameter's own elements is optimizer state of that name.
 
         It is where the optimizer has such state here, or had it tied to another tensor.
         """
@@ -244,7 +429,7 @@ class _Offering:
         return kind in state or not self._tied.isdisjoint(there.values())
 
     def _kinds(self, key: str, prefixes: set[str]) -> dict[str, dict[str, str]]:
-        """What is stored of each parameter: its name with the key -> kind -> leaf."""
+        """Collects the stored state of each parameter: its name with the key -> kind -> leaf."""
         found: dict[str, dict[str, str]] = {}
         for name in [*self._all, *self._aliases]:
             if not name.startswith(f"{key}."):
@@ -256,68 +441,71 @@ class _Offering:
                 found.setdefault(prefix, {})[name[len(prefix) + 1 :]] = name
         return found
 
-    def _take_kind(
-        self, origin: Origin, made_of: Mapping[str, Part], there: Mapping[str, str | None]
+    def _add_kind(
+        self, origin: TensorOwner, made_of: Mapping[str, LeafPart], there: Mapping[str, str | None]
     ) -> None:
-        """State of a parameter: of its shape, or one number; other state goes by one name."""
+        """Adds one kind of state of a parameter, which has the parameter's shape or one element;
+        other state goes by one name.
+        """
         name = origin.leaf
-        self.offer.origins[name] = origin
+        self.view.origins[name] = origin
         leaves = {leaf: self._aliases.get(full, full) for leaf, full in there.items() if full}
         specs = {leaf: self._all[full] for leaf, full in leaves.items()}
         missing = [leaf for leaf, full in there.items() if full is None]
         for leaf in missing:
-            self.offer.stored[origin.stored(leaf)] = None
+            self.view.stored[origin.stored(leaf)] = None
             if not self._choice.allows(name, origin.stored(leaf)):
-                self.offer.problems.append(
+                self.view.problems.append(
                     f"{name}: by the rules made of {origin.stored(leaf)}, which is not in the "
                     f"checkpoint, although {next(iter(leaves.values()))} is"
                 )
         for leaf, full in leaves.items():
-            self.offer.stored[origin.stored(leaf)] = full, specs[leaf]
-            self.offer.claimed.add(full)
+            self.view.stored[origin.stored(leaf)] = full, specs[leaf]
+            self.view.claimed.add(full)
         dtypes = sorted({dtype for dtype, _ in specs.values()})
         shape = self._shape(origin, made_of, specs)
         if len(dtypes) > 1 or shape is None:
             listed = ", ".join(f"{leaves[leaf]} {d} {list(s)}" for leaf, (d, s) in specs.items())
-            self.offer.problems.append(
+            self.view.problems.append(
                 f"{name}: by the rules made of what does not fit together, or not its parameter: "
                 f"{listed}"
             )
             return
-        self.offer.specs[name] = dtypes[0], shape
+        self.view.specs[name] = dtypes[0], shape
         for leaf, spec in specs.items():
             part = made_of[leaf]
             if spec[1][1:] == part.shape:  # which boxes of it are here only its tensor tells
                 self._note_rows(name, part, (Box.whole(part.shape),), (leaves[leaf], spec))
         if math.prod(shape) == 1 and len(leaves) > 1 and shape != tuple(origin.parameter.shape):  # type: ignore[union-attr]
-            self.offer.numbers[name] = list(leaves.values())
+            self.view.numbers[name] = list(leaves.values())
         if not self._tied.isdisjoint(there.values()):
             self._note_tied_state(origin, shape, next(iter(leaves.values())))
 
-    def _note_tied_state(self, origin: Origin, shape: tuple[int, ...], leaf: str) -> None:
-        """State that is one with other state, or with a parameter, in the checkpoint."""
+    def _note_tied_state(self, origin: TensorOwner, shape: tuple[int, ...], leaf: str) -> None:
+        """Records state that is tied to other state, or to a parameter, in the checkpoint."""
         parameter, found = origin.parameter, []
         assert parameter is not None
-        sight = self._through.sight(origin, parameter)
-        # A copy has the same elements, and is a tensor of its own all the same.
-        of_copy = origin.name if sight is not None and sight.is_copy else ""
+        mapping = self._through.sight(origin, parameter)
+        # A copy has the same elements and is still a tensor of its own.
+        of_copy = origin.name if mapping is not None and mapping.is_copy else ""
         if shape == tuple(parameter.shape):
-            parts = (Part(origin.leaf, shape, (), ()),) if sight is None else sight.parts
+            parts = (LeafPart(origin.leaf, shape, (), ()),) if mapping is None else mapping.parts
             for part in parts:
-                one = self.offer.stored[part.leaf]
-                views = None if sight is None else part.views
+                one = self.view.stored[part.leaf]
+                views = None if mapping is None else part.views
                 found.append((None if one is None else one[0], part.boxes, views))
         else:  # one number, or one leaf that no rule divides
             found.append((leaf, (), None))
         first = self._made_of.setdefault((of_copy, *found), origin.leaf)
-        # Of another dtype it is not the same tensor any more: a master of a parameter, say.
-        if first != origin.leaf and self.offer.specs.get(first) == self.offer.specs[origin.leaf]:
-            self.offer.aliases[origin.leaf] = first
+        # State of another dtype is not the same tensor any more, for example a master copy of a
+        # parameter.
+        if first != origin.leaf and self.view.specs.get(first) == self.view.specs[origin.leaf]:
+            self.view.aliases[origin.leaf] = first
 
     def _shape(
-        self, origin: Origin, made_of: Mapping[str, Part], specs: Mapping[str, Spec]
+        self, origin: TensorOwner, made_of: Mapping[str, LeafPart], specs: Mapping[str, Spec]
     ) -> tuple[int, ...] | None:
-        """The shape that such state has here; None when that cannot be told."""
+        """Returns the shape of such state here; None when the checkpoint does not determine it."""
         assert origin.parameter is not None
         if all(
             shape == made_of[leaf].shape
@@ -330,26 +518,26 @@ class _Offering:
             return shapes.pop()
         return None
 
-    def _take_alone(self, origin: Origin, leaf: str) -> None:
-        """State that no rule can divide: it has the name that its parameter has here."""
+    def _add_alone(self, origin: TensorOwner, leaf: str) -> None:
+        """Adds state that no rule can divide: it has the name that its parameter has here."""
         full = self._aliases.get(leaf, leaf)
-        self.offer.origins[origin.leaf] = origin
-        self.offer.specs[origin.leaf] = self._all[full]
-        self.offer.stored[origin.leaf] = full, self._all[full]
-        self.offer.claimed.add(full)
+        self.view.origins[origin.leaf] = origin
+        self.view.specs[origin.leaf] = self._all[full]
+        self.view.stored[origin.leaf] = full, self._all[full]
+        self.view.claimed.add(full)
 
     # ── entries of the state ─────────────────────────────────────────────────────────────
 
-    def _take_entry(self, path: str, tensor: torch.Tensor) -> None:
-        sight = shard_sight(path, tensor, self._through.rank)
-        assert sight is not None
+    def _add_entry(self, path: str, tensor: torch.Tensor) -> None:
+        mapping = shard_sight(path, tensor, self._through.rank)
+        assert mapping is not None
         dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
-        self.offer.specs[path] = dtype, tuple(tensor.shape)
-        for part in sight.parts:
+        self.view.specs[path] = dtype, tuple(tensor.shape)
+        for part in mapping.parts:
             found = self._all.get(part.leaf)
             if found is None:
-                self.offer.problems.append(self._missing(path, part.leaf))
+                self.view.problems.append(self._missing(path, part.leaf))
                 continue
-            self.offer.stored[part.leaf] = part.leaf, found
-            self.offer.claimed.add(part.leaf)
-            self._compare(path, part, (part.leaf, found), dtype, sight)
+            self.view.stored[part.leaf] = part.leaf, found
+            self.view.claimed.add(part.leaf)
+            self._compare(path, part, (part.leaf, found), dtype, mapping)

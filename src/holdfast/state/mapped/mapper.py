@@ -1,4 +1,4 @@
-"""Tensors of the state seen through rules and declarations: as boxes of the leaves that are stored.
+"""Maps tensors of the state through rules and declarations to boxes of the stored leaves.
 
 A leaf of the training may be a part of a stored leaf, or made of several. What that comes to is
 views of the tensor's memory, each a box of a stored leaf: a save copies from these views and a
@@ -8,6 +8,7 @@ restore reads into them, and neither knows of any rule.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,37 +16,45 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Instance
-from holdfast.geometry.patches import Seen, local_padding, local_patches, renamed
-from holdfast.geometry.tables import Table
+from holdfast.geometry.leaf_maps import Seen, Table, local_padding, local_patches, renamed, turned
 from holdfast.rules import Rules
-from holdfast.state.declared import FlatBuffer, Named, Piece, Shard, declared
-from holdfast.state.origin import Origin
-from holdfast.state.sight import (
-    Look,
-    Part,
-    Sight,
-    all_of,
-    is_itself,
-    joined,
+from holdfast.state.identity import TensorOwner
+from holdfast.state.mapped.shards import (
+    FlatBuffer,
+    NamedShard,
+    Shard,
+    ShardPiece,
+    View,
+    box_view,
+    declared,
+    patch_view,
+    whole_view,
+)
+from holdfast.state.mapped.tensor_parts import (
+    LeafPart,
+    MappedSource,
+    TensorMapping,
+    is_identity,
+    map_scalar,
+    merge_mappings,
     part_of,
-    said,
-    scalar,
-    turned_part,
+    permuted_part,
+    whole_shard,
+    with_flags,
 )
 from holdfast.state.tensors import leaf_entry, local_of
-from holdfast.state.views import View, box_view, patch_view, whole_view
 
 Shape = tuple[int, ...]
 
 
-Found = tuple[Origin, torch.Tensor]
+Found = tuple[TensorOwner, torch.Tensor]
 
 
-class Through:
-    """Rules and declarations, on one rank of ``world``.
+class RuleMapper:
+    """Applies rules and declarations on one rank of ``world``.
 
-    ``table``: the leaves that the rules lead to, as they are made of those of a checkpoint that
-    was saved without the rules.
+    ``table``: the leaves that the rules lead to, composed from the leaves of a checkpoint that was
+    saved without the rules.
     """
 
     def __init__(
@@ -55,56 +64,68 @@ class Through:
         self.table = table
         self.rank = rank
         self.world = world
-        self._known: dict[tuple[str, Shape, object], list[Look]] = {}
+        self._known: dict[tuple[str, Shape, object], list[MappedSource]] = {}
 
-    def sight(self, origin: Origin, tensor: torch.Tensor) -> Sight | None:
-        """What ``tensor`` is of which stored leaves; None where it is a leaf by itself.
+    def sight(self, origin: TensorOwner, tensor: torch.Tensor) -> TensorMapping | None:
+        """Maps ``tensor`` to stored leaves; None where it is stored as one leaf under its own name.
 
-        UsageError names a leaf that does not fit its rule or its declaration, UnsupportedState one
-        whose part of a leaf cannot be known.
+        UsageError names a leaf that does not fit its rule or its declaration, UnsupportedState a
+        tensor whose part of a leaf cannot be determined.
         """
         owner = tensor if origin.parameter is None else origin.parameter
         if self._is_plain(owner) and declared(tensor) is None:
             return None
-        found: Sight | None
+        found: TensorMapping | None
         if tensor.shape == owner.shape:
-            looks = self._looks(origin, owner)
-            found = joined([self._held(origin, tensor, look) for look in looks], tensor, looks)
+            sources = self._sources(origin, owner)
+            found = merge_mappings(
+                [self._local_parts(origin, tensor, source) for source in sources], tensor, sources
+            )
         elif tensor.numel() == 1 and not isinstance(tensor, DTensor):
-            found = scalar(origin, tuple(tensor.shape), self._looks(origin, owner))
+            found = map_scalar(origin, tuple(tensor.shape), self._sources(origin, owner))
         else:
             found = self._other(origin, tensor, owner)
-        return None if found is None or is_itself(origin, found, tensor) else found
+        return None if found is None or is_identity(origin, found, tensor) else found
 
-    def leaves(self, origin: Origin) -> list[str]:
-        """The stored leaves that a parameter is made of, by the names the rules give them."""
+    def leaves(self, origin: TensorOwner) -> list[str]:
+        """Returns the stored leaves that a parameter is made of, by the names the rules give
+        them.
+        """
         assert origin.parameter is not None
         if self._is_plain(origin.parameter):
             return [origin.name]
-        seen = [one for _, one, _ in self._looks(origin, origin.parameter)]
+        seen = [source.leaf_map for source in self._sources(origin, origin.parameter)]
         return list(dict.fromkeys(leaf for one in seen for leaf in one.leaves))
 
-    def made_of(self, origin: Origin) -> dict[str, Part]:
-        """The same, with their shapes: nothing is said of what this rank has of them."""
+    def leaf_parts(self, origin: TensorOwner) -> dict[str, LeafPart]:
+        """Returns the same leaves as parts with their shapes, without saying which boxes this rank
+        has.
+        """
         assert origin.parameter is not None
         tensor = origin.parameter
         if self._is_plain(tensor):
-            return {origin.name: Part(origin.name, tuple(tensor.shape), (), ())}
+            return {origin.name: LeafPart(origin.name, tuple(tensor.shape), (), ())}
         return {
-            leaf: Part(leaf, shape, (), (), None, *self._copies(origin, tensor, seen))
-            for _, seen, _ in self._looks(origin, tensor)
-            for leaf, shape in seen.leaves.items()
+            leaf: LeafPart(
+                leaf, shape, (), (), None, *self._copies(origin, tensor, source.leaf_map)
+            )
+            for source in self._sources(origin, tensor)
+            for leaf, shape in source.leaf_map.leaves.items()
         }
 
-    def shapes(self, origin: Origin, tensor: torch.Tensor) -> dict[str, Shape]:
-        """The leaves of the training that a parameter is, or has parts of, with their shapes."""
-        looks = self._looks(origin, tensor)
-        return {named.name or origin.name: named.shape for named, _, _ in looks}
+    def shapes(self, origin: TensorOwner, tensor: torch.Tensor) -> dict[str, Shape]:
+        """Returns the leaves of the training that a parameter is, or has parts of, with their
+        shapes.
+        """
+        sources = self._sources(origin, tensor)
+        shards = [source.declared for source in sources]
+        return {shard.name or origin.name: shard.shape for shard in shards}
 
     def aliases(self, one: Found, leaf: Found) -> dict[str, str]:
-        """Further names of stored leaves -> the leaf they are, for two names of one tensor.
+        """Returns further names of stored leaves -> the leaf they name, for two names of one
+        tensor.
 
-        UsageError when the rules make different leaves of the two.
+        Raises UsageError when the rules make different leaves of the two.
         """
         names, leaves = (self._parts(*each) for each in (one, leaf))
         if self._is_copy(*one):
@@ -121,21 +142,23 @@ class Through:
         pairs = zip(names, leaves, strict=True)
         return {name: there for (name, *_), (there, *_) in pairs if name != there}
 
-    def _parts(self, origin: Origin, tensor: torch.Tensor) -> list[tuple[str, Shape, object]]:
-        sight = self.sight(origin, tensor)
-        if sight is None:
+    def _parts(self, origin: TensorOwner, tensor: torch.Tensor) -> list[tuple[str, Shape, object]]:
+        mapping = self.sight(origin, tensor)
+        if mapping is None:
             return [(origin.leaf, tuple(tensor.shape), None)]
         return [
             (part.leaf, part.shape, None if part.is_whole or part.instance else part.boxes)
-            for part in sight.parts
+            for part in mapping.parts
         ]
 
-    def _is_copy(self, origin: Origin, tensor: torch.Tensor) -> bool:
-        sight = self.sight(origin, tensor)
-        return sight is not None and sight.is_copy
+    def _is_copy(self, origin: TensorOwner, tensor: torch.Tensor) -> bool:
+        mapping = self.sight(origin, tensor)
+        return mapping is not None and mapping.is_copy
 
-    def reference(self, origin: Origin, tensor: torch.Tensor) -> str:
-        """What a value calls this leaf. UnsupportedState when it is stored as anything but one."""
+    def reference(self, origin: TensorOwner, tensor: torch.Tensor) -> str:
+        """Returns the name by which a value refers to this leaf. Raises UnsupportedState unless it
+        is stored as exactly one leaf.
+        """
         found = self._parts(origin, tensor)
         if len(found) == 1 and found[0][1:] == (tuple(tensor.shape), None):
             return found[0][0]
@@ -145,56 +168,60 @@ class Through:
             leaf=origin.leaf,
         )
 
-    def _looks(self, origin: Origin, tensor: torch.Tensor) -> list[Look]:
-        """What of which leaves of the training a parameter is, each as the rules see it.
+    def _sources(self, origin: TensorOwner, tensor: torch.Tensor) -> list[MappedSource]:
+        """Returns which parts of which leaves of the training a parameter is, each leaf with its
+        mapping by the rules.
 
-        The state of an optimizer asks for the same as its parameter, and every save anew.
+        The state of an optimizer needs the same answer as its parameter, and every save needs it
+        again, so the answer is kept.
         """
         what = "on a mesh" if isinstance(tensor, DTensor) else declared(tensor)
         key = origin.name, tuple(tensor.shape), what
         if key not in self._known:
-            self._known[key] = self._look(origin, tensor)
+            self._known[key] = self._find_sources(origin, tensor)
         return self._known[key]
 
-    def _look(self, origin: Origin, tensor: torch.Tensor) -> list[Look]:
+    def _find_sources(self, origin: TensorOwner, tensor: torch.Tensor) -> list[MappedSource]:
         what = declared(tensor)
         shape = tuple(tensor.shape)
         if isinstance(tensor, DTensor):  # what it holds is asked of each tensor that has its shape
-            return [(all_of(shape), self._see(origin.name, shape), False)]
+            return [MappedSource(whole_shard(shape), self._map_leaf(origin.name, shape), False)]
         if what is not None:
             is_flat = not isinstance(what, Shard)
             return [
-                (one, self._see(one.name or origin.name, one.shape), is_flat)
+                MappedSource(one, self._map_leaf(one.name or origin.name, one.shape), is_flat)
                 for one in what.of(shape)
             ]
         if self.rules is None:
-            return [(all_of(shape), self._see(origin.name, shape), False)]
+            return [MappedSource(whole_shard(shape), self._map_leaf(origin.name, shape), False)]
         local = self.rules.local(origin.name, shape, self.rank)
         if local.offsets is None:
-            pieces = [Piece(box, inside) for box, inside in local.held]
+            pieces = [ShardPiece(box, inside) for box, inside in local.held]
         else:
             held = zip(local.held, local.offsets, strict=True)
-            pieces = [Piece(box, inside, at) for (box, inside), at in held]
-        named = Named(None, local.shape, tuple(pieces))
-        return [(named, self._see(origin.name, local.shape), local.offsets is not None)]
+            pieces = [ShardPiece(box, inside, at) for (box, inside), at in held]
+        named = NamedShard(None, local.shape, tuple(pieces))
+        leaf_map = self._map_leaf(origin.name, local.shape)
+        return [MappedSource(named, leaf_map, local.offsets is not None)]
 
-    def _see(self, name: str, shape: Shape) -> Seen:
+    def _map_leaf(self, name: str, shape: Shape) -> Seen:
         seen = renamed(name, shape) if self.rules is None else self.rules.see(name, shape)
         return seen if self.table is None else self.table.through(seen)
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
         return self.rules is None and self.table is None and declared(tensor) is None
 
-    def _held(self, origin: Origin, tensor: torch.Tensor, look: Look) -> Sight:
-        named, seen, _ = look
-        pieces = named.pieces
+    def _local_parts(
+        self, origin: TensorOwner, tensor: torch.Tensor, source: MappedSource
+    ) -> TensorMapping:
+        seen, pieces = source.leaf_map, source.declared.pieces
         if isinstance(tensor, DTensor):
             entry = leaf_entry(origin.leaf, tensor, self.rank, "split")
             assert isinstance(entry.instance, Instance)
-            turned = turned_part(origin, seen, entry.instance, local_of(tensor))
+            turned = permuted_part(origin, seen, entry.instance, local_of(tensor))
             if turned is not None:
-                return said(Sight((turned,)), seen)
-            pieces = tuple(Piece(box, inside) for box, inside in entry.boxes(self.rank))
+                return with_flags(TensorMapping((turned,)), seen)
+            pieces = tuple(ShardPiece(box, inside) for box, inside in entry.boxes(self.rank))
         held = [(piece.box, piece.inside) for piece in pieces]
         found: dict[str, list[tuple[Box, View]]] = {leaf: [] for leaf in seen.leaves}
         for patch in local_patches(seen, held):
@@ -207,12 +234,13 @@ class Through:
             for leaf, shape in seen.leaves.items()
         ]
         zeros = [box_view(pieces[at], box) for at, box in local_padding(seen, held)]
-        return said(Sight(tuple(parts), tuple(zeros)), seen)
+        return with_flags(TensorMapping(tuple(parts), tuple(zeros)), seen)
 
-    def _copies(self, origin: Origin, tensor: torch.Tensor, seen: Seen) -> tuple[int, int]:
-        """How many copies of a leaf there are that may differ, and which of them is here.
+    def _copies(self, origin: TensorOwner, tensor: torch.Tensor, seen: Seen) -> tuple[int, int]:
+        """Returns how many copies of a leaf there are that may differ, and the number of the copy
+        here.
 
-        Copies are what ranks have that are the same part of it by the rules.
+        Copies are ranks that have the same part of the leaf by the rules.
         """
         if seen.spread != "averaged":
             return 0, 0
@@ -228,23 +256,28 @@ class Through:
         alike = [rank for rank, one in enumerate(held) if one == held[self.rank]]
         return len(alike), alike.index(self.rank)
 
-    def _other(self, origin: Origin, tensor: torch.Tensor, owner: torch.Tensor) -> Sight | None:
-        """State of another shape than its parameter's: a leaf of its own, whole or declared."""
-        looks = self._looks(origin, owner)
-        name = looks[0][1].same_as if len(looks) == 1 else None
+    def _other(
+        self, origin: TensorOwner, tensor: torch.Tensor, owner: torch.Tensor
+    ) -> TensorMapping | None:
+        """Maps state of another shape than its parameter's: a leaf of its own, whole or
+        declared.
+        """
+        sources = self._sources(origin, owner)
+        name = sources[0].leaf_map.same_as if len(sources) == 1 else None
         leaf, shape = origin.stored(name or origin.name), tuple(tensor.shape)
         what = declared(tensor)
         if what is not None:
             named = what.of(shape)[0]
             found = [(piece.box, box_view(piece, piece.inside)) for piece in named.pieces]
-            return Sight((part_of(leaf, named.shape, found, 0, 0),))
+            return TensorMapping((part_of(leaf, named.shape, found, 0, 0),))
         if isinstance(tensor, DTensor):
             entry = leaf_entry(leaf, tensor, self.rank, "split")
             assert isinstance(entry.instance, Instance)
             view = whole_view(tuple(local_of(tensor).shape))
-            return Sight((Part(leaf, shape, (), (view,), entry.instance),))
+            return TensorMapping((LeafPart(leaf, shape, (), (view,), entry.instance),))
         is_cut = not isinstance(owner, DTensor) and any(
-            named.pieces != all_of(named.shape).pieces for named, _, _ in looks
+            source.declared.pieces != whole_shard(source.declared.shape).pieces
+            for source in sources
         )
         if is_cut and tensor.numel() > 1:
             raise UnsupportedState(
@@ -253,22 +286,50 @@ class Through:
                 "is cannot be known. Say it with holdfast.declare(tensor, holdfast.Shard(...))",
                 leaf=origin.leaf,
             )
-        return Sight((part_of(leaf, shape, [(Box.whole(shape), whole_view(shape))], 0, 0),))
+        return TensorMapping((part_of(leaf, shape, [(Box.whole(shape), whole_view(shape))], 0, 0),))
 
 
-def shard_sight(name: str, tensor: torch.Tensor, rank: int) -> Sight | None:
-    """An entry of the state that is a tensor by itself; None where nothing was declared of it.
+def shard_sight(name: str, tensor: torch.Tensor, rank: int) -> TensorMapping | None:
+    """Maps an entry of the state that is itself a tensor; None where nothing was declared of it.
 
-    The leaves of a buffer are called by its name and theirs.
+    A leaf in a flat buffer is named by the buffer's name and its own.
     """
     what = declared(tensor)
     if what is None:
         return None
-    through, origin = Through(None, rank, 1), Origin("", name)
+    through, origin = RuleMapper(None, rank, 1), TensorOwner("", name)
     is_buffer = isinstance(what, FlatBuffer)
     is_flat = not isinstance(what, Shard)
-    looks: list[Look] = [
-        (one, renamed(f"{name}.{one.name}" if is_buffer else name, one.shape), is_flat)
+    sources: list[MappedSource] = [
+        MappedSource(one, renamed(f"{name}.{one.name}" if is_buffer else name, one.shape), is_flat)
         for one in what.of(tuple(tensor.shape))
     ]
-    return joined([through._held(origin, tensor, look) for look in looks], tensor, looks)
+    return merge_mappings(
+        [through._local_parts(origin, tensor, source) for source in sources], tensor, sources
+    )
+
+
+# Composes the leaves that rules lead to from the leaves of a checkpoint saved in another form.
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def table_as_saved(
+    rules: Rules, modules: Iterable[str], stored: Shapes, aliases: Mapping[str, str]
+) -> Table:
+    """Returns the leaves that ``rules`` lead to, composed from the ``stored`` leaves of
+    ``modules``.
+
+    ``stored``: leaf -> shape; ``aliases``: further names of leaves. UsageError names a stored leaf
+    that does not fit its rule.
+    """
+    seen: dict[str, Seen] = {}
+    for key in modules:
+        prefix = f"{key}."
+        names = {n: stored[n] for n in stored if n.startswith(prefix)}
+        names |= {n: stored[leaf] for n, leaf in aliases.items() if n.startswith(prefix)}
+        for name, shape in names.items():
+            inner = name[len(prefix) :]
+            seen.setdefault(inner, rules.see(inner, shape))
+    return Table(turned(seen))

@@ -1,7 +1,7 @@
-"""What a plain tensor is a part of, where its program knows and torch does not.
+"""Lets a program declare which part of a leaf a plain tensor is, where torch does not know it.
 
-A framework that cuts tensors by itself, without DTensor, says of each which elements of which leaf
-it holds. Rules, saves and restores then treat it like any other shard.
+A framework that cuts tensors by itself, without DTensor, declares for each tensor which elements of
+which leaf it holds. Rules, saves and restores then treat the tensor like any other shard.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
-from holdfast.geometry.flat import flat_boxes
+from holdfast.geometry.index import flat_boxes
+from holdfast.geometry.leaf_maps import LocalPatch
 
 Shape = tuple[int, ...]
 
 
-class Piece(NamedTuple):
-    """A box of a leaf, and the elements of the tensor that are it.
+class ShardPiece(NamedTuple):
+    """A box of a leaf, and the elements of the tensor that correspond to it.
 
-    ``inside``: a box of the tensor. Where there is a ``flat``, the elements from that one on, in
-    the tensor's own order, are a box of the shape of ``inside``.
+    ``inside``: a box of the tensor. With a ``flat``, the elements from number ``flat`` on, in the
+    tensor's own order, are first viewed as the shape of ``inside``.
     """
 
     box: Box
@@ -36,10 +37,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The tensor is the box of a leaf of ``global_shape`` that begins at ``offsets``.
+    """Declares a tensor as the box of a leaf of ``global_shape`` that begins at ``offsets``.
 
-    ``name``: which parameter it is of, as the module names it; needed only for a tensor that an
-    optimizer updates and no module holds.
+    ``global_shape``: the shape of the whole leaf. ``offsets``: the first index along each of its
+    dimensions. ``name``: which parameter it is of, as the module names it; needed only for a
+    tensor that an optimizer updates and no module holds.
     """
 
     global_shape: Sequence[int]
@@ -55,8 +57,10 @@ class Shard:
                 "dimensions; give one for each"
             )
 
-    def of(self, local: Shape) -> list[Named]:
-        """What a tensor of this shape holds; UsageError when that cannot be."""
+    def of(self, local: Shape) -> list[NamedShard]:
+        """Returns the shards that a tensor of this shape holds; raises UsageError when the
+        declaration does not fit it.
+        """
         whole, offsets = tuple(self.global_shape), tuple(self.offsets)
         fits = len(local) == len(whole) and all(
             at + extent <= size for at, extent, size in zip(offsets, local, whole, strict=True)
@@ -68,16 +72,19 @@ class Shard:
                 "tensor begins in it"
             )
         inside = Box.whole(local)
-        pieces = () if inside.is_empty else (Piece(inside.shift(offsets), inside),)
-        return [Named(self.name, whole, pieces)]
+        pieces = () if inside.is_empty else (ShardPiece(inside.shift(offsets), inside),)
+        return [NamedShard(self.name, whole, pieces)]
 
 
 @dataclass(frozen=True, slots=True)
 class FlatShard:
-    """The tensor is a run of a leaf's elements, in row-major order, from number ``start`` on.
+    """Declares a tensor as a run of a leaf's elements, in row-major order, from number ``start``
+    on.
 
-    What it has beyond the leaf's last element is padding: not stored, and zero after a restore.
-    ``name`` as for ``Shard``.
+    Elements beyond the leaf's last one are padding: not stored, and zero after a restore.
+
+    ``global_shape``: the shape of the whole leaf. ``start``: the number of its first element in
+    row-major order. ``name``: as for ``Shard``.
     """
 
     global_shape: Sequence[int]
@@ -88,18 +95,22 @@ class FlatShard:
         object.__setattr__(self, "global_shape", _shape("global_shape", self.global_shape))
         _count("start", self.start)
 
-    def of(self, local: Shape) -> list[Named]:
-        """What a tensor of this shape holds."""
+    def of(self, local: Shape) -> list[NamedShard]:
+        """Returns the shards that a tensor of this shape holds."""
         size, whole = math.prod(local), tuple(self.global_shape)
         stop = min(self.start + size, math.prod(whole))
-        return [Named(self.name, whole, tuple(_run(whole, min(self.start, stop), stop, 0)))]
+        return [NamedShard(self.name, whole, tuple(_run(whole, min(self.start, stop), stop, 0)))]
 
 
 class FlatRange(NamedTuple):
-    """The ``size`` elements of a buffer from ``at`` on are those of a leaf from ``start`` on.
+    """Declares that the ``size`` elements of a buffer from ``at`` on are those of a leaf from
+    ``start`` on.
 
-    All count elements; the leaf's are in row-major order. With a ``size`` of 0 the leaf is one of
-    the buffer's, but this rank has nothing of it.
+    All count elements; the leaf's are in row-major order. With a ``size`` of 0 the leaf belongs to
+    the buffer, but this rank has none of its elements.
+
+    ``name``: the parameter. ``global_shape``: the shape of the whole leaf. ``start``: the first
+    element in the leaf. ``size``: how many elements. ``at``: the first element in the buffer.
     """
 
     name: str
@@ -111,14 +122,14 @@ class FlatRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """The tensor is a row of elements of several leaves, as ZeRO's optimizers keep them.
+    """Declares a tensor as a row of elements of several leaves, as ZeRO's optimizers keep them.
 
-    What no range names is padding: not stored, and zero after a restore. Names are those of the
-    module's parameters.
+    Elements that no range names are padding: not stored, and zero after a restore. Names are those
+    of the module's parameters.
     """
 
     ranges: Sequence[tuple[str, Sequence[int], int, int, int]]
-    """Each a ``FlatRange``, or what makes one."""
+    """Each item is a ``FlatRange``, or the arguments of one as a tuple."""
 
     def __post_init__(self) -> None:
         ranges = tuple(FlatRange(*each) for each in self.ranges)
@@ -140,38 +151,40 @@ class FlatBuffer:
                 )
         object.__setattr__(self, "ranges", ranges)
 
-    def of(self, local: Shape) -> list[Named]:
-        """What a tensor of this shape holds; UsageError when it is too short."""
+    def of(self, local: Shape) -> list[NamedShard]:
+        """Returns the shards that a tensor of this shape holds; raises UsageError when it is too
+        short.
+        """
         size = math.prod(local)
-        found: dict[str, Named] = {}
+        found: dict[str, NamedShard] = {}
         for name, shape, start, length, at in self.ranges:
             if at + length > size:
                 raise UsageError(
                     f"{name}: elements {at} to {at + length} of a buffer that has {size}"
                 )
             whole = tuple(shape)
-            before = found.get(name, Named(name, whole, ()))
+            before = found.get(name, NamedShard(name, whole, ()))
             if before.shape != whole:
                 raise UsageError(f"{name}: two ranges of one buffer give it different shapes")
             pieces = (*before.pieces, *_run(whole, start, start + length, at))
-            found[name] = Named(name, whole, pieces)
+            found[name] = NamedShard(name, whole, pieces)
         return list(found.values())
 
 
 Declared = Shard | FlatShard | FlatBuffer
 
 
-class Named(NamedTuple):
-    """What a tensor holds of one leaf. ``name``: if the declaration has one."""
+class NamedShard(NamedTuple):
+    """The part of one leaf that a tensor holds. ``name``: given if the declaration has one."""
 
     name: str | None
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
 
 
-def _run(shape: Shape, start: int, stop: int, at: int) -> Iterator[Piece]:
+def _run(shape: Shape, start: int, stop: int, at: int) -> Iterator[ShardPiece]:
     for box in flat_boxes(shape, start, stop):
-        yield Piece(box, Box.whole(box.shape), at)
+        yield ShardPiece(box, Box.whole(box.shape), at)
         at += box.volume
 
 
@@ -180,10 +193,13 @@ _changes: list[None] = []
 
 
 def declare(tensor: torch.Tensor, what: Declared) -> torch.Tensor:
-    """Say what ``tensor`` is a part of; gives the tensor back.
+    """Declares that ``tensor`` is a part of a leaf, and returns the tensor.
 
-    It holds as long as the tensor does, for this very object. An optimizer's state for it, where it
-    has its shape, is the same part of its own leaf. UsageError when the tensor cannot be that part.
+    ``tensor``: a plain tensor. ``what``: a ``Shard``, a ``FlatShard`` or a ``FlatBuffer``.
+
+    The declaration lives as long as the tensor, and is about this very object. Optimizer state for
+    it that has its shape is the same part of its own leaf. Raises UsageError when the tensor cannot
+    be that part.
     """
     if not isinstance(what, Shard | FlatShard | FlatBuffer):
         raise UsageError(
@@ -208,18 +224,18 @@ def declare(tensor: torch.Tensor, what: Declared) -> torch.Tensor:
 
 
 def declared(tensor: torch.Tensor) -> Declared | None:
-    """What was declared of this very tensor."""
+    """Returns the declaration made for this very tensor, if there is one."""
     found: Declared | None = _known.get(tensor) if _known else None
     return found
 
 
 def declarations() -> int:
-    """How often something was declared: what is stored of a tensor may change by it."""
+    """Counts the declarations made so far: a new one may change how a tensor is stored."""
     return len(_changes)
 
 
 def names_of(what: Declared) -> list[str]:
-    """The parameters that it names."""
+    """Returns the names of parameters in a declaration."""
     found: Iterable[str | None] = (
         [name for name, *_ in what.ranges] if isinstance(what, FlatBuffer) else [what.name]
     )
@@ -236,3 +252,67 @@ def _shape(what: str, value: Sequence[int]) -> Shape:
     for each in found:
         _count(what, each)
     return found
+
+
+# Describes views of a tensor's memory as boxes of leaves. Nothing is ever copied.
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A way to view elements of a tensor as a box of a leaf.
+
+    With a ``flat``, the elements from that number on are viewed in the shape ``run`` first. Then
+    ``inside`` is cut out, and its dimensions are put in the leaf's order: ``order`` has, for each
+    dimension of the leaf, the dimension of ``inside``, or -1 where the leaf has extent 1. A
+    dimension of ``inside`` that ``order`` does not name has extent 1.
+    """
+
+    inside: Box
+    order: tuple[int, ...]
+    flat: int | None = None
+    run: tuple[int, ...] = ()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the view; it shares the tensor's memory, and has the shape of the box."""
+        if self.flat is not None:
+            size = math.prod(self.run)
+            row = tensor if tensor.ndim == 1 else tensor.view(-1)
+            tensor = row[self.flat : self.flat + size].view(self.run)
+        if self.inside.shape != tuple(tensor.shape):
+            tensor = tensor[self.inside.slices()]
+        if self.order == tuple(range(tensor.ndim)):
+            return tensor
+        named = [dim for dim in self.order if dim >= 0]
+        dropped = [dim for dim in range(tensor.ndim) if dim not in named]
+        tensor = tensor.permute([*named, *dropped])  # a list: there may be none
+        for _ in dropped:
+            tensor = tensor.select(-1, 0)
+        for at, dim in enumerate(self.order):
+            if dim < 0:
+                tensor = tensor.unsqueeze(at)
+        return tensor
+
+    def behind(self) -> View:
+        """Returns the same view as one row of a leaf with one more dimension in front."""
+        return View(self.inside, (-1, *self.order), self.flat, self.run)
+
+
+def whole_view(shape: tuple[int, ...]) -> View:
+    """Returns the view of a whole tensor."""
+    return View(Box.whole(shape), tuple(range(len(shape))))
+
+
+def patch_view(patch: LocalPatch, piece: ShardPiece) -> View:
+    """Returns the view of the patch within ``piece``, shaped as the box of its leaf."""
+    named = {there: here for here, there in enumerate(patch.dims) if there >= 0}
+    order = tuple(named.get(dim, -1) for dim in range(patch.box.ndim))
+    return View(patch.local, order, piece.flat, _run_of_view(piece))
+
+
+def box_view(piece: ShardPiece, box: Box) -> View:
+    """Returns the view of a box given in the coordinates of ``piece.inside``."""
+    return View(box, tuple(range(box.ndim)), piece.flat, _run_of_view(piece))
+
+
+def _run_of_view(piece: ShardPiece) -> tuple[int, ...]:
+    return () if piece.flat is None else piece.inside.shape

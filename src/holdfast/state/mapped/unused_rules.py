@@ -1,7 +1,7 @@
-"""Whether every rule is for something: what each rank says of its own, and what all find.
+"""Detects rules that apply to no leaf on any rank.
 
-A rank of a pipeline has no leaf for some of the rules. A rule that no rank has one for is a
-mistake, most often of spelling.
+A rank of a pipeline has no leaf for some of the rules. A rule that applies to no leaf of any rank
+is a mistake, most often in spelling.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ from collections.abc import Sequence
 from msgspec import msgpack
 
 from holdfast.errors import UsageError
-from holdfast.geometry.patches import Shape
 from holdfast.rules import Rules
+from holdfast.state.identity import TensorOwner
+from holdfast.state.mapped.mapper import RuleMapper, Shape
 from holdfast.state.objects import Objects
-from holdfast.state.origin import Origin
-from holdfast.state.through import Through
 
 
 def check_rules(what: str, rules: object) -> None:
-    """UsageError for what are no rules."""
+    """Raises UsageError for a value that is not a set of rules."""
     if rules is not None and not isinstance(rules, Rules):
         raise UsageError(f"{what} is a {type(rules).__name__}: give a holdfast.rules.Rules")
 
 
-def say_usage(through: Through, objects: Objects) -> bytes:
-    """Which rules there are, and which are for a leaf here; b"" where there are none.
+def report_usage(through: RuleMapper, objects: Objects) -> bytes:
+    """Encodes the rules and which of them apply to a leaf here; b"" where there are no rules.
 
     UsageError names a leaf here that does not fit its rule.
     """
@@ -35,7 +34,7 @@ def say_usage(through: Through, objects: Objects) -> bytes:
     leaves: dict[str, Shape] = {}
     for key, tensors in objects.tensors.items():
         for held in tensors:
-            leaves.update(through.shapes(Origin(f"{key}.", held.name), held.tensor))
+            leaves.update(through.shapes(TensorOwner(f"{key}.", held.name), held.tensor))
     for key in objects.optimizers:
         for origin, tensor in objects.masters(key):
             leaves.update(through.shapes(origin, tensor))
@@ -43,8 +42,8 @@ def say_usage(through: Through, objects: Objects) -> bytes:
     return msgpack.encode((rules.patterns, rules.used(leaves)))
 
 
-def refuse_unused(said: Sequence[bytes]) -> None:
-    """UsageError, the same on all ranks, for a rule that is for no leaf of any."""
+def require_all_used(said: Sequence[bytes]) -> None:
+    """Raises UsageError, the same on all ranks, for a rule that applies to no leaf of any rank."""
     heard = [msgpack.decode(one, type=tuple[list[str], list[str]]) for one in said if one]
     used = {pattern for _, some in heard for pattern in some}
     for patterns, _ in heard:

@@ -1,30 +1,31 @@
-"""What can go wrong, on demand: stores that fail, hosts that are lost, bytes that change.
+"""Injects faults on demand: stores that fail, hosts that are lost, bytes that change.
 
 Nothing here imports torch. See docs/guides/testing-your-own-run.md.
 """
 
 from __future__ import annotations
 
-from holdfast.testing.faults.hosts import Hosts
-from holdfast.testing.faults.memory import (
+from holdfast.testing.faults.events import (
+    Encoding,
     Held,
     Row,
+    events_of,
     flip,
     flip_image,
     flip_row,
     held,
+    is_capturing,
+    is_persisting,
+    newest_durable,
+    newest_protected,
     rows,
     tear_image,
     tear_record,
     tear_row_record,
-)
-from holdfast.testing.faults.moments import Encoding, is_capturing, is_persisting, wait_until
-from holdfast.testing.faults.reports import (
-    events_of,
-    newest_durable,
-    newest_protected,
     wait_protected,
+    wait_until,
 )
+from holdfast.testing.faults.hosts import Hosts
 from holdfast.testing.faults.stores import (
     FaultyStore,
     LateFsyncStore,

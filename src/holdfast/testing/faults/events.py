@@ -1,20 +1,175 @@
-"""Bytes that change in an arena, as bad memory or a torn write would change them.
-
-Everything is written through the files, which are the same memory that keeper and trainers have
-mapped: they see it at once, and are not told.
-"""
+"""Observes from outside what a host is doing, so that a fault can be injected at that moment."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from holdfast.catalogue import INCARNATIONS, MANIFESTS, STEPS, catalogue, generation_of
 from holdfast.errors import ArenaError, FormatError, UsageError
 from holdfast.format.image import header_size
-from holdfast.redundancy.records import ParityRecord, unseal
-from holdfast.snapshot.arena import IMAGE_START, PAGE_BYTES, SLOT_SUFFIX, SlotFile, SlotRecord
+from holdfast.format.manifest import Generation
+from holdfast.parity.planning.record import ParityRecord, unseal
+from holdfast.protocol.arena import IMAGE_START, PAGE_BYTES, SLOT_SUFFIX, SlotFile, SlotRecord
+from holdfast.storage.local import LocalStore
+
+_ATTEMPT = re.compile("([0-9]+)-([0-9]+)-.+")
+
+
+def is_capturing(arena: Path) -> bool:
+    """True if an image is being copied into a slot of this arena."""
+    for path in arena.glob(f"*{SLOT_SUFFIX}"):
+        with suppress(ArenaError), closing(SlotFile.open(path, writable=False)) as slot:
+            record = slot.read_record()
+            if record is not None and record.state == "writing":
+                return True
+    return False
+
+
+class Encoding:
+    """Detects that a keeper makes parity, called repeatedly: ``wait_until(Encoding(arena), ...)``.
+
+    One buffer of its rows loses all records when it is to be written again, and has others when
+    that is done. That change must be seen, because an idle keeper may have an empty buffer too. So
+    it is False for the first two generations of a run, and for one under way at the first call.
+    Rows that are given up because their images were protected once more, after a recovery, look the
+    same.
+    """
+
+    def __init__(self, arena: Path) -> None:
+        self._rows = arena / "parity"
+        self._filled: set[str] = set()
+        self._is_so = False
+
+    def __call__(self) -> bool:
+        """Check now."""
+        before = self._filled
+        self._filled = {path.name.partition("-")[0] for path in self._rows.glob("*.record")}
+        if len(self._filled) != 1:
+            self._is_so = False
+        elif before - self._filled:
+            self._is_so = True
+        return self._is_so
+
+
+def is_persisting(root: Path | str) -> bool:
+    """True if the newest start has images in storage of a step that it has not published (yet).
+
+    Images that an earlier start left unfinished do not count, nor those older than a newer
+    checkpoint.
+    """
+    starts = [name.removesuffix(".json") for name in _names(root, INCARNATIONS)]
+    newest = max((int(name) for name in starts if name.isdecimal()), default=0)
+    # In this order, so that a publication in between is noticed.
+    written = [one for name in _names(root, STEPS) if (one := _ATTEMPT.fullmatch(name))]
+    published = [found for name in _names(root, MANIFESTS) if (found := generation_of(name))]
+    done = max((one.step for one in published if one.incarnation == newest), default=-1)
+    return any(int(one[1]) == newest and int(one[2]) > done for one in written)
+
+
+def _names(root: Path | str, directory: str) -> list[str]:
+    with suppress(OSError):  # there is none yet
+        return os.listdir(Path(root) / directory)
+    return []
+
+
+def wait_until(
+    is_so: Callable[[], object],
+    *,
+    timeout_s: float,
+    what: Callable[[], str] | str = "",
+    pause_s: float = 0.01,
+) -> None:
+    """Check every ``pause_s`` seconds until ``is_so()`` is true; TimeoutError names ``what`` did
+    not happen.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > deadline_s:
+            said = what() if callable(what) else what
+            raise TimeoutError(f"{said or 'what was waited for'} did not come in {timeout_s:g} s")
+        time.sleep(pause_s)
+
+
+# Reads the events in a run's root: which generations were protected, which are durable.
+
+
+def events_of(root: Path | str, name: str) -> Iterator[dict[str, Any]]:
+    """Yield all events of this name that any process of the run wrote, in no order."""
+    for path in (Path(root) / "events").glob("*.jsonl"):
+        for line in path.read_text(errors="replace").splitlines():
+            if f'"{name}"' not in line:
+                continue
+            try:
+                event = json.loads(line)
+            except ValueError:  # cut off by a kill
+                continue
+            if event["event"] == name:
+                yield event
+
+
+def newest_protected(root: Path | str, *, incarnation: int | None = None) -> Generation | None:
+    """Return the newest generation, of one start or of all, that was reported to survive lost
+    hosts.
+    """
+    told = (
+        Generation(int(event["incarnation"]), int(event["step"]))
+        for event in events_of(root, "SnapshotProtected")
+    )
+    return max((one for one in told if incarnation in (None, one.incarnation)), default=None)
+
+
+def newest_durable(root: Path | str) -> Generation | None:
+    """Return the newest checkpoint in storage that a start would take."""
+    return catalogue(LocalStore(Path(root))).latest if Path(root).is_dir() else None
+
+
+def wait_protected(
+    root: Path | str,
+    incarnation: int,
+    *,
+    more: int = 3,
+    after: int = -1,
+    timeout_s: float = 60.0,
+    check: Callable[[], object] = lambda: None,
+) -> int:
+    """Wait until this start has protected ``more`` steps after ``after``; return the newest of
+    them.
+
+    ``check`` is called meanwhile and may raise. TimeoutError names the protected steps, and the
+    reason why there are not more.
+    """
+    steps: set[int] = set()
+
+    def is_enough() -> bool:
+        check()
+        steps.update(
+            int(event["step"])
+            for event in events_of(root, "SnapshotProtected")
+            if event["incarnation"] == incarnation and event["step"] > after
+        )
+        return len(steps) >= more
+
+    def what() -> str:
+        why = [event["reason"] for event in events_of(root, "SnapshotNotProtected")]
+        return f"{more} protected steps after {after} ({sorted(steps)} are; not: {why[-3:]})"
+
+    wait_until(is_enough, timeout_s=timeout_s, what=what, pause_s=0.05)
+    return max(steps)
+
+
+# Changes bytes in an arena, as bad memory or a torn write would.
+#
+# Everything is written through the files, which are the same memory that keeper and trainers have
+# mapped: they see it at once, without any notification.
+
 
 Region = Literal["header", "data", "table"]
 _SEQUENCE = slice(8, 16)
@@ -27,12 +182,12 @@ class Held:
     path: Path
     record: SlotRecord
     data_start: int
-    """Of the image: its header ends there."""
+    """The offset of the image's data, where its header ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of parity with its record: where in which file it lies."""
+    """A row of parity with its record: its file, and its place there."""
 
     path: Path
     offset_bytes: int
@@ -44,7 +199,7 @@ class Row:
 
 
 def held(arena: Path) -> list[Held]:
-    """Every whole image in the slots of an arena, the newest generation last."""
+    """Return every whole image in the slots of an arena, the newest generation last."""
     found = []
     for path in sorted(arena.glob(f"*{SLOT_SUFFIX}")):
         with (
@@ -59,7 +214,7 @@ def held(arena: Path) -> list[Held]:
 
 
 def rows(arena: Path) -> list[Row]:
-    """Every row of parity that is kept in an arena, the newest generation last."""
+    """Return every row of parity that is kept in an arena, the newest generation last."""
     found = []
     for path in sorted((arena / "parity").glob("*.record")):
         with suppress(FormatError, OSError):  # it may go while we look
@@ -104,7 +259,7 @@ def flip_row(row: Row, *, at: int = 0, bit: int = 0) -> None:
 
 
 def tear_image(one: Held) -> None:
-    """The second half of its data is not there, as if its copy had stopped in the middle."""
+    """Clear the second half of the image's data, as if its copy had stopped in the middle."""
     middle = (one.data_start + one.record.image_bytes) // 2
     with one.path.open("r+b", buffering=0) as file:
         file.seek(IMAGE_START + middle)
@@ -112,7 +267,7 @@ def tear_image(one: Held) -> None:
 
 
 def tear_record(slot: Path) -> None:
-    """Of a slot's newest record only the first half arrived, as of a writer that was killed."""
+    """Clear the second half of a slot's newest record, as if its writer was killed."""
     with slot.open("r+b", buffering=0) as file:
         pages = [file.read(PAGE_BYTES) for _ in range(2)]
         sequences = [int.from_bytes(page[_SEQUENCE], "little") for page in pages]
@@ -123,6 +278,6 @@ def tear_record(slot: Path) -> None:
 
 
 def tear_row_record(row: Row) -> None:
-    """Of the record of a row only the first half arrived."""
+    """Clear the second half of the record of a row."""
     data = row.record_path.read_bytes()
     row.record_path.write_bytes(data[: len(data) // 2])

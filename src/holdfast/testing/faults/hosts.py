@@ -1,34 +1,29 @@
-"""Hosts of one run, simulated on this machine, and lost as real ones are: all of it at once.
+"""Simulates the hosts of one run on this machine, and loses them as real ones are: all of it at
+once.
 
-A host is a name. What was started with it (trainers, their launcher, what they started in turn)
-is its processes; its keeper and its arena bear the name too. To lose a host is to kill all of
-these together and to wipe its arena: nothing of it is left that another host could ask.
+A host is a name. All processes started with that name (trainers, their launcher, and their own
+children) belong to it; its keeper and its arena have the name too. Losing a host kills all of these
+together and wipes its arena: nothing of it is left that another host could ask.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import UsageError
-from holdfast.testing.faults.finding import (
-    ARENA,
-    HOST,
-    Found,
-    Opened,
-    kill,
-    processes,
-    send,
-    started,
-)
-from holdfast.testing.faults.moments import wait_until
+from holdfast.testing.faults.events import wait_until
 
 SHARED_MEMORY = "/dev/shm"
 _FOREIGN = ("HOLDFAST_", "TORCHELASTIC_", "MASTER_", "PET_")
@@ -36,7 +31,7 @@ _LOG_TAIL_BYTES = 4000
 
 
 class Hosts:
-    """All hosts that share one arena directory; they come into being when they are named.
+    """All hosts that share one arena directory; a host is created when it is named.
 
     ``arena_dir``: in memory; None makes one in /dev/shm, which is removed by ``close``. A context:
     at its end every process of every host is killed.
@@ -54,16 +49,19 @@ class Hosts:
     # ── starting ─────────────────────────────────────────────────────────────────────────
 
     def environment(self, host: str) -> dict[str, str]:
-        """What a process has to have in its environment to run on ``host``.
+        """Return the environment that makes a process run on ``host``.
 
-        For what you start yourself: a ``torchrun`` for each host, say, whose workers inherit it.
+        For processes you start yourself: for example a ``torchrun`` for each host, whose workers
+        inherit it.
         """
         _check_name(host)
         kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
         return kept | {
-            ARENA: str(self.arena_dir), HOST: host, "OMP_NUM_THREADS": "1",
+            ARENA: str(self.arena_dir),
+            HOST: host,
+            "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",  # the machine's name need not resolve
-        }  # fmt: skip
+        }
 
     def start(
         self,
@@ -72,10 +70,12 @@ class Hosts:
         on: Sequence[str],
         environment: Mapping[str, str] | None = None,
     ) -> list[int]:
-        """Run ``command`` once for each rank, rank n on the host ``on[n]``; their numbers.
+        """Run ``command`` once for each rank, rank n on the host ``on[n]``; return their process
+        numbers.
 
         Each finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as ``torchrun`` gives
-        them. A host that is named twice has two ranks. UsageError while the start before runs.
+        them. A host that is named twice has two ranks. Raises UsageError while the start before
+        runs.
         """
         if running := self.running():
             raise UsageError(f"the ranks on {running} still run: end() them before the next start")
@@ -85,30 +85,39 @@ class Hosts:
         for rank, host in enumerate(on):
             log = self.logs() / f"start-{self._starts}-rank-{rank}.log"
             place = {
-                "RANK": str(rank), "WORLD_SIZE": str(len(on)), "LOCAL_RANK": str(local[host]),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(on)),
+                "LOCAL_RANK": str(local[host]),
                 "LOCAL_WORLD_SIZE": str(list(on).count(host)),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            }  # fmt: skip
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
             local[host] += 1
             with log.open("wb") as output:
                 process = subprocess.Popen(
-                    list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                    list(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
                     env=self.environment(host) | place | dict(environment or {}),
                     start_new_session=True,  # a Ctrl-C is for us, and we end them in order
-                )  # fmt: skip
+                )
             self._trainers.append((host, process, log))
         return [process.pid for _, process, _ in self._trainers]
 
     def add(self, host: str, *pids: int) -> None:
-        """Count processes as trainers of ``host`` that were started otherwise, forked say.
+        """Count processes as trainers of ``host`` that were started otherwise, for example forked.
 
-        What has this arena directory and the host's name in its environment is found by itself.
+        Processes with this arena directory and the host's name in their environment are found
+        without it.
         """
         _check_name(host)
         self._added += [(host, pid, started(pid)) for pid in pids]
 
     def logs(self) -> Path:
-        """Where each rank of each start has a file with all it printed; removed by ``close``."""
+        """The directory with a file for each rank of each start, with all its output; removed by
+        ``close``.
+        """
         if self._logs is None:
             self._logs = Path(tempfile.mkdtemp(prefix="holdfast-hosts-"))
         return self._logs
@@ -116,7 +125,9 @@ class Hosts:
     # ── what is there ────────────────────────────────────────────────────────────────────
 
     def arena(self, host: str) -> Path:
-        """The arena of the one run this host has. UsageError when it has none, or several."""
+        """Return the arena of the one run this host has. Raises UsageError when it has none, or
+        several.
+        """
         found = self._arenas(host)
         if len(found) != 1:
             raise UsageError(f"{host} has {len(found)} arenas in {self.arena_dir}, not one")
@@ -126,11 +137,11 @@ class Hosts:
         return [path for path in self.arena_dir.glob("*/*@*") if path.name.endswith(f"@{host}")]
 
     def keepers(self, host: str) -> list[int]:
-        """The numbers of its keepers: one for each run."""
+        """Return the numbers of its keepers: one for each run."""
         return processes(lambda one: self._is_keeper(one, host))
 
     def trainers(self, host: str) -> list[int]:
-        """The numbers of all else that runs on it."""
+        """Return the numbers of all other processes that run on it."""
         added = self._added_to(host)
         return processes(
             lambda one: (
@@ -140,20 +151,20 @@ class Hosts:
         )
 
     def _added_to(self, *hosts: str) -> set[int]:
-        """Those that still run."""
+        """Returns those that still run."""
         return {pid for host, pid, at in self._added if host in hosts and started(pid) == at}
 
     def _is_keeper(self, one: Found, host: str) -> bool:
         return one.is_keeper(self.arena_dir) and one.is_of(host, self.arena_dir)
 
     def running(self) -> list[str]:
-        """The hosts of those ranks of the last start that still run, in order of rank."""
+        """Return the hosts of those ranks of the last start that still run, in order of rank."""
         return [host for host, process, _ in self._trainers if process.poll() is None]
 
     # ── what happens to them ─────────────────────────────────────────────────────────────
 
     def lose(self, *hosts: str) -> None:
-        """These hosts are gone at once, with all they held; the others know nothing of it."""
+        """Lose these hosts at once, with everything they held; the others are not told."""
         while pids := self._all_on(hosts):
             kill(pids)  # one of them may have started another meanwhile
             self._reap()
@@ -163,10 +174,11 @@ class Hosts:
                 shutil.rmtree(arena, ignore_errors=True)
 
     def aim(self, *hosts: str) -> Callable[[], None]:
-        """Look now for all that runs on these hosts; what is returned loses them, without a look.
+        """Find all processes of these hosts now; the returned function loses them without
+        searching.
 
-        To find them takes some hundredths of a second, in which a moment may be over. What has
-        ended by the time of firing is let be, whoever has its number then.
+        The search takes some hundredths of a second, in which a moment may be over. A process that
+        has ended by the time of the call is left alone, whichever process has its number then.
         """
         aimed = Opened(self._all_on(hosts))
         aimed.keep(self._all_on(hosts))  # a number may have passed on before it was opened
@@ -183,19 +195,19 @@ class Hosts:
         return [pid for host in hosts for pid in (*self.trainers(host), *self.keepers(host))]
 
     def kill_trainers(self, *hosts: str, number: int = signal.SIGKILL) -> None:
-        """SIGKILL, or another signal, to all that runs on these hosts but their keepers."""
+        """Send SIGKILL, or another signal, to all processes of these hosts but their keepers."""
         send([pid for host in hosts for pid in self.trainers(host)], number)
 
     def kill_keeper(self, host: str) -> None:
-        """Its keeper dies; what is in its memory stays. UsageError when there is none."""
+        """Kill its keeper; its memory stays. Raises UsageError when there is none."""
         kill(self._some_keepers(host))
 
     def stop_keeper(self, host: str) -> None:
-        """Its keeper does nothing any more (SIGSTOP), and all its sockets stay open."""
+        """Stop its keeper (SIGSTOP); all its sockets stay open."""
         send(self._some_keepers(host), signal.SIGSTOP)
 
     def continue_keeper(self, host: str) -> None:
-        """It goes on where it was stopped."""
+        """Continue the stopped keeper."""
         send(self._some_keepers(host), signal.SIGCONT)
 
     def _some_keepers(self, host: str) -> list[int]:
@@ -221,19 +233,22 @@ class Hosts:
             process.poll()
 
     def wait_end(self, *, timeout_s: float = 120.0) -> None:
-        """Wait until every rank of the last start has ended by itself, and well.
+        """Wait until every rank of the last start has ended by itself, with exit code 0.
 
         AssertionError with the end of its log when one has not; TimeoutError names the hosts.
         """
         wait_until(
-            lambda: not self.running() or self.failures(), timeout_s=timeout_s,
+            lambda: not self.running() or self.failures(),
+            timeout_s=timeout_s,
             what=lambda: f"the end of the ranks on {self.running()}",
-        )  # fmt: skip
+        )
         for failure in self.failures():
             raise AssertionError(failure)
 
     def failures(self) -> list[str]:
-        """What the ranks of the last start said that ended badly; also those that were killed."""
+        """Return the output of the failed ranks of the last start; also of those that were
+        killed.
+        """
         ended = [(n, *one) for n, one in enumerate(self._trainers) if one[1].poll()]
         return [
             f"rank {rank} on {host} ended with {process.returncode}:\n{_tail(log)}"
@@ -270,3 +285,124 @@ def _free_port() -> int:
 
 def _tail(log: Path) -> str:
     return log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+
+
+# Finds processes of simulated hosts by how they were started, and ends them reliably.
+#
+# A process to be killed later is held by a descriptor until then, and a killed one until it has
+# ended, so that its number cannot pass to another one meanwhile.
+
+
+ARENA, HOST = "HOLDFAST_ARENA_DIR", "HOLDFAST_HOST_ID"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A process as /proc shows it."""
+
+    pid: int
+    words: tuple[str, ...]
+    settings: dict[str, str]
+
+    def is_keeper(self, arena_dir: Path) -> bool:
+        """True if it is the keeper of an arena below this directory."""
+        arena = self._option("--arena")
+        return "holdfast.keeper" in self.words and Path(arena).is_relative_to(arena_dir)
+
+    def is_of(self, host: str, arena_dir: Path) -> bool:
+        """True if it was started on this host: with its name, and with this arena directory."""
+        if self.is_keeper(arena_dir):
+            return self._option("--host-id") == host
+        return (self.settings.get(HOST), self.settings.get(ARENA)) == (host, str(arena_dir))
+
+    def _option(self, name: str) -> str:
+        found = [b for a, b in zip(self.words, self.words[1:], strict=False) if a == name]
+        return found[0] if found else ""
+
+
+def processes(is_wanted: Callable[[Found], bool]) -> list[int]:
+    """Returns the numbers of all running processes that are wanted, without this one."""
+    return [one.pid for one in _running() if one.pid != os.getpid() and is_wanted(one)]
+
+
+def _running() -> Iterator[Found]:
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (words := _words(name, "cmdline")):  # a zombie has none any more
+            pairs = (word.partition("=") for word in _words(name, "environ"))
+            yield Found(int(name), words, {key: value for key, _, value in pairs})
+
+
+def _words(pid: str, name: str) -> tuple[str, ...]:
+    """Reads a file of the process in /proc as words; () when it has ended, or is another user's."""
+    try:
+        data = Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return ()
+    return tuple(data.decode(errors="replace").rstrip("\0").split("\0")) if data else ()
+
+
+def started(pid: int) -> str:
+    """Returns the start time of a process, which distinguishes it from another of the same
+    number.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Sends a signal to each that still runs."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def kill(pids: Iterable[int], *, within_s: float = 10.0) -> None:
+    """Sends SIGKILL to all of them at once; returns when no thread of any runs.
+
+    By then their sockets, locks and mappings are gone too. TimeoutError names those that stay.
+    """
+    Opened(pids).kill(within_s=within_s)
+
+
+class Opened:
+    """Processes held by descriptors, to be killed once: later processes with their numbers are not
+    affected.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self._pidfds: dict[int, int] = {}
+        for pid in set(pids):
+            with suppress(OSError):  # it has ended
+                self._pidfds[pid] = os.pidfd_open(pid)
+
+    def keep(self, pids: Iterable[int]) -> None:
+        """Keeps these only; the others were seen not to be meant after they were opened."""
+        for pid in self._pidfds.keys() - set(pids):
+            os.close(self._pidfds.pop(pid))
+
+    def kill(self, *, within_s: float = 10.0) -> None:
+        """See ``kill``."""
+        for pidfd in self._pidfds.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        deadline_s = time.monotonic() + within_s
+        stay = [pid for pid, pidfd in self._pidfds.items() if not _ends_by(pidfd, deadline_s)]
+        self.close()
+        if stay:
+            raise TimeoutError(f"processes {stay} were killed and still run after {within_s:g} s")
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        self.keep(())
+
+    def __del__(self) -> None:
+        self.close()  # they were aimed at, and never fired at
+
+
+def _ends_by(pidfd: int, deadline_s: float) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000))

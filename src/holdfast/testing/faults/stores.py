@@ -1,7 +1,7 @@
-"""Stores that stop, tear, fail and lag on demand, around any real one.
+"""Wraps any real store so that it stops, tears, fails or lags on demand.
 
-A test counts the changes a piece of work makes, then repeats it once for each of them with a stop
-exactly there, and looks at what the inner store holds: that is what a crash would have left.
+A test counts the changes an operation makes, then repeats it once for each of them with a stop
+exactly there, and examines the inner store: that is the state a crash would have left.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ Mode = Literal["stop", "torn", "error"]
 
 
 class Stopped(BaseException):
-    """The process died here. Not an Exception, so that no handler for errors survives it."""
+    """Raised where the process dies. Not an Exception, so that no handler for errors survives
+    it.
+    """
 
 
 class PassingStore:
-    """Hands every call to ``inner``; the others change what they need."""
+    """Passes every call to ``inner``; subclasses change some of them."""
 
     def __init__(self, inner: Store) -> None:
         self.inner = inner
@@ -32,6 +34,9 @@ class PassingStore:
     @property
     def url(self) -> str:
         return self.inner.url
+
+    def identity(self) -> str:
+        return self.inner.identity()
 
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
         return self.inner.read(path, offset_bytes, size_bytes)
@@ -67,7 +72,7 @@ class PassingStore:
 
 
 class PassingSink:
-    """Hands every call to ``inner``."""
+    """Passes every call to ``inner``."""
 
     def __init__(self, inner: ImageSink) -> None:
         self.inner = inner
@@ -108,7 +113,7 @@ class FaultyStore(PassingStore):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the stop has happened."""
+        """True if the stop has happened."""
         return self._is_stopped
 
     def read(self, path: str, offset_bytes: int = 0, size_bytes: int | None = None) -> bytes:
@@ -128,6 +133,10 @@ class FaultyStore(PassingStore):
     def exists(self, path: str) -> bool:
         self._require_alive()
         return super().exists(path)
+
+    def identity(self) -> str:
+        self._require_alive()
+        return super().identity()
 
     def list(self, prefix: str) -> list[str]:
         self._require_alive()
@@ -156,7 +165,7 @@ class FaultyStore(PassingStore):
         return _FaultyLock(lock, self)
 
     def change(self, operation: str, path: str, half: Callable[[], object] = lambda: None) -> None:
-        """Count one change, and spoil it when it is the one; ``half`` does half of it."""
+        """Counts one change, and spoils it when it is the chosen one; ``half`` makes half of it."""
         with self._mutex:
             self._require_alive()
             self.changes.append((operation, path))
@@ -220,7 +229,7 @@ class _FaultyLock:
 
 
 class SlowStore(PassingStore):
-    """A disk of ``bytes_per_s``, shared by all who write to it and all who read from it.
+    """A disk of ``bytes_per_s``, shared by all its writers and readers.
 
     ``clock`` and ``sleep`` can be a test's own, so that no test waits.
     """
@@ -259,7 +268,7 @@ class SlowStore(PassingStore):
         return _SlowSink(super().create(path, size_bytes), self)
 
     def move(self, size_bytes: int) -> None:
-        """Wait until the disk has moved these bytes after all that came before them."""
+        """Wait until the disk has moved these bytes after all earlier ones."""
         with self._mutex:
             now_s = self._clock()
             self._free_at_s = max(self._free_at_s, now_s) + size_bytes / self._bytes_per_s

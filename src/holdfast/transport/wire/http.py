@@ -1,7 +1,7 @@
-"""PURE. HTTP/1.1 as peers speak it: heads of requests and answers, to bytes and back.
+"""PURE. Encodes and parses the strict HTTP/1.1 between peers: heads of requests and answers.
 
-Strict: what a signature covers must have one form only. Lines end in CRLF, no header comes twice,
-a path is one of plain characters, a range has both ends. What is not so is refused, never guessed.
+Strict, because signed content must have one form only. Lines end in CRLF, no header comes twice, a
+path consists of plain characters, a range has both ends. Anything else is refused, never guessed.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import re
 from http import HTTPStatus
 
 from holdfast.errors import UsageError
-from holdfast.peers import refusals
-from holdfast.peers.refusals import Refused
-from holdfast.peers.signing import Answer, Request
+from holdfast.format.manifest import Generation
+from holdfast.transport.wire import admission as refusals
+from holdfast.transport.wire.admission import AdmissionRefused
+from holdfast.transport.wire.signing import HttpAnswer, HttpRequest
 
 END = b"\r\n\r\n"
 _PLAIN_NAMES = ": give letters, digits and ._:@- only, at most 128"
@@ -40,13 +41,13 @@ _MAY_BE = {"holdfast-challenge": _NONCE, "range": _ANY, "if-match": _QUOTED}
 
 
 def check_peer(name: str) -> None:
-    """UsageError when no host can be meant by this name."""
+    """Raise UsageError for a name that no host can have."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot name a host to its peers{_PLAIN_NAMES}")
 
 
 def check_names(path: str, generation: str) -> None:
-    """UsageError when nothing can be asked for by these."""
+    """Raise UsageError for a path or generation that no request can name."""
     if not _PATH.fullmatch(path):
         raise UsageError(
             f"{path!r} cannot be asked for: give a path that begins with / and has letters, "
@@ -60,8 +61,8 @@ def check_names(path: str, generation: str) -> None:
 # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
 
-def render_request(request: Request, signature: str, host: str) -> bytes:
-    """The head of a request; it has no body."""
+def render_request(request: HttpRequest, signature: str, host: str) -> bytes:
+    """Return the head of a request; requests have no body."""
     lines = [
         f"{request.method} {request.path} HTTP/1.1",
         f"Host: {host}",
@@ -81,31 +82,33 @@ def render_request(request: Request, signature: str, host: str) -> bytes:
     return "\r\n".join(lines).encode() + END
 
 
-def parse_request(raw: bytes, most_headers: int) -> tuple[Request, str] | Refused:
-    """(request, its signature) of a head that ends in an empty line, or why it is refused."""
+def parse_request(raw: bytes, most_headers: int) -> tuple[HttpRequest, str] | AdmissionRefused:
+    """Parse a head that ends in an empty line: (request, its signature), or the refusal."""
     first, *fields = raw[: -len(END)].decode("latin-1").split("\r\n")
-    found = _REQUEST_LINE.fullmatch(first)
-    if not found:
+    match = _REQUEST_LINE.fullmatch(first)
+    if not match:
         return refusals.MALFORMED
     if len(fields) > most_headers:
         return refusals.TOO_LARGE
     headers = _headers(fields)
-    if headers is None or "host" not in headers or not _PATH.fullmatch(found[2]):
+    if headers is None or "host" not in headers or not _PATH.fullmatch(match[2]):
         return refusals.MALFORMED
-    if found[1] not in ("GET", "HEAD"):
+    if match[1] not in ("GET", "HEAD"):
         return refusals.METHOD
     if "transfer-encoding" in headers or headers.get("content-length", "0") != "0":
         return refusals.BODY
-    return _signed(found[1], found[2], headers)
+    return _signed(match[1], match[2], headers)
 
 
-def _signed(method: str, path: str, headers: dict[str, str]) -> tuple[Request, str] | Refused:
+def _signed(
+    method: str, path: str, headers: dict[str, str]
+) -> tuple[HttpRequest, str] | AdmissionRefused:
     if not _OURS.keys() <= headers.keys():
         return refusals.UNSIGNED
     for name, form in (_OURS | _MAY_BE).items():
         if name in headers and not form.fullmatch(headers[name]):
             return refusals.MALFORMED
-    request = Request(
+    request = HttpRequest(
         method=method,
         peer=headers["holdfast-peer"],
         path=path,
@@ -121,24 +124,25 @@ def _signed(method: str, path: str, headers: dict[str, str]) -> tuple[Request, s
 
 
 def span_of(text: str, length_bytes: int) -> tuple[int, int] | None:
-    """(start, stop) that a range asks for, all of it without one; None: not there as a whole.
+    """Return (start, stop) of the requested range, or the whole without one; None: outside the
+    resource.
 
-    Peers know what they ask for: a range that reaches beyond the end is wrong, not shortened.
+    A range beyond the end is an error and is not shortened: peers know the size they ask for.
     """
     if not text:
         return 0, length_bytes
-    found = _RANGE.fullmatch(text)
-    if not found:
+    match = _RANGE.fullmatch(text)
+    if not match:
         return None
-    start, stop = int(found[1]), int(found[2]) + 1
+    start, stop = int(match[1]), int(match[2]) + 1
     return (start, stop) if start < stop <= length_bytes else None
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────
 
 
-def render_answer(answer: Answer, signature: str = "", *, is_last: bool = False) -> bytes:
-    """The head of an answer; ``is_last``: the connection ends after it."""
+def render_answer(answer: HttpAnswer, signature: str = "", *, is_last: bool = False) -> bytes:
+    """Return the head of an answer; ``is_last``: the connection closes after it."""
     lines = [
         f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
         f"Content-Length: {answer.length_bytes}",
@@ -164,21 +168,21 @@ def render_answer(answer: Answer, signature: str = "", *, is_last: bool = False)
     return "\r\n".join(lines).encode() + END
 
 
-def parse_answer(raw: bytes) -> tuple[Answer, str] | None:
-    """(answer, its signature, "" without one); None when it is no answer of a peer at all.
+def parse_answer(raw: bytes) -> tuple[HttpAnswer, str] | None:
+    """Parse (answer, its signature, "" without one); None when this is no answer of a peer.
 
-    Only numbers are looked at: the rest means nothing unless the signature is right.
+    Only the form of numbers is checked: the rest means nothing unless the signature is right.
     """
     first, *fields = raw[: -len(END)].decode("latin-1").split("\r\n")
-    found = _STATUS_LINE.fullmatch(first)
+    match = _STATUS_LINE.fullmatch(first)
     headers = _headers(fields)
-    if not found or headers is None:
+    if not match or headers is None:
         return None
     length, incarnation = headers.get("content-length"), headers.get("holdfast-incarnation", "0")
     if length is None or not (_NUMBER.fullmatch(length) and _NUMBER.fullmatch(incarnation)):
         return None
-    answer = Answer(
-        status=int(found[1]),
+    answer = HttpAnswer(
+        status=int(match[1]),
         incarnation=int(incarnation),
         length_bytes=int(length),
         span=headers.get("content-range", "").removeprefix("bytes "),
@@ -190,13 +194,62 @@ def parse_answer(raw: bytes) -> tuple[Answer, str] | None:
 
 
 def _headers(lines: list[str]) -> dict[str, str] | None:
-    """By name in small letters; None when a line is none, or comes twice."""
-    found: dict[str, str] = {}
+    """Return the headers by lower-case name; None for an invalid or repeated one."""
+    headers: dict[str, str] = {}
     for line in lines:
         name, colon, value = line.partition(":")
         name = name.lower()
         is_plain = _LINE.fullmatch(line) and _TOKEN.fullmatch(name)
-        if not (colon and is_plain) or name in found:
+        if not (colon and is_plain) or name in headers:
             return None
-        found[name] = value.strip(" ")
-    return found
+        headers[name] = value.strip(" ")
+    return headers
+
+
+# PURE. Defines the paths under which keepers offer resources to each other.
+#
+# Keepers of one run may have two versions, so these paths never change.
+
+
+INVENTORY = "/inventory"
+"""A document: ``holdfast.protocol.inventory.Holding``, as MessagePack."""
+
+
+def generation_name(generation: Generation) -> str:
+    """Return the name of a generation in requests."""
+    return f"{generation.incarnation}-{generation.step}"
+
+
+def image_path(attempt: str, rank: int) -> str:
+    """A rank's image, from its first byte to its last."""
+    return f"/images/{attempt}/{rank}"
+
+
+def layout_path(hash_: str) -> str:
+    """A document: the bytes of a layout."""
+    return f"/layouts/{hash_}"
+
+
+def parity_path(attempt: str, stripe: int, row: int) -> str:
+    """The bytes of a parity shard, once it is sealed. A shard without bytes is not offered."""
+    return f"/parity/{attempt}/{stripe}/{row}"
+
+
+def record_path(attempt: str, stripe: int, row: int) -> str:
+    """A document: the sealed record of the parity shard."""
+    return f"/records/{attempt}/{stripe}/{row}"
+
+
+def manifest_path(attempt: str, turn: int, stripe: int, row: int) -> str:
+    """A document: the manifest of the windows of a parity shard in the making that can be fetched
+    now.
+
+    ``turn``: the number of the round. So a manifest of an earlier round is never mistaken for this
+    one.
+    """
+    return f"/windows/{attempt}/{turn}/{stripe}/{row}"
+
+
+def window_path(attempt: str, turn: int, stripe: int, row: int, window: int) -> str:
+    """One window of a parity shard in the making."""
+    return f"{manifest_path(attempt, turn, stripe, row)}/{window}"

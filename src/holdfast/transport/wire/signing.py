@@ -1,12 +1,12 @@
-"""PURE. Only who holds the run's secret is answered, and only what such a one says is believed.
+"""PURE. Signs requests and answers with the run's secret, so that only its holders are believed.
 
-A signature is HMAC-SHA256 over lines of text, of which the first says what they are: a request
-cannot be passed off as an answer. No line holds a line break (``wire`` lets none through), so no
-two different requests have the same text. The text of an answer begins with the signature of the
-request, and so with all that was asked: it answers nothing else.
+A signature is HMAC-SHA256 over lines of text. The first line names the kind: a request cannot be
+passed off as an answer. No line contains a line break (``http`` refuses them), so no two different
+requests have the same text. The text of an answer begins with the signature of the request, and so
+with all that was asked: it answers nothing else.
 
-The bytes of a file are not signed, they are too many: a change of them is found by the block
-checksums of the image, which are no signature. A document is: its digest is in its answer.
+The bytes of a file are not signed, because they are too many: the block checksums of the image,
+which are no signature, detect changes. A document is signed: its digest is in its answer.
 """
 
 from __future__ import annotations
@@ -21,58 +21,74 @@ LEAST_SECRET_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """What is asked, by whom, and of whom."""
+class HttpRequest:
+    """A request: the resource, the client that asks, and the server that is meant."""
 
     method: str
     peer: str
     """The name of the server that is meant: another one refuses."""
     path: str
     generation: str
-    """Of the bytes asked for. Not the asker's: a run restores what is older than itself."""
+    """The generation of the bytes, not of the client: a run restores older generations."""
     incarnation: int
-    """The asker's: of an older one than the server's, it is fenced."""
+    """The client's incarnation: if older than the server's, the client is fenced."""
     nonce: str
-    """Names the asker: one for each client, never used again."""
+    """The client's id: one for each client, never used again."""
     counter: int
     challenge: str = ""
-    """What the server gave out; "" before it is known."""
+    """The server's challenge; "" before it is known."""
     span: str = ""
     """``bytes=FIRST-LAST`` as it stands in the request; "" asks for all of it."""
     tag: str = ""
-    """Only if the resource is still this very one."""
+    """Answer only if the resource still has this tag; "" for any."""
 
     def text(self) -> bytes:
-        """What is signed."""
+        """Return the signed text."""
         lines = (
-            "holdfast-request-1", self.method, self.peer, self.path, self.span, self.generation,
-            self.tag, str(self.incarnation), self.challenge, self.nonce, str(self.counter),
-        )  # fmt: skip
+            "holdfast-request-1",
+            self.method,
+            self.peer,
+            self.path,
+            self.span,
+            self.generation,
+            self.tag,
+            str(self.incarnation),
+            self.challenge,
+            self.nonce,
+            str(self.counter),
+        )
         return "\n".join(lines).encode()
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a server says of a request, in front of the bytes."""
+class HttpAnswer:
+    """The head of a server's answer to a request, in front of the bytes."""
 
     status: int
     incarnation: int = 0
-    """The server's: one that is older than the asker's is a zombie, and not believed."""
+    """The server's incarnation: an answer older than the client's is stale, and not believed."""
     length_bytes: int = 0
     span: str = ""
     """``FIRST-LAST/TOTAL``."""
     tag: str = ""
-    """Names this resource as it was offered; offered again, it gets another."""
+    """The tag of this offer; offered again, the resource gets another."""
     digest: str = ""
     """SHA-256 of a document, "" for a range of a file."""
     challenge: str = ""
 
     def text(self, request_signature: str) -> bytes:
-        """What is signed, to whom asked with that signature."""
+        """Return the text signed for the request with that signature."""
         lines = (
-            "holdfast-answer-1", request_signature, str(self.status), str(self.incarnation),
-            str(self.length_bytes), self.span, self.tag, self.digest, self.challenge,
-        )  # fmt: skip
+            "holdfast-answer-1",
+            request_signature,
+            str(self.status),
+            str(self.incarnation),
+            str(self.length_bytes),
+            self.span,
+            self.tag,
+            self.digest,
+            self.challenge,
+        )
         return "\n".join(lines).encode()
 
 
@@ -89,20 +105,20 @@ class Signer:
             )
         self._secret = bytes(secret)
 
-    def of_request(self, request: Request) -> str:
-        """The signature of a request, 64 hexadecimal digits."""
+    def of_request(self, request: HttpRequest) -> str:
+        """Return the signature of a request, 64 hexadecimal digits."""
         return hmac.digest(self._secret, request.text(), "sha256").hex()
 
-    def of_answer(self, answer: Answer, request_signature: str) -> str:
-        """The signature of the answer to the request with that signature."""
+    def of_answer(self, answer: HttpAnswer, request_signature: str) -> str:
+        """Return the signature of the answer to the request with that signature."""
         return hmac.digest(self._secret, answer.text(request_signature), "sha256").hex()
 
 
 def is_same(given: str, expected: str) -> bool:
-    """Whether two signatures are the same, in a time that does not tell where they differ."""
+    """Compare two signatures in constant time."""
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
 def digest(document: bytes | bytearray) -> str:
-    """What stands for a document in the signed text of its answer."""
+    """Return the digest of a document, which the signed text of its answer contains."""
     return hashlib.sha256(document).hexdigest()

@@ -1,13 +1,16 @@
-"""What doctor knows of a machine, an arena directory and a root: values, without any judgement."""
+"""PURE. Holds the facts that probes collect about a machine, its arenas and a root, without judging
+them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """The machine as this process sees it. ``None`` of a limit: there is none."""
+class HostFacts:
+    """The machine as this process sees it. A limit of ``None``: there is none."""
 
     system: str
     kernel: str
@@ -22,16 +25,16 @@ class Host:
 
     @property
     def cores_usable(self) -> float:
-        """By affinity and by quota."""
+        """The usable cores, by affinity and by quota."""
         return min(self.cores_allowed, self.cores_quota or self.cores_allowed)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A directory and the file system it lies on.
+class PlaceFacts:
+    """A directory and the file system it is on.
 
-    ``links``, ``locks`` and ``is_direct`` say whether it takes hard links, locks, and I/O past
-    the page cache; None: not tried. ``fault`` is why nothing could be written there.
+    ``links``, ``locks`` and ``is_direct`` say whether it supports hard links, locks, and I/O past
+    the page cache; None: not tried. ``fault`` is the reason why nothing could be written there.
     """
 
     path: str
@@ -58,7 +61,9 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class Torch:
-    """The torch of this Python. ``cuda`` None: it was not asked, or did not answer (``fault``)."""
+    """The torch of this Python. ``cuda`` None: it was not queried, or did not answer
+    (``fault``).
+    """
 
     version: str = ""
     built_for: str = ""
@@ -72,14 +77,18 @@ class Torch:
 class Arena:
     """One run's memory on this host.
 
-    ``answers`` None: nobody listens. ``is_grave``: half removed, by somebody who was killed.
+    ``answers`` None: nobody listens. ``is_grave``: half removed, by a process that was killed.
     ``newest`` is the newest generation captured on all ranks, ``part`` the newest of which an image
-    or parity lies here, and the rest on other hosts. ``has_news``: whether one of them is newer
-    than all that storage has; None: storage could not be asked.
+    or parity is here, and the rest on other hosts. ``has_news``: True if storage lacks one of them
+    and has nothing newer of this root; None: storage could not be read.
     """
 
     path: str
     run_id: str = ""
+    root_key: str = ""
+    """The key of its root among the run's roots; "": an older version left it, and no run reads
+    it.
+    """
     host_id: str = ""
     size_bytes: int = 0
     keeper_pid: int = 0
@@ -87,6 +96,8 @@ class Arena:
     answers: bool | None = None
     root: str = ""
     root_exists: bool | None = None
+    is_its_root: bool | None = None
+    """True if the root there is the run's, and no copy; None: that cannot be known."""
     newest: str = ""
     newest_is_durable: bool | None = None
     part: str = ""
@@ -98,18 +109,18 @@ class Arena:
 
     @property
     def is_stale(self) -> bool:
-        """Nobody keeps it, and nobody has it mapped or is writing to it."""
+        """True if nobody keeps it, and nobody has it mapped or is writing to it."""
         return not (self.keeper_pid or self.answers is not None or self.users or self.fault)
 
     @property
     def may_go(self) -> bool:
-        """Whether nobody has it, and nothing would be lost with it."""
+        """True if nobody uses it, and nothing would be lost with it."""
         return (self.is_grave and not self.users) or (self.is_stale and self.has_news is False)
 
 
 @dataclass(frozen=True, slots=True)
-class Protected:
-    """How the hosts of a run's newest start protect each other, as it said itself.
+class ProtectedFacts:
+    """The protection of a run's newest start, as it recorded it.
 
     ``newest`` is the newest protected generation, ``""`` for none; ``reason`` why the one after it
     is not.
@@ -125,11 +136,11 @@ class Protected:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where launchers of this machine meet those of other hosts.
+class Rendezvous:
+    """The endpoint where launchers of this machine meet those of other hosts.
 
-    ``is_here``: whether that is this machine; None when the name says nothing here. ``on``: the
-    host of the run that it is, as far as it is known; "" for none.
+    ``is_here``: True if it is on this machine; None when the name cannot be resolved here. ``on``:
+    the host of the run that has it, if known; "" otherwise.
     """
 
     endpoint: str
@@ -139,7 +150,7 @@ class Meeting:
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class RootFacts:
     """A directory of checkpoints. ``holder_pid`` 0: no process of this machine has its lock.
 
     ``keeps`` is how many checkpoints the run keeps, 0: as many as there are.
@@ -149,13 +160,17 @@ class Root:
     exists: bool = True
     keeps: int = 0
     run_id: str = ""
+    keys: tuple[str, ...] = ()
+    """The keys that its arenas may have."""
     checkpoints: int = 0
     newest: str = ""
     newest_bytes: int = 0
     newest_written_bytes: int = 0
-    """Without what it shares with earlier checkpoints."""
+    """Bytes of the newest checkpoint, without those it shares with earlier ones."""
     newest_images: int = 0
     broken: tuple[tuple[str, str], ...] = ()
+    gap: str = ""
+    """The missing record of a start, and the question that it leaves open."""
     leftovers: int = 0
     leftover_bytes: int = 0
     pins_gone: tuple[str, ...] = ()
@@ -164,20 +179,42 @@ class Root:
     holder: str = ""
     fault: str = ""
     hosts: tuple[str, ...] = ()
-    """Those of the newest start."""
-    protected: Protected | None = None
+    """The hosts of the newest start."""
+    protected: ProtectedFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that was found out. ``root`` None: none was named."""
+    """All collected facts. ``root`` None: none was named."""
 
-    host: Host
-    memory: Place
-    storage: Place
+    host: HostFacts
+    memory: PlaceFacts
+    storage: PlaceFacts
     torch: Torch
     speeds: Speeds = Speeds()
     settings: dict[str, str] = field(default_factory=dict)
     arenas: tuple[Arena, ...] = ()
-    root: Root | None = None
-    meetings: tuple[Meeting, ...] = ()
+    root: RootFacts | None = None
+    meetings: tuple[Rendezvous, ...] = ()
+
+
+# Defines one finding of doctor.
+
+
+Severity = Literal["ok", "warn", "bad"]
+ORDER: tuple[Severity, ...] = ("ok", "warn", "bad")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """``text`` states the fact; ``remedy`` says what to run or set, whenever it is not "ok"."""
+
+    severity: Severity
+    about: str
+    text: str
+    remedy: str = ""
+
+
+def worst(findings: list[Finding]) -> Severity:
+    """Returns the highest severity."""
+    return max((one.severity for one in findings), key=ORDER.index, default="ok")

@@ -1,25 +1,23 @@
-"""PURE. What the machine, its limits, torch and the settings mean for a run."""
+"""PURE. Judges the machine, its limits, torch and the settings for a run."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
 
-from holdfast.cli.doctor.facts import Facts, Host, Place, Torch
-from holdfast.cli.doctor.finding import Finding
+from holdfast.cli.doctor.rules.findings import Facts, Finding, HostFacts, PlaceFacts, Torch
+from holdfast.coordinator.slots import SLOTS_PER_IMAGE, SLOTS_WITH_PARITY
 from holdfast.errors import UsageError
-from holdfast.observe.units import count_text, size_text
+from holdfast.observe import text as torchrun
+from holdfast.observe.text import count_text, size_text, version_of
+from holdfast.parity.planning.budget import HALVES
+from holdfast.parity.planning.groups import GROUP_SIZE
 from holdfast.policy.arguments import parity_rate
 
-#: A run keeps this many images of each rank in shared memory, and one more with parity.
-SLOTS = 3
-#: As many hosts are in a group where there are enough, as in ``holdfast.keeper.heads``.
-GROUP_SIZE = 8
-#: Docker and Kubernetes give a container this much unless told otherwise.
+#: Docker and Kubernetes give a container this much by default.
 CONTAINER_DEFAULT_BYTES = 64 << 20
 FEW_FILES = 1024
 IN_MEMORY = ("tmpfs", "ramfs")
-SHARE_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 SETTINGS = (
     "HOLDFAST_ARENA_DIR",
     "HOLDFAST_ARENA_BYTES",
@@ -34,13 +32,13 @@ SETTINGS = (
     "HOLDFAST_KEEPER_SCRUB_S",
     "HOLDFAST_EXCHANGE",
 )
-#: As in ``holdfast.load.together``, which needs torch.
+#: As in ``holdfast.restore.read_once``, which needs torch.
 EXCHANGE_MODES = ("auto", "always", "never")
 _MAX_NAME = 150
 
 
 def judge_host(facts: Facts) -> Iterator[Finding]:
-    """Everything that does not depend on a root."""
+    """Yields every finding that does not depend on a root."""
     host = facts.host
     yield _system(host)
     yield _python(host)
@@ -53,27 +51,29 @@ def judge_host(facts: Facts) -> Iterator[Finding]:
     yield from _settings(facts)
 
 
-def _system(host: Host) -> Finding:
+def _system(host: HostFacts) -> Finding:
     text = f"{host.system} {host.kernel}"
     if host.system != "Linux":
         return Finding("bad", "system", text, "Holdfast runs on Linux only: use a Linux machine.")
     return Finding("ok", "system", text)
 
 
-def _python(host: Host) -> Finding:
+def _python(host: HostFacts) -> Finding:
     text = ".".join(map(str, host.python))
     if host.python < (3, 11, 0):
         return Finding("bad", "Python", text, "Install Python 3.11 or newer.")
     return Finding("ok", "Python", text)
 
 
-def _cores(host: Host) -> Finding:
+def _cores(host: HostFacts) -> Finding:
     usable = f"{host.cores_usable:g} of {count_text(host.cores, 'core')}"
     if host.cores_usable < 2:
         return Finding(
-            "warn", "cores", f"{usable} can be used: the keeper shares one with training",
+            "warn",
+            "cores",
+            f"{usable} can be used: the keeper shares one with training",
             "Give this process two or more: taskset, docker --cpus, or cpus in the job's request.",
-        )  # fmt: skip
+        )
     return Finding("ok", "cores", f"{usable} can be used")
 
 
@@ -86,34 +86,40 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         text += f", by the limit of its control group, of {size_text(host.memory_bytes)}"
     if needed and needed > limit:
         yield Finding(
-            "bad", "memory", f"{text}; {size_text(needed)}, all in memory, do not fit: {what}",
+            "bad",
+            "memory",
+            f"{text}; {size_text(needed)}, all in memory, do not fit: {what}",
             "Raise the limit (docker --memory, resources.limits.memory): shared memory counts too.",
-        )  # fmt: skip
+        )
     else:
         yield Finding("ok", "memory", text)
 
 
 def _needed(facts: Facts) -> tuple[int, str]:
-    """Shared memory that a run of this root takes on a host, and for what; 0: it is not known."""
+    """Returns the shared memory that a run of this root takes on a host, and its use; 0:
+    unknown.
+    """
     root = facts.root
     if root is None:
         return 0, ""
     share = root.newest_bytes / max(1, len(root.hosts))
     protected = root.protected
     if protected is None or protected.hosts < 2:
-        return int(SLOTS * share), f"{SLOTS} images a rank"
+        return int(SLOTS_PER_IMAGE * share), f"{SLOTS_PER_IMAGE} images a rank"
     members = min(protected.hosts, GROUP_SIZE)
     parity = min(protected.parity, members - 1)
-    images = SLOTS + 1 + 2 * parity / (members - parity)
-    return int(images * share), f"{SLOTS + 1} images a rank, and parity of two generations"
+    images = SLOTS_WITH_PARITY + HALVES * parity / (members - parity)
+    return int(images * share), f"{SLOTS_WITH_PARITY} images a rank, and parity of two generations"
 
 
-def _files(host: Host) -> Finding:
+def _files(host: HostFacts) -> Finding:
     if host.open_files is not None and host.open_files < FEW_FILES:
         return Finding(
-            "warn", "open files", f"at most {host.open_files} in a process",
+            "warn",
+            "open files",
+            f"at most {host.open_files} in a process",
             f"Raise the limit: ulimit -n {4 * FEW_FILES}",
-        )  # fmt: skip
+        )
     limit = "no limit" if host.open_files is None else f"up to {host.open_files}"
     return Finding("ok", "open files", limit)
 
@@ -122,38 +128,49 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
     place, about = facts.memory, "shared memory"
     if place.fault:
         yield Finding(
-            "bad", about, f"{place.path}: {place.fault}",
+            "bad",
+            about,
+            f"{place.path}: {place.fault}",
             "Set HOLDFAST_ARENA_DIR to a directory in memory (tmpfs) that this user can write to.",
-        )  # fmt: skip
+        )
         return
     if place.kind not in IN_MEMORY:
         yield Finding(
-            "warn", about, f"{place.path} is not in memory but on {place.kind or 'a disk'}: every "
+            "warn",
+            about,
+            f"{place.path} is not in memory but on {place.kind or 'a disk'}: every "
             "snapshot costs it a write",
             "Set HOLDFAST_ARENA_DIR to a directory on tmpfs, such as /dev/shm.",
-        )  # fmt: skip
+        )
     yield _room(facts, place, about)
 
 
-def _room(facts: Facts, place: Place, about: str) -> Finding:
-    run_id = "" if facts.root is None else facts.root.run_id
-    own = sum(arena.size_bytes for arena in facts.arenas if run_id and arena.run_id == run_id)
+def _room(facts: Facts, place: PlaceFacts, about: str) -> Finding:
+    root = facts.root
+    own = sum(
+        one.size_bytes
+        for one in facts.arenas
+        if root is not None and one.run_id == root.run_id and one.root_key in root.keys
+    )
     free, (needed, what) = place.free_bytes + own, _needed(facts)
     text = f"{size_text(free)} free of {size_text(place.size_bytes)} in {place.path}"
     grow = "docker run --shm-size=SIZE, Kubernetes: an emptyDir with medium Memory at /dev/shm"
     if needed > free:
         return Finding(
-            "bad", about, f"{text}; this run needs {size_text(needed)} ({what})",
+            "bad",
+            about,
+            f"{text}; this run needs {size_text(needed)} ({what})",
             f"Enlarge it ({grow}; elsewhere: mount -o remount,size=SIZE {place.mount}), clear what "
             "is stale below, or set HOLDFAST_ARENA_DIR to a larger tmpfs.",
-        )  # fmt: skip
+        )
     if place.size_bytes <= CONTAINER_DEFAULT_BYTES:
         return Finding(
-            "warn" if needed else "bad", about,
-            f"{text}: what a container gets unless it asks for more; {SLOTS} images of each rank "
-            "must fit",
+            "warn" if needed else "bad",
+            about,
+            f"{text}: what a container gets unless it asks for more; {SLOTS_PER_IMAGE} images of "
+            "each rank must fit",
             f"Ask for more: {grow}.",
-        )  # fmt: skip
+        )
     return Finding("ok", about, f"{text} ({place.kind})")
 
 
@@ -172,9 +189,11 @@ def _cuda(torch: Torch) -> Iterator[Finding]:
     driver = f"driver {torch.driver}" if torch.driver else "no NVIDIA driver"
     if torch.fault:
         yield Finding(
-            "warn", "CUDA", f"torch could not be asked: {torch.fault}",
+            "warn",
+            "CUDA",
+            f"torch could not be asked: {torch.fault}",
             'Try it: python -c "import torch; print(torch.cuda.is_available())"',
-        )  # fmt: skip
+        )
     elif torch.cuda:
         kinds = ", ".join(dict.fromkeys(torch.devices))
         count = count_text(len(torch.devices), "device")
@@ -182,9 +201,11 @@ def _cuda(torch: Torch) -> Iterator[Finding]:
     elif torch.driver and torch.cuda is not None:
         built = f"for CUDA {torch.built_for}" if torch.built_for else "without CUDA"
         yield Finding(
-            "warn", "CUDA", f"{driver}, but torch, built {built}, sees no device",
+            "warn",
+            "CUDA",
+            f"{driver}, but torch, built {built}, sees no device",
             "Look at nvidia-smi and CUDA_VISIBLE_DEVICES; install a torch built for this driver.",
-        )  # fmt: skip
+        )
     elif torch.cuda is None:
         yield Finding("ok", "CUDA", f"{driver}; torch was not asked")
     else:
@@ -197,10 +218,12 @@ def _locked_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", about, "no limit")
     elif facts.torch.cuda:
         yield Finding(
-            "warn", about, f"at most {size_text(limit)}: where the driver counts it, shared memory "
+            "warn",
+            about,
+            f"at most {size_text(limit)}: where the driver counts it, shared memory "
             "is not pinned and copies from the GPU are slow",
             "Raise it: ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity",
-        )  # fmt: skip
+        )
     else:
         yield Finding("ok", about, f"at most {size_text(limit)}; only a GPU needs more")
 
@@ -209,14 +232,8 @@ def _settings(facts: Facts) -> Iterator[Finding]:
     for name, value in sorted(facts.settings.items()):
         if name.startswith("HOLDFAST_"):
             yield _setting(name, value)
-    torch = version_of(facts.torch.version)
-    if torch >= (2, 13) and facts.settings.get(SHARE_STORE) != "1":
-        yield Finding(
-            "warn", "torchrun",
-            f"{SHARE_STORE} is not 1: restarted workers may meet at the dead round's store, and "
-            "hang",
-            f"export {SHARE_STORE}=1",
-        )  # fmt: skip
+    if torchrun.shares_store(facts.torch.version, facts.settings):
+        yield Finding("warn", "torchrun", torchrun.FAULT, torchrun.REMEDY)
 
 
 def _setting(name: str, value: str) -> Finding:
@@ -236,7 +253,7 @@ def _setting(name: str, value: str) -> Finding:
 
 
 def _setting_fault(name: str, value: str) -> str:
-    """What is wrong with the value of a known setting, in words; "" when nothing is."""
+    """Returns the fault in the value of a known setting, in words; "" when there is none."""
     if name == "HOLDFAST_ARENA_DIR" and value and not value.startswith("/"):
         return "relative, so it means another directory to every process: give an absolute path"
     if name == "HOLDFAST_LOG" and value.strip().lower() not in ("", "info", "debug", "off"):
@@ -275,12 +292,3 @@ def _is_parity_rate(text: str) -> bool:
 
 def _is_file_name(text: str) -> bool:
     return not text.startswith(".") and not set(text) & set("/\0") and len(text) <= _MAX_NAME
-
-
-def version_of(text: str) -> tuple[int, int]:
-    """(2, 13) of "2.13.0+cu126"; (0, 0) when it cannot be read."""
-    parts = text.split(".")
-    try:
-        return int(parts[0]), int(parts[1])
-    except (IndexError, ValueError):
-        return 0, 0

@@ -1,22 +1,249 @@
-"""PURE. What a root, its file system and its measured speed mean for a run."""
+"""PURE. Judges the arenas on a host: their runs and keepers."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
-from holdfast.cli.doctor.facts import Facts, Place, Root, Speeds
-from holdfast.cli.doctor.finding import Finding
-from holdfast.cli.doctor.host_findings import IN_MEMORY
-from holdfast.observe.units import count_text, rate_text, seconds_text, size_text
+from holdfast.cli.doctor.rules.findings import (
+    Arena,
+    Facts,
+    Finding,
+    PlaceFacts,
+    ProtectedFacts,
+    Rendezvous,
+    RootFacts,
+    Speeds,
+)
+from holdfast.cli.doctor.rules.host_rules import IN_MEMORY
+from holdfast.observe.text import count_text, rate_text, seconds_text, size_text
+
+_STATES = {
+    "T": "stopped (SIGSTOP)",
+    "t": "stopped by a debugger",
+    "D": "waiting for a disk",
+    "Z": "dead and not yet reaped",
+}
+
+
+def judge_arenas(facts: Facts) -> Iterator[Finding]:
+    """Yields one finding for each arena."""
+    if not facts.arenas:
+        yield Finding("ok", "arenas", "none")
+    for arena in facts.arenas:
+        yield _judge(arena)
+
+
+def _judge(arena: Arena) -> Finding:
+    name = f"run {arena.run_id} on {arena.host_id}, {size_text(arena.size_bytes)}"
+    if arena.fault:
+        return Finding("bad", "arena", f"{arena.path}: {arena.fault}", f"ls -la {_quoted(arena)}")
+    if arena.is_grave:
+        return Finding(
+            "warn",
+            "arena",
+            f"{arena.path} is half removed, {size_text(arena.size_bytes)}",
+            f"holdfast doctor --clean, or rm -r {_quoted(arena)}",
+        )
+    if arena.is_stale:
+        return _stale(arena, name)
+    if arena.answers is None and not arena.keeper_pid:
+        pids = ", ".join(map(str, arena.users))
+        return Finding(
+            "warn",
+            "arena",
+            f"{name}: no keeper, but in use by {pids}",
+            "A training process starts another keeper at its next save; if it hangs, end it: "
+            f"kill {pids.replace(', ', ' ')}",
+        )
+    return _kept(arena, name)
+
+
+def _kept(arena: Arena, name: str) -> Finding:
+    pid = arena.keeper_pid
+    if not arena.answers:
+        return _silent(arena, name)
+    keeper = f"process {pid}" if pid else "which cannot be seen from this container"
+    if arena.root_exists is False:
+        return Finding(
+            "warn",
+            "arena",
+            f"{name}: its keeper, {keeper}, lives, but its root {arena.root} is gone",
+            "Put the root back, or end the keeper" + (f": kill {pid}" if pid else " where it runs"),
+        )
+    newest = f", newest snapshot {arena.newest}" if arena.newest else ""
+    if arena.part and arena.part != arena.newest:
+        newest += f", part of {arena.part}"
+    if arena.parity_bytes:
+        newest += f", {size_text(arena.parity_bytes)} of it parity"
+    used = f", {count_text(len(arena.users), 'trainer')}" if arena.users else ""
+    return Finding("ok", "arena", f"{name}: its keeper, {keeper}, answers{newest}{used}")
+
+
+def _silent(arena: Arena, name: str) -> Finding:
+    """Judges a keeper that lives and does not answer. Never a remedy for process 0: that is
+    everybody.
+    """
+    pid, state = arena.keeper_pid, arena.keeper_state
+    end = f"kill -KILL {pid}; the next save starts another, which finds what is in memory"
+    if not pid:
+        text = f"{name}: its keeper, which cannot be seen from this container, does not answer"
+        return Finding("bad", "arena", text, "Look for it where it runs: pgrep -af holdfast.keeper")
+    if arena.answers is None:
+        text = f"{name}: its keeper, process {pid}, does not listen: it is starting or ending"
+        return Finding("warn", "arena", text, f"Look again in a few seconds. If it stays: {end}")
+    return Finding(
+        "bad",
+        "arena",
+        f"{name}: its keeper, process {pid}, is {_STATES.get(state, 'running')}, and does not "
+        "answer: saves are skipped",
+        f"kill -CONT {pid}" if state == "T" else end,
+    )
+
+
+def _stale(arena: Arena, name: str) -> Finding:
+    lose = "" if arena.may_go else " --lose-snapshots"
+    clear = f"holdfast doctor --clean{lose}, or rm -r {_quoted(arena)}"
+    dead = f"{name}: its run and keeper are dead"
+    held = arena.newest or arena.part
+    if not held:
+        return Finding("warn", "arena", f"{dead}, and it holds no whole snapshot", clear)
+    if not arena.root_key:
+        text = f"{dead}; an older version of Holdfast left it, and no run restores {held} from it"
+        return Finding("warn", "arena", text, clear)
+    if arena.is_its_root is False:
+        text = f"{dead}; it holds snapshot {held}, and {arena.root} is another root by now"
+        remedy = "If its own root was moved, start the run there to restore from it; or give"
+        return Finding("warn", "arena", text, f"{remedy} the memory back: {clear}")
+    if arena.part and arena.part != arena.newest and arena.root_exists is not False:
+        return _part(arena, dead, clear)
+    if arena.root_exists is False:  # and with it the name under which a run looks for its arena
+        text = f"{dead}, its root {arena.root} is gone, and no run restores {held} from it"
+        return Finding("warn", "arena", text, clear)
+    where = {True: ", which is in storage too", False: ", which is nowhere else", None: ""}
+    of = f" of {arena.root}" if arena.root else ""
+    return Finding(
+        "warn",
+        "arena",
+        f"{dead}; it holds snapshot {arena.newest}{of}{where[arena.newest_is_durable]}",
+        f"Start the run again to restore from it; or give the memory back: {clear}",
+    )
+
+
+def _part(arena: Arena, dead: str, clear: str) -> Finding:
+    """Judges one host's share of a run on several hosts."""
+    of = f" of {arena.root}" if arena.root else ""
+    where = {True: ", newer than storage", False: ", which storage has, or newer ones", None: ""}
+    return Finding(
+        "warn",
+        "arena",
+        f"{dead}; it holds this host's part of snapshot {arena.part}{of}{where[arena.has_news]}",
+        f"Start the run again on its hosts to restore from it; or give the memory back: {clear}",
+    )
+
+
+def _quoted(arena: Arena) -> str:
+    return shlex.quote(arena.path)
+
+
+# PURE. Judges which losses a run survives: of its hosts, and of the endpoint where its launchers
+# meet.
+
+
+_GUIDE = "docs/guides/several-hosts.md"
+
+
+def judge_run(facts: Facts) -> Iterator[Finding]:
+    """Yields findings about a root whose run has begun, and about launchers on this machine."""
+    root = facts.root
+    if root is not None and root.exists and not root.fault:
+        yield from _protection(root)
+    for meeting in facts.meetings:
+        yield _meeting(meeting)
+
+
+def _protection(root: RootFacts) -> Iterator[Finding]:
+    about, protected = "protection", root.protected
+    if protected is None:
+        if len(root.hosts) > 1:
+            yield Finding(
+                "warn",
+                about,
+                f"snapshots survive the processes of {len(root.hosts)} hosts, and "
+                "the loss of none of them: the run keeps no parity",
+                "Checkpointer(..., parity=1), for the loss of any one host",
+            )
+        elif root.hosts:
+            yield Finding("ok", about, "snapshots survive the run's processes; storage, its host")
+        return
+    text = _survival(protected)
+    if protected.missing:
+        yield Finding("warn", about, f"{text}; {'; '.join(protected.missing)}", f"See {_GUIDE}.")
+    elif protected.reason:
+        yield Finding(
+            "warn",
+            about,
+            f"{text}; newer ones are not protected: {protected.reason}",
+            "What was protected stays so. Look at the host that is named.",
+        )
+    else:
+        yield Finding("ok", about, text)
+
+
+def _survival(protected: ProtectedFacts) -> str:
+    asked = f"parity={protected.parity}, start {protected.incarnation}"
+    if not protected.newest:
+        hosts = count_text(protected.hosts, "host")
+        return f"no snapshot of {hosts} was protected yet ({asked})"
+    return f"snapshot {protected.newest} survives the loss of {protected.survives} ({asked})"
+
+
+def _meeting(meeting: Rendezvous) -> Finding:
+    about, where = "rendezvous", meeting.endpoint
+    who = ""
+    if meeting.launchers:
+        pids = ", ".join(map(str, meeting.launchers))
+        who = f" (torchrun: {pids})"
+    if meeting.on or meeting.is_here:
+        host = meeting.on or "this machine"
+        return Finding(
+            "warn",
+            about,
+            f"launchers meet at {where}{who}, on {host}, where the run trains: with "
+            "that host all launchers end, and their workers, on every other host too",
+            "Run the store on a machine that outlives the training hosts, and start launchers with "
+            f"--rdzv-conf=is_host=0 ({_GUIDE}). What is in memory stays for the next launch.",
+        )
+    known = (
+        "on none of the hosts known here" if meeting.is_here is False else "which has no address"
+    )
+    if meeting.is_here is None:
+        return Finding(
+            "warn",
+            about,
+            f"launchers meet at {where}{who}, {known} here",
+            "Correct the name, or give its address: --rdzv-endpoint=HOST:PORT",
+        )
+    return Finding(
+        "ok",
+        about,
+        f"launchers meet at {where}{who}, on none of the hosts known here; when that "
+        "is lost they end with their workers, and a new launch goes on from memory",
+    )
+
+
+# PURE. Judges a root, its file system and its measured speed for a run.
+
 
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "9p", "afs", "glusterfs")
-#: The next checkpoint, beside two that were pruned: images go at the second publication after.
+#: The next checkpoint, beside two that were pruned: images are removed at the second publication
+#: after.
 SPARE = 3
 _FILES = 1000
 
 
 def judge_storage(facts: Facts) -> Iterator[Finding]:
-    """The directory of checkpoints, or where one would be made."""
+    """Yields findings about the directory of checkpoints, or the place where one would be made."""
     place, root = facts.storage, facts.root
     yield from _kind(place)
     yield from _abilities(place)
@@ -27,61 +254,77 @@ def judge_storage(facts: Facts) -> Iterator[Finding]:
         yield from _root(root)
 
 
-def _kind(place: Place) -> Iterator[Finding]:
+def _kind(place: PlaceFacts) -> Iterator[Finding]:
     about, where = "storage", f"{place.path} is on {place.kind or 'an unknown file system'}"
     if place.fault:
         yield Finding(
-            "bad", about, f"{place.path}: {place.fault}",
+            "bad",
+            about,
+            f"{place.path}: {place.fault}",
             "Give this user the right to write there, mount it writable, or choose another root.",
-        )  # fmt: skip
+        )
     elif place.kind in IN_MEMORY:
         yield Finding(
-            "bad", about, f"{where}: what is called durable is gone after a reboot",
+            "bad",
+            about,
+            f"{where}: what is called durable is gone after a reboot",
             "Choose a root on a disk or on network storage.",
-        )  # fmt: skip
+        )
     elif place.kind == "overlay":
         yield Finding(
-            "warn", about, f"{where}: it goes with its container",
+            "warn",
+            about,
+            f"{where}: it goes with its container",
             "Mount a volume and put the root there (docker run -v).",
-        )  # fmt: skip
+        )
     elif place.kind in NETWORK:
         yield Finding(
-            "warn", about, f"{where}: a lock may hold on one host only, and a file that was just "
+            "warn",
+            about,
+            f"{where}: a lock may hold on one host only, and a file that was just "
             "published may be seen late on others",
             "Train one run a root at a time, and mount it with lookups and locks from the server "
             "(NFS 4, lookupcache=positive, no nolock).",
-        )  # fmt: skip
+        )
     elif place.kind.startswith("fuse"):
         yield Finding(
-            "warn", about, f"{where}: whether it keeps what it calls synced is up to its program",
+            "warn",
+            about,
+            f"{where}: whether it keeps what it calls synced is up to its program",
             "Ask its maker about fsync, hard links and locks, or choose another root.",
-        )  # fmt: skip
+        )
     else:
         yield Finding("ok", about, where)
 
 
-def _abilities(place: Place) -> Iterator[Finding]:
+def _abilities(place: PlaceFacts) -> Iterator[Finding]:
     if place.links is False:
         yield Finding(
-            "bad", "storage", f"{place.path} takes no hard links, by which a manifest is published",
+            "bad",
+            "storage",
+            f"{place.path} takes no hard links, by which a manifest is published",
             "Choose a root on a file system that has them (ext4, xfs, NFS).",
-        )  # fmt: skip
+        )
     if place.locks is False:
         yield Finding(
-            "bad", "storage", f"{place.path} takes no locks, so two runs could write to one root",
+            "bad",
+            "storage",
+            f"{place.path} takes no locks, so two runs could write to one root",
             "Mount it with locks (Lustre: -o flock), or choose another root.",
-        )  # fmt: skip
+        )
     if place.is_direct is False:
         yield Finding(
-            "warn", "direct I/O", f"{place.path} does not take it: writes go through the page "
+            "warn",
+            "direct I/O",
+            f"{place.path} does not take it: writes go through the page "
             "cache, slower and at the cost of memory",
             "Choose a file system with O_DIRECT (ext4, xfs, NFS) where speed matters.",
-        )  # fmt: skip
+        )
     elif place.is_direct:
         yield Finding("ok", "direct I/O", "taken")
 
 
-def _room(place: Place, root: Root | None) -> Finding:
+def _room(place: PlaceFacts, root: RootFacts | None) -> Finding:
     about, text = "free space", f"{size_text(place.free_bytes)} on {place.mount or place.path}"
     size = 0 if root is None else root.newest_written_bytes or root.newest_bytes
     remedy = "Free some, or keep fewer: keep=holdfast.Keep(last=N), `holdfast prune`."
@@ -97,13 +340,15 @@ def _room(place: Place, root: Root | None) -> Finding:
         return Finding("bad", about, text, remedy)
     if fits < needed:
         return Finding(
-            "warn", about, f"{text}; {needed} are needed, since pruned images go two publications "
-            "later", remedy,
-        )  # fmt: skip
+            "warn",
+            about,
+            f"{text}; {needed} are needed, since pruned images go two publications later",
+            remedy,
+        )
     return Finding("ok", about, text)
 
 
-def _speeds(speeds: Speeds, root: Root | None) -> Iterator[Finding]:
+def _speeds(speeds: Speeds, root: RootFacts | None) -> Iterator[Finding]:
     if speeds.write is not None and speeds.read is not None:
         text = f"writes {rate_text(speeds.write)}, reads {rate_text(speeds.read)}"
         yield Finding("ok", "disk speed", text + _times(speeds, root))
@@ -112,8 +357,8 @@ def _speeds(speeds: Speeds, root: Root | None) -> Iterator[Finding]:
         yield Finding("ok", "memory speed", f"{text}, one thread")
 
 
-def _times(speeds: Speeds, root: Root | None) -> str:
-    """How long the newest checkpoint takes at these speeds."""
+def _times(speeds: Speeds, root: RootFacts | None) -> str:
+    """Returns how long the newest checkpoint takes at these speeds."""
     if root is None or not root.newest_bytes or not speeds.write or not speeds.read:
         return ""
     durable_s, restored_s = root.newest_bytes / speeds.write, root.newest_bytes / speeds.read
@@ -123,7 +368,7 @@ def _times(speeds: Speeds, root: Root | None) -> str:
     )
 
 
-def _root(root: Root) -> Iterator[Finding]:
+def _root(root: RootFacts) -> Iterator[Finding]:
     if root.fault:
         yield Finding(
             "bad",
@@ -139,10 +384,20 @@ def _root(root: Root) -> Iterator[Finding]:
     yield Finding("ok", "root", f"{count_text(root.checkpoints, 'checkpoint')}{newest}")
     for path, reason in root.broken:
         yield Finding(
-            "bad", "root", f"{path} cannot be read: {reason}",
+            "bad",
+            "root",
+            f"{path} cannot be read: {reason}",
             f"Put back a good copy of {root.path}/{path}, or delete it if it can go. Nothing is "
             "swept before.",
-        )  # fmt: skip
+        )
+    if root.gap:
+        yield Finding(
+            "warn" if root.newest else "bad",
+            "root",
+            root.gap,
+            "Put that record back. A start takes none of these by itself; one that restores one of "
+            "them by its name, as in restore('1-100'), settles it.",
+        )
     yield from _pins(root)
     yield from _lock(root)
     if root.leftovers and not root.holder_pid:
@@ -155,24 +410,30 @@ def _root(root: Root) -> Iterator[Finding]:
         )
 
 
-def _pins(root: Root) -> Iterator[Finding]:
+def _pins(root: RootFacts) -> Iterator[Finding]:
     for name in root.pins_gone:
         yield Finding(
-            "warn", "pins", f"{name} is pinned, but there is no such checkpoint any more",
+            "warn",
+            "pins",
+            f"{name} is pinned, but there is no such checkpoint any more",
             f"holdfast pin {root.path} {name} --remove",
-        )  # fmt: skip
+        )
     for name in root.pins_unreadable:
         yield Finding(
-            "warn", "pins", f"the pin of {name} cannot be read; it still pins",
+            "warn",
+            "pins",
+            f"the pin of {name} cannot be read; it still pins",
             f"holdfast pin {root.path} {name}",
-        )  # fmt: skip
+        )
 
 
-def _lock(root: Root) -> Iterator[Finding]:
+def _lock(root: RootFacts) -> Iterator[Finding]:
     if root.holder_pid:
         yield Finding("ok", "root", f"in use by {root.holder}, process {root.holder_pid}")
     elif root.holder:
         yield Finding(
-            "ok", "root", f"its lock was last signed by {root.holder}; no process of this machine "
-            "holds it: killed, or on another host"
-        )  # fmt: skip
+            "ok",
+            "root",
+            f"its lock was last signed by {root.holder}; no process of this machine "
+            "holds it: killed, or on another host",
+        )

@@ -1,0 +1,1 @@
+"""The benchmarks of Holdfast: ``python -m benchmarks`` lists them."""

@@ -1,0 +1,1 @@
+"""The machinery that benchmarks share: options, series, ranks, tables, results."""

@@ -1,0 +1,1 @@
+"""The benchmark of restores into another layout."""

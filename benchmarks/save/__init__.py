@@ -1,0 +1,1 @@
+"""The benchmark of saves, beside all rivals and the limits of the machine."""

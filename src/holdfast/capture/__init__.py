@@ -1,0 +1,1 @@
+"""The trainer's side of a save: copies the state into the arena, and fences updates."""

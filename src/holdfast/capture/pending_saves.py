@@ -1,0 +1,215 @@
+"""Repeats missed durable saves of this rank: carried to a later step, and kept at the end.
+
+A durable save that failed through no fault of its state is made good by a later one. On a single
+rank that is the next step. Of several ranks some may have missed a save that others have made, when
+a keeper dies in the middle of it, and none may save alone: then it is the next step that all ranks
+save anyway, or one that is announced to all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from holdfast.capture.handles import DURABLE, SaveHandle
+from holdfast.capture.saver import Saver
+from holdfast.errors import SaveError, SnapshotSkipped
+from holdfast.policy.when import Pace
+from holdfast.protocol.messages import MISSED
+
+_RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
+#: How long a final save is retried after its keeper was lost.
+_LOST_S = 60.0
+
+Save = Callable[..., SaveHandle]
+
+
+class PendingSaves:
+    """The last save of this rank, and the requests that it and later saves must fulfil."""
+
+    def __init__(self, saver: Saver, pace: Pace, *, is_alone: bool) -> None:
+        self._saver, self._pace, self._is_alone = saver, pace, is_alone
+        self.last_step: int | None = None
+        self.last: SaveHandle | None = None
+        """Handle of the last save; None once that save was missed, and is carried."""
+        self._again: SaveHandle | None = None
+        """Handle of a later request to make the same step durable."""
+        self._carried: list[SaveHandle] = []
+        self._fulfilled_by_last: list[SaveHandle] = []
+        """Handles that the last save fulfils, its own included."""
+        self._is_owed = False
+        """True if the next save must be durable in place of a save that this rank could not
+        make.
+        """
+        self._announced_at = -1
+        """Last step that this rank announced to repeat a missed save."""
+        self._updates_at_save = 0
+        self._ended: tuple[int | None, int] = None, 0
+        """The last step that ended, and the number of updates at that time."""
+
+    # ── during training ──────────────────────────────────────────────────────────────────────────
+
+    def step_ended(self, step: int) -> None:
+        """Record that the state is that of ``step``, until the next update."""
+        self._ended = step, self._saver.updates
+
+    def save(
+        self, step: int, *, durable: bool, exact: bool, handle: SaveHandle | None = None
+    ) -> SaveHandle:
+        """Save ``step`` and fulfil all carried requests with it; save again only if it was missed.
+
+        ``handle``: the existing handle of a deferred save.
+        """
+        if step == self.last_step and self.last is not None:
+            if durable:
+                with suppress(SnapshotSkipped):  # of the save before, which has not ended
+                    self._saver.previous_was_skipped()  # known only after the save before has ended
+            missed = self.last.state == "failed"
+            if not missed and not durable:
+                return self.last if handle is None else self._saver.join(step, handle)
+            if not missed:
+                self._again = self._saver.make_durable(step, handle)
+                return self._again
+        carried = list(self._carried_over())
+        durable = durable or bool(carried) or self._is_owed
+        for one in carried:
+            one.renew()
+        if handle is not None:
+            handle.durable = durable
+        handle = self._saver.save(
+            step, durable=durable, exact=exact, carried=carried, handle=handle
+        )
+        self._carried.clear()
+        self._fulfilled_by_last = [*carried, handle]
+        self._is_owed = False
+        self.last_step, self.last, self._again = step, handle, None
+        self._updates_at_save = self._saver.updates
+        return handle
+
+    def decline(
+        self, step: int, *, durable: bool, error: Exception, handle: SaveHandle | None = None
+    ) -> SaveHandle:
+        """Handle a step that this rank cannot save: the next due save is durable in its place."""
+        self.last_step, self._updates_at_save = step, self._saver.updates
+        self._is_owed |= durable
+        self.last = declined = self._saver.decline(step, durable, error, handle)
+        self._fulfilled_by_last = [declined]
+        return declined
+
+    def is_retaken(self, step: int, *, is_due: bool) -> bool:
+        """Return True if a missed save is repeated at ``step``; ``is_due``: the step is saved
+        anyway.
+        """
+        # A step that is not saved does not wait for the capture of another.
+        is_open = self._saver.is_capturing and not is_due
+        is_missed = bool(self._carried if is_open else self._carried_over())
+        if self._is_alone:
+            return is_missed
+        self._saver.keep_in_touch()
+        announcing = self._saver.announcements
+        was_announced = announcing.consume_announced(step, MISSED, after=self.last_step)
+        if is_missed and not (was_announced or is_due) and step >= self._announced_at:
+            self._announced_at = self._pace.ahead(step)
+            announcing.announce(self._announced_at, MISSED)
+        return was_announced or (is_missed and is_due)
+
+    def _carried_over(self) -> list[SaveHandle]:
+        """Return the handles of a missed durable save that the next save must fulfil."""
+        handle = self.last
+        if handle is None or not handle.durable or handle in self._carried:
+            return self._carried
+        if self._saver.previous_was_skipped() and handle.state != DURABLE:
+            self._carry()
+        return self._carried
+
+    def _carry(self) -> None:
+        self._carried += self._fulfilled_by_last
+        self.last = None
+
+    # ── at the end ───────────────────────────────────────────────────────────────────────────────
+
+    def keep(self, save: Save, *, timeout_s: float, is_newest_promised: bool) -> None:
+        """Wait for the pending saves, and ``save`` again what was missed while its state still
+        exists.
+
+        ``is_newest_promised``: the newest snapshot must become durable, whatever it was saved as.
+        Raises the error of a save that could not be kept.
+        """
+        deadline = time.monotonic() + timeout_s
+        if is_newest_promised:
+            self._retake_newest(save, deadline)
+        self._saver.end_capture(timeout_s=timeout_s)
+        self._retake_carried(save, deadline)
+        try:
+            self._wait(deadline)
+        except SaveError:
+            if self.last is None or not self._saver.previous_was_lost:
+                raise
+            deadline = min(deadline, time.monotonic() + _LOST_S)
+            self._retake_lost(save, self.last.step, deadline)
+
+    def _wait(self, deadline: float) -> None:
+        for handle in (self.last, self._again):
+            if handle is not None and handle.durable:
+                handle.wait_durable(_left_s(deadline))
+
+    def _retake_newest(self, save: Save, deadline: float) -> None:
+        """Save a missed newest step again, once: all ranks know that it was missed, but one may be
+        gone.
+        """
+        handle = self.last
+        if handle is None or handle.durable:
+            return
+        try:
+            handle.wait_captured(_left_s(deadline))
+        except SaveError:
+            if self._saver.updates != self._updates_at_save:
+                raise
+            # The save is durable at once: there may be no memory to keep a snapshot.
+            save(handle.step, durable=True)
+
+    def _retake_lost(self, save: Save, step: int, deadline: float) -> None:
+        """Repeat a save whose keeper died before ``step`` was durable. Once: the next keeper may be
+        lost too.
+        """
+        if self._saver.is_whole(step, timeout_s=_left_s(deadline)):
+            self._again, self.last = self._saver.make_durable(step), None
+        else:
+            self._carry()
+            self._retake_carried(save, deadline)
+        self._wait(deadline)
+
+    def _retake_carried(self, save: Save, deadline: float) -> None:
+        pause_s = _RETRY_S
+        while self._carried_over():
+            step = self._step_of_state()
+            if step is None or time.monotonic() > deadline:
+                raise self._missed_for_good()
+            time.sleep(min(pause_s, _left_s(deadline)))
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+            if all(carried.state == DURABLE for carried in self._carried):
+                self._carried.clear()  # the next keeper discovered the whole generation
+                return
+            save(step, durable=True)
+            self._saver.end_capture(timeout_s=_left_s(deadline))
+
+    def _step_of_state(self) -> int | None:
+        """Return the step whose state is still unchanged; None if there were updates since."""
+        saved = self.last_step, self._updates_at_save
+        found = [step for step, updates in (saved, self._ended) if updates == self._saver.updates]
+        return max((step for step in found if step is not None), default=None)
+
+    def _missed_for_good(self) -> SnapshotSkipped:
+        last = next((one.failure for one in reversed(self._carried) if one.failure), None)
+        reason = SnapshotSkipped(
+            f"step {self.last_step} was to be durable, was missed, and could not be saved again "
+            f"before the state went on or time was up{f' ({last})' if last else ''}"
+        )
+        for carried in self._carried:
+            carried.fail(reason, captured=False)
+        return reason
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,0 +1,422 @@
+"""This rank's session with its keeper: connection, reconnects, slot requests, notifications."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from holdfast.capture.handles import DURABLE, PendingHandles
+from holdfast.capture.task import CaptureTask, RankIdentity, Timeouts, finalize_weakly
+from holdfast.errors import (
+    CaptureOvertaken,
+    DeadlineExceeded,
+    Fenced,
+    HoldfastError,
+    KeeperError,
+    NotProtected,
+    PersistFailed,
+    SnapshotSkipped,
+)
+from holdfast.events import PersistBroke, SnapshotNotProtected, emit
+from holdfast.geometry.layout import Layout
+from holdfast.protocol import messages as m
+from holdfast.protocol.client import KeeperClient
+from holdfast.protocol.replica_events import difference_events
+
+NOT_CONNECTED = "the keeper of this host went away"
+#: Pause after a failed connection attempt; doubled each time up to the longest.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
+
+
+class KeeperSession:
+    """Holds at most one client; ``connect`` creates a client that has joined as this rank."""
+
+    def __init__(self, connect: Callable[[], KeeperClient]) -> None:
+        self._connect = connect
+        self._client: KeeperClient | None = None
+        self._connecting = threading.RLock()  # a signal handler may save in the middle of it
+        self._is_over = False
+        self._disconnect_when_collected: weakref.finalize[[], KeeperSession] | None = None
+        self._pause_s = _FIRST_PAUSE_S
+        self._next_try_s = 0.0
+        self.known_table = ""
+        """Hash of the leaf table that was sent on this connection."""
+
+    @property
+    def is_up(self) -> bool:
+        """True if there is a client, with a living keeper or not."""
+        return self._client is not None
+
+    @property
+    def is_open(self) -> bool:
+        """True if there is a client whose connection is not broken."""
+        return self._client is not None and self._client.is_open
+
+    def ensure(self) -> KeeperClient:
+        """Return the client, connecting if necessary; from any thread."""
+        with self._connecting:
+            if self._client is not None and self._client.is_open:
+                return self._client
+            if self._is_over:
+                raise KeeperError("this rank has left its keeper")
+            self.known_table = ""
+            if self._disconnect_when_collected is not None:
+                self._disconnect_when_collected.detach()
+            self._client = client = self._connect()
+            self._disconnect_when_collected = finalize_weakly(self, client.disconnect)
+            if self._is_over:  # ended meanwhile
+                self.disconnect()
+            return client
+
+    @property
+    def is_backing_off(self) -> bool:
+        """Return True if a connection attempt failed recently: frequent saves must not each
+        retry.
+        """
+        return not self.is_open and time.monotonic() < self._next_try_s
+
+    @property
+    def should_reconnect(self) -> bool:
+        """Return True if the connection is broken and a reconnect is due."""
+        return self.is_up and not (self.is_open or self.is_backing_off or self._is_over)
+
+    def ensure_for_save(self) -> KeeperClient:
+        """Return the client like ``ensure``, but raise KeeperError at once while the session backs
+        off.
+        """
+        if self.is_backing_off:
+            raise KeeperError(f"{NOT_CONNECTED}, and the last try to reach one failed just now")
+        try:
+            client = self.ensure()
+        except (HoldfastError, OSError):
+            self._next_try_s = time.monotonic() + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+            raise
+        self._pause_s = _FIRST_PAUSE_S
+        return client
+
+    def require(self) -> KeeperClient:
+        """Return the existing client. Raises KeeperError if there is none."""
+        if self._client is None:
+            raise KeeperError(NOT_CONNECTED)
+        return self._client
+
+    def send(self, message: m.Message) -> None:
+        """Send a message on the existing connection. Raises KeeperError if there is none."""
+        self.require().send(message)
+
+    def end(self) -> None:
+        """Disconnect permanently: no later connection is made."""
+        self._is_over = True
+        self.disconnect()
+
+    def disconnect(self) -> None:
+        """Close the connection if there is one."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+
+# Requests a slot for a capture on the worker thread, and waits for the grant. A keeper that cannot
+# be reached or does not answer costs this save, and no later save waits for it.
+
+
+#: Timeout for the keeper's explanation of a missing answer; the next save waits that long.
+_EXPLAIN_S = 0.5
+
+
+class SlotRequests:
+    """Requests a slot for one capture after the other."""
+
+    def __init__(self, line: KeeperSession, notifications: KeeperNotifications) -> None:
+        self._line, self._notifications = line, notifications
+        self.was_granted = False
+        """True once a slot was granted: the first grant takes longest, as memory must be
+        allocated.
+        """
+        self._turns = 0
+        self._silent: tuple[KeeperClient, int] | None = None
+        """The client that left a request unanswered, and its count of received messages at that
+        time.
+        """
+
+    def request_slot(
+        self, capture: CaptureTask, patience: Timeouts, *, is_copying: bool
+    ) -> m.Grant:
+        """Request a slot; raises SnapshotSkipped if no rank gets one."""
+        if self._notifications.fenced:
+            raise Fenced(self._notifications.fenced)
+        client = self._reach_keeper(capture)
+        described = capture.description
+        if described.table_hash != self._line.known_table:
+            table = m.LeafTable(hash=described.table_hash, data=described.table)
+            # At most the fence's timeout, or the next saves would wait for this one to end.
+            wait_s = patience.grant_s if self.was_granted else patience.first_grant_s
+            client.request(table, m.Done, timeout_s=wait_s)
+            self._line.known_table = described.table_hash
+        self._turns += 1
+        capture.request_number = self._turns
+        client.send(
+            m.RequestCapture(
+                step=capture.step,
+                table=described.table_hash,
+                durable=capture.durable,
+                values_bytes=len(described.values),
+                exact=capture.exact,
+                request_number=capture.request_number,
+                updates=tuple(capture.trained.updates.items()),
+                is_copying=is_copying,
+            )
+        )
+        capture.answered.wait()  # ended by the fence, the keeper, or the loss of the keeper
+        if capture.cancelled and not isinstance(capture.answer, m.Grant):
+            if capture.is_unanswered:
+                capture.cancelled += self._why_unanswered(client, capture.step)
+            client.send(m.CancelRequest(step=capture.step))
+        capture.check()
+        if not isinstance(capture.answer, m.Grant):
+            reason = capture.answer.reason if capture.answer is not None else "no answer"
+            raise SnapshotSkipped(f"step {capture.step} was skipped on all ranks: {reason}")
+        self.was_granted = True
+        return capture.answer
+
+    def _why_unanswered(self, client: KeeperClient, step: int) -> str:
+        """Ask the keeper whom it waits for. A keeper that does not answer is marked as silent."""
+        received_before = client.received_count
+        try:
+            answer = client.request(m.Explain(step=step), m.Explanation, timeout_s=_EXPLAIN_S)
+        except DeadlineExceeded:
+            self._silent = client, received_before
+            return ""
+        return f": {answer.text}"
+
+    def _reach_keeper(self, capture: CaptureTask) -> KeeperClient:
+        """Return the client of a keeper that is not marked as silent on this connection."""
+        if self._line.is_open and self._is_silent(self._line.require()):
+            capture.keeper_lost = True
+            raise SnapshotSkipped(
+                "the keeper has not answered since the last save (is it stopped?)"
+            )
+        if self._line.is_backing_off:
+            capture.keeper_lost = True  # nobody received the request: a durable save is owed
+        return self._line.ensure_for_save()
+
+    def _is_silent(self, client: KeeperClient) -> bool:
+        """Return True if the keeper left a request unanswered and has sent nothing since."""
+        return self._silent is not None and self._silent == (client, client.received_count)
+
+
+# Sends and queries announcements of due steps, and requests durability of the newest snapshot. From
+# any thread, also while the training thread hangs in a collective.
+
+
+class StepAnnouncements:
+    """Step announcements of one rank, over the connection of its saves."""
+
+    def __init__(
+        self, line: KeeperSession, notifications: KeeperNotifications, promises: PendingHandles
+    ) -> None:
+        self._line, self._notifications, self._promises = line, notifications, promises
+
+    def announce(self, step: int, which: str) -> None:
+        """Announce a save by the policy ``which`` at ``step``, which all ranks have yet to
+        reach.
+        """
+        with contextlib.suppress(KeeperError):  # the next attempt is as good
+            self._line.send(m.Announce(step=step, which=which))
+
+    def consume_announced(self, step: int, which: str, after: int | None = None) -> bool:
+        """Return True once if ``which`` was announced for ``step``, or for a step since
+        ``after``.
+        """
+        return self._notifications.consume_announced(step, which, after)
+
+    def was_announced(self, step: int | None, which: str) -> bool:
+        """Return True if ``which`` was announced for ``step`` or an earlier one; None: for any
+        step.
+        """
+        announced = tuple(self._notifications.announced)
+        return any(name == which and (step is None or n <= step) for n, name in announced)
+
+    def reach_keeper(self) -> bool:
+        """Connect to the keeper, starting a new one if it died; return True if connected. May
+        block.
+
+        Never on the training thread: a step waits for no keeper.
+        """
+        with contextlib.suppress(HoldfastError):
+            self._line.ensure()
+            return True
+        return False
+
+    def make_newest_durable(self) -> bool:
+        """Ask the keeper to make the newest snapshot durable; return True if the request was sent.
+
+        Never on the training thread.
+        """
+        with contextlib.suppress(HoldfastError):
+            self._line.ensure().send(m.MakeDurable(step=0, newest=True))
+            return True
+        return False
+
+    @property
+    def is_newest_settled(self) -> bool:
+        """Return True if the newest snapshot in memory is durable too, or was refused by
+        storage.
+        """
+        return self._promises.is_newest_settled
+
+
+# Handles the keeper's notifications on the listener thread, and updates captures and handles. A
+# message that must be answered is returned to the owner of the connection.
+
+
+class KeeperNotifications:
+    """State of this rank that only the keeper's notifications determine."""
+
+    def __init__(self, promises: PendingHandles) -> None:
+        self._promises = promises
+        self.announced: set[tuple[int, str]] = set()
+        self.layouts: dict[str, Layout] = {}
+        self._granted: deque[str] = deque(maxlen=16)
+        self.fenced = ""
+        """Reason why this process must stop; "" if it may continue."""
+
+    def handle(
+        self, message: m.Message, current: CaptureTask | None, place: RankIdentity
+    ) -> m.Message | None:
+        """Handle one notification; return the reply to send, or None."""
+        match message:
+            case m.LayoutAgreed(hash=hash_, data=data):
+                self.layouts = {hash_: Layout.from_json(data)}
+            case m.Grant() | m.Skip():
+                return self._answered(current, message)
+            case m.Aborted():
+                self._aborted(current, message)
+            case m.Complete() | m.Durable() | m.NotDurable() | m.ReplicaDifferences():
+                self._record_outcome(message, place)
+            case m.Protected(step=step):
+                self._promises.protected(step)
+            case m.Unprotected():
+                self._not_protected(message, place)
+            case m.RingSpaceFreed(attempt=attempt, size_bytes=size_bytes):
+                if current is not None and _is_of(current, attempt):
+                    current.room.freed(size_bytes)
+            case m.Announced(step=step, which=which):
+                self.announced.add((step, which))
+            case m.FencedOff(incarnation=n):
+                self.fenced = f"incarnation {n} of this run has begun; this one is over"
+                if current is not None:
+                    current.cancel(self.fenced)
+        return None
+
+    def lost(self, reason: str, current: CaptureTask | None) -> None:
+        """Handle the loss of the keeper; the next save starts another one."""
+        why = f"the keeper went away: {reason}"
+        if current is not None and current.handle.state != DURABLE:
+            current.durable_lost = current.durable
+        if current is not None and (not current.resolved.is_set() or current.is_kept_nowhere):
+            current.keeper_lost = True
+            current.cancel(why)
+        self._promises.fail_all(why)
+
+    def consume_announced(self, step: int, which: str, after: int | None = None) -> bool:
+        """Return True once if ``which`` was announced for ``step`` or a skipped earlier one.
+
+        Steps need not be consecutive, so the announced step may never come. ``after``:
+        announcements up to that step do not count any more.
+        """
+        found = {one for one in tuple(self.announced) if one[0] <= step and one[1] == which}
+        self.announced -= found
+        return any(after is None or n > after for n, _ in found)
+
+    def _aborted(self, current: CaptureTask | None, message: m.Aborted) -> None:
+        if current is not None and self._is_of_an_earlier_try(current, message):
+            return
+        kind = CaptureOvertaken if message.overtaken else SnapshotSkipped
+        is_mine = current is not None and current.step == message.step
+        if current is not None and is_mine:  # before its waiting threads are woken
+            current.durable_lost = current.durable and message.is_lost
+        self._promises.fail(message.step, kind(message.reason, leaf=message.leaf), captured=False)
+        if current is None or not is_mine:
+            return
+        if current.answer is None:
+            current.answer = message
+            current.answered.set()
+        else:
+            current.cancel(message.reason)
+
+    def _is_of_an_earlier_try(self, current: CaptureTask, message: m.Aborted) -> bool:
+        """Return True if the message ends an earlier attempt at a step that was missed and
+        retried.
+        """
+        is_mine = _is_of(current, message.attempt)
+        return current.step == message.step and not is_mine and message.attempt in self._granted
+
+    def _answered(self, current: CaptureTask | None, message: m.Grant | m.Skip) -> m.Message | None:
+        is_awaited = current is not None and current.step == message.step and current.answer is None
+        if current is not None and isinstance(message, m.Grant):
+            # A grant for an abandoned request, even of the same step, is for other values.
+            is_awaited = is_awaited and message.request_number == current.request_number
+            self._granted.append(message.attempt)
+        if current is not None and is_awaited and not current.cancelled:
+            current.answer = message
+            current.answered.set()
+        elif isinstance(message, m.Grant):  # too late: nobody waits for the grant any more
+            return m.AbortCapture(attempt=message.attempt, reason="its save was given up")
+        return None
+
+    def _record_outcome(
+        self,
+        message: m.Complete | m.Durable | m.NotDurable | m.ReplicaDifferences,
+        place: RankIdentity,
+    ) -> None:
+        match message:
+            case m.Complete(step=step):
+                self._promises.captured(step)
+            case m.Durable(step=step, fulfils=fulfils):
+                self._promises.durable(step, fulfils)
+            case m.NotDurable():
+                self._not_durable(message, place)
+            case m.ReplicaDifferences():
+                self._differ(message, place)
+
+    def _differ(self, message: m.ReplicaDifferences, place: RankIdentity) -> None:
+        for event in difference_events(message, place.incarnation, place.rank):
+            if place.rank in (0, *event.ranks):  # reported by rank 0 and the ranks concerned
+                emit(event)
+        self._promises.differ(message.step, {each.leaf: each.ranks for each in message.leaves})
+
+    def _not_protected(self, message: m.Unprotected, place: RankIdentity) -> None:
+        step, reason = message.step, message.reason
+        if place.rank == 0:  # every rank is notified, and one reports it
+            emit(
+                SnapshotNotProtected(
+                    incarnation=place.incarnation, step=step, rank=0, reason=reason
+                )
+            )
+        error = NotProtected(
+            f"step {step} is captured and not protected: {reason}",
+            generation=f"{place.incarnation}-{step}",
+            host=message.host,
+        )
+        self._promises.not_protected(step, error)
+
+    def _not_durable(self, message: m.NotDurable, place: RankIdentity) -> None:
+        if place.rank == 0:  # every rank is notified, and one reports it
+            emit(
+                PersistBroke(
+                    incarnation=place.incarnation, step=message.step, rank=0, reason=message.reason
+                )
+            )
+        for step in (message.step, *message.fulfils):
+            error = PersistFailed(f"step {message.step}: {message.reason}")
+            self._promises.fail(step, error, captured=message.in_memory)
+
+
+def _is_of(current: CaptureTask, attempt: str) -> bool:
+    return isinstance(current.answer, m.Grant) and current.answer.attempt == attempt

@@ -1,0 +1,306 @@
+"""State of one capture in progress, shared by training thread, worker and listener."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from holdfast.capture.copy_plan import SharedCopy
+from holdfast.capture.copy_slot import CopyCancelled, OvertakeDetector
+from holdfast.capture.handles import SaveHandle
+from holdfast.capture.pinned import unpin_memory
+from holdfast.capture.replica_samples import UNTRAINED, TrainedParameters
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotFile
+from holdfast.state.describe import Description
+
+# An event that an interrupt cannot break, for waits of the training thread.
+
+
+_LOOK_S = 0.5
+
+
+class SignalSafeEvent:
+    """An event that is set once; from any thread, and safe wherever a signal handler raises.
+
+    ``threading.Event`` takes its lock in Python: an exception of a signal handler right behind that
+    leaves the lock held, and every later ``set`` or ``wait`` blocks forever.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
+
+    def is_set(self) -> bool:
+        """Return True if the event was set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wake all waiting threads."""
+        self._is_set = True
+        self._open()
+
+    def wait(self, timeout_s: float = math.inf) -> bool:
+        """Wait until the event is set, or the timeout passes; return True if it is set."""
+        until_s = time.monotonic() + timeout_s
+        while not self._is_set:
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                break
+            # A thread interrupted behind this wakes no other: so the others check again.
+            if self._gate.acquire(timeout=min(left_s, _LOOK_S)):
+                self._open()
+        return self._is_set
+
+    def _open(self) -> None:
+        try:
+            self._gate.release()
+        except RuntimeError:
+            return  # another thread has set it
+
+
+# Tracks how much of a ring may be overwritten: set by the listener, waited for by the copier.
+
+
+class RingCredit:
+    """The part of one capture's image, from its beginning, that storage has written."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._freed_bytes = 0
+        self.closed_reason = ""
+        """Reason why no more space will be freed; "" while there may be."""
+        self._moved_at_s = 0.0
+
+    def freed(self, size_bytes: int) -> None:
+        """Record that exactly the first ``size_bytes`` of the image are written."""
+        with self._changed:
+            if size_bytes > self._freed_bytes:
+                self._freed_bytes, self._moved_at_s = size_bytes, time.monotonic()
+                self._changed.notify_all()
+
+    def close(self, reason: str) -> None:
+        """Wake all waiting threads: storage writes no more of the image, or it was cancelled."""
+        with self._changed:
+            self.closed_reason = self.closed_reason or reason
+            self._changed.notify_all()
+
+    def wait(self, needed_bytes: int, timeout_s: float) -> bool:
+        """Wait at most ``timeout_s``; return True if the first ``needed_bytes`` are written."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.closed_reason or self._freed_bytes >= needed_bytes, timeout=timeout_s
+            )
+            return self._freed_bytes >= needed_bytes
+
+    @property
+    def moved_at_s(self) -> float:
+        """Return the monotonic time of the last write by storage; 0.0: never."""
+        return self._moved_at_s
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Longest waits of the training thread, in seconds, before a snapshot is abandoned."""
+
+    first_grant_s: float = 300.0
+    grant_s: float = 5.0
+    durable_grant_s: float = 60.0
+    copy_s: float = 600.0
+    keeper_s: float = 30.0
+    room_s: float = 60.0
+    """Longest time without a write by storage while a copy waits for ring space."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankIdentity:
+    """Identity of this rank in the run."""
+
+    run_id: str
+    incarnation: int
+    nonce: str
+    rank: int
+    world: int
+    root_id: str = ""
+    """Identity of the run's root (``Store.identity``)."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """A save that reads the state on ``thread`` until ``over``; no update begins meanwhile."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    over: SignalSafeEvent = field(default_factory=SignalSafeEvent)
+    is_overtaken: bool = False
+    """True if an update waited for the reading in vain, and began."""
+
+
+@dataclass(slots=True)
+class CaptureTask:
+    """One capture in progress. Its fields are written under ``lock``."""
+
+    step: int
+    durable: bool
+    exact: bool
+    description: Description
+    overtaking: OvertakeDetector
+    handle: SaveHandle
+    started_s: float
+    trained: TrainedParameters = UNTRAINED
+    parameters: str = ""
+    """Checksum of the trained parameters in the sealed image; "": there are none."""
+    ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    answered: SignalSafeEvent = field(default_factory=SignalSafeEvent)
+    released: SignalSafeEvent = field(default_factory=SignalSafeEvent)
+    resolved: SignalSafeEvent = field(default_factory=SignalSafeEvent)
+    answer: m.Grant | m.Skip | m.Aborted | None = None
+    request_number: int = 0
+    """Number of the request for its slot."""
+    cancelled: str = ""
+    is_unanswered: bool = False
+    """True if the request for its slot was waited for as long as training may be held."""
+    keeper_lost: bool = False
+    """True if a keeper was missing before this rank knew the outcome."""
+    durable_lost: bool = False
+    """True if a keeper, or another rank, was lost before the save was durable as requested."""
+    copied: bool = False
+    events: list[torch.cuda.Event] = field(default_factory=list)
+    _sharing: SharedCopy | None = None
+    _is_helped: bool = False
+    _shared_or_released: SignalSafeEvent = field(default_factory=SignalSafeEvent)
+    room: RingCredit = field(default_factory=RingCredit)
+
+    def cancel(self, reason: str) -> bool:
+        """Cancel the capture unless its copy is complete; return True if it is cancelled."""
+        self.room.close(reason)  # its copier may still wait for this
+        with self.lock:
+            if self.copied:
+                return False
+            self.cancelled = self.cancelled or reason
+        self.answered.set()
+        self.release()
+        return True
+
+    def release(self) -> None:
+        """Let updates continue."""
+        self.released.set()
+        self._shared_or_released.set()
+
+    def share(self, sharing: SharedCopy) -> None:
+        """Offer its copying to a second thread while an update is held by the fence."""
+        self._sharing = sharing
+        self._shared_or_released.set()
+
+    def wait_released(self, timeout_s: float) -> bool:
+        """Wait until updates may continue while a second thread copies; return True if they may."""
+        started_s = time.monotonic()
+        self._shared_or_released.wait(timeout_s)
+        if self._sharing is not None and not self._is_helped:
+            self._is_helped = True
+            threading.Thread(target=self._sharing.work, name="holdfast-help", daemon=True).start()
+        return self.released.wait(max(0.0, timeout_s - (time.monotonic() - started_s)))
+
+    @property
+    def is_carried(self) -> bool:
+        """Return True if a missed durable save is due again at the next step."""
+        answer = self.answer
+        passing = self.keeper_lost or (isinstance(answer, m.Skip) and answer.is_passing)
+        return self.durable and passing
+
+    @property
+    def is_kept_nowhere(self) -> bool:
+        """Return True if the image went through a ring, and storage has not confirmed all of it."""
+        went_through = isinstance(self.answer, m.Grant) and self.answer.ring_bytes > 0
+        return went_through and self.handle.state == "pending"
+
+    def is_copied(self, events: list[torch.cuda.Event]) -> None:
+        """Mark the bytes as final (behind ``events``): it is not cancelled any more. Raises
+        CopyCancelled.
+        """
+        with self.lock:
+            self.check()
+            self.copied, self.events = True, events
+
+    def check(self) -> None:
+        """Raise CopyCancelled if the capture was cancelled."""
+        if self.cancelled:
+            raise CopyCancelled(self.cancelled)
+
+
+# Worker thread of a Saver: ends when the Saver is collected, so that model and optimizer are freed.
+# Worker and listener hold no reference to the Saver while they wait. When it is collected both end,
+# its memory is unmapped, and the keeper sees that the rank is lost. A queued save keeps the Saver
+# alive, and so does a handle, so that waiting callers get an answer.
+
+
+class Worker(Protocol):
+    """Protocol of the object that executes queued captures."""
+
+    def execute(self, capture: CaptureTask | None) -> None:
+        """Execute this capture; None: reconnect the keeper."""
+        ...
+
+
+S = TypeVar("S", bound=Worker)
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class CaptureQueue(queue.SimpleQueue["tuple[S, CaptureTask | None] | None"], Generic[S]):
+    """Queue of captures, each with the object that executes it; None ends the worker."""
+
+
+def run_worker(work: CaptureQueue[S]) -> None:
+    """Run the worker thread: execute captures until the queue ends."""
+    while (item := work.get()) is not None:
+        worker, capture = item
+        worker.execute(capture)
+        del item, worker, capture
+
+
+def weakly(method: Callable[[T], None]) -> Callable[[T], None]:
+    """Return a function that calls ``method`` only while its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(argument: T) -> None:
+        living = reference()
+        if living is not None:
+            living(argument)
+
+    return call
+
+
+def finalize_weakly(
+    thing: T, act: Callable[P, object], *arguments: P.args, **options: P.kwargs
+) -> weakref.finalize[P, T]:
+    """Call ``act`` when ``thing`` is collected; not at process exit, which cleans up anyway."""
+    finalizer = weakref.finalize(thing, act, *arguments, **options)
+    finalizer.atexit = False
+    return finalizer
+
+
+def stop_worker(process: int, work: CaptureQueue[S], slots: Mapping[str, SlotFile]) -> None:
+    """End the worker and unmap all slots, if this is still the process ``process``."""
+    if process != os.getpid():
+        return  # a forked child: no worker, and the memory is its parent's
+    work.put(None)
+    # Not left to the collector: pinned memory must be unpinned while it is still mapped.
+    for slot in slots.values():
+        unmap(slot)
+
+
+def unmap(slot: SlotFile) -> None:
+    """Unpin and unmap a slot."""
+    unpin_memory(slot)
+    slot.close()

@@ -1,0 +1,1 @@
+"""PURE. Judges the facts that doctor's probes collected."""

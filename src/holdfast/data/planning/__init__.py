@@ -1,0 +1,1 @@
+"""PURE. The order of samples, and how it is split over ranks."""

@@ -1,0 +1,1 @@
+"""Cooperation of the keepers of several hosts: roles, followers, and their messages."""

@@ -1,0 +1,466 @@
+"""Coordinator's side of its followers: one session per follower, messages, trainers, remote slots.
+
+A follower's messages lead to the same calls as events on this host. A follower whose connection
+breaks is lost with its ranks and slots, until it connects again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from holdfast.coordinator.actions import Action
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slot_id_of
+from holdfast.errors import FormatError, HoldfastError, PeerError
+from holdfast.events import Warned, emit
+from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
+from holdfast.keeper.hosts import messages, parity_messages
+from holdfast.keeper.hosts.handover import StateHandover
+from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.image_writer import PersistJob
+from holdfast.keeper.jobs import Background, RemoteImages
+from holdfast.persist.frozen_parts import StoredPart
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SLOT_SUFFIX
+
+if TYPE_CHECKING:  # a run on one host does not need it
+    from holdfast.keeper.parity.scheduler import ParityScheduler
+    from holdfast.transport.channel import SealedChannel
+
+
+#: Queue limit of one trainer's messages: a trainer sends a few per save.
+MOST_SAID = 4096
+
+
+class TrainerDispatcher(Protocol):
+    """Handles the messages of trainers, local and remote."""
+
+    async def handle(self, connection: TrainerConnection, seq: int, message: m.Message) -> None:
+        """Handle and answer one message."""
+        ...
+
+    def connected(self, connection: TrainerConnection) -> None:
+        """Handle a new connection."""
+        ...
+
+    def disconnected(self, connection: TrainerConnection) -> None:
+        """Handle a lost connection."""
+        ...
+
+
+class _Trainer:
+    """A trainer of another host; its messages are handled one after the other, like local ones."""
+
+    def __init__(self, connection: ForwardedConnection) -> None:
+        self.connection = connection
+        self.inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+
+class FollowerSession:
+    """One follower's connection, from its acceptance until it breaks."""
+
+    def __init__(self, host: int, line: SealedChannel, arena: str) -> None:
+        self.host, self.name, self.arena = host, line.peer, arena
+        self.line = line
+        self.trainers: dict[int, _Trainer] = {}
+        self.shares: dict[str, RemoteImages] = {}
+        self.watched: set[tuple[int, str]] = set()
+        self.is_stopping = False
+        self.port = 0
+
+    def send(self, fact: Fact) -> None:
+        """Queue a message; its reader notices a broken connection."""
+        self.line.send(messages.pack(fact))
+
+
+class FollowerRegistry:
+    """All reachable followers of this incarnation. Lives on the keeper's loop."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        background: Background,
+        carry_out: Callable[[Sequence[Action]], None],
+        ring_freed: Callable[[str, int, int], None],
+        superseded: Callable[[int], None],
+    ) -> None:
+        self._coordinator = coordinator
+        self._background = background
+        self._carry_out = carry_out
+        self._ring_freed = ring_freed
+        self._superseded = superseded
+        self._dispatcher: TrainerDispatcher | None = None
+        self._hosts: Sequence[m.HostEntry] = ()
+        self._incarnation = 0
+        self._by_host: dict[int, FollowerSession] = {}
+        self.parity_scheduler: ParityScheduler | None = None
+        """Scheduler of parity for all hosts; None in a run on one host."""
+
+    def connect(self, dispatcher: TrainerDispatcher) -> None:
+        """Set the dispatcher for the trainers of other hosts."""
+        self._dispatcher = dispatcher
+
+    def set_handover(self, handover: StateHandover) -> None:
+        """Set the handover that stores what followers report."""
+        self._handover = handover
+
+    def begin(self, incarnation: int, hosts: Sequence[m.HostEntry]) -> None:
+        """Begin an incarnation: expect its followers, and disconnect those of an older one."""
+        self._incarnation, self._hosts = incarnation, hosts
+        for follower in list(self._by_host.values()):
+            self._forget(follower, "a newer incarnation has begun")
+            self._background.spawn(follower.line.finish())
+        if self.parity_scheduler is not None:
+            self.parity_scheduler.begin(hosts)
+
+    def name_of(self, host: int) -> str:
+        """Return a host's name; "" in a run on one host."""
+        return self._hosts[host].id if host < len(self._hosts) else ""
+
+    def port_of(self, host: int) -> int:
+        """Return the port where a host's keeper serves images now; 0 if unknown."""
+        follower = self._by_host.get(host)
+        return follower.port if follower is not None else 0
+
+    # ── sending ──────────────────────────────────────────────────────────────────────────────────
+
+    def send_to_slot_host(self, slot_id: int, fact: Fact) -> None:
+        """Send to the follower of a slot's host, if it is reachable."""
+        self.send_to_host(host_of(slot_id), fact)
+
+    def send_to_host(self, host: int, fact: Fact) -> None:
+        """Send to the follower of this host, if it is reachable."""
+        follower = self._by_host.get(host)
+        if follower is not None:
+            follower.send(fact)
+
+    def broadcast(self, fact: Fact) -> None:
+        """Send to all reachable followers."""
+        for follower in self._by_host.values():
+            follower.send(fact)
+
+    def remember(self) -> None:
+        """Send the incarnation's parent to all followers: one of them may lead the next
+        incarnation.
+        """
+        current = self._handover.current()
+        if current is not None:
+            self.broadcast(current)
+
+    def slot_path(self, slot_id: int) -> str:
+        """Return the path of another host's slot on that host."""
+        follower = self._by_host.get(host_of(slot_id))
+        return f"{follower.arena if follower else ''}/{number_of(slot_id):05d}{SLOT_SUFFIX}"
+
+    def watch(self, slot: Slot) -> None:
+        """Ask the slot's host to report when nobody can write to the slot any more."""
+        follower, key = self._by_host.get(host_of(slot.id)), (slot.id, slot.attempt)
+        if follower is not None and key not in follower.watched:
+            follower.watched.add(key)
+            writer = slot.writer or SlotWriter(0, 0)
+            follower.send(
+                messages.WatchWriter(
+                    slot=number_of(slot.id),
+                    attempt=slot.attempt,
+                    pid=writer.pid,
+                    start=writer.start,
+                )
+            )
+
+    @property
+    def are_stopping(self) -> bool:
+        """Return True if a follower was told to stop, and waits for the last saves."""
+        return any(follower.is_stopping for follower in self._by_host.values())
+
+    def allow_stop(self) -> None:
+        """Allow stopping followers to stop: everything that must be saved is."""
+        for follower in self._by_host.values():
+            if follower.is_stopping:
+                follower.is_stopping = False
+                follower.send(messages.StopAllowed())
+
+    async def finish(self) -> None:
+        """Close all connections after the queued messages are delivered."""
+        followers = list(self._by_host.values())
+        self._by_host.clear()
+        await asyncio.gather(*(follower.line.finish() for follower in followers))
+
+    # ── storage ──────────────────────────────────────────────────────────────────────────────────
+
+    def share(self, job: PersistJob, host: int, ranks: frozenset[int]) -> RemoteImages:
+        """Return the proxy for the images of ``job`` that another host must write."""
+        name = self.name_of(host) or f"number {host}"
+
+        def begin() -> None:
+            self._background.from_thread(lambda: self._order(job, host, share))
+
+        def stop(reason: str) -> None:
+            stopping = messages.CancelWrite(directory=job.directory, reason=reason)
+            self._background.from_thread(
+                lambda: self.send_to_slot_host(slot_id_of(host, 0), stopping)
+            )
+
+        share = RemoteImages(name, ranks, begin, stop)
+        return share
+
+    def _order(self, job: PersistJob, host: int, share: RemoteImages) -> None:
+        follower, attempt = self._by_host.get(host), self._coordinator.attempts.get(job.attempt)
+        slots = self._coordinator.slots
+        where = attempt.slots.items() if attempt is not None else ()
+        there = {rank for rank, slot in where if host_of(slot) == host}
+        if job.aborted or follower is None or attempt is None or not share.ranks <= there:
+            share.end(job.aborted or "its keeper is out of reach")
+            return
+        follower.shares[job.directory] = share
+        orders = []
+        for rank in sorted(share.ranks):
+            slot, is_sealed = slots[attempt.slots[rank]], rank in attempt.sealed
+            orders.append(
+                messages.ImageOrder(
+                    rank=rank,
+                    slot=number_of(slot.id),
+                    image_bytes=slot.image_bytes,
+                    ring_bytes=slot.ring_bytes if slot.is_ring else 0,
+                    header_xxh3=slot.header_xxh3 if is_sealed else "",
+                    table_xxh3=slot.table_xxh3 if is_sealed else "",
+                )
+            )
+        follower.send(
+            messages.WriteImage(
+                directory=job.directory,
+                attempt=job.attempt,
+                incarnation=job.generation.incarnation,
+                step=job.generation.step,
+                layout=job.layout,
+                images=tuple(orders),
+            )
+        )
+
+    def sealed(self, attempt: Attempt, rank: int) -> None:
+        """Tell a rank's host that its image is captured: it may be served, and written without
+        waiting.
+        """
+        slot = self._coordinator.slots[attempt.slots[rank]]
+        self.send_to_slot_host(
+            slot.id,
+            messages.SlotSealed(
+                slot=number_of(slot.id),
+                is_ring=slot.is_ring,
+                attempt=attempt.id,
+                rank=rank,
+                incarnation=attempt.incarnation,
+                step=attempt.step,
+                layout=attempt.layout,
+                image_bytes=slot.image_bytes,
+                header_xxh3=slot.header_xxh3,
+                table_xxh3=slot.table_xxh3,
+            ),
+        )
+
+    # ── receiving ────────────────────────────────────────────────────────────────────────────────
+
+    async def welcome(self, line: SealedChannel) -> None:
+        """Serve the connection of another host's keeper until it breaks."""
+        places = {place.id: n for n, place in enumerate(self._hosts) if n}
+        host = places.get(line.peer)
+        is_served = self._coordinator.incarnation == self._incarnation
+        if host is None or not is_served:
+            return  # this keeper has not taken over yet; the follower retries
+        follower = None
+        try:
+            inventory = messages.from_follower(await line.receive())
+            if not isinstance(inventory, messages.HostInventory):
+                raise FormatError(f"a hand begins with {type(inventory).__name__}")
+            follower = self._attach(host, line, inventory)
+            while True:
+                self._handle(follower, messages.from_follower(await line.receive()))
+        except (PeerError, FormatError) as error:
+            line.close(str(error))
+        except Exception as error:  # the other followers still need service
+            traceback.print_exc(file=sys.stderr)
+            line.close(f"{type(error).__name__}: {error}")
+        finally:
+            if follower is not None:
+                self._lose(follower)
+
+    def _attach(
+        self, host: int, line: SealedChannel, inventory: messages.HostInventory
+    ) -> FollowerSession:
+        if host in self._by_host:
+            self._lose(self._by_host[host])  # its connection broke unnoticed
+        follower = self._by_host[host] = FollowerSession(host, line, inventory.arena)
+        follower.port = inventory.port
+        slots, attempts = messages.from_inventory(host, inventory.slots)
+        self._coordinator.attach(host, slots, attempts, inventory.next_number)
+        follower.send(self._handover.attach_reply(attempts, inventory.incarnations))
+        current = self._handover.current()
+        if current is not None:
+            follower.send(current)
+        if self.parity_scheduler is not None:
+            self.parity_scheduler.attached(follower.name, inventory.rows)
+        return follower
+
+    def _lose(self, follower: FollowerSession) -> None:
+        if self._by_host.get(follower.host) is not follower:
+            return
+        follower.line.close("it called again")
+        why = follower.line.why_broken
+        emit(
+            Warned(
+                message=(
+                    f"the keeper of {follower.name} is out of reach ({why}): no snapshot is taken "
+                    "until it is "
+                    "back"
+                )
+            )
+        )
+        del self._by_host[follower.host]
+        self._carry_out(self._coordinator.detach(follower.host, follower.name))
+        if self.parity_scheduler is not None:
+            self.parity_scheduler.detached(follower.name)
+        self._forget(follower, f"its keeper is out of reach: {why}")
+
+    def _forget(self, follower: FollowerSession, reason: str) -> None:
+        self._by_host.pop(follower.host, None)
+        for share in follower.shares.values():
+            share.end(reason)
+        for trainer in follower.trainers.values():
+            trainer.inbox.put_nowait(None)
+        follower.trainers.clear()
+
+    def _handle(self, follower: FollowerSession, fact: messages.ToCoordinator) -> None:
+        match fact:
+            case messages.TrainerConnected() | messages.TrainerMessage() | messages.TrainerGone():
+                self._handle_trainer(follower, fact)
+            case messages.ImageWritten() | messages.WriteEnded() | messages.RingFreed():
+                self._handle_writing(follower, fact)
+            case (
+                parity_messages.ImagesListed()
+                | parity_messages.ParityReady()
+                | parity_messages.ParityComplete()
+                | parity_messages.ParityFailed()
+                | parity_messages.ShardsDropped()
+                | parity_messages.RebuildComplete()
+                | parity_messages.RebuildFailed()
+                | parity_messages.ShardLost()
+            ):
+                if self.parity_scheduler is not None:
+                    self.parity_scheduler.handle(follower.name, fact)
+            case messages.LayoutReply() | messages.IncarnationReply():
+                self._handover.store_reply(follower.name, fact)
+            case messages.Superseded(incarnation=n):
+                self._superseded(n)
+            case parity_messages.ImageLost(slot=number, attempt=attempt):
+                lost = slot_id_of(follower.host, number)
+                self._carry_out(self._coordinator.image_lost(lost, attempt))
+            case messages.Stopping():
+                follower.is_stopping = True
+            case messages.HostInventory():
+                raise FormatError("a hand tells once what it holds")
+            case _:
+                self._carry_out(self._memory_changed(follower, fact))
+
+    def _handle_trainer(
+        self,
+        follower: FollowerSession,
+        fact: messages.TrainerConnected | messages.TrainerMessage | messages.TrainerGone,
+    ) -> None:
+        trainer = follower.trainers.get(fact.line)
+        match fact:
+            case messages.TrainerConnected(line=number, pid=pid, start=start) if trainer is None:
+                connection = ForwardedConnection(follower.line, number, SlotWriter(pid, start))
+                trainer = follower.trainers[number] = _Trainer(connection)
+                self._background.spawn(self._talk(trainer))
+            case messages.TrainerMessage(body=body) if trainer is not None:
+                if trainer.inbox.qsize() < MOST_SAID:
+                    trainer.inbox.put_nowait(body)
+                else:  # its keeper reports the trainer's loss once this connection is closed
+                    trainer.connection.disconnect()
+            case messages.TrainerGone(line=number) if trainer is not None:
+                del follower.trainers[number]
+                trainer.inbox.put_nowait(None)
+
+    async def _talk(self, trainer: _Trainer) -> None:
+        dispatcher, connection = self._dispatcher, trainer.connection
+        assert dispatcher is not None
+        dispatcher.connected(connection)
+        try:
+            while (body := await trainer.inbox.get()) is not None:
+                seq, message = m.unpack(body)
+                await dispatcher.handle(connection, seq, message)
+        except HoldfastError:
+            connection.disconnect()  # the trainer sent an invalid message
+        finally:
+            dispatcher.disconnected(connection)
+
+    def _handle_writing(
+        self,
+        follower: FollowerSession,
+        fact: messages.ImageWritten | messages.WriteEnded | messages.RingFreed,
+    ) -> None:
+        match fact:
+            case messages.ImageWritten(directory=directory):
+                share = follower.shares.get(directory)
+                if share is not None:
+                    stored = StoredPart(fact.image, fact.part, fact.is_reused)
+                    share.receive(stored, fact.values)
+            case messages.WriteEnded(directory=directory, reason=reason):
+                share = follower.shares.pop(directory, None)
+                if share is not None:
+                    share.end(reason)
+            case messages.RingFreed():
+                for share in follower.shares.values():
+                    share.progressed()
+                self._ring_freed(fact.attempt, fact.rank, fact.size_bytes)
+
+    def _memory_changed(
+        self,
+        follower: FollowerSession,
+        fact: messages.SlotCreated
+        | messages.SlotFailed
+        | messages.RingsCreated
+        | messages.RingsFailed
+        | messages.WriterGone
+        | messages.LayoutFailed,
+    ) -> list[Action]:
+        coordinator, host = self._coordinator, follower.host
+        match fact:
+            case messages.LayoutFailed(hash=hash_, reason=reason):
+                return coordinator.layout_not_stored(
+                    hash_, f"on host {follower.name}: {reason}", host
+                )
+            case messages.RingsCreated(made=made):
+                if self._are_made(host, list(made)):
+                    return coordinator.rings_made(
+                        {slot_id_of(host, number): size for number, size in made.items()}
+                    )
+            case messages.RingsFailed(slots=numbers, reason=reason):
+                if self._are_made(host, numbers):
+                    ids = [slot_id_of(host, number) for number in numbers]
+                    return coordinator.rings_not_made(ids, f"on host {follower.name}: {reason}")
+            case messages.WriterGone(slot=number, attempt=attempt):
+                slot = coordinator.slots.get(slot_id_of(host, number))
+                follower.watched.discard((slot_id_of(host, number), attempt))
+                if slot is not None and slot.attempt == attempt:
+                    return coordinator.writer_gone(slot.id)
+            case messages.SlotCreated(slot=number):
+                if self._are_made(host, [number]):
+                    return coordinator.allocated(slot_id_of(host, number))
+            case messages.SlotFailed(slot=number, reason=reason):
+                if self._are_made(host, [number]):
+                    why = f"on host {follower.name}: {reason}"
+                    return coordinator.allocation_failed(slot_id_of(host, number), why)
+        return []
+
+    def _are_made(self, host: int, numbers: Sequence[int]) -> bool:
+        """Return True if these slots of the host are being allocated: other reports are not
+        accepted.
+        """
+        slots = self._coordinator.slots
+        found = [slots.get(slot_id_of(host, number)) for number in numbers]
+        return all(slot is not None and slot.state == "allocating" for slot in found)

@@ -1,0 +1,1 @@
+"""The keeper's side of parity: makes it, stores it, rebuilds lost images from it."""

@@ -1,1 +1,0 @@
-"""From images, wherever they lie, back to tensors: choose, prove, read, verify."""

@@ -1,0 +1,1 @@
+"""PURE. Cuts parameters into subgroups, and schedules their updates by a cost model."""

@@ -1,0 +1,1 @@
+"""Protects snapshots against the loss of hosts: groups, parity, and the probability of survival."""

@@ -1,0 +1,1 @@
+"""PURE. Erasure codes and the libraries that compute them."""

@@ -1,0 +1,1 @@
+"""Moves image data and parity shards between the hosts of a group."""

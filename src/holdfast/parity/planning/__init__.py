@@ -1,0 +1,1 @@
+"""PURE. Plans parity: host groups, placement, protection state, memory and survival."""

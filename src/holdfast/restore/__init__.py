@@ -1,0 +1,3 @@
+"""Restores tensors from images in memory or storage: choose a source, prove coverage, read,
+verify.
+"""

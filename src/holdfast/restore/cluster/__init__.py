@@ -1,0 +1,1 @@
+"""Reads images from the memory of other hosts, and decodes lost ones from parity. No torch."""

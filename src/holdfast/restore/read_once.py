@@ -1,0 +1,335 @@
+"""Lets the ranks of a restore read each block from storage once and pass it on, where that is
+faster.
+
+The exchange is an optimization, never a condition: where it would not pay, or fails on the way,
+every rank reads what it wants for itself, as if nothing had been tried.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from msgspec import Struct, msgpack
+
+from holdfast.errors import UsageError
+from holdfast.events import Warned, emit
+from holdfast.format.checksum import BLOCK_BYTES
+from holdfast.geometry.layout import LeafEntry, table_from_json, table_hash, table_to_json
+from holdfast.restore.exchange.block_exchange import (
+    BlockExchange,
+    BlockScatter,
+    ExchangeBroke,
+    OtherFailed,
+    Pending,
+    RankLost,
+    Traffic,
+)
+from holdfast.restore.planning.block_rounds import (
+    Demand,
+    ExchangeRound,
+    Ranks,
+    counted,
+    demands,
+    find_entry,
+    plan_rounds,
+    same_demands,
+    touched,
+    wanted_blocks,
+)
+from holdfast.restore.planning.plan import BUDGET_BYTES, Want, plan_fetches
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.read import Array, BorrowBuffer, Destination
+from holdfast.world import World, all_gather_or_raise, host_id
+
+SETTING = "HOLDFAST_EXCHANGE"
+MODES = ("auto", "always", "never")
+#: Below this many blocks, connecting the ranks costs more than reading again.
+WORTH_BYTES = 64 << 20
+#: The smallest part of all reads that must be shared: a rank that reads for itself reads straight
+#: into its tensors.
+WORTH_PART = 1 / 10
+#: The part of the timeout that a rank waits for the rest after it has lost another: most often the
+#: other one has died and does not return.
+_PATIENCE_LEFT = 0.1
+
+
+class _ExchangeReply(Struct, array_like=True, frozen=True):
+    """The first message of each rank. ``name``: of the connections, if any; rank 0's counts."""
+
+    mode: str
+    host: str
+    can_connect: bool
+    table_hash: str
+    name: str
+
+
+class _DividedReads(Struct, array_like=True, frozen=True):
+    """The number of blocks a rank wants, and how many of them other ranks would read for it."""
+
+    wanted: int
+    spared: int
+
+
+class _ExchangeFailure(Struct, array_like=True, frozen=True):
+    """The reason why a rank lacks part of what it wants."""
+
+    is_of_another: bool
+    reason: str
+
+
+def read_once(
+    world: World,
+    phase: str,
+    checkpoint: Checkpoint,
+    entries: Sequence[LeafEntry],
+    wants: Sequence[Want],
+    destinations: Mapping[int, Destination],
+    borrow: BorrowBuffer,
+    *,
+    timeout_s: float,
+) -> Traffic | None:
+    """Fill ``destinations``, each block read by one rank only; None: every rank must read for
+    itself.
+
+    All ranks call it. ``entries`` are the leaves this rank wants, as it holds them; ``wants``,
+    ``destinations`` and ``borrow`` as for ``read_wants``. An error of one rank's reading is raised
+    on all ranks.
+    """
+    if world.size == 1:
+        return None
+    meet = partial(all_gather_or_raise, world, timeout_s=timeout_s)
+    table = table_to_json(same_demands(entries))
+    encoded = meet(f"{phase}: asked", lambda: msgpack.encode(_own_reply(table)))
+    replies = [msgpack.decode(each, type=_ExchangeReply) for each in encoded]
+    if not _is_wished(replies):
+        return None
+    first = [one.table_hash for one in replies].index(replies[world.rank].table_hash)
+    tables = meet(f"{phase}: described", lambda: table if first == world.rank else b"")
+    wanted = demands(_with_ranks(replies, tables))
+    planned: list[tuple[BlockScatter, list[ExchangeRound]]] = []
+
+    def plan() -> bytes:
+        scatter = BlockScatter(wants, destinations, borrow)
+        planned.append(_plan(checkpoint, wants, scatter, wanted, world.rank))
+        return msgpack.encode(_DividedReads(*counted(planned[0][1], world.rank)))
+
+    divided = [msgpack.decode(each, type=_DividedReads) for each in meet(f"{phase}: divided", plan)]
+    if not _is_worth_while(divided, is_forced=_is_forced(replies)):
+        return None
+    scatter, rounds = planned[0]
+    exchange = BlockExchange(checkpoint, rounds, scatter, world.rank, timeout_s=timeout_s)
+    return _run(world, f"{phase}: exchanged", exchange, replies[0].name, timeout_s)
+
+
+def _own_reply(table: bytes) -> _ExchangeReply:
+    mode = os.environ.get(SETTING, "").strip().lower() or "auto"
+    if mode not in MODES:
+        raise UsageError(
+            f"HOLDFAST_EXCHANGE is {mode!r}: say auto, always or never, or leave it unset"
+        )
+    return _ExchangeReply(mode, host_id(), can_connect(), table_hash(table), uuid.uuid4().hex)
+
+
+def _is_wished(replies: Sequence[_ExchangeReply]) -> bool:
+    """Return whether the exchange is possible and useful; one host shares its page cache anyway."""
+    if any(one.mode == "never" or not one.can_connect for one in replies):
+        return False
+    return _is_forced(replies) or len({one.host for one in replies}) > 1
+
+
+def _is_forced(replies: Sequence[_ExchangeReply]) -> bool:
+    return any(one.mode == "always" for one in replies)
+
+
+def _is_worth_while(divided: Sequence[_DividedReads], *, is_forced: bool) -> bool:
+    """Return whether several ranks want enough of the same blocks.
+
+    Whole blocks are counted: when a leaf is cut through columns no byte is wanted twice, but each
+    block is wanted by all ranks.
+    """
+    wanted, spared = sum(one.wanted for one in divided), sum(one.spared for one in divided)
+    if is_forced:
+        return spared > 0
+    return spared * BLOCK_BYTES >= WORTH_BYTES and spared >= WORTH_PART * wanted
+
+
+def _with_ranks(
+    replies: Sequence[_ExchangeReply], tables: Sequence[bytes]
+) -> list[tuple[Ranks, tuple[LeafEntry, ...]]]:
+    """Return each different table with its ranks."""
+    ranks: dict[str, list[int]] = {}
+    for rank, one in enumerate(replies):
+        ranks.setdefault(one.table_hash, []).append(rank)
+    return [(tuple(some), table_from_json(tables[some[0]])) for some in ranks.values()]
+
+
+def _plan(
+    checkpoint: Checkpoint,
+    wants: Sequence[Want],
+    scatter: BlockScatter,
+    wanted: Mapping[str, Demand],
+    rank: int,
+) -> tuple[BlockScatter, list[ExchangeRound]]:
+    """Plan where each fetch goes and who reads it. CoverageError when the images lack something."""
+    layout = checkpoint.layout
+    shapes = {leaf.name: leaf.shape for leaf in layout.leaves}
+    fetches = plan_fetches(wants, layout)
+    for image, some in fetches.items():
+        header = checkpoint.header(image)
+        for fetch in some:
+            leaf = wants[fetch.want].leaf
+            entry = find_entry(header, image, leaf, fetch.dtype, shapes[leaf], fetch.piece)
+            inner = fetch.part.relative_to(fetch.piece)
+            item = wanted[leaf].item_bytes
+            scatter.add(fetch, entry.offset, touched(inner, fetch.piece.shape, item, entry.offset))
+    blocks = {
+        image: wanted_blocks(image, checkpoint.header(image), layout, wanted) for image in fetches
+    }
+    return scatter, plan_rounds(blocks, rank, room_blocks=max(4, BUDGET_BYTES // BLOCK_BYTES))
+
+
+def _run(
+    world: World, phase: str, exchange: BlockExchange, name: str, timeout_s: float
+) -> Traffic | None:
+    """Run the exchange and collect the result of all ranks; None when one of them lacks
+    something.
+    """
+    lines: list[GlooWire] = []
+    try:
+        outcome = _attempt(world, exchange, lines, name, timeout_s)
+        patience_s, was_connected = timeout_s, bool(lines)
+        if not isinstance(outcome, Traffic):
+            _close_all(lines)  # ranks that wait for this one must learn that it has given up
+        if isinstance(outcome, RankLost) and was_connected:  # else others still try to connect
+            patience_s *= _PATIENCE_LEFT
+        results = all_gather_or_raise(
+            world, phase, partial(_encode_failure, outcome), timeout_s=patience_s
+        )
+    finally:
+        _close_all(lines)
+    broken = [msgpack.decode(each, type=_ExchangeFailure) for each in results if each]
+    if broken and world.rank == 0:
+        first = min(broken, key=lambda each: each.is_of_another)
+        emit(
+            Warned(
+                rank=0,
+                message=f"{phase}: {first.reason}. Nothing that came this way is used: every "
+                "rank reads all that it wants by itself.",
+            )
+        )
+    return outcome if isinstance(outcome, Traffic) and not broken else None
+
+
+def _attempt(
+    world: World, exchange: BlockExchange, lines: list[GlooWire], name: str, timeout_s: float
+) -> Traffic | BaseException:
+    try:
+        lines.append(GlooWire(world.rank, world.size, name, timeout_s))
+        return exchange.run(lines[0])
+    except BaseException as error:  # Ctrl-C, too: it is raised after the others were told
+        return error
+
+
+def _encode_failure(outcome: Traffic | BaseException) -> bytes:
+    if isinstance(outcome, BaseException) and not isinstance(outcome, ExchangeBroke):
+        raise outcome
+    if isinstance(outcome, Traffic):
+        return b""
+    return msgpack.encode(_ExchangeFailure(isinstance(outcome, OtherFailed), str(outcome)))
+
+
+def _close_all(lines: list[GlooWire]) -> None:
+    while lines:
+        lines.pop().close()
+
+
+# Connects ranks over gloo connections of Holdfast's own.
+#
+# The connections are made for one restore and closed with it, so they share no tags, no order and
+# no failure with the traffic of the training, and none stays open during training. They use gloo,
+# between the addresses given by GLOO_SOCKET_IFNAME or the host names, whatever backend the training
+# uses: the bytes lie in host memory, where they were read and are verified.
+
+
+#: Timeout for connecting; without connections each rank reads for itself.
+CONNECT_S = 30.0
+
+
+def can_connect() -> bool:
+    """Return whether this torch has the needed functions."""
+    return dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
+
+
+class GlooWire:
+    """Connections between all ranks. All ranks make one, with the same ``name``, used only once."""
+
+    def __init__(self, rank: int, size: int, name: str, timeout_s: float) -> None:
+        self._under_way: list[_ExchangeStart] = []
+        store = dist.PrefixStore(
+            f"holdfast/exchange/{name}", dist.distributed_c10d._get_default_store()
+        )
+        try:
+            # Not dist.new_group: it counts groups, and ranks whose counts differ, because one of
+            # them failed before, could never make another.
+            self._group: Any = dist.ProcessGroupGloo(
+                store, rank, size, timeout=timedelta(seconds=min(timeout_s, CONNECT_S))
+            )
+        except RuntimeError as error:
+            raise RankLost(f"rank {rank} cannot reach all ranks: {error}") from error
+
+    def send(self, rank: int, message: Array) -> Pending:
+        """See ``Wire``."""
+        return self._begin(_ExchangeStart(self._group.send, message, rank))
+
+    def receive(self, rank: int, message: Array) -> Pending:
+        """See ``Wire``."""
+        return self._begin(_ExchangeStart(self._group.recv, message, rank))
+
+    def _begin(self, message: _ExchangeStart) -> Pending:
+        self._under_way = [other for other in self._under_way if not other.is_over]
+        self._under_way.append(message)
+        return message
+
+    def close(self) -> None:
+        """See ``Wire``."""
+        # Neither shutdown() nor abort() of gloo closes a connection: only the destruction of the
+        # last object that refers to it does, and messages under way refer to it.
+        for message in self._under_way:
+            message.drop()
+        self._group = None
+
+
+class _ExchangeStart:
+    """One message; an error at its start is also raised by ``wait``."""
+
+    def __init__(self, begin: Any, message: Array, rank: int) -> None:
+        self._work: Any = None
+        self._error: RuntimeError | None = None
+        try:
+            self._work = begin([torch.from_numpy(message)], rank, 0)
+        except RuntimeError as error:
+            self._error = error
+
+    @property
+    def is_over(self) -> bool:
+        return self._work is None
+
+    def drop(self) -> None:
+        self._work = None
+
+    def wait(self, timeout_s: float) -> None:
+        """See ``Pending``."""
+        try:
+            if self._error is not None:
+                raise self._error
+            self._work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            raise RankLost(str(error)) from error
+        self.drop()

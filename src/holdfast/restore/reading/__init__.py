@@ -1,0 +1,1 @@
+"""Reads ranges of images from storage and memory, checked block by block. No torch."""

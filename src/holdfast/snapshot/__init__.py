@@ -1,1 +1,0 @@
-"""Taking the state out of the training processes into memory that outlives them."""

@@ -1,0 +1,1 @@
+"""PURE. The wire protocol between peers: messages as bytes, signatures, admission."""

@@ -1,0 +1,27 @@
+"""The generators of a GPU are set again with the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_dropout_on_a_gpu_is_drawn_again_after_a_rewind(tmp_path: Path) -> None:
+    dropout, x = torch.nn.Dropout(0.5), torch.ones(1000, device="cuda")
+    torch.cuda.manual_seed(3)
+    state = {"rng": holdfast.Rng()}
+    holdfast.save(tmp_path, state)
+    expected = dropout(x)
+    restored = holdfast.load(tmp_path, state)
+    dropout(x)  # an evaluation, say
+    restored.rewind()
+    assert torch.equal(dropout(x), expected)

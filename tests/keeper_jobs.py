@@ -1,0 +1,21 @@
+"""Captured generations, as a keeper hands them to its persister."""
+
+from __future__ import annotations
+
+from holdfast.format.manifest import Generation, Incarnation
+from holdfast.keeper.image_writer import ImageJob, PersistJob
+from images import images_of, random_leaf, seals
+from roots import LAYOUT
+
+
+def job_of(generation: Generation, record: Incarnation) -> PersistJob:
+    """Of a start with this record; all its images are sealed."""
+    attempt = f"a{generation.incarnation}x{generation.step}"
+    leaves = {"w": random_leaf("F32", (6, 2), generation.step)}
+    images = images_of(LAYOUT, leaves, generation=generation, attempt=attempt)
+    jobs = {rank: ImageJob(rank, memoryview(image)) for rank, image in images.items()}
+    for rank, image in images.items():
+        jobs[rank].seal(*seals(image))
+    job = PersistJob(attempt, generation, record, 2, LAYOUT.hash, LAYOUT.to_json(), jobs)
+    job.is_complete.set()
+    return job

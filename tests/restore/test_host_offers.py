@@ -1,0 +1,93 @@
+"""What hosts do not say they hold is not known; that they hold nothing is not said by it."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.catalogue import ROOT
+from holdfast.errors import RestoreError
+from holdfast.format.manifest import Generation, Incarnation
+from holdfast.hosts import HostTable
+from holdfast.persist import commit
+from holdfast.protocol import messages as m
+from holdfast.restore.cluster_sources import ClusterSources
+from holdfast.storage.memory import MemoryStore
+from holdfast.world import SoloWorld
+from peering import SECRET
+from roots import save
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    found = MemoryStore()
+    commit.open_root(found, "r")
+    return found
+
+
+def offers_of(store: MemoryStore, arena: Path, incarnation: int = 2) -> ClusterSources:
+    """Those of a start one of whose hosts is out of reach."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        port = nobody.getsockname()[1]
+    place = m.HostEntry(id="gone", ranks=(0,), address="127.0.0.1", port=port)
+
+    def ask(*_: Any) -> Any:
+        raise AssertionError("nothing is asked of the keeper here")
+
+    offers = ClusterSources(store, 0, arena, ask, HostTable((place,), 0, SECRET))
+    offers.incarnation = incarnation
+    return offers
+
+
+def test_a_run_does_not_begin_anew_while_a_host_does_not_say_what_it_holds(
+    store: MemoryStore, arena_dir: Path
+) -> None:
+    offers = offers_of(store, arena_dir)
+    with pytest.raises(RestoreError, match="memory of gone is not known"):
+        offers.first(SoloWorld(), None, timeout_s=5)
+    assert offers.is_there_any()
+    save(store, Generation(1, 10))
+    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    assert found.generation == (1, 10)
+    offers.close()
+
+
+def test_at_the_first_start_of_all_nobody_has_anything_to_say(
+    store: MemoryStore, arena_dir: Path
+) -> None:
+    offers = offers_of(store, arena_dir, incarnation=1)
+    assert offers.first(SoloWorld(), None, timeout_s=5) == []
+    assert not offers.is_there_any()
+    offers.close()
+
+
+def test_hosts_take_nothing_past_a_lost_record_but_by_its_name(
+    store: MemoryStore, arena_dir: Path
+) -> None:
+    save(store, Generation(1, 10))
+    record = Incarnation(run_id="r", n=3, nonce="c", parent=(2, 25))
+    commit.record_incarnation(store, record)
+    offers = offers_of(store, arena_dir)
+    for step in (None, 10):
+        with pytest.raises(RestoreError, match=r"incarnations/2\.json"):
+            offers.first(SoloWorld(), step, timeout_s=5)
+    assert offers.is_there_any()
+    (found,) = offers.first(SoloWorld(), "1-10", timeout_s=5)
+    assert found.generation == (1, 10)
+    offers.close()
+
+
+@pytest.mark.parametrize("incarnation", [1, 2])
+def test_a_root_that_has_gone_since_the_start_is_not_taken_for_an_empty_one(
+    store: MemoryStore, arena_dir: Path, incarnation: int
+) -> None:
+    offers = offers_of(store, arena_dir, incarnation)
+    store.remove(ROOT)
+    assert offers.is_there_any()
+    with pytest.raises(RestoreError, match="not there any more"):
+        offers.first(SoloWorld(), None, timeout_s=5)
+    offers.close()
