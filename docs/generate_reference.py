@@ -414,7 +414,9 @@ def members(one: type) -> list[tuple[str, Any]]:
         (name, value)
         for name, value in vars(one).items()
         if not name.startswith("_") and name not in hidden
-        if inspect.isfunction(value) or isinstance(value, property | cached_property)
+        if isinstance(value, property | cached_property)
+        # torch puts an inherited `step` into the class itself when the first object is made.
+        or (inspect.isfunction(value) and value.__qualname__ == f"{one.__qualname__}.{name}")
     ]
 
 

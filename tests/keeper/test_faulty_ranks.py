@@ -175,14 +175,19 @@ def test_a_rank_that_leaves_in_the_middle_of_a_capture_does_not_keep_the_keeper(
     wait_end(descriptor)
 
 
-def test_a_flood_of_refused_messages_is_told_in_a_few_words_and_in_numbers(tmp_path: Path) -> None:
+def test_a_flood_of_refused_messages_is_told_in_a_few_words_and_in_numbers(
+    tmp_path: Path, arena_dir: Path
+) -> None:
     heard: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
     line = connect(tmp_path, listener=heard.put)
     begin(line)
+    (pid,) = keeper_pids(arena_dir)
+    keeper = os.pidfd_open(pid)
     for _ in range(2000):
         line.send(m.CancelRequest(step=-1))
     capture(line, heard, 1)
     end(line)
+    wait_end(keeper)  # what is left to be told it tells as it ends
     warned = [
         e for e in read_events(tmp_path, "keeper-*", "Warned") if "step is -1" in e["message"]
     ]

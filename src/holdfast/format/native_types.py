@@ -124,7 +124,7 @@ def _encode_enum(value: Enum, where: str) -> dict[str, str]:
 
 
 def enum_member(body: Any, *, strict: bool) -> Any:
-    """Returns the member a ``$enum`` names; as EnumMember where its enum is not registered.
+    """Returns the member a ``$enum`` names; as EnumMember where this program has no such member.
 
     With ``strict`` that is a UsageError: a program never gets a value that it does not expect.
     """
@@ -141,6 +141,8 @@ def enum_member(body: Any, *, strict: bool) -> Any:
     if isinstance(member, int):
         return kind(member)
     if member not in kind.__members__:
+        if not strict:
+            return EnumMember(known_as, member)
         raise UsageError(f"the checkpoint holds {known_as}.{member}, which {kind} has not got")
     return kind[member]
 
