@@ -65,7 +65,7 @@ tests-all: $(READY)
 # One seed: what is reached does not change from run to run.
 coverage: $(READY) ## every line and branch of the pure modules is reached by their tests
 	$(PYTEST) -m "not slow" --hypothesis-seed=0 --cov --cov-report= $(PURE_TESTS)
-	files=$$($(BIN)/python tests/contracts.py pure) && $(BIN)/coverage report --fail-under=100 --include="$$files"
+	files=$$($(BIN)/python tests/support/project/contracts.py pure) && $(BIN)/coverage report --fail-under=100 --include="$$files"
 
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from leftovers import end_keepers
+from support.runs.leftovers import end_keepers
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,7 +22,7 @@ from holdfast.capture.copy_slot import OvertakeDetector
 from holdfast.capture.task import Timeouts
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
-from leftovers import end_keepers, keeper_pids
+from support.runs.leftovers import end_keepers, keeper_pids
 
 State = dict[str, Any]
 

@@ -14,12 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from conformance import check_root
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Manifest
 from holdfast.storage.local import LocalStore
-from launch import run_ranks
-from roots import whole
+from support.checkpoints.conformance import check_root
+from support.checkpoints.roots import whole
+from support.runs.launch import run_ranks
 
 State = dict[str, Any]
 WIDE, NARROW = 700, 4

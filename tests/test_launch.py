@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from launch import run_ranks
+from support.runs.launch import run_ranks
 
 
 class Refused(Exception):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from leftovers import end_keepers
+from support.runs.leftovers import end_keepers
 
 
 @contextmanager

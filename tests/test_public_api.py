@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from contracts import modules_of
 from holdfast import errors
+from support.project.contracts import modules_of
 
 PROJECT = Path(__file__).parents[1]
 

@@ -10,7 +10,7 @@ import pytest
 import holdfast
 from holdfast.errors import DeadlineExceeded, StorageError, UsageError
 from holdfast.world import SoloWorld, TorchWorld, all_gather_or_raise, current_world, from_rank0
-from launch import run_ranks
+from support.runs.launch import run_ranks
 
 
 def _talk(rank: int, world: int) -> list[object]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from code_blocks import PROJECT
+from support.project.code_blocks import PROJECT
 
 Bench = Callable[..., subprocess.CompletedProcess[str]]
 

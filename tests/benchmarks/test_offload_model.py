@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from code_blocks import PROJECT
+from support.project.code_blocks import PROJECT
 
 PAGE = PROJECT / "docs" / "offload-model.md"
 

@@ -12,7 +12,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from code_blocks import PROJECT
+from support.project.code_blocks import PROJECT
 
 BENCHMARKS = PROJECT / "benchmarks"
 SYSTEMS = BENCHMARKS / "systems"

@@ -9,7 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from code_blocks import PROJECT
+from support.project.code_blocks import PROJECT
 
 
 def test_the_quick_benchmark_of_scrubbing_runs(bench: Callable[..., CompletedProcess[str]]) -> None:

@@ -15,7 +15,7 @@ from holdfast.capture.replica_samples import ScalarAgreement
 from holdfast.errors import UsageError
 from holdfast.state.bindings import LeafSource
 from holdfast.storage.memory import MemoryStore
-from ring_runs import FakeGpu, Through
+from support.runs.ring_runs import FakeGpu, Through
 
 
 def state(*numbers: float) -> Through:

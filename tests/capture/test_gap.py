@@ -14,7 +14,7 @@ from holdfast.format.image import fill_in
 from holdfast.geometry.layout import merge, table_from_json
 from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer
-from images import halves, seals
+from support.checkpoints.images import halves, seals
 
 
 def test_nothing_of_what_the_memory_held_before_is_left_in_the_gap() -> None:

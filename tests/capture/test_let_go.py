@@ -16,8 +16,8 @@ from torch import nn, optim
 
 import holdfast
 from holdfast import events
-from keepers import wait_end
-from leftovers import keeper_pids
+from support.runs.keepers import wait_end
+from support.runs.leftovers import keeper_pids
 
 
 def build() -> tuple[nn.Module, dict[str, Any]]:

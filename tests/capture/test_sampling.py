@@ -14,8 +14,8 @@ from holdfast.capture import replica_samples as sampling
 from holdfast.capture.replica_samples import ReplicaSample
 from holdfast.errors import CaptureOvertaken
 from holdfast.format.checksum import checksum
-from mishaps import listening
-from replicas import WORLD, Replica, numbers
+from support.runs.mishaps import listening
+from support.runs.replicas import WORLD, Replica, numbers
 
 
 def test_what_two_ranks_hold_alike_has_the_same_sums_in_every_turn() -> None:

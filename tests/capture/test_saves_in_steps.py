@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import holdfast
 from holdfast import Every, SnapshotSkipped, UnsupportedState, UsageError
 from holdfast.state import step_calls
-from mid_step import OPTIMIZERS, Copy, Training, are_equal, restored
+from support.models.mid_step import OPTIMIZERS, Copy, Training, are_equal, restored
 
 ONLY_WHEN_ASKED: dict[str, Any] = {"memory": None, "storage": None}
 

@@ -14,8 +14,8 @@ import pytest
 
 import holdfast
 from holdfast import events
-from mid_step import OPTIMIZERS, Copy, Training, are_equal, at_bytecode, restored
-from mishaps import listening
+from support.models.mid_step import OPTIMIZERS, Copy, Training, are_equal, at_bytecode, restored
+from support.runs.mishaps import listening
 
 TORCHS = [kind for kind in OPTIMIZERS if "hybrid" not in kind]
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import holdfast
-from coordinators import Keeper, granted, of
 from holdfast.capture.replica_samples import OptimizerSteps, StandstillProbe, TrainedParameters
 from holdfast.coordinator.actions import Warn
 from holdfast.coordinator.replica_check import StandstillAlarm
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.protocol import messages as m
 from holdfast.protocol.messages import CHANGED, NOTHING_TO_SAY
-from losing import events_of
+from support.coordinator.coordinators import Keeper, granted, of
+from support.runs.losing import events_of
 
 # ── what all ranks say ───────────────────────────────────────────────────────────────────────
 

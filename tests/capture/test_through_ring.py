@@ -24,7 +24,7 @@ from holdfast.state.describe import Describer
 from holdfast.storage.base import ImageSink
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, PassingSink
-from ring_runs import FakeGpu, Through
+from support.runs.ring_runs import FakeGpu, Through
 
 MIB = 1 << 20
 

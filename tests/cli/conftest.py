@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import holdfast
-from commands import save_on_ranks, state_in
 from holdfast.storage.local import LocalStore
-from launch import run_ranks
-from roots import fill
+from support.checkpoints.commands import save_on_ranks, state_in
+from support.checkpoints.roots import fill
+from support.runs.launch import run_ranks
 
 
 def state() -> dict[str, Any]:

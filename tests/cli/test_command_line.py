@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import holdfast
-from commands import SOURCE, Out, json_of, text_of, tied_model
 from holdfast import errors
 from holdfast.cli import BUG, COMMANDS, main, parser
 from holdfast.cli.command import in_json
 from holdfast.cli.output import SlowProgress
+from support.checkpoints.commands import SOURCE, Out, json_of, text_of, tied_model
 
 
 def test_the_command_line_loads_no_torch() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from commands import SOURCE, Out, error_of, json_of, text_of
 from holdfast.cli import COMMANDS
 from holdfast.cli.completion import SCRIPTS, complete
+from support.checkpoints.commands import SOURCE, Out, error_of, json_of, text_of
 
 
 def test_commands_are_completed() -> None:

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 import holdfast
-from commands import (
+from holdfast.cli import leaf_reader as portions
+from holdfast.cli.checkpoints import open_checkpoint, open_root
+from holdfast.cli.differences import CheckpointDifference, First, joined, leaf_changes
+from holdfast.restore.planning.plan import Want
+from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.read import Array
+from support.checkpoints.commands import (
     CHANGED,
     CHANGED_AT,
     Out,
@@ -23,12 +29,6 @@ from commands import (
     text_of,
     tied_model,
 )
-from holdfast.cli import leaf_reader as portions
-from holdfast.cli.checkpoints import open_checkpoint, open_root
-from holdfast.cli.differences import CheckpointDifference, First, joined, leaf_changes
-from holdfast.restore.planning.plan import Want
-from holdfast.restore.reading.images import Checkpoint
-from holdfast.restore.reading.read import Array
 
 LAYOUTS = ("plain", "ddp", "fsdp", "tp", "fsdp_tp")
 

@@ -26,7 +26,7 @@ from holdfast.cli.doctor.rules.findings import (
     worst,
 )
 from holdfast.storage.local import LocalStore
-from roots import fill, leave_behind
+from support.checkpoints.roots import fill, leave_behind
 
 Out = pytest.CaptureFixture[str]
 GB = 10**9

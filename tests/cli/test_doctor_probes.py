@@ -48,8 +48,8 @@ from holdfast.protocol.arena import (
 )
 from holdfast.protocol.client import find_or_start
 from holdfast.storage.local import LocalStore
-from leftovers import keeper_pids
-from roots import fill
+from support.checkpoints.roots import fill
+from support.runs.leftovers import keeper_pids
 
 Out = pytest.CaptureFixture[str]
 

@@ -15,7 +15,6 @@ import xxhash
 from safetensors import safe_open
 
 import holdfast
-from commands import Out, damage, error_of, image_of, json_of, run_alone, text_of
 from holdfast.cli import dump
 from holdfast.cli import leaf_reader as portions
 from holdfast.cli.boxes import parse_box
@@ -25,6 +24,15 @@ from holdfast.geometry.box import Box
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import Array
+from support.checkpoints.commands import (
+    Out,
+    damage,
+    error_of,
+    image_of,
+    json_of,
+    run_alone,
+    text_of,
+)
 
 
 def save(root: Path, **state: Any) -> Path:

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from commands import SOURCE
 from holdfast import events
 from holdfast.catalogue import LOCK
 from holdfast.cli import COMMANDS
@@ -32,7 +31,8 @@ from holdfast.observe.text import printable, printable_lines
 from holdfast.persist import commit
 from holdfast.persist.pins import pin
 from holdfast.storage.local import LocalStore
-from images import images_of, publish_checkpoint, random_leaf
+from support.checkpoints.commands import SOURCE
+from support.checkpoints.images import images_of, publish_checkpoint, random_leaf
 
 #: Screen cleared, title set, line overwritten, links, C1 controls, DEL, bidirectional marks and
 #: isolates, zero widths, line separators, tags, fillers; and markup of rich's.

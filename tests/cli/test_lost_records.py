@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import holdfast
-from commands import Out, error_of, json_of, text_of
 from holdfast.catalogue import ROOT, read_document
 from holdfast.cli.doctor.root import probe_root
 from holdfast.format.manifest import Generation, Incarnation, Root
 from holdfast.persist import commit
 from holdfast.storage.local import LocalStore
+from support.checkpoints.commands import Out, error_of, json_of, text_of
 
 LOST = "incarnations/3.json"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from commands import Out, json_of, text_of
 from holdfast.persist import commit
 from holdfast.storage.local import LocalStore
+from support.checkpoints.commands import Out, json_of, text_of
 
 
 def test_ls_lists_every_checkpoint_and_which_is_newest(root: Path, capsys: Out) -> None:

@@ -22,7 +22,7 @@ from holdfast.cli.pictures import (
 )
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import REPLICATE, BoxList, Instance, Layout, LeafSpec, Placement
-from layouts import layouts, mesh, on
+from support.models.layouts import layouts, mesh, on
 
 ROWS, COLUMNS = Placement(0), Placement(1)
 

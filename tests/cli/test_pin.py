@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.storage.local import LocalStore
-from roots import fill, whole
+from support.checkpoints.roots import fill, whole
 
 Out = pytest.CaptureFixture[str]
 

@@ -16,7 +16,7 @@ from holdfast.catalogue import LOCK
 from holdfast.cli import main
 from holdfast.cli.checkpoints import holders, root_holder
 from holdfast.storage.local import LocalStore
-from roots import fill, leave_behind, whole
+from support.checkpoints.roots import fill, leave_behind, whole
 
 Out = pytest.CaptureFixture[str]
 ALL = ["1-10", "1-20", "1-30", "2-20", "2-30", "2-40"]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from commands import Out, json_of, text_of
 from holdfast import events
 from holdfast.cli import main
+from support.checkpoints.commands import Out, json_of, text_of
 
 
 def test_report_prints_a_runs_saves(tmp_path: Path, capsys: Out) -> None:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import holdfast
-from commands import LARGE, Out, error_of, json_of, text_of, tied_model
 from holdfast import errors
 from holdfast.cli import main
 from holdfast.cli.checkpoints import choose, open_root
 from holdfast.format.manifest import Generation
 from holdfast.storage.local import LocalStore
-from roots import fill
+from support.checkpoints.commands import LARGE, Out, error_of, json_of, text_of, tied_model
+from support.checkpoints.roots import fill
 
 
 def test_show_lists_leaves_and_values_of_the_newest(root: Path, capsys: Out) -> None:

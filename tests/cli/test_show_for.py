@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from commands import Out, error_of, json_of, run_alone, text_of
 from holdfast.geometry.box import Box
 from holdfast.geometry.parallelism import NamedLayout, asked
+from support.checkpoints.commands import Out, error_of, json_of, run_alone, text_of
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import Out, damage, image_of, json_of, text_of
+from support.checkpoints.commands import Out, damage, image_of, json_of, text_of
 
 
 @pytest.mark.parametrize("deep", [[], ["--deep"]])

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from coordinators import Actions, Keeper, granted, of, told
 from holdfast.coordinator.actions import ReportOutcome, ReportReplicasDiffer, SendMessage, Warn
 from holdfast.events import ReplicasDiffer
 from holdfast.geometry.layout import Layout
 from holdfast.geometry.replicas import Replicas
 from holdfast.protocol import messages as m
 from holdfast.protocol.replica_events import difference_events
+from support.coordinator.coordinators import Actions, Keeper, granted, of, told
 
 ALIKE = struct.pack("<I", 7)
 

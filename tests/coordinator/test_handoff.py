@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from coordinators import CAPTURE_S, GRANT_S, Actions, Keeper, granted, of, table, told
 from holdfast.coordinator.actions import (
     AbortPersist,
     AllocateSlots,
@@ -16,6 +15,16 @@ from holdfast.coordinator.actions import (
 from holdfast.coordinator.slots import SLACK_BYTES
 from holdfast.geometry.layout import merge, table_from_json
 from holdfast.protocol import messages as m
+from support.coordinator.coordinators import (
+    CAPTURE_S,
+    GRANT_S,
+    Actions,
+    Keeper,
+    granted,
+    of,
+    table,
+    told,
+)
 
 # ── asking ───────────────────────────────────────────────────────────────────────────────────
 

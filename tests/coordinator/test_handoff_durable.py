@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from coordinators import CAPTURE_S, GRANT_S, Actions, Keeper, granted, of, told
 from holdfast.coordinator.actions import (
     AbortPersist,
     AllocateSlots,
@@ -12,6 +11,7 @@ from holdfast.coordinator.actions import (
 )
 from holdfast.coordinator.slots import NO_SLOT
 from holdfast.protocol import messages as m
+from support.coordinator.coordinators import CAPTURE_S, GRANT_S, Actions, Keeper, granted, of, told
 
 
 def started(actions: Actions) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from coordinators import CAPTURE_S, Actions, Keeper, granted, of, told
 from holdfast.coordinator.actions import (
     Action,
     AllocateRings,
@@ -16,6 +15,7 @@ from holdfast.coordinator.actions import (
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.slots import Slot, host_of, number_of, slot_id_of
 from holdfast.protocol import messages as m
+from support.coordinator.coordinators import CAPTURE_S, Actions, Keeper, granted, of, told
 
 PLACES = (
     m.HostEntry(id="a", ranks=(0, 3)),

@@ -20,15 +20,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from coordinators import CAPTURE_S, GRANT_S
-from handoff_checks import CheckedWorld
-from handoff_facts import Process, Save, is_idle
-from handoff_hosts import HostedWorld
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import Slot, Slots, SlotWriter
 from holdfast.protocol import messages as m
+from support.coordinator.coordinators import CAPTURE_S, GRANT_S
+from support.coordinator.handoff_checks import CheckedWorld
+from support.coordinator.handoff_facts import Process, Save, is_idle
+from support.coordinator.handoff_hosts import HostedWorld
 
 #: Sizes of the values in an image: the second pair lies on both sides of a slot's next size.
 VALUES_BYTES = (10, 1_000_000, 1_040_000, 5_000_000)

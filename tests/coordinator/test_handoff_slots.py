@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 from holdfast.coordinator.actions import AllocateSlots, RemoveSlot
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import ONLY_DURABLE, Coordinator
 from holdfast.coordinator.slots import BEING_MADE, Slot, SlotWriter
 from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
+from support.coordinator.coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 from holdfast.coordinator.actions import Action, StartPersist
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
@@ -12,6 +11,7 @@ from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import FormatError
 from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
+from support.coordinator.coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 
 
 def left(*images: tuple[int, int], capacity_bytes: int = 2 << 20) -> Coordinator:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from coordinators import Keeper, granted, of, table, told
 from holdfast import Checkpointer
 from holdfast.capture import slot_cache as mapped
 from holdfast.coordinator import layouts
@@ -22,6 +21,7 @@ from holdfast.protocol import image_plan
 from holdfast.protocol import messages as m
 from holdfast.protocol.client import KeeperClient
 from holdfast.state import describe
+from support.coordinator.coordinators import Keeper, granted, of, table, told
 
 
 class Counts(Counter[str]):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from evidence import check_storage, newest_sealed, read_events
-from leftovers import keeper_pids
-from lives import Lives, read_progress
+from support.runs.evidence import check_storage, newest_sealed, read_events
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives, read_progress
 
 #: A slot of 20 MiB.
 ROWS = 140

@@ -12,8 +12,8 @@ import pytest
 
 import holdfast
 from holdfast.testing.faults import newest_durable
-from keepers import kill_keeper
-from mishaps import build, content, train
+from support.runs.keepers import kill_keeper
+from support.runs.mishaps import build, content, train
 
 #: What every interpreter does first that finds it: its clock is as far off as a file says.
 CUSTOMIZED = """

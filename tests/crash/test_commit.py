@@ -22,7 +22,7 @@ from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
-from images import images_of, random_leaf, seals, split_leaf
+from support.checkpoints.images import images_of, random_leaf, seals, split_leaf
 
 LAYOUT = Layout(2, (split_leaf("b", "I64", (3,), 2), split_leaf("w", "F32", (5, 3), 2)))
 #: The same state after it got a leaf, and what it is at every step of a run that grows and shrinks.

@@ -29,10 +29,10 @@ from holdfast.storage.local import LocalStore
 from holdfast.testing.faults import held
 from holdfast.testing.faults.hosts import kill as end_processes
 from holdfast.world import host_id
-from keepers import connect_to, kill_keeper
-from launch import run_ranks
-from leftovers import keeper_pids
-from mishaps import build, content, files, listening, train
+from support.runs.keepers import connect_to, kill_keeper
+from support.runs.launch import run_ranks
+from support.runs.leftovers import keeper_pids
+from support.runs.mishaps import build, content, files, listening, train
 
 Content = dict[str, bytes]
 

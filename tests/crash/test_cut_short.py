@@ -10,8 +10,8 @@ import pytest
 
 from holdfast.protocol.arena import IMAGE_START, PAGE_BYTES
 from holdfast.testing.faults import newest_durable
-from leftovers import keeper_pids
-from lives import Lives
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives
 
 
 @pytest.mark.timeout(120)

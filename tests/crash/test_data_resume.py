@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.data.planning.order import Order
-from launch import run_ranks
-from packing import SAMPLES, Packing, lines
+from support.models.packing import SAMPLES, Packing, lines
+from support.runs.launch import run_ranks
 
 KILLED_AFTER = 9
 

@@ -14,9 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from evidence import check_storage, newest_sealed, read_events, slot_records, unpublished_attempts
-from leftovers import keeper_pids
-from lives import Lives, read_progress
+from support.runs.evidence import (
+    check_storage,
+    newest_sealed,
+    read_events,
+    slot_records,
+    unpublished_attempts,
+)
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives, read_progress
 
 #: Large enough that an image is on its way to storage most of the time.
 ROWS = 610

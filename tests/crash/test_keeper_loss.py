@@ -12,8 +12,8 @@ import pytest
 
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
-from leftovers import keeper_pids
-from lives import Lives, read_progress
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives, read_progress
 
 
 def kill_keepers(arena: Path) -> int:

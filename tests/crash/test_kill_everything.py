@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from evidence import check_storage, slot_records
-from leftovers import keeper_pids
-from lives import Lives, read_progress
+from support.runs.evidence import check_storage, slot_records
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives, read_progress
 
 #: Between two of the kills at most; longer than a step.
 APART_S = 0.02

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from evidence import check_storage, slot_records
-from lives import PHASES, Lives, read_signpost
+from support.runs.evidence import check_storage, slot_records
+from support.runs.lives import PHASES, Lives, read_signpost
 
 #: How long after a rank came to a phase it is killed at most: longer than most phases last.
 LATEST_S = 0.01

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from evidence import check_storage, newest_sealed, read_events
-from leftovers import keeper_pids
-from lives import Lives, read_progress
+from support.runs.evidence import check_storage, newest_sealed, read_events
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives, read_progress
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
 MIB = 1 << 20

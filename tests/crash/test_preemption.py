@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import holdfast
-from evidence import check_storage
 from holdfast.catalogue import catalogue
 from holdfast.preemption import SignalWatch
 from holdfast.storage.local import LocalStore
-from leftovers import keeper_pids
-from lives import Lives, build, read_progress, read_signpost, take_step
-from torchruns import SCRIPT, environment, write_life
+from support.runs.evidence import check_storage
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives, build, read_progress, read_signpost, take_step
+from support.runs.torchruns import SCRIPT, environment, write_life
 
 GRACE_S = 30.0
 NEVER = 1_000_000

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast
-from gates import Gate
 from holdfast import events
 from holdfast.capture.task import Timeouts
 from holdfast.catalogue import catalogue
 from holdfast.protocol import messages as m
 from holdfast.protocol.client import KeeperClient
 from holdfast.storage.local import LocalStore
-from keepers import kill_keeper
-from launch import run_ranks
-from leftovers import keeper_pids
-from lives import build, take_step
+from support.runs.gates import Gate
+from support.runs.keepers import kill_keeper
+from support.runs.launch import run_ranks
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import build, take_step
 
 _HANG = """
 import os, sys, time

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 import holdfast
-from evidence import check_storage, read_events, slot_records, unpublished_attempts
 from holdfast import events
 from holdfast.capture.task import Timeouts
 from holdfast.catalogue import catalogue
 from holdfast.observe.report_builder import read_report
 from holdfast.storage.local import LocalStore
-from keepers import kill_keeper
-from leftovers import keeper_pids
-from lives import Lives
-from mishaps import build, content, listening, train
+from support.runs.evidence import check_storage, read_events, slot_records, unpublished_attempts
+from support.runs.keepers import kill_keeper
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives
+from support.runs.mishaps import build, content, listening, train
 
 MIB = 1 << 20
 ARENA_BYTES = 24 * MIB

@@ -15,9 +15,17 @@ from types import FrameType
 import pytest
 
 import holdfast
-from evidence import check_storage
-from lives import PHASES, Lives, build, read_progress, read_signpost, take_step, wrong_elements
-from torchruns import SCRIPT, environment, write_life
+from support.runs.evidence import check_storage
+from support.runs.lives import (
+    PHASES,
+    Lives,
+    build,
+    read_progress,
+    read_signpost,
+    take_step,
+    wrong_elements,
+)
+from support.runs.torchruns import SCRIPT, environment, write_life
 
 
 def start_script(lives: Lives, steps: int) -> subprocess.Popen[str]:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import holdfast
-from evidence import check_storage, newest_sealed, read_events
 from holdfast.capture.task import Timeouts
-from leftovers import keeper_pids
-from lives import Lives, build, read_progress, take_step
+from support.runs.evidence import check_storage, newest_sealed, read_events
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives, build, read_progress, take_step
 
 #: What bounds how long a step may be held by a keeper that does not answer.
 PATIENCE = {"grant_s": 1.0, "durable_grant_s": 1.0, "first_grant_s": 60.0}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 import holdfast
-from evidence import check_storage, newest_sealed, read_events
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
-from lives import Lives, build, take_step
-from torchruns import Torchrun, is_worker
+from support.runs.evidence import check_storage, newest_sealed, read_events
+from support.runs.lives import Lives, build, take_step
+from support.runs.torchruns import Torchrun, is_worker
 
 
 def wait_gone(pids: list[int], timeout_s: float = 30.0) -> None:

@@ -23,10 +23,10 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.persist import commit
 from holdfast.storage.local import LocalStore
 from holdfast.testing.faults.hosts import kill as end_processes
-from keepers import arena_of, kill_keeper
-from launch import run_ranks
-from leftovers import keeper_pids
-from mishaps import listening
+from support.runs.keepers import arena_of, kill_keeper
+from support.runs.launch import run_ranks
+from support.runs.leftovers import keeper_pids
+from support.runs.mishaps import listening
 
 
 @pytest.fixture(autouse=True)

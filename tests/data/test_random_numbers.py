@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader.sampler import RandomSampler
 
 import holdfast
 from holdfast import events
-from mishaps import listening
+from support.runs.mishaps import listening
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from code_blocks import PROJECT, Block, blocks, name_of, pages
-from launch import run_ranks
+from support.project.code_blocks import PROJECT, Block, blocks, name_of, pages
+from support.runs.launch import run_ranks
 
 PAGES = {name_of(page): blocks(page) for page in pages()}
 DIRECTIVES = ("not run:", "on ", "file:", "before:")

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from code_blocks import PROJECT
+from support.project.code_blocks import PROJECT
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from code_blocks import PROJECT, name_of, pages
 from holdfast import errors
+from support.project.code_blocks import PROJECT, name_of, pages
 
 PAGES = [pytest.param(page, id=name_of(page)) for page in pages()]
 SOURCES = PROJECT / "src" / "holdfast"

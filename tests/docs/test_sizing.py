@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from code_blocks import blocks
 from holdfast.cli import main
 from holdfast.persist.commit import SWEPT_AFTER
+from support.project.code_blocks import blocks
 
 PAGE = Path(__file__).parents[2] / "docs" / "sizing.md"
 

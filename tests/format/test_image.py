@@ -31,8 +31,8 @@ from holdfast.format.image import (
 )
 from holdfast.geometry.box import Box
 from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
-from images import assemble
-from items import Item, contents_of, items_lists, parse
+from support.checkpoints.images import assemble
+from support.checkpoints.items import Item, contents_of, items_lists, parse
 
 # ── any reader of safetensors can read an image ──────────────────────────────────────────────
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import holdfast
-from forge import GENERATION, LEAVES, copy_of, make_good
 from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Layout
 from holdfast.storage.local import LocalStore
-from images import images_of, publish_checkpoint, random_leaf, split_leaf
-from launch import run_ranks
-from models import build, make_optimizer_state, truth
+from support.checkpoints.forge import GENERATION, LEAVES, copy_of, make_good
+from support.checkpoints.images import images_of, publish_checkpoint, random_leaf, split_leaf
+from support.models.models import build, make_optimizer_state, truth
+from support.runs.launch import run_ranks
 
 READER = Path(__file__).parents[2] / "examples" / "read_with_only_safetensors.py"
 

@@ -15,9 +15,8 @@ from hypothesis import given, settings
 from safetensors.numpy import load
 from torch import nn
 
-import conformance
 import holdfast
-import specification as spec
+import support.checkpoints.specification as spec
 from holdfast.checkpointer import Checkpointer
 from holdfast.format import image, manifest, values
 from holdfast.format.checksum import BLOCK_BYTES
@@ -30,10 +29,11 @@ from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh
 from holdfast.persist.pins import pin
 from holdfast.storage.open import open_store
-from images import images_of
-from launch import run_ranks
-from layouts import layouts
-from models import build, make_optimizer_state
+from support.checkpoints import conformance
+from support.checkpoints.images import images_of
+from support.models.layouts import layouts
+from support.models.models import build, make_optimizer_state
+from support.runs.launch import run_ranks
 
 # ── the document and the code ────────────────────────────────────────────────────────────────
 

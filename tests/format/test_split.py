@@ -13,8 +13,8 @@ from holdfast.errors import FormatError
 from holdfast.format.checksum import BLOCK_BYTES, unpack_table
 from holdfast.format.image import GAP, PAD, TABLE, VALUES, Header, join, plan_image, split
 from holdfast.format.manifest import PARTS
-from images import assemble, halves
-from items import Item, contents_of, items_lists, parse
+from support.checkpoints.images import assemble, halves
+from support.checkpoints.items import Item, contents_of, items_lists, parse
 
 ABOUT = {
     "run": "r",

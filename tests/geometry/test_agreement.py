@@ -18,7 +18,7 @@ from holdfast.geometry.layout import (
     table_from_json,
     table_to_json,
 )
-from layouts import layouts, mesh, on, unhurried
+from support.models.layouts import layouts, mesh, on, unhurried
 
 Table = list[LeafEntry]
 

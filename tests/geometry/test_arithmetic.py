@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import slow_owners
 from holdfast.geometry import leaf_classes as forms
 from holdfast.geometry import ownership as filling
 from holdfast.geometry.box import Box
@@ -27,7 +26,8 @@ from holdfast.geometry.layout import (
 from holdfast.geometry.mesh import MeshCut, holders, local_ranges
 from holdfast.geometry.mesh_cells import DimCuts, MeshCells
 from holdfast.geometry.ownership import WriteOwners, balance
-from layouts import instances, irregular, mesh, placed, shapes, unhurried
+from support.models.layouts import instances, irregular, mesh, placed, shapes, unhurried
+from support.runs import slow_owners
 
 # ── who stores what ──────────────────────────────────────────────────────────────────────────
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import conformance
 from holdfast.geometry import box as boxes
 from holdfast.geometry import partition as cutting
 from holdfast.geometry.box import Box
 from holdfast.geometry.irregular import Part
 from holdfast.geometry.partition import MAX_OVERLAP, common_elements, partition
+from support.checkpoints import conformance
 
 Shape = tuple[int, ...]
 Case = tuple[Shape, list[Part]]

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.geometry.box import Box, cover_fault
 from holdfast.geometry.layout import REPLICATE, Mesh, Placement, local_boxes, local_shape
-from launch import run_ranks
+from support.runs.launch import run_ranks
 
 ROWS = (1, *range(7, 25))
 Shape = tuple[int, ...]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box, runs
 from holdfast.geometry.index import flat_boxes
-from layouts import unhurried
+from support.models.layouts import unhurried
 
 
 @st.composite

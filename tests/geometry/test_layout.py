@@ -27,7 +27,7 @@ from holdfast.geometry.layout import (
     table_to_json,
 )
 from holdfast.geometry.mesh import MAX_STRIDES
-from layouts import layouts, mesh, on, unhurried
+from support.models.layouts import layouts, mesh, on, unhurried
 
 
 @unhurried

@@ -31,7 +31,7 @@ from holdfast.geometry.layout import (
     table_to_json,
 )
 from holdfast.geometry.mesh import MAX_RANKS
-from layouts import held_by, in_order, mesh, on, unhurried
+from support.models.layouts import held_by, in_order, mesh, on, unhurried
 
 SHAPE = (6, 4)
 

@@ -20,7 +20,7 @@ from holdfast.geometry.layout import (
     Placement,
 )
 from holdfast.geometry.ownership import PART_BYTES
-from layouts import layouts, mesh, on, unhurried
+from support.models.layouts import layouts, mesh, on, unhurried
 
 
 @unhurried

@@ -22,7 +22,7 @@ from holdfast.geometry.layout import (
     local_shape,
 )
 from holdfast.geometry.mesh import MAX_RANKS, MeshCut, local_ranges
-from layouts import mesh, on, placed, unhurried
+from support.models.layouts import mesh, on, placed, unhurried
 
 
 def test_a_rank_finds_itself_on_the_mesh() -> None:

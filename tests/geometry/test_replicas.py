@@ -21,7 +21,7 @@ from holdfast.geometry.replicas import (
     Replicas,
     Tile,
 )
-from layouts import layouts, mesh, unhurried
+from support.models.layouts import layouts, mesh, unhurried
 
 MIB = 1 << 20
 Sums = dict[int, list[bytes]]

@@ -41,8 +41,8 @@ from holdfast.persist.commit import open_root
 from holdfast.persist.pins import pin
 from holdfast.state.tensors import DTYPE_NAMES
 from holdfast.storage.open import open_store
-from images import images_of, publish_checkpoint
-from launch import run_ranks
+from support.checkpoints.images import images_of, publish_checkpoint
+from support.runs.launch import run_ranks
 
 HERE = Path(__file__).resolve().parent
 SUMS = HERE / "SHA256SUMS"

@@ -22,8 +22,7 @@ import pytest
 import torch
 
 import holdfast
-import specification as spec
-from conformance import check_root
+import support.checkpoints.specification as spec
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Generation
 from holdfast.geometry.box import Box
@@ -31,7 +30,8 @@ from holdfast.geometry.layout import Layout
 from holdfast.persist.pins import read_pins
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.open import open_store
-from launch import run_ranks
+from support.checkpoints.conformance import check_root
+from support.runs.launch import run_ranks
 
 HERE = Path(__file__).parent
 V1 = HERE / "v1"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import holdfast
-from replicas import Replica, numbers
+from support.runs.replicas import Replica, numbers
 
 pytestmark = [
     pytest.mark.gpu,

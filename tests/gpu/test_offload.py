@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast
-import hybrids
 from holdfast.events import Event, subscribe
 from holdfast.offload import HybridAdamW
 from holdfast.offload.host_state import MASTER
 from holdfast.offload.kernels import sums
+from support.models import hybrids
 
 pytestmark = [
     pytest.mark.gpu,

@@ -21,9 +21,9 @@ from holdfast.testing.faults import (
     tear_record,
     tear_row_record,
 )
-from leftovers import keeper_pids
-from lives import Lives
-from losing import lose, protected, wait_protected
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives
+from support.runs.losing import lose, protected, wait_protected
 
 
 @pytest.fixture(autouse=True)

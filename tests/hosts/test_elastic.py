@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agents import Agents, Store
 from holdfast.demo import runs as processes
-from lives import Lives
+from support.runs.agents import Agents, Store
+from support.runs.lives import Lives
 
 #: All that is asked of the user. Storage has nothing to offer here.
 PARITY = {"parity": 1}

@@ -13,8 +13,8 @@ import pytest
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
 from holdfast.testing.faults import Hosts, wait_until
-from leftovers import keeper_pids
-from lives import Lives, read_progress
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives, read_progress
 
 
 def keeper_of(arena_home: Path, host: str) -> int:

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.testing.faults import Encoding, Hosts, is_capturing, is_persisting, wait_until
-from leftovers import keeper_pids
-from lives import Lives
-from losing import aim, protected, wait_protected
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives
+from support.runs.losing import aim, protected, wait_protected
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ import pytest
 
 from holdfast.capture.task import Timeouts
 from holdfast.hosts import LATER_S
-from leftovers import keeper_pids
-from lives import Lives, read_progress
-from losing import events_of, lose, protected, wait_protected
-from networks import KEEP, TRAIN, Networks, why_not
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives, read_progress
+from support.runs.losing import events_of, lose, protected, wait_protected
+from support.runs.networks import KEEP, TRAIN, Networks, why_not
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.timeout(300)]
 PARITY: dict[str, Any] = {"parity": 1}

@@ -21,10 +21,10 @@ from holdfast.transport.channel import SealedChannel
 from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.wire.http import INVENTORY, generation_name, image_path
-from host_pairs import NONCE, SECRET, Rank, Run
-from keepers import RUN, hear
-from leftovers import keeper_pids
-from peering import wait_for
+from support.peers.peering import wait_for
+from support.runs.host_pairs import NONCE, SECRET, Rank, Run
+from support.runs.keepers import RUN, hear
+from support.runs.leftovers import keeper_pids
 
 
 def attempts_of(puller: Puller, peer: Peer) -> list[str]:
@@ -211,7 +211,7 @@ def test_a_coordinator_that_was_not_there_learns_what_only_its_hands_know(
     old.begin()
     attempt = old.capture(1)
     shutil.rmtree(tmp_path / "incarnations")  # storage may be out of reach, or was then
-    monkeypatch.setattr("host_pairs.NONCE", NONCE[::-1])
+    monkeypatch.setattr("support.runs.host_pairs.NONCE", NONCE[::-1])
     new = Run(tmp_path, "c", "a", "b")
     new.begin()
     for host in "cab":

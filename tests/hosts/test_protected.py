@@ -13,9 +13,9 @@ import pytest
 
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
-from leftovers import keeper_pids
-from lives import Lives
-from losing import events_of, kill_keeper, lose, protected, wait_protected
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives
+from support.runs.losing import events_of, kill_keeper, lose, protected, wait_protected
 
 PARITY = {"parity": 1}
 

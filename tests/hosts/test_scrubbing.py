@@ -14,9 +14,9 @@ import pytest
 from holdfast.observe.report_builder import read_report
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.protocol.arena import SlotFile
-from leftovers import keeper_pids
-from lives import Lives
-from losing import arena_of, events_of, lose, protected, wait_protected
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import Lives
+from support.runs.losing import arena_of, events_of, lose, protected, wait_protected
 
 HOSTS = ("a", "b", "c")
 PARITY = {"parity": 1}

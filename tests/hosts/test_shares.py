@@ -22,7 +22,7 @@ from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, Jobs, RemoteImages
 from holdfast.protocol.arena import SlotFile, SlotRecord
 from holdfast.storage.local import LocalStore
-from keepers import RUN
+from support.runs.keepers import RUN
 
 
 class Mind:

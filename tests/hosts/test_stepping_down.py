@@ -14,7 +14,7 @@ from holdfast.keeper.process import Keeper
 from holdfast.persist import commit
 from holdfast.storage.base import Lock
 from holdfast.storage.local import LocalStore
-from keepers import RUN
+from support.runs.keepers import RUN
 
 
 def keeper(directory: Path) -> Keeper:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.testing.faults import Hosts
-from lives import Lives, read_progress
-from losing import wait_protected
+from support.runs.lives import Lives, read_progress
+from support.runs.losing import wait_protected
 
 
 @pytest.mark.slow

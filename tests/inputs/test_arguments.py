@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast
-from mishaps import build, content, files, train
+from support.runs.mishaps import build, content, files, train
 
 NO_STEPS: list[Any] = [-1, True, 1.5, "x", None, np.float32(2), 1 << 53, 1 << 200, [3]]
 

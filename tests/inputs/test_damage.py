@@ -11,7 +11,7 @@ import pytest
 
 import holdfast
 from holdfast.format.manifest import Incarnation, Manifest, Root, seal, unseal
-from mishaps import build, content, dropped, files, flip, listening, train
+from support.runs.mishaps import build, content, dropped, files, flip, listening, train
 
 HEADER, DATA, LAST = 40, 200_000, -3
 

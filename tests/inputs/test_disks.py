@@ -15,8 +15,8 @@ import holdfast
 from holdfast import events
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
-from keepers import arena_of, kill_keeper
-from mishaps import build, content, files, listening, remount, small_disk, train
+from support.runs.keepers import arena_of, kill_keeper
+from support.runs.mishaps import build, content, files, listening, remount, small_disk, train
 
 WIDE = 7000  # an image of 3.3 MB
 

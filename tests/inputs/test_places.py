@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from mishaps import build, content, files
+from support.runs.mishaps import build, content, files
 
 
 def _nothing(path: Path) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import holdfast
-from leftovers import end_keepers, keeper_pids
-from mishaps import build, content, train
+from support.runs.leftovers import end_keepers, keeper_pids
+from support.runs.mishaps import build, content, train
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -38,7 +38,7 @@ def _python(program: str, *arguments: str, **environment: str) -> str:
 
 SECOND = """
 import sys, holdfast
-from mishaps import build
+from support.runs.mishaps import build
 root, state = sys.argv[1], build()
 for act in (lambda: holdfast.Checkpointer(root, state), lambda: holdfast.save(root, state)):
     try:
@@ -187,7 +187,7 @@ def test_a_forked_child_cannot_save_nor_end_the_run_of_its_parent(tmp_path: Path
 
 LEAVES = """
 import sys, holdfast
-from mishaps import build, train
+from support.runs.mishaps import build, train
 state = build(wide=7000)
 checkpointer = holdfast.Checkpointer(sys.argv[1], state, storage=None)
 train(state, 0)

@@ -9,8 +9,8 @@ from typing import Any
 
 import holdfast
 from holdfast.world import SoloWorld, TorchWorld
-from launch import run_ranks
-from mishaps import build, content, dropped, flip, listening, train
+from support.runs.launch import run_ranks
+from support.runs.mishaps import build, content, dropped, flip, listening, train
 
 PATIENCE_S = 3.0
 

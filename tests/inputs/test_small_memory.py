@@ -9,7 +9,7 @@ import pytest
 
 import holdfast
 from holdfast import events
-from mishaps import build, content, listening, small_disk, train
+from support.runs.mishaps import build, content, listening, small_disk, train
 
 
 @pytest.mark.parametrize("memory", [holdfast.Every(steps=1), None], ids=["memory", "only storage"])

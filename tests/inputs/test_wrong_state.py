@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import holdfast
-from mishaps import State, build, content, train
+from support.runs.mishaps import State, build, content, train
 
 
 def _saved(root: Path) -> State:

@@ -12,8 +12,8 @@ from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper.arena_files import INCARNATIONS_REMEMBERED, ArenaFiles
 from holdfast.protocol import messages as m
-from keepers import arena_of, begin, capture, connect, end, memory_bytes, slots_of
-from leftovers import keeper_pids
+from support.runs.keepers import arena_of, begin, capture, connect, end, memory_bytes, slots_of
+from support.runs.leftovers import keeper_pids
 
 
 def holdings(pid: int, arena_home: Path) -> dict[str, int]:

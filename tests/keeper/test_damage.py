@@ -22,7 +22,7 @@ from holdfast.catalogue import LAYOUTS
 from holdfast.errors import RestoreError
 from holdfast.format.image import header_size
 from holdfast.protocol.arena import IMAGE_START, PAGE_BYTES, SlotFile
-from keepers import arena_of, hand_over, kill_keeper, slots_of
+from support.runs.keepers import arena_of, hand_over, kill_keeper, slots_of
 
 Damage = Callable[[Path], None]
 

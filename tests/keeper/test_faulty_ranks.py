@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from evidence import read_events
 from holdfast.errors import UsageError
 from holdfast.keeper import connections as doors
 from holdfast.keeper.connections import MOST_UNREAD_BYTES
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import arena_dir as arena_path
 from holdfast.protocol.client import KeeperClient, connect_socket
-from keepers import (
+from support.runs.evidence import read_events
+from support.runs.keepers import (
     HOST,
     NONCE,
     RUN,
@@ -31,9 +31,9 @@ from keepers import (
     memory_bytes,
     wait_end,
 )
-from leftovers import keeper_pids
-from slow_keepers import impatient
-from strangers import crowd
+from support.runs.leftovers import keeper_pids
+from support.runs.slow_keepers import impatient
+from support.runs.strangers import crowd
 
 HALF = (1 << 20).to_bytes(4, "little") + b"the rest never comes"
 

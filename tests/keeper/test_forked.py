@@ -21,13 +21,13 @@ from holdfast.keeper import connections as connection
 from holdfast.keeper.connections import pidfd_of_peer
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import process_start
-from keepers import ask, begin, connect, end, hear
+from support.runs.keepers import ask, begin, connect, end, hear
 
 #: Rank 1 of two: joins, forks a child that has all its descriptors, and does as it is told.
 RANK_1 = """
 import os, signal, sys
 from pathlib import Path
-from keepers import NONCE, connect
+from support.runs.keepers import NONCE, connect
 from holdfast.protocol import messages as m
 line = connect(Path(sys.argv[1]))
 join = m.Join(incarnation=int(sys.argv[2]), nonce=NONCE, rank=1, persist_at_end=False)

@@ -28,11 +28,11 @@ from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.server_connection import Limits
 from holdfast.transport.wire.http import INVENTORY, generation_name, image_path
-from host_pairs import SECRET, Run
-from keepers import RUN, hear
-from leftovers import keeper_pids
-from peering import wait_for
-from strangers import (
+from support.peers.peering import wait_for
+from support.runs.host_pairs import SECRET, Run
+from support.runs.keepers import RUN, hear
+from support.runs.leftovers import keeper_pids
+from support.runs.strangers import (
     Doors,
     at_control,
     at_peers,

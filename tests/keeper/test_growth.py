@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from coordinators import Keeper, granted
 from holdfast.coordinator.actions import Action
 from holdfast.format.manifest import ImageRef, Manifest, seal, unseal
 from holdfast.geometry.layout import (
@@ -25,6 +24,7 @@ from holdfast.keeper.published_images import PublishedImages
 from holdfast.protocol import messages as m
 from holdfast.transport.server import PeerServer
 from holdfast.transport.wire.http import layout_path
+from support.coordinator.coordinators import Keeper, granted
 
 
 def blocks_grown(act: Callable[[], object]) -> int:

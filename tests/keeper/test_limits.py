@@ -18,7 +18,7 @@ from holdfast.keeper.connections import peer_of
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import arena_dir as arena_path
 from holdfast.protocol.arena import process_start
-from keepers import HOST, NONCE, RUN, ask, begin, connect, end, wait_for
+from support.runs.keepers import HOST, NONCE, RUN, ask, begin, connect, end, wait_for
 
 X = "0" * 16
 
@@ -151,7 +151,7 @@ def test_a_slot_larger_than_memory_is_an_error_of_that_save_alone(tmp_path: Path
 JOIN_AS_RANK_0 = """
 import sys
 from pathlib import Path
-from keepers import NONCE, connect
+from support.runs.keepers import NONCE, connect
 from holdfast.protocol import messages as m
 line = connect(Path(sys.argv[1]))
 try:

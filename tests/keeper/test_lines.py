@@ -48,7 +48,7 @@ from holdfast.storage.base import os_failure
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore
 from holdfast.world import SoloWorld
-from keeper_jobs import job_of
+from support.runs.keeper_jobs import job_of
 
 RUN = "r"
 #: How many publications storage has room for.

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from coordinators import CAPTURE_S, GRANT_S, of
 from holdfast.coordinator.actions import AllocateSlots
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.keeper.arena_files import ArenaFiles
@@ -19,7 +18,8 @@ from holdfast.keeper.jobs import Background
 from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import PAGE_BYTES, SlotFile
-from keepers import IMAGE_BYTES, X, arena_of, ask, begin, capture, connect, end, hear
+from support.coordinator.coordinators import CAPTURE_S, GRANT_S, of
+from support.runs.keepers import IMAGE_BYTES, X, arena_of, ask, begin, capture, connect, end, hear
 
 #: Stands for slots of tens of gigabytes.
 _SLOW = """

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import exchanging
-from exchanging import ATTEMPT, BEFORE, Group, Host
 from holdfast.errors import TooManyLost
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size, plan_image
@@ -34,8 +32,10 @@ from holdfast.keeper.scrub import HEADER, DamagedImage, _decode_image
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.protocol.arena import SlotRecord
 from holdfast.transport.wire.http import parity_path, record_path
-from images import assemble, seals
-from peering import GENERATION, close_pullers, puller
+from support.checkpoints.images import assemble, seals
+from support.peers import exchanging
+from support.peers.exchanging import ATTEMPT, BEFORE, Group, Host
+from support.peers.peering import GENERATION, close_pullers, puller
 
 MIB = 1 << 20
 SIZES = [[3 * MIB], [2 * MIB, 5 * MIB + 77], [4 * MIB], [MIB]]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from exchanging import ATTEMPT, MIB, fact_of, make_image
 from holdfast.format.manifest import Generation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import parity_messages
@@ -22,7 +21,8 @@ from holdfast.parity.exchange.shard_exchange import PATIENCE_S
 from holdfast.parity.planning.record import MemberFact
 from holdfast.protocol import messages as m
 from holdfast.transport.wire.http import image_path
-from peering import GENERATION, SECRET
+from support.peers.exchanging import ATTEMPT, MIB, fact_of, make_image
+from support.peers.peering import GENERATION, SECRET
 
 INCARNATION, TURN, M = 5, 7, 10**6
 STEP = Generation(*map(int, GENERATION.split("-")))

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import holdfast
-from gates import Gate, capture_at_last
 from holdfast.capture import copier as copier_module
 from holdfast.capture.copy_slot import GpuCopyStuck
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile
-from keepers import (
+from support.runs.gates import Gate, capture_at_last
+from support.runs.keepers import (
     IMAGE_BYTES,
     X,
     ask,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from exchanging import Group
 from holdfast.errors import ArenaError
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.parity.store import ShardFiles, division_of
 from holdfast.parity.planning.budget import capacity
 from holdfast.parity.planning.placement import stored_by
+from support.peers.exchanging import Group
 
 MIB = 1 << 20
 

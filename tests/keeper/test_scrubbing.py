@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinators import Keeper, granted
-from exchanging import Group, make_image
 from holdfast.events import DamageFound, Event, subscribe
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size
@@ -25,7 +23,9 @@ from holdfast.keeper.scrub import DAMAGED, HEADER, DamagedImage, DamagedShard, R
 from holdfast.parity.planning.placement import stored_by
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile, SlotRecord
-from images import seals
+from support.checkpoints.images import seals
+from support.coordinator.coordinators import Keeper, granted
+from support.peers.exchanging import Group, make_image
 
 MIB = 1 << 20
 

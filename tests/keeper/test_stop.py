@@ -17,14 +17,24 @@ import torch
 from torch import nn
 
 import holdfast
-from gates import Gate, capture_at_last
 from holdfast.catalogue import catalogue
 from holdfast.protocol import client as client_module
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile
 from holdfast.storage.local import LocalStore
-from keepers import IMAGE_BYTES, arena_of, ask, begin, connect, end, hear, kill_keeper, start
-from leftovers import keeper_pids
+from support.runs.gates import Gate, capture_at_last
+from support.runs.keepers import (
+    IMAGE_BYTES,
+    arena_of,
+    ask,
+    begin,
+    connect,
+    end,
+    hear,
+    kill_keeper,
+    start,
+)
+from support.runs.leftovers import keeper_pids
 
 
 def state() -> dict[str, Any]:

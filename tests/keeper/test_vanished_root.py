@@ -12,8 +12,8 @@ from torch import nn
 
 import holdfast
 from holdfast import events
-from keepers import kill_keeper
-from mishaps import listening
+from support.runs.keepers import kill_keeper
+from support.runs.mishaps import listening
 
 
 def build() -> dict[str, Any]:

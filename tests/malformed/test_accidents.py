@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forge import LEAVES, Forger, copy_of, make_good, read_everything, sealed
 from holdfast.errors import FormatError, HoldfastError
 from holdfast.format import manifest
 from holdfast.format.image import MAX_VALUES_BYTES
 from holdfast.geometry import codec
 from holdfast.persist import commit
 from holdfast.persist.pins import read_pins
+from support.checkpoints.forge import LEAVES, Forger, copy_of, make_good, read_everything, sealed
 
 #: What a hostile file may make a reader allocate beside what it really holds.
 BOUNDED_BYTES = 64 << 20

@@ -24,7 +24,7 @@ from holdfast.format.image import (
     parse_header,
     plan_image,
 )
-from images import assemble
+from support.checkpoints.images import assemble
 
 Document = dict[str, Any]
 FILE_BYTES = len(

@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from forge import LAYOUT, LISTED_LAYOUT, copy_of, make_good
 from holdfast.cli import main
 from holdfast.cli import value_tree as tree
 from holdfast.errors import FormatError, HoldfastError
@@ -42,7 +41,8 @@ from holdfast.geometry.layout import (
     table_to_json,
 )
 from holdfast.state.split_lists import decode_items, stored_lists
-from mutations import mutated
+from support.checkpoints.forge import LAYOUT, LISTED_LAYOUT, copy_of, make_good
+from support.checkpoints.mutations import mutated
 
 Thorough = settings(
     max_examples=80,

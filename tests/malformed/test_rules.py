@@ -17,9 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-import specification as spec
-from conformance import check_root
-from forge import (
+import support.checkpoints.specification as spec
+from holdfast.catalogue import catalogue
+from holdfast.errors import (
+    ChecksumMismatch,
+    CoverageError,
+    FormatError,
+    HoldfastError,
+    NewerFormat,
+)
+from holdfast.persist import commit
+from holdfast.persist.pins import pinned, read_pins
+from holdfast.restore.reading.verify import verify
+from holdfast.storage.local import LocalStore
+from support.checkpoints.conformance import check_root
+from support.checkpoints.forge import (
     GENERATION,
     LEAVES,
     LISTED_LEAVES,
@@ -33,20 +45,8 @@ from forge import (
     read_everything,
     sealed,
 )
-from forge import VALUES as VALUES_OF_GOOD
-from holdfast.catalogue import catalogue
-from holdfast.errors import (
-    ChecksumMismatch,
-    CoverageError,
-    FormatError,
-    HoldfastError,
-    NewerFormat,
-)
-from holdfast.persist import commit
-from holdfast.persist.pins import pinned, read_pins
-from holdfast.restore.reading.verify import verify
-from holdfast.storage.local import LocalStore
-from images import images_of
+from support.checkpoints.forge import VALUES as VALUES_OF_GOOD
+from support.checkpoints.images import images_of
 
 MANIFEST = "manifests/2-40.json"
 INCARNATION = "incarnations/2.json"

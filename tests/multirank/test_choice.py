@@ -8,7 +8,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import UsageError
-from launch import run_ranks
+from support.runs.launch import run_ranks
 
 Only = list[str] | None
 

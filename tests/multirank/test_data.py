@@ -14,8 +14,8 @@ import torch.distributed as dist
 import holdfast
 from holdfast.data.planning.order import Order
 from holdfast.events import ValuesDiffer
-from launch import run_ranks
-from packing import SAMPLES, Packing, lines
+from support.models.packing import SAMPLES, Packing, lines
+from support.runs.launch import run_ranks
 
 #: (name, ranks, steps): together one epoch and some of the next.
 LIVES = (("first", 2, 7), ("second", 3, 9), ("third", 2, 8))

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-import launch
 from holdfast import events, oneshot
 from holdfast.catalogue import catalogue
 from holdfast.restore import read_once as together
@@ -28,8 +27,9 @@ from holdfast.restore.reading.images import from_manifest
 from holdfast.restore.reading.read import Array
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
-from launch import run_ranks
-from models import differences
+from support.models.models import differences
+from support.runs import launch
+from support.runs.launch import run_ranks
 
 MIB = 1 << 20
 WHOLE: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import holdfast
-from code_blocks import PROJECT, blocks
-from launch import run_ranks
+from support.project.code_blocks import PROJECT, blocks
+from support.runs.launch import run_ranks
 
 PAGE = PROJECT / "docs" / "guides" / "a-partition-of-your-own.md"
 FLAT, EMPTIED = (block for block in blocks(PAGE) if block.ranks)

@@ -16,9 +16,9 @@ from holdfast import Every, events
 from holdfast.capture.copier import Copier
 from holdfast.protocol import client
 from holdfast.testing.faults import Hosts
-from launch import run_ranks
-from mishaps import listening
-from models import build, train
+from support.models.models import build, train
+from support.runs.launch import run_ranks
+from support.runs.mishaps import listening
 
 FIRST, LATEST = 20, 400
 

@@ -9,8 +9,15 @@ import pytest
 import torch
 
 import holdfast
-from launch import run_ranks
-from models import LAYOUTS, build, differences, fill_with_numbers, make_optimizer_state, truth
+from support.models.models import (
+    LAYOUTS,
+    build,
+    differences,
+    fill_with_numbers,
+    make_optimizer_state,
+    truth,
+)
+from support.runs.launch import run_ranks
 
 WORLDS = sorted(LAYOUTS)
 

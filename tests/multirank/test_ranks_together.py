@@ -11,8 +11,8 @@ import holdfast
 from holdfast import events
 from holdfast.capture.copy_slot import OvertakeDetector
 from holdfast.capture.task import Timeouts
-from launch import run_ranks
-from models import build, train
+from support.models.models import build, train
+from support.runs.launch import run_ranks
 
 
 def _captures_together(rank: int, world: int, root: str) -> dict[str, Any]:

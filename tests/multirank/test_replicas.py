@@ -17,12 +17,12 @@ from holdfast import events
 from holdfast.observe.log import NoticeSink
 from holdfast.observe.report import to_json
 from holdfast.observe.report_builder import read_report
-from launch import run_ranks
-from mishaps import build as build_large
-from mishaps import listening
-from mishaps import train as train_large
-from models import build, train
-from models import tensors as tensors_of
+from support.models.models import build, train
+from support.models.models import tensors as tensors_of
+from support.runs.launch import run_ranks
+from support.runs.mishaps import build as build_large
+from support.runs.mishaps import listening
+from support.runs.mishaps import train as train_large
 
 #: In so many saves all is compared.
 SAVES = 4

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import holdfast
-from launch import run_ranks
+from support.runs.launch import run_ranks
 
 
 def _draws() -> tuple[float, float, float]:

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-import curves
 import holdfast
-import shardings
 from holdfast import events
 from holdfast import rules as r
-from launch import run_ranks
+from support.models import curves, shardings
+from support.runs.launch import run_ranks
 
 WORLD = 4
 #: What is trained on, after the steps that are in the checkpoints.

@@ -16,8 +16,8 @@ import torch.distributed as dist
 import holdfast
 from holdfast import Every
 from holdfast.capture.task import Timeouts
-from launch import run_ranks
-from models import build, train
+from support.models.models import build, train
+from support.runs.launch import run_ranks
 
 STEPS = 60
 

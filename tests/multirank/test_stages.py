@@ -14,9 +14,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, ReduceLROnPlateau, SequentialLR
 
 import holdfast
-from launch import run_ranks
-from leftovers import end_keepers
-from models import differences
+from support.models.models import differences
+from support.runs.launch import run_ranks
+from support.runs.leftovers import end_keepers
 
 WIDTH = 6
 LAYERS = range(5)

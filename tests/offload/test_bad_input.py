@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-import hybrids
 from holdfast.errors import UsageError
 from holdfast.events import Event, subscribe
 from holdfast.offload import HybridAdamW, HybridSGD, kernels
 from holdfast.offload import placement as placing
+from support.models import hybrids
 
 
 def test_sparse_gradients_are_refused() -> None:

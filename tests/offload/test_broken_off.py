@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import holdfast
-import hybrids
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.offload import HybridAdamW, HybridSGD, gradients, kernels
 from holdfast.offload import step as noting
@@ -24,6 +23,7 @@ from holdfast.offload.placement import SubgroupPlacement
 from holdfast.offload.step import StepRunner
 from holdfast.offload.streams import ThreadMark
 from holdfast.offload.update import Update
+from support.models import hybrids
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import holdfast
-import hybrids
 from holdfast.offload import HybridAdamW, HybridSGD
+from support.models import hybrids
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-import hybrids
 from holdfast.offload import HybridAdamW
+from support.models import hybrids
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-import hybrids
 from holdfast.errors import UsageError
 from holdfast.offload import HybridAdamW
 from holdfast.offload import state_dict as states
 from holdfast.offload.host_state import FlatBufferRow, ParamSlot
+from support.models import hybrids
 
 SMALL: dict[str, Any] = {"subgroup_elements": 700, "device_share": 0.5}
 

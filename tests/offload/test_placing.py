@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import hybrids
 from holdfast.events import Event, subscribe
 from holdfast.offload import HybridAdamW
 from holdfast.offload import placement as placing
@@ -20,6 +19,7 @@ from holdfast.offload.planning.schedule import Schedule
 from holdfast.offload.planning.simulate import Measured, Rates
 from holdfast.offload.streams import host_threads, make_streams, measure
 from holdfast.offload.update import DeviceSlot
+from support.models import hybrids
 
 GROUP: dict[str, Any] = dict(torch.optim.AdamW([torch.zeros(0)]).defaults)
 

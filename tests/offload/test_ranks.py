@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-import hybrids
 from holdfast.demo.train import make_model
 from holdfast.errors import UsageError
 from holdfast.offload import HybridAdamW
-from launch import run_ranks
+from support.models import hybrids
+from support.runs.launch import run_ranks
 
 STEPS = 6
 

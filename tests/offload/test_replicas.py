@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-import hybrids
 from holdfast.errors import UsageError
 from holdfast.events import Event, subscribe
 from holdfast.offload import HybridAdamW, kernels
@@ -26,7 +25,8 @@ from holdfast.offload import placement as placing
 from holdfast.offload.planning.schedule import Schedule
 from holdfast.offload.planning.simulate import Rates
 from holdfast.offload.update import DeviceSlot
-from launch import run_ranks
+from support.models import hybrids
+from support.runs.launch import run_ranks
 
 DEVICE_IS_FAST = Rates(1e12, 1e12, 1e6, 1e12)
 HOST_IS_FAST = Rates(1e6, 1e6, 1e12, 1e6)

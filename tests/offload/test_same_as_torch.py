@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-import hybrids
 from holdfast.offload import HybridAdamW, HybridSGD
+from support.models import hybrids
 
 DIVIDED = {
     "as_it_comes": {},

@@ -19,7 +19,7 @@ from holdfast.offload.planning.schedule import (
     timeline,
 )
 from holdfast.offload.planning.simulate import Name, Rates, run, tasks
-from machines import machines, slots, subgroups
+from support.models.machines import machines, slots, subgroups
 
 #: The best order of all orders of all divisions is at most so much better than a plan.
 FACTOR = 1.5

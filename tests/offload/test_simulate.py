@@ -22,7 +22,7 @@ from holdfast.offload.planning.simulate import (
     speed,
     tasks,
 )
-from machines import LANES, machines, slots, subgroups, worked_s
+from support.models.machines import LANES, machines, slots, subgroups, worked_s
 
 #: 1 byte or element a second each way, four bytes in, two out, one for gradient and parameter.
 PLAIN = Rates(1, 1, 1, 1, state_in_bytes=4, state_out_bytes=2, gradient_bytes=1, parameter_bytes=1)

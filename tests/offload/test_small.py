@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-import hybrids
 from holdfast.offload import HybridAdamW, kernels
 from holdfast.offload.host_state import FlatBufferRow, ParamSlot
+from support.models import hybrids
 
 SIZES = (1, 16, 33, 48, 5, 64, 160, 7, 32, 16, 2000, 3000)
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import hybrids
 from holdfast.offload import HybridAdamW
 from holdfast.offload import streams as lanes
 from holdfast.offload.streams import CudaStream, EventMark, PassedMark, ThreadMark, make_streams
+from support.models import hybrids
 
 
 @dataclass

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import holdfast
-import hybrids
 from holdfast.errors import StorageError, UnsupportedState, UsageError
 from holdfast.offload import HybridAdamW, HybridSGD
 from holdfast.storage.direct import Scratch
+from support.models import hybrids
 
 #: A subgroup of 1,024 elements, of three kinds.
 PART = 3 * 4096
@@ -229,7 +229,7 @@ torch.set_num_threads(1)
 import holdfast
 from holdfast.storage.direct import Scratch
 sys.path.insert(0, {tests!r})
-import hybrids, pathlib
+from support.models import hybrids, pathlib
 from offload.test_tier import tiered
 here = tiered(pathlib.Path({disk!r}))
 state = {{"model": here[0], "optimizer": here[1]}}

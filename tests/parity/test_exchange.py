@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from exchanging import MIB, Group
-from peering import close_pullers
+from support.peers.exchanging import MIB, Group
+from support.peers.peering import close_pullers
 
 SHAPES = {
     "a mirror": ([[3 * MIB + 5], [MIB - 100_000]], 1),

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from exchanging import BEFORE, MIB, POISON, Group, Host
 from holdfast.errors import Fenced, NotProtected, UsageError
 from holdfast.format.manifest import Generation
 from holdfast.keeper.hosts.network import LIMITS
@@ -22,7 +21,8 @@ from holdfast.parity.exchange.shard_exchange import PATIENCE_S, SealedShard, Sha
 from holdfast.parity.exchange.windows import RateBudget
 from holdfast.parity.planning.record import RecordTerms
 from holdfast.transport.server import ThreadSafeServer
-from peering import close_pullers, wait_for
+from support.peers.exchanging import BEFORE, MIB, POISON, Group, Host
+from support.peers.peering import close_pullers, wait_for
 
 ONE = ([[3 * MIB], [5 * MIB + 9, MIB], [4 * MIB]], 1)
 TWO = ([[9 * MIB], [17 * MIB, 3 * MIB], [16 * MIB], [0, 8 * MIB]], 2)

@@ -25,7 +25,7 @@ from holdfast.parity.planning.record import (
     unseal,
 )
 from holdfast.transport.client import MOST_DOCUMENT_BYTES
-from images import assemble, seals
+from support.checkpoints.images import assemble, seals
 
 MIB = 1 << 20
 FRAME = struct.Struct("<8sQQ")

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from exchanging import fact_of, make_image
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.manifest import Generation
 from holdfast.parity.exchange.windows import CancelScope, ExchangeEnded, Outbox
 from holdfast.parity.planning.budget import WINDOW_BYTES, passing_bytes
 from holdfast.parity.planning.record import MemberFact, RecordTerms
+from support.peers.exchanging import fact_of, make_image
 
 
 class Noted:

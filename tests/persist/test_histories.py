@@ -27,7 +27,7 @@ from holdfast.restore.planning.holdings import HostHolding, ImageHolding, ImageI
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.stored import stored
 from holdfast.storage.memory import MemoryStore
-from roots import save
+from support.checkpoints.roots import save
 
 
 class Start(NamedTuple):

@@ -27,7 +27,7 @@ from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, PassingStore, Stopped
-from roots import Clock, Retention, save, whole
+from support.checkpoints.roots import Clock, Retention, save, whole
 
 OLD, NEW = Generation(1, 10), Generation(1, 20)
 #: What a store does whose order matters, reads included.

@@ -19,8 +19,8 @@ from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
-from keeper_jobs import job_of
-from roots import save, whole
+from support.checkpoints.roots import save, whole
+from support.runs.keeper_jobs import job_of
 
 ONE = Incarnation(run_id="r", n=1, nonce="n")
 TWO = Incarnation(run_id="r", n=2, nonce="b", parent=(1, 20))

@@ -29,8 +29,8 @@ from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
-from images import halves, images_of, random_leaf, seals, split_leaf
-from roots import whole
+from support.checkpoints.images import halves, images_of, random_leaf, seals, split_leaf
+from support.checkpoints.roots import whole
 
 SHAPE = (2, 280_000)  # of each rank a little more than a block
 LAYOUT = Layout(

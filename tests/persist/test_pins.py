@@ -20,7 +20,7 @@ from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, PassingStore, Stopped
-from images import images_of, publish_checkpoint, random_leaf, split_leaf
+from support.checkpoints.images import images_of, publish_checkpoint, random_leaf, split_leaf
 
 LAYOUT = Layout(2, (split_leaf("w", "F32", (6, 2), 2),))
 OLD, NEW = Generation(1, 10), Generation(1, 20)

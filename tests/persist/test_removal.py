@@ -16,7 +16,7 @@ from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped
-from roots import LAYOUT, OTHER, fill, leave_behind, whole
+from support.checkpoints.roots import LAYOUT, OTHER, fill, leave_behind, whole
 
 LEFT = "steps/2-50-deadbeef"
 

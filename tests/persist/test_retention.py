@@ -13,8 +13,8 @@ from holdfast.policy.retention import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore
-from keeper_jobs import job_of
-from roots import whole
+from support.checkpoints.roots import whole
+from support.runs.keeper_jobs import job_of
 
 FIRST = Generation(1, 0)
 

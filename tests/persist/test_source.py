@@ -10,7 +10,7 @@ from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size, parse_header
 from holdfast.geometry.layout import Layout
 from holdfast.persist.writer import RingImage
-from images import images_of, random_leaf, split_leaf
+from support.checkpoints.images import images_of, random_leaf, split_leaf
 
 SHAPE = (5, 300_000)  # six blocks of float32
 

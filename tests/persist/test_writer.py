@@ -15,7 +15,7 @@ from holdfast.persist import writer
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
 from holdfast.storage.base import ImageSink
 from holdfast.storage.memory import MemoryStore
-from images import images_of, random_leaf, seals, split_leaf
+from support.checkpoints.images import images_of, random_leaf, seals, split_leaf
 
 SHAPE = (5, 300_000)  # six blocks of float32
 

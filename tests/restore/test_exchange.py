@@ -64,10 +64,10 @@ from holdfast.restore.reading import read
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.read import CARRIERS, Destination
 from holdfast.storage.memory import MemoryStore
-from images import Array, images_of, publish_checkpoint, random_leaf, split_leaf
-from layouts import instances, layouts, mesh, on, unhurried
-from lost_hosts import Hosts, set_sizes
-from peering import close_pullers
+from support.checkpoints.images import Array, images_of, publish_checkpoint, random_leaf, split_leaf
+from support.models.layouts import instances, layouts, mesh, on, unhurried
+from support.peers.lost_hosts import Hosts, set_sizes
+from support.peers.peering import close_pullers
 
 BLOCK = 256
 WAIT_S = 20.0

@@ -12,8 +12,8 @@ from holdfast.format.manifest import Generation
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.planning.selection import Inventories
-from lost_hosts import GENERATION, Hosts, set_sizes
-from peering import close_pullers
+from support.peers.lost_hosts import GENERATION, Hosts, set_sizes
+from support.peers.peering import close_pullers
 
 
 class Asked:

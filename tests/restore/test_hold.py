@@ -30,8 +30,8 @@ from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 from holdfast.testing.faults import PassingStore
 from holdfast.world import SoloWorld
-from launch import run_ranks
-from roots import Clock, Retention, whole
+from support.checkpoints.roots import Clock, Retention, whole
+from support.runs.launch import run_ranks
 
 READS = ("read", "read_into", "size_bytes", "exists", "list")
 

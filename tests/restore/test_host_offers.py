@@ -17,8 +17,8 @@ from holdfast.protocol import messages as m
 from holdfast.restore.cluster_sources import ClusterSources
 from holdfast.storage.memory import MemoryStore
 from holdfast.world import SoloWorld
-from peering import SECRET
-from roots import save
+from support.checkpoints.roots import save
+from support.peers.peering import SECRET
 
 
 @pytest.fixture

@@ -37,7 +37,14 @@ from holdfast.storage import local
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from images import Array, images_of, publish_checkpoint, random_leaf, seals, split_leaf
+from support.checkpoints.images import (
+    Array,
+    images_of,
+    publish_checkpoint,
+    random_leaf,
+    seals,
+    split_leaf,
+)
 
 DTYPES = ("F32", "BF16", "U8", "F64", "C128")
 _numbers = itertools.count()

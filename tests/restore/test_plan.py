@@ -19,8 +19,8 @@ from holdfast.geometry.ownership import Owned
 from holdfast.protocol.image_plan import image_items
 from holdfast.restore.planning import plan
 from holdfast.restore.planning.plan import ReadBatch, Want, plan_batches, plan_fetches
-from images import split_leaf
-from layouts import layouts
+from support.checkpoints.images import split_leaf
+from support.models.layouts import layouts
 
 
 def header_of(layout: Layout, rank: int) -> Header:

@@ -35,8 +35,15 @@ from holdfast.restore.reading.read import CARRIERS, read_values, read_wants
 from holdfast.restore.reading.stored import choose_stored, open_stored
 from holdfast.restore.restore import sampled_ranks
 from holdfast.storage.memory import MemoryStore
-from images import Array, images_of, publish_checkpoint, random_leaf, seals, split_leaf
-from layouts import layouts
+from support.checkpoints.images import (
+    Array,
+    images_of,
+    publish_checkpoint,
+    random_leaf,
+    seals,
+    split_leaf,
+)
+from support.models.layouts import layouts
 
 SMALL = Layout(2, (split_leaf("b", "BF16", (5,), 2), split_leaf("w", "F32", (6, 7), 2)))
 

@@ -29,8 +29,15 @@ from holdfast.restore.cluster.decode import DegradedImage
 from holdfast.restore.cluster.open import open_recovery
 from holdfast.restore.cluster.peer_images import PeerImage, PeerRanges
 from holdfast.restore.reading.images import SlotImage
-from lost_hosts import Hosts, fetch, identity_of, sealed_unseen, set_sizes, split_layout
-from peering import close_pullers, puller, wait_for
+from support.peers.lost_hosts import (
+    Hosts,
+    fetch,
+    identity_of,
+    sealed_unseen,
+    set_sizes,
+    split_layout,
+)
+from support.peers.peering import close_pullers, puller, wait_for
 
 BLOCK, BATCH = 1024, 4096
 

@@ -23,9 +23,9 @@ from holdfast.restore.reading.stored import stored as stored_in
 from holdfast.restore.sources import StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
-from lost_hosts import Hosts, set_sizes
-from peering import close_pullers
-from roots import save
+from support.checkpoints.roots import save
+from support.peers.lost_hosts import Hosts, set_sizes
+from support.peers.peering import close_pullers
 
 HERE = ("h0", "h3", "new")
 

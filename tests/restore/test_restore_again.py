@@ -25,8 +25,8 @@ from holdfast.restore.restore import Restored, restore_first
 from holdfast.storage.base import Store
 from holdfast.storage.open import open_store
 from holdfast.world import SoloWorld
-from lost_hosts import Hosts
-from peering import close_pullers
+from support.peers.lost_hosts import Hosts
+from support.peers.peering import close_pullers
 
 ROOM = (64, 1100)
 

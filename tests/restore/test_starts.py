@@ -19,7 +19,7 @@ from holdfast.restore.planning.starts import (
 from holdfast.restore.reading.stored import catalogue_of, stored_starts
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore
-from roots import save
+from support.checkpoints.roots import save
 
 ONE = ("one", 1.0)
 MINE, THEIRS = ("mine", 2.0), ("theirs", 3.0)

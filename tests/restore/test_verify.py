@@ -16,7 +16,7 @@ from holdfast.restore.planning import plan
 from holdfast.restore.reading import read, verify
 from holdfast.restore.reading.images import from_manifest
 from holdfast.storage.memory import MemoryStore
-from images import images_of, publish_checkpoint, random_leaf, split_leaf
+from support.checkpoints.images import images_of, publish_checkpoint, random_leaf, split_leaf
 
 LAYOUT = Layout(2, (split_leaf("b", "BF16", (6,), 2), split_leaf("w", "F32", (40, 50), 2)))
 LEAVES = {"b": random_leaf("BF16", (6,), 1), "w": random_leaf("F32", (40, 50), 2)}

@@ -31,8 +31,14 @@ from holdfast.restore.reading.images import from_manifest
 from holdfast.restore.reading.read import read_wants
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
-from images import assemble, images_of, publish_checkpoint, random_leaf, split_leaf
-from launch import run_ranks
+from support.checkpoints.images import (
+    assemble,
+    images_of,
+    publish_checkpoint,
+    random_leaf,
+    split_leaf,
+)
+from support.runs.launch import run_ranks
 
 safetensors = pytest.importorskip("safetensors")
 

@@ -11,7 +11,7 @@ import pytest
 from holdfast import rules
 from holdfast.errors import UsageError
 from holdfast.rules import MEGATRON, META, Rules
-from patchwork import Array, Arrays, put_local, take_local
+from support.models.patchwork import Array, Arrays, put_local, take_local
 
 HEADS, KV, HEAD, HIDDEN, MLP, VOCABULARY, LAYERS, EXPERTS = 4, 2, 4, 8, 12, 11, 2, 4
 CONFIG = {

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast import rules
 from holdfast.errors import UsageError
 from holdfast.rules import Rules
-from patchwork import Array, Arrays, numbered, put_local, take_local
+from support.models.patchwork import Array, Arrays, numbered, put_local, take_local
 
 Cut = Callable[[int], Array]
 

@@ -13,7 +13,7 @@ from holdfast import rules
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
 from holdfast.rules import Kind, Rules
-from patchwork import Arrays, is_covered, numbered, put
+from support.models.patchwork import Arrays, is_covered, numbered, put
 
 # ── what a leaf is ───────────────────────────────────────────────────────────────────────────
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast import rules
 from holdfast.rules import Rules, Table
 from holdfast.rules.kinds import Kind
-from patchwork import (
+from support.models.patchwork import (
     UNKNOWN,
     Array,
     Arrays,

@@ -26,8 +26,8 @@ from holdfast.geometry.layout import merge, table_from_json
 from holdfast.state import describe as describe_module
 from holdfast.state import tensors as subclasses
 from holdfast.state.describe import Describer, Description
-from launch import run_ranks
-from state_changes import CHANGES, Net, State, build, step
+from support.models.state_changes import CHANGES, Net, State, build, step
+from support.runs.launch import run_ranks
 
 INSERTED = ("_orig_mod.", "module.")
 

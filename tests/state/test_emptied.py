@@ -12,7 +12,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import SnapshotSkipped, UnsupportedState
-from models import differences
+from support.models.models import differences
 
 
 def net() -> nn.Sequential:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel
 import holdfast
 from holdfast.errors import StateMismatch
 from holdfast.state import module_views as forwarding
-from models import differences
+from support.models.models import differences
 
 
 class Block(nn.Module):

@@ -17,7 +17,7 @@ from holdfast.state import describe as describe_module
 from holdfast.state import hidden_state as inner_module
 from holdfast.state.describe import Describer
 from holdfast.state.objects import sort_objects
-from models import differences
+from support.models.models import differences
 
 
 def net(seed: int = 0) -> nn.Sequential:

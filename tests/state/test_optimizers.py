@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 import holdfast
 from holdfast.errors import StateMismatch, UnsupportedState
 from holdfast.rules import Rules, rename
-from models import differences
+from support.models.models import differences
 
 Make = Callable[[Any], Optimizer]
 o = torch.optim

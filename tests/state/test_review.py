@@ -17,7 +17,7 @@ import holdfast
 from holdfast.errors import CaptureOvertaken, HoldfastError
 from holdfast.format.values import from_bytes
 from holdfast.state.describe import Describer
-from launch import run_ranks
+from support.runs.launch import run_ranks
 
 
 def comes_back_or_is_refused(

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.errors import UnsupportedState
-from launch import run_ranks
-from models import differences, whole
+from support.models.models import differences, whole
+from support.runs.launch import run_ranks
 
 State = dict[str, Any]
 NARROW, WIDE = 6, 3  # WIDE rows: on 4 ranks one holds none of them

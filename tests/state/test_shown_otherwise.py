@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from holdfast.errors import UnsupportedState
 from holdfast.state.modules import check_storable
-from launch import run_ranks
-from models import differences
+from support.models.models import differences
+from support.runs.launch import run_ranks
 
 Show = Callable[[torch.Tensor], dict[str, Any]]
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from holdfast.state import step_calls
-from mid_step import Training, at_bytecode
+from support.models.mid_step import Training, at_bytecode
 
 
 class Listener:

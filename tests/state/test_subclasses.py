@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import holdfast
 from holdfast.errors import StateMismatch, UnsupportedState, UsageError
 from holdfast.state import tensors as subclasses
-from launch import run_ranks
+from support.runs.launch import run_ranks
 
 
 @pytest.fixture(autouse=True)

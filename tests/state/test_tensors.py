@@ -13,7 +13,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.state.tensors import DTYPE_NAMES, empty
-from models import differences
+from support.models.models import differences
 
 
 def filled(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import holdfast
 from holdfast.errors import UnsupportedState
-from models import differences
+from support.models.models import differences
 
 
 def net(seed: int) -> nn.Module:

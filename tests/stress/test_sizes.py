@@ -15,9 +15,9 @@ from holdfast import events
 from holdfast.capture import copy_slot as capture
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.restore.planning import plan
-from launch import run_ranks
-from lives import build, take_step, wrong_elements
-from slow_keepers import chunks
+from support.runs.launch import run_ranks
+from support.runs.lives import build, take_step, wrong_elements
+from support.runs.slow_keepers import chunks
 
 ROWS = 61  # 7.6 MiB in all ranks' images together: several chunks, none of them whole at the end
 STEPS, DURABLE = 6, 2

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import holdfast
-from evidence import check_storage
 from holdfast import events
 from holdfast.catalogue import catalogue
 from holdfast.storage.local import LocalStore
-from launch import run_ranks
-from leftovers import keeper_pids
-from lives import build, take_step
-from slow_keepers import HungFsync, SlowDisk, late_fsync
+from support.runs.evidence import check_storage
+from support.runs.launch import run_ranks
+from support.runs.leftovers import keeper_pids
+from support.runs.lives import build, take_step
+from support.runs.slow_keepers import HungFsync, SlowDisk, late_fsync
 
 ROWS = 64  # 8 MiB of parameters and momentum: an image of all ranks together
 IMAGE_BYTES = 4 * ROWS * 8192 * 4

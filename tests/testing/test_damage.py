@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from exchanging import Group
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.checksum import checksum
 from holdfast.keeper.arena_files import ArenaFiles
@@ -26,6 +25,7 @@ from holdfast.testing.faults import (
     tear_row_record,
 )
 from holdfast.testing.faults.events import Region
+from support.peers.exchanging import Group
 
 DATA_START, SIZE = 2 * PAGE_BYTES, 10 * PAGE_BYTES
 

@@ -24,8 +24,8 @@ from holdfast.testing.faults import (
     tear_record,
     wait_until,
 )
-from host_pairs import Run
-from keepers import RUN
+from support.runs.host_pairs import Run
+from support.runs.keepers import RUN
 
 #: A trainer that says where it is, starts another process, and stays.
 TRAINER = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peering import Served, close_pullers, random_file
+from support.peers.peering import Served, close_pullers, random_file
 
 SIZE = 300_000
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.transport.server_connection import Limits
 from holdfast.transport.wire import admission as refusals
-from peering import Caller, Served, random_file
+from support.peers.peering import Caller, Served, random_file
 
 REFUSED = [one.kind for one in refusals.ALL]
 #: Nothing comes of what a test says for longer than this.

@@ -17,7 +17,15 @@ from holdfast.errors import PeerError
 from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer, RetryPauses
 from holdfast.transport.server_connection import Limits
-from peering import GENERATION, IMPATIENT, Caller, Served, puller, random_file, wait_for
+from support.peers.peering import (
+    GENERATION,
+    IMPATIENT,
+    Caller,
+    Served,
+    puller,
+    random_file,
+    wait_for,
+)
 
 MIB = 1 << 20
 RANKS, READERS = 16, 4

@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import ArenaError, DeadlineExceeded, PeerError, UsageError
 from holdfast.transport.client import WantedRange
 from holdfast.transport.server import ThreadSafeServer
-from peering import GENERATION, Caller, Served, puller, random_file, wait_for
+from support.peers.peering import GENERATION, Caller, Served, puller, random_file, wait_for
 
 SIZE = 300_000
 

@@ -24,7 +24,7 @@ from holdfast.transport.client_connection import ClientTimeouts, Peer
 from holdfast.transport.server_connection import Limits
 from holdfast.transport.wire.http import render_answer
 from holdfast.transport.wire.signing import HttpAnswer, HttpRequest, Signer
-from peering import (
+from support.peers.peering import (
     GENERATION,
     IMPATIENT,
     INCARNATION,

@@ -14,7 +14,7 @@ from holdfast.errors import ArenaError, UsageError
 from holdfast.transport.server import PeerServer
 from holdfast.transport.server_connection import Limits
 from holdfast.transport.wire.signing import HttpAnswer, digest
-from peering import INCARNATION, SECRET, Caller, Served, random_file, wait_for
+from support.peers.peering import INCARNATION, SECRET, Caller, Served, random_file, wait_for
 
 MIB = 1 << 20
 

@@ -15,7 +15,15 @@ from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.pull import PeerDownload
 from holdfast.transport.server_connection import Limits
 from holdfast.transport.wire.signing import HttpRequest
-from peering import GENERATION, SECRET, Scripted, Served, puller, random_file, wait_for
+from support.peers.peering import (
+    GENERATION,
+    SECRET,
+    Scripted,
+    Served,
+    puller,
+    random_file,
+    wait_for,
+)
 
 SIZE = 300_000
 

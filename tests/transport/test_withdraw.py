@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import PeerError
 from holdfast.transport.client import WantedRange
 from holdfast.transport.client_connection import ClientConnection
-from peering import GENERATION, Caller, Served, puller, random_file
+from support.peers.peering import GENERATION, Caller, Served, puller, random_file
 
 MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).parents[1] / "docs" / "format" / "v1.md"
+PAGE = Path(__file__).parents[3] / "docs" / "format" / "v1.md"
 _REQUIRED = object()
 
 Row = dict[str, str]

@@ -34,8 +34,8 @@ from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.server import ThreadSafeServer
 from holdfast.transport.wire.http import image_path
-from images import assemble, seals
-from peering import GENERATION, Served, puller
+from support.checkpoints.images import assemble, seals
+from support.peers.peering import GENERATION, Served, puller
 
 ATTEMPT = "a0"
 MIB = 1 << 20

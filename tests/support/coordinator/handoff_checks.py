@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinators import CAPTURE_S
-from handoff_facts import Content, Save
-from handoff_world import RealWorld, slots_of
+from support.coordinator.coordinators import CAPTURE_S
+from support.coordinator.handoff_facts import Content, Save
+from support.coordinator.handoff_world import RealWorld, slots_of
 
 
 class CheckedWorld(RealWorld):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-import conformance
+from support.checkpoints import conformance
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Instance, LeafSpec
 from holdfast.geometry.mesh import holders

@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-import specification as spec
+import support.checkpoints.specification as spec
 
 Json = dict[str, Any]
 Box = tuple[tuple[int, int], ...]

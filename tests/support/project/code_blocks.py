@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 
-PROJECT = Path(__file__).resolve().parents[1]
+PROJECT = Path(__file__).resolve().parents[3]
 _COMMENT = re.compile(r"<!--\s*(.*?)\s*-->", re.DOTALL)
 _BLOCK = re.compile(
     r"^(?P<comments>(?:<!--(?:(?!-->).)*-->\s*?\n\s*)*)^```(?P<language>[\w-]*)\n(?P<text>.*?)^```$",

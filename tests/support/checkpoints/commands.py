@@ -20,7 +20,7 @@ import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.cli import main
 from holdfast.storage.local import LocalStore
-from models import LAYOUTS, build, fill_with_numbers, make_optimizer_state
+from support.models.models import LAYOUTS, build, fill_with_numbers, make_optimizer_state
 
 Out = pytest.CaptureFixture[str]
 SOURCE = str(Path(holdfast.__file__).parents[1])

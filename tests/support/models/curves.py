@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast import rules as r
-from shardings import (
+from support.models.shardings import (
     EXPERT,
     EXPERTS,
     HEAD,

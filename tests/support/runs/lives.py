@@ -35,8 +35,8 @@ import holdfast
 from holdfast.capture.task import Timeouts
 from holdfast.events import ImageCaptured
 from holdfast.protocol.messages import PREEMPTED
-from launch import PR_SET_PDEATHSIG, PRELOADED
-from networks import enter
+from support.runs.launch import PR_SET_PDEATHSIG, PRELOADED
+from support.runs.networks import enter
 
 ROWS = 61  # divides by neither 2 nor 3
 COLUMNS = 8192

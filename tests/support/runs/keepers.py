@@ -43,7 +43,7 @@ from holdfast.protocol.client import KeeperClient, connect_socket, find_or_start
 from holdfast.protocol.image_plan import image_items
 from holdfast.storage.local import LocalStore
 from holdfast.world import host_id
-from leftovers import keeper_pids
+from support.runs.leftovers import keeper_pids
 
 M = TypeVar("M", bound=m.Message)
 RUN, HOST, NONCE = "run", "host", "nonce"

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.testing.faults import Hosts, newest_protected
 from holdfast.testing.faults import events_of as told_of
 from holdfast.testing.faults import wait_protected as wait_until_protected
-from lives import Lives
+from support.runs.lives import Lives
 
 
 def arena_of(arena_home: Path, host: str) -> Path:

@@ -6,13 +6,13 @@ what it is, and who writes there may go on; the coordinator can only not know.
 
 from __future__ import annotations
 
-from handoff_checks import CheckedWorld
-from handoff_facts import Process
-from handoff_world import slots_of
 from holdfast.coordinator.actions import Action, AllocateRings, AllocateSlots, StoreLayout
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.slots import host_of, number_of
 from holdfast.protocol import messages as m
+from support.coordinator.handoff_checks import CheckedWorld
+from support.coordinator.handoff_facts import Process
+from support.coordinator.handoff_world import slots_of
 
 
 class HostedWorld(CheckedWorld):

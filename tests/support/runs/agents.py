@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from holdfast.demo import runs as processes
-from lives import Life, _train, read_progress
-from losing import protected
-from torchruns import environment, write_life
+from support.runs.lives import Life, _train, read_progress
+from support.runs.losing import protected
+from support.runs.torchruns import environment, write_life
 
 SCRIPT = Path(__file__)
 #: A lost host is noticed after 8 s of silence, and nobody is waited for longer than 2 s.

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from coordinators import CAPTURE_S, GRANT_S, table
-from handoff_facts import Content, Generation, Grant, Process, Record, Save
 from holdfast.coordinator.actions import (
     AbortPersist,
     Action,
@@ -28,6 +26,8 @@ from holdfast.coordinator.slots import Slot, Slots, host_of
 from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
 from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed
+from support.coordinator.coordinators import CAPTURE_S, GRANT_S, table
+from support.coordinator.handoff_facts import Content, Generation, Grant, Process, Record, Save
 
 
 def slots_of(attempt: Attempt) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from holdfast.protocol.arena import SlotFile, arena_dir
 from holdfast.protocol.client import KeeperClient, find_or_start
 from holdfast.protocol.image_plan import image_items
 from holdfast.storage.local import LocalStore
-from keepers import RUN, X, hear
+from support.runs.keepers import RUN, X, hear
 
 SECRET = b"thirty-two bytes that are random"
 NONCE = "0123456789abcdef"

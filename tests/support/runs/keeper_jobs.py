@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.image_writer import ImageJob, PersistJob
-from images import images_of, random_leaf, seals
-from roots import LAYOUT
+from support.checkpoints.images import images_of, random_leaf, seals
+from support.checkpoints.roots import LAYOUT
 
 
 def job_of(generation: Generation, record: Incarnation) -> PersistJob:

@@ -11,7 +11,7 @@ from holdfast.persist import commit
 from holdfast.policy.retention import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
-from images import images_of, publish_checkpoint, random_leaf, split_leaf
+from support.checkpoints.images import images_of, publish_checkpoint, random_leaf, split_leaf
 
 LAYOUT = Layout(2, (split_leaf("w", "F32", (6, 2), 2),))
 OTHER = Layout(2, (split_leaf("w", "F32", (4, 2), 2),))

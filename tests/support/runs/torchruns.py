@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from lives import Life, read_progress, read_signpost
+from support.runs.lives import Life, read_progress, read_signpost
 
 SCRIPT = Path(__file__).with_name("lives.py")
 QUIET = {

@@ -14,7 +14,6 @@ from typing import Any
 import xxhash
 
 import holdfast
-from conformance import xxh64
 from holdfast.catalogue import catalogue
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation
@@ -33,7 +32,8 @@ from holdfast.geometry.layout import (
 from holdfast.persist import commit
 from holdfast.persist.pins import pin
 from holdfast.storage.local import LocalStore
-from images import images_of, publish_checkpoint, random_leaf, split_leaf
+from support.checkpoints.conformance import xxh64
+from support.checkpoints.images import images_of, publish_checkpoint, random_leaf, split_leaf
 
 Json = dict[str, Any]
 Change = Callable[[Json], Any]

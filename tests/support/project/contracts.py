@@ -1,6 +1,7 @@
 """The modules of an import contract in pyproject.toml, for whatever else they are held to.
 
-``python tests/contracts.py pure`` names their files as ``coverage report --include`` takes them.
+``python tests/support/project/contracts.py pure`` names their files as ``coverage report`` takes
+them with ``--include``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-PROJECT = Path(__file__).parents[1]
+PROJECT = Path(__file__).parents[3]
 
 
 def modules_of(contract: str) -> list[str]:

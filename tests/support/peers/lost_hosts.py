@@ -53,8 +53,8 @@ from holdfast.restore.reading.read import CARRIERS, read_wants
 from holdfast.testing.faults import flip
 from holdfast.transport.client import Puller
 from holdfast.transport.wire.http import image_path, layout_path, parity_path, record_path
-from images import Array, images_of, random_leaf, seals, split_leaf
-from peering import Served, puller
+from support.checkpoints.images import Array, images_of, random_leaf, seals, split_leaf
+from support.peers.peering import Served, puller
 
 GENERATION = Generation(3, 1200)
 

@@ -1,0 +1,1 @@
+"""Roots, images and documents, written whole and damaged."""

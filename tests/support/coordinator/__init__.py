@@ -1,0 +1,1 @@
+"""A world in which the coordinator is driven without processes."""

@@ -1,0 +1,1 @@
+"""Models, optimizers and layouts whose state is saved and compared."""

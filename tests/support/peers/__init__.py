@@ -1,0 +1,1 @@
+"""Hosts that exchange rows and images within one process."""

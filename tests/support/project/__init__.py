@@ -1,0 +1,1 @@
+"""Facts of the source tree: contracts between packages, code in documents."""
