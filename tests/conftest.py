@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from support.project import sample
 from support.runs.leftovers import end_keepers
+
+pytest_addoption = sample.pytest_addoption
+pytest_configure = sample.pytest_configure
+pytest_report_header = sample.pytest_report_header
+pytest_collection_modifyitems = sample.pytest_collection_modifyitems
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)

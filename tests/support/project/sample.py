@@ -1,0 +1,102 @@
+"""Chooses which costly tests `make test` runs: a sample that changes every day.
+
+tests/costs.json holds the seconds of every test that takes long. With ``--sample SECONDS`` a run
+leaves out costly tests, at random by a printed seed, until those that stay take that long. Tests
+without an entry are cheap or new and always run; so do those marked ``promise``.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import random
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+COSTS = Path(__file__).parents[2] / "costs.json"
+SEED = "HOLDFAST_TEST_SEED"
+CHEAP_S = 0.3
+"""A test that takes less has no entry."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sample")
+    group.addoption("--sample", type=float, metavar="SECONDS", help="run so much of costly tests")
+    group.addoption("--record-costs", action="store_true", help=f"write {COSTS.name} anew")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault(SEED, f"{datetime.datetime.now(datetime.UTC):%Y%m%d}")
+    config.stash[_SEED] = os.environ[SEED]  # inherited by the processes of xdist
+    if config.getoption("--record-costs"):
+        config.pluginmanager.register(_Recorder())
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    seconds = config.getoption("--sample")
+    if seconds is None:
+        return None
+    return f"sample: {seconds:g} s of costly tests, {SEED}={config.stash[_SEED]}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not in the sample; begin with the costliest, so that none comes last."""
+    seconds = config.getoption("--sample")
+    if seconds is None:
+        return
+    costs = read_costs()
+    chosen = choose(
+        {item.nodeid: costs[item.nodeid] for item in items if item.nodeid in costs},
+        {item.nodeid for item in items if item.get_closest_marker("promise")},
+        seconds,
+        config.stash[_SEED],
+    )
+    left_out = [item for item in items if item.nodeid in costs and item.nodeid not in chosen]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = sorted(
+        (item for item in items if item not in set(left_out)),
+        key=lambda item: -costs.get(item.nodeid, 0.0),
+    )
+
+
+def choose(costs: dict[str, float], always: set[str], seconds: float, seed: str) -> set[str]:
+    """Returns the tests to run: all of ``always``, others at random while ``seconds`` last."""
+    chosen = {test for test in costs if test in always}
+    left_s = seconds - sum(costs[test] for test in chosen)
+    others = sorted(costs.keys() - chosen)
+    random.Random(seed).shuffle(others)
+    for test in others:
+        if costs[test] <= left_s:
+            chosen.add(test)
+            left_s -= costs[test]
+    return chosen
+
+
+def read_costs() -> dict[str, float]:
+    """Returns the seconds of each costly test by its node id."""
+    costs: dict[str, float] = json.loads(COSTS.read_text())
+    return costs
+
+
+class _Recorder:
+    """Writes the seconds of the tests that ran, and keeps those of tests that did not."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            return
+        costs = {**(read_costs() if COSTS.exists() else {}), **self._seconds}
+        kept = {test: round(s, 1) for test, s in sorted(costs.items()) if s >= CHEAP_S}
+        COSTS.write_text(json.dumps(kept, indent=0) + "\n")
+
+
+_SEED = pytest.StashKey[str]()
