@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from holdfast.capture.handles import PendingHandles, SaveHandle
@@ -84,3 +86,25 @@ def test_without_parity_only_storage_protects() -> None:
     handle = Rank(parity=0).save(1)
     with pytest.raises(UsageError, match="this host's memory only"):
         handle.wait_protected(1)
+
+
+def test_a_save_that_begins_while_the_keeper_is_heard_disturbs_nothing() -> None:
+    rank = Rank()
+    saves: list[threading.Thread] = []
+
+    class Slow(SaveHandle):
+        """A handle during whose news another thread begins a save."""
+
+        def reach(self, what: str) -> None:
+            saves.append(threading.Thread(target=rank.save, args=(9,)))
+            saves[-1].start()
+            saves[-1].join(0.2)
+            super().reach(what)
+
+    first = Slow(1, durable=False, explain=str, parity=1)
+    rank.promises.add(1, [first])
+    last = rank.save(2)
+    rank.hear(protected(1), protected(2))
+    for save in saves:
+        save.join()
+    assert (first.state, last.state) == ("protected", "protected")

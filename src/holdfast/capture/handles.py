@@ -190,6 +190,8 @@ class PendingHandles:
     """Handles that a caller may still wait for, by the step that will fulfil them."""
 
     def __init__(self) -> None:
+        # Held by the training thread, the worker and the listener, which also wake who waits.
+        self._lock = threading.RLock()
         self._handles: dict[int, list[SaveHandle]] = {}
         self._requested_durable = self._reported_durable = -1
         self._captured = self._refused = -1
@@ -206,77 +208,89 @@ class PendingHandles:
 
     def add(self, step: int, handles: Iterable[SaveHandle]) -> None:
         """Add handles that ``step`` fulfils, and forget the settled handles of old steps."""
-        for handle in handles:
-            self.join(step, handle)
-        for old in [s for s, held in self._handles.items() if all(map(_is_settled, held))]:
-            if len(self._handles) > _KEPT_STEPS and old != max(self._handles):
-                for handle in self._handles.pop(old):
-                    handle.not_protected(_passed_over(old, "a later one"))
+        with self._lock:
+            for handle in handles:
+                self.join(step, handle)
+            for old in [
+                s for s, held in list(self._handles.items()) if all(map(_is_settled, held))
+            ]:
+                if len(self._handles) > _KEPT_STEPS and old != max(self._handles):
+                    for handle in self._handles.pop(old):
+                        handle.not_protected(_passed_over(old, "a later one"))
 
     def join(self, step: int, handle: SaveHandle) -> None:
         """Add ``handle`` to ``step``, which was saved already."""
-        self._handles.setdefault(step, []).append(handle)
-        if handle.durable:
-            self._requested_durable = max(self._requested_durable, step)
+        with self._lock:
+            self._handles.setdefault(step, []).append(handle)
+            if handle.durable:
+                self._requested_durable = max(self._requested_durable, step)
 
     def catch_up(self, step: int, handle: SaveHandle) -> None:
         """Bring ``handle`` to the state of the other handles of its step."""
-        for other in self._handles[step]:
-            handle.differing = handle.differing or other.differing
-            if other.state in (CAPTURED, PROTECTED, DURABLE):
-                handle.reach(other.state)
+        with self._lock:
+            for other in self._handles[step]:
+                handle.differing = handle.differing or other.differing
+                if other.state in (CAPTURED, PROTECTED, DURABLE):
+                    handle.reach(other.state)
 
     def captured(self, step: int) -> None:
         """Record that all ranks have this step in memory."""
-        self._captured = max(self._captured, step)
-        for handle in self._handles.get(step, []):
-            handle.reach(CAPTURED)
+        with self._lock:
+            self._captured = max(self._captured, step)
+            for handle in self._handles.get(step, []):
+                handle.reach(CAPTURED)
 
     def protected(self, step: int) -> None:
         """Record that this step is protected; earlier unprotected steps get no parity any more."""
-        for one, handles in self._handles.items():
-            for handle in handles:
-                if one == step:
-                    handle.reach(PROTECTED)
-                elif one < step:
-                    handle.not_protected(_passed_over(one, f"step {step}"))
+        with self._lock:
+            for one, handles in list(self._handles.items()):
+                for handle in handles:
+                    if one == step:
+                        handle.reach(PROTECTED)
+                    elif one < step:
+                        handle.not_protected(_passed_over(one, f"step {step}"))
 
     def not_protected(self, step: int, error: HoldfastError) -> None:
         """Record that parity of this step could not be made."""
-        for handle in self._handles.get(step, []):
-            handle.not_protected(error)
+        with self._lock:
+            for handle in self._handles.get(step, []):
+                handle.not_protected(error)
 
     def differ(self, step: int, leaves: Mapping[str, tuple[int, ...]]) -> None:
         """Record the leaves that differ between ranks in this step."""
-        for handle in self._handles.get(step, []):
-            handle.differing = dict(leaves)
+        with self._lock:
+            for handle in self._handles.get(step, []):
+                handle.differing = dict(leaves)
 
     def durable(self, saved: int, fulfils: Iterable[int]) -> None:
         """Record that a manifest names step ``saved``, which also fulfils ``fulfils``."""
-        self._reported_durable = max(self._reported_durable, saved)
-        for step in (saved, *fulfils):
-            for handle in self._handles.get(step, []):
-                if handle.durable:
-                    handle.move_to(saved)
-                    handle.reach(DURABLE)
+        with self._lock:
+            self._reported_durable = max(self._reported_durable, saved)
+            for step in (saved, *fulfils):
+                for handle in self._handles.get(step, []):
+                    if handle.durable:
+                        handle.move_to(saved)
+                        handle.reach(DURABLE)
 
     def fail(self, step: int, error: HoldfastError, *, captured: bool) -> None:
         """Fail the handles of a step; ``captured``: only making it durable failed."""
-        if captured:
-            self._refused = max(self._refused, step)
-        for handle in self._handles.get(step, []):
-            if not _is_settled(handle):
-                handle.fail(error, captured=captured)
+        with self._lock:
+            if captured:
+                self._refused = max(self._refused, step)
+            for handle in self._handles.get(step, []):
+                if not _is_settled(handle):
+                    handle.fail(error, captured=captured)
 
     def fail_all(self, reason: str) -> None:
         """Fail every handle that is not settled."""
-        for step, handles in list(self._handles.items()):
-            for handle in handles:
-                is_captured = handle.state in (CAPTURED, PROTECTED)
-                kind = PersistFailed if is_captured else SnapshotSkipped
-                if not _is_settled(handle):
-                    handle.fail(kind(f"step {step}: {reason}"), captured=is_captured)
-                handle.not_protected(NotProtected(f"step {step} is captured: {reason}"))
+        with self._lock:
+            for step, handles in list(self._handles.items()):
+                for handle in handles:
+                    is_captured = handle.state in (CAPTURED, PROTECTED)
+                    kind = PersistFailed if is_captured else SnapshotSkipped
+                    if not _is_settled(handle):
+                        handle.fail(kind(f"step {step}: {reason}"), captured=is_captured)
+                    handle.not_protected(NotProtected(f"step {step} is captured: {reason}"))
 
 
 def _is_settled(handle: SaveHandle) -> bool:

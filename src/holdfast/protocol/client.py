@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -300,6 +301,9 @@ class KeeperClient:
                 self._dispatch(*m.unpack(self._receive(size)))
         except (OSError, EOFError, HoldfastError) as error:
             reason = str(error) or "it closed the connection"
+        except Exception as error:  # a defect of ours: nothing said to a listener may go unheard
+            traceback.print_exc()
+            reason = f"a message could not be handled ({error!r})"
         with self._lock:
             reason = self._broken = self._broken or reason
             self._changed.notify_all()
