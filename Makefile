@@ -11,10 +11,10 @@ PYTHON ?= $(firstword $(foreach python,python3.11 python3 python3.12 python3.13,
 	$(if $(shell $(python) -c 'import sys; print("yes" * (sys.version_info >= (3, 11)))' 2>/dev/null),$(python))))
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
-# Tests share no arena, port or file, and run beside each other; but for those of whole lives, which
-# start and kill so many processes that each is given the machine.
+# Tests share no arena, port or file, and run beside each other. Of those that take long `make test`
+# runs as much as this many seconds of one core, by a seed of the day that it prints.
 WORKERS ?= 2
-LIVES := tests/crash tests/hosts tests/multirank
+SAMPLE_S ?= 250
 
 # What reaches the pure modules without processes, ranks or disks.
 PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py %/test_accidents.py \
@@ -52,12 +52,7 @@ layers: $(READY) ## the four import contracts
 	$(BIN)/lint-imports
 
 tests: $(READY) ## pytest without the slow ones; PYTEST_ARGS="tests/storage -k fence" is handed on
-ifeq ($(PYTEST_ARGS),)
-	$(PYTEST) -n $(WORKERS) -m "not slow" $(addprefix --ignore=,$(LIVES))
-	$(PYTEST) -m "not slow" $(LIVES)
-else
-	$(PYTEST) -m "not slow"
-endif
+	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not slow" $(if $(PYTEST_ARGS),,--sample $(SAMPLE_S))
 
 tests-all: $(READY)
 	$(PYTEST)
