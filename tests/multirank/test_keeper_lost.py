@@ -112,6 +112,7 @@ def _goes_on(
         )
         train(model, state, range(FIRST))
         checkpointer.save(FIRST - 1).wait_captured(60)
+        dist.barrier()  # it is known on all ranks before any keeper is killed
         moment.save(checkpointer, patch)
         patch.undo()
         for step in range(FIRST + 1, LATEST):
@@ -150,6 +151,7 @@ def _closes(
         checkpointer = holdfast.Checkpointer(root / "run", state, memory=None)
         train(model, state, range(FIRST))
         checkpointer.save(FIRST - 1).wait_captured(60)
+        dist.barrier()  # it is known on all ranks before any keeper is killed
         moment.save(checkpointer, patch)
         checkpointer.close(60)
 
@@ -170,6 +172,7 @@ def _closes_behind_captures(rank: int, world: int, root: Path, arena: Path) -> N
         _, state = build("ddp", seed=1)
         checkpointer = holdfast.Checkpointer(root / f"run-{number}", state, memory=None)
         checkpointer.save(FIRST - 1).wait_captured(60)
+        dist.barrier()  # it is known on all ranks before any keeper is killed
         handle = checkpointer.save(FIRST, durable=True)
         assert checkpointer._saver.end_capture(timeout_s=60)
         dist.barrier()
@@ -239,6 +242,7 @@ def _waits_for_it(rank: int, world: int, root: Path, arena: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         checkpointer = holdfast.Checkpointer(root / "run", state, memory=None)
         checkpointer.save(FIRST - 1).wait_captured(60)
+        dist.barrier()  # it is known on all ranks before any keeper is killed
         moment.save(checkpointer, patch)
     missed = checkpointer._promised.last
     assert missed is not None and checkpointer._saver.end_capture(timeout_s=60)

@@ -229,7 +229,8 @@ torch.set_num_threads(1)
 import holdfast
 from holdfast.storage.direct import Scratch
 sys.path.insert(0, {tests!r})
-from support.models import hybrids, pathlib
+import pathlib
+from support.models import hybrids
 from offload.test_tier import tiered
 here = tiered(pathlib.Path({disk!r}))
 state = {{"model": here[0], "optimizer": here[1]}}
