@@ -57,11 +57,14 @@ def test_either_optimizer_goes_on_from_the_others_checkpoint(
     assert differences(here, there) == []
 
 
-def test_a_restore_into_a_new_optimizer_reads_straight_into_its_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("only", [None, ["model.**", "optimizer.**"]], ids=["whole", "chosen"])
+def test_a_restore_into_a_new_optimizer_reads_straight_into_its_rows(
+    tmp_path: Path, only: list[str] | None
+) -> None:
     there, here = hybrid_state(0, torch.bfloat16), hybrid_state(1, torch.bfloat16)
     train(there, range(3))
     holdfast.save(tmp_path, there, step=2)
-    holdfast.load(tmp_path, here)
+    holdfast.load(tmp_path, here, only=only)
     for row, place in here["optimizer"]._places.values():
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             kept = here["optimizer"].state[place.parameter][kind]

@@ -422,11 +422,14 @@ class _ViewBuilder:
     ) -> bool:
         """True if a leaf named like a parameter's own elements is optimizer state of that name.
 
-        It is where the optimizer has such state here, or had it tied to another tensor.
+        It is where the optimizer has such state here, makes it itself for parameters of fewer
+        digits, or had it tied to another tensor.
         """
         assert origin.parameter is not None
-        state = self._objects.optimizers[key].state.get(origin.parameter, {})
-        return kind in state or not self._tied.isdisjoint(there.values())
+        optimizer = self._objects.optimizers[key]
+        makes_it = hasattr(optimizer, "make_state") and origin.parameter.dtype != torch.float32
+        is_here = makes_it or kind in optimizer.state.get(origin.parameter, {})
+        return is_here or not self._tied.isdisjoint(there.values())
 
     def _kinds(self, key: str, prefixes: set[str]) -> dict[str, dict[str, str]]:
         """Collects the stored state of each parameter: its name with the key -> kind -> leaf."""
