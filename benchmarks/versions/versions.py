@@ -1,4 +1,4 @@
-"""Measure how long `import holdfast` and the start of a keeper take.
+"""Measure what a user waits for: import, a keeper's start, saves, restores.
 
 With `--before DIRECTORY`, the `src` of another version, both versions are measured in one
 alternating series and compared round by round.
@@ -6,6 +6,7 @@ alternating series and compared round by round.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from holdfast.protocol.client import SOCKET_NAME
 from holdfast.storage.local import LocalStore
 
 SOURCE = Path(holdfast.__file__).parents[1]
+VISIT = Path(__file__).with_name("visit.py")
 SECTION = results.Section(
-    "Starting",
-    "`python -m benchmarks start`: a new process imports Holdfast, and a keeper is started until\n"
-    "it takes a connection.",
+    "One version",
+    "`python -m benchmarks versions`: a new process imports Holdfast, a keeper is started until\n"
+    "it takes a connection, and two states are saved and restored: 12 large weights (200 MB with\n"
+    "their moments), and 750 small ones (3,000 leaves).",
 )
 
 
@@ -78,45 +81,66 @@ def interval(ratios: Sequence[float], samples: int = 5000) -> tuple[float, float
     return medians[samples // 40], medians[-samples // 40 - 1]
 
 
+def visit(source: Path) -> dict[str, float]:
+    """Seconds by name of all acts of one version."""
+    found = {act.__name__: _time(act, source) for act in (import_package, start_keeper)}
+    with (
+        tempfile.TemporaryDirectory(prefix="hf-versions-") as directory,
+        tempfile.TemporaryDirectory(dir=MEMORY, prefix="hf-versions-") as arena,
+    ):
+        environment = _environment(source) | {"HOLDFAST_ARENA_DIR": arena}
+        for act in ("train", "restore"):
+            command = [sys.executable, str(VISIT), act, directory]
+            ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+            found |= json.loads(ended.stdout)
+    return found
+
+
+def _time(act: Callable[[Path], object], source: Path) -> float:
+    began = time.perf_counter()
+    act(source)
+    return time.perf_counter() - began
+
+
 def measure(sources: dict[str, Path], rounds: int) -> dict[str, Any]:
-    """Both acts of each version in one alternating series."""
-    found = series.timed(
-        {
-            f"{act.__name__} {name}": lambda act=act, source=source: act(source)
-            for act in (import_package, start_keeper)
-            for name, source in sources.items()
-        },
-        rounds,
-    )
-    return {"ways": series.summaries(found)}
+    """Seconds of each act of each version, in one alternating series; the first round warms up."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for turn, name in series.alternate(list(sources), rounds + 1):
+        with machine.alone():
+            seconds = visit(sources[name])
+        for act, took in seconds.items() if turn else ():
+            found.setdefault(act, {one: [] for one in sources})[name].append(took)
+    return {"acts": {act: series.summaries(by_name) for act, by_name in found.items()}}
 
 
 def shown(found: dict[str, Any]) -> str:
-    """The table, and the ratios where two versions were measured."""
-    ways = found["ways"]
-    lines = [markdown.table(["", "s"], [[way, markdown.spread(ways[way])] for way in ways])]
-    for act in ("import_package", "start_keeper"):
-        if f"{act} before" in ways:
-            pairs = zip(ways[f"{act} now"]["values"], ways[f"{act} before"]["values"], strict=True)
+    """The table, with the ratios where two versions were measured."""
+    rows = []
+    for act, ways in found["acts"].items():
+        row = [act, *(markdown.spread(one) for one in ways.values())]
+        if "before" in ways:
+            pairs = zip(ways["now"]["values"], ways["before"]["values"], strict=True)
             ratios = [now / before for now, before in pairs]
             low, high = interval(ratios)
-            median = statistics.median(ratios)
-            lines.append(f"\n{act}: {median:.3f} of before (95 %: {low:.3f} to {high:.3f})")
-    return "\n".join(lines)
+            row.append(f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})")
+        rows.append(row)
+    names = list(next(iter(found["acts"].values())))
+    ratio = ["now / before (95 %)"] if "before" in names else []
+    return markdown.table(["", *(f"{name}, s" for name in names), *ratio], rows)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, print what was, and keep it."""
-    parser = Parser("start", __doc__, quick="three rounds, nothing kept")
-    parser.add_rounds(30)
+    parser = Parser("versions", __doc__, quick="one round, nothing kept")
+    parser.add_rounds(12)
     parser.add_document()
     parser.add_argument("--before", type=Path, metavar="DIRECTORY", help="src of another version")
     options = parser.parse(arguments)
     sources = {"now": SOURCE, **({"before": options.before.resolve()} if options.before else {})}
-    found = measure(sources, 3 if options.quick else options.rounds)
+    found = measure(sources, 1 if options.quick else options.rounds)
     text = shown(found)
     print(text)
     if not (options.quick or options.before):
         facts = machine.facts(MEMORY, ["msgspec"])
-        results.keep("start", facts, found, text, document=options.document, section=SECTION)
+        results.keep("versions", facts, found, text, document=options.document, section=SECTION)
     return 0

@@ -1,4 +1,4 @@
-"""The benchmark of starts runs, and compares two versions round by round."""
+"""The comparison of versions runs, and compares round by round."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from support.project.code_blocks import PROJECT
 
 
 def test_two_versions_are_compared(bench: Callable[..., CompletedProcess[str]]) -> None:
-    ended = bench("start", "--quick", "--before", str(PROJECT / "src"))
+    ended = bench("versions", "--quick", "--before", str(PROJECT / "src"))
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "start_keeper: " in ended.stdout
-    assert "import_package: " in ended.stdout
+    for act in ("start_keeper", "large: durable", "many: start and restore from memory"):
+        assert f"| {act} |" in ended.stdout
 
 
 @pytest.mark.usefixtures("importable")
 def test_the_interval_holds_the_median_of_ratios_that_differ() -> None:
-    interval = importlib.import_module("benchmarks.start").interval
+    interval = importlib.import_module("benchmarks.versions.versions").interval
     assert interval([1.0] * 9) == (1.0, 1.0)
     low, high = interval([0.9, 1.0, 1.0, 1.1, 1.2])
     assert 0.9 <= low <= 1.0 <= high <= 1.2

@@ -1,0 +1,92 @@
+"""One visit to one version, run as a script: train and save, or restore what the last visit left.
+
+Uses public names only, which versions share. Prints seconds by name, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import holdfast
+
+#: Name -> (number of square weights, their width); with AdamW each makes four leaves.
+STATES = {"large": (12, 1024), "many": (750, 16)}
+SAVES, DURABLE_SAVES, LOADS = 12, 4, 3
+
+
+def build(name: str) -> tuple[dict[str, Any], Callable[[], object]]:
+    """The state, and one update of it."""
+    count, width = STATES[name]
+    torch.manual_seed(0)
+    model = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    state = {"model": model, "optimizer": optimizer, "rng": holdfast.Rng(), "count": 0}
+    return state, optimizer.step
+
+
+def train(name: str, directory: Path) -> dict[str, float]:
+    """Save again and again; the last snapshot stays in memory when the process ends."""
+    state, update = build(name)
+    checkpointer = holdfast.Checkpointer(directory / name, state, storage=None)
+    checkpointer.restore()
+    found: dict[str, list[float]] = defaultdict(list)
+    for step in range(SAVES):
+        update()
+        began = time.perf_counter()
+        handle = checkpointer.save(step)
+        found["save returns"].append(time.perf_counter() - began)
+        handle.wait_captured(60)
+        found["captured"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        update()
+        found["update behind it"].append(time.perf_counter() - began)
+    for step in range(SAVES, SAVES + DURABLE_SAVES):
+        update()
+        began = time.perf_counter()
+        checkpointer.save(step, durable=True).wait_durable(120)
+        found["durable"].append(time.perf_counter() - began)
+    for _ in range(LOADS):
+        began = time.perf_counter()
+        holdfast.load(directory / name, build(name)[0])
+        found["load from storage"].append(time.perf_counter() - began)
+    return {f"{name}: {what}": statistics.median(values) for what, values in found.items()}
+
+
+def restore(name: str, directory: Path) -> dict[str, float]:
+    """Restore out of memory, as after a crash of the trainer."""
+    state, _ = build(name)
+    began = time.perf_counter()
+    checkpointer = holdfast.Checkpointer(directory / name, state, storage=None)
+    restored = checkpointer.restore()
+    took = time.perf_counter() - began
+    checkpointer.close()
+    assert restored is not None
+    assert restored.source == "memory", restored.source
+    return {f"{name}: start and restore from memory": took}
+
+
+def main() -> None:
+    act, directory = {"train": train, "restore": restore}[sys.argv[1]], Path(sys.argv[2])
+    torch.set_num_threads(1)
+    found: dict[str, float] = {}
+    for name in STATES:
+        found.update(act(name, directory))
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # nothing is closed: the keepers keep what they have
+
+
+if __name__ == "__main__":
+    main()
