@@ -337,6 +337,24 @@ def test_the_rules_hold_on_several_hosts_of_which_some_are_lost_and_come_back() 
     run_state_machine_as_test(OnSeveralHosts, settings=FAST)
 
 
+def test_a_ring_that_nobody_was_given_is_a_slot_like_others_when_hosts_are_renumbered() -> None:
+    world = HostedWorld()
+    world.hosts = 2
+    world.start(2)
+    for process in world.trainers():
+        world.make_ask(process, Save(durable=True, exact=True, values_bytes=10))
+    for slot in list(world.allocating):
+        world.end_allocation(slot, is_there=False)
+    here, there = sorted(world.making_rings)
+    world.end_rings(there, are_there=True)
+    world.end_rings(here, are_there=False)  # so neither is given to a rank
+    assert world.keeper.slots[there[0].slot].is_ring
+    world.begin(2)
+    assert not world.keeper.slots[there[0].slot].is_ring
+    world.check_rings()
+    world.check_end()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_rules_hold_on_several_hosts_for_long() -> None:

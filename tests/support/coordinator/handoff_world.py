@@ -283,8 +283,6 @@ class RealWorld:
         self.ending.clear()
         self.persisting.clear()
         self.keeper = self.new_keeper()
-        # A ring that was never given to anybody says nothing of itself: it is a slot like others.
-        self.rings = {s for s in self.rings if s in self.records and self.records[s].is_ring}
         slots, attempts = self.scan()
         self.keeper.discovered(slots, attempts, may_be_parts=True)
         held = [a for a in attempts if len(a.slots) == a.world]
@@ -299,7 +297,10 @@ class RealWorld:
         self.pinned = slots_of(attempt)
 
     def scan(self, host: int = 0) -> tuple[list[Slot], list[Attempt]]:
-        """As ``keeper.memory.Memory.scan`` does it on one host."""
+        """As ``keeper.arena_files.ArenaFiles.discovered`` does it on one host."""
+        # A ring that was never given to anybody says nothing of itself: it is a slot like others.
+        told = {slot for slot in self.rings if slot in self.records and self.records[slot].is_ring}
+        self.rings = {slot for slot in self.rings if host_of(slot) != host} | told
         living = {p.writer for p in self.processes if p.alive}
         slots: list[Slot] = []
         attempts: dict[str, Attempt] = {}
