@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import stat
 import subprocess
 import sys
@@ -263,3 +264,17 @@ def test_a_process_that_ended_is_not_running_even_before_it_is_waited_for() -> N
 def test_the_boot_is_known() -> None:
     assert len(boot_id()) == 36
     assert boot_id() == boot_id()
+
+
+def test_a_process_that_lives_is_not_taken_for_dead_when_no_descriptor_is_left() -> None:
+    """A keeper would give the slot that it copies into to another rank."""
+    pid, start = os.getpid(), process_start(os.getpid())
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        running = is_running(pid, start)
+        with pytest.raises(OSError, match="Too many open files"):
+            process_start(pid)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert running

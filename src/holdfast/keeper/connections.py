@@ -16,7 +16,7 @@ from holdfast.errors import Fenced, UsageError
 from holdfast.events import RequestsRefused, Warned, emit
 from holdfast.keeper.hosts import messages
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import process_start
+from holdfast.protocol.arena import is_running, process_start
 
 if TYPE_CHECKING:
     from holdfast.transport.channel import SealedChannel
@@ -213,7 +213,10 @@ class Ranks:
 
 
 def peer_of(writer: asyncio.StreamWriter) -> SlotWriter | None:
-    """Return the peer process of a socket, from the kernel; None for another user's process."""
+    """Return the peer process of a socket, from the kernel; None for another user's process.
+
+    Raises OSError if no descriptor is left to look at it.
+    """
     peer = writer.get_extra_info("socket")
     raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
@@ -240,7 +243,7 @@ def pidfd_of_peer(peer: socket.socket, process: SlotWriter) -> int | None:
         raise
     except (OSError, AttributeError):  # a kernel before 5.3, a sandbox: the socket alone shows it
         return None
-    if process_start(process.pid) != process.start:  # the pid was reused meanwhile
+    if not is_running(*process):  # the pid was reused meanwhile
         os.close(pidfd)
         raise ProcessLookupError(f"process {process.pid} has ended")
     return pidfd

@@ -71,7 +71,11 @@ class TrainerApi:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one trainer's connection until it closes."""
-        process = peer_of(writer)
+        try:
+            process = peer_of(writer)
+        except OSError:  # without its start it would be taken for dead, and its slot for free
+            writer.close()
+            return
         if process is None:
             self.admission.refused(SOCKET, "another_user")
             writer.close()

@@ -83,11 +83,12 @@ def process_start(pid: int) -> int:
     """Return the start time of process ``pid`` in clock ticks since boot; 0 if there is no such
     process.
 
-    Pid and start time together identify a process uniquely: pids are reused.
+    Pid and start time together identify a process uniquely: pids are reused. Raises OSError if that
+    cannot be determined now, for example because no descriptor is left.
     """
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
+    except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
         return 0
 
 
@@ -96,18 +97,25 @@ def is_running(pid: int, start: int) -> bool:
 
     Uses a pidfd: /proc shows a zombie as soon as the main thread ended, while other threads may
     still be inside a copy; a pidfd is readable only when the last thread is gone. Pid 0 is a
-    process of another pid namespace: its state cannot be determined, so it counts as running.
+    process of another pid namespace: its state cannot be determined, so it counts as running, as
+    does every process while no descriptor is left to look with.
     """
     if pid == 0:
         return True
     try:
+        if process_start(pid) != start or not start:
+            return False
         descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
     except (OSError, AttributeError):
-        return process_start(pid) == start != 0
+        return True
     try:
         ended = select.poll()
         ended.register(descriptor, select.POLLIN)
         return process_start(pid) == start and not ended.poll(0)
+    except OSError:
+        return True
     finally:
         os.close(descriptor)
 

@@ -275,7 +275,7 @@ class RebuildWorker:
         try:
             self._stamp(run, REBUILDING)
             run.memory = self._memory.files[run.order.slot].image
-        except (HoldfastError, KeyError) as error:
+        except (HoldfastError, KeyError, OSError) as error:
             self._settle(run, f"there is no such slot: {error}")
             return
         threading.Thread(
@@ -328,7 +328,7 @@ class RebuildWorker:
         if not failure:
             try:
                 self._stamp(run, "captured")
-            except (HoldfastError, KeyError) as error:
+            except (HoldfastError, KeyError, OSError) as error:
                 failure = f"its slot is gone: {error}"
         run.memory = memoryview(b"")
         self._settle(run, failure)
