@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host-id", required=True)
     parser.add_argument("--arena-bytes", type=int, help="the most that slots take together")
     parser.add_argument("--idle-s", type=float, default=3600.0)
-    # : Time to stop after SIGTERM: less than the 30 s that most senders wait before they kill.
+    # Time to stop after SIGTERM: less than the 30 s that most senders wait before they kill.
     parser.add_argument("--stop-s", type=float, default=20.0)
     parser.add_argument("--scrub-s", type=float, default=60.0, help="between two looks at memory")
     options = parser.parse_args(argv)
