@@ -67,7 +67,8 @@ def test_the_coordinator_holds_no_layout_but_those_of_the_newest_saves() -> None
                 keeper.seal(rank, granted(actions))
 
     save(range(40))
-    assert blocks_grown(lambda: save(range(40, 140))) < 100
+    # Dictionaries and free lists grow for some hundred saves, far less than by a block each.
+    assert blocks_grown(lambda: save(range(40, 440))) < 400
 
 
 def test_reading_manifests_leaves_nothing_behind() -> None:
