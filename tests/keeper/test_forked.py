@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import queue
@@ -12,13 +13,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.keeper import connections as connection
+from holdfast.keeper import trainer_api
 from holdfast.keeper.connections import pidfd_of_peer
+from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import process_start
 from support.runs.keepers import ask, begin, connect, end, hear
@@ -138,6 +142,21 @@ def test_a_keeper_that_cannot_look_takes_no_living_trainer_for_dead(reason: int)
             raise OSError(reason, os.strerror(reason))
 
     assert pidfd_of_peer(cast(socket.socket, Blind()), me()) is None
+
+
+def test_who_cannot_be_looked_at_is_hung_up_on_and_not_served_without_a_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would count as dead, and the slots that it writes to as free."""
+
+    def refuse(_: object) -> SlotWriter:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    closed: list[bool] = []
+    caller = SimpleNamespace(close=lambda: closed.append(True))
+    monkeypatch.setattr(trainer_api, "peer_of", refuse)
+    asyncio.run(TrainerApi.serve(cast(Any, None), cast(Any, None), cast(Any, caller)))
+    assert closed == [True]
 
 
 def test_where_no_kernel_shows_it_the_line_alone_does(
