@@ -136,13 +136,12 @@ def tables() -> str:
     """Both, as they stand in the page."""
     return "\n".join(
         [
-            "What is left suffices, after so many hosts are lost at once:",
+            "The probability that the memory left suffices, after so many hosts are lost at once:",
             "",
             *at_once(),
             "",
-            f"Memory fails, and storage is needed, at least once in {HORIZON_DAYS} days, where "
-            "each "
-            f"host is lost once in {HOST_DAYS} days:",
+            "The probability that memory does not suffice, and storage is needed, at least once in "
+            f"{HORIZON_DAYS} days, where each host is lost once in {HOST_DAYS} days:",
             "",
             *over_time(),
         ]
