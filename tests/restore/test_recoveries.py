@@ -185,3 +185,23 @@ def test_what_retention_took_meanwhile_is_listed_again_and_the_newest_that_stand
     damaged = one.again(found[0][0], StorageError("a block changed"))
     assert [[c.step for c in each] for each in damaged] == [[10], [10], [10]]
     assert one.again(damaged[0][0], StorageError("a block changed")) == [[], [], []]
+
+
+def test_storage_that_cannot_be_listed_again_leaves_what_is_known(hosts: Hosts) -> None:
+    class Failing(MemoryStore):
+        is_failing = False
+
+        def list(self, path: str) -> list[str]:
+            if self.is_failing:
+                raise StorageError("the disk fails")
+            return super().list(path)
+
+    store = Failing()
+    for step in (10, 20):
+        save(store, Generation(3, step))
+    one = Restore(
+        hosts, "h1", "h2", "h3", stored=tuple(stored_in(catalogue_of(store))), store=store
+    )
+    store.remove(manifest_path(Generation(3, 20)))  # since it was listed
+    store.is_failing = True
+    assert [[c.step for c in each] for each in one.first()] == [[10], [10], [10]]

@@ -69,11 +69,6 @@ class CopyPlan:
     image: ImagePlan
     copies: tuple[TensorCopy, ...]
 
-    @property
-    def volatile_bytes(self) -> int:
-        """Number of bytes that are copied before ``save`` returns."""
-        return sum(copy.size_bytes for copy in self.copies if not copy.lazy)
-
 
 def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:
     """Locate each piece this rank stores inside the tensors that it holds.

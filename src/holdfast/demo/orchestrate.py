@@ -21,7 +21,7 @@ from pathlib import Path
 
 from holdfast.demo.records import DemoIncarnation
 from holdfast.demo.runs import DURABLE_EVERY, STEPS, DemoRun, PhaseFailed
-from holdfast.demo.screen import Screen
+from holdfast.demo.screen import Screen, draw
 from holdfast.demo.verdict import (
     Curve,
     Fall,
@@ -148,8 +148,6 @@ def run_demo(out: str | None, *, seed: int, as_json: bool, hosts: int | None = N
 
 
 def _report(result: Result, directory: Path, screen: Screen, *, as_json: bool) -> None:
-    from holdfast.demo.screen import draw  # matplotlib takes a second
-
     text = json.dumps(result.to_json(), indent=2)
     (directory / "result.json").write_text(text + "\n")
     if result.curves:

@@ -60,12 +60,6 @@ class Arrival:
                 raise PersistFailed(self._broken)
 
 
-def verify_header(image: memoryview, where: str) -> Header:
-    """Parse the header of a whole image in memory."""
-    start = header_size(image[:8], where, len(image))
-    return parse_header(image[:start], where, len(image))
-
-
 @dataclass(frozen=True, slots=True)
 class WrittenImage:
     """The header and table of the bytes handed to the store: to be compared with the seal of the

@@ -9,6 +9,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -327,8 +328,10 @@ class ClusterRestore:
         """List storage again, if retention removed ``candidate``."""
         if self._storage is None or not self._storage.hold.should_list_again(candidate):
             return known
-        remaining = tuple(one for one in self._storage.list() if one not in self._failed)
-        return known._replace(inventories=replace(known.inventories, stored=remaining))
+        with suppress(StorageError):  # storage fails: try what is known
+            remaining = tuple(one for one in self._storage.list() if one not in self._failed)
+            return known._replace(inventories=replace(known.inventories, stored=remaining))
+        return known
 
     def _decide(self, learn: Callable[[], KnownRecoveries]) -> list[Candidate]:
         def decide() -> bytes:

@@ -21,7 +21,6 @@ PROOF_BYTES = 32
 SEAL_BYTES = 16
 LENGTH_BYTES = 4
 MOST_NAME_BYTES = 128
-MOST_HELLO_BYTES = len(MAGIC) + NONCE_BYTES + 8 + 2 + 2 * MOST_NAME_BYTES
 _HEAD = struct.Struct("<QBB")  # incarnation, lengths of the caller's and the callee's name
 _COUNT = struct.Struct("<QI")
 _ACCEPTED, _OLDER, _NEWER, _ANOTHER = b"y", b"o", b"n", b"a"
