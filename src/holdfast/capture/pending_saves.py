@@ -19,8 +19,6 @@ from holdfast.policy.when import Pace
 from holdfast.protocol.messages import MISSED
 
 _RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
-#: How long a final save is retried after its keeper was lost.
-_LOST_S = 60.0
 
 Save = Callable[..., SaveHandle]
 
@@ -140,14 +138,15 @@ class PendingSaves:
         if is_newest_promised:
             self._retake_newest(save, deadline)
         self._saver.end_capture(timeout_s=timeout_s)
-        self._retake_carried(save, deadline)
-        try:
-            self._wait(deadline)
-        except SaveError:
-            if self.last is None or not self._saver.previous_was_lost:
-                raise
-            deadline = min(deadline, time.monotonic() + _LOST_S)
-            self._retake_lost(save, self.last.step, deadline)
+        while True:
+            self._retake_carried(save, deadline)
+            try:
+                self._wait(deadline)
+                return
+            except SaveError:
+                if self.last is None or not self._saver.previous_was_lost:
+                    raise
+                self._carry_lost(self.last.step, deadline)
 
     def _wait(self, deadline: float) -> None:
         for handle in (self.last, self._again):
@@ -169,16 +168,14 @@ class PendingSaves:
             # The save is durable at once: there may be no memory to keep a snapshot.
             save(handle.step, durable=True)
 
-    def _retake_lost(self, save: Save, step: int, deadline: float) -> None:
-        """Repeat a save whose keeper died before ``step`` was durable. Once: the next keeper may be
-        lost too.
+    def _carry_lost(self, step: int, deadline: float) -> None:
+        """Handle a keeper that died before ``step`` was durable: it is repeated, unless the next
+        keeper has all of it in memory.
         """
         if self._saver.is_whole(step, timeout_s=_left_s(deadline)):
             self._again, self.last = self._saver.make_durable(step), None
         else:
             self._carry()
-            self._retake_carried(save, deadline)
-        self._wait(deadline)
 
     def _retake_carried(self, save: Save, deadline: float) -> None:
         pause_s = _RETRY_S
