@@ -3,9 +3,6 @@
 Every method handles one event and returns the resulting actions, which the keeper executes. This
 module keeps one rule in every state; ``slots`` keeps those of the slots:
 
-Every method takes one thing that happened and returns the actions that follow; the keeper
-carries them out. One rule is kept here in every state, those of the slots in ``slots``:
-
 * A generation is captured by all ranks of its incarnation in one attempt, or it is nothing.
 """
 
