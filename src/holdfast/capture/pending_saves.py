@@ -71,8 +71,6 @@ class PendingSaves:
                 return self._again
         carried = list(self._carried_over())
         durable = durable or bool(carried) or self._is_owed
-        for one in carried:
-            one.renew()
         if handle is not None:
             handle.durable = durable
         handle = self._saver.save(
@@ -101,7 +99,12 @@ class PendingSaves:
         """
         # A step that is not saved does not wait for the capture of another.
         is_open = self._saver.is_capturing and not is_due
-        is_missed = bool(self._carried if is_open else self._carried_over())
+        try:
+            is_missed = bool(self._carried if is_open else self._carried_over())
+        except SnapshotSkipped:
+            if is_due or not self._is_alone:
+                raise  # of several ranks none waits for this one
+            return False
         if self._is_alone:
             return is_missed
         self._saver.keep_in_touch()
@@ -117,7 +120,12 @@ class PendingSaves:
         handle = self.last
         if handle is None or not handle.durable or handle in self._carried:
             return self._carried
-        if self._saver.previous_was_skipped() and handle.state != DURABLE:
+        try:
+            was_skipped = self._saver.previous_was_skipped()
+        except SnapshotSkipped:  # its capture was cancelled, and has not ended yet
+            self._carry()
+            raise
+        if was_skipped and handle.state != DURABLE:
             self._carry()
         return self._carried
 
