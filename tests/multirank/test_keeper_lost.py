@@ -166,6 +166,44 @@ def test_the_last_save_of_all_is_taken_again_on_all_ranks(
         assert found.step == FIRST
 
 
+def _closes_while_it_starts(rank: int, world: int, root: Path, arena: Path) -> None:
+    os.environ["HOLDFAST_HOST_ID"] = "ab"[rank]
+    moment = Asked(root, arena, rank, "a")
+    model, state = build("ddp", seed=1)
+    waits = root / "waits"
+
+    def let_start(event: events.Event, _: float) -> None:
+        if isinstance(event, events.SnapshotMissed) and "is out of reach of b" in event.reason:
+            waits.unlink(missing_ok=True)
+
+    (root / "sitecustomize.py").write_text(_WAITS.format(flag=str(waits)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        checkpointer = holdfast.Checkpointer(root / "run", state, memory=None)
+        train(model, state, range(FIRST))
+        checkpointer.save(FIRST - 1).wait_captured(60)
+        patch.setenv("PYTHONPATH", str(root))
+        waits.touch()
+        holdfast.subscribe(let_start)
+        moment.save(checkpointer, patch)
+        checkpointer.close(120)
+
+
+_WAITS = """
+import os, sys, time
+while "holdfast.keeper" in sys.orig_argv and os.path.exists({flag!r}):
+    time.sleep(0.02)
+"""
+
+
+def test_the_last_save_is_repeated_until_the_coordinator_has_started_again(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run_ranks(2, _closes_while_it_starts, tmp_path, arena_dir)
+    with holdfast.open(tmp_path / "run") as found:
+        assert found.step == FIRST
+
+
 def _closes_behind_captures(rank: int, world: int, root: Path, arena: Path) -> None:
     os.environ["HOLDFAST_HOST_ID"] = "a"
     for number in range(4):

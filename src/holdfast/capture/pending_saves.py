@@ -19,8 +19,6 @@ from holdfast.policy.when import Pace
 from holdfast.protocol.messages import MISSED
 
 _RETRY_S, _LONGEST_RETRY_S = 0.05, 1.0
-#: How long a final save is retried after its keeper was lost.
-_LOST_S = 60.0
 
 Save = Callable[..., SaveHandle]
 
@@ -73,8 +71,6 @@ class PendingSaves:
                 return self._again
         carried = list(self._carried_over())
         durable = durable or bool(carried) or self._is_owed
-        for one in carried:
-            one.renew()
         if handle is not None:
             handle.durable = durable
         handle = self._saver.save(
@@ -103,7 +99,12 @@ class PendingSaves:
         """
         # A step that is not saved does not wait for the capture of another.
         is_open = self._saver.is_capturing and not is_due
-        is_missed = bool(self._carried if is_open else self._carried_over())
+        try:
+            is_missed = bool(self._carried if is_open else self._carried_over())
+        except SnapshotSkipped:
+            if is_due or not self._is_alone:
+                raise  # of several ranks none waits for this one
+            return False
         if self._is_alone:
             return is_missed
         self._saver.keep_in_touch()
@@ -119,7 +120,12 @@ class PendingSaves:
         handle = self.last
         if handle is None or not handle.durable or handle in self._carried:
             return self._carried
-        if self._saver.previous_was_skipped() and handle.state != DURABLE:
+        try:
+            was_skipped = self._saver.previous_was_skipped()
+        except SnapshotSkipped:  # its capture was cancelled, and has not ended yet
+            self._carry()
+            raise
+        if was_skipped and handle.state != DURABLE:
             self._carry()
         return self._carried
 
@@ -140,14 +146,15 @@ class PendingSaves:
         if is_newest_promised:
             self._retake_newest(save, deadline)
         self._saver.end_capture(timeout_s=timeout_s)
-        self._retake_carried(save, deadline)
-        try:
-            self._wait(deadline)
-        except SaveError:
-            if self.last is None or not self._saver.previous_was_lost:
-                raise
-            deadline = min(deadline, time.monotonic() + _LOST_S)
-            self._retake_lost(save, self.last.step, deadline)
+        while True:
+            self._retake_carried(save, deadline)
+            try:
+                self._wait(deadline)
+                return
+            except SaveError:
+                if self.last is None or not self._saver.previous_was_lost:
+                    raise
+                self._carry_lost(self.last.step, deadline)
 
     def _wait(self, deadline: float) -> None:
         for handle in (self.last, self._again):
@@ -169,16 +176,14 @@ class PendingSaves:
             # The save is durable at once: there may be no memory to keep a snapshot.
             save(handle.step, durable=True)
 
-    def _retake_lost(self, save: Save, step: int, deadline: float) -> None:
-        """Repeat a save whose keeper died before ``step`` was durable. Once: the next keeper may be
-        lost too.
+    def _carry_lost(self, step: int, deadline: float) -> None:
+        """Handle a keeper that died before ``step`` was durable: it is repeated, unless the next
+        keeper has all of it in memory.
         """
         if self._saver.is_whole(step, timeout_s=_left_s(deadline)):
             self._again, self.last = self._saver.make_durable(step), None
         else:
             self._carry()
-            self._retake_carried(save, deadline)
-        self._wait(deadline)
 
     def _retake_carried(self, save: Save, deadline: float) -> None:
         pause_s = _RETRY_S

@@ -172,6 +172,7 @@ class Saver:
             ready=computation_so_far(bindings.gpus),
         )
         for other in carried:
+            other.renew()
             other.move_to(step)
         self._pending_handles.add(step, [handle, *carried])
         self._current = capture
@@ -235,7 +236,6 @@ class Saver:
 
     def fence(self) -> None:
         """Block until the data that an update overwrites is copied, or the capture is cancelled."""
-        self.updates += 1
         self._await_reading()
         passed = None
         # Repeat if a signal handler saved once more during the wait.
@@ -254,6 +254,7 @@ class Saver:
             for event in capture.events:
                 torch.cuda.current_stream(event.device).wait_event(event)
             passed = capture
+        self.updates += 1  # now, as a save during the wait is still of the state before
 
     def stepping(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step: the next save should have other parameters."""
@@ -524,7 +525,8 @@ class Saver:
         )
         # Waiting callers are notified, since the next save may be far; a single rank saves at its
         # next step.
-        if not capture.is_carried or capture.keeper_lost or self.place.world > 1:
+        is_told = capture.keeper_lost or capture.is_unanswered or self.place.world > 1
+        if is_told or not capture.is_carried:
             kind = CaptureOvertaken if leaf else SnapshotSkipped
             self._pending_handles.fail(capture.step, kind(reason, leaf=leaf), captured=False)
 

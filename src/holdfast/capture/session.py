@@ -15,11 +15,13 @@ from holdfast.errors import (
     CaptureOvertaken,
     DeadlineExceeded,
     Fenced,
+    FormatError,
     HoldfastError,
     KeeperError,
     NotProtected,
     PersistFailed,
     SnapshotSkipped,
+    UsageError,
 )
 from holdfast.events import PersistBroke, SnapshotNotProtected, emit
 from holdfast.geometry.layout import Layout
@@ -150,22 +152,22 @@ class SlotRequests:
         """Request a slot; raises SnapshotSkipped if no rank gets one."""
         if self._notifications.fenced:
             raise Fenced(self._notifications.fenced)
-        client = self._reach_keeper(capture)
-        described = capture.description
-        if described.table_hash != self._line.known_table:
-            table = m.LeafTable(hash=described.table_hash, data=described.table)
-            # At most the fence's timeout, or the next saves would wait for this one to end.
-            wait_s = patience.grant_s if self.was_granted else patience.first_grant_s
-            client.request(table, m.Done, timeout_s=wait_s)
-            self._line.known_table = described.table_hash
+        try:
+            client = self._reach_keeper()
+            self._send_table(client, capture, patience)
+        except (Fenced, UsageError, FormatError):
+            raise
+        except (HoldfastError, OSError):
+            capture.keeper_lost = True  # nobody received the request: a durable save is owed
+            raise
         self._turns += 1
         capture.request_number = self._turns
         client.send(
             m.RequestCapture(
                 step=capture.step,
-                table=described.table_hash,
+                table=capture.description.table_hash,
                 durable=capture.durable,
-                values_bytes=len(described.values),
+                values_bytes=len(capture.description.values),
                 exact=capture.exact,
                 request_number=capture.request_number,
                 updates=tuple(capture.trained.updates.items()),
@@ -194,16 +196,23 @@ class SlotRequests:
             return ""
         return f": {answer.text}"
 
-    def _reach_keeper(self, capture: CaptureTask) -> KeeperClient:
+    def _reach_keeper(self) -> KeeperClient:
         """Return the client of a keeper that is not marked as silent on this connection."""
         if self._line.is_open and self._is_silent(self._line.require()):
-            capture.keeper_lost = True
             raise SnapshotSkipped(
                 "the keeper has not answered since the last save (is it stopped?)"
             )
-        if self._line.is_backing_off:
-            capture.keeper_lost = True  # nobody received the request: a durable save is owed
         return self._line.ensure_for_save()
+
+    def _send_table(self, client: KeeperClient, capture: CaptureTask, patience: Timeouts) -> None:
+        """Send the leaf table of the capture, unless the keeper has it."""
+        described = capture.description
+        if described.table_hash != self._line.known_table:
+            table = m.LeafTable(hash=described.table_hash, data=described.table)
+            # At most the fence's timeout, or the next saves would wait for this one to end.
+            wait_s = patience.grant_s if self.was_granted else patience.first_grant_s
+            client.request(table, m.Done, timeout_s=wait_s)
+            self._line.known_table = described.table_hash
 
     def _is_silent(self, client: KeeperClient) -> bool:
         """Return True if the keeper left a request unanswered and has sent nothing since."""

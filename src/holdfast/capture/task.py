@@ -215,8 +215,8 @@ class CaptureTask:
     def is_carried(self) -> bool:
         """Return True if a missed durable save is due again at the next step."""
         answer = self.answer
-        passing = self.keeper_lost or (isinstance(answer, m.Skip) and answer.is_passing)
-        return self.durable and passing
+        was_skipped = isinstance(answer, m.Skip) and answer.is_passing
+        return self.durable and (self.keeper_lost or self.is_unanswered or was_skipped)
 
     @property
     def is_kept_nowhere(self) -> bool:

@@ -1,0 +1,121 @@
+"""The saves of the end: what was missed for a passing reason is repeated until it is durable."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import Every
+from holdfast.capture.handles import DURABLE, SaveHandle
+from holdfast.capture.pending_saves import PendingSaves
+from holdfast.errors import SnapshotSkipped
+from holdfast.policy.when import Pace
+from support.runs.leftovers import keeper_pids
+
+
+class Saver:
+    """Stands for a rank whose first ``losses`` saves are lost with their keeper."""
+
+    updates = 0
+    previous_was_lost = False
+
+    def __init__(self, losses: int, *, is_lost: bool = True) -> None:
+        self.losses, self._is_lost, self.taken = losses, is_lost, 0
+
+    def save(self, step: int, *, durable: bool, **_: object) -> SaveHandle:
+        handle = SaveHandle(step, durable=durable, explain=str, parity=0)
+        self.taken += 1
+        self.previous_was_lost = self.taken <= self.losses and self._is_lost
+        if self.taken <= self.losses:
+            handle.fail(SnapshotSkipped("the keeper of a is out of reach"), captured=False)
+        else:
+            handle.reach(DURABLE)
+        return handle
+
+    def previous_was_skipped(self) -> bool:
+        return False
+
+    def end_capture(self, *, timeout_s: float) -> bool:
+        return True
+
+    def is_whole(self, step: int, *, timeout_s: float) -> bool:
+        return False
+
+
+def close(saver: Any) -> SaveHandle:
+    pending = PendingSaves(saver, Pace(), is_alone=False)
+    handle = pending.save(20, durable=True, exact=True)
+    pending.keep(
+        lambda step, *, durable: pending.save(step, durable=durable, exact=True),
+        timeout_s=60.0,
+        is_newest_promised=False,
+    )
+    return handle
+
+
+@pytest.mark.parametrize("losses", [1, 3])
+def test_a_last_save_is_repeated_however_often_its_keeper_is_lost(losses: int) -> None:
+    saver = Saver(losses)
+    close(saver)
+    assert saver.taken == losses + 1
+
+
+def test_a_last_save_that_came_to_nothing_by_itself_is_told_and_not_repeated() -> None:
+    saver = Saver(1, is_lost=False)
+    with pytest.raises(SnapshotSkipped, match="out of reach"):
+        close(saver)
+    assert saver.taken == 1
+
+
+@pytest.mark.parametrize("every", [1, 1000], ids=["due at each step", "due by itself"])
+def test_a_durable_save_is_made_good_though_a_step_ended_before_its_keeper_was_reached(
+    tmp_path: Path, arena_dir: Path, every: int
+) -> None:
+    memory = Every(steps=every)
+    checkpointer = holdfast.Checkpointer(tmp_path, {"w": torch.ones(9)}, memory=memory)
+    checkpointer.save(1).wait_captured(60)
+    saver, is_there = checkpointer._saver, threading.Event()
+    connect = saver._connect
+
+    def connect_late(*given: Any) -> Any:
+        is_there.wait(60)
+        return connect(*given)
+
+    saver._connect = connect_late
+    saver.timeouts = replace(saver.timeouts, grant_s=0.1, durable_grant_s=0.1)
+    (keeper,) = keeper_pids(arena_dir)
+    os.kill(keeper, signal.SIGKILL)
+    while saver._session.is_open:
+        time.sleep(0.01)
+    owed = checkpointer.save(2, durable=True)
+    checkpointer.before_update()  # waits for the keeper in vain
+    during = checkpointer.step(3)
+    assert (during is None) == (every > 1)
+    checkpointer.before_update()
+    is_there.set()
+    assert saver.end_capture(timeout_s=60)
+    made_good = checkpointer.step(4)
+    assert made_good is not None
+    made_good.wait_durable(60)
+    assert (owed.state, owed.step) == ("durable", 4)
+    checkpointer.close(60)
+
+
+def test_a_save_of_a_signals_handler_is_of_the_state_before_the_update_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with holdfast.Checkpointer(tmp_path, {"w": torch.ones(9)}, storage=None) as checkpointer:
+        with monkeypatch.context() as patch:
+            # As a handler does that runs while this waits.
+            patch.setattr(checkpointer._saver, "_await_reading", lambda: checkpointer.save(1))
+            checkpointer.before_update()
+        assert checkpointer._promised._step_of_state() is None
