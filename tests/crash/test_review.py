@@ -147,7 +147,7 @@ import sys, time
 import torch
 import holdfast
 from holdfast import checkpointer as of
-from holdfast.capture import copy_slot as capture
+from holdfast.capture import copy_plan as capture
 
 for module in (of, sys.modules.get("holdfast.startup")):
     if hasattr(module, "_HANG_UP_S"):
