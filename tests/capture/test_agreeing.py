@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.capture import copy_ring as through_ring
 from holdfast.capture.copy_slot import CopyProgress, SlotTarget, copy_image
 from holdfast.capture.replica_samples import ScalarAgreement
 from holdfast.errors import UsageError
@@ -48,7 +47,7 @@ def copied(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
     def from_a_gpu(through: Through) -> None:
         gpu = FakeGpu()
-        monkeypatch.setattr(through_ring, "side_stream", lambda _: gpu)
+        monkeypatch.setattr("holdfast.capture.copy_slot.side_stream", lambda _: gpu)
         through.run(2 << 20, MemoryStore(), ready={gpu.device: object()}, gpu=gpu)
 
     return from_a_gpu

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import rules
-from holdfast.capture import copy_ring as through_ring
 from holdfast.capture.copy_plan import plan_copies
 from holdfast.capture.copy_slot import OvertakeDetector, stage
 from holdfast.errors import CaptureOvertaken, PersistFailed, StorageError
@@ -136,7 +135,7 @@ def test_copies_of_a_gpu_are_summed_when_they_landed_and_wait_for_room_before_th
     ring_mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeGpu()
-    monkeypatch.setattr(through_ring, "side_stream", lambda _: gpu)
+    monkeypatch.setattr("holdfast.capture.copy_slot.side_stream", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     tensors = {

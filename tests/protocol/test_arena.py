@@ -18,7 +18,6 @@ from holdfast.protocol.arena import (
     IMAGE_START,
     PAGE_BYTES,
     SlotFile,
-    SlotRecord,
     arena_dir,
     boot_id,
     is_running,
@@ -27,32 +26,7 @@ from holdfast.protocol.arena import (
     process_start,
     remove_arena,
 )
-
-
-def record(step: int, state: str = "captured") -> SlotRecord:
-    return SlotRecord(
-        state=state,
-        boot_id="b",
-        run_id="r",
-        incarnation=1,
-        nonce="n",
-        step=step,
-        attempt=f"a{step}",
-        rank=3,
-        world=4,
-        layout="l" * 32,
-        image_bytes=77,
-        header_xxh3="0" * 16,
-        table_xxh3="1" * 16,
-        writer_pid=12,
-        writer_start=34,
-    )
-
-
-@pytest.fixture
-def slot(tmp_path: Path) -> SlotFile:
-    return SlotFile.create(tmp_path / "00001.slot", 3 * PAGE_BYTES)
-
+from support.checkpoints.slots import record
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────
 

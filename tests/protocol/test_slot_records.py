@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -15,33 +14,8 @@ from holdfast.protocol.arena import (
     IMAGE_START,
     PAGE_BYTES,
     SlotFile,
-    SlotRecord,
 )
-
-
-def record(step: int, state: str = "captured") -> SlotRecord:
-    return SlotRecord(
-        state=state,
-        boot_id="b",
-        run_id="r",
-        incarnation=1,
-        nonce="n",
-        step=step,
-        attempt=f"a{step}",
-        rank=3,
-        world=4,
-        layout="l" * 32,
-        image_bytes=77,
-        header_xxh3="0" * 16,
-        table_xxh3="1" * 16,
-        writer_pid=12,
-        writer_start=34,
-    )
-
-
-@pytest.fixture
-def slot(tmp_path: Path) -> SlotFile:
-    return SlotFile.create(tmp_path / "00001.slot", 3 * PAGE_BYTES)
+from support.checkpoints.slots import record
 
 
 def pages(slot: SlotFile) -> list[bytes]:

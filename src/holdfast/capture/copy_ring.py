@@ -18,11 +18,10 @@ import torch
 from holdfast.capture.copy_plan import SEGMENT_BYTES, SMALL_BYTES, CopyPlan, TensorCopy
 from holdfast.capture.copy_slot import (
     CopyProgress,
-    GpuCopyStuck,
     ImageSeal,
     OvertakeDetector,
     enqueue_beside,
-    side_stream,
+    side_streams,
 )
 from holdfast.capture.replica_samples import ReplicaSample
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
@@ -309,7 +308,6 @@ def _move_from_gpu(
     """Enqueue GPU copies as space becomes free; checksum finished copies while others are in
     flight.
     """
-    streams = {device: side_stream(device) for device in ready}
     arriving: deque[tuple[int, Callable[[], object]]] = deque()
 
     def take_arrival() -> None:
@@ -317,7 +315,7 @@ def _move_from_gpu(
         wait()
         filling.copied(stop)
 
-    try:
+    with side_streams(ready) as streams:
         for device, stream in streams.items():
             stream.wait_event(ready[device])
         for move in target.moves:
@@ -344,11 +342,3 @@ def _move_from_gpu(
             event.synchronize()
         sample.finish()
         overtaking.agreeing.check()
-    except BaseException as error:
-        # Slot and sources must not be reused while GPU copies are still in flight.
-        try:
-            for stream in streams.values():
-                stream.synchronize()
-        except RuntimeError as broken:
-            raise GpuCopyStuck(f"{broken}, after {type(error).__name__}: {error}") from error
-        raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, count
 from operator import ne
@@ -271,6 +272,27 @@ def _copy_on_cpu(
     return sums
 
 
+@contextmanager
+def side_streams(
+    devices: Iterable[torch.device],
+) -> Iterator[dict[torch.device, torch.cuda.Stream]]:
+    """Gives the side stream of each device; after an error it waits until their copies have ended.
+
+    Slot and sources must not be reused while copies are in flight. Raises GpuCopyStuck if that
+    cannot be waited for.
+    """
+    streams = {device: side_stream(device) for device in devices}
+    try:
+        yield streams
+    except BaseException as error:
+        try:
+            for stream in streams.values():
+                stream.synchronize()
+        except RuntimeError as broken:
+            raise GpuCopyStuck(f"{broken}, after {type(error).__name__}: {error}") from error
+        raise
+
+
 def _copy_from_gpu(
     target: SlotTarget,
     image: Image,
@@ -281,8 +303,7 @@ def _copy_from_gpu(
     sample: ReplicaSample,
 ) -> list[int]:
     """Enqueue every copy, let updates wait on the last, and checksum blocks as they arrive."""
-    streams = {device: side_stream(device) for device in ready}
-    try:
+    with side_streams(ready) as streams:
         arrivals = _enqueue(target, progress, ready, streams)
         last = enqueue_beside(sample, overtaking.agreeing, streams)
         progress.check()
@@ -298,14 +319,6 @@ def _copy_from_gpu(
             event.synchronize()
         sample.finish()
         overtaking.agreeing.check()
-    except BaseException as error:
-        # Slot and sources must not be reused while GPU copies are still in flight.
-        try:
-            for stream in streams.values():
-                stream.synchronize()
-        except RuntimeError as broken:
-            raise GpuCopyStuck(f"{broken}, after {type(error).__name__}: {error}") from error
-        raise
     return sums
 
 

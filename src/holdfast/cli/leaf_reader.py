@@ -15,6 +15,7 @@ from holdfast.geometry.layout import Layout
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import CARRIERS, Array, read_wants
+from holdfast.restore.reading.reader import NUMPY_NAMES
 
 # Reads leaves of any size in portions that fit into memory.
 #
@@ -91,22 +92,7 @@ def batches(layout: Layout, wants: Iterable[Want]) -> Iterator[list[Want]]:
 CHUNK_ELEMENTS = 1 << 20
 
 #: Types that numpy has itself. Booleans stay bytes, so that one that is neither 0 nor 1 is visible.
-NATIVE: dict[str, str] = {
-    "F64": "f8",
-    "F32": "f4",
-    "F16": "f2",
-    "I64": "i8",
-    "I32": "i4",
-    "I16": "i2",
-    "I8": "i1",
-    "U64": "u8",
-    "U32": "u4",
-    "U16": "u2",
-    "U8": "u1",
-    "BOOL": "u1",
-    "C64": "c8",
-    "C128": "c16",
-}
+NATIVE: dict[str, str] = {**NUMPY_NAMES, "BOOL": "u1"}
 
 
 def has_numbers(dtype: str) -> bool:

@@ -36,7 +36,7 @@ from holdfast.restore.reading.read import (
 from holdfast.restore.reading.stored import choose_stored
 from holdfast.storage.base import Store
 
-_NUMPY = {
+NUMPY_NAMES = {
     "F64": "f8",
     "F32": "f4",
     "F16": "f2",
@@ -208,9 +208,9 @@ def _of_small(small: codec.SmallTensor) -> Any:
 
 def _as_array(array: Array, dtype: str) -> Any:
     """Return a torch tensor where torch is loaded or numpy lacks the dtype; else a numpy array."""
-    if "torch" in sys.modules or dtype not in _NUMPY:
+    if "torch" in sys.modules or dtype not in NUMPY_NAMES:
         return _as_tensor(array, dtype)
-    return array.view(_NUMPY[dtype])
+    return array.view(NUMPY_NAMES[dtype])
 
 
 def _as_tensor(array: Any, dtype: str) -> Any:
