@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +30,8 @@ from support.coordinator.coordinators import Keeper, granted
 
 def blocks_grown(act: Callable[[], object]) -> int:
     """How many more blocks of memory Python holds after it: containers, numbers, text, patterns."""
-    gc.collect()
+    with warnings.catch_warnings(action="ignore"):  # of what other tests left behind
+        gc.collect()
     before = sys.getallocatedblocks()
     act()
     gc.collect()

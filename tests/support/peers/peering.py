@@ -136,7 +136,7 @@ class Caller:
     def learn(self) -> Caller:
         """Ask for the challenge."""
         answer, _ = self.ask(path="/for-the-challenge", challenge="")
-        assert answer.challenge
+        assert answer.challenge, answer
         self.fields["challenge"] = answer.challenge
         return self
 
