@@ -208,19 +208,29 @@ class Phases:
         self.runs.append(run)
         return run
 
-    def let_pass_part_of_a_step(self, running: RunIncarnation) -> float:
-        """Waits for a part of a step, so that the kill falls anywhere in it, not always at its
-        beginning; returns the part.
+    def kill(
+        self, what: str, running: RunIncarnation, act: Callable[[], None]
+    ) -> tuple[Interruption, str]:
+        """Lets a part of a step pass, so that the kill falls anywhere in it, not always at its
+        beginning, and kills; returns the kill with the part as text.
         """
         part = self.chance.random()
         time.sleep(part * running.step_s)
-        return part
+        kill = Interruption(what, running, time.monotonic())
+        act()
+        return kill, f"{part:.0%} into the next"
 
-    def say_resumed(self, kill: Interruption, resumed: RunIncarnation) -> None:
-        """Prints the step the run resumed from, and the time since the kill."""
+    def wait_resumed(
+        self, run: DemoRun, kill: Interruption, why: Callable[[], str] | None = None
+    ) -> RunIncarnation:
+        """Waits until the run goes on after the kill; prints from which step, and in which time."""
+        resumed = run.wait_for_next(kill.killed)
+        if why is not None:
+            self.screen.say(why())
         at, elapsed_s = resumed.restored, resume_time(kill, resumed)
         how = f"resumed after step {at.step} from {at.source}" if at else "began afresh"
         self.screen.say(f"{how}; first new step done after {elapsed_s or 0:.1f} s")
+        return resumed
 
     def add(
         self,
@@ -323,8 +333,7 @@ class Demo(Phases):
         run = self.new_run("killed")
         with self.phase("2/4  The same again, and one trainer is killed at a random moment"):
             first = self._kill_one(run, kill_one)
-            resumed = run.wait_for_next(first.killed)
-            self.say_resumed(first, resumed)
+            resumed = self.wait_resumed(run, first)
             if run.wait_for_step(kill_all) is not resumed:
                 raise PhaseFailed("training was restarted once more, without a kill", run.log)
         with self.phase("3/4  Everything is killed, keeper included, and shared memory cleared"):
@@ -334,8 +343,7 @@ class Demo(Phases):
             self.add("killed run, from memory, until all is killed", row, resumed, first)
             newest, saved = self._set_aside(run)
             run.launch(HERE, ranks=RANKS)
-            again = run.wait_for_next(resumed)
-            self.say_resumed(second, again)
+            again = self.wait_resumed(run, second)
             run.wait_for_end()
             row = judge_storage(second, again, newest, reference)
             self.add("killed run, from storage", row, again, second)
@@ -351,17 +359,13 @@ class Demo(Phases):
         rank = self.chance.randrange(RANKS)
         run.launch(HERE, ranks=RANKS)
         killed = run.wait_for_step(after)
-        part = self.let_pass_part_of_a_step(killed)
-        kill = Interruption("one trainer", killed, time.monotonic())
-        run.kill_rank(rank)
-        self.screen.say(f"step {after} made, {part:.0%} into the next: SIGKILL to rank {rank}")
+        kill, part = self.kill("one trainer", killed, lambda: run.kill_rank(rank))
+        self.screen.say(f"step {after} made, {part}: SIGKILL to rank {rank}")
         return kill
 
     def _kill_all(self, run: DemoRun, killed: RunIncarnation) -> Interruption:
-        part = self.let_pass_part_of_a_step(killed)
-        kill = Interruption("everything", killed, time.monotonic())
-        run.lose(HERE)
-        self.screen.say(f"step {killed.last('update')} made, {part:.0%} into the next:")
+        kill, part = self.kill("everything", killed, lambda: run.lose(HERE))
+        self.screen.say(f"step {killed.last('update')} made, {part}:")
         self.screen.say("SIGKILL to torchrun, trainers and keeper; shared memory removed")
         return kill
 
@@ -378,8 +382,7 @@ class Demo(Phases):
         shutil.copytree(saved, run.root)
         start = Interruption("everything", killed, time.monotonic())
         run.launch(HERE, "--layout", layout, ranks=ranks)
-        resumed = run.wait_for_next(killed)
-        self.say_resumed(start, resumed)
+        resumed = self.wait_resumed(run, start)
         run.wait_for_end()
         return start, resumed
 
@@ -437,8 +440,7 @@ class HostsDemo(Phases):
             for host in hosts:
                 run.launch(host, "--parity", "1", meeting=meeting, most=count)
             first, least = self._lose(run, hosts, 1, lose_one)
-            resumed = run.wait_for_next(first.killed)
-            self.say_resumed(first, resumed)
+            resumed = self.wait_resumed(run, first)
             if run.wait_for_step(lose_two) is not resumed:
                 raise PhaseFailed("training was restarted once more, without a loss", run.log)
         with self.phase("3/3  Two hosts are lost at once: more than parity=1 replaces"):
@@ -447,9 +449,7 @@ class HostsDemo(Phases):
             self.add(f"{count} hosts, until one is lost", None, first.killed)
             self.add("from memory of the others, until two are lost", row, resumed, first)
             stored = max(run.published(), default=None)
-            again = run.wait_for_next(resumed)
-            self.screen.say(why_not(run.root, resumed.n))
-            self.say_resumed(second, again)
+            again = self.wait_resumed(run, second, lambda: why_not(run.root, resumed.n))
             run.wait_for_end()
             before = (first.killed, resumed)
             row = judge_storage(second, again, stored, reference, before=before)
@@ -463,14 +463,18 @@ class HostsDemo(Phases):
         """
         running = run.wait_for_step(after)
         least = self._wait_protected(run, running, after - BEHIND)
-        part = self.let_pass_part_of_a_step(running)
-        lost = sorted(self.chance.sample(hosts, many))
-        kill = Interruption(_hosts_text(many), running, time.monotonic())
-        run.lose(*lost)
+        lost: list[str] = []
+
+        def lose() -> None:
+            lost.extend(sorted(self.chance.sample(hosts, many)))
+            run.lose(*lost)
+
+        what = "one host" if many == 1 else "two hosts at once"
+        kill, part = self.kill(what, running, lose)
         hosts[:] = [host for host in hosts if host not in lost]
         self.screen.say(f"{survival(run.root, running.n)}; the newest protected is step {least}")
         self.screen.say(
-            f"step {running.last('update')} made, {part:.0%} into the next: lost "
+            f"step {running.last('update')} made, {part}: lost "
             f"{'host' if many == 1 else 'hosts'} {' and '.join(lost)}, with all memory; "
             f"left {', '.join(hosts)}"
         )
@@ -496,10 +500,6 @@ def open_meeting() -> tuple[object, str]:
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return store, f"127.0.0.1:{store.port}"
-
-
-def _hosts_text(many: int) -> str:
-    return "one host" if many == 1 else "two hosts at once"
 
 
 # ── what the run's own events say ────────────────────────────────────────────────────────────

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
 from holdfast.demo.verdict import NOTHING, TOLERANCE, Curve, Fall, Result, VerdictRow
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 #: A file or a pipe gets one line for this many steps.
 STEPS_A_LINE = 10
@@ -163,6 +163,9 @@ _LINEAR_BELOW = 1e-9
 
 def draw(result: Result, path: Path) -> None:
     """Writes the plot as PNG."""
+    import matplotlib as mpl  # only where it is drawn: a demo that lacks it says so first
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 6), layout="constrained")
     with mpl.rc_context({"font.size": 9}):
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
