@@ -27,7 +27,8 @@ def _idle_process(*arguments: str, arena_dir: Path) -> Iterator[subprocess.Popen
 
 
 def test_a_keeper_of_this_arena_is_killed_and_named(arena_dir: Path) -> None:
-    with _idle_process("holdfast.keeper", arena_dir=arena_dir) as keeper:
+    options = ("holdfast.keeper", "--arena", str(arena_dir / "holdfast-0" / "run@host"))
+    with _idle_process(*options, arena_dir=arena_dir) as keeper:
         (left,) = end_keepers(arena_dir, grace_s=0)
         assert keeper.wait(timeout=10) == -signal.SIGKILL
         assert left.startswith(f"{keeper.pid}: ")
@@ -36,8 +37,9 @@ def test_a_keeper_of_this_arena_is_killed_and_named(arena_dir: Path) -> None:
 def test_a_keeper_of_another_arena_and_other_processes_are_left_alone(
     arena_dir: Path, tmp_path: Path
 ) -> None:
+    options = ("holdfast.keeper", "--arena", str(tmp_path / "holdfast-0" / "run@host"))
     with (
-        _idle_process("holdfast.keeper", arena_dir=tmp_path) as other_keeper,
+        _idle_process(*options, arena_dir=arena_dir) as other_keeper,
         _idle_process("trainer", arena_dir=arena_dir) as trainer,
     ):
         assert end_keepers(arena_dir, grace_s=0) == []

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos.life import Broke, Life, Reference, Seen
+from benchmarks.chaos.life import Broke, Life, Reference, completed_by, sums_of
 from benchmarks.chaos.verdict import HARD_FAIL, Generation, Outcome, Start, classify, promised
 from holdfast.testing.faults import (
     Encoding,
@@ -28,6 +28,7 @@ from holdfast.testing.faults import (
     wait_protected,
     wait_until,
 )
+from holdfast.testing.runs.journals import RunIncarnation
 
 #: When hosts are lost.
 MOMENTS = ("any time", "capture", "encoding", "persist", "recovery")
@@ -167,7 +168,7 @@ class Story:
         last = self.losses[-1] if self.losses else None
         try:
             seen = self.life.wait(
-                lambda now: now.completed >= self._here + 3, DEADLINE_S, "progress"
+                lambda now: completed_by(now) >= self._here + 3, DEADLINE_S, "progress"
             )
             differs = self._compare(seen)
             self.life.end()
@@ -187,10 +188,9 @@ class Story:
         """Wait for the restore, and take note of what this start is; where its bits are wrong."""
         assert self.life is not None
         seen, total = self.life.wait_restored(DEADLINE_S)
-        lines = list(seen.restored.values())
-        steps = {line["restored"] for line in lines}
-        step = min(steps)
-        source = lines[0].get("source", "")
+        lines = list(seen.lines["restored"].values())
+        steps = {line.step for line in lines}
+        step, source = min(steps), lines[0].source
         if loss is not None:
             loss.resumed, loss.source = step, source
         self._here = step
@@ -202,25 +202,21 @@ class Story:
             self.is_resized = True
         if self.is_resized:  # gradients are summed in another order: what comes is what counts
             self.known = {s: known for s, known in self.known.items() if s <= step}
-        self._note_start(seen, lines[0].get("parent"))
-        return differs
-
-    def _note_start(self, seen: Seen, parent: Sequence[int] | None) -> None:
         hosts = frozenset(self.on)
         reached = min(self.parity, len(hosts) - 1)
-        went_on = (parent[0], parent[1]) if parent else None
-        self.starts[seen.incarnation] = Start(seen.incarnation, hosts, reached, went_on)
+        self.starts[seen.n] = Start(seen.n, hosts, reached, lines[0].parent)
+        return differs
 
-    def _compare(self, seen: Seen) -> list[str]:
+    def _compare(self, seen: RunIncarnation) -> list[str]:
         """Steps of this life whose bits are not those they have to be; new ones are learned."""
         wrong = [
             f"the state after step {step}"
-            for step, found in sorted(seen.sums.items())
+            for step, found in sorted(sums_of(seen).items())
             if self.known.setdefault(step, found) != found
         ]
         return [*wrong[:3], *self._other_draws(seen)]
 
-    def _other_draws(self, seen: Seen) -> list[str]:
+    def _other_draws(self, seen: RunIncarnation) -> list[str]:
         """Ranks whose generators are not at what they were at after the same step."""
         wrong = [
             f"the generators of rank {rank} after step {step}"
@@ -252,14 +248,14 @@ class Story:
             )
         elif self.chance.random() < 0.5:
             until = here + self.chance.randint(1, STRIDE // 2)
-            life.wait(lambda now: now.completed >= until, DEADLINE_S, f"step {until}")
+            life.wait(lambda now: completed_by(now) >= until, DEADLINE_S, f"step {until}")
         if loss.moment == "recovery":
             differs = self._crash(loss)
             self._start()
             assert self.life is not None
             self._fire = self.hosts.aim(*loss.lost)
             with suppress(TimeoutError):
-                self.life.wait(lambda now: "restore" in now.phases, DEADLINE_S, "", 0.002)
+                self.life.wait(lambda now: "start" in now.lines, DEADLINE_S, "", 0.002)
             time.sleep(self.chance.random() * 0.15)
             return differs
         self._await(loss)
@@ -269,7 +265,7 @@ class Story:
         """Before a loss during recovery: all trainers die, and no host is lost yet."""
         assert self.life is not None
         seen = self.life.end()
-        loss.completed = seen.completed
+        loss.completed = completed_by(seen)
         return self._compare(seen)
 
     def _await(self, loss: Loss) -> None:
@@ -296,7 +292,7 @@ class Story:
         durable, at_s = newest_durable(self.root), time.time()
         self._fire()
         ended = self.life.end()
-        loss.completed = max(loss.completed, ended.completed)
+        loss.completed = max(loss.completed, completed_by(ended))
         protected: set[Generation] = {
             (int(event["incarnation"]), int(event["step"]))
             for event in events_of(self.root, "SnapshotProtected")

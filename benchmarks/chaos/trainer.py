@@ -9,35 +9,12 @@ fingerprint for each rank: it goes on with its own, however many ranks there are
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "holdfast.demo.train"]
-
-
-def live(rank: int, life: dict[str, Any], path: list[str], environment: dict[str, str]) -> None:
-    """What a forked process does: it ends itself, with what went wrong in ``error-<rank>``."""
-    import ctypes
-
-    sys.path[:] = path
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
-    os.environ.clear()
-    os.environ.update(environment)
-    with (Path(life["directory"]) / f"output-{rank}").open("ab") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    try:
-        train(rank, life)
-    except BaseException:
-        (Path(life["directory"]) / f"error-{rank}").write_text(traceback.format_exc())
-        os._exit(1)
-    os._exit(0)
 
 
 def train(rank: int, life: dict[str, Any]) -> None:
@@ -47,6 +24,7 @@ def train(rank: int, life: dict[str, Any]) -> None:
 
     import holdfast
     from holdfast.demo.train import batch, corpus, losses_by_sequence, make_mesh, make_model
+    from holdfast.testing.runs.journals import Journal
 
     torch.set_num_threads(1)  # sums in one order
     directory, world = Path(life["directory"]), life["world"]
@@ -56,11 +34,6 @@ def train(rank: int, life: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = {"model": model, "optimizer": optimizer, "rng": holdfast.Rng(), "tokens": 0}
     seed_all(life["seed"], rank)
-    journal = (directory / f"rank-{rank}").open("ab", buffering=0)
-
-    def write(**line: Any) -> None:
-        journal.write(json.dumps(line).encode() + b"\n")
-
     checkpointer, first = None, 0
     if life["root"]:
         checkpointer = holdfast.Checkpointer(
@@ -69,12 +42,14 @@ def train(rank: int, life: dict[str, Any]) -> None:
             storage=holdfast.Every(steps=life["storage"]),
             parity=life["parity"],
         )
-        write(phase="restore", incarnation=checkpointer.incarnation)
+    journal = Journal(directory, rank, incarnation=checkpointer.incarnation if checkpointer else 0)
+    journal.write("start", world=world, pid=os.getpid())
+    if checkpointer is not None:
         restored = checkpointer.restore()
         first = restored.step + 1 if restored else 0
         found = {"source": restored.source, "parent": restored.generation} if restored else {}
-        sums = {"sum": fingerprint(state), "drawn": drawn(state)} if restored else {"sum": 0}
-        write(phase="train", restored=first - 1, **sums, **found)
+        sums = {"share": fingerprint(state), "drawn": drawn(state)} if restored else {}
+        journal.write("restored", step=first - 1, **sums, **found)
     text = corpus()
     for step in range(first, life["steps"]):
         inputs, targets = batch(text, step, rank, world)
@@ -84,12 +59,12 @@ def train(rank: int, life: dict[str, Any]) -> None:
         optimizer.zero_grad()
         state["tokens"] += inputs.numel() * world
         draw()
-        write(step=step, sum=fingerprint(state), drawn=drawn(state))
+        journal.write("update", step=step, share=fingerprint(state), drawn=drawn(state))
         if checkpointer is not None:
             checkpointer.step(step)
     if checkpointer is not None:
         checkpointer.close()
-    write(phase="closed")
+    journal.write("end")
 
 
 def seed_all(seed: int, rank: int) -> None:

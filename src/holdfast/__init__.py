@@ -109,8 +109,7 @@ if TYPE_CHECKING:
     from .events import Event, subscribe
     from .format.native_types import register_enum
     from .oneshot import load, open, save
-    from .policy.retention import Keep
-    from .policy.when import Every
+    from .policy.when import Every, Keep
     from .restore.dry_run import plan_restore
     from .restore.reading.layout_check import RestorePlan
     from .restore.restore import Restored
@@ -127,7 +126,7 @@ else:  # hidden from type checkers, which would take every misspelt name for a p
         "FlatBuffer": ".state.mapped.shards",
         "FlatRange": ".state.mapped.shards",
         "FlatShard": ".state.mapped.shards",
-        "Keep": ".policy.retention",
+        "Keep": ".policy.when",
         "Restored": ".restore.restore",
         "ResumableSampler": ".data.sampler",
         "Rng": ".state.rng",

@@ -18,7 +18,6 @@ from typing import NoReturn, TypeVar
 
 import torch
 
-from holdfast.capture.fence import active_savers
 from holdfast.capture.handles import SaveHandle
 from holdfast.capture.pending_saves import PendingSaves
 from holdfast.errors import (
@@ -42,17 +41,17 @@ from holdfast.policy.arguments import (
     wanted_step,
     whole,
 )
-from holdfast.policy.retention import Keep
-from holdfast.policy.when import DueTimer, Every, Pace
+from holdfast.policy.when import DueTimer, Every, Keep, Pace
 from holdfast.preemption import Preemption, grace, leave
 from holdfast.protocol import messages as m
 from holdfast.restore.match import RestoreRequest
 from holdfast.restore.restore import Restored, restore_first
 from holdfast.rules import Rules
 from holdfast.startup import RunOptions, start_run
-from holdfast.state.mapped.unused_rules import check_rules
+from holdfast.state.mapped.mapper import check_rules
 from holdfast.state.objects import State
 from holdfast.state.selection import choose
+from holdfast.state.step_calls import listeners
 from holdfast.storage.open import normal_root, open_store
 from holdfast.world import World, current_world, from_rank0, host_id, refuse_rank_without_group
 
@@ -172,7 +171,7 @@ class Checkpointer:
         warning = restart_warning(torch.__version__, os.environ)
         if warning and self.world.rank == 0:
             emit(Warned(message=warning))
-        active_savers.add(self._saver)
+        listeners.add(self._saver)
 
     @property
     def state(self) -> State:
@@ -507,7 +506,7 @@ class Checkpointer:
         self._saver.turns.drop("its Checkpointer was closed before the step had ended")
         left_s = math.inf if self._preemption is None else self._preemption.end()
         events_s = min(_LAST_EVENTS_S, left_s / 2)
-        active_savers.discard(self._saver)
+        listeners.discard(self._saver)
         try:
             timeout_s = min(timeout_s, max(left_s - events_s, _LEAST_GOODBYE_S))
             self._saver.close(timeout_s=timeout_s, say_goodbye=say_goodbye)

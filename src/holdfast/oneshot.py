@@ -45,7 +45,7 @@ from holdfast.restore.sources import Choices, StorageHold
 from holdfast.rules import Rules
 from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer, Description
-from holdfast.state.mapped.unused_rules import check_rules, require_all_used
+from holdfast.state.mapped.mapper import check_rules, require_all_used
 from holdfast.state.objects import State
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside

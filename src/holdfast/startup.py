@@ -24,8 +24,7 @@ from holdfast.events import Warned, emit
 from holdfast.format.manifest import Root
 from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of
 from holdfast.persist import commit
-from holdfast.policy.retention import Keep
-from holdfast.policy.when import Every
+from holdfast.policy.when import Every, Keep
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import ROOT_NAME, arena_dir, parse_arena_name
 from holdfast.protocol.client import KeeperClient, find_or_start
@@ -34,7 +33,7 @@ from holdfast.restore.reading.stored import run_id_of
 from holdfast.restore.sources import RestoreSources
 from holdfast.rules import Rules
 from holdfast.state.describe import Describer
-from holdfast.state.mapped.unused_rules import require_all_used
+from holdfast.state.mapped.mapper import require_all_used
 from holdfast.state.objects import State
 from holdfast.storage.base import Store
 from holdfast.storage.files import common_identity

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from holdfast.testing.faults import Hosts
+from holdfast.testing.runs.journals import RunIncarnation
 
 
 @pytest.fixture
@@ -84,7 +85,8 @@ def test_generators_that_go_on_otherwise_are_named(tmp_path: Path) -> None:
             say=print,
             chance=random.Random(1),
         )
-    seen = life.Seen(sums={0: 5, 1: 6}, drawn={(1, 0): 3})  # on fewer ranks, say
+    shares = {0: {0: 2, 1: 3}, 1: {0: 2, 1: 4}, 2: {0: 1}}
+    seen = RunIncarnation(1, world=2, shares=shares, drawn={(1, 0): 3})  # on fewer ranks, say
     assert told._compare(seen) == []
     seen.drawn[1, 1] = 3
     assert told._compare(seen) == ["the generators of rank 1 after step 1"]

@@ -17,8 +17,8 @@ from safetensors import safe_open
 import holdfast
 from holdfast.cli import dump
 from holdfast.cli import leaf_reader as portions
-from holdfast.cli.boxes import parse_box
 from holdfast.cli.checkpoints import open_checkpoint, open_root
+from holdfast.cli.pictures import parse_box
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
 from holdfast.restore.planning.plan import Want

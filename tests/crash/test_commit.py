@@ -16,7 +16,7 @@ from holdfast.geometry.layout import Layout
 from holdfast.keeper.image_writer import ImageJob, PersistJob
 from holdfast.keeper.persister import Persister
 from holdfast.persist.pins import pin
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore

@@ -27,7 +27,7 @@ from holdfast.protocol.arena import SlotFile, arena_home, parse_arena_name
 from holdfast.protocol.arena import arena_dir as arena_path
 from holdfast.storage.local import LocalStore
 from holdfast.testing.faults import held
-from holdfast.testing.faults.hosts import kill as end_processes
+from holdfast.testing.runs.processes import kill as end_processes
 from holdfast.world import host_id
 from support.runs.keepers import connect_to, kill_keeper
 from support.runs.launch import run_ranks

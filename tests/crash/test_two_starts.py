@@ -22,7 +22,7 @@ from holdfast.format.manifest import Incarnation, Root
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.persist import commit
 from holdfast.storage.local import LocalStore
-from holdfast.testing.faults.hosts import kill as end_processes
+from holdfast.testing.runs.processes import kill as end_processes
 from support.runs.keepers import arena_of, kill_keeper
 from support.runs.launch import run_ranks
 from support.runs.leftovers import keeper_pids

@@ -7,9 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ChecksumMismatch, FormatError
-from holdfast.format.block_table import BlockTable, table_offset
 from holdfast.format.checksum import BLOCK_BYTES, checksum, text
-from holdfast.format.image import PAGE_BYTES, fill_in, header_size, parse_header, plan_image
+from holdfast.format.image import (
+    PAGE_BYTES,
+    BlockTable,
+    fill_in,
+    header_size,
+    parse_header,
+    plan_image,
+    table_offset,
+)
 from support.checkpoints.images import assemble, seals
 
 COVERED = PAGE_BYTES // 8 * BLOCK_BYTES

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.demo import runs as processes
-from support.runs.agents import Agents, Store
+from holdfast.testing.faults import Hosts
 from support.runs.lives import Lives
+from support.runs.torchruns import Agents, Store
 
 #: All that is asked of the user. Storage has nothing to offer here.
 PARITY = {"parity": 1}
@@ -66,7 +66,7 @@ def test_without_the_rendezvous_store_the_agents_end_and_a_new_launch_goes_on_fr
         with Store() as other, Agents(again, arena_dir, other, hosts="ab", most=2) as next_agents:
             step, source = next_agents.restored(0, 2)
             assert source == "memory" and step in (completed, completed - 1)
-    assert not processes.kill_all(arena_dir / "a")
+    assert not Hosts(arena_dir).processes()
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_a_host_that_is_taken_back_costs_no_step_and_the_others_go_on_from_stora
         taken = agents.agents.pop("b")
         taken.send_signal(signal.SIGTERM)  # which its launcher passes on
         assert taken.wait(60)
-        assert not list(arena_dir.glob("b/*/*@b"))
+        assert not list(arena_dir.glob("*/*@b"))
         completed = agents.progress(0)
         assert agents.restored(1, 2) == (completed, "storage")
         agents.wait_protected(1, completed + 5, root)

@@ -39,7 +39,7 @@ from holdfast.keeper.hosts.handover import StateHandover, answer_handover
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.persister import Persister
 from holdfast.persist import commit, removal
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
 from holdfast.restore.planning.candidates import parse_generation
 from holdfast.restore.reading.stored import run_id_of

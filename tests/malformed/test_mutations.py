@@ -40,7 +40,7 @@ from holdfast.geometry.layout import (
     table_from_json,
     table_to_json,
 )
-from holdfast.state.split_lists import decode_items, stored_lists
+from holdfast.state.values import decode_items, stored_lists
 from support.checkpoints.forge import LAYOUT, LISTED_LAYOUT, copy_of, make_good
 from support.checkpoints.mutations import mutated
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,31 +13,20 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.demo import main, orchestrate, runs
-from holdfast.demo import runs as processes
-from holdfast.demo.records import (
-    DemoIncarnation,
-    FinishRecord,
-    HandoverRecord,
-    HashRecord,
-    Journal,
-    Journals,
-    RestoredRecord,
-    StartRecord,
-    UpdateRecord,
-)
+from holdfast.demo import main, orchestrate
+from holdfast.demo.screen import Screen
 from holdfast.demo.train import batch
 from holdfast.demo.verdict import (
     TOLERANCE,
     Interruption,
     VerdictRow,
-    judge_all_killed,
-    judge_host_lost,
-    judge_hosts_lost,
-    judge_one_killed,
-    judge_other_world,
+    judge_memory,
     judge_reference,
+    judge_storage,
 )
+from holdfast.testing.faults import Hosts
+from holdfast.testing.runs import processes
+from holdfast.testing.runs.journals import Journal, JournalLine, Journals, Kind, RunIncarnation
 
 LAST = 9
 
@@ -47,30 +35,33 @@ def _loss(step: int) -> float:
     return 5.0 - step / 7
 
 
+def _add(run: RunIncarnation, rank: int, what: Kind, **facts: Any) -> None:
+    run.add(rank, JournalLine(what=what, incarnation=run.n, **facts))
+
+
 def _incarnation(
     n: int, steps: range, *, world: int = 2, restored: tuple[int, str] | None = None
-) -> DemoIncarnation:
+) -> RunIncarnation:
     """One that made ``steps`` with the right losses, every step handed over."""
-    found = DemoIncarnation(n)
+    found = RunIncarnation(n)
     for rank in range(world):
-        found.add(rank, StartRecord(incarnation=n, world=world, pid=1))
+        _add(found, rank, "start", world=world, pid=1)
         if restored is not None:
             step, source = restored
-            found.add(rank, RestoredRecord(incarnation=n, step=step, source=source, elapsed_s=0.1))
-            found.add(rank, HashRecord(incarnation=n, step=step, state=f"{step}", elapsed_s=0.0))
+            _add(found, rank, "restored", step=step, source=source, elapsed_s=0.1)
+            _add(found, rank, "state", step=step, state=f"{step}")
         for step in steps:
-            found.add(rank, UpdateRecord(incarnation=n, step=step, loss=_loss(step).hex()))
-            found.add(rank, HandoverRecord(incarnation=n, step=step))
-        found.add(rank, FinishRecord(incarnation=n))
+            _add(found, rank, "update", step=step, loss=_loss(step).hex())
+            _add(found, rank, "over", step=step)
+        _add(found, rank, "end")
     return found
 
 
 @pytest.fixture
-def reference() -> DemoIncarnation:
+def reference() -> RunIncarnation:
     found = _incarnation(1, range(LAST + 1))
     for step in range(LAST + 1):
-        record = HashRecord(incarnation=1, step=step, state=f"{step}", elapsed_s=0.0)
-        found.add(0, record)
+        _add(found, 0, "state", step=step, state=f"{step}")
     return found
 
 
@@ -85,51 +76,51 @@ def kill() -> Interruption:
 
 @pytest.mark.parametrize(("step", "lost"), [(5, 0), (4, 1)])
 def test_memory_gives_the_last_completed_step_or_the_one_before(
-    step: int, lost: int, kill: Interruption, reference: DemoIncarnation
+    step: int, lost: int, kill: Interruption, reference: RunIncarnation
 ) -> None:
     resumed = _incarnation(2, range(step + 1, LAST + 1), restored=(step, "memory"))
-    row = judge_one_killed(kill, resumed, reference)
+    row = judge_memory(kill, resumed, reference)
     assert row.broken == ()
     assert (row.resumed_at, row.lost_steps, row.has_same_state) == (step, lost, True)
 
 
 @pytest.mark.parametrize("restored", [(3, "memory"), (6, "memory"), (5, "storage"), None])
 def test_any_other_step_or_source_is_not_as_promised(
-    restored: tuple[int, str] | None, kill: Interruption, reference: DemoIncarnation
+    restored: tuple[int, str] | None, kill: Interruption, reference: RunIncarnation
 ) -> None:
     first = restored[0] + 1 if restored else 0
     resumed = _incarnation(2, range(first, LAST + 1), restored=restored)
-    assert judge_one_killed(kill, resumed, reference).broken
+    assert judge_memory(kill, resumed, reference).broken
 
 
 def test_a_step_counts_from_its_update_and_binds_from_its_end(
-    kill: Interruption, reference: DemoIncarnation
+    kill: Interruption, reference: RunIncarnation
 ) -> None:
     for rank in range(2):  # step 6 is made, but ``Checkpointer.step`` has not returned
-        kill.killed.add(rank, UpdateRecord(incarnation=1, step=6, loss=_loss(6).hex()))
+        _add(kill.killed, rank, "update", step=6, loss=_loss(6).hex())
     resumed = _incarnation(2, range(5, LAST + 1), restored=(4, "memory"))
-    row = judge_one_killed(kill, resumed, reference)
+    row = judge_memory(kill, resumed, reference)
     assert row.broken == ()
     assert row.lost_steps == 2
 
 
 @pytest.mark.parametrize("restored", [(2, "storage"), (4, "memory"), (5, "storage")])
 def test_after_everything_was_killed_only_the_newest_checkpoint_will_do(
-    restored: tuple[int, str], kill: Interruption, reference: DemoIncarnation
+    restored: tuple[int, str], kill: Interruption, reference: RunIncarnation
 ) -> None:
     resumed = _incarnation(2, range(restored[0] + 1, LAST + 1), restored=restored)
-    assert judge_all_killed(kill, resumed, 4, reference).broken
+    assert judge_storage(kill, resumed, 4, reference).broken
 
 
-def _resumed_elsewhere(reference: DemoIncarnation, kill: Interruption, loss: float) -> VerdictRow:
+def _resumed_elsewhere(reference: RunIncarnation, kill: Interruption, loss: float) -> VerdictRow:
     resumed = _incarnation(2, range(5, LAST), world=3, restored=(4, "storage"))
     for rank in range(3):
-        resumed.add(rank, UpdateRecord(incarnation=2, step=LAST, loss=loss.hex()))
-    return judge_other_world(kill, "3 ranks", resumed, 4, reference)
+        _add(resumed, rank, "update", step=LAST, loss=loss.hex())
+    return judge_storage(kill, resumed, 4, reference, world="3 ranks")
 
 
 def test_other_ranks_may_differ_by_rounding_and_by_no_more(
-    kill: Interruption, reference: DemoIncarnation
+    kill: Interruption, reference: RunIncarnation
 ) -> None:
     right = _loss(LAST)
     assert _resumed_elsewhere(reference, kill, right * (1 + TOLERANCE / 2)).broken == ()
@@ -138,21 +129,21 @@ def test_other_ranks_may_differ_by_rounding_and_by_no_more(
 
 
 def test_one_bit_of_one_loss_is_seen_on_the_same_ranks(
-    kill: Interruption, reference: DemoIncarnation
+    kill: Interruption, reference: RunIncarnation
 ) -> None:
     resumed = _incarnation(2, range(6, LAST), restored=(5, "memory"))
     nearly = float.fromhex(_loss(LAST).hex()) * (1 + 2**-52)
     for rank in range(2):
-        resumed.add(rank, UpdateRecord(incarnation=2, step=LAST, loss=nearly.hex()))
-    assert "1 losses are not" in judge_one_killed(kill, resumed, reference).broken[0]
+        _add(resumed, rank, "update", step=LAST, loss=nearly.hex())
+    assert "1 losses are not" in judge_memory(kill, resumed, reference).broken[0]
 
 
 def test_a_state_with_another_checksum_is_seen(
-    kill: Interruption, reference: DemoIncarnation
+    kill: Interruption, reference: RunIncarnation
 ) -> None:
     resumed = _incarnation(2, range(6, LAST + 1), restored=(5, "memory"))
     resumed.states[5] = "another"
-    row = judge_one_killed(kill, resumed, reference)
+    row = judge_memory(kill, resumed, reference)
     assert row.has_same_state is False
     assert row.broken
 
@@ -168,28 +159,28 @@ def test_a_state_with_another_checksum_is_seen(
     ],
 )
 def test_after_the_loss_of_a_host_memory_gives_a_protected_step_or_a_newer_one(
-    step: int, source: str, is_kept: bool, kill: Interruption, reference: DemoIncarnation
+    step: int, source: str, is_kept: bool, kill: Interruption, reference: RunIncarnation
 ) -> None:
     resumed = _incarnation(2, range(step + 1, LAST + 1), world=3, restored=(step, source))
-    row = judge_host_lost(kill, resumed, 4, reference)
+    row = judge_memory(kill, resumed, reference, 4)
     assert (not row.broken) == is_kept, row.broken
     assert row.world == "FSDP2 3 hosts"
 
 
 def test_a_state_restored_on_fewer_hosts_is_compared_or_the_promise_is_not_kept(
-    kill: Interruption, reference: DemoIncarnation
+    kill: Interruption, reference: RunIncarnation
 ) -> None:
     resumed = _incarnation(2, range(5, LAST + 1), world=3, restored=(4, "memory"))
     del reference.states[4]
-    assert "compared with none" in judge_host_lost(kill, resumed, 4, reference).broken[0]
+    assert "compared with none" in judge_memory(kill, resumed, reference, 4).broken[0]
     # From storage it is that of whoever saved it, not of the reference.
     saved = _incarnation(2, range(6), world=3)
     saved.states[4] = "4"
     stored = _incarnation(3, range(5, LAST + 1), world=1, restored=(4, "storage"))
-    assert judge_hosts_lost(kill, stored, 4, (saved,), reference).broken == ()
+    assert judge_storage(kill, stored, 4, reference, before=(saved,)).broken == ()
     saved.states[4] = "another"
-    assert judge_hosts_lost(kill, stored, 4, (saved,), reference).broken
-    assert judge_hosts_lost(kill, stored, 4, (), reference).broken
+    assert judge_storage(kill, stored, 4, reference, before=(saved,)).broken
+    assert judge_storage(kill, stored, 4, reference, before=()).broken
 
 
 def test_a_reference_that_misses_a_step_or_a_checkpoint_is_seen() -> None:
@@ -202,8 +193,8 @@ def test_a_reference_that_misses_a_step_or_a_checkpoint_is_seen() -> None:
 
 
 def test_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 0)
-    journal.write(UpdateRecord(incarnation=1, step=0, loss="0x1p0"))
+    journal = Journal(tmp_path, 0, incarnation=1)
+    journal.write("update", step=0, loss="0x1p0")
     journal.close()
     whole = (tmp_path / "rank-0.jsonl").read_bytes()
     with (tmp_path / "rank-0.jsonl").open("ab") as file:
@@ -230,41 +221,44 @@ def test_only_processes_of_the_arena_are_killed(tmp_path: Path, arena_dir: Path)
     program = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
     sleepers = []
     for arena in (arena_dir, tmp_path):
-        environment = {**os.environ, "HOLDFAST_ARENA_DIR": str(arena)}
+        environment = Hosts(arena).environment(orchestrate.HERE)
         sleepers.append(subprocess.Popen(program, env=environment, stdout=subprocess.PIPE))
     with sleepers[0] as ours, sleepers[1] as other:
         for sleeper in sleepers:
             assert sleeper.stdout is not None
             sleeper.stdout.readline()  # it runs, with its own environment
-        assert not processes.kill_one(other.pid, arena_dir)
-        processes.kill_all(arena_dir)
+        run = orchestrate.DemoRun(tmp_path / "run", arena_dir, Screen(to_stderr=True))
+        journal = Journal(tmp_path / "run", 0, incarnation=1)
+        journal.write("start", world=1, pid=other.pid)
+        journal.close()
+        run.journals.poll()
+        with pytest.raises(orchestrate.PhaseFailed, match="was gone before its kill"):
+            run.kill_rank(0)
+        run.lose(orchestrate.HERE)
         assert ours.wait(10) == -signal.SIGKILL
         assert other.poll() is None
         other.kill()
 
 
 def test_hosts_that_are_lost_at_once_are_all_killed_before_one_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arena_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arenas, acts = [tmp_path / host for host in "ab"], []
-    send, wait = signal.pidfd_send_signal, processes._wait
+    acts, hosts = list[str](), Hosts(arena_dir)
+    send, wait = signal.pidfd_send_signal, processes._ends_by
 
-    def note_kill(held: int, number: int) -> None:
+    def note_kill(pidfd: int, number: int) -> None:
         acts.append("kill")
-        send(held, number)
+        send(pidfd, number)
 
-    def note_wait(held: int, timeout_s: float) -> bool:
-        acts.extend(["wait"] if timeout_s else [])
-        return wait(held, timeout_s)
+    def note_wait(pidfd: int, deadline_s: float) -> bool:
+        acts.append("wait")
+        return wait(pidfd, deadline_s)
 
     monkeypatch.setattr(signal, "pidfd_send_signal", note_kill)
-    monkeypatch.setattr(processes, "_wait", note_wait)
+    monkeypatch.setattr(processes, "_ends_by", note_wait)
     program = [sys.executable, "-c", "import time; time.sleep(60)"]
-    sleepers = [
-        subprocess.Popen(program, env={**os.environ, "HOLDFAST_ARENA_DIR": str(arena)})
-        for arena in arenas
-    ]
-    processes.kill_all(*arenas)
+    sleepers = [subprocess.Popen(program, env=hosts.environment(host)) for host in "ab"]
+    hosts.lose("a", "b")
     assert acts == ["kill", "kill", "wait", "wait"]
     assert [sleeper.wait(10) for sleeper in sleepers] == [-signal.SIGKILL] * 2
 
@@ -289,8 +283,8 @@ def test_a_phase_that_fails_shows_the_log_and_ends_the_demo(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(runs, "TRAINER", "holdfast.no_such_trainer")
-    monkeypatch.setattr(processes, "MAX_RESTARTS", 0)
+    monkeypatch.setattr(orchestrate, "TRAINER", "holdfast.no_such_trainer")
+    monkeypatch.setattr(orchestrate, "MAX_RESTARTS", 0)
     assert _run(tmp_path / "out", as_json=False) == 1
     shown = capsys.readouterr().out
     assert "No module named holdfast.no_such_trainer" in shown

@@ -21,7 +21,7 @@ from holdfast.format.manifest import Generation, Incarnation
 from holdfast.persist import commit
 from holdfast.persist.removal import plan, removable, remove
 from holdfast.policy.arguments import require_beyond
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.restore.planning.candidates import Candidate, choose
 from holdfast.restore.planning.holdings import HostHolding, ImageHolding, ImageIdentity
 from holdfast.restore.planning.selection import Inventories

@@ -22,7 +22,7 @@ from holdfast.format.manifest import Generation, Lease, Manifest, seal, unseal
 from holdfast.leases import LEASE_S, LONGEST_S, MAX_LEASES, LeaseWatch, ReadLease
 from holdfast.persist import commit
 from holdfast.persist.removal import plan, remove
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore

@@ -15,7 +15,7 @@ from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Generation, Incarnation, seal
 from holdfast.keeper.persister import Persister
 from holdfast.persist import commit, removal
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import FaultyStore, Mode, PassingStore, Stopped

@@ -21,7 +21,7 @@ from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.persist.pins import pin
 from holdfast.persist.removal import plan, remove
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.restore.reading.images import from_manifest
 from holdfast.restore.reading.read import verify_blocks
 from holdfast.restore.reading.verify import verify

@@ -11,7 +11,7 @@ from holdfast.errors import FormatError, StorageError
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest
 from holdfast.persist.pins import pin
 from holdfast.persist.removal import plan, removable, remove
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore

@@ -9,7 +9,7 @@ from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.persister import Persister
 from holdfast.persist import commit
 from holdfast.persist.pins import pin, unpin
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.restore import split_lists as subject
 from holdfast.restore.split_lists import SavedLists, divide, report_lists
-from holdfast.state.split_lists import decode_items, encode_list
+from holdfast.state.values import decode_items, encode_list
 
 #: Of a data rank: its items.
 PARTS = st.lists(st.lists(st.integers(), max_size=7), min_size=1, max_size=6)

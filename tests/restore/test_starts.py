@@ -7,15 +7,15 @@ import pytest
 from holdfast.errors import StorageError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.persist import commit
-from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.planning.holdings import HostHolding, ImageHolding, ImageIdentity
-from holdfast.restore.planning.selection import Inventories
-from holdfast.restore.planning.starts import (
+from holdfast.restore.planning.candidates import (
+    Candidate,
     StartRecords,
     is_replaced,
     join_parents,
     replaced_starts,
 )
+from holdfast.restore.planning.holdings import HostHolding, ImageHolding, ImageIdentity
+from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.stored import catalogue_of, stored_starts
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from holdfast.capture.copy_plan import CopyPlan, plan_copies
 from holdfast.capture.copy_ring import RingTarget
-from holdfast.capture.copy_slot import SlotTarget
-from holdfast.capture.pinned import pin_memory
+from holdfast.capture.copy_slot import SlotTarget, pin_memory
 from holdfast.capture.replica_samples import ReplicaSampler
 from holdfast.capture.task import unmap
 from holdfast.geometry.layout import Layout

@@ -15,9 +15,8 @@ from typing import Generic, ParamSpec, Protocol, TypeVar
 import torch
 
 from holdfast.capture.copy_plan import SharedCopy
-from holdfast.capture.copy_slot import CopyCancelled, OvertakeDetector
+from holdfast.capture.copy_slot import CopyCancelled, OvertakeDetector, unpin_memory
 from holdfast.capture.handles import SaveHandle
-from holdfast.capture.pinned import unpin_memory
 from holdfast.capture.replica_samples import UNTRAINED, TrainedParameters
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile

@@ -17,7 +17,6 @@ import xxhash
 from rich.markup import escape
 
 from holdfast.cli import value_tree as tree
-from holdfast.cli.boxes import box_text, parse_box
 from holdfast.cli.checkpoints import (
     STEP_HELP,
     ChosenCheckpoint,
@@ -41,6 +40,7 @@ from holdfast.cli.leaf_reader import (
     short_text,
 )
 from holdfast.cli.output import SlowProgress, plain_table, stdout
+from holdfast.cli.pictures import box_text, parse_box
 from holdfast.errors import StorageError, UsageError
 from holdfast.geometry.box import Box
 from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES

@@ -19,7 +19,7 @@ from holdfast.leases import LEASE_S, LeaseWatch
 from holdfast.observe.text import moment_text, size_text
 from holdfast.persist.pins import pinned
 from holdfast.persist.removal import Removal, plan, remove
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.storage.base import Lock
 
 _HOW = (

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from holdfast.cli import value_tree as tree
-from holdfast.cli.boxes import box_text
 from holdfast.cli.checkpoints import (
     STEP_HELP,
     ChosenCheckpoint,
@@ -28,6 +27,7 @@ from holdfast.cli.pictures import (
     BOX,
     LEGEND,
     MAX_NAMED,
+    box_text,
     boxes_of,
     cuts_of,
     cuts_texts,

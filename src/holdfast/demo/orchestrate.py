@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import random
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from holdfast.demo.records import DemoIncarnation
-from holdfast.demo.runs import DURABLE_EVERY, STEPS, DemoRun, PhaseFailed
+from holdfast.catalogue import catalogue
 from holdfast.demo.screen import Screen, draw
 from holdfast.demo.verdict import (
     Curve,
@@ -28,17 +29,149 @@ from holdfast.demo.verdict import (
     Interruption,
     Result,
     VerdictRow,
-    judge_all_killed,
-    judge_host_lost,
-    judge_hosts_lost,
-    judge_one_killed,
-    judge_other_world,
+    judge_memory,
     judge_reference,
+    judge_storage,
     resume_time,
 )
 from holdfast.errors import ArenaError, UsageError
-from holdfast.events import ProtectionPlanned, SnapshotProtected, SourceDropped
+from holdfast.events import ProtectionPlanned, SourceDropped
 from holdfast.observe.log import read_events
+from holdfast.storage.open import open_store
+from holdfast.testing.faults.events import newest_protected
+from holdfast.testing.runs.hosts import Hosts
+from holdfast.testing.runs.journals import Journals, RunIncarnation
+from holdfast.testing.runs.processes import HeldProcesses, send, wait_until
+
+TRAINER = "holdfast.demo.train"
+STEPS = 60
+DURABLE_EVERY = 20
+#: A run whose ranks write no line for this long has failed.
+SILENCE_S = 60.0
+#: The time a run may take to clear up after its last step.
+ENDING_S = 20.0
+POLL_S = 0.01
+#: A restart was once seen to fail its first rendezvous and to succeed at the next.
+MAX_RESTARTS = 5
+#: The one host of a demo that is not about hosts.
+HERE = "here"
+_SOURCE = str(Path(__file__).resolve().parents[2])
+
+
+class PhaseFailed(Exception):
+    """Raised when a phase cannot come to a result; ``log`` may say why."""
+
+    def __init__(self, message: str, log: Path) -> None:
+        super().__init__(message)
+        self.log = log
+
+
+class DemoRun:
+    """Trainers with one root, through all their incarnations, on one simulated host or several."""
+
+    def __init__(self, directory: Path, arena_dir: Path, screen: Screen) -> None:
+        self.hosts = Hosts(arena_dir)
+        self.root = directory / "checkpoints"
+        self.log = directory / "torchrun.log"
+        self.journals = Journals(directory)
+        self._directory = directory
+        self._screen = screen
+        self._shown: dict[int, int] = {}  # incarnation -> how many of its losses
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def launch(self, host: str, *options: str, **how: Any) -> None:
+        """Starts, or restarts, the trainers of a host; see ``Hosts.launch``."""
+        script = ["--module", TRAINER, "--root", str(self.root)]
+        script += ["--journals", str(self._directory), "--steps", str(STEPS)]
+        script += ["--durable-every", str(DURABLE_EVERY), *options]
+        settings = {
+            "PYTHONPATH": os.pathsep.join([_SOURCE, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            # Even if this process is killed, a keeper without trainers ends after this long.
+            "HOLDFAST_KEEPER_IDLE_S": "120",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # warnings would bury the traceback one looks for
+        }
+        self.hosts.launch(
+            script,
+            on=host,
+            log=self.log,
+            max_restarts=MAX_RESTARTS,
+            environment=settings,
+            **how,
+        )
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Shows progress until ``is_over``; PhaseFailed when that can no longer become true."""
+        lines, heard_s = -1, time.monotonic()
+        while True:
+            codes = [launcher.poll() for launcher in self.hosts.launchers.values()]
+            self.journals.poll()  # after the poll: what an ended launcher left is all there
+            newest = self.journals.newest()
+            for step, loss in list(newest.losses.items())[self._shown.get(newest.n, 0) :]:
+                self._screen.show_step(step, loss)
+            self._shown[newest.n] = len(newest.losses)
+            if is_over():
+                return
+            if ended := [code for code in codes if code is not None]:
+                raise self._ended_with(max(ended, key=abs))
+            if self.journals.lines != lines:
+                lines, heard_s = self.journals.lines, time.monotonic()
+            elif time.monotonic() - heard_s > SILENCE_S:
+                self._ask_where()
+                raise PhaseFailed(f"no rank made progress for {SILENCE_S:.0f} s", self.log)
+            time.sleep(POLL_S)
+
+    def _ended_with(self, code: int) -> PhaseFailed:
+        return PhaseFailed(f"torchrun ended with exit code {code}", self.log)
+
+    def _ask_where(self) -> None:
+        """Makes the trainers write their stacks into the log."""
+        trainers = (one for one in self.hosts.processes() if TRAINER in one.words)
+        send((p.pid for p in trainers if "torch.distributed.run" not in p.words), signal.SIGUSR1)
+        time.sleep(0.5)  # they write at once, but we cannot know when
+
+    def wait_for_step(self, step: int) -> RunIncarnation:
+        """Waits until ``step`` is made by all ranks; returns the incarnation that made it."""
+        self.wait(lambda: (self.journals.newest().last("update") or 0) >= step)
+        return self.journals.newest()
+
+    def wait_for_next(self, incarnation: RunIncarnation) -> RunIncarnation:
+        """Waits until all ranks of a later incarnation have finished a step; returns that
+        incarnation.
+        """
+        self.wait(lambda: self.journals.first_going_after(incarnation.n) is not None)
+        found = self.journals.first_going_after(incarnation.n)
+        assert found is not None
+        return found
+
+    def wait_for_end(self) -> RunIncarnation:
+        """Waits for the last step, and until every process has ended by itself."""
+        self.wait(lambda: self.journals.newest().of_all("end") is not None)
+        with suppress(TimeoutError):
+            wait_until(lambda: not self.hosts.processes(), timeout_s=ENDING_S, pause_s=0.05)
+        if left := [" ".join(one.words) for one in self.hosts.processes()]:
+            raise PhaseFailed(f"still running after the end of training: {left}", self.log)
+        for launcher in self.hosts.launchers.values():
+            if code := launcher.wait():
+                raise self._ended_with(code)
+        return self.journals.newest()
+
+    def kill_rank(self, rank: int) -> None:
+        """Sends SIGKILL to one trainer of the newest incarnation."""
+        pid = self.journals.newest().lines["start"][rank].pid
+        held = HeldProcesses([pid])
+        if not held.keep(self.hosts.trainers(HERE)):
+            raise PhaseFailed(f"rank {rank} (process {pid}) was gone before its kill", self.log)
+        held.kill()
+
+    def lose(self, *hosts: str) -> None:
+        """Removes these hosts at once: launchers, trainers, keepers and shared memory."""
+        self.hosts.lose(*hosts)
+        self.journals.poll()
+
+    def published(self) -> list[int]:
+        """Returns the steps of its checkpoints in storage now; abandoned ones left out."""
+        return sorted(step for _, step in catalogue(open_store(self.root)).lineage)
+
 
 # Provides the means of every demo: phases with a title, runs that are cleared away, lines of a
 # table.
@@ -58,7 +191,7 @@ class Phases:
     def clear_up(self) -> None:
         """Ends all running processes, and removes their memory."""
         for run in self.runs:
-            run.kill_all()
+            run.hosts.close()
 
     @contextmanager
     def phase(self, title: str) -> Iterator[None]:
@@ -75,25 +208,35 @@ class Phases:
         self.runs.append(run)
         return run
 
-    def let_pass_part_of_a_step(self, running: DemoIncarnation) -> float:
-        """Waits for a part of a step, so that the kill falls anywhere in it, not always at its
-        beginning; returns the part.
+    def kill(
+        self, what: str, running: RunIncarnation, act: Callable[[], None]
+    ) -> tuple[Interruption, str]:
+        """Lets a part of a step pass, so that the kill falls anywhere in it, not always at its
+        beginning, and kills; returns the kill with the part as text.
         """
         part = self.chance.random()
         time.sleep(part * running.step_s)
-        return part
+        kill = Interruption(what, running, time.monotonic())
+        act()
+        return kill, f"{part:.0%} into the next"
 
-    def say_resumed(self, kill: Interruption, resumed: DemoIncarnation) -> None:
-        """Prints the step the run resumed from, and the time since the kill."""
+    def wait_resumed(
+        self, run: DemoRun, kill: Interruption, why: Callable[[], str] | None = None
+    ) -> RunIncarnation:
+        """Waits until the run goes on after the kill; prints from which step, and in which time."""
+        resumed = run.wait_for_next(kill.killed)
+        if why is not None:
+            self.screen.say(why())
         at, elapsed_s = resumed.restored, resume_time(kill, resumed)
         how = f"resumed after step {at.step} from {at.source}" if at else "began afresh"
         self.screen.say(f"{how}; first new step done after {elapsed_s or 0:.1f} s")
+        return resumed
 
     def add(
         self,
         label: str,
         row: VerdictRow | None,
-        run: DemoIncarnation,
+        run: RunIncarnation,
         kill: Interruption | None = None,
     ) -> None:
         """Adds a line of the table, and the curve behind it."""
@@ -101,8 +244,20 @@ class Phases:
         self.result.curves.append(Curve(label, run.losses, is_bitwise=is_bitwise))
         if row is not None:
             self.result.rows.append(row)
-        if kill is not None and kill.killed.last_updated is not None and run.restored is not None:
-            self.result.falls.append(Fall(kill.what, kill.killed.last_updated, run.restored.step))
+        made = None if kill is None else kill.killed.last("update")
+        if kill is not None and made is not None and run.restored is not None:
+            self.result.falls.append(Fall(kill.what, made, run.restored.step))
+
+    def run_reference(self, ranks: int, around: range) -> RunIncarnation:
+        """Runs without failures. Steps ``around`` which others resume have their state compared
+        there, not only their losses.
+        """
+        run = self.new_run("reference")
+        run.launch(HERE, "--checksum-after", *map(str, around), ranks=ranks)
+        reference = run.wait_for_end()
+        row = judge_reference(reference, STEPS, run.published(), DURABLE_EVERY)
+        self.add(f"reference: FSDP2 {ranks} ranks", row, reference)
+        return reference
 
 
 #: The steps after which the kills come: one before any second checkpoint, one well after it.
@@ -128,10 +283,20 @@ def run_demo(out: str | None, *, seed: int, as_json: bool, hosts: int | None = N
     directory = _clear(Path(out) if out else DEFAULT_OUT)
     screen = Screen(to_stderr=as_json)
     result = Result(seed, hosts)
-    with _shared_memory() as arenas, _ended_by_sigterm():
-        kind = Demo if hosts is None else HostsDemo
+    kind = Demo if hosts is None else HostsDemo
+    started_s = time.monotonic()
+    with ExitStack() as ends:
+        # SIGTERM ends the process like Ctrl-C: through everything that is entered here.
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        ends.callback(signal.signal, signal.SIGTERM, before)
+        try:
+            memory = TemporaryDirectory("", "holdfast-demo-", SHARED_MEMORY, True)
+        except OSError as error:
+            raise ArenaError(f"the demo needs {SHARED_MEMORY}: {error.strerror}") from error
+        arenas = Path(ends.enter_context(memory))
         demo = kind(directory, arenas, screen, random.Random(seed), result)
-        started_s = time.monotonic()
+        ends.callback(demo.clear_up)
+        ends.callback(screen.end)
         try:
             demo.do_all()
         except PhaseFailed as failure:
@@ -139,9 +304,6 @@ def run_demo(out: str | None, *, seed: int, as_json: bool, hosts: int | None = N
             screen.end()
             for log in (failure.log, *arenas.rglob("keeper.log")):
                 screen.show_log(log)
-        finally:
-            screen.end()
-            demo.clear_up()
     result.phases_s["in all"] = time.monotonic() - started_s
     _report(result, directory, screen, as_json=as_json)
     return 0 if result.is_as_promised else 1
@@ -165,60 +327,43 @@ class Demo(Phases):
         """Runs all phases, in order."""
         kill_one, kill_all = self.chance.choice(KILL_ONE), self.chance.choice(KILL_ALL)
         with self.phase("1/4  The reference: FSDP2 on 2 ranks, nothing fails"):
-            reference = self._run_reference(kill_one)
+            reference = self.run_reference(RANKS, range(kill_one - 1, kill_one + 3))
         run = self.new_run("killed")
         with self.phase("2/4  The same again, and one trainer is killed at a random moment"):
             first = self._kill_one(run, kill_one)
-            resumed = run.wait_for_next(first.killed)
-            self.say_resumed(first, resumed)
+            resumed = self.wait_resumed(run, first)
             if run.wait_for_step(kill_all) is not resumed:
                 raise PhaseFailed("training was restarted once more, without a kill", run.log)
         with self.phase("3/4  Everything is killed, keeper included, and shared memory cleared"):
             second = self._kill_all(run, resumed)
-            row = judge_one_killed(first, resumed, reference)
+            row = judge_memory(first, resumed, reference)
             self.add("killed run, until a trainer is killed", None, first.killed)
             self.add("killed run, from memory, until all is killed", row, resumed, first)
             newest, saved = self._set_aside(run)
-            run.launch(RANKS)
-            again = run.wait_for_next(resumed)
-            self.say_resumed(second, again)
+            run.launch(HERE, ranks=RANKS)
+            again = self.wait_resumed(run, second)
             run.wait_for_end()
-            row = judge_all_killed(second, again, newest, reference)
+            row = judge_storage(second, again, newest, reference)
             self.add("killed run, from storage", row, again, second)
         for name, ranks, layout, world in OTHER_WORLDS:
             with self.phase(f"4/4  The same checkpoint on other ranks: {world}"):
                 third, moved = self._resume_elsewhere(name, ranks, layout, saved, resumed)
-                row = judge_other_world(third, world, moved, newest, reference)
+                row = judge_storage(third, moved, newest, reference, world=world)
                 self.add(f"from storage on {world}", row, moved)
 
     # ── parts of phases ──────────────────────────────────────────────────────────────────
 
-    def _run_reference(self, kill_after: int) -> DemoIncarnation:
-        run = self.new_run("reference")
-        # The step at which the killed run resumes: its state is compared there, not only its
-        # losses.
-        around = range(kill_after - 1, kill_after + 3)
-        run.launch(RANKS, "--checksum-after", *map(str, around))
-        reference = run.wait_for_end()
-        row = judge_reference(reference, STEPS, run.published(), DURABLE_EVERY)
-        self.add("reference: FSDP2 2 ranks", row, reference)
-        return reference
-
     def _kill_one(self, run: DemoRun, after: int) -> Interruption:
         rank = self.chance.randrange(RANKS)
-        run.launch(RANKS)
+        run.launch(HERE, ranks=RANKS)
         killed = run.wait_for_step(after)
-        part = self.let_pass_part_of_a_step(killed)
-        kill = Interruption("one trainer", killed, time.monotonic())
-        run.kill_rank(rank)
-        self.screen.say(f"step {after} made, {part:.0%} into the next: SIGKILL to rank {rank}")
+        kill, part = self.kill("one trainer", killed, lambda: run.kill_rank(rank))
+        self.screen.say(f"step {after} made, {part}: SIGKILL to rank {rank}")
         return kill
 
-    def _kill_all(self, run: DemoRun, killed: DemoIncarnation) -> Interruption:
-        part = self.let_pass_part_of_a_step(killed)
-        kill = Interruption("everything", killed, time.monotonic())
-        run.kill_all()
-        self.screen.say(f"step {killed.last_updated} made, {part:.0%} into the next:")
+    def _kill_all(self, run: DemoRun, killed: RunIncarnation) -> Interruption:
+        kill, part = self.kill("everything", killed, lambda: run.lose(HERE))
+        self.screen.say(f"step {killed.last('update')} made, {part}:")
         self.screen.say("SIGKILL to torchrun, trainers and keeper; shared memory removed")
         return kill
 
@@ -229,14 +374,13 @@ class Demo(Phases):
         return max(run.published(), default=None), copy
 
     def _resume_elsewhere(
-        self, name: str, ranks: int, layout: str, saved: Path, killed: DemoIncarnation
-    ) -> tuple[Interruption, DemoIncarnation]:
+        self, name: str, ranks: int, layout: str, saved: Path, killed: RunIncarnation
+    ) -> tuple[Interruption, RunIncarnation]:
         run = self.new_run(name)
         shutil.copytree(saved, run.root)
         start = Interruption("everything", killed, time.monotonic())
-        run.launch(ranks, "--layout", layout)
-        resumed = run.wait_for_next(killed)
-        self.say_resumed(start, resumed)
+        run.launch(HERE, "--layout", layout, ranks=ranks)
+        resumed = self.wait_resumed(run, start)
         run.wait_for_end()
         return start, resumed
 
@@ -258,33 +402,6 @@ def _clear(out: Path) -> Path:
     for name in ("result.json", "losses.png"):
         (out / name).unlink(missing_ok=True)
     return out.absolute()
-
-
-@contextmanager
-def _shared_memory() -> Iterator[Path]:
-    """Makes a directory for this demo's arenas, removed at the end in every case."""
-    try:
-        directory = Path(tempfile.mkdtemp(prefix="holdfast-demo-", dir=SHARED_MEMORY))
-    except OSError as error:
-        raise ArenaError(f"the demo needs {SHARED_MEMORY}: {error.strerror}") from error
-    try:
-        yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Makes SIGTERM end the process like Ctrl-C: through every ``finally``."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # Runs the demo on simulated hosts: one is lost, then two at once.
@@ -314,38 +431,27 @@ class HostsDemo(Phases):
         count = self.result.hosts or 0
         lose_one, lose_two = self.chance.choice(LOSE_ONE), self.chance.choice(LOSE_TWO)
         with self.phase(f"1/3  The reference: FSDP2 on {count} ranks of one host, nothing fails"):
-            reference = self._run_reference(count, lose_one)
+            reference = self.run_reference(count, range(lose_one - BEHIND, lose_one + AHEAD))
         run, hosts = self.new_run("hosts"), list(HOSTS[:count])
-        endpoint = _Meeting()
+        _store, meeting = open_meeting()  # the store lives as long as this name
         with self.phase(f"2/3  The same on {count} hosts with parity=1, and one host is lost"):
             for host in hosts:
-                run.launch_host(host, count, endpoint.name, "--parity", "1")
+                run.launch(host, "--parity", "1", meeting=meeting, most=count)
             first, least = self._lose(run, hosts, 1, lose_one)
-            resumed = run.wait_for_next(first.killed)
-            self.say_resumed(first, resumed)
+            resumed = self.wait_resumed(run, first)
             if run.wait_for_step(lose_two) is not resumed:
                 raise PhaseFailed("training was restarted once more, without a loss", run.log)
         with self.phase("3/3  Two hosts are lost at once: more than parity=1 replaces"):
             second, _ = self._lose(run, hosts, 2, lose_two)
-            row = judge_host_lost(first, resumed, least, reference)
+            row = judge_memory(first, resumed, reference, least)
             self.add(f"{count} hosts, until one is lost", None, first.killed)
             self.add("from memory of the others, until two are lost", row, resumed, first)
             stored = max(run.published(), default=None)
-            again = run.wait_for_next(resumed)
-            self.screen.say(why_not(run.root, resumed.n))
-            self.say_resumed(second, again)
+            again = self.wait_resumed(run, second, lambda: why_not(run.root, resumed.n))
             run.wait_for_end()
-            row = judge_hosts_lost(second, again, stored, (first.killed, resumed), reference)
+            before = (first.killed, resumed)
+            row = judge_storage(second, again, stored, reference, before=before)
             self.add("from storage", row, again, second)
-
-    def _run_reference(self, ranks: int, lose_after: int) -> DemoIncarnation:
-        run = self.new_run("reference")
-        around = range(lose_after - BEHIND, lose_after + AHEAD)
-        run.launch(ranks, "--checksum-after", *map(str, around))
-        reference = run.wait_for_end()
-        row = judge_reference(reference, STEPS, run.published(), DURABLE_EVERY)
-        self.add(f"reference: FSDP2 {ranks} ranks", row, reference)
-        return reference
 
     def _lose(
         self, run: DemoRun, hosts: list[str], many: int, after: int
@@ -355,50 +461,46 @@ class HostsDemo(Phases):
         """
         running = run.wait_for_step(after)
         least = self._wait_protected(run, running, after - BEHIND)
-        part = self.let_pass_part_of_a_step(running)
-        lost = sorted(self.chance.sample(hosts, many))
-        kill = Interruption(_hosts_text(many), running, time.monotonic())
-        run.lose_hosts(lost)
+        lost: list[str] = []
+
+        def lose() -> None:
+            lost.extend(sorted(self.chance.sample(hosts, many)))
+            run.lose(*lost)
+
+        what = "one host" if many == 1 else "two hosts at once"
+        kill, part = self.kill(what, running, lose)
         hosts[:] = [host for host in hosts if host not in lost]
         self.screen.say(f"{survival(run.root, running.n)}; the newest protected is step {least}")
         self.screen.say(
-            f"step {running.last_updated} made, {part:.0%} into the next: lost "
+            f"step {running.last('update')} made, {part}: lost "
             f"{'host' if many == 1 else 'hosts'} {' and '.join(lost)}, with all memory; "
             f"left {', '.join(hosts)}"
         )
         return kill, least
 
-    def _wait_protected(self, run: DemoRun, running: DemoIncarnation, least: int) -> int:
+    def _wait_protected(self, run: DemoRun, running: RunIncarnation, least: int) -> int:
         """Waits until a step from ``least`` on is protected; returns the newest that is."""
-        deadline_s = time.monotonic() + PROTECTED_WITHIN_S
-        while (found := newest_protected(run.root, running.n)) is None or found < least:
-            if time.monotonic() > deadline_s:
-                raise PhaseFailed(f"the newest protected step is {found}", run.log)
-            time.sleep(0.05)
+
+        def newest() -> int | None:
+            found = newest_protected(run.root, incarnation=running.n)
+            return found and found.step
+
+        with suppress(TimeoutError):
+            wait_until(lambda: (newest() or 0) >= least, timeout_s=PROTECTED_WITHIN_S, pause_s=0.05)
+        if (found := newest()) is None or found < least:
+            raise PhaseFailed(f"the newest protected step is {found}", run.log)
         return found
 
 
-class _Meeting:
-    """The store at which launchers meet, for the life of this object."""
+def open_meeting() -> tuple[object, str]:
+    """Returns a store at which launchers meet while it is held, and its address."""
+    from torch.distributed import TCPStore  # takes seconds, and is for this demo alone
 
-    def __init__(self) -> None:
-        from torch.distributed import TCPStore  # takes seconds, and is for this demo alone
-
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.name = f"127.0.0.1:{self._store.port}"
-
-
-def _hosts_text(many: int) -> str:
-    return "one host" if many == 1 else "two hosts at once"
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, f"127.0.0.1:{store.port}"
 
 
 # ── what the run's own events say ────────────────────────────────────────────────────────────
-
-
-def newest_protected(root: Path, incarnation: int) -> int | None:
-    """Returns the newest step of this start that was reported as protected."""
-    steps = (e.step for e in read_events(root, SnapshotProtected) if e.incarnation == incarnation)
-    return max(steps, default=None)
 
 
 def survival(root: Path, incarnation: int) -> str:

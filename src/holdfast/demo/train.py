@@ -29,15 +29,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import holdfast
-from holdfast.demo.records import (
-    FinishRecord,
-    HandoverRecord,
-    HashRecord,
-    Journal,
-    RestoredRecord,
-    StartRecord,
-    UpdateRecord,
-)
+from holdfast.testing.runs.journals import Journal
 
 Layout = Literal["fsdp", "fsdp_tp"]
 
@@ -214,21 +206,14 @@ def main() -> None:
         storage=holdfast.Every(steps=options.durable_every),
         parity=options.parity,
     )
-    n = ckpt.incarnation
-    journal = Journal(options.journals, dist.get_rank())
-    journal.write(StartRecord(incarnation=n, world=dist.get_world_size(), pid=os.getpid()))
+    journal = Journal(options.journals, dist.get_rank(), incarnation=ckpt.incarnation)
+    journal.write("start", world=dist.get_world_size(), pid=os.getpid())
 
     restored = ckpt.restore()
     if restored is not None:
-        journal.write(
-            RestoredRecord(
-                incarnation=n,
-                step=restored.step,
-                source=restored.source,
-                elapsed_s=restored.elapsed_s,
-            )
-        )
-        journal.write(checked(n, restored.step, state))
+        at = {"step": restored.step, "source": restored.source}
+        journal.write("restored", **at, elapsed_s=restored.elapsed_s)
+        write_checksum(journal, restored.step, state)
 
     text = corpus()
     for step in range(restored.step + 1 if restored else 0, options.steps):
@@ -240,14 +225,14 @@ def main() -> None:
         optimizer.zero_grad()
         scheduler.step()
         state["bytes_seen"] += SEQUENCES * CONTEXT
-        journal.write(UpdateRecord(incarnation=n, step=step, loss=loss.hex()))
+        journal.write("update", step=step, loss=loss.hex())
         ckpt.step(step)
-        journal.write(HandoverRecord(incarnation=n, step=step))
+        journal.write("over", step=step)
         if (step + 1) % options.durable_every == 0 or step in options.checksum_after:
-            journal.write(checked(n, step, state))
+            write_checksum(journal, step, state)
 
     ckpt.close()
-    journal.write(FinishRecord(incarnation=n))
+    journal.write("end")
     journal.close()
     dist.destroy_process_group()
 
@@ -289,12 +274,11 @@ def mean_of_all(losses: torch.Tensor, group: dist.ProcessGroup) -> float:
     return math.fsum(torch.cat(parts).tolist()) / SEQUENCES
 
 
-def checked(incarnation: int, step: int, state: dict[str, Any]) -> HashRecord:
-    """Returns the state's checksum, and the time it took."""
+def write_checksum(journal: Journal, step: int, state: dict[str, Any]) -> None:
+    """Writes down the state's checksum, and the time it took."""
     started_s = time.monotonic()
     found = checksum(state)
-    elapsed_s = time.monotonic() - started_s
-    return HashRecord(incarnation=incarnation, step=step, state=found, elapsed_s=elapsed_s)
+    journal.write("state", step=step, state=found, elapsed_s=time.monotonic() - started_s)
 
 
 def checksum(state: dict[str, Any]) -> str:

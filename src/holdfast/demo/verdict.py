@@ -6,10 +6,10 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from holdfast.demo.records import DemoIncarnation
+from holdfast.testing.runs.journals import RunIncarnation
 
 #: How far losses may be from the reference on another number of ranks, relative to it.
 #:
@@ -30,7 +30,7 @@ class Interruption:
     """
 
     what: str
-    killed: DemoIncarnation
+    killed: RunIncarnation
     time_s: float
 
 
@@ -73,7 +73,7 @@ def compare(losses: Mapping[int, float], reference: Mapping[int, float]) -> Curv
 
 
 def judge_reference(
-    reference: DemoIncarnation, steps: int, published: Sequence[int], every: int
+    reference: RunIncarnation, steps: int, published: Sequence[int], every: int
 ) -> VerdictRow:
     """Judges the run without failures: complete, learning, and durable at every interval."""
     broken = _faults_of_course(reference, 0, steps - 1)
@@ -96,109 +96,82 @@ def judge_reference(
     )
 
 
-def judge_one_killed(
-    kill: Interruption, resumed: DemoIncarnation, reference: DemoIncarnation
+def judge_memory(
+    kill: Interruption,
+    resumed: RunIncarnation,
+    reference: RunIncarnation,
+    protected: int | None = None,
 ) -> VerdictRow:
-    """Judges one killed trainer: back from memory, after the last completed step or the one before.
+    """Judges a loss that memory survives: back from it, after the last completed step or the one
+    before.
 
     A step is made with its update, and over when ``Checkpointer.step`` has returned: in the instant
-    between, the snapshot before it may not be sealed on all ranks.
+    between, the snapshot before it may not be sealed on all ranks. Of a host that is lost with its
+    memory the others give back the newest ``protected`` step, or a later one.
     """
-    broken = _faults_of_course(resumed, _first(resumed), resumed.last_updated)
-    at, over, made = resumed.restored, kill.killed.last_over, kill.killed.last_updated
+    broken = _faults_of_course(resumed, _first(resumed), resumed.last("update"))
+    at, over, made = resumed.restored, kill.killed.last("over"), kill.killed.last("update")
+    least, what = protected, f"step {protected} was protected and {made} made"
+    if protected is None:
+        least = None if over is None else over - 1
+        what = f"step {made} was made and {over} over on all ranks"
     if at is None or at.source != "memory":
         broken.append(f"memory was promised, it {_how(resumed)}")
-    elif over is None or made is None or not over - 1 <= at.step <= made:
-        broken.append(f"step {made} was made and {over} over on all ranks, it {_how(resumed)}")
-    return _row(kill, _world(resumed), resumed, reference, broken)
+    elif least is None or made is None or not least <= at.step <= made:
+        broken.append(f"{what}, it {_how(resumed)}")
+    return _row(kill, resumed, reference, broken, on_hosts=protected is not None)
 
 
-def judge_all_killed(
-    kill: Interruption, resumed: DemoIncarnation, newest: int | None, reference: DemoIncarnation
-) -> VerdictRow:
-    """Judges the loss of everything, memory included: back from the newest checkpoint, in the same
-    world.
-    """
-    broken = _faults_of_storage(resumed, newest, reference)
-    return _row(kill, _world(resumed), resumed, reference, broken)
-
-
-def judge_other_world(
-    start: Interruption,
-    world: str,
-    resumed: DemoIncarnation,
-    newest: int | None,
-    reference: DemoIncarnation,
-) -> VerdictRow:
-    """Judges the same checkpoint on other ranks: the same state, and losses within the
-    tolerance.
-    """
-    broken = _faults_of_storage(resumed, newest, reference)
-    return _row(start, world, resumed, reference, broken, is_bitwise=False)
-
-
-def judge_host_lost(
-    kill: Interruption, resumed: DemoIncarnation, protected: int, reference: DemoIncarnation
-) -> VerdictRow:
-    """Judges the loss of one host with its memory: back from the others', at a protected step or
-    after it.
-    """
-    broken = _faults_of_course(resumed, _first(resumed), resumed.last_updated)
-    at, made = resumed.restored, kill.killed.last_updated
-    if at is None or at.source != "memory":
-        broken.append(f"memory was promised, it {_how(resumed)}")
-    elif made is None or not protected <= at.step <= made:
-        broken.append(f"step {protected} was protected and {made} made, it {_how(resumed)}")
-    row = _row(kill, _hosts(resumed), resumed, reference, broken, is_bitwise=False)
-    return _with_known_state(row)
-
-
-def judge_hosts_lost(
+def judge_storage(
     kill: Interruption,
-    resumed: DemoIncarnation,
+    resumed: RunIncarnation,
     newest: int | None,
-    before: Sequence[DemoIncarnation],
-    reference: DemoIncarnation,
+    reference: RunIncarnation,
+    *,
+    world: str = "",
+    before: Sequence[RunIncarnation] | None = None,
 ) -> VerdictRow:
-    """Judges the loss of more hosts than parity replaces: back from the newest checkpoint.
+    """Judges the loss of everything, or of more than memory survives: back from the newest
+    checkpoint.
 
-    Its state is compared with that of the ranks that made it, on their number of hosts.
+    On the ranks of another ``world`` the state is the same, and losses are within the tolerance.
+    On fewer hosts, the state is compared with that of the ranks that made it, ``before``.
     """
-    broken = _faults_of_storage(resumed, newest, reference)
+    broken = _faults_of_course(resumed, _first(resumed), max(reference.losses))
+    at = resumed.restored
+    if at is None or (at.source, at.step) != ("storage", newest):
+        broken.append(f"storage and its newest step {newest} were promised, it {_how(resumed)}")
+    if before is None:
+        return _row(kill, resumed, reference, broken, world=world)
     states = {step: state for one in before for step, state in one.states.items()}
-    row = _row(kill, _hosts(resumed), resumed, reference, broken, is_bitwise=False, states=states)
-    return _with_known_state(row)
-
-
-def _with_known_state(row: VerdictRow) -> VerdictRow:
-    """Treats a state that could not be compared as a broken promise."""
-    if row.has_same_state is None and row.resumed_at is not None:
-        return replace(row, broken=(*row.broken, "the restored state was compared with none"))
-    return row
+    return _row(kill, resumed, reference, broken, on_hosts=True, states=states)
 
 
 def _row(
     kill: Interruption,
-    world: str,
-    resumed: DemoIncarnation,
-    reference: DemoIncarnation,
+    resumed: RunIncarnation,
+    reference: RunIncarnation,
     broken: list[str],
     *,
-    is_bitwise: bool = True,
+    on_hosts: bool = False,
+    world: str = "",
     states: Mapping[int, str] | None = None,
 ) -> VerdictRow:
-    at, made = resumed.restored, kill.killed.last_updated
-    losses = compare(resumed.losses, reference.losses)
+    at, made = resumed.restored, kill.killed.last("update")
+    losses, is_bitwise = compare(resumed.losses, reference.losses), not (on_hosts or world)
     if is_bitwise and losses.identical < losses.steps:
         broken.append(f"{losses.steps - losses.identical} losses are not those of the reference")
     if not is_bitwise and not losses.largest <= TOLERANCE:  # a NaN is not within it either
         broken.append(f"losses differ from the reference by up to {losses.largest:.1e}")
-    is_same = _has_same_state(resumed, reference.states if states is None else states)
+    wanted = None if at is None else (reference.states if states is None else states).get(at.step)
+    is_same = None if at is None or wanted is None else resumed.states.get(at.step) == wanted
     if is_same is False:
         broken.append("the restored state is not the one that was saved")
+    if on_hosts and is_same is None and at is not None:
+        broken.append("the restored state was compared with none")
     return VerdictRow(
         what=kill.what,
-        world=world,
+        world=world or _world(resumed, "host" if on_hosts else "rank"),
         resumed_at=at.step if at else None,
         source=at.source if at else "",
         lost_steps=None if at is None or made is None else made - at.step,
@@ -210,7 +183,7 @@ def _row(
     )
 
 
-def resume_time(kill: Interruption, resumed: DemoIncarnation) -> float | None:
+def resume_time(kill: Interruption, resumed: RunIncarnation) -> float | None:
     """Returns the seconds from the kill to the end of the first new step, less the demo's own
     checksum.
     """
@@ -218,17 +191,11 @@ def resume_time(kill: Interruption, resumed: DemoIncarnation) -> float | None:
     return None if going_s is None else going_s - resumed.checking_s - kill.time_s
 
 
-def _has_same_state(resumed: DemoIncarnation, states: Mapping[int, str]) -> bool | None:
-    at = resumed.restored
-    wanted = states.get(at.step) if at is not None else None
-    return None if at is None or wanted is None else resumed.states.get(at.step) == wanted
-
-
-def _first(resumed: DemoIncarnation) -> int:
+def _first(resumed: RunIncarnation) -> int:
     return resumed.restored.step + 1 if resumed.restored else 0
 
 
-def _faults_of_course(run: DemoIncarnation, first: int, last: int | None) -> list[str]:
+def _faults_of_course(run: RunIncarnation, first: int, last: int | None) -> list[str]:
     """Checks that every step was made once, by all ranks alike."""
     faults = []
     missing = [] if last is None else sorted(set(range(first, last + 1)) - run.losses.keys())
@@ -239,30 +206,13 @@ def _faults_of_course(run: DemoIncarnation, first: int, last: int | None) -> lis
     return faults
 
 
-def _faults_of_storage(
-    resumed: DemoIncarnation, newest: int | None, reference: DemoIncarnation
-) -> list[str]:
-    """Checks that the run came back from the newest published checkpoint, and went on to the last
-    step.
-    """
-    faults = _faults_of_course(resumed, _first(resumed), max(reference.losses))
-    at = resumed.restored
-    if at is None or (at.source, at.step) != ("storage", newest):
-        faults.append(f"storage and its newest step {newest} were promised, it {_how(resumed)}")
-    return faults
-
-
-def _how(resumed: DemoIncarnation) -> str:
+def _how(resumed: RunIncarnation) -> str:
     at = resumed.restored
     return "began afresh" if at is None else f"resumed after step {at.step} from {at.source}"
 
 
-def _world(run: DemoIncarnation) -> str:
-    return f"FSDP2 {run.world} rank{'s' if run.world != 1 else ''}"
-
-
-def _hosts(run: DemoIncarnation) -> str:
-    return f"FSDP2 {run.world} host{'s' if run.world != 1 else ''}"
+def _world(run: RunIncarnation, kind: str = "rank") -> str:
+    return f"FSDP2 {run.world} {kind}{'s' if run.world != 1 else ''}"
 
 
 # Holds the result of a demo as one value: the table, the curves, and their JSON.

@@ -31,7 +31,7 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.persister import Outcome, Persister
 from holdfast.persist import commit
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
 from holdfast.storage.base import Lock, Store
 from holdfast.storage.open import follow, open_store

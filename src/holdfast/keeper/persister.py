@@ -37,7 +37,7 @@ from holdfast.keeper.image_writer import (
 from holdfast.persist import commit
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.pins import mend, pinned
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 
 Outcome = Callable[[str, str | None], None]

@@ -19,9 +19,8 @@ from msgspec.structs import replace
 
 from holdfast.errors import ArenaError, FormatError, HoldfastError, NotFound
 from holdfast.events import DamageFound, emit
-from holdfast.format.block_table import BlockTable, table_offset
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, text
-from holdfast.format.image import header_size
+from holdfast.format.image import BlockTable, header_size, table_offset
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.jobs import Background

@@ -32,7 +32,7 @@ from holdfast.keeper.connections import (
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Incarnations, RootAccess
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.capture.pinned import register
+from holdfast.capture.copy_slot import register
 from holdfast.events import Warned, emit
 from holdfast.offload.kernels import Bits
 from holdfast.offload.paged_memory import PagedMemory

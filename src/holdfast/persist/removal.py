@@ -18,7 +18,7 @@ from holdfast.format.manifest import Generation, Manifest
 from holdfast.leases import LeaseWatch
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, mendable, pinned
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from holdfast.policy.retention import Keep
-from holdfast.policy.when import Every
+from holdfast.policy.when import Every, Keep
 
 __all__ = ["Every", "Keep"]

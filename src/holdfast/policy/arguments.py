@@ -12,8 +12,7 @@ import re
 from typing import Any, SupportsIndex
 
 from holdfast.errors import UsageError
-from holdfast.policy.retention import Keep
-from holdfast.policy.when import Every
+from holdfast.policy.when import Every, Keep
 
 #: Larger whole numbers are not exact in every reader of JSON.
 MAX_STEP = (1 << 53) - 1

@@ -31,8 +31,8 @@ from holdfast.restore.reading.reader import LeafInfo, box_in
 from holdfast.restore.reading.stored import choose_stored
 from holdfast.state.objects import sort_objects
 from holdfast.state.restore import StateRestore
-from holdfast.state.split_lists import stored_lists
 from holdfast.state.tensors import held_boxes
+from holdfast.state.values import stored_lists
 from holdfast.storage.open import open_store
 
 #: Boxes of leaves by name; None: the whole leaf.

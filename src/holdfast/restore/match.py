@@ -22,9 +22,8 @@ from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import read_aliases, read_values
 from holdfast.rules import Rules
 from holdfast.state.mapped.checkpoint_view import CheckpointView, Spec, StateView, make_offer
-from holdfast.state.mapped.mapper import RuleMapper, table_as_saved
+from holdfast.state.mapped.mapper import RuleMapper, report_usage, require_all_used, table_as_saved
 from holdfast.state.mapped.shards import declarations
-from holdfast.state.mapped.unused_rules import report_usage, require_all_used
 from holdfast.state.objects import Objects, State
 from holdfast.state.param_groups import Names, same_name
 from holdfast.state.restore import StateRestore

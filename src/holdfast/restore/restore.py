@@ -43,7 +43,7 @@ from holdfast.state.objects import State, sort_objects
 from holdfast.state.restore import refuse
 from holdfast.state.rewind import Rewind
 from holdfast.state.saved_values import keys_matched_by_name
-from holdfast.state.split_lists import decode_items
+from holdfast.state.values import decode_items
 from holdfast.world import World, all_gather_or_raise
 
 #: Errors of a source, not of the user's state: the next candidate is tried.

@@ -15,9 +15,10 @@ from holdfast.events import Warned, emit
 from holdfast.format.manifest import Lineage
 from holdfast.leases import ReadLease
 from holdfast.protocol import messages as m
-from holdfast.restore.planning.candidates import Candidate, choose
-from holdfast.restore.planning.starts import (
+from holdfast.restore.planning.candidates import (
+    Candidate,
     StartRecords,
+    choose,
     is_replaced,
     join_parents,
     replaced_starts,

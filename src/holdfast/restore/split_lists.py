@@ -16,7 +16,7 @@ from holdfast.data.planning.order import SplitList, pieces
 from holdfast.errors import FormatError, UsageError
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import read_values
-from holdfast.state.split_lists import StoredList, stored_lists
+from holdfast.state.values import StoredList, stored_lists
 
 #: Bytes of encoded values that are cached, to avoid a second read.
 KEPT_BYTES = 64 << 20

@@ -29,10 +29,9 @@ from holdfast.state.bindings import (
     signature,
 )
 from holdfast.state.hidden_state import refuse_unstored
-from holdfast.state.mapped.mapper import RuleMapper, shard_sight
+from holdfast.state.mapped.mapper import RuleMapper, report_usage, shard_sight
 from holdfast.state.mapped.shards import declarations, declared
 from holdfast.state.mapped.tensor_parts import TensorMapping
-from holdfast.state.mapped.unused_rules import report_usage
 from holdfast.state.modules import check_storable
 from holdfast.state.objects import Objects, State, sort_objects
 from holdfast.state.step_calls import find_break
@@ -88,7 +87,7 @@ class Describer:
 
     def usage(self) -> bytes:
         """Encodes which rules apply to a leaf of this rank
-        (``holdfast.state.mapped.unused_rules``).
+        (``holdfast.state.mapped.mapper``).
         """
         return report_usage(self.through, sort_objects(self.state))
 

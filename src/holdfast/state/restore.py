@@ -27,9 +27,9 @@ from holdfast.state.objects import Objects, State
 from holdfast.state.restore_targets import ModuleLeaves, OptimizerLeaves, ValueTensors
 from holdfast.state.rewind import Rewind
 from holdfast.state.saved_values import SavedValues
-from holdfast.state.split_lists import stored_lists
 from holdfast.state.step_calls import mend
 from holdfast.state.tensors import fill_small, local_of
+from holdfast.state.values import stored_lists
 
 #: The number of differences that a message shows; the error's fields have all of them.
 _SHOWN = 20

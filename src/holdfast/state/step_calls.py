@@ -12,6 +12,7 @@ it does so before it looks who steps: of two that meet one sees the other.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import sys
@@ -36,6 +37,8 @@ IN_A_STEP = "this thread is in the middle of an optimizer's step, and has to end
 _LOOK_S = 0.001
 #: The time for which a thread lets deferred saves run first, where several threads step in turns.
 _LET_PASS_S = 5.0
+#: The time for which captures may go on when the interpreter ends.
+_AT_EXIT_S = 10.0
 _MARK = "holdfast_follows"
 #: The code objects of every ``step`` that torch has given hooks.
 _TORCHS_STEP = Optimizer.profile_hook_step(lambda: None).__code__
@@ -104,6 +107,13 @@ def _forget_calls() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_calls)
+
+
+@atexit.register
+def _end_captures() -> None:
+    """Finish running captures when the interpreter ends; the keeper continues with them."""
+    for each in tuple(listeners):
+        each.end_capture(timeout_s=_AT_EXIT_S)
 
 
 # ── who is in the middle of a step ───────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Generation
 from holdfast.geometry.layout import Layout
 from holdfast.persist import commit
-from holdfast.policy.retention import Keep
+from holdfast.policy.when import Keep
 from holdfast.restore.reading.verify import verify
 from holdfast.storage.base import Store
 from support.checkpoints.images import images_of, publish_checkpoint, random_leaf, split_leaf

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from holdfast.format import block_table as tables
 from holdfast.format import checksum as checksums
+from holdfast.format import image as tables
 from holdfast.format.checksum import blocks, checksum
 from holdfast.format.image import PAGE_BYTES, header_size
 from holdfast.format.manifest import Generation

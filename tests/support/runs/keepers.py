@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -42,6 +41,7 @@ from holdfast.protocol.arena import (
 from holdfast.protocol.client import KeeperClient, connect_socket, find_or_start
 from holdfast.protocol.image_plan import image_items
 from holdfast.storage.local import LocalStore
+from holdfast.testing.runs.processes import kill
 from holdfast.world import host_id
 from support.runs.leftovers import keeper_pids
 
@@ -165,9 +165,7 @@ def start(root: Path, *options: str) -> tuple[subprocess.Popen[bytes], KeeperCli
 def kill_keeper(arena_home: Path) -> None:
     """SIGKILL the one keeper there is, and wait until it is gone."""
     (pid,) = keeper_pids(arena_home)
-    descriptor = os.pidfd_open(pid)
-    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    wait_end(descriptor)
+    kill([pid])
 
 
 def wait_end(pidfd: int, timeout_s: float = 60.0) -> None:

@@ -7,7 +7,6 @@ what it prints is printed by the caller, so that pytest shows it with the right 
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -19,17 +18,17 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
+
+from holdfast.testing.runs.processes import ForkedRanks, tail
 
 T = TypeVar("T")
 
@@ -48,8 +47,6 @@ GRACE_S = 3.0
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 #: The host name need not resolve on a test machine; all ranks are on this one.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
-LOG_TAIL_BYTES = 4000
-PR_SET_PDEATHSIG = 1
 
 
 def run_ranks(
@@ -66,12 +63,8 @@ def run_ranks(
     ranks: list[_Rank] = []
     try:
         (directory / "call").write_bytes(_pack_call(world, fn, args, timeout_s))
-        _start_server()
-        context = multiprocessing.get_context("forkserver")
-        for rank in range(world):
-            process = context.Process(target=_rank_main, args=(rank, str(directory)))
-            process.start()
-            ranks.append(_Rank(rank, process, directory))
+        forked = _fork(world, directory)
+        ranks = [_Rank(n, process, directory) for n, process in enumerate(forked.processes)]
         hung = _wait_for(ranks, timeout_s)
         stacks = _stop(ranks, ask_where=bool(hung))
         _show_logs(ranks)
@@ -107,7 +100,7 @@ class _Rank:
 
     @property
     def log_path(self) -> Path:
-        return self.directory / f"log-{self.number}"
+        return self.directory / f"output-{self.number}"
 
     @property
     def succeeded(self) -> bool:
@@ -122,15 +115,13 @@ def _pack_call(
     where = (fn.__module__, getattr(sys.modules[fn.__module__], "__file__", None), fn.__qualname__)
     if "<locals>" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} must stand at the top of its module to run on ranks")
-    place = (dict(os.environ) | ONE_THREAD, os.getcwd(), list(sys.path))
-    return pickle.dumps((world, timeout_s, place, where, pickle.dumps(args)))
+    return pickle.dumps((world, timeout_s, os.getcwd(), list(sys.path), where, pickle.dumps(args)))
 
 
-def _start_server() -> None:
-    """Start the server that ranks are forked from, unless it runs."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+def _fork(world: int, directory: Path) -> ForkedRanks:
+    here = [LOOPBACK | os.environ | ONE_THREAD] * world
     with _environment(ONE_THREAD):  # read by numpy and torch when the server imports them
-        forkserver.ensure_running()
+        return ForkedRanks(directory, _rank_main, directory, environments=here, preload=PRELOADED)
 
 
 @contextmanager
@@ -226,40 +217,20 @@ def _numbers(ranks: list[_Rank]) -> str:
 
 def _read(path: Path) -> str:
     """The end of a text that may not be there."""
-    if not path.exists():
-        return ""
-    return path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+    return tail(path) if path.exists() else ""
 
 
 # ── the rank's side ──────────────────────────────────────────────────────────────────────────
 
 
-def _rank_main(rank: int, directory: str) -> None:
+def _rank_main(rank: int, directory: Path) -> None:
     """What a forked process does: all it has to say goes into files of ``directory``."""
-    files = _Rank(rank, multiprocessing.current_process(), Path(directory))
-    # The server lives as long as the caller; this process must not live longer than both.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _redirect_output(files.log_path)
+    files = _Rank(rank, multiprocessing.current_process(), directory)
     with files.stack_path.open("w") as stack_file:
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=False)
-        try:
-            result = pickle.dumps(_call(rank, Path(directory)))
-        except BaseException:
-            _write(files.error_path, traceback.format_exc().encode())
-            sys.stdout.flush()
-            os._exit(1)  # no clean-up that waits for the other ranks
-        _write(files.result_path, result)
+        _write(files.result_path, pickle.dumps(_call(rank, directory)))
         _leave_group()
-        sys.stdout.flush()
-
-
-def _redirect_output(path: Path) -> None:
-    with path.open("wb") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -270,11 +241,9 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _call(rank: int, directory: Path) -> Any:
-    world, timeout_s, place, where, packed_args = pickle.loads((directory / "call").read_bytes())
-    environment, working_directory, import_path = place
-    # The server's own environment is that of the first test that used it.
-    os.environ.clear()
-    os.environ.update(LOOPBACK | environment)
+    world, timeout_s, working_directory, import_path, where, packed_args = pickle.loads(
+        (directory / "call").read_bytes()
+    )
     os.chdir(working_directory)
     sys.path[:] = import_path
 

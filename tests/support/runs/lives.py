@@ -11,21 +11,17 @@ As a script (``lives.py LIFE.json``) this file is one rank of a life under a lau
 
 from __future__ import annotations
 
-import ctypes
 import json
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import tempfile
 import time
-import traceback
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,8 +31,11 @@ import holdfast
 from holdfast.capture.task import Timeouts
 from holdfast.events import ImageCaptured
 from holdfast.protocol.messages import PREEMPTED
-from support.runs.launch import PR_SET_PDEATHSIG, PRELOADED
+from holdfast.testing.runs.processes import HOST, ForkedRanks
+from support.runs.launch import LOOPBACK, PRELOADED
 from support.runs.networks import enter
+
+T = TypeVar("T")
 
 ROWS = 61  # divides by neither 2 nor 3
 COLUMNS = 8192
@@ -175,31 +174,46 @@ def read_progress(directory: str, world: int) -> int:
     return min(read_signpost(directory, rank)[0] for rank in range(world))
 
 
-def _live(rank: int, life: Life, store: str, path: list[str], environment: dict[str, str]) -> None:
-    sys.path[:] = path
-    # The server that forked this process lives as long as the tests, and so does this one at most.
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    for name in [n for n in os.environ if n.startswith("HOLDFAST_")]:
-        del os.environ[name]
-    os.environ.update(environment)
-    if life.hosts:
-        os.environ["HOLDFAST_HOST_ID"] = life.hosts[rank]
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if life.settings:
-        os.environ.update(life.settings[rank])
+def read_restored(directory: str | Path, world: int) -> tuple[int, str] | None:
+    """(step, source) that the ranks went on from, once all have restored.
+
+    AssertionError when ranks that have restored hold wrong elements or different steps.
+    """
+    paths = [Path(directory) / f"restored-{rank}" for rank in range(world)]
+    reports = [path.read_text().split(" ", 2) for path in paths if path.exists()]
+    assert all(wrong == "[]" for _, _, wrong in reports), f"restored wrongly: {reports}"
+    assert len({step for step, _, _ in reports}) <= 1, f"restored different steps: {reports}"
+    return (int(reports[0][0]), reports[0][1]) if len(reports) == world else None
+
+
+def wait_for(
+    found: Callable[[], T | None],
+    what: str,
+    *,
+    timeout_s: float,
+    pause_s: float = 0.02,
+    check: Callable[[], object] = lambda: None,
+) -> T:
+    """What ``found`` returns once that is something; AssertionError when it does not come.
+
+    ``check`` is called meanwhile, and raises when it can no longer come.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (one := found()) is None:
+        check()
+        assert time.monotonic() < deadline, f"{what} did not come in time"
+        time.sleep(pause_s)
+    return one
+
+
+def _live(rank: int, life: Life) -> None:
     if life.namespaces:
         enter(life.namespaces[rank])
     torch.set_num_threads(1)
-    try:
-        if life.world > 1 or life.layout == "fsdp":
-            dist.init_process_group(
-                "gloo", store=dist.FileStore(store, life.world), rank=rank, world_size=life.world
-            )
-        _train(rank, life)
-    except BaseException:
-        (Path(life.directory) / f"error-{rank}").write_text(traceback.format_exc())
-        os._exit(1)
-    os._exit(0)
+    if life.world > 1 or life.layout == "fsdp":
+        store = dist.FileStore(f"{life.directory}/store", life.world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=life.world)
+    _train(rank, life)
 
 
 def _train(rank: int, life: Life) -> None:
@@ -268,7 +282,7 @@ class Lives:
         self.root = root
         self.random = random.Random(seed)
         self.completed = -1
-        self._processes: list[BaseProcess] = []
+        self._ranks: ForkedRanks | None = None
         self.directory = ""
 
     def plan(self, world: int, steps: int, **options: Any) -> Life:
@@ -279,50 +293,36 @@ class Lives:
     def start(self, world: int, steps: int, **options: Any) -> Life:
         """Begin a life; its processes run until they end or are killed."""
         life = self.plan(world, steps, **options)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
-        environment = {n: v for n, v in os.environ.items() if n.startswith("HOLDFAST_")}
-        store = str(Path(self.directory) / "store")
-        self._processes = []
-        for rank in range(world):
-            arguments = (rank, life, store, list(sys.path), environment)
-            process = context.Process(target=_live, args=arguments)
-            process.start()
-            self._processes.append(process)
+        here = dict(os.environ) | LOOPBACK
+        own = life.settings or ({},) * world
+        if life.hosts:
+            own = tuple({HOST: host} | one for host, one in zip(life.hosts, own, strict=True))
+        self._ranks = ForkedRanks(
+            Path(self.directory),
+            _live,
+            life,
+            environments=[here | one for one in own],
+            preload=PRELOADED,
+        )
         return life
 
     def wait_restored(self, world: int, timeout_s: float = 60.0) -> tuple[int, str]:
         """(step, source) the life went on from; AssertionError when any element was wrong."""
-        deadline = time.monotonic() + timeout_s
-        paths = [Path(self.directory) / f"restored-{rank}" for rank in range(world)]
-        while not all(path.exists() for path in paths):
-            self.raise_errors()
-            assert time.monotonic() < deadline, "the ranks did not restore in time"
-            time.sleep(0.01)
-        self.check_restored(world)
-        step, source, _ = paths[0].read_text().split(" ", 2)
-        return int(step), source
+        return self._wait(lambda: read_restored(self.directory, world), "a restore", timeout_s)
 
     def check_restored(self, world: int) -> None:
         """AssertionError when ranks that have restored hold wrong elements or different steps."""
-        steps = set()
-        for rank in range(world):
-            path = Path(self.directory) / f"restored-{rank}"
-            if path.exists():
-                step, _, wrong = path.read_text().split(" ", 2)
-                assert wrong == "[]", f"rank {rank} restored step {step} wrongly: {wrong}"
-                steps.add(step)
-        assert len(steps) <= 1, f"the ranks restored different steps: {steps}"
+        read_restored(self.directory, world)
 
     @property
     def pids(self) -> list[int]:
         """The process numbers of the ranks."""
-        return [process.pid or 0 for process in self._processes]
+        return self._ranks.pids if self._ranks else []
 
     def raise_errors(self) -> None:
         """AssertionError with the traceback of a rank that raised something."""
-        errors = list(Path(self.directory).glob("error-*"))
-        assert not errors, errors[0].read_text()
+        errors = self._ranks.errors() if self._ranks else []
+        assert not errors, "\n".join(text for _, text in errors)
 
     def wait_phase(self, rank: int, phases: tuple[str, ...], timeout_s: float = 60.0) -> None:
         """Wait until ``rank`` is in one of ``phases``, or has ended."""
@@ -335,28 +335,32 @@ class Lives:
         self, world: int, step: int, timeout_s: float = 60.0, pause_s: float = 0.01
     ) -> int:
         """Wait until every rank has completed ``step``; the last step all have completed."""
-        deadline = time.monotonic() + timeout_s
-        while (found := read_progress(self.directory, world)) < step:
-            self.raise_errors()
-            assert time.monotonic() < deadline, f"only step {found} of {step} was reached"
-            time.sleep(pause_s)
-        return found
+
+        def reached() -> int | None:
+            found = read_progress(self.directory, world)
+            return found if found >= step else None
+
+        return self._wait(reached, f"step {step}", timeout_s, pause_s)
+
+    def _wait(
+        self, found: Callable[[], T | None], what: str, timeout_s: float, pause_s: float = 0.01
+    ) -> T:
+        return wait_for(found, what, timeout_s=timeout_s, pause_s=pause_s, check=self.raise_errors)
 
     def kill(self, ranks: list[int], number: int = signal.SIGKILL) -> None:
         """SIGKILL, or another signal, to these ranks."""
-        for rank in ranks:
-            if self._processes[rank].is_alive():
-                with suppress(ProcessLookupError):  # it ended in between
-                    os.kill(self._processes[rank].pid or 0, number)
+        assert self._ranks is not None
+        self._ranks.kill(ranks, number)
 
     def join_rank(self, rank: int) -> None:
         """Wait until this rank has ended."""
-        self._processes[rank].join(10)
+        assert self._ranks is not None
+        self._ranks.processes[rank].join(10)
 
     def join(self) -> None:
         """Wait until all ranks have ended, which were told to."""
-        for process in self._processes:
-            process.join(10)
+        assert self._ranks is not None
+        self._ranks.join()
 
     def end(self, world: int) -> int:
         """Kill what still runs, as a launcher does; the last step all ranks completed."""
@@ -368,16 +372,14 @@ class Lives:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.kill(list(range(len(self._processes))))
+        self.kill(list(range(len(self.pids))))
 
     def wait_end(self, timeout_s: float = 60.0) -> None:
         """Wait for a life that ends by itself."""
-        for process in self._processes:
-            process.join(timeout_s)
-        errors = [p.read_text() for p in Path(self.directory).glob("error-*")]
-        alive = [n for n, p in enumerate(self._processes) if p.is_alive()]
-        self.kill(alive)
-        assert not errors, "\n".join(errors)
+        assert self._ranks is not None
+        alive = self._ranks.join(timeout_s)
+        self._ranks.kill(alive)
+        self.raise_errors()
         assert not alive, f"ranks {alive} did not end"
 
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from support.checkpoints import conformance
 from holdfast.geometry.box import Box
 from holdfast.geometry.layout import Instance, LeafSpec
 from holdfast.geometry.mesh import holders
 from holdfast.geometry.ownership import PART_BYTES, Owned
+from support.checkpoints import conformance
 
 
 class Share(NamedTuple):

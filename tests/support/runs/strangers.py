@@ -19,9 +19,9 @@ from holdfast.protocol.arena import arena_dir
 from holdfast.protocol.client import connect_socket
 from holdfast.transport.wire import frame_seals as sealing
 from holdfast.transport.wire.frame_seals import ChannelHello, Keys
+from support.peers.peering import Caller
 from support.runs.host_pairs import SECRET, Run
 from support.runs.keepers import RUN, X
-from support.peers.peering import Caller
 
 OTHER_SECRET = b"thirty-two bytes that are others"
 Pieces = Sequence[bytes]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from holdfast.errors import ChecksumMismatch, Fenced, HoldfastError, NotProtected, UsageError
-from holdfast.format.block_table import BlockTable, table_offset
+from holdfast.format.image import BlockTable, table_offset
 from holdfast.parity.coding.backends import chosen
 from holdfast.parity.coding.codes import Coder
 from holdfast.parity.exchange.windows import (

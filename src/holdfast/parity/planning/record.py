@@ -19,9 +19,8 @@ from itertools import pairwise
 import msgspec
 
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
-from holdfast.format.block_table import table_offset
 from holdfast.format.checksum import BLOCK_BYTES, Buffer, block_count, checksum, text
-from holdfast.format.image import MAX_HEADER_BYTES, PAGE_BYTES
+from holdfast.format.image import MAX_HEADER_BYTES, PAGE_BYTES, table_offset
 from holdfast.format.manifest import MAX_IMAGE_BYTES, MAX_NUMBER, Generation
 from holdfast.geometry.mesh import MAX_RANKS
 from holdfast.parity.planning.groups import MAX_GROUP

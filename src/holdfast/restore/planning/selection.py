@@ -18,7 +18,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.format.manifest import Lineage
-from holdfast.restore.planning.candidates import Candidate, choose
+from holdfast.restore.planning.candidates import (
+    Candidate,
+    StartRecords,
+    choose,
+    is_replaced,
+    join_parents,
+    replaced_starts,
+)
 from holdfast.restore.planning.holdings import (
     Decoding,
     GroupCoding,
@@ -30,12 +37,6 @@ from holdfast.restore.planning.holdings import (
     Refusal,
     ShardSource,
     image_name,
-)
-from holdfast.restore.planning.starts import (
-    StartRecords,
-    is_replaced,
-    join_parents,
-    replaced_starts,
 )
 
 _SHOWN = 4

@@ -31,8 +31,7 @@ from holdfast.errors import (
 from holdfast.events import SourceDropped, emit
 from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import Lineage, Manifest, Root, seal
-from holdfast.restore.planning.candidates import Candidate, choose, undecided
-from holdfast.restore.planning.starts import StartRecords
+from holdfast.restore.planning.candidates import Candidate, StartRecords, choose, undecided
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.storage.base import Store
 from holdfast.storage.open import what_is_at

@@ -23,9 +23,7 @@ from holdfast.testing.faults.events import (
     tear_record,
     tear_row_record,
     wait_protected,
-    wait_until,
 )
-from holdfast.testing.faults.hosts import Hosts
 from holdfast.testing.faults.stores import (
     FaultyStore,
     LateFsyncStore,
@@ -35,6 +33,8 @@ from holdfast.testing.faults.stores import (
     SlowStore,
     Stopped,
 )
+from holdfast.testing.runs.hosts import Hosts
+from holdfast.testing.runs.processes import wait_until
 
 __all__ = [
     "Encoding",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from holdfast.format.manifest import Generation
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.protocol.arena import IMAGE_START, PAGE_BYTES, SLOT_SUFFIX, SlotFile, SlotRecord
 from holdfast.storage.local import LocalStore
+from holdfast.testing.runs.processes import wait_until
 
 _ATTEMPT = re.compile("([0-9]+)-([0-9]+)-.+")
 
@@ -78,24 +78,6 @@ def _names(root: Path | str, directory: str) -> list[str]:
     with suppress(OSError):  # there is none yet
         return os.listdir(Path(root) / directory)
     return []
-
-
-def wait_until(
-    is_so: Callable[[], object],
-    *,
-    timeout_s: float,
-    what: Callable[[], str] | str = "",
-    pause_s: float = 0.01,
-) -> None:
-    """Check every ``pause_s`` seconds until ``is_so()`` is true; TimeoutError names ``what`` did
-    not happen.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while not is_so():
-        if time.monotonic() > deadline_s:
-            said = what() if callable(what) else what
-            raise TimeoutError(f"{said or 'what was waited for'} did not come in {timeout_s:g} s")
-        time.sleep(pause_s)
 
 
 # Reads the events in a run's root: which generations were protected, which are durable.

@@ -8,26 +8,35 @@ together and wipes its arena: nothing of it is left that another host could ask.
 
 from __future__ import annotations
 
-import os
-import select
 import shutil
 import signal
 import socket
-import subprocess
+import sys
 import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from holdfast.errors import UsageError
-from holdfast.testing.faults.events import wait_until
+from holdfast.protocol.arena import process_start
+from holdfast.testing.runs.processes import (
+    HOST,
+    FoundProcess,
+    HeldProcesses,
+    Popen,
+    environment_of,
+    find,
+    kill,
+    send,
+    spawn,
+    tail,
+    wait_until,
+)
 
 SHARED_MEMORY = "/dev/shm"
-_FOREIGN = ("HOLDFAST_", "TORCHELASTIC_", "MASTER_", "PET_")
-_LOG_TAIL_BYTES = 4000
+#: A host without heartbeat for 2 s four times is lost (torchrun's default: 5 s, three times), and
+#: once there are enough hosts others are waited for 3 s (30 s).
+RENDEZVOUS = "is_host=0,keep_alive_interval=2,keep_alive_max_attempt=4,last_call_timeout=3"
 
 
 class Hosts:
@@ -43,8 +52,9 @@ class Hosts:
         self.arena_dir = Path(arena_dir or made).absolute()
         self._logs: Path | None = None
         self._starts = 0
-        self._trainers: list[tuple[str, subprocess.Popen[bytes], Path]] = []
-        self._added: list[tuple[str, int, str]] = []
+        self._trainers: list[tuple[str, Popen, Path]] = []
+        self._added: list[tuple[str, int, int]] = []
+        self.launchers: dict[str, Popen] = {}
 
     # ── starting ─────────────────────────────────────────────────────────────────────────
 
@@ -55,13 +65,7 @@ class Hosts:
         inherit it.
         """
         _check_name(host)
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)}
-        return kept | {
-            ARENA: str(self.arena_dir),
-            HOST: host,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",  # the machine's name need not resolve
-        }
+        return environment_of(self.arena_dir) | {HOST: host}
 
     def start(
         self,
@@ -93,17 +97,40 @@ class Hosts:
                 "MASTER_PORT": str(port),
             }
             local[host] += 1
-            with log.open("wb") as output:
-                process = subprocess.Popen(
-                    list(command),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=self.environment(host) | place | dict(environment or {}),
-                    start_new_session=True,  # a Ctrl-C is for us, and we end them in order
-                )
+            settings = self.environment(host) | place | dict(environment or {})
+            process = spawn(command, settings, log)
             self._trainers.append((host, process, log))
         return [process.pid for _, process, _ in self._trainers]
+
+    def launch(
+        self,
+        script: Sequence[str],
+        *,
+        on: str,
+        log: Path,
+        ranks: int = 1,
+        max_restarts: int = 0,
+        meeting: str = "",
+        most: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Start a ``torchrun`` on a host, with so many ``ranks`` there; its output is appended to
+        ``log``, and the process is in ``launchers``.
+
+        ``script``: a file with its arguments, or ``--module`` and a name with them. With the
+        address of a ``meeting`` it is one of up to ``most`` hosts, and the launchers of those that
+        are left start their ranks again; the store that answers there is on none of them.
+        """
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["--max-restarts", str(max_restarts), "--monitor-interval", "0.1"]
+        if meeting:
+            command += ["--nnodes", f"1:{most}", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+            command += ["--rdzv-endpoint", meeting, "--rdzv-conf", RENDEZVOUS]
+        else:
+            command.append("--standalone")
+        command += ["--local-addr", "127.0.0.1", *script]
+        settings = self.environment(on) | dict(environment or {})
+        self.launchers[on] = spawn(command, settings, log)
 
     def add(self, host: str, *pids: int) -> None:
         """Count processes as trainers of ``host`` that were started otherwise, for example forked.
@@ -112,7 +139,7 @@ class Hosts:
         without it.
         """
         _check_name(host)
-        self._added += [(host, pid, started(pid)) for pid in pids]
+        self._added += [(host, pid, process_start(pid)) for pid in pids]
 
     def logs(self) -> Path:
         """The directory with a file for each rank of each start, with all its output; removed by
@@ -138,24 +165,21 @@ class Hosts:
 
     def keepers(self, host: str) -> list[int]:
         """Return the numbers of its keepers: one for each run."""
-        return processes(lambda one: self._is_keeper(one, host))
+        return [one.pid for one in self.processes(host) if one.is_keeper(self.arena_dir)]
 
     def trainers(self, host: str) -> list[int]:
         """Return the numbers of all other processes that run on it."""
-        added = self._added_to(host)
-        return processes(
-            lambda one: (
-                one.pid in added
-                or (one.is_of(host, self.arena_dir) and not one.is_keeper(self.arena_dir))
-            )
-        )
+        return [one.pid for one in self.processes(host) if not one.is_keeper(self.arena_dir)]
 
-    def _added_to(self, *hosts: str) -> set[int]:
-        """Returns those that still run."""
-        return {pid for host, pid, at in self._added if host in hosts and started(pid) == at}
+    def processes(self, *hosts: str) -> list[FoundProcess]:
+        """Return all processes that run on these hosts, or on any; keepers last."""
+        added = {pid: host for host, pid, at in self._added if process_start(pid) == at}
 
-    def _is_keeper(self, one: Found, host: str) -> bool:
-        return one.is_keeper(self.arena_dir) and one.is_of(host, self.arena_dir)
+        def is_there(one: FoundProcess) -> bool:
+            host = added.get(one.pid) or one.host(self.arena_dir)
+            return host in hosts if hosts else bool(host)
+
+        return sorted(find(is_there), key=lambda one: one.is_keeper(self.arena_dir))
 
     def running(self) -> list[str]:
         """Return the hosts of those ranks of the last start that still run, in order of rank."""
@@ -167,8 +191,8 @@ class Hosts:
         """Lose these hosts at once, with everything they held; the others are not told."""
         while pids := self._all_on(hosts):
             kill(pids)  # one of them may have started another meanwhile
-            self._reap()
         self._added = [one for one in self._added if one[0] not in hosts]
+        self._reap(hosts)
         for host in hosts:
             for arena in self._arenas(host):
                 shutil.rmtree(arena, ignore_errors=True)
@@ -180,7 +204,7 @@ class Hosts:
         The search takes some hundredths of a second, in which a moment may be over. A process that
         has ended by the time of the call is left alone, whichever process has its number then.
         """
-        aimed = Opened(self._all_on(hosts))
+        aimed = HeldProcesses(self._all_on(hosts))
         aimed.keep(self._all_on(hosts))  # a number may have passed on before it was opened
 
         def fire() -> None:
@@ -192,7 +216,7 @@ class Hosts:
     def _all_on(self, hosts: Sequence[str]) -> list[int]:
         for host in hosts:
             _check_name(host)
-        return [pid for host in hosts for pid in (*self.trainers(host), *self.keepers(host))]
+        return [one.pid for one in self.processes(*hosts)] if hosts else []
 
     def kill_trainers(self, *hosts: str, number: int = signal.SIGKILL) -> None:
         """Send SIGKILL, or another signal, to all processes of these hosts but their keepers."""
@@ -218,19 +242,18 @@ class Hosts:
 
     def end(self) -> None:
         """Kill the trainers of all hosts, as a launcher does; keepers and arenas stay."""
-        added = self._added_to(*(host for host, _, _ in self._added))
-        while pids := processes(lambda one: one.pid in added or self._is_trainer(one)):
+        while pids := [p.pid for p in self.processes() if not p.is_keeper(self.arena_dir)]:
             kill(pids)
-            self._reap()
         self._added = []
+        self._reap(list(self.launchers))
 
-    def _is_trainer(self, one: Found) -> bool:
-        is_here = one.settings.get(ARENA) == str(self.arena_dir) and HOST in one.settings
-        return is_here and not one.is_keeper(self.arena_dir)
-
-    def _reap(self) -> None:
+    def _reap(self, hosts: Sequence[str]) -> None:
+        """Takes note of the end of children; the launchers of these hosts were killed."""
         for _, process, _ in self._trainers:
             process.poll()
+        for host in hosts:
+            if host in self.launchers:
+                self.launchers.pop(host).wait()
 
     def wait_end(self, *, timeout_s: float = 120.0) -> None:
         """Wait until every rank of the last start has ended by itself, with exit code 0.
@@ -251,14 +274,14 @@ class Hosts:
         """
         ended = [(n, *one) for n, one in enumerate(self._trainers) if one[1].poll()]
         return [
-            f"rank {rank} on {host} ended with {process.returncode}:\n{_tail(log)}"
+            f"rank {rank} on {host} ended with {process.returncode}:\n{tail(log)}"
             for rank, host, process, log in ended
         ]
 
     def close(self) -> None:
         """Kill everything on every host, and remove the arenas that were made here."""
         self.end()
-        kill(processes(lambda one: one.is_keeper(self.arena_dir)))
+        kill(one.pid for one in self.processes())
         if self._is_own:
             shutil.rmtree(self.arena_dir, ignore_errors=True)
         if self._logs is not None:
@@ -281,128 +304,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _tail(log: Path) -> str:
-    return log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
-
-
-# Finds processes of simulated hosts by how they were started, and ends them reliably.
-#
-# A process to be killed later is held by a descriptor until then, and a killed one until it has
-# ended, so that its number cannot pass to another one meanwhile.
-
-
-ARENA, HOST = "HOLDFAST_ARENA_DIR", "HOLDFAST_HOST_ID"
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A process as /proc shows it."""
-
-    pid: int
-    words: tuple[str, ...]
-    settings: dict[str, str]
-
-    def is_keeper(self, arena_dir: Path) -> bool:
-        """True if it is the keeper of an arena below this directory."""
-        arena = self._option("--arena")
-        return "holdfast.keeper" in self.words and Path(arena).is_relative_to(arena_dir)
-
-    def is_of(self, host: str, arena_dir: Path) -> bool:
-        """True if it was started on this host: with its name, and with this arena directory."""
-        if self.is_keeper(arena_dir):
-            return self._option("--host-id") == host
-        return (self.settings.get(HOST), self.settings.get(ARENA)) == (host, str(arena_dir))
-
-    def _option(self, name: str) -> str:
-        found = [b for a, b in zip(self.words, self.words[1:], strict=False) if a == name]
-        return found[0] if found else ""
-
-
-def processes(is_wanted: Callable[[Found], bool]) -> list[int]:
-    """Returns the numbers of all running processes that are wanted, without this one."""
-    return [one.pid for one in _running() if one.pid != os.getpid() and is_wanted(one)]
-
-
-def _running() -> Iterator[Found]:
-    for name in os.listdir("/proc"):
-        if name.isdigit() and (words := _words(name, "cmdline")):  # a zombie has none any more
-            pairs = (word.partition("=") for word in _words(name, "environ"))
-            yield Found(int(name), words, {key: value for key, _, value in pairs})
-
-
-def _words(pid: str, name: str) -> tuple[str, ...]:
-    """Reads a file of the process in /proc as words; () when it has ended, or is another user's."""
-    try:
-        data = Path(f"/proc/{pid}/{name}").read_bytes()
-    except OSError:
-        return ()
-    return tuple(data.decode(errors="replace").rstrip("\0").split("\0")) if data else ()
-
-
-def started(pid: int) -> str:
-    """Returns the start time of a process, which distinguishes it from another of the same
-    number.
-    """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]
-
-
-def send(pids: Iterable[int], number: int) -> None:
-    """Sends a signal to each that still runs."""
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def kill(pids: Iterable[int], *, within_s: float = 10.0) -> None:
-    """Sends SIGKILL to all of them at once; returns when no thread of any runs.
-
-    By then their sockets, locks and mappings are gone too. TimeoutError names those that stay.
-    """
-    Opened(pids).kill(within_s=within_s)
-
-
-class Opened:
-    """Processes held by descriptors, to be killed once: later processes with their numbers are not
-    affected.
-    """
-
-    def __init__(self, pids: Iterable[int]) -> None:
-        self._pidfds: dict[int, int] = {}
-        for pid in set(pids):
-            with suppress(OSError):  # it has ended
-                self._pidfds[pid] = os.pidfd_open(pid)
-
-    def keep(self, pids: Iterable[int]) -> None:
-        """Keeps these only; the others were seen not to be meant after they were opened."""
-        for pid in self._pidfds.keys() - set(pids):
-            os.close(self._pidfds.pop(pid))
-
-    def kill(self, *, within_s: float = 10.0) -> None:
-        """See ``kill``."""
-        for pidfd in self._pidfds.values():
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        deadline_s = time.monotonic() + within_s
-        stay = [pid for pid, pidfd in self._pidfds.items() if not _ends_by(pidfd, deadline_s)]
-        self.close()
-        if stay:
-            raise TimeoutError(f"processes {stay} were killed and still run after {within_s:g} s")
-
-    def close(self) -> None:
-        """Closes the descriptors."""
-        self.keep(())
-
-    def __del__(self) -> None:
-        self.close()  # they were aimed at, and never fired at
-
-
-def _ends_by(pidfd: int, deadline_s: float) -> bool:
-    poll = select.poll()
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(max(0.0, deadline_s - time.monotonic()) * 1000))
