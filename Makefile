@@ -62,16 +62,21 @@ coverage: $(READY) ## every line and branch of the pure modules is reached by th
 	$(PYTEST) -m "not slow" --hypothesis-seed=0 --cov --cov-report= $(PURE_TESTS)
 	files=$$($(BIN)/python tests/support/project/contracts.py pure) && $(BIN)/coverage report --fail-under=100 --include="$$files"
 
+.PHONY: mutants
+mutants: $(READY) ## break one promise after the other in a copy: each time a test must fail; MUTANTS="fence-removed"
+	$(BIN)/python tests/support/project/mutants.py $(MUTANTS)
+
 format: $(READY) ## bring the sources into shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY) ## what is generated of the documents: errors, faults, code map, reference, changes
+docs: $(READY) ## what is generated of the documents: errors, faults, code map, reference, changes, mutants
 	$(BIN)/python docs/generate_errors.py
 	$(BIN)/python docs/generate_faults.py
 	$(BIN)/python docs/generate_code_map.py
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_changelog.py
+	$(BIN)/python tests/support/project/mutants.py --write
 
 bench: $(READY) ## the figures of docs/performance.md, with the rivals that are installed
 	$(BIN)/python -m benchmarks save

@@ -131,6 +131,7 @@ def test_a_run_that_falls_back_and_saves_the_same_steps_again_never_mixes_them(
         assert same(content(into), expected), wanted
 
 
+@pytest.mark.promise
 def test_an_update_waits_for_the_copy_of_what_it_overwrites(
     tmp_path: Path, held_copy: threading.Event
 ) -> None:
@@ -210,6 +211,7 @@ def test_an_update_that_goes_around_the_fence_is_noticed_and_never_sealed(
     newer.close()
 
 
+@pytest.mark.promise
 def test_volatile_leaves_are_those_of_the_moment_save_was_called(
     tmp_path: Path, held_copy: threading.Event
 ) -> None:
@@ -231,6 +233,7 @@ def test_volatile_leaves_are_those_of_the_moment_save_was_called(
         assert found.values["tokens"] == 9
 
 
+@pytest.mark.promise
 def test_storage_that_refuses_costs_a_checkpoint_and_never_a_step(
     tmp_path: Path, heard: list[events.Event]
 ) -> None:
@@ -361,6 +364,7 @@ def test_a_state_that_does_not_fit_is_refused_with_every_difference(tmp_path: Pa
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
+@pytest.mark.promise
 def test_a_restore_that_breaks_off_leaves_a_state_that_refuses_to_be_used(tmp_path: Path) -> None:
     state = build()
     with holdfast.Checkpointer(tmp_path, state) as checkpointer:

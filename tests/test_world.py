@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import holdfast
@@ -45,6 +46,38 @@ def _talk(rank: int, world: int) -> list[object]:
 def test_ranks_hear_each_other_and_who_is_missing_is_named() -> None:
     for found in run_ranks(3, _talk):
         assert found == [[b"rank 0", b"rank 1", b"rank 2"], b"hello", [b"new"] * 3]
+
+
+class Told:
+    """A world in which this rank has heard what the others say before it speaks."""
+
+    nonce = "n"
+
+    def __init__(self, rank: int, *others: bytes) -> None:
+        self.rank, self.size, self._others = rank, len(others) + 1, others
+
+    def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
+        return [*self._others[: self.rank], payload, *self._others[self.rank :]]
+
+
+def say(kind: str, payload: bytes) -> bytes:
+    return msgspec.msgpack.encode([kind, kind and "why", payload])
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("rank", [1, 2])
+def test_every_rank_goes_on_with_what_rank_0_chose_whatever_it_would_have_chosen(rank: int) -> None:
+    world = Told(rank, say("", b"1-7"), say("", b"1-9"))
+    assert from_rank0(world, "choose", lambda: b"1-8", timeout_s=1) == b"1-7"
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("failed", [0, 1])
+def test_no_rank_goes_on_when_another_failed(failed: int) -> None:
+    others = [say("", b""), say("", b"")]
+    others[failed] = say("StorageError", b"")
+    with pytest.raises(StorageError, match="why"):
+        all_gather_or_raise(Told(1, *others), "read", lambda: b"good", timeout_s=1)
 
 
 def test_a_process_alone_is_a_world_of_one() -> None:

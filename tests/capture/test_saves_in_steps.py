@@ -160,6 +160,7 @@ def test_a_save_in_the_middle_of_a_compiled_step_is_the_state_at_its_end(
             check_stored(tmp_path, training, number, expected)
 
 
+@pytest.mark.promise
 def test_a_step_that_a_scheduler_or_scaler_calls_is_followed(tmp_path: Path) -> None:
     training = Training("adamw")
     optimizer = training.optimizer

@@ -173,6 +173,7 @@ class _HoldingStore(MemoryStore):
         return _Holding(super().create(path, size_bytes), self._go)
 
 
+@pytest.mark.promise
 def test_nothing_is_copied_over_what_storage_has_not_taken() -> None:
     go = threading.Event()
     through = Through({"w": bits(3_000_000, torch.float32, 4)})

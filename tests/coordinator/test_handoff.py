@@ -41,6 +41,7 @@ def test_a_step_is_granted_when_every_rank_has_asked_and_every_slot_is_there() -
     assert [(give.slot, give.rank) for give in given] == [(first.slot, 0), (second.slot, 1)]
 
 
+@pytest.mark.promise
 def test_ranks_at_different_updates_are_not_captured_together_and_the_next_step_is() -> None:
     keeper = Keeper(3)
     keeper.ask(0, 5, updates={"optimizer": 7, "embedding": 7})
@@ -90,6 +91,7 @@ def test_who_asked_early_still_has_the_whole_deadline_after_the_parent_is_record
     assert told(keeper.c.tick(1001.0 + GRANT_S), m.Skip)
 
 
+@pytest.mark.promise
 def test_a_rank_that_does_not_ask_is_named_when_the_deadline_is_over() -> None:
     keeper = Keeper(3)
     keeper.ask(1, 5, now_s=10.0)
@@ -469,6 +471,7 @@ def test_a_capture_under_another_layout_goes_on_when_one_cannot_be_kept() -> Non
 # ── capturing ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise
 def test_a_generation_is_complete_when_the_last_rank_has_sealed() -> None:
     keeper = Keeper(3)
     attempt = granted(keeper.ask_all(5, now_s=10.0))
@@ -519,6 +522,7 @@ def test_what_one_rank_gives_up_comes_to_nothing_on_all() -> None:
     assert keeper.c.attempts.complete() == []
 
 
+@pytest.mark.promise
 def test_a_slot_whose_writer_may_live_is_free_when_that_one_says_so_or_is_dead() -> None:
     keeper = Keeper(3)
     attempt = granted(keeper.ask_all(5))
@@ -572,6 +576,7 @@ def test_a_rank_that_comes_back_unannounced_ends_what_it_had_not_sealed() -> Non
     assert keeper.ask(0, 6) == []  # what it asked on its old line does not count either
 
 
+@pytest.mark.promise
 def test_what_is_not_captured_in_time_is_given_up_and_who_is_late_is_named() -> None:
     keeper = Keeper(3)
     attempt = granted(keeper.ask_all(5, now_s=10.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.coordinator.actions import (
     AbortPersist,
     AllocateSlots,
@@ -40,6 +42,7 @@ def test_one_rank_that_wants_it_durable_is_enough() -> None:
     assert started(keeper.ask(2, 5))
 
 
+@pytest.mark.promise
 def test_an_image_being_written_keeps_its_slot() -> None:
     keeper = Keeper(1)
     busy = keeper.capture(0, durable=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.coordinator.actions import AllocateSlots, RemoveSlot
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import ONLY_DURABLE, Coordinator
@@ -13,6 +15,7 @@ from support.coordinator.coordinators import CAPTURE_S, GRANT_S, Keeper, granted
 # ── slots ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise
 def test_the_newest_generation_stays_and_the_oldest_goes_first() -> None:
     keeper = Keeper(1)
     attempts = [keeper.capture(step) for step in range(2)]
@@ -23,6 +26,23 @@ def test_the_newest_generation_stays_and_the_oldest_goes_first() -> None:
     newest = granted(keeper.ask_all(3))
     assert keeper.slots(newest) == one
     assert [a.step for a in keeper.c.attempts.complete()] == [1, 2]
+
+
+@pytest.mark.promise
+def test_what_parity_is_of_stays_however_many_come_after_it() -> None:
+    keeper = Keeper(1)
+    keeper.c.attempts.protects = True
+    protected = keeper.capture(0)
+    keeper.c.attempts.pinned_by_parity = frozenset({protected})
+    slots = keeper.slots(protected)
+    for step in range(1, 6):
+        newer = keeper.capture(step)
+        keeper.with_memory(keeper.c.preallocate())
+        assert keeper.slots(newer).isdisjoint(slots)
+    assert keeper.slots(protected) == slots
+    keeper.c.attempts.pinned_by_parity = frozenset()
+    keeper.capture(6)
+    assert protected not in keeper.c.attempts
 
 
 def test_three_slots_an_image_are_made_and_no_more() -> None:

@@ -33,6 +33,7 @@ def kept(coordinator: Coordinator) -> set[str]:
 # ── what the incarnation went on from ────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise
 def test_the_generation_an_incarnation_went_on_from_stays_until_it_has_one_of_its_own() -> None:
     c = left((1, 10), (1, 20), (1, 30))
     c.resume(2, "n", 1, (1, 10), 0.0)  # an older step was restored by name

@@ -130,6 +130,7 @@ def test_an_attempt_that_was_published_before_its_keeper_died_is_not_written_aga
     check(store, {(1, 0)})
 
 
+@pytest.mark.promise
 def test_a_generation_is_never_published_from_two_attempts() -> None:
     store = MemoryStore()
     assert persist(store, job_at(0), Keep()) is None
@@ -141,6 +142,7 @@ def test_a_generation_is_never_published_from_two_attempts() -> None:
     check(store, {(1, 0)})
 
 
+@pytest.mark.promise
 def test_the_manifest_is_published_last_when_all_it_names_is_durable() -> None:
     counted = FaultyStore(MemoryStore())
     job = job_at(0)
@@ -153,6 +155,7 @@ def test_the_manifest_is_published_last_when_all_it_names_is_durable() -> None:
     assert expected <= set(counted.changes)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("part", ["header", "table"])
 def test_an_image_that_is_not_the_sealed_one_is_not_published(part: str) -> None:
     store, job = MemoryStore(), job_at(0)
@@ -166,6 +169,7 @@ def test_an_image_that_is_not_the_sealed_one_is_not_published(part: str) -> None
     assert store.list("manifests") == store.list("steps") == []
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("ends", ["complete", "aborted", "never"])
 def test_nothing_is_published_before_all_ranks_have_captured(ends: str) -> None:
     store, job, outcome = MemoryStore(), job_at(0), list[str | None]()
@@ -304,6 +308,7 @@ def test_layouts_that_checkpoints_or_pins_need_stay_whatever_retention_takes() -
     check(store, {(1, 7)})
 
 
+@pytest.mark.promise
 def test_while_a_manifest_cannot_be_read_no_layout_goes() -> None:
     store = MemoryStore()
     persister = Persister(store, Keep(last=1), lambda *_: None)
@@ -351,6 +356,7 @@ def test_a_fault_in_pruning_that_nobody_thought_of_does_not_end_the_persister() 
     check(inner, {(1, 2)})
 
 
+@pytest.mark.promise
 def test_the_files_of_a_pruned_checkpoint_go_at_the_second_publication_after() -> None:
     store = MemoryStore()
     lives: list[bool] = []

@@ -85,6 +85,7 @@ class Captured:
         return BlockTable(raw, data_bytes=len(self.data), table_xxh3=self.seal, where="rank 3")
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("size", [0, 5, BLOCK_BYTES - 4096, BLOCK_BYTES, 2 * BLOCK_BYTES + 70000])
 def test_every_flipped_byte_is_found_in_the_block_it_is_in(size: int) -> None:
     image = Captured(size)

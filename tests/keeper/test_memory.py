@@ -95,6 +95,7 @@ def test_a_slot_whose_record_is_torn_is_what_it_was_before(memory: ArenaFiles) -
     assert (attempt.id, attempt.step) == ("a7", 7)
 
 
+@pytest.mark.promise
 def test_a_slot_that_a_living_process_writes_to_is_given_to_nobody(memory: ArenaFiles) -> None:
     slot = the_only(memory, captured(1, state="writing"))
     assert slot.state == "quarantined"
@@ -149,6 +150,16 @@ def test_what_another_boot_or_another_run_left_counts_for_nothing(
     memory: ArenaFiles, state: str, changed: dict[str, str]
 ) -> None:
     assert the_only(memory, captured(0, state=state, world=1, **changed)).state == "free"
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("state", ["captured", "writing"])
+def test_what_belongs_to_a_copy_of_the_root_counts_for_nothing(
+    memory: ArenaFiles, state: str
+) -> None:
+    leave(memory, captured(0, state=state, world=1, root_id="that of the copy"))
+    (slot,), attempts = ArenaFiles(memory.directory, "run", root_id="that of the root").scan()
+    assert (slot.state, attempts) == ("free", [])
 
 
 def test_an_image_longer_than_its_slot_counts_for_nothing(memory: ArenaFiles) -> None:
@@ -235,6 +246,7 @@ def test_of_two_slots_for_one_rank_only_one_counts(memory: ArenaFiles) -> None:
     assert attempt.slots[0] == 0
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     "other", [{"step": 8}, {"incarnation": 3}, {"world": 3}, {"layout": "m" * 32}, {"hosts": 3}]
 )

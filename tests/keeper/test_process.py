@@ -80,6 +80,7 @@ def test_a_second_keeper_of_an_arena_steps_back_and_a_broken_one_says_why(
     os.close(held)
 
 
+@pytest.mark.promise
 def test_an_older_incarnation_is_fenced_off_and_strangers_have_no_say(tmp_path: Path) -> None:
     old, new = connect(tmp_path), connect(tmp_path)
     first = old.request(m.Begin(nonce="a", world=1), m.Begun, timeout_s=10).incarnation
@@ -96,6 +97,16 @@ def test_an_older_incarnation_is_fenced_off_and_strangers_have_no_say(tmp_path: 
         old.request(m.Join(incarnation=first, nonce="a", rank=0), m.Done, timeout_s=10)
     old.close()
     end(new, second, "b")
+
+
+@pytest.mark.promise
+def test_a_rank_of_another_start_that_has_the_same_number_gets_no_place(tmp_path: Path) -> None:
+    line, other = connect(tmp_path), connect(tmp_path)
+    n = line.request(m.Begin(nonce="a", world=1), m.Begun, timeout_s=10).incarnation
+    with pytest.raises(Fenced, match="is over"):
+        other.request(m.Join(incarnation=n, nonce="b", rank=0), m.Done, timeout_s=10)
+    other.close()
+    end(line, n, "a")
 
 
 _APART = ["unshare", "--user", "--map-current-user", "--pid", "--fork", "--kill-child"]

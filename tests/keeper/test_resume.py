@@ -94,6 +94,7 @@ def test_a_keeper_lost_before_the_restore_ended_is_told_with_what_to_do(
     holdfast.Checkpointer(tmp_path, build(), storage=None).close()
 
 
+@pytest.mark.promise
 def test_an_older_start_writes_to_no_slot_that_a_newer_one_may_read_whose_keeper_died(
     tmp_path: Path, arena_dir: Path
 ) -> None:

@@ -195,6 +195,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
         yield made
 
 
+@pytest.mark.promise
 def test_a_flipped_bit_is_found_in_a_row_of_parity_unless_it_is_made_anew(
     memory: ArenaFiles, group: Group
 ) -> None:

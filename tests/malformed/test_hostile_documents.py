@@ -52,6 +52,7 @@ def test_the_good_manifest_is_good() -> None:
 # ── accidents ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise
 def test_every_flipped_bit_of_a_manifest_is_noticed() -> None:
     whole = seal(MANIFEST)
     for position in range(len(whole)):
@@ -301,6 +302,13 @@ def test_a_dtype_is_never_anything_else_of_torch(name: str) -> None:
     importlib.import_module("torch")
     with pytest.raises(FormatError, match="no torch dtype"):
         decode({"$dtype": name})
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("name", ["object", "builtins.exit", "os.getcwd", "subprocess.Popen"])
+def test_what_makes_a_missing_item_is_never_what_a_checkpoint_names(name: str) -> None:
+    with pytest.raises(FormatError, match=r"tagged \$default is malformed"):
+        decode({"$default": [name, []]})
 
 
 def test_an_unknown_tag_is_refused_as_newer() -> None:

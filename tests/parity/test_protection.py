@@ -455,6 +455,7 @@ ONE, TWO, THREE = (CaptureDone(Generation(1, step), f"a{step}") for step in (1, 
 BOTH = frozenset({"a", "b"})
 
 
+@pytest.mark.promise
 def test_a_generation_is_protected_when_the_last_member_has_sealed_it() -> None:
     mind = Protection(BOTH).has_captured(ONE).begin()
     assert mind.coding == Cover(ONE, BOTH) and mind.next is None
@@ -466,6 +467,7 @@ def test_a_generation_is_protected_when_the_last_member_has_sealed_it() -> None:
     assert mind.begin() is mind
 
 
+@pytest.mark.promise
 def test_only_the_newest_is_coded_next_and_an_older_one_never_counts() -> None:
     mind = Protection(BOTH).has_captured(ONE).begin().has_captured(TWO).has_captured(THREE)
     assert mind.has_captured(TWO) == mind

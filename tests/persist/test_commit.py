@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from holdfast.catalogue import ROOT, layout_path
-from holdfast.errors import ChecksumMismatch, FormatError, StorageError
+from holdfast.catalogue import ROOT, layout_path, read_incarnation
+from holdfast.errors import AlreadyPublished, ChecksumMismatch, FormatError, StorageError
+from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
 from holdfast.persist import commit
 from holdfast.storage.local import LocalStore
@@ -57,3 +59,42 @@ def test_a_root_that_vanished_or_is_another_run_s_is_refused_and_nothing_is_made
     with pytest.raises(StorageError, match="is the root of run other by now, not of run r"):
         commit.require_root(store, "r")
     commit.require_root(store, "other")
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("parent", [None, (1, 5)])
+def test_a_start_does_not_replace_the_record_of_another_that_has_its_number(
+    parent: tuple[int, int] | None,
+) -> None:
+    store = MemoryStore()
+    first = Incarnation(run_id="r", n=2, nonce="first", parent=(1, 5))
+    commit.record_incarnation(store, first)
+    with pytest.raises(AlreadyPublished):
+        commit.record_incarnation(store, Incarnation(run_id="r", n=2, nonce="b", parent=parent))
+    assert read_incarnation(store, 2) == first
+
+
+@pytest.mark.promise
+def test_a_copy_in_the_place_of_the_root_is_refused(tmp_path: Path) -> None:
+    """It has the run's id, and all files; what is written there is missing in the root itself."""
+    root = tmp_path / "run"
+    store = LocalStore(root)
+    commit.open_root(store, "r")
+    identity = store.identity()
+    commit.require_root(store, "r", identity)
+    root.rename(tmp_path / "moved")
+    shutil.copytree(tmp_path / "moved", root)
+    with pytest.raises(StorageError, match="is another root of run r by now, a copy"):
+        commit.require_root(store, "r", identity)
+    shutil.rmtree(root)
+    (tmp_path / "moved").rename(root)
+    commit.require_root(store, "r", identity)
+
+
+@pytest.mark.promise
+def test_a_manifest_that_is_published_is_replaced_by_no_other(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.publish("manifests/1-2.json", b"first")
+    with pytest.raises(AlreadyPublished):
+        store.publish("manifests/1-2.json", b"second")
+    assert store.read("manifests/1-2.json") == b"first"

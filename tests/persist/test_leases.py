@@ -100,6 +100,7 @@ class Reader:
         self.lease.end()
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("removing", [three_publications, prune])
 def test_a_lease_taken_at_any_moment_of_a_removal_holds_what_it_says_or_says_that_it_is_gone(
     removing: Callable[[Store], None],
@@ -120,6 +121,7 @@ def test_a_lease_taken_at_any_moment_of_a_removal_holds_what_it_says_or_says_tha
     assert held[0] and not held[-1] and len(held) > 12
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("removing", [three_publications, prune])
 def test_a_removal_at_any_moment_of_taking_a_lease_never_takes_what_is_held(
     removing: Callable[[Store], None],

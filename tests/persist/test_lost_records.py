@@ -46,6 +46,7 @@ def names(generations: tuple[Generation, ...]) -> str:
 # ── recording ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("mode", ["stop", "error"])
 def test_stopped_anywhere_no_start_is_recorded_before_what_it_descends_from(mode: Mode) -> None:
     k, is_last = 0, False

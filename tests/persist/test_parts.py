@@ -195,6 +195,7 @@ def damage(store: MemoryStore, path: str, at: int) -> None:
     store.publish(path, bytes(data), replace=True)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("how", ["header", "table", "short", "gone", "noted"])
 def test_a_stored_part_that_is_not_what_it_was_is_not_named_again(how: str) -> None:
     store = MemoryStore()

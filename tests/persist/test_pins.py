@@ -89,6 +89,7 @@ def try_pin(store: Store) -> bool:
     return True
 
 
+@pytest.mark.promise
 def test_a_pin_that_succeeds_at_any_moment_of_a_pruning_is_of_a_checkpoint_that_stays() -> None:
     told = []
     for k in range(1, 100):
@@ -105,6 +106,7 @@ def test_a_pin_that_succeeds_at_any_moment_of_a_pruning_is_of_a_checkpoint_that_
     assert len(told) > 8
 
 
+@pytest.mark.promise
 def test_a_pruning_at_any_moment_of_a_pin_takes_no_checkpoint_that_was_pinned() -> None:
     told = []
     for k in range(1, 100):

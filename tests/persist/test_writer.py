@@ -12,7 +12,7 @@ from holdfast.errors import ChecksumMismatch, HoldfastError, PersistFailed
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.geometry.layout import Layout
 from holdfast.persist import writer
-from holdfast.persist.writer import Arrival, WrittenImage, write_image
+from holdfast.persist.writer import Arrival, RingImage, WrittenImage, write_image
 from holdfast.storage.base import ImageSink
 from holdfast.storage.memory import MemoryStore
 from support.checkpoints.images import images_of, random_leaf, seals, split_leaf
@@ -69,6 +69,7 @@ def test_no_byte_is_written_before_it_arrived(
     assert store.read("image") == bytes(final)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("block", [0, 2, 5])
 def test_a_bit_that_changes_between_seal_and_write_is_found(block: int) -> None:
     image = image_of()
@@ -107,6 +108,23 @@ def test_what_counts_is_what_was_handed_to_the_store_not_what_is_in_memory_later
     image[at] ^= 1
     with pytest.raises(ChecksumMismatch, match=f"block {block} of image"):
         write_image(sink, memoryview(image), arrived(image), "image")
+
+
+@pytest.mark.promise
+def test_a_ring_is_freed_only_up_to_the_first_byte_that_storage_has_not_taken() -> None:
+    image = image_of()
+    header = writer.verify_header(memoryview(image), "image")
+    start, ring_bytes = header.data_start, 2 * BLOCK_BYTES
+    freed: list[int] = []
+    ring = RingImage(
+        memoryview(image)[:start], memoryview(bytearray(ring_bytes)), len(image), freed.append
+    )
+    ring.begin(header)
+    first, second, third = (start + n * BLOCK_BYTES for n in range(3))
+    ring.stored(second, third)  # of several writers the later one may be done first
+    assert freed == [start]
+    ring.stored(first, second)
+    assert freed == [start, third]
 
 
 def test_a_changed_table_is_found() -> None:

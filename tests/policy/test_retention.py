@@ -49,6 +49,11 @@ def test_nothing_said_keeps_everything() -> None:
     assert Keep().decide(at(1, 2, 3)) == ()
 
 
+@pytest.mark.promise
+def test_a_pinned_one_stays_however_old_it_is() -> None:
+    assert Keep(last=1).decide(at(1, 2, 3, 4), pinned=at(2)) == at(1, 3)
+
+
 def test_a_pinned_one_counts_among_the_last() -> None:
     assert Keep(last=2).decide(at(1, 2, 3), pinned=at(3)) == at(1)
 

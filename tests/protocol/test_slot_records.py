@@ -77,6 +77,7 @@ def test_after_a_torn_record_the_next_one_is_written_over_it(slot: SlotFile) -> 
     assert slot.read_record() == record(0)
 
 
+@pytest.mark.promise
 def test_a_flipped_bit_at_any_byte_of_a_record_is_noticed(slot: SlotFile) -> None:
     slot.write_record(record(0))
     slot.write_record(record(1))

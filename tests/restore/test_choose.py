@@ -55,6 +55,7 @@ def test_a_step_saved_again_by_a_later_incarnation_is_taken_from_that_one() -> N
     assert choose(saved_twice, {1: None, 2: (1, 20)}, None) == [stored(2, 20), in_memory(1, 20)]
 
 
+@pytest.mark.promise
 def test_an_abandoned_generation_is_never_chosen_by_age_or_step() -> None:
     assert choose(ALL, PARENTS, 40) == []
     assert choose(ALL, PARENTS, 25) == []

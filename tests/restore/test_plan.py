@@ -99,6 +99,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("kind", BROKEN)
 def test_there_is_no_plan_when_an_element_is_missing_or_there_twice(kind: str) -> None:
     change, said = BROKEN[kind]

@@ -14,7 +14,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from holdfast.catalogue import find_manifest
-from holdfast.errors import ChecksumMismatch, CoverageError, FormatError, StorageError
+from holdfast.errors import (
+    ChecksumMismatch,
+    CoverageError,
+    FormatError,
+    StorageError,
+    UsageError,
+)
 from holdfast.format import checksum
 from holdfast.format.image import fill_in, plan_image
 from holdfast.format.manifest import Generation, Manifest
@@ -281,6 +287,7 @@ def test_a_flipped_byte_in_the_values_is_found() -> None:
             read_values(from_manifest(store, manifest), 0)
 
 
+@pytest.mark.promise
 @pytest.mark.usefixtures("small_blocks")
 def test_the_block_that_changed_is_named() -> None:
     layout = Layout(1, (split_leaf("w", "U8", (2000,), 1),))
@@ -376,6 +383,7 @@ def test_the_image_of_another_rank_is_refused_though_all_its_checksums_are_right
         fetch(from_manifest(store, named_as(new, 1, new, 0)), SMALL)
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("name", "other"), [("incarnation", 2), ("attempt", "b7"), ("world", 3), ("step", 9)]
 )
@@ -395,6 +403,7 @@ def test_an_image_file_put_in_the_place_of_another_is_refused() -> None:
         fetch(from_manifest(store, new), SMALL)
 
 
+@pytest.mark.promise
 def test_a_layout_file_put_in_the_place_of_another_is_refused() -> None:
     store = MemoryStore()
     _, new = two_steps(store)
@@ -511,6 +520,22 @@ def test_a_rank_that_was_told_what_to_restore_reads_that_manifest_and_no_other()
     opened = open_stored(store, candidates[1], 3)
     assert store.opened == ["manifests/1-3.json", f"layouts/{SMALL.hash}.json"]
     assert opened.files[1].name.startswith("steps/1-3-a3/")
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize(("attempt", "seed"), [("b7", 0), ("a0", 1)])
+def test_a_rank_that_finds_another_manifest_than_rank_0_under_the_same_name_refuses(
+    attempt: str, seed: int
+) -> None:
+    generation, mine, theirs = Generation(1, 3), MemoryStore(), MemoryStore()
+    images = images_of(SMALL, random_leaves(SMALL))
+    publish_checkpoint(mine, SMALL, images, generation, attempt="a0")
+    others = images_of(SMALL, random_leaves(SMALL, seed))
+    publish_checkpoint(theirs, SMALL, others, generation, attempt=attempt)
+    _, (chosen,) = choose_stored(mine, None)
+    assert open_stored(mine, chosen, 0).world == SMALL.world
+    with pytest.raises(UsageError, match="the ranks see different directories"):
+        open_stored(theirs, chosen, 1)
 
 
 def test_a_manifest_under_anothers_name_is_not_taken_for_it() -> None:

@@ -337,6 +337,7 @@ def test_a_flipped_bit_in_a_slot_is_found_and_its_image_decoded(hosts: Hosts, he
     hosts.check_all(open_recovery(second, hosts.reach(here)))
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("place", ["first", "middle", "table"])
 def test_a_flipped_bit_in_the_data_of_a_source_is_found_and_gone_round(
     hosts: Hosts, place: str
@@ -361,6 +362,7 @@ def test_flipped_bits_beyond_what_parity_replaces_are_named(hosts: Hosts) -> Non
         whole(degraded(hosts, 1, "h1"))
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize("here", ["h3", "new"])
 def test_a_flipped_bit_in_parity_is_found_and_gone_round(hosts: Hosts, here: str) -> None:
     for (host, stripe, row), path in list(hosts.row_files.items()):

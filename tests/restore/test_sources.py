@@ -337,6 +337,7 @@ def test_parts_that_contradict_each_other_are_different_attempts() -> None:
         assert find(holdings) == []
 
 
+@pytest.mark.promise
 def test_images_of_one_rank_that_differ_are_both_left_alone() -> None:
     holdings = groups((3, 1))
     (part,) = holdings[0].parts
@@ -394,6 +395,7 @@ def test_memory_comes_before_storage_and_a_newer_step_before_both() -> None:
     assert found[0].text == "1-9 from storage"
 
 
+@pytest.mark.promise
 def test_what_cannot_be_decoded_comes_from_storage_if_it_is_of_this_attempt() -> None:
     left = less(groups((3, 1)), ["a0", "a1"])
     first, second = find(left, stored(7, "a7"))

@@ -76,6 +76,7 @@ class Spy:
 class TestOrder:
     """A loss of power after any of these acts leaves the whole file or no name."""
 
+    @pytest.mark.promise
     def test_a_name_is_linked_after_its_content_is_durable_and_before_its_directory_is(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -106,6 +107,7 @@ class TestOrder:
             ("fsync", "."),
         ]
 
+    @pytest.mark.promise
     def test_an_image_and_every_directory_above_it_are_durable_when_it_is_finished(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -170,6 +172,7 @@ class TestOrder:
         store.publish("steps/1/name", b"")
         assert spy.acts[0] == ("fsync", "steps")
 
+    @pytest.mark.promise
     def test_a_removal_is_durable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         store = LocalStore(tmp_path)
         store.publish("manifests/1-20.json", b"")

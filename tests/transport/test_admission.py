@@ -109,6 +109,7 @@ def test_a_request_to_another_host_is_not_for_us() -> None:
     assert judge(door, replace(request(door), peer="host-2")) is refusals.MISDIRECTED
 
 
+@pytest.mark.promise
 def test_an_older_incarnation_is_fenced_and_a_newer_one_is_told_that_we_are_behind() -> None:
     door = admission()
     assert judge(door, replace(request(door), incarnation=3)) is refusals.FENCED
