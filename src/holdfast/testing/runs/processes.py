@@ -26,6 +26,8 @@ _FOREIGN = ("HOLDFAST_", "TORCHELASTIC_", "MASTER_", "PET_")
 _TAIL_BYTES = 4000
 _PR_SET_PDEATHSIG = 1
 
+Popen = subprocess.Popen[bytes]
+
 
 # ── starting ─────────────────────────────────────────────────────────────────────────────────
 
@@ -60,15 +62,13 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], log: Path) -> 
         )
 
 
-Popen = subprocess.Popen[bytes]
-
-
 class ForkedRanks:
     """Processes forked from a server that has modules loaded: a start takes a second, not ten.
 
     Rank n calls ``target(n, *arguments)`` with ``environments[n]`` and no other variables. Its
     output goes to ``output-<n>`` in ``directory``, the exception that ended it to ``error-<n>``.
-    None outlives the server, nor the server this process.
+    None outlives the server, nor the server this process, which waits for them when it ends: kill
+    those that do not end by themselves.
     """
 
     def __init__(
@@ -84,9 +84,7 @@ class ForkedRanks:
         context.set_forkserver_preload(list(preload))
         self.processes = [
             context.Process(
-                target=_forked,
-                args=(rank, directory, dict(environment), target, arguments),
-                daemon=True,
+                target=_forked, args=(rank, directory, dict(environment), target, arguments)
             )
             for rank, environment in enumerate(environments)
         ]
