@@ -51,7 +51,8 @@ class Mutant:
 
     def occurrences(self, project: Path) -> int:
         """Counts ``old`` in its file; the mutant is applicable if it is there once."""
-        return self.source(project).read_text().count(self.old) if self.old else 0
+        path = self.source(project)
+        return path.read_text().count(self.old) if self.old and path.is_file() else 0
 
     def apply(self, project: Path) -> None:
         """Changes the file in this copy of the project."""
