@@ -94,7 +94,7 @@ def copy_project(to: Path) -> Path:
 def run_tests(project: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Runs tests of a copy against the sources of that copy, also in the processes they start."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    there = os.environ | {"PYTHONPATH": str(project / "src")}
+    there = os.environ | {"PYTHONPATH": str(project / "src"), "COLUMNS": "400"}
     return subprocess.run(
         command, cwd=project, env=there, capture_output=True, text=True, timeout=_TEST_S
     )
