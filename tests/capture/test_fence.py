@@ -122,6 +122,6 @@ def test_an_error_that_nobody_expects_costs_one_save_and_neither_an_update_nor_t
             patch.setattr(copier_module, "copy_image", fail)
             handle = checkpointer.save(0)
             with pytest.raises(holdfast.SnapshotSkipped, match="nobody expects this"):
-                handle.wait_captured(60)
+                handle.wait_captured(20)
         optimizer.step()
-        checkpointer.save(1).wait_captured(60)
+        checkpointer.save(1).wait_captured(20)

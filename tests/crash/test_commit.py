@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -169,15 +168,27 @@ def test_an_image_that_is_not_the_sealed_one_is_not_published(part: str) -> None
     assert store.list("manifests") == store.list("steps") == []
 
 
+class Awaited(threading.Event):
+    """Tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_awaited.set()
+        return super().wait(timeout)
+
+
 @pytest.mark.promise
 @pytest.mark.parametrize("ends", ["complete", "aborted", "never"])
 def test_nothing_is_published_before_all_ranks_have_captured(ends: str) -> None:
     store, job, outcome = MemoryStore(), job_at(0), list[str | None]()
-    job.is_complete.clear()
-    persister = Persister(store, Keep(), lambda _, reason: outcome.append(reason), stall_s=0.2)
+    job.is_complete = written = Awaited()
+    stall_s = 0.2 if ends == "never" else 60.0
+    persister = Persister(store, Keep(), lambda _, reason: outcome.append(reason), stall_s=stall_s)
     persister.submit(job)
-    while len(store.list("steps")) < 1:
-        time.sleep(0.001)
+    assert written.is_awaited.wait(20) and store.list("steps")  # every image is written
     assert store.list("manifests") == []
     if ends == "complete":
         job.is_complete.set()
@@ -213,6 +224,7 @@ def test_an_unreadable_manifest_protects_what_it_may_name() -> None:
     check(store, {(1, 6)})
 
 
+@pytest.mark.promise
 def test_storage_errors_name_what_was_refused() -> None:
     store = FaultyStore(MemoryStore(), fail_at=3, mode="error")
     reason = persist(store, job_at(0), Keep())

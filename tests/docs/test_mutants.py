@@ -98,7 +98,8 @@ def test_only_a_test_that_ran_and_failed_has_caught_a_mutant(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_mutant_whose_place_is_gone_is_not_applicable(tmp_path: Path) -> None:
-    lost = Mutant("lost", 1, "", "errors.py", "no such text", "", "tests/test_x.py::test_x")
+@pytest.mark.parametrize("file", ["errors.py", "no_such_file.py"])
+def test_a_mutant_whose_place_is_gone_is_not_applicable(tmp_path: Path, file: str) -> None:
+    lost = Mutant("lost", 1, "", file, "no such text", "", "tests/test_x.py::test_x")
     is_caught, said = mutants.try_mutant(lost, tmp_path)
     assert not is_caught and said.startswith("not applicable: its old text is 0 times")

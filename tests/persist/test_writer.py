@@ -115,7 +115,7 @@ def test_what_counts_is_what_was_handed_to_the_store_not_what_is_in_memory_later
 def test_a_ring_is_freed_only_up_to_the_first_byte_that_storage_has_not_taken() -> None:
     image = image_of()
     (length,) = struct.unpack_from("<Q", image)
-    header = parse_header(memoryview(image)[: 8 + length], "image", len(image))
+    header = parse_header(bytes(image[: 8 + length]), "image", len(image))
     start, ring_bytes = header.data_start, 2 * BLOCK_BYTES
     freed: list[int] = []
     ring = RingImage(

@@ -51,7 +51,8 @@ class Mutant:
 
     def occurrences(self, project: Path) -> int:
         """Counts ``old`` in its file; the mutant is applicable if it is there once."""
-        return self.source(project).read_text().count(self.old) if self.old else 0
+        path = self.source(project)
+        return path.read_text().count(self.old) if self.old and path.is_file() else 0
 
     def apply(self, project: Path) -> None:
         """Changes the file in this copy of the project."""
@@ -93,7 +94,7 @@ def copy_project(to: Path) -> Path:
 def run_tests(project: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Runs tests of a copy against the sources of that copy, also in the processes they start."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    there = os.environ | {"PYTHONPATH": str(project / "src")}
+    there = os.environ | {"PYTHONPATH": str(project / "src"), "COLUMNS": "400"}
     return subprocess.run(
         command, cwd=project, env=there, capture_output=True, text=True, timeout=_TEST_S
     )
