@@ -1,4 +1,4 @@
-"""Serializes saves of one state, and defers saves requested during an optimizer step.
+"""Orders the saves of one state, and defers those asked for during an optimizer step.
 
 A save requested while an optimizer steps, on any thread, is deferred to the end of that step; one
 requested in the middle of another save on the same thread, as by a signal handler, to the end of

@@ -1,4 +1,4 @@
-"""One rank's saves: describes and stages state on the training thread, captures on a worker.
+"""One rank's saves: hands state to a worker to capture, and fences updates until it is copied.
 
 The training thread hands over its state and continues; a worker requests a slot, copies and seals.
 At most one capture is in progress, and ``fence`` delays every update that would overtake it.

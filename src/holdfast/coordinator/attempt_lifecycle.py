@@ -1,4 +1,4 @@
-"""Moves an attempt through its life: requests, slots, capture, persistence, release.
+"""PURE. Base of the coordinator: an attempt from its slots to captured, stored and released.
 
 No grant is sent before all slots of an attempt exist; a failed attempt returns its slots.
 """

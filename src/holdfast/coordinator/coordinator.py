@@ -1,4 +1,4 @@
-"""PURE. Decides which rank may write which slot and which generations are complete.
+"""PURE. The coordinator's state machine: one method per event, returns the actions to execute.
 
 Every method handles one event and returns the resulting actions, which the keeper executes. This
 module keeps one rule in every state; ``slots`` keeps those of the slots:

@@ -1,4 +1,4 @@
-"""Provides a sampler that any number of ranks can resume in the middle of an epoch.
+"""Provides a sampler with one place for the whole run; planning.order divides it over ranks.
 
 Its state is a place in the whole run's data, not in this rank's part of it; the next samples, and
 their ranks, follow from the place. Batches handed out are not yet trained on: a loader with workers

@@ -1,4 +1,4 @@
-"""An image holds one rank's share of the state at one step, as a valid safetensors file.
+"""Lays out an image, one rank's share of the state at one step: a valid safetensors file.
 
 The header is known before any byte is copied, so an image can be assembled in place in
 shared memory, and the same bytes are then encoded, written, sent and read back. Its parts:

@@ -1,4 +1,4 @@
-"""Connections of trainers to the keeper, their places as ranks, and admission limits."""
+"""Connections of trainers to the keeper: notices when a trainer dies, and limits admissions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dispatches trainers' messages to the coordinator, and sends the answers.
+"""Dispatches trainers' messages, and their deaths, to the coordinator; sends the answers.
 
 One event loop owns the coordinator, so no two transitions overlap.
 """

@@ -1,4 +1,4 @@
-"""Assigns each subgroup to host or device by a schedule that follows the measured rates."""
+"""Carries a schedule out: measures rates, has it planned, and makes room on the device for it."""
 
 from __future__ import annotations
 

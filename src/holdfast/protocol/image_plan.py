@@ -1,4 +1,4 @@
-"""Compute the plan of each rank's image, and the sizes of rings.
+"""Lists which boxes each rank's image holds, by the layout, and shares memory among rings.
 
 A ring is memory that an image passes through when there is no room to keep the image. A ring is a
 multiple of its chunk, and a chunk of blocks. Image data lie in the ring at their offset modulo its

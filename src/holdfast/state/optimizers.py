@@ -1,5 +1,4 @@
-"""Stores an optimizer's state by parameter name, never by index, with its hyperparameters beside
-it.
+"""Names an optimizer's state by parameter, makes room for it and sets it at a restore.
 
 ``load_state_dict`` of torch replaces every state tensor and aliases those it was given. Here
 tensors keep their storage and only missing ones are made, so a restore reads straight into place.

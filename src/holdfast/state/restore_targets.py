@@ -1,4 +1,4 @@
-"""Matches the tensors of modules with the stored leaves of their names, and reports mismatches."""
+"""Matches tensors of modules and optimizer state with the stored leaves of their names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores bytes: provides what a checkpoint needs from a directory or a bucket, and nothing more."""
+"""Stores bytes: in a directory, or in memory for tests; base.Store is what every store does."""
 
 from __future__ import annotations
 

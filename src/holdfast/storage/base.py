@@ -1,7 +1,7 @@
 """Defines the contract of a store: a name is published whole and durable, or it does not exist.
 
-All other packages use only the ``Store`` protocol, so the directory, the bucket and the in-memory
-form must refuse the same things in the same words. ``holdfast.testing.store_suite.StoreSuite`` is
+All other packages use only the ``Store`` protocol, so every kind of store must refuse the same
+things in the same words. ``holdfast.testing.store_suite.StoreSuite`` is
 the executable form of this file; the functions below the protocols are shared by all stores.
 """
 

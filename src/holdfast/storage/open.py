@@ -1,4 +1,4 @@
-"""Opens the store that a user's text for a root names."""
+"""Opens the store that a user's text for a root names: where a new kind of store is added."""
 
 from __future__ import annotations
 

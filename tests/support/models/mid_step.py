@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,8 +140,10 @@ def at_bytecode(number: int, act: Hook) -> Iterator[Callable[[], int]]:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # others' callbacks of the collector are no part of what runs within
     sys.settrace(trace)
     try:
         yield lambda: seen
     finally:
         sys.settrace(before)
+        gc.enable()

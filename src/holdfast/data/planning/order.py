@@ -1,4 +1,4 @@
-"""Computes the order of an epoch's samples as a function of seed, epoch and place.
+"""Computes an epoch's order, each rank's share of a step, and list shares, for any world size.
 
 Nothing of it is stored and nothing is drawn: any range is computed by itself, in memory for that
 range, by every rank alike, whatever torch and numpy are installed. It is a keyed permutation: a

@@ -1,4 +1,4 @@
-"""Follower: a host's keeper under a coordinator on another host; owns its arena, decides nothing.
+"""Follower: runs on each other host and carries out the coordinator's orders there.
 
 It creates, stamps and removes slots as ordered, writes its host's images, and forwards messages
 between its trainers and the coordinator. While the coordinator is unreachable its trainers are told

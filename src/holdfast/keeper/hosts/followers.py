@@ -1,4 +1,4 @@
-"""Coordinator's side of its followers: one session per follower, messages, trainers, remote slots.
+"""The coordinator's connections to all followers: sends orders, takes in what they report.
 
 A follower's messages lead to the same calls as events on this host. A follower whose connection
 breaks is lost with its ranks and slots, until it connects again.

@@ -1,4 +1,4 @@
-"""PURE. Decides which subgroups are updated on the host, which on the device, and in which order.
+"""PURE. Decides how much of an update the device does, which subgroups, in which order.
 
 The list of subgroups is worked from both ends: the host from the front, the device from the back,
 so that both finish at the same time. The meeting point follows from the model (``simulate``). By

@@ -1,5 +1,4 @@
-"""Selects the library that computes parity: ISA-L where it exists and computes correctly, else
-numpy.
+"""Selects the library that computes parity: ISA-L if it computes correctly here, or numpy.
 
 Each library is tested on small sums before it is used: at odd lengths and addresses, against plain
 arithmetic, with a check of the bytes beside the output.

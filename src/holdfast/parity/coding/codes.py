@@ -1,4 +1,4 @@
-"""Encodes and decodes erasure codes: any ``parity`` members can be lost and are rebuilt exactly.
+"""Erasure codes in GF(2^8): coefficients, encoding, decoding, and the numpy backend.
 
 A code has ``data`` members, whose bytes are given, and ``parity`` members, whose bytes are sums of
 them. Members are numbered: data from 0, then parity. All functions work in place, in the memory of

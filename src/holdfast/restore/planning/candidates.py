@@ -1,4 +1,4 @@
-"""PURE. Ranks the generations that can be restored, best first: one answer for all ranks."""
+"""PURE. Orders the generations that can be restored: newest first, memory before storage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""PURE. Describes what hosts hold of a run's generations, and where a restore takes each image
-from.
+"""PURE. Data types: what hosts hold of generations, and the chosen origin of each image.
 
 The same facts as in the keepers' inventories and in the parity records, reduced to what the choice
 of a source needs. All are values: equal ones are the same thing, whichever host reported it.

@@ -1,5 +1,4 @@
-"""PURE. Admits a request only if it is signed, addressed to this server, of this incarnation, and
-new.
+"""PURE. Authenticates requests between keepers; limits their rate and cuts ranges into chunks.
 
 No clock is used, so a clock that jumps admits nobody. Newness follows from two numbers. Each client
 counts its requests, and each counter is accepted once, in any order within ``REACH`` (a client has

@@ -1,4 +1,4 @@
-"""PURE. Signs requests and answers with the run's secret, so that only its holders are believed.
+"""PURE. Computes the signatures of requests and answers; admission judges them.
 
 A signature is HMAC-SHA256 over lines of text. The first line names the kind: a request cannot be
 passed off as an answer. No line contains a line break (``http`` refuses them), so no two different

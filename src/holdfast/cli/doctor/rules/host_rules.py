@@ -1,4 +1,4 @@
-"""PURE. Judges the machine, its limits, torch and the settings for a run."""
+"""PURE. Judges the machine, its limits, torch and the settings: ok, warn or bad."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PURE. Judges the arenas on a host: their runs and keepers."""
+"""PURE. Judges arenas, keepers, protection, rendezvous, storage and root: ok, warn or bad."""
 
 from __future__ import annotations
 
