@@ -173,7 +173,6 @@ class _HoldingStore(MemoryStore):
         return _Holding(super().create(path, size_bytes), self._go)
 
 
-@pytest.mark.promise
 def test_nothing_is_copied_over_what_storage_has_not_taken() -> None:
     go = threading.Event()
     through = Through({"w": bits(3_000_000, torch.float32, 4)})
@@ -198,6 +197,7 @@ def test_storage_that_fails_in_the_middle_ends_the_copy_with_its_reason() -> Non
         through.run(4 * MIB, FaultyStore(MemoryStore(), fail_at=7, mode="error"))
 
 
+@pytest.mark.promise
 def test_storage_that_takes_nothing_ends_the_copy() -> None:
     go = threading.Event()
     through = Through({"w": bits(6_000_000, torch.float32, 4)})

@@ -122,8 +122,11 @@ def try_mutant(mutant: Mutant, directory: Path) -> tuple[bool, str]:
 
 def _reason(output: str) -> str:
     """Returns why the first test failed, from pytest's summary."""
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    _, _, reason = (failed or [""])[0].partition(" - ")
+    found = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    # The failure comes before what the test leaves behind because of it.
+    _, _, reason = max(found, key=lambda line: line.startswith("FAILED"), default="").partition(
+        " - "
+    )
     return f": {reason:.100}" if reason else ""
 
 
