@@ -93,6 +93,8 @@ def memory_gone(tensor: torch.Tensor) -> str:
 
 
 def _extent(local: torch.Tensor) -> int:
+    if local.is_contiguous():
+        return int(local.storage_offset()) + local.numel()
     sizes = zip(local.shape, local.stride(), strict=True)
     return int(local.storage_offset()) + sum((n - 1) * stride for n, stride in sizes) + 1
 
