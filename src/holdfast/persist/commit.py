@@ -1,4 +1,4 @@
-"""Publish a checkpoint, or leave no trace of it.
+"""Publishes a checkpoint by its manifest, last of all, or leaves no trace; a store makes it atomic.
 
 Images and layout are durable before the manifest names them, so a reader that finds a
 manifest finds everything; the manifest is removed before anything it names, so one that

@@ -1,4 +1,4 @@
-"""Names an optimizer's state by parameter, makes room for it and sets it at a restore.
+"""Names optimizer state by parameter; at a restore, makes room for what restore_targets matched.
 
 ``load_state_dict`` of torch replaces every state tensor and aliases those it was given. Here
 tensors keep their storage and only missing ones are made, so a restore reads straight into place.
