@@ -147,7 +147,8 @@ def test_who_waits_for_the_others_can_be_called_off(tmp_path: Path) -> None:
         for turn in (TURN + 1, TURN + 2):  # the second, before the first was told to begin
             for one in keepers:
                 one.parity.make(order_of(keepers, turn=turn), hosts, one.said.append)
-        await until(lambda: said(keepers, parity_messages.ParityReady), "the next turn")
+        ready = parity_messages.ParityReady(turn=TURN + 2)
+        await until(lambda: all(ready in one.said for one in keepers), "the next turn")
         for one in keepers:
             one.parity.begin(TURN + 2)
         await until(lambda: said(keepers, parity_messages.ParityComplete), "its rows")

@@ -258,6 +258,8 @@ def test_hosts_that_are_lost_at_once_are_all_killed_before_one_is_waited_for(
     monkeypatch.setattr(processes, "_ends_by", note_wait)
     program = [sys.executable, "-c", "import time; time.sleep(60)"]
     sleepers = [subprocess.Popen(program, env=hosts.environment(host)) for host in "ab"]
+    # A process that was only just begun does not show its environment yet.
+    processes.wait_until(lambda: len(hosts.processes("a", "b")) == 2, timeout_s=30)
     hosts.lose("a", "b")
     assert acts == ["kill", "kill", "wait", "wait"]
     assert [sleeper.wait(10) for sleeper in sleepers] == [-signal.SIGKILL] * 2
