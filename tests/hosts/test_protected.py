@@ -196,7 +196,7 @@ def test_a_host_that_comes_back_is_protected_with_the_one_that_has_its_image_dec
 
 def wait_protected_again(lives: Lives, root: Path, step: int, times: int = 2) -> None:
     """Wait until generation 1-``step`` is told to be protected for a second time, or further."""
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 60
     while True:
         told = [
             e

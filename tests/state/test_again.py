@@ -234,7 +234,7 @@ def test_a_save_makes_no_thousands_of_objects_for_the_collector() -> None:
     finally:
         gc.enable()
     assert len(held) == 5
-    assert made < 1000
+    assert made < 700  # at which the collector would begin
 
 
 # ── tensors of other kinds ───────────────────────────────────────────────────────────────────
