@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from operator import itemgetter
+from operator import eq, itemgetter, sub
 from typing import Literal, TypeVar
 
 from holdfast.errors import UsageError
@@ -51,7 +51,7 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extent in every dimension."""
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def volume(self) -> int:
@@ -61,7 +61,7 @@ class Box:
     @property
     def is_empty(self) -> bool:
         """True if the box has no element."""
-        return any(a == b for a, b in zip(self.start, self.stop, strict=True))
+        return any(map(eq, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box | None:
         """Returns the elements in both; None when there are none."""

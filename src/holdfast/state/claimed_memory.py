@@ -25,9 +25,7 @@ class ClaimedMemory:
         if shares_its_own(local):
             return False
         start = local.data_ptr()
-        sizes = zip(local.shape, local.stride(), strict=True)
-        extent = sum((n - 1) * stride for n, stride in sizes)
-        stop = start + (extent + 1) * local.element_size()
+        stop = start + extent(local) * local.element_size()
         spans = self._spans.setdefault(local.untyped_storage().data_ptr(), [])
         at = bisect_left(spans, (start, start))
         before_ends = spans[at - 1][1] if at else start
@@ -73,18 +71,26 @@ def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     try:
         home, start = local.untyped_storage().data_ptr(), local.data_ptr()
-        sizes = zip(local.shape, local.stride(), strict=True)
-        extent = sum((n - 1) * stride for n, stride in sizes) + 1
+        elements = extent(local)
     except (RuntimeError, NotImplementedError, ValueError):  # a kind that has no such memory
         home = 0
     if not home:
         return -id(tensor), 0, 1
-    return home, start, start + max(extent, 1) * local.element_size()
+    return home, start, start + max(elements, 1) * local.element_size()
+
+
+def extent(local: torch.Tensor) -> int:
+    """Return the number of elements from a tensor's first to its last, those between included."""
+    if local.is_contiguous():
+        return local.numel()
+    return sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True)) + 1
 
 
 def shares_its_own(tensor: torch.Tensor) -> bool:
     """True if several elements of one tensor share memory, as in an expanded tensor."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    if local.is_contiguous():
+        return False
     return any(n > 1 and not stride for n, stride in zip(local.shape, local.stride(), strict=True))
 
 

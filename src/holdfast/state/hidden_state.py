@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.errors import UnsupportedState
-from holdfast.state.claimed_memory import Spans
+from holdfast.state.claimed_memory import Spans, extent
 from holdfast.state.mapped.shards import declared
 
 #: Attributes in which torch's own layers keep the sizes of their parameters.
@@ -84,19 +84,13 @@ def memory_gone(tensor: torch.Tensor) -> str:
     is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided
     if not is_plain or local.is_meta or local.is_nested or not local.numel():
         return ""
-    there, wanted = local.untyped_storage().nbytes(), _extent(local) * local.element_size()
+    there = local.untyped_storage().nbytes()
+    wanted = (int(local.storage_offset()) + extent(local)) * local.element_size()
     if there >= wanted:
         return ""
     return (
         f"is of shape {_shape(tensor.shape)}, and of its memory {there} of {wanted} bytes are left"
     )
-
-
-def _extent(local: torch.Tensor) -> int:
-    if local.is_contiguous():
-        return int(local.storage_offset()) + local.numel()
-    sizes = zip(local.shape, local.stride(), strict=True)
-    return int(local.storage_offset()) + sum((n - 1) * stride for n, stride in sizes) + 1
 
 
 def _told(tensor: torch.Tensor, module: nn.Module | None) -> str:

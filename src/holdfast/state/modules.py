@@ -38,6 +38,8 @@ def parts(
             where=prefix,
         )
     yield prefix, module
+    if not module._modules:
+        return
     drops_name = isinstance(module, _PREFIXING)
     inner = None if is_old else spoken_for(module)
     for name, child in module._modules.items():
