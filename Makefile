@@ -16,14 +16,14 @@ PYTEST := $(BIN)/python -m pytest $(PYTEST_ARGS)
 WORKERS ?= 2
 SAMPLE_S ?= 250
 
-# What reaches the pure modules without processes, ranks or disks.
+# What reaches the pure modules in short time: next to nothing here starts processes or ranks.
 PURE_TESTS := $(filter-out %/test_dtensor_boxes.py %/test_specification.py %/test_read_alone.py %/test_accidents.py \
-	%/test_exchange.py %/test_exchange_faults.py, \
-	$(wildcard $(addsuffix /test_*.py,tests/data tests/geometry tests/format tests/malformed tests/policy tests/parity tests/rules) \
-		tests/coordinator/test_comparing.py tests/coordinator/test_handoff*.py tests/protocol/test_messages.py \
-		tests/restore/test_plan.py tests/restore/test_choose.py tests/restore/test_sources.py tests/cli/test_doctor.py tests/cli/test_doctor_sizing.py \
-		tests/transport/test_admission.py tests/transport/test_wire.py tests/transport/test_rate.py tests/transport/test_cutting.py tests/transport/test_control.py \
-		tests/offload/test_cutting.py tests/offload/test_rates.py tests/offload/test_rotation.py tests/offload/test_schedule.py tests/offload/test_simulate.py))
+	tests/parity/test_exchange.py tests/parity/test_exchange_faults.py, \
+	$(wildcard $(addsuffix /test_*.py,tests/coordinator tests/data tests/geometry tests/format tests/malformed tests/policy tests/parity tests/rules) \
+		$(addprefix tests/restore/test_,choose.py exchange.py gathering.py lists.py plan.py recoveries.py sources.py starts.py) \
+		tests/persist/test_leases.py tests/protocol/test_messages.py tests/cli/test_doctor.py tests/cli/test_doctor_sizing.py \
+		$(addprefix tests/transport/test_,admission.py wire.py rate.py cutting.py control.py) \
+		$(addprefix tests/offload/test_,cutting.py rates.py rotation.py schedule.py simulate.py)))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

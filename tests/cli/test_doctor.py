@@ -246,6 +246,14 @@ TROUBLE = [
     (arena(root_exists=False), "arena", "warn", "its root /data/run is gone", "kill 77"),
     (arena(DEAD), "arena", "warn", "holds snapshot 2-57", "rm -r /dev/shm/holdfast-0/r@here"),
     (arena(DEAD, newest=""), "arena", "warn", "no whole snapshot", "holdfast doctor --clean, or"),
+    (arena(DEAD, root_key=""), "arena", "warn", "an older version of Holdfast", "--clean, or"),
+    (
+        arena(DEAD, is_its_root=False),
+        "arena",
+        "warn",
+        "it holds snapshot 2-57, and /data/run is another root by now",
+        "start the run there to restore from it; or give the memory back: holdfast doctor --clean",
+    ),
     (
         arena(DEAD, newest="", part="2-57", has_news=True),
         "arena",

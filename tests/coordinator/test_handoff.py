@@ -12,6 +12,7 @@ from holdfast.coordinator.actions import (
     StartPersist,
     StoreLayout,
 )
+from holdfast.coordinator.layouts import AgreedLayout
 from holdfast.coordinator.slots import SLACK_BYTES
 from holdfast.geometry.layout import merge, table_from_json
 from holdfast.protocol import messages as m
@@ -618,3 +619,30 @@ def test_it_says_so_when_it_waits_for_memory_or_for_nothing() -> None:
     keeper = Keeper(1)
     keeper.capture(5)
     assert "captured" in keeper.c.explain(5)
+
+
+def test_a_step_is_whole_in_memory_when_every_rank_has_sealed_it_in_this_incarnation() -> None:
+    keeper = Keeper()
+    attempt = granted(keeper.ask_all(5))
+    keeper.seal(0, attempt)
+    assert not keeper.c.is_whole(5)
+    keeper.seal(1, attempt)
+    assert keeper.c.is_whole(5) and not keeper.c.is_whole(4)
+    keeper.begin(2, 2)
+    assert not keeper.c.is_whole(5), "the same step of another incarnation is another state"
+
+
+@pytest.mark.parametrize("fault", [MemoryError(), ImportError("no numpy")])
+def test_a_layout_that_cannot_be_divided_now_costs_this_save_and_no_later_one(
+    fault: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise fault
+
+    keeper = Keeper()
+    with monkeypatch.context() as patched:
+        patched.setattr(AgreedLayout, "image_bytes", fail)
+        (skip,) = told(keeper.ask_all(5), m.Skip)
+    assert (skip.step, skip.is_passing) == (5, True)
+    assert "could not be divided" in skip.reason and repr(fault) in skip.reason
+    assert granted(keeper.ask_all(6))

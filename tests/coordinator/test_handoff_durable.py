@@ -6,6 +6,7 @@ import pytest
 
 from holdfast.coordinator.actions import (
     AbortPersist,
+    AllocateRings,
     AllocateSlots,
     GrantSlot,
     SendMessage,
@@ -186,6 +187,16 @@ def test_an_exact_save_does_not_wait_for_a_rank_that_went_away_or_gave_up() -> N
         assert not of(keeper.c.persisted(busy[0]), GrantSlot)
 
 
+def test_an_exact_save_does_not_wait_once_a_rank_has_closed() -> None:
+    keeper = Keeper(2)
+    busy = full(keeper)
+    keeper.ask_all(3, durable=True, exact=True)
+    (skip,) = told(keeper.c.leaving(1), m.Skip)
+    assert (skip.step, skip.is_passing) == (3, False)
+    assert "ranks [1] have closed" in skip.reason
+    assert not of(keeper.c.persisted(busy[0]), GrantSlot)
+
+
 # ── asked for afterwards ─────────────────────────────────────────────────────────────────────
 
 
@@ -334,3 +345,55 @@ def test_an_image_that_is_damaged_before_the_others_are_captured_ends_the_attemp
     assert keeper.c.slots[slot].state == "free"
     assert attempt not in keeper.c.attempts and keeper.c.attempts.newest == older
     assert keeper.c.image_lost(slot, attempt) == []
+
+
+# ── through rings ────────────────────────────────────────────────────────────────────────────
+
+
+def without_room(keeper: Keeper, step: int) -> Actions:
+    """What follows a durable save for which there is no memory but rings."""
+    keeper.has_memory = False
+    actions = keeper.ask_all(step, durable=True, exact=True)
+    for slot in of(actions, AllocateSlots):
+        actions = keeper.c.allocation_failed(slot.slot, "too small")
+    return actions
+
+
+def made(keeper: Keeper, actions: Actions) -> str:
+    """The rings that these actions ask for are there: the attempt that is granted."""
+    (rings,) = of(actions, AllocateRings)
+    return granted(
+        keeper.c.rings_made({n.slot: (n.head_bytes + (2 << 20), 2 << 20) for n in rings.needs})
+    )
+
+
+def test_what_passed_through_a_ring_is_durable_and_no_longer_in_memory() -> None:
+    keeper = Keeper(1)
+    attempt = made(keeper, without_room(keeper, 5))
+    keeper.seal(0, attempt)
+    assert "no memory keeps it" in keeper.c.explain(5) and keeper.c.is_busy()
+    assert durable(keeper.c.persisted(attempt)) == [(5, ())]
+    assert attempt not in keeper.c.attempts and not keeper.c.is_whole(5)
+    assert durable(keeper.c.make_durable(5)) == [(5, ())], "it is, though memory has it no more"
+    assert told(keeper.c.make_durable(4), m.NotDurable)
+
+
+def test_a_capture_through_a_ring_is_late_only_when_storage_takes_nothing_more() -> None:
+    keeper = Keeper(1)
+    attempt = made(keeper, without_room(keeper, 5))
+    keeper.c.ring_progressed("another", 10.0)
+    keeper.c.ring_progressed(attempt, 10.0)
+    assert not told(keeper.c.tick(10.0 + CAPTURE_S), m.Aborted)
+    (aborted,) = told(keeper.c.tick(10.1 + CAPTURE_S), m.Aborted)
+    assert aborted.attempt == attempt
+
+
+def test_of_two_saves_through_rings_the_newer_counts_whichever_storage_finishes_first() -> None:
+    keeper = Keeper(1)
+    asked = [without_room(keeper, step) for step in (5, 6)]
+    older, newer = (made(keeper, actions) for actions in asked)
+    for attempt in (older, newer):
+        keeper.seal(0, attempt)
+    assert durable(keeper.c.persisted(newer)) == [(6, ())]
+    assert durable(keeper.c.persisted(older)) == [(5, ())]
+    assert durable(keeper.c.make_durable(6)) == [(6, ())]

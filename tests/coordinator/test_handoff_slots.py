@@ -280,3 +280,38 @@ def test_keepers_of_one_incarnation_do_not_call_two_attempts_by_one_name() -> No
         keeper.c.keeper = name
         names |= {keeper.capture(step) for step in range(3)}
     assert len(names) == 6
+
+
+def test_a_slot_is_awaited_while_a_save_waits_for_it_and_after_it_waited_in_vain() -> None:
+    keeper = Keeper(1)
+    keeper.capture(0)
+    keeper.has_memory = False
+    spares = [allocate.slot for allocate in of(keeper.c.preallocate(), AllocateSlots)]
+    assert [keeper.c.is_awaited(slot) for slot in spares] == [False, False]
+    keeper.ask_all(1)
+    assert [keeper.c.is_awaited(slot) for slot in spares] == [True, False]
+    assert told(keeper.c.cancel_request(0, 1), m.Aborted)
+    assert [keeper.c.is_awaited(slot) for slot in spares] == [True, False]
+
+
+def test_an_image_that_no_rank_writes_gets_the_least_valuable_slot_with_room_or_a_new_one() -> None:
+    keeper = Keeper(1)
+    older = keeper.capture(1)
+    keeper.with_memory(keeper.c.preallocate())
+    keeper.capture(2)
+    slots, (held,) = keeper.c.slots, keeper.slots(older)
+    size_bytes = slots[held].capacity_bytes
+    found = slots.spare_for(0, size_bytes)
+    assert found is not None and found.state == "free", "before one that holds a snapshot"
+    assert slots.spare_for(0, size_bytes + 1) is None, "it has not got that much room"
+    found.state = "granted"
+    found = slots.spare_for(0, size_bytes)
+    assert found is slots[held], "the older snapshot before the newest, which stays"
+    found.state = "granted"
+    assert slots.spare_for(0, size_bytes) is None
+    assert slots.spare_for(1, 1) is slots.spare_for(0, size_bytes + 1) is None
+    made = slots.make_for(0, size_bytes + 1)
+    assert made.capacity_bytes > size_bytes and made.capacity_bytes % (2 << 20) == 0
+    assert slots.spare_for(0, size_bytes + 1) is None, "it is being made"
+    keeper.c.allocated(made.slot)
+    assert slots.spare_for(0, size_bytes + 1) is slots[made.slot]

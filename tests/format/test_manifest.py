@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.errors import ChecksumMismatch
+from holdfast.errors import ChecksumMismatch, FormatError
 from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import (
     MAX_NUMBER,
@@ -22,6 +23,7 @@ from holdfast.format.manifest import (
     seal,
     unseal,
 )
+from holdfast.format.values import MAX_DEPTH
 
 numbers = st.integers(0, MAX_NUMBER)
 plain = st.recursive(
@@ -168,6 +170,33 @@ def test_a_manifest_knows_its_generation_and_its_size() -> None:
     assert manifest.generation == Generation(2, 40)
     assert str(manifest.generation) == "2-40"
     assert manifest.size_bytes == manifest.image_bytes == 6 * 4096
+
+
+@pytest.mark.parametrize(("levels", "is_read"), [(1, True), (5 * MAX_DEPTH, False)])
+def test_a_manifest_with_values_nested_deeper_than_any_is_neither_sealed_nor_read(
+    levels: int, is_read: bool
+) -> None:
+    nested: Any = 0
+    for _ in range(levels):
+        nested = [nested]
+    ref = ImageRef(
+        path="steps/2-40-a/live-00000.safetensors",
+        rank=0,
+        size_bytes=4096,
+        header_xxh3="0" * 16,
+        table_xxh3="0" * 16,
+    )
+    manifest = Manifest(
+        run_id="r", incarnation=2, step=40, attempt="a", world=1, layout="0" * 32, images=(ref,)
+    )
+    body = json.loads(seal(manifest))["body"] | {"values": {"notes": nested}}
+    if is_read:
+        assert unseal(Manifest, sealed(body), "here").values == {"notes": nested}
+        return
+    with pytest.raises(FormatError, match=r"^here is not a valid manifest: its values are nested"):
+        unseal(Manifest, sealed(body), "here")
+    with pytest.raises(FormatError, match="its values are nested too deep"):
+        seal(msgspec.structs.replace(manifest, values={"notes": nested}))
 
 
 def test_a_manifest_knows_what_it_shares_with_earlier_ones() -> None:

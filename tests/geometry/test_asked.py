@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.geometry.box import Box
-from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
+from holdfast.geometry.layout import REPLICATE, BoxList, Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.geometry.parallelism import NamedLayout, NamedParallelism, asked
 
 ALONE = (Instance(Mesh((1,), (0,)), (REPLICATE,)),)
@@ -84,6 +84,15 @@ def test_tp_cuts_as_the_checkpoint_was_cut_and_fsdp_what_that_left() -> None:
     assert held(found, 2)["m.column"] == [Box((2, 0), (4, 6))]
     assert "tp cuts 2 leaves" in found.assumptions[0]
     assert "the most it can be" in NamedLayout(layout("m.w"), asked("tp=2")).assumptions[0]
+
+
+def test_tp_keeps_leaves_whole_of_which_the_checkpoint_has_only_boxes() -> None:
+    boxes = BoxList(((Box((0, 0), (8, 3)), (0, 1)), (Box((0, 3), (8, 6)), (2, 3))))
+    listed = LeafSpec("m.listed", "F32", (8, 6), "split", (boxes,))
+    leaves = (listed, LeafSpec("m.row", "F32", (8, 6), "split", _cut(0, 1)))
+    found = NamedLayout(Layout(4, leaves), asked("tp=2"))
+    assert held(found, 1) == {"m.listed": [Box((0, 0), (8, 6))], "m.row": [Box((0, 3), (8, 6))]}
+    assert found.assumptions[0].startswith("tp cuts 1 leaves")
 
 
 def test_pp_divides_layers_in_order_and_counts_the_rest_at_both_ends() -> None:

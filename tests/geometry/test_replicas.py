@@ -240,6 +240,9 @@ def test_what_a_rank_did_not_tell_or_told_otherwise_is_no_difference() -> None:
     assert layout.replicas.differences({}, 1, 4) == ([], 0)
     without = {rank: sums for rank, sums in told.items() if rank != 1}
     assert layout.replicas.differences(without, 1, 4) == ([], 0)
+    for nobody_else in ([told[0][0], b"abc", b""], [b"1", b"22", b"333"]):
+        alone = {rank: [sums] for rank, sums in enumerate(nobody_else)}
+        assert layout.replicas.differences(alone, 1, 4) == ([], 0)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -287,6 +287,8 @@ ARRAY = {"dtype": "<f4", "shape": [2], "data": "AAAAAAAAAAA="}
         {"$numpy": ARRAY | {"data": "!"}},
         {"$numpy": ARRAY | {"data": None}},
         {"$numpy": {"dtype": "<f4", "shape": [2]}},
+        {"$numpy": {"dtype": "<U1", "shape": [1], "data": "AAARAA=="}},  # U+110000
+        {"$numpy": {"dtype": ">U1", "shape": [1], "data": "ABEAAA=="}},
     ],
     ids=lambda form: repr(form)[:60],
 )

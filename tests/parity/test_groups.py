@@ -230,6 +230,30 @@ def test_a_group_too_small_to_protect_itself_joins_another() -> None:
     assert [len(group) for group in ids(found)] == [5]
 
 
+@pytest.mark.parametrize(
+    ("now", "earlier", "group_size", "moves", "stay_together"),
+    [
+        # Two racks, each a group: one host of each changes places.
+        ("a=x b=x c=y d=y", ["ab", "cd"], 2, 2, []),
+        # Of many that could change places, two do.
+        ("a=x b=x c=1 d=2 e=3 f=5 g=4 h=6", ["abcd", "efgh"], 4, 2, ["cd"]),
+        # A host of the larger group moves to the smaller one, and nobody moves back.
+        ("a=x b=x c=y d=y e=z", ["abc", "de"], 2, 1, ["de"]),
+        # A group grew too large: of the rack that it has most of, one leaves.
+        ("a=x b=x c=y d=z e=z f=w", ["abcd"], 3, 1, ["cd"]),
+    ],
+)
+def test_as_few_hosts_move_as_let_a_domain_be_lost_again(
+    now: str, earlier: list[str], group_size: int, moves: int, stay_together: list[str]
+) -> None:
+    those = [GroupHost(one[0], one[2:]) for one in now.split()]
+    found = divide(those, parity=1, group_size=group_size, earlier=earlier)
+    assert found.level.domains == 1
+    assert moved([list(group) for group in earlier], ids(found)) == moves
+    for together in stay_together:
+        assert any(set(together) <= set(group) for group in ids(found))
+
+
 def test_where_no_step_spreads_the_domains_the_fresh_groups_are_taken() -> None:
     labels = {"a": (True, "r"), "b": (True, "r")}
     fresh = [["a", "b"]]

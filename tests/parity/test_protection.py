@@ -498,3 +498,16 @@ def test_a_host_alone_codes_nothing() -> None:
     mind = Protection(frozenset("a")).has_captured(ONE)
     assert mind.next is None and mind.begin() == mind
     assert Protection(BOTH).next is None
+
+
+def test_what_lost_rows_is_coded_again_by_the_same_hosts_and_stays_meanwhile() -> None:
+    mind = Protection(BOTH).has_captured(ONE).begin().has_sealed(1, "a").has_sealed(1, "b")
+    assert mind.next is None
+    assert mind.has_lost_rows(TWO) == mind, "no rows are of it"
+    assert Protection(BOTH).has_lost_rows(ONE) == Protection(BOTH)
+    mind = mind.has_lost_rows(ONE)
+    assert mind.next == Cover(ONE, BOTH)
+    assert mind.has_captured(TWO).slots_stay == {ONE, TWO}
+    mind = mind.begin()
+    assert (mind.coding, mind.coding_half) == (Cover(ONE, BOTH), 1), "the rows left are not touched"
+    assert mind.has_sealed(2, "a").has_sealed(2, "b").protected == Cover(ONE, BOTH)

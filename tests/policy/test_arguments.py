@@ -20,6 +20,7 @@ from holdfast.policy.arguments import (
     duration_s,
     parity_rate,
     patience_s,
+    require_beyond,
     step_number,
     wanted_step,
     whole,
@@ -44,6 +45,14 @@ def test_what_is_no_step_is_refused_with_what_was_given(step: Any) -> None:
     with pytest.raises(UsageError, match="whole number from 0") as caught:
         step_number(step)
     assert repr(step) in str(caught.value)
+
+
+def test_a_run_saves_only_steps_beyond_the_one_it_restored() -> None:
+    require_beyond(None, 0)
+    require_beyond(7, 8)
+    for step in (0, 7):
+        with pytest.raises(UsageError, match=rf"^step {step} is not beyond step 7, .* restored"):
+            require_beyond(7, step)
 
 
 def test_a_restore_takes_a_step_a_generation_or_the_newest() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Generation, Lineage
-from holdfast.restore.planning.candidates import Candidate, choose, parse_generation
+from holdfast.restore.planning.candidates import Candidate, choose, parse_generation, undecided
 
 # Incarnation 2 went on from 1-20, incarnation 3 from 2-30: 1-25 and 2-40 are abandoned.
 PARENTS = {1: None, 2: (1, 20), 3: (2, 30)}
@@ -84,6 +84,16 @@ def test_after_a_restart_that_restored_nothing_earlier_saves_are_abandoned() -> 
 
 def test_an_incarnation_nobody_knows_is_not_of_this_line() -> None:
     assert choose([in_memory(9, 99), stored(1, 1)], {1: None}, None) == [stored(1, 1)]
+
+
+def test_where_a_record_is_lost_what_it_would_decide_is_told_and_not_chosen() -> None:
+    parents = {number: parent for number, parent in PARENTS.items() if number != 2}
+    line = Lineage(parents)
+    assert choose(ALL, parents, None)[0] == in_memory(3, 38)
+    assert undecided(ALL, line, None) == {(1, 10), (1, 20), (1, 25)}
+    assert undecided(ALL, line, 20) == {(1, 20)}
+    assert undecided(ALL, line, 38) == undecided(ALL, line, "1-20") == set()
+    assert undecided(ALL, Lineage(PARENTS), None) == set()
 
 
 def test_there_may_be_nothing_to_choose() -> None:

@@ -604,6 +604,19 @@ def test_ranks_that_hold_alike_say_the_same_and_are_told_apart_by_their_place() 
     assert found["n"] == Demand(4, {Box((0,), (5,)): (0, 1, 2, 3)})
 
 
+def test_leaves_held_alike_are_wanted_alike_whatever_their_elements_and_names() -> None:
+    cut = Instance(mesh(2), (Placement(0),))
+    leaves = [("a", "F32", (8,)), ("b", "F64", (8,)), ("c", "F32", (6,))]
+    entries = [LeafEntry(name, kind, shape, "split", cut) for name, kind, shape in leaves]
+    alone = LeafEntry("d", "F32", (8,), "split", None)
+    found = demands([((0, 1), entries), ((2,), [alone])])
+    halves = {Box((0,), (4,)): (0,), Box((4,), (8,)): (1,)}
+    assert found["a"] == Demand(4, halves) and found["b"] == Demand(8, halves)
+    assert found["a"].boxes is found["b"].boxes, "thousands of leaves are cut once"
+    assert found["c"].boxes == {Box((0,), (3,)): (0,), Box((3,), (6,)): (1,)}
+    assert found["d"].boxes == {Box((0,), (8,)): (2,)}
+
+
 def test_a_mesh_that_names_ranks_which_want_nothing_makes_nobody_wait_for_them() -> None:
     cut = Instance(mesh(2, 2), (REPLICATE, Placement(0)))
     found = demands([((0, 1), [LeafEntry("w", "F32", (8,), "split", cut)])])

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from holdfast.errors import PeerError
+from holdfast.errors import FormatError, PeerError
 from holdfast.format.manifest import Generation
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.restore.cluster.collect import InventoryCollector
+from holdfast.restore.planning.holdings import GroupCoding, checked_record, shard_of_claim
 from holdfast.restore.planning.selection import Inventories
 from support.peers.lost_hosts import GENERATION, Hosts, set_sizes
 from support.peers.peering import close_pullers
@@ -82,3 +84,25 @@ def test_a_record_that_does_not_come_or_is_another_is_of_a_row_that_nobody_has(
     gathering = InventoryCollector(asked.hosts.told("h1"), fetch)
     known = gathering.with_parity(Inventories(gathering.holdings))
     assert [len(one.parts[0].rows) for one in known.holdings] == [0, 0, 2]
+
+
+def test_the_record_of_another_row_or_with_other_sums_does_not_pass_for_the_row(
+    asked: Asked,
+) -> None:
+    def fetched(stripe: int, row: int) -> ParityRecord:
+        (host,) = (h for h, *at in asked.hosts.records if at == [stripe, row])
+        return unseal(asked.hosts.records[host, stripe, row], "a record")
+
+    record, other = fetched(0, 0), fetched(0, 1)
+    coding, attempt = shard_of_claim(record).coding, asked.hosts.attempt
+    assert checked_record(record, coding, attempt, 0, 0, "h0") is record
+    smaller = GroupCoding(coding.members, coding.parity - 1)
+    shorter = msgspec.structs.replace(record, sums=record.sums[:-8])
+    for found, of, name, match in [
+        (other, coding, attempt, r"^the record of row 0 of stripe 0 on h0 is no longer .* row 1"),
+        (record, coding, "another", "no longer that of attempt another"),
+        (record, smaller, attempt, "no longer that of attempt"),
+        (shorter, coding, attempt, "bytes of checksums, which do not fit its row"),
+    ]:
+        with pytest.raises(FormatError, match=match):
+            checked_record(found, of, name, 0, 0, "h0")

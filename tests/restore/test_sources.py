@@ -416,6 +416,7 @@ def test_abandoned_generations_are_left_out_and_can_be_asked_for_by_name() -> No
     assert [one.candidate.step for one in known.find().recoveries] == [6]
     assert [one.candidate.step for one in known.find("1-7").recoveries] == [7]
     assert known.find(7).recoveries == ()
+    assert {one.step for one in known.candidates()} == {6, 7}
     lacking = replace(known, holdings=tuple(less(list(holdings), ["a0", "a1"])))
     assert lacking.find().refusals == lacking.find(7).refusals == ()
     assert len(lacking.find("1-7").refusals) == 1
@@ -431,7 +432,11 @@ def test_the_line_is_known_by_storage_first_and_by_every_host() -> None:
     ]
     for order in (told, told[::-1]):
         assert len(Inventories(tuple(order)).find().recoveries) == 1
-    assert not Inventories(tuple(told), (), {2: (1, 6)}).find().recoveries
+        assert (1, 7) in Inventories(tuple(order)).line
+    by_storage = Inventories(tuple(told), (), {2: (1, 6)})
+    assert not by_storage.find().recoveries
+    assert by_storage.line.is_abandoned((1, 7))
+    assert Inventories(parents={1: None}, unreadable=(2,)).line.missing == 2
 
 
 @given(st.randoms(use_true_random=False))

@@ -72,10 +72,8 @@ class WriteOwners:
         """
         form = self._forms[leaf]
         if form.cells.count == 1 and not form.is_free and not box.is_empty:
-            found = self.of_leaf(leaf)
-            if len(found) == 1:  # the leaf in one piece, as most are where one rank saved
-                return found
-        return self._stored(leaf, self._forms[leaf].cells.meeting(box), box)
+            return self.of_leaf(leaf)  # in one piece, as most are where one rank saved
+        return self._stored(leaf, form.cells.meeting(box), box)
 
     def of_rank(self, rank: int) -> list[tuple[int, Box]]:
         """Returns (leaf, box) of everything that a rank stores, in the order of the leaves and of

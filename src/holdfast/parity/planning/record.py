@@ -290,13 +290,13 @@ def _row_faults(record: ParityRecord) -> Iterator[str]:
     members = len(record.members)
     if not (0 <= record.stripe < members and 0 <= record.row < record.parity):
         yield f"there is no row {record.row} of stripe {record.stripe} in its group"
-        return
-    keeper = (record.stripe + record.row) % members
-    kept = stored_by(record.placement, keeper)[record.row]
-    if record.size_bytes != kept.size_bytes:
-        yield f"its row has {record.size_bytes} bytes, those of its group have {kept.size_bytes}"
-    if len(record.sums) != 8 * block_count(record.size_bytes):
-        yield f"{len(record.sums)} bytes of checksums are not one for each block of its row"
+    else:
+        keeper = (record.stripe + record.row) % members
+        kept_bytes = stored_by(record.placement, keeper)[record.row].size_bytes
+        if record.size_bytes != kept_bytes:
+            yield f"its row has {record.size_bytes} bytes, those of its group have {kept_bytes}"
+        if len(record.sums) != 8 * block_count(record.size_bytes):
+            yield f"{len(record.sums)} bytes of checksums are not one for each block of its row"
 
 
 _ALL_FAULTS = (
