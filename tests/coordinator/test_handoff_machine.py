@@ -545,8 +545,8 @@ class GivesRanksAnyHostsSlots(Slots):
 
 
 class KeepsCountingLostHosts(Slots):
-    def lose(self, host: int) -> None:
-        return
+    def lose(self, host: int) -> list[Slot]:
+        return []
 
 
 @pytest.mark.parametrize("broken", [GivesRanksAnyHostsSlots, KeepsCountingLostHosts])

@@ -114,12 +114,14 @@ Action = (
 )
 
 
-def skip(step: int, reason: str, *, is_passing: bool = True) -> list[Action]:
+def skip(
+    step: int, reason: str, *, is_passing: bool = True, rank: int | None = None
+) -> list[Action]:
     """Tell all ranks that none captures ``step``; ``is_passing``: a durable save moves to the next
-    step.
+    step. ``rank``: the only one that waits for it.
     """
     told = m.Skip(step=step, reason=reason, is_passing=is_passing)
-    return [SendMessage(told), ReportOutcome("", step, "missed", reason)]
+    return [SendMessage(told, rank), ReportOutcome("", step, "missed", reason)]
 
 
 def skip_all(missed: Iterable[tuple[int, str]]) -> list[Action]:

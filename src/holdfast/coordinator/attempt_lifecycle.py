@@ -90,6 +90,7 @@ class CaptureLifecycle:
         attempt = self._new_attempt(step, agreed.layout, now_s)
         attempt.durable, attempt.is_ring, attempt.requests = durable, is_ring, requests
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
+        attempt.allocating = {s.id for s in chosen.values() if s.state == "allocating"}
         actions += self.replica_check.start(attempt.id, step, agreed.layout)
         for rank, slot in chosen.items():
             slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
@@ -197,11 +198,12 @@ class CaptureLifecycle:
             slot.free()
             return []
         slot.state = "granted"
+        attempt.allocating.discard(slot_id)
         return self._grant_if_allocated(attempt)
 
     def allocation_failed(self, slot_id: int, reason: str) -> list[Action]:
         """Handle a failed slot allocation: the waiting attempt is skipped, or uses a ring."""
-        slot = self.slots.pop(slot_id)
+        slot = self.slots.delete(slot_id)
         attempt = self.attempts.get(slot.attempt)
         if attempt is None:  # a spare slot: only slots of another size are retried
             self.slots.on(host_of(slot_id)).capacity_bytes = 0
@@ -210,6 +212,7 @@ class CaptureLifecycle:
         if not attempt.durable:
             return self._abort(attempt, self._too_small())
         del attempt.slots[slot.rank]
+        attempt.allocating.discard(slot_id)
         attempt.lacks_room = True
         return self._grant_if_allocated(attempt)
 
@@ -226,13 +229,13 @@ class CaptureLifecycle:
 
     def rings_not_made(self, slot_ids: Iterable[int], reason: str) -> list[Action]:
         """Handle a failed ring allocation: the waiting attempt fails."""
-        attempts = {self.slots.pop(slot_id).attempt for slot_id in slot_ids}
+        attempts = {self.slots.delete(slot_id).attempt for slot_id in slot_ids}
         found = [self.attempts[id_] for id_ in attempts if id_ in self.attempts]
         why = f"{self.slots.allocation_error} {reason}".strip()
         return [action for attempt in found for action in self._abort(attempt, why)]
 
     def _grant_if_allocated(self, attempt: Attempt) -> list[Action]:
-        if any(self.slots[s].state == "allocating" for s in attempt.slots.values()):
+        if attempt.allocating:
             return []
         if attempt.lacks_room:
             return self._fall_back(attempt)
@@ -372,7 +375,7 @@ class AttemptLifecycle(CaptureLifecycle):
         if attempt.is_under_way:
             attempt.damaged.add(slot_id)
             return []
-        self.attempts.lose(lambda id_: id_ == slot_id)
+        self.attempts.lose([slot])
         slot.free()
         if not any(self.hosts.values()):  # no other host has the rest of the attempt
             self.attempts.drop_incomplete()

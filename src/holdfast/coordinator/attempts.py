@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from holdfast.protocol import messages as m
+
+if TYPE_CHECKING:
+    from holdfast.coordinator.slots import Slot
 
 
 @dataclass(slots=True)
@@ -24,6 +28,7 @@ class Attempt:
     fulfils: tuple[int, ...] = ()  # earlier steps whose durable save this attempt fulfils
     started_s: float = 0.0
     slots: dict[int, int] = field(default_factory=dict)  # rank -> slot id
+    allocating: set[int] = field(default_factory=set)  # slot ids
     sealed: set[int] = field(default_factory=set)
     damaged: set[int] = field(default_factory=set)
     """Slots whose images were damaged while storage reads the attempt."""
@@ -69,7 +74,8 @@ class Attempt:
             part.world,
             part.layout,
         ):
-            self.slots = part.slots | self.slots
+            for rank, slot in part.slots.items():
+                self.slots.setdefault(rank, slot)
             self.sealed |= set(part.slots)
             self.nonce = self.nonce or part.nonce
 
@@ -132,10 +138,12 @@ class Attempts(dict[str, Attempt]):
                 known.join(attempt)
         self.recount()
 
-    def lose(self, is_lost: Callable[[int], bool]) -> None:
+    def lose(self, slots: Iterable[Slot]) -> None:
         """Mark these slots, and the images in them, as unreachable."""
-        for attempt in self.values():
-            attempt.slots = {r: slot for r, slot in attempt.slots.items() if not is_lost(slot)}
+        for slot in slots:
+            attempt = self.get(slot.attempt)
+            if attempt is not None and attempt.slots.get(slot.rank) == slot.id:
+                del attempt.slots[slot.rank]
         for id_ in [a.id for a in self.values() if not a.slots and not a.is_under_way]:
             del self[id_]
         self.recount()

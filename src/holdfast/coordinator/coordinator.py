@@ -15,7 +15,7 @@ from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE, AttemptLifecycl
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.layouts import LayoutRegistry
 from holdfast.coordinator.requests import Absence, CaptureRequests
-from holdfast.coordinator.slots import NO_SLOT, Slot, SlotWriter, host_of
+from holdfast.coordinator.slots import NO_SLOT, Slot, SlotWriter
 from holdfast.protocol import messages as m
 
 __all__ = ["ONLY_DURABLE", "Coordinator"]
@@ -45,6 +45,7 @@ class Coordinator(AttemptLifecycle):
         """
         self._parent: tuple[int, int] | None = None
         """Parent of an incarnation that is taken over from another keeper."""
+        self._host_ranks: list[tuple[int, ...]] = []
         self._away_since_s = 0.0
         self._is_pin_requested = False
         """True once the ranks of this incarnation reported what they restore from."""
@@ -119,14 +120,13 @@ class Coordinator(AttemptLifecycle):
         for attempt in self.attempts.capturing():  # every attempt keeps at least one slot
             actions += self._abort(attempt, reason, is_lost=True)
         actions += self._skip_waiting(reason)
-        for rank in [rank for rank, where in self.hosts.items() if where == host]:
+        for rank in self._host_ranks[host]:
             actions += self.lost(rank)
         self._lose(host)
         return actions
 
     def _lose(self, host: int) -> None:
-        self.slots.lose(host)
-        self.attempts.lose(lambda slot: host_of(slot) == host)
+        self.attempts.lose(self.slots.lose(host))
 
     def _why_away(self) -> str:
         names = ", ".join(self.away.values())
@@ -167,6 +167,7 @@ class Coordinator(AttemptLifecycle):
         """
         for host in self.slots.other_hosts():
             self._lose(host)
+        self._host_ranks = [host.ranks for host in hosts]
         self.hosts = dict.fromkeys(range(world), 0)
         self.hosts |= {rank: n for n, host in enumerate(hosts) for rank in host.ranks}
         self.away = {n: host.id for n, host in enumerate(hosts) if n > 0}
@@ -239,7 +240,8 @@ class Coordinator(AttemptLifecycle):
         """
         actions = self._drop(rank)
         self.absence.lose(rank)
-        return actions + self._skip_waiting(self.absence.reason)
+        waits = bool(self._requests.steps())  # the reason names all who are lost, of each host
+        return actions + (self._skip_waiting(self.absence.reason) if waits else [])
 
     def _skip_waiting(self, reason: str) -> list[Action]:
         """Skip all waiting requests: nothing can be captured now; the ranks may request the steps
@@ -294,20 +296,19 @@ class Coordinator(AttemptLifecycle):
 
     def _decide_request(self, rank: int, request: m.RequestCapture, now_s: float) -> list[Action]:
         if self._leaving:
-            return skip(request.step, self._why_leaving(), is_passing=False)
+            return skip(request.step, self._why_leaving(), is_passing=False, rank=rank)
         why = self._why_away() if self.away else self.absence.reason
         if why:  # a later request for this step by the absent rank must not wait for this one
             self._requests.decline(request.step, why, is_passing=True, by=rank)
-            return skip(request.step, why)
+            return skip(request.step, why, rank=rank)
         actions = self._supersede(rank, request.step)
         declined = self._requests.decline_reason(request.step, rank)
         if declined is not None:
             reason, is_passing = declined
-            return actions + skip(request.step, reason, is_passing=is_passing)
+            return actions + skip(request.step, reason, is_passing=is_passing, rank=rank)
         if self._requests.has_passed(request.step):
-            return actions + skip(
-                request.step, f"the others have gone on, to step {self._requests.newest}"
-            )
+            why = f"the others have gone on, to step {self._requests.newest}"
+            return actions + skip(request.step, why, rank=rank)
         self._requests.add(rank, request, now_s)
         return actions + self._decide_if_all_requested(request.step, now_s)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from holdfast.coordinator.actions import Action, AllocateRings, AllocateSlots, RemoveSlot
@@ -111,8 +111,9 @@ class Slot:
 
 @dataclass(slots=True)
 class HostMemory:
-    """Memory state of one host."""
+    """Memory state of one host, and its slots by id."""
 
+    slots: dict[int, Slot] = field(default_factory=dict)
     next: int = 0
     """Number of the next slot created on the host."""
     needed_bytes: int = 0
@@ -124,13 +125,39 @@ class HostMemory:
 
 
 class Slots(dict[int, Slot]):
-    """All slots by id; ``attempts`` tells how valuable their images are."""
+    """All slots by id; ``attempts`` tells how valuable their images are.
+
+    A decision examines each slot once, and a message of one rank only that rank's or its host's:
+    of thousands of ranks each would examine all slots otherwise.
+    """
 
     def __init__(self, attempts: Attempts) -> None:
         super().__init__()
         self.attempts = attempts
         self._hosts: dict[int, HostMemory] = {}
         self._host_by_rank: dict[int, int] = {}
+        self._quarantined: dict[int, dict[int, Slot]] = {}
+        """Slots by rank and id; some may have been freed since, see ``quarantined``."""
+
+    def __setitem__(self, id_: int, slot: Slot) -> None:
+        super().__setitem__(id_, slot)
+        self.on(host_of(id_)).slots[id_] = slot
+        if slot.state == "quarantined":
+            self._quarantined.setdefault(slot.rank, {})[id_] = slot
+
+    def __delitem__(self, id_: int) -> None:
+        super().__delitem__(id_)
+        del self.on(host_of(id_)).slots[id_]
+
+    def delete(self, id_: int) -> Slot:
+        """Delete a slot that does not exist any more, and return it."""
+        slot = self[id_]
+        del self[id_]
+        return slot
+
+    def on_host(self, host: int) -> list[Slot]:
+        """Return the slots of this host."""
+        return list(self.on(host).slots.values())
 
     @property
     def per_image(self) -> int:
@@ -169,11 +196,11 @@ class Slots(dict[int, Slot]):
             if attempt is None or attempt.slots.get(slot.rank) != slot.id:
                 slot.state = "free"
 
-    def lose(self, host: int) -> None:
-        """Remove the slots of an unreachable host, so that none is granted."""
-        for id_ in [id_ for id_ in self if host_of(id_) == host]:
-            del self[id_]
-        self._hosts.pop(host, None)
+    def lose(self, host: int) -> list[Slot]:
+        """Remove and return the slots of an unreachable host, so that none is granted."""
+        lost = [self.delete(slot.id) for slot in self.on_host(host)]
+        del self._hosts[host]
+        return lost
 
     def other_hosts(self) -> list[int]:
         """Return the hosts with known slots, except the coordinator's own."""
@@ -239,8 +266,9 @@ class Slots(dict[int, Slot]):
     ) -> dict[int, Slot]:
         """Return slots of this host for its ranks, with actions that create missing ones."""
         free, count = self._reusable(host), len(ranks)
-        of_host = [slot for slot in self.values() if host_of(slot.id) == host]
-        usable = sum(self._fits(slot) and slot.state != "quarantined" for slot in of_host)
+        usable = sum(
+            self._fits(slot) and slot.state != "quarantined" for slot in self.on_host(host)
+        )
         missing = max(0, count - len(free))
         is_first = usable <= count - missing
         leave = heads_bytes + count * LEAST_RING_BYTES if is_first else 0
@@ -259,8 +287,8 @@ class Slots(dict[int, Slot]):
 
         For an image that no rank writes; if None, ``make_for`` creates a slot.
         """
-        of_host = (s for s in self.values() if host_of(s.id) == host and not s.is_ring)
-        there = (s for s in of_host if s.capacity_bytes >= size_bytes and not self.is_retained(s))
+        whole = (s for s in self.on_host(host) if not s.is_ring)
+        there = (s for s in whole if s.capacity_bytes >= size_bytes and not self.is_retained(s))
         return min(there, key=self._worth, default=None)
 
     def make_for(self, host: int, size_bytes: int) -> AllocateSlots:
@@ -291,7 +319,7 @@ class Slots(dict[int, Slot]):
     def _allocate_rings(
         self, host: int, needs: Mapping[int, RingNeed]
     ) -> tuple[dict[int, Slot], list[Action]]:
-        of_host = [slot for slot in self.values() if host_of(slot.id) == host]
+        of_host = self.on_host(host)
         idle = [s for s in of_host if s.is_ring and s.state == "free"]
         serves = len(idle) == len(needs) and all(
             need.head_bytes <= slot.capacity_bytes - slot.ring_bytes
@@ -321,7 +349,7 @@ class Slots(dict[int, Slot]):
         actions: list[Action] = []
         for host, count in ranks.items():
             if self.on(host).capacity_bytes:
-                usable = sum(host_of(s.id) == host and self._fits(s) for s in self.values())
+                usable = sum(map(self._fits, self.on_host(host)))
                 missing = self.per_image * count - usable
                 actions += [self._make(host)[1] for _ in range(missing)]
         return actions
@@ -331,13 +359,13 @@ class Slots(dict[int, Slot]):
         memory = self.on(host)
         memory.needed_bytes = needed_bytes
         memory.capacity_bytes = slot_capacity(needed_bytes)
-        whole = [s for s in self.values() if host_of(s.id) == host and not s.is_ring]
+        whole = (s for s in self.on_host(host) if not s.is_ring)
         unfit = [s for s in whole if not self._fits(s) and not self.is_retained(s)]
         return [self._remove(slot) for slot in unfit]
 
     def _reusable(self, host: int) -> list[Slot]:
         """Return the reusable slots: the worthless first, those still being allocated last."""
-        of_host = [slot for slot in self.values() if host_of(slot.id) == host]
+        of_host = self.on_host(host)
         there = sorted(
             (s for s in of_host if not s.is_ring and not self.is_retained(s)), key=self._worth
         )
@@ -348,8 +376,7 @@ class Slots(dict[int, Slot]):
         """Return the retained slots in generations: those of a run on more ranks have more slots
         each.
         """
-        of_host = (s for s in self.values() if host_of(s.id) == host)
-        held = (s for s in of_host if s.state == "captured" and not s.is_ring)
+        held = (s for s in self.on_host(host) if s.state == "captured" and not s.is_ring)
         return len({slot.attempt for slot in held if self.is_retained(slot)})
 
     def _fits(self, slot: Slot) -> bool:
@@ -419,6 +446,7 @@ class Slots(dict[int, Slot]):
                 continue
             if slot.state == "granted" and slot.writer is not None:
                 slot.state = "quarantined"  # until the writer reports that it stopped, or is dead
+                self._quarantined.setdefault(slot.rank, {})[id_] = slot
             elif slot.state == "allocating":
                 slot.release()
             else:
@@ -426,8 +454,8 @@ class Slots(dict[int, Slot]):
 
     def writer_stopped(self, rank: int, attempt: str) -> None:
         """Handle a rank's report that it no longer writes to its slot of a discarded attempt."""
-        for slot in self.quarantined():
-            if (slot.attempt, slot.rank) == (attempt, rank):
+        for slot in self._quarantined_of(rank):
+            if slot.attempt == attempt:
                 slot.free()
 
     def writer_stopped_all(self, writer: SlotWriter, rank: int, incarnation: int) -> None:
@@ -436,8 +464,8 @@ class Slots(dict[int, Slot]):
         Only the rank's own report counts, not another rank's in the same process: the process may
         have restarted the run while its earlier thread still copies.
         """
-        for slot in self.quarantined():
-            if (slot.writer, slot.rank, slot.incarnation) == (writer, rank, incarnation):
+        for slot in self._quarantined_of(rank):
+            if (slot.writer, slot.incarnation) == (writer, incarnation):
                 slot.free()
 
     def writer_gone(self, id_: int) -> None:
@@ -457,4 +485,14 @@ class Slots(dict[int, Slot]):
 
     def quarantined(self) -> list[Slot]:
         """Return the slots of failed captures that a rank may still write to."""
-        return [slot for slot in self.values() if slot.state == "quarantined"]
+        return [slot for rank in sorted(self._quarantined) for slot in self._quarantined_of(rank)]
+
+    def _quarantined_of(self, rank: int) -> list[Slot]:
+        """Return this rank's slots in quarantine, and forget those that are not any more."""
+        there = self._quarantined.get(rank, {})
+        for slot in list(there.values()):
+            if self.get(slot.id) is not slot or (slot.state, slot.rank) != ("quarantined", rank):
+                del there[slot.id]
+        if not there:
+            self._quarantined.pop(rank, None)
+        return list(there.values())

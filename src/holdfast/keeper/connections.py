@@ -202,8 +202,9 @@ class Ranks:
 
     def send(self, message: m.Message, rank: int | None) -> None:
         """Send to one rank, if it is connected, or to all (None)."""
-        for number, connection in self._by_rank.items():
-            if rank in (None, number):
+        receivers = self._by_rank.values() if rank is None else [self._by_rank.get(rank)]
+        for connection in receivers:
+            if connection is not None:
                 connection.send(message)
 
     def have_all_left(self, world: int) -> bool:

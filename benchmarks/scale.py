@@ -1,0 +1,244 @@
+"""Fit the coordinator's cost of a save over the number of ranks: t = a N^b, without sockets.
+
+The real coordinator, executor and codec, and hosts of 8 ranks, whose lines only collect frames and
+whose ranks answer at once. Times are thread CPU time of the coordinator's keeper alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from benchmarks.kit import markdown
+from benchmarks.kit.options import Parser
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import SlotWriter
+from holdfast.geometry.layout import Instance, LeafEntry, Mesh, Placement, table_hash, table_to_json
+from holdfast.keeper.connections import ForwardedConnection, Ranks
+from holdfast.keeper.executor import Executor
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.followers import FollowerSession
+from holdfast.keeper.jobs import Background
+from holdfast.protocol import messages as m
+
+RANKS_PER_HOST = 8
+MOST_KEPT_BYTES = 1024
+SIZES = (256, 1024, 4096, 16384, 65536)
+PHASES = ("hosts", "first save", "asks", "decide", "grants", "captured")
+#: One save: what is done at each, once slots and layout are there.
+STEADY = PHASES[2:]
+
+
+class Line:
+    """A connection to a host: counts what is sent, and keeps it unless it is a layout."""
+
+    why_broken = ""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+        self.frames: list[bytes] = []
+        self.sent = self.sent_bytes = 0
+
+    def send(self, frame: bytes) -> None:
+        self.sent += 1
+        self.sent_bytes += len(frame)
+        if len(frame) < MOST_KEPT_BYTES:
+            self.frames.append(frame)
+
+    def close(self, why: str = "") -> None:
+        self.why_broken = why
+
+
+class NoFiles:
+    """The arena of a coordinator's host that has no ranks."""
+
+    boot_id = run_id = root_id = ""
+    directory = Path("/")
+
+    def store_layout(self, hash_: str, data: bytes, used: object) -> None: ...
+    def drop_parity(self) -> None: ...
+    def incarnations(self) -> list[Any]:
+        return []
+
+    def layout(self, hash_: str) -> bytes:
+        return b""
+
+
+class NoIncarnations:
+    current = None
+
+
+def leaf_table(world: int, leaves: int) -> bytes:
+    """Leaves that are divided over all ranks."""
+    instance = Instance(Mesh((world,), tuple(range(world))), (Placement(0),))
+    return table_to_json(
+        [LeafEntry(f"w{n:05}", "F32", (world, 8), "split", instance) for n in range(leaves)]
+    )
+
+
+class Run:
+    """A coordinator's keeper, and hosts that do at once what it orders."""
+
+    def __init__(
+        self, world: int, leaves: int, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        self.clock = clock
+        self.world, self.hosts = world, world // RANKS_PER_HOST
+        self.table = leaf_table(world, leaves)
+        self.cpu_s: Counter[str] = Counter()
+        self.coordinator = Coordinator(keeper="k", grant_deadline_s=60, capture_deadline_s=600)
+        self.ranks = Ranks()
+        self.executor = Executor(
+            self.coordinator, cast(Any, NoFiles()), self.ranks, Background(), lambda _: None
+        )
+        self.executor.connect(cast(Any, None), cast(Any, NoIncarnations()))
+        self.step = 0
+        self.steps_granted: dict[int, m.Grant] = {}
+
+    @contextmanager
+    def counted(self, phase: str) -> Iterator[None]:
+        """Adds the CPU time of the block."""
+        began = self.clock()
+        yield
+        self.cpu_s[phase] += self.clock() - began
+
+    def start(self) -> None:
+        """All hosts attach, all ranks join."""
+        per_host = [
+            tuple(range(n, n + RANKS_PER_HOST)) for n in range(0, self.world, RANKS_PER_HOST)
+        ]
+        entries = [
+            m.HostEntry(id=f"h{n:05}", ranks=ranks) for n, ranks in enumerate([(), *per_host])
+        ]
+        self.lines = [Line(entry.id) for entry in entries]
+        with self.counted("hosts"):
+            self.executor.followers.begin(1, entries)
+            self.executor.carry_out(self.coordinator.begin(1, "00000001", self.world, entries))
+            self.sessions: list[FollowerSession] = [
+                self.executor.followers._attach(
+                    host,
+                    cast(Any, self.lines[host]),
+                    messages.HostInventory(arena="/arena", slots=(), next_number=0),
+                )
+                for host in range(1, len(entries))
+            ]
+            for rank in range(self.world):
+                line = cast(Any, self.lines[1 + rank // RANKS_PER_HOST])
+                process = SlotWriter(10 + rank, 1)
+                connection = ForwardedConnection(line, rank % RANKS_PER_HOST, process)
+                self.ranks.take_place(connection, rank)
+                joined = self.coordinator.join(rank, process, is_copying=False)
+                self.executor.carry_out(joined)
+            self.executor.carry_out(self.coordinator.adopt(0.0))
+        with self.counted("first save"):
+            for rank in range(self.world):
+                self.coordinator.table(rank, table_hash(self.table), self.table)
+        self.take_frames()
+
+    def take_frames(self) -> None:
+        """The hosts' part: slots are made, grants are heard."""
+        while True:
+            orders = [(n, line.frames) for n, line in enumerate(self.lines) if line.frames]
+            if not orders:
+                return
+            for host, frames in orders:
+                self.lines[host].frames = []
+                for frame in frames:
+                    self.obey(host, messages.from_coordinator(frame))
+
+    def obey(self, host: int, order: object) -> None:
+        if isinstance(order, messages.CreateSlot):
+            with self.counted("first save"):
+                self.executor.followers._handle(
+                    self.sessions[host - 1], messages.SlotCreated(slot=order.slot)
+                )
+        elif isinstance(order, messages.ForwardMessage):
+            said = m.unpack(order.frame[4:])[1]
+            if isinstance(said, m.Grant):
+                self.steps_granted[(host - 1) * RANKS_PER_HOST + order.line] = said
+
+    def save(self, phase: Callable[[str], str]) -> None:
+        """One save of all ranks; ``phase`` maps each part of it to where it is counted."""
+        self.step += 1
+        self.steps_granted.clear()
+        for line in self.lines:
+            line.sent = line.sent_bytes = 0
+        request = m.RequestCapture(
+            step=self.step,
+            table=table_hash(self.table),
+            values_bytes=100,
+            durable=False,
+            is_copying=False,
+        )
+        with self.counted(phase("asks")):
+            for rank in range(self.world - 1):
+                self.executor.carry_out(self.coordinator.request_capture(rank, request, 0.0))
+        with self.counted(phase("decide")):
+            actions = self.coordinator.request_capture(self.world - 1, request, 0.0)
+        with self.counted(phase("grants")):
+            self.executor.carry_out(actions)
+        self.take_frames()
+        assert len(self.steps_granted) == self.world, len(self.steps_granted)
+        attempt = self.coordinator.attempts[self.steps_granted[0].attempt]
+        slots = self.coordinator.slots
+        sizes = [slots[attempt.slots[rank]].image_bytes for rank in range(self.world)]
+        with self.counted(phase("captured")):
+            for rank, size_bytes in enumerate(sizes):
+                seal = m.Captured(
+                    attempt=attempt.id, image_bytes=size_bytes, header_xxh3="", table_xxh3=""
+                )
+                self.executor.carry_out(self.coordinator.captured(rank, seal, 0.0))
+                self.executor.captured(attempt.id, rank)
+        assert attempt.phase == "complete"
+        self.take_frames()
+
+
+async def measure(
+    world: int, leaves: int, saves: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, float]:
+    """CPU seconds of each phase, of one save where there are several, and what was sent."""
+    run = Run(world, leaves, clock)
+    run.start()
+    run.save(lambda _: "first save")
+    run.save(lambda _: "first save")  # the spare slots are there now
+    for _ in range(saves):
+        run.save(lambda phase: phase)
+    found = {name: run.cpu_s[name] / (saves if name in STEADY else 1) for name in PHASES}
+    found["a save"] = sum(found[name] for name in STEADY)
+    sent = {"messages out": [line.sent for line in run.lines]}
+    sent["bytes out"] = [line.sent_bytes for line in run.lines]
+    return found | {name: sum(counts) for name, counts in sent.items()}
+
+
+def fitted(points: Sequence[tuple[int, float]]) -> float:
+    """The exponent b of t = a N^b, by least squares of the logarithms."""
+    xs, ys = [math.log(n) for n, _ in points], [math.log(max(t, 1e-9)) for _, t in points]
+    x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / sum(
+        (x - x0) ** 2 for x in xs
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure each size, and print the table with the exponents."""
+    parser = Parser("scale", __doc__, quick="256 to 2,048 ranks")
+    parser.add_argument("--ranks", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--leaves", type=int, default=16)
+    parser.add_argument("--saves", type=int, default=3, help="steady saves of each size (3)")
+    options = parser.parse(arguments)
+    sizes = [256, 512, 1024, 2048] if options.quick else options.ranks
+    found = {n: asyncio.run(measure(n, options.leaves, options.saves)) for n in sizes}
+    columns = list(found[sizes[0]])
+    rows = [[f"{n:,}"] + [f"{found[n][c]:.3g}" for c in columns] for n in sizes]
+    if len(sizes) > 1:
+        fits = [fitted([(n, found[n][c]) for n in sizes]) for c in columns]
+        rows.append(["b", *(f"{b:.2f}" for b in fits)])
+    print("CPU s, and of the last save messages and bytes to the hosts:\n")
+    print(markdown.table(["ranks", *columns], rows))
+    return 0
