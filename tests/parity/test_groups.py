@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from itertools import combinations, permutations
+import sys
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise, permutations
+from types import FrameType
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
+from holdfast.format.manifest import Generation
 from holdfast.parity.coding.codes import MAX_MEMBERS
+from holdfast.parity.planning import groups
 from holdfast.parity.planning.groups import Division, GroupHost, HostGroup, HostRoom, divide, settle
+from holdfast.parity.planning.protection import CaptureDone, HeldSnapshot, HostShards, take_over
+from support.peers import slow_groups
 
 
 def named(count: int, domains: int = 0) -> list[GroupHost]:
@@ -257,7 +265,88 @@ def test_as_few_hosts_move_as_let_a_domain_be_lost_again(
 def test_where_no_step_spreads_the_domains_the_fresh_groups_are_taken() -> None:
     labels = {"a": (True, "r"), "b": (True, "r")}
     fresh = [["a", "b"]]
-    assert settle(labels, [["a", "b"]], HostRoom(1, 2, 2), fresh, lambda groups: False) is fresh
+    room = HostRoom(1, 2, 2)
+    assert settle(labels, [["a", "b"]], room, fresh, parity=1, level=2) is fresh
+
+
+@given(st.data(), st.integers(1, 3))
+def test_every_host_is_where_the_search_through_all_steps_puts_it(
+    data: st.DataObject, parity: int
+) -> None:
+    labels = data.draw(st.lists(st.sampled_from(["", *"abcdefgh"]), min_size=2, max_size=40))
+    hosts = [GroupHost(f"h{n:02}", label) for n, label in enumerate(labels)]
+    order = data.draw(st.permutations([host.id for host in hosts]))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(order)), max_size=8)))
+    earlier = [order[a:b] for a, b in pairwise(cuts)]
+    size = data.draw(st.integers(parity + 1, 9))
+    now = data.draw(st.lists(st.sampled_from(hosts), min_size=1, unique=True))
+    found = divide(now, parity=parity, group_size=size, earlier=earlier)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "settle", slow_groups.settle)
+        assert divide(now, parity=parity, group_size=size, earlier=earlier) == found
+
+
+# ── what it costs ────────────────────────────────────────────────────────────────────────────
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """How many lines run in the planning of parity: each time the same."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        if "planning" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def exponent(costs: dict[int, int]) -> float:
+    """The b of cost = a n^b that fits best."""
+    n, cost = np.log([*costs]), np.log([*costs.values()])
+    return float(np.polyfit(n, cost, 1)[0])
+
+
+def in_racks(count: int) -> list[GroupHost]:
+    return [GroupHost(f"h{n:05}", f"r{n // 16}") for n in range(count)]
+
+
+def test_a_lost_rack_is_regrouped_at_a_cost_linear_in_the_hosts() -> None:
+    """And a coordinator that takes over finds at such a cost what was protected."""
+    regrouped, taken_over = {}, {}
+    for count in (1024, 2048):
+        earlier = ids(divide(in_racks(count), parity=2, group_size=8))
+        left = [host for host in in_racks(count) if host.domain != "r3"]
+        there = {host.id for host in left}
+        rows = [
+            HostShards(one, 0, "a", 2, frozenset(group), frozenset({number}))
+            for number, group in enumerate(earlier)
+            for one in group
+            for _ in range(2)
+            if one in there
+        ]
+        snapshot = HeldSnapshot(CaptureDone(Generation(1, 1), "a"), len(earlier), True)
+
+        def take(rows: Any = rows, there: Any = there, snapshot: Any = snapshot) -> None:
+            found = take_over(
+                frozenset(there), [snapshot], rows, restored="", incarnation=1, turn=0
+            )
+            assert len(found.groups) == snapshot.world
+
+        def divide_again(left: Any = left, earlier: Any = earlier) -> None:
+            level = divide(left, parity=2, group_size=8, earlier=earlier).level
+            assert level.hosts == 2
+
+        regrouped[count], taken_over[count] = lines_of(divide_again), lines_of(take)
+    assert exponent(regrouped) < 1.1 and exponent(taken_over) < 1.1
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────

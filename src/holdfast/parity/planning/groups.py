@@ -10,10 +10,11 @@ an earlier division, as many hosts as possible stay in their groups.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain, pairwise
+from heapq import heappop, heappush
+from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple
 
 from holdfast.errors import UsageError
@@ -139,13 +140,7 @@ def divide(
     members = _deal(labels, room.groups)
     if earlier:
         wanted = level_of([[labels[one] for one in group] for group in members], reached)
-        members = settle(
-            labels,
-            earlier,
-            room,
-            members,
-            lambda groups: level_of(groups, reached) >= wanted,
-        )
+        members = settle(labels, earlier, room, members, parity=reached, level=wanted)
     by_id = {host.id: host for host in ordered}
     groups = (HostGroup(tuple(by_id[one] for one in sorted(ids)), reached) for ids in members)
     return Division(tuple(sorted(groups, key=lambda group: group.hosts[0].id)), parity)
@@ -207,7 +202,6 @@ def _deal(labels: dict[str, Label], groups: int) -> list[list[str]]:
 
 
 Label = tuple[bool, str]  # a failure domain
-Fits = Callable[[Sequence[Sequence[Label]]], bool]
 
 
 class HostRoom(NamedTuple):
@@ -236,22 +230,23 @@ def settle(
     earlier: Sequence[Collection[str]],
     room: HostRoom,
     fresh: list[list[str]],
-    fits: Fits,
+    *,
+    parity: int,
+    level: int,
 ) -> list[list[str]]:
     """Group all of ``labels``, close to ``earlier``; return ``fresh`` groups if no way is found.
 
-    ``fits`` tells whether the domain counts of all groups are spread widely enough.
+    ``level``: how many domains must be survivable; see ``level_of``.
     """
     homes = sorted((sorted(set(group) & labels.keys()) for group in earlier), key=_largest_first)
     homes = [*homes, *([] for _ in range(room.groups))][: room.groups]
     groups = _keep_hosts(homes, labels, room)
     _place_others(groups, labels, room)
     home_of = {one: number for number, home in enumerate(homes) for one in home}
-    while not fits([[labels[one] for one in group] for group in groups]):
-        step = min(_steps(groups, labels, home_of, room), default=None)
-        if step is None:
+    spreading = _Spreading(groups, labels, home_of, room, parity, level)
+    while spreading.is_short:
+        if not spreading.take_best():
             return fresh
-        _take(groups, step)
     return groups
 
 
@@ -276,52 +271,166 @@ def _keep_hosts(
 
 
 def _place_others(groups: list[list[str]], labels: dict[str, Label], room: HostRoom) -> None:
-    """Put hosts without a group where the fewest of their domain are."""
+    """Put hosts without a group where the fewest of their domain are, then of all hosts.
+
+    The hosts of one domain come one after the other, so only its own groups are looked at twice.
+    """
     sizes = Counter(labels.values())
-    others = labels.keys() - {one for group in groups for one in group}
+    left = labels.keys() - {one for group in groups for one in group}
+    others = sorted(left, key=lambda one: (-sizes[labels[one]], labels[one], one))
     full = len(labels) - room.groups * room.least
-    for one in sorted(others, key=lambda one: (-sizes[labels[one]], labels[one], one)):
-        larger = sum(len(group) > room.least for group in groups)
-        size = room.most if larger < full else room.least
-        open_ = [group for group in groups if len(group) < size]
-        same = [sum(labels[n] == labels[one] for n in group) for group in open_]
-        open_[min(range(len(open_)), key=lambda n: (same[n], len(open_[n]), n))].append(one)
+    larger = sum(len(group) > room.least for group in groups)
+    present: dict[Label, Counter[int]] = {labels[one]: Counter() for one in others}
+    for n, group in enumerate(groups):
+        for one in group:
+            if labels[one] in present:
+                present[labels[one]][n] += 1
+    smallest = sorted((len(group), n) for n, group in enumerate(groups))  # a heap
+    for label, ones in groupby(others, key=labels.__getitem__):
+        same, passed = present[label], list[tuple[int, int]]()
+        for one in ones:
+            size = room.most if larger < full else room.least
+            number = _smallest_without(smallest, same, passed, groups, size)
+            if number is None:
+                crowded = ((same[n], len(groups[n]), n) for n in same if len(groups[n]) < size)
+                number = min(crowded)[2]
+            groups[number].append(one)
+            same[number] += 1
+            larger += len(groups[number]) == room.least + 1
+            passed.append((len(groups[number]), number))
+        for entry in passed:
+            heappush(smallest, entry)
 
 
-def _steps(
-    groups: list[list[str]], labels: dict[str, Label], home_of: dict[str, int], room: HostRoom
-) -> Iterator[_Step]:
-    """List the steps that spread a domain wider, out of groups with several hosts of that
-    domain.
+def _smallest_without(
+    smallest: list[tuple[int, int]],
+    same: Counter[int],
+    passed: list[tuple[int, int]],
+    groups: list[list[str]],
+    size: int,
+) -> int | None:
+    """Take the smallest open group that has no host of a domain off the heap; None without one.
+
+    ``same``: the groups that have some; these are ``passed``.
     """
-    counts = [Counter(labels[one] for one in group) for group in groups]
-    for a, group in enumerate(groups):
-        for one in sorted(group):
-            for b in range(len(groups)):
-                own = labels[one]
-                if a == b or counts[a][own] < counts[b][own] + 2:
-                    continue
-                left = int(home_of.get(one) == a)
-                if len(group) > room.least and len(groups[b]) < room.most:
-                    yield _Step(left, _gain(counts, own, a, b), one, "", a, b)
-                for other in sorted(groups[b]):
-                    back = labels[other]
-                    gain = _gain(counts, own, a, b) + _gain(counts, back, b, a)
-                    if back != own and gain < 0:
-                        moved = left + int(home_of.get(other) == b)
-                        yield _Step(moved, gain, one, other, a, b)
+    while smallest:
+        length, number = heappop(smallest)
+        if length != len(groups[number]) or length >= size:
+            continue  # it has grown, or is full for good
+        if number not in same:
+            return number
+        passed.append((length, number))
+    return None
 
 
-def _gain(counts: list[Counter[Label]], label: Label, a: int, b: int) -> int:
-    """Return the change of the sum of squares of a domain's counts when one host moves from a
-    to b.
+_NO_STEP = _Step(3, 0, "", "", -1, -1)
+"""Comes after every step."""
+
+
+class _Spreading:
+    """Moves single hosts, in place, until every group survives the loss of ``level`` domains.
+
+    Each step is the smallest of all that spread a domain wider. Only a group with two hosts or
+    more of a domain has steps to offer, so one is remembered for each such (group, domain): its
+    best, or a bound that is no larger where the best has gone.
     """
-    return 2 * (counts[b][label] - counts[a][label] + 1)
 
+    def __init__(
+        self,
+        groups: list[list[str]],
+        labels: dict[str, Label],
+        home_of: dict[str, int],
+        room: HostRoom,
+        parity: int,
+        level: int,
+    ) -> None:
+        self._groups, self._labels, self._home_of, self._room = groups, labels, home_of, room
+        self._parity, self._level = parity, level
+        self._counts = [Counter(labels[one] for one in group) for group in groups]
+        self._short = {n for n in range(len(groups)) if self._is_short(n)}
+        self._best: dict[tuple[int, Label], _Step] = {}
+        self._bounds: set[tuple[int, Label]] = set()
+        """Where ``_best`` is a bound only."""
+        if self.is_short:
+            for number in range(len(groups)):
+                self._search(number)
 
-def _take(groups: list[list[str]], step: _Step) -> None:
-    groups[step.a].remove(step.one)
-    groups[step.b].append(step.one)
-    if step.other:
-        groups[step.b].remove(step.other)
-        groups[step.a].append(step.other)
+    @property
+    def is_short(self) -> bool:
+        """Return True while some group does not survive enough domains."""
+        return bool(self._short)
+
+    def _is_short(self, number: int) -> bool:
+        labels = [self._labels[one] for one in self._groups[number]]
+        return level_of([labels], self._parity) < self._level
+
+    def take_best(self) -> bool:
+        """Take the best step; return False if there is none."""
+        while True:
+            at = min(self._best, key=self._best.__getitem__, default=None)
+            if at is None or (best := self._best[at]) is _NO_STEP:
+                return False
+            if at not in self._bounds:
+                self._take(best)
+                return True
+            self._bounds.discard(at)
+            self._best[at] = self._into(*at, range(len(self._groups)))
+
+    def _take(self, step: _Step) -> None:
+        self._move(step.one, step.a, step.b)
+        if step.other:
+            self._move(step.other, step.b, step.a)
+        changed = step.a, step.b
+        for at, best in self._best.items():
+            if at[0] not in changed:
+                if best.b in changed:
+                    self._bounds.add(at)
+                self._best[at] = min(best, self._into(*at, changed))
+        for number in changed:
+            (self._short.add if self._is_short(number) else self._short.discard)(number)
+            self._search(number)
+
+    def _move(self, one: str, a: int, b: int) -> None:
+        label = self._labels[one]
+        self._counts[a][label] -= 1
+        self._counts[b][label] += 1
+        self._groups[a].remove(one)
+        self._groups[b].append(one)
+
+    def _search(self, number: int) -> None:
+        """Look for the best step of each domain of which this group has several hosts."""
+        for label, count in self._counts[number].items():
+            self._bounds.discard((number, label))
+            if count >= 2:
+                best = self._into(number, label, range(len(self._groups)))
+                self._best[number, label] = best
+            else:
+                self._best.pop((number, label), None)
+
+    def _into(self, a: int, label: Label, groups: Iterable[int]) -> _Step:
+        """Return the best step that takes a host of this domain from ``a`` into one of ``groups``.
+
+        A step moves one host; or swaps it for one of another domain, where that spreads them.
+        """
+        firsts: dict[bool, str] = {}  # by whether it leaves its home: any other comes later
+        for one in sorted(self._groups[a]):
+            if self._labels[one] == label:
+                firsts.setdefault(self._home_of.get(one) == a, one)
+        here, best = self._counts[a], _NO_STEP
+        can_move = len(self._groups[a]) > self._room.least
+        for b in groups:
+            there = self._counts[b]
+            gain = 2 * (there.get(label, 0) - here[label] + 1)  # of the sum of squared counts
+            if a == b or gain > -2:
+                continue
+            swaps = [("", 0, gain)] if can_move and len(self._groups[b]) < self._room.most else []
+            for other in self._groups[b]:
+                back = self._labels[other]
+                both = gain + 2 * (here.get(back, 0) - there[back] + 1)
+                if both < 0 and back != label:
+                    swaps.append((other, self._home_of.get(other) == b, both))
+            for other, comes, both in swaps:
+                for leaves, one in firsts.items():
+                    if (leaves + comes, both, one, other) < best[:4]:
+                        best = _Step(leaves + comes, both, one, other, a, b)
+        return best

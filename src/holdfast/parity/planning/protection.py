@@ -111,7 +111,7 @@ class Protection:
         if self.coding is None or turn != self.turn or member not in self.coding.members:
             return self
         sealed = self.sealed | {member}
-        if sealed < self.coding.members:
+        if len(sealed) < len(self.coding.members):
             return replace(self, sealed=sealed)
         return replace(
             self, protected=self.coding, half=self.coding_half, coding=None, sealed=frozenset()
@@ -260,18 +260,23 @@ def _coding(members: frozenset[str], half: int, rows: Iterable[HostShards]) -> P
         ),
         reverse=True,
     )
+    lacking: dict[frozenset[str], int] = {}
+    for one, held in keepers.items():
+        count = len(one.members - held)
+        lacking[one.members] = min(count, lacking.get(one.members, count))
     taken: list[frozenset[str]] = []
+    joined: set[str] = set()
     ranks: set[int] = set()
     lost, spares = 0, []
     for spare, hosts, coded in ranked:
         group = frozenset(hosts)
-        if any(group & other for other in taken):
+        if not joined.isdisjoint(group):
             continue
         taken.append(group)
+        joined |= group
         ranks.update(coded)
         spares.append(spare)
-        lost += min(len(group - held) for one, held in keepers.items() if one.members == group)
-    joined = frozenset().union(*taken)
+        lost += lacking[group]
     return ProtectionCode(
         min(spares), joined == members, half, lost, tuple(taken), frozenset(ranks)
     )
