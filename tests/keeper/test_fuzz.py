@@ -225,14 +225,14 @@ def test_crowds_that_stay_and_say_little_keep_nobody_out_and_take_no_more_than_t
 ) -> None:
     doors, connections = served.doors(0), served.settled()
     own_bytes = served.own_bytes()
-    doorways: list[tuple[Callable[[], socket.socket], bytes]] = [
-        (doors.here, (900 << 10).to_bytes(4, "little")),  # a frame of which too little comes
-        (doors.control, b"holdfast-control-1\n"),
-        (doors.peers, b"GET /inventory HTTP/1.1\r\n"),
+    doorways: list[tuple[Callable[[], socket.socket], int, bytes]] = [
+        (doors.here, 300, (900 << 10).to_bytes(4, "little")),  # a frame of which too little comes
+        (doors.control, MOST_STRANGERS + 300, b"holdfast-control-1\n"),
+        (doors.peers, 300, b"GET /inventory HTTP/1.1\r\n"),
     ]
     lines: list[socket.socket] = []
-    for opened, start in doorways:
-        lines += crowd(opened, 300, (b"", start))
+    for opened, count, start in doorways:
+        lines += crowd(opened, count, (b"", start))
     half_closed = lines[::5]
     for line in half_closed:
         try:

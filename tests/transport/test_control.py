@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import Fenced, FormatError, HoldfastError, PeerError, UsageError
+from holdfast.transport import channel
 from holdfast.transport.channel import ChannelBounds, ChannelServer, SealedChannel, call
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.wire import frame_seals as sealing
@@ -77,15 +79,18 @@ class Raw:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def greeted(cls, peer: Peer, *, secret: bytes = SECRET, name: str = "b") -> Raw:
-        raw = cls(*await asyncio.open_connection(peer.host, peer.port))
-        greeting = await raw.reader.readexactly(len(sealing.MAGIC) + sealing.NONCE_BYTES)
-        hello = ChannelHello(secrets.token_bytes(32), name, peer.name, 4)
-        raw.keys = Keys(secret, greeting[len(sealing.MAGIC) :], hello)
-        raw.said = hello.pack() + raw.keys.caller_proof()
-        raw.writer.write(raw.said)
-        raw.seals = raw.keys.to_server()
-        return raw
+    async def greeted(cls, peer: Peer) -> Raw:
+        return await cls(*await asyncio.open_connection(peer.host, peer.port)).answer(peer)
+
+    async def answer(self, peer: Peer) -> Raw:
+        """Answer the greeting with the proof."""
+        greeting = await self.reader.readexactly(len(sealing.MAGIC) + sealing.NONCE_BYTES)
+        hello = ChannelHello(secrets.token_bytes(32), "b", peer.name, 4)
+        self.keys = Keys(SECRET, greeting[len(sealing.MAGIC) :], hello)
+        self.said = hello.pack() + self.keys.caller_proof()
+        self.writer.write(self.said)
+        self.seals = self.keys.to_server()
+        return self
 
     keys: Keys
     said: bytes
@@ -275,8 +280,8 @@ def test_nonsense_at_the_door_costs_a_connection_and_no_more(said: bytes) -> Non
         async with listening() as (heard, peer):
             reader, writer = await asyncio.open_connection(peer.host, peer.port)
             writer.write(said)
-            assert (await reader.read(1 << 16)).startswith(sealing.MAGIC)
-            assert await reader.read(1) == b""
+            assert (await reader.readexactly(len(sealing.MAGIC) + 32)).startswith(sealing.MAGIC)
+            assert await Raw(reader, writer).is_ended()
             writer.close()
             line = await line_to(peer)
             line.send(b"and others are heard")
@@ -301,20 +306,98 @@ def test_strangers_who_say_nothing_are_sent_away_in_time() -> None:
     run(test)
 
 
-def test_who_knows_the_secret_comes_in_at_once_however_many_do_not() -> None:
+@pytest.fixture
+def few_strangers(monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many may be at the door at once, and each is spared for a short time."""
+    monkeypatch.setattr(channel, "MOST_STRANGERS", 64)
+    monkeypatch.setattr(channel, "SPARED_S", 0.2)
+    return 64
+
+
+PATIENT = replace(QUICK, greeting_s=20.0)
+
+
+def test_who_knows_the_secret_comes_in_however_many_do_not(few_strangers: int) -> None:
     async def test() -> None:
-        async with listening(replace(QUICK, greeting_s=20.0)) as (heard, peer):
+        async with listening(PATIENT) as (heard, peer):
             crowd = []
             for _ in range(3):
                 crowd += [await asyncio.open_connection(peer.host, peer.port) for _ in range(150)]
-                line = await line_to(peer)
+                line = await line_to(peer, bounds=PATIENT)
                 line.send(b"here")
                 assert await line.receive() == b"heard here"
                 line.close()
-            assert heard.server.refusals["crowded"] >= 300
+            assert heard.server.refusals["crowded"] >= 450 - few_strangers
             assert (await crowd[0][0].read())[:8] == b"holdfast", "ended, after its greeting"
             for _, writer in crowd:
                 writer.transport.abort()
+
+    run(test)
+
+
+def test_strangers_that_say_a_little_now_and_then_keep_nobody_out(few_strangers: int) -> None:
+    async def test() -> None:
+        async with listening(PATIENT) as (heard, peer):
+            crowd = [
+                await asyncio.open_connection(peer.host, peer.port)
+                for _ in range(2 * few_strangers)
+            ]
+
+            async def drip() -> None:
+                while True:
+                    for _, writer in crowd:
+                        writer.write(b"h")
+                    await asyncio.sleep(0.05)
+
+            dripping = asyncio.create_task(drip())
+            (await line_to(peer, bounds=PATIENT)).close()
+            assert heard.server.refusals["crowded"] > few_strangers
+            dripping.cancel()
+            for _, writer in crowd:
+                writer.transport.abort()
+
+    run(test)
+
+
+async def at_the_door(peer: Peer, count: int) -> list[Raw]:
+    """So many keepers whose answer to the greeting is not there yet."""
+    return [Raw(*await asyncio.open_connection(peer.host, peer.port)) for _ in range(count)]
+
+
+def test_who_is_about_to_prove_the_secret_is_not_pushed_out_by_later_callers(
+    few_strangers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        async with listening(PATIENT) as (heard, peer):
+            monkeypatch.setattr(channel, "SPARED_S", 20.0)
+            first = await at_the_door(peer, few_strangers)
+            later = [asyncio.create_task(line_to(peer, bounds=PATIENT)) for _ in range(64)]
+            for raw in first:
+                await (await raw.answer(peer)).accepted()
+            for line in await asyncio.gather(*later):
+                line.close()
+            for raw in first:
+                raw.close()
+            assert not heard.server.refused
+            assert len(heard.lines) == few_strangers + 64
+
+    run(test)
+
+
+def test_who_has_answered_a_busy_server_is_not_silent(few_strangers: int) -> None:
+    async def test() -> None:
+        async with listening(PATIENT) as (heard, peer):
+            first = await at_the_door(peer, few_strangers)
+            later = asyncio.create_task(line_to(peer, bounds=PATIENT))
+            await asyncio.sleep(0.1)  # it is there, and waits
+            for raw in first:
+                await raw.answer(peer)
+            time.sleep(0.3)  # the server's loop is busy, and reads nothing
+            for raw in first:
+                await raw.accepted()
+                raw.close()
+            (await later).close()
+            assert not heard.server.refused
 
     run(test)
 

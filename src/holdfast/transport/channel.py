@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import secrets
 import socket
 import stat
+import termios
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.errors import Fenced, FormatError, PeerError, UsageError
 from holdfast.transport.client_connection import Peer, failed
@@ -19,6 +23,9 @@ from holdfast.transport.wire import frame_seals as sealing
 from holdfast.transport.wire.frame_seals import ChannelHello, FrameMac, Keys, is_same
 from holdfast.transport.wire.http import check_peer
 from holdfast.transport.wire.signing import LEAST_SECRET_BYTES
+
+if TYPE_CHECKING:
+    from holdfast.transport.server import SocketListener
 
 SETTING = "HOLDFAST_SECRET_FILE"
 _MOST_BYTES = 4096
@@ -78,10 +85,12 @@ def _check(path: Path, status: os.stat_result) -> None:
 # ``silence_s``, whatever happened to the other side. The channel does not interpret the messages.
 
 
-MOST_STRANGERS = 128
-"""The most connections whose caller has not yet proven that it knows the secret. A further one ends
-the oldest. A caller that knows the secret proves it at once, so it always gets in.
+MOST_STRANGERS = 1024
+"""The most connections whose caller has not yet proven that it knows the secret. Further callers
+wait with the kernel, where nobody is pushed out.
 """
+SPARED_S = 1.0
+"""Time to prove it before a stranger that says nothing may be ended for a caller that waits."""
 _VERDICT_KINDS = {b"o": "fenced", b"n": "behind", b"a": "misdirected"}
 
 
@@ -225,8 +234,10 @@ class ChannelServer:
         """
         self._on_refused = on_refused
         self._secret, self._welcome, self._bounds = secret, welcome, bounds or ChannelBounds()
-        self._strangers: dict[asyncio.StreamWriter, None] = {}
-        self._server: asyncio.Server | None = None
+        self._strangers: dict[socket.socket, float] = {}
+        """Callers that have proven nothing, oldest first, and since when."""
+        self._stranger_left = asyncio.Event()
+        self._listener: SocketListener | None = None
         self._talks: set[asyncio.Task[None]] = set()
 
     @property
@@ -236,89 +247,120 @@ class ChannelServer:
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen on one address of this host; return the port. OSError when that fails."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=128)
-        self._server = await asyncio.start_server(self._begin_talk, sock=listener)
-        return int(listener.getsockname()[1])
+        from holdfast.transport.server import SocketListener  # who only calls does not need it
+
+        self._listener = SocketListener(host, port, self._begin_talk, self._wait_for_room)
+        return self._listener.port
 
     async def close(self) -> None:
         """Stop listening and break all channels. Returns when no ``welcome`` runs any more."""
-        if self._server is not None:
-            self._server.close()
+        if self._listener is not None:
+            await self._listener.close()
         talks = list(self._talks)
         for talk in talks:
             talk.cancel()
         await asyncio.gather(*talks, return_exceptions=True)
 
-    def _begin_talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        talk = asyncio.create_task(self._serve(reader, writer))
+    async def _wait_for_room(self) -> None:
+        """Wait until one more stranger is allowed; end the oldest of those that say nothing."""
+        while len(self._strangers) >= MOST_STRANGERS and not self._end_a_silent_stranger():
+            self._stranger_left.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(SPARED_S / 4):
+                    await self._stranger_left.wait()
+
+    def _end_a_silent_stranger(self) -> bool:
+        long_ago_s = time.monotonic() - SPARED_S
+        for stranger, since_s in self._strangers.items():
+            if since_s > long_ago_s:
+                break
+            # What has come and was not read yet does not count as silence: this loop was busy.
+            if not _has_unread(stranger):
+                del self._strangers[stranger]
+                with contextlib.suppress(OSError):  # it has gone
+                    stranger.shutdown(socket.SHUT_RDWR)
+                self._refuse("crowded")
+                return True
+        return False
+
+    def _begin_talk(self, connected: socket.socket, _: str) -> None:
+        self._strangers[connected] = time.monotonic()
+        talk = asyncio.create_task(self._serve(connected))
         self._talks.add(talk)
         talk.add_done_callback(self._talks.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, connected: socket.socket) -> None:
         channel = None
         try:
-            channel = await self._greet(reader, writer)
+            channel = await self._greet(connected)
             if channel is not None:
                 await self._welcome(channel)
         finally:
             if channel is not None:
                 channel.close()
-            writer.close()
+            else:
+                connected.close()
 
-    async def _greet(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> SealedChannel | None:
+    async def _greet(self, connected: socket.socket) -> SealedChannel | None:
         """Return a channel, if the caller knows the secret and belongs to this incarnation."""
-        if len(self._strangers) >= MOST_STRANGERS:
-            self._end_oldest_stranger()
-        self._strangers[writer] = None
         try:
             async with asyncio.timeout(self._bounds.greeting_s):
-                return await self._greeted(reader, writer)
+                return await self._greeted(connected)
         except TimeoutError:
             self._refuse("slow")
         except FormatError:
             self._refuse("malformed")
-        except (OSError, asyncio.IncompleteReadError):
-            if writer in self._strangers:  # not for one that this server ended
+        except OSError:
+            if connected in self._strangers:  # not for one that this server ended
                 self._refuse("cut_short")
         finally:
-            self._strangers.pop(writer, None)
+            self._strangers.pop(connected, None)
+            self._stranger_left.set()
         return None
-
-    def _end_oldest_stranger(self) -> None:
-        oldest = next(iter(self._strangers))
-        del self._strangers[oldest]
-        oldest.transport.abort()
-        self._refuse("crowded")
 
     def _refuse(self, kind: str) -> None:
         self.refusals[kind] += 1
         if self._on_refused is not None:
             self._on_refused(kind)
 
-    async def _greeted(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> SealedChannel | None:
-        nonce = secrets.token_bytes(sealing.NONCE_BYTES)
-        writer.write(sealing.MAGIC + nonce)
-        fixed = await reader.readexactly(sealing.FIXED_HELLO_BYTES)
-        hello = sealing.parse_hello(fixed, await reader.readexactly(sealing.rest_of_hello(fixed)))
+    async def _greeted(self, connected: socket.socket) -> SealedChannel | None:
+        loop, nonce = asyncio.get_running_loop(), secrets.token_bytes(sealing.NONCE_BYTES)
+        await loop.sock_sendall(connected, sealing.MAGIC + nonce)
+        fixed = await _receive(connected, sealing.FIXED_HELLO_BYTES)
+        names = await _receive(connected, sealing.rest_of_hello(fixed))
+        hello = sealing.parse_hello(fixed, names)
         keys = Keys(self._secret, nonce, hello)
-        if not is_same(await reader.readexactly(sealing.PROOF_BYTES), keys.caller_proof()):
+        if not is_same(await _receive(connected, sealing.PROOF_BYTES), keys.caller_proof()):
             self._refuse("forged")
             return None
+        if self._strangers.pop(connected, None) is None:
+            return None  # this server ended it
         verdict = sealing.judge(hello, name=self.name, incarnation=self.incarnation)
-        writer.write(verdict + keys.server_proof(verdict))
-        await writer.drain()
+        await loop.sock_sendall(connected, verdict + keys.server_proof(verdict))
         if not sealing.is_accepted(verdict):
             self._refuse(_VERDICT_KINDS[verdict])
             return None
+        reader, writer = await asyncio.open_connection(sock=connected)
         _stay_awake(writer)
         return SealedChannel(
             reader, writer, hello.name, keys.to_caller(), keys.to_server(), self._bounds
         )
+
+
+def _has_unread(connected: socket.socket) -> bool:
+    unread = fcntl.ioctl(connected, termios.FIONREAD, bytes(4))
+    return unread != bytes(4)
+
+
+async def _receive(connected: socket.socket, size: int) -> bytes:
+    """Return exactly so many bytes of a stranger. OSError when it ends before."""
+    data, loop = b"", asyncio.get_running_loop()
+    while len(data) < size:
+        piece = await loop.sock_recv(connected, size - len(data))
+        if not piece:
+            raise ConnectionError("it ended the line")
+        data += piece
+    return data
 
 
 async def call(

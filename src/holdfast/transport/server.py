@@ -14,7 +14,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,8 +27,69 @@ from holdfast.transport.wire.http import check_peer, render_answer
 from holdfast.transport.wire.signing import HttpAnswer, Signer
 
 SEND_THREADS = 4
-_BACKLOG = 128
+BACKLOG = 4096
+"""Callers that the kernel holds until they are accepted: all hosts of a run call at once when it
+starts, and when its coordinator comes back. Beyond this a caller is heard at its next attempt.
+"""
 _PAUSE_S = 0.1
+
+
+class SocketListener:
+    """Listens on one address of this host, and passes each caller to ``welcome`` with its address.
+
+    It accepts one caller a turn of the loop, so that those accepted before are served meanwhile.
+    ``room`` is awaited before each: while it waits, callers wait with the kernel. Raises OSError.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        welcome: Callable[[socket.socket, str], None],
+        room: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._socket.setblocking(False)
+        self._welcome, self._room = welcome, room
+        self._accepting = asyncio.create_task(self._accept())
+        self.port = int(self._socket.getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening."""
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        self._socket.close()
+
+    async def _accept(self) -> None:
+        while True:
+            # Not ``sock_accept``: a cancellation at the wrong moment loses an accepted connection.
+            await _readable(self._socket)
+            if self._room is not None:
+                await self._room()
+            try:
+                connected, address = self._socket.accept()
+            except BlockingIOError:
+                continue
+            except OSError:  # for example no descriptor left: open connections may end meanwhile
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            connected.setblocking(False)
+            try:
+                self._welcome(connected, str(address[0]))
+            except OSError:  # the caller is gone already: serve the others
+                connected.close()
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Wait until a connection can be accepted."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(listener, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(listener)
 
 
 class PeerServer:
@@ -58,12 +119,10 @@ class PeerServer:
         self._service.on_refused = on_refused
         kinds = [refused.kind for refused in refusals.ALL]
         self._service.counts.update(dict.fromkeys((*COUNTED, *kinds), 0))
-        self._listeners: list[socket.socket] = []
-        self._accepting: list[asyncio.Task[None]] = []
+        self._listeners: list[SocketListener] = []
         self._connections: dict[ServerConnection, asyncio.Task[None]] = {}
         self._of_address: Counter[str] = Counter()
         """Connections by address, without those that are ending to make room for others."""
-        self._is_closing = False
         self.port = 0
         """The port on which it listens; 0 while it does not."""
 
@@ -143,44 +202,19 @@ class PeerServer:
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen on one address of this host; return the port. OSError when that fails."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        listener.setblocking(False)
-        self._listeners.append(listener)
-        self._accepting.append(asyncio.create_task(self._accept(listener)))
-        self.port = int(listener.getsockname()[1])
+        self._listeners.append(SocketListener(host, port, self._welcome))
+        self.port = self._listeners[-1].port
         return self.port
 
     async def close(self) -> None:
         """Stop listening, break all connections, and wait until they have ended."""
-        self._is_closing = True
-        for accepting in self._accepting:
-            accepting.cancel()
-        await asyncio.gather(*self._accepting, return_exceptions=True)
         for listener in self._listeners:
-            listener.close()
+            await listener.close()
         for connection in self._connections:
             connection.shut()
         await asyncio.gather(*self._connections.values(), return_exceptions=True)
         self._service.resources.withdraw_all()
         self._service.sender.close()
-
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            # Not ``sock_accept``: a cancellation at the wrong moment loses an accepted connection.
-            await _readable(listener)
-            try:
-                connected, address = listener.accept()
-            except BlockingIOError:
-                continue
-            except OSError:  # for example no descriptor left: open connections may end meanwhile
-                await asyncio.sleep(_PAUSE_S)
-                continue
-            connected.setblocking(False)
-            try:
-                self._welcome(connected, str(address[0]))
-            except OSError:  # the caller is gone already: serve the others
-                connected.close()
 
     def _welcome(self, connected: socket.socket, address: str) -> None:
         counts = self._service.counts
@@ -241,17 +275,6 @@ class PeerServer:
         finally:
             del self._connections[connection]
             self._uncount(connection)
-
-
-async def _readable(listener: socket.socket) -> None:
-    """Wait until a connection can be accepted."""
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(listener, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(listener)
 
 
 _CROWDED = render_answer(HttpAnswer(status=refusals.CROWDED.status), is_last=True)

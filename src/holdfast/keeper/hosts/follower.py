@@ -8,9 +8,10 @@ the same as after the loss of their keeper, and train on without snapshots.
 from __future__ import annotations
 
 import asyncio
+import random
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 from holdfast.coordinator.actions import Action
 from holdfast.errors import Fenced, FormatError, HoldfastError, KeeperError, PeerError
@@ -34,6 +35,18 @@ from holdfast.transport.channel import SealedChannel, call
 from holdfast.transport.client_connection import Peer
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+
+
+def pauses() -> Iterator[float]:
+    """Yield the pauses between calls: doubled each time, and random, so that the hosts of a run do
+    not all call at the same moments.
+    """
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        yield pause_s * random.uniform(0.5, 1.0)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
 #: How long a superseded coordinator may take to release the root.
 _LET_GO_S = 20.0
 
@@ -59,6 +72,7 @@ class Follower:
         self._ended = ended
         self._line: SealedChannel | None = None
         self._is_attached = asyncio.Event()
+        self._pauses = pauses()
         self._trainers: dict[int, LocalConnection] = {}
         self._watched: dict[int, tuple[str, int, int]] = {}
         self._why = "it was not tried yet"
@@ -101,13 +115,11 @@ class Follower:
         """Connect to the coordinator, repeatedly, and execute its orders."""
         place, own = self.role.hosts[0], self.role.hosts[self.role.host].id
         peer = Peer(place.id, place.address, place.control_port)
-        pause_s = _FIRST_PAUSE_S
         while not self.fenced:
             try:
                 line = await call(
                     self.role.secret, peer, name=own, incarnation=self.role.incarnation
                 )
-                pause_s = _FIRST_PAUSE_S
                 await self._serve(line)
             except Fenced as error:
                 self.fenced = str(error)
@@ -116,8 +128,7 @@ class Follower:
             except Exception as error:  # the next attaching may succeed
                 traceback.print_exc(file=sys.stderr)
                 self._why = f"{type(error).__name__}: {error}"
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await asyncio.sleep(next(self._pauses))
 
     async def _serve(self, line: SealedChannel) -> None:
         self._line = line
@@ -228,6 +239,7 @@ class Follower:
                 for known in answer_handover(self._memory, fact):
                     line.send(messages.pack(known))
                 self._is_attached.set()
+                self._pauses = pauses()
                 if self.is_stopping:
                     line.send(messages.pack(messages.Stopping()))
             case messages.ForwardMessage(line=number, frame=frame):

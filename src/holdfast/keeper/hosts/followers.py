@@ -7,6 +7,7 @@ breaks is lost with its ranks and slots, until it connects again.
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -35,6 +36,28 @@ if TYPE_CHECKING:  # a run on one host does not need it
 
 #: Queue limit of one trainer's messages: a trainer sends a few per save.
 MOST_SAID = 4096
+
+
+#: Open files that a keeper needs: for itself, its ranks and its peers; and for each other host.
+FILES, FILES_OF_HOST = 4096, 2
+
+
+def allow_open_files(hosts: int) -> None:
+    """Raise this process's limit of open files to what so many hosts need, or as far as allowed."""
+    needed = FILES + FILES_OF_HOST * hosts
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        emit(
+            Warned(
+                message=(
+                    f"this keeper may open {allowed} files, and with {hosts} hosts needs up to "
+                    f"{needed}: raise the hard limit where training is started (ulimit -Hn)"
+                )
+            )
+        )
 
 
 class TrainerDispatcher(Protocol):
@@ -96,6 +119,8 @@ class FollowerRegistry:
         self._superseded = superseded
         self._dispatcher: TrainerDispatcher | None = None
         self._hosts: Sequence[m.HostEntry] = ()
+        self._numbers: dict[str, int] = {}
+        """Hosts that may connect, by name."""
         self._incarnation = 0
         self._by_host: dict[int, FollowerSession] = {}
         self.parity_scheduler: ParityScheduler | None = None
@@ -112,6 +137,9 @@ class FollowerRegistry:
     def begin(self, incarnation: int, hosts: Sequence[m.HostEntry]) -> None:
         """Begin an incarnation: expect its followers, and disconnect those of an older one."""
         self._incarnation, self._hosts = incarnation, hosts
+        self._numbers = {host.id: number for number, host in enumerate(hosts) if number}
+        if hosts:
+            allow_open_files(len(hosts))
         for follower in list(self._by_host.values()):
             self._forget(follower, "a newer incarnation has begun")
             self._background.spawn(follower.line.finish())
@@ -266,8 +294,7 @@ class FollowerRegistry:
 
     async def welcome(self, line: SealedChannel) -> None:
         """Serve the connection of another host's keeper until it breaks."""
-        places = {place.id: n for n, place in enumerate(self._hosts) if n}
-        host = places.get(line.peer)
+        host = self._numbers.get(line.peer)
         is_served = self._coordinator.incarnation == self._incarnation
         if host is None or not is_served:
             return  # this keeper has not taken over yet; the follower retries
