@@ -43,7 +43,7 @@ from holdfast.parity.planning.record import (
 )
 from holdfast.protocol.arena import IMAGE_START
 from holdfast.protocol.image_plan import plan_rank
-from holdfast.restore.cluster.open import ClusterReach, open_recovery
+from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning.holdings import (
     HostHolding,
     ImageHolding,
@@ -197,12 +197,14 @@ class Ways:
         return Checkpoint(self.layout, {LOST: file}, self.layout.world, {"attempt": ATTEMPT})
 
     def _holding(self, host: str) -> HostHolding:
-        fact, record = self.facts[HOSTS.index(host)], self._record_on(host)
-        image = ImageIdentity(fact.rank, fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
-        part = ImageHolding(
-            1, 1, ATTEMPT, self.layout.world, self.layout.hash, (image,), (shard_of_claim(record),)
-        )
+        rows = (shard_of_claim(self._record_on(host)),)
+        world, layout = self.layout.world, self.layout.hash
+        part = ImageHolding(1, 1, ATTEMPT, world, layout, (self._image(host),), rows)
         return HostHolding(host, (part,))
+
+    def _image(self, host: str) -> ImageIdentity:
+        fact = self.facts[HOSTS.index(host)]
+        return ImageIdentity(fact.rank, fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
 
     def _record_on(self, host: str) -> ParityRecord:
         return self.records[HOSTS.index(host)]  # row 0 of stripe s lies on member s
@@ -217,7 +219,7 @@ class Ways:
             self.puller,
             self.peers,
             unseal,
-            {(ATTEMPT, HOSTS.index(here)): str(slot)},
+            {(ATTEMPT, HOSTS.index(here)): LocalSlot(str(slot), self._image(here))},
         )
 
 
