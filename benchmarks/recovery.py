@@ -39,7 +39,6 @@ from holdfast.parity.planning.record import (
     ParityRecord,
     RecordTerms,
     seal,
-    unseal,
 )
 from holdfast.protocol.arena import IMAGE_START
 from holdfast.protocol.image_plan import plan_rank
@@ -48,7 +47,7 @@ from holdfast.restore.planning.holdings import (
     HostHolding,
     ImageHolding,
     ImageIdentity,
-    shard_of_claim,
+    shard_of,
 )
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.planning.selection import Inventories
@@ -197,7 +196,7 @@ class Ways:
         return Checkpoint(self.layout, {LOST: file}, self.layout.world, {"attempt": ATTEMPT})
 
     def _holding(self, host: str) -> HostHolding:
-        rows = (shard_of_claim(self._record_on(host)),)
+        rows = (shard_of(self._record_on(host)),)
         world, layout = self.layout.world, self.layout.hash
         part = ImageHolding(1, 1, ATTEMPT, world, layout, (self._image(host),), rows)
         return HostHolding(host, (part,))
@@ -211,14 +210,13 @@ class Ways:
 
     def _reach(self, here: str) -> ClusterReach:
         if here not in HOSTS:
-            return ClusterReach(here, self.directory, self.puller, self.peers, unseal)
+            return ClusterReach(here, self.directory, self.puller, self.peers)
         slot = self.directory / here / "slot"
         return ClusterReach(
             here,
             self.directory,
             self.puller,
             self.peers,
-            unseal,
             {(ATTEMPT, HOSTS.index(here)): LocalSlot(str(slot), self._image(here))},
         )
 

@@ -14,10 +14,10 @@ from holdfast.catalogue import LEASES, manifest_path
 from holdfast.errors import HoldfastError, NotFound, PeerError, StorageError
 from holdfast.format.manifest import Generation
 from holdfast.geometry.layout import Layout
+from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.cluster_sources import ClusterRestore, KnownRecoveries, Storage
 from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.planning.holdings import ParityClaim
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import catalogue_of
 from holdfast.restore.reading.stored import stored as stored_in
@@ -98,7 +98,7 @@ class Restore:
 
         def fetch(
             host: str, attempt: str, generation: Generation, stripe: int, row: int
-        ) -> ParityClaim:
+        ) -> ParityRecord:
             self.asked.append(host)
             return reach.record(host, attempt, generation, stripe, row)
 

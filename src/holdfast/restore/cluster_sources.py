@@ -32,10 +32,10 @@ from holdfast.events import SourceDropped, emit
 from holdfast.format.manifest import Generation
 from holdfast.geometry.layout import Layout
 from holdfast.hosts import HostTable
-from holdfast.parity.planning.record import ParityRecord, unseal
+from holdfast.parity.planning.record import ParityRecord
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
-from holdfast.restore.cluster.collect import InventoryCollector, decode_inventory
+from holdfast.restore.cluster.collect import InventoryCollector, decode_inventory, read_record
 from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning.candidates import Candidate, choose
 from holdfast.restore.planning.holdings import (
@@ -60,7 +60,7 @@ from holdfast.restore.sources import Ask, PlanAgain, RestoreSources, StorageHold
 from holdfast.storage.base import Store
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
-from holdfast.transport.wire.http import INVENTORY, generation_name, record_path
+from holdfast.transport.wire.http import INVENTORY
 from holdfast.world import World, from_rank0
 
 #: How many keepers are asked at the same time.
@@ -107,7 +107,6 @@ class ClusterSources(RestoreSources):
             arena=self._arena,
             puller=self._puller,
             peers=self._peers,
-            read_record=unseal,
             slots=slots_of(self._arena),
         )
         self._hold = StorageHold(self._store)
@@ -259,11 +258,7 @@ class ClusterSources(RestoreSources):
     def _fetch(
         self, host: str, attempt: str, generation: Generation, stripe: int, row: int
     ) -> ParityRecord:
-        path = record_path(attempt, stripe, row)
-        data = self._puller.document(
-            self._peers[host], path, generation=generation_name(generation)
-        )
-        return unseal(data, f"{host}{path}")
+        return read_record(self._puller, self._peers[host], attempt, generation, stripe, row)
 
 
 def slots_of(arena: Path) -> dict[tuple[str, int], LocalSlot]:

@@ -30,7 +30,6 @@ from holdfast.parity.planning.record import (
     ParityRecord,
     RecordTerms,
     seal,
-    unseal,
 )
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import IMAGE_START, SlotFile
@@ -43,7 +42,7 @@ from holdfast.restore.planning.holdings import (
     ImageHolding,
     ImageIdentity,
     Recovery,
-    shard_of_claim,
+    shard_of,
 )
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.planning.selection import Inventories
@@ -310,7 +309,7 @@ class Hosts:
     def holding(self, host: str) -> HostHolding:
         images = self.images_on(host)
         rows = tuple(
-            shard_of_claim(record)
+            shard_of(record)
             for group in self.groups
             for owner, _, record in group.rows.values()
             if owner == host
@@ -363,7 +362,6 @@ class Hosts:
             self.directory / here,
             asking or self._puller,
             {host: served.peer for host, served in self.served.items()},
-            unseal,
             {
                 (self.attempt, image.rank): LocalSlot(str(self.slots[image.rank].path), image)
                 for image in (self.images_on(here) if here in self.ranks else ())

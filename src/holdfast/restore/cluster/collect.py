@@ -16,21 +16,24 @@ from msgspec.structs import replace
 
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation
+from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.protocol import messages as m
 from holdfast.restore.cluster.decode import BROKEN
 from holdfast.restore.planning.holdings import (
     HostHolding,
     ImageHolding,
     ImageIdentity,
-    ParityClaim,
     ShardHolding,
-    shard_of_claim,
+    shard_of,
 )
 from holdfast.restore.planning.selection import Inventories
+from holdfast.transport.client import Puller
+from holdfast.transport.client_connection import Peer
+from holdfast.transport.wire.http import generation_name, record_path
 
 _AT_ONCE = 8
 #: Fetches the record of a parity shard: host, attempt, its generation, stripe and row.
-Fetch = Callable[[str, str, Generation, int, int], ParityClaim]
+Fetch = Callable[[str, str, Generation, int, int], ParityRecord]
 
 
 class InventoryCollector:
@@ -81,10 +84,19 @@ class InventoryCollector:
                 record = self._fetch(host, part.attempt, generation, stripe, row)
                 if (record.attempt, record.stripe, record.row) != (part.attempt, stripe, row):
                     raise FormatError(f"{host} gives another record for row {row} of {stripe}")
-                shards.append(shard_of_claim(record))
+                shards.append(shard_of(record))
             except BROKEN:
                 continue
         return tuple(shards)
+
+
+def read_record(
+    puller: Puller, peer: Peer, attempt: str, generation: Generation, stripe: int, row: int
+) -> ParityRecord:
+    """Fetch the record of a parity shard from the keeper of a host. PeerError or FormatError."""
+    path = record_path(attempt, stripe, row)
+    data = puller.document(peer, path, generation=generation_name(generation))
+    return unseal(data, f"{peer.name}{path}")
 
 
 def decode_inventory(data: bytes, host: str) -> m.Holding:

@@ -19,7 +19,8 @@ from holdfast.errors import ArenaError, ChecksumMismatch, HoldfastError, NotFoun
 from holdfast.format.manifest import Generation
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
-from holdfast.restore.cluster.collect import decode_inventory
+from holdfast.parity.planning.record import ParityRecord
+from holdfast.restore.cluster.collect import decode_inventory, read_record
 from holdfast.restore.cluster.decode import (
     BROKEN,
     CodedImage,
@@ -33,7 +34,6 @@ from holdfast.restore.planning.holdings import (
     GroupCoding,
     ImageIdentity,
     ImageOrigin,
-    ParityClaim,
     Recovery,
     ShardSource,
     checked_record,
@@ -47,7 +47,6 @@ from holdfast.transport.wire.http import (
     generation_name,
     layout_path,
     parity_path,
-    record_path,
 )
 
 
@@ -65,14 +64,12 @@ class ClusterReach:
     ``slots``: this host's slots by attempt and rank; ``arena``: the directory of its
     layouts. ``peers``: the keepers of all hosts that answered, including this host's own, which is
     asked for the parity shards of this host: only the keeper knows when one is overwritten.
-    ``read_record`` verifies the bytes of a parity record; its second argument names it in errors.
     """
 
     host: str
     arena: Path
     puller: Puller
     peers: Mapping[str, Peer]
-    read_record: Callable[[bytes, str], ParityClaim]
     slots: Mapping[tuple[str, int], LocalSlot] = field(default_factory=dict)
 
     def peer(self, host: str) -> Peer:
@@ -97,12 +94,9 @@ class ClusterReach:
 
     def record(
         self, host: str, attempt: str, generation: Generation, stripe: int, row: int
-    ) -> ParityClaim:
+    ) -> ParityRecord:
         """Return the record of a parity shard of a host. PeerError, FormatError or NotFound."""
-        path = record_path(attempt, stripe, row)
-        name = generation_name(generation)
-        data = self.puller.document(self.peer(host), path, generation=name)
-        return self.read_record(data, f"{host}{path}")
+        return read_record(self.puller, self.peer(host), attempt, generation, stripe, row)
 
 
 def open_recovery(
@@ -170,7 +164,7 @@ class ImageOpener:
         self.files = _ImageFiles(recovery.world, self._open)
         self.stored: Checkpoint | None = None
         self._groups: dict[GroupCoding, GroupReader] = {}
-        self._records: dict[tuple[str, int, int], ParityClaim] = {}
+        self._records: dict[tuple[str, int, int], ParityRecord] = {}
 
     def layout(self) -> Layout:
         """Return the layout from this host, or from the first other one that gives it correctly."""
@@ -299,7 +293,7 @@ class ImageOpener:
                 return record.members[way.member].images[way.image].head
         raise failure
 
-    def _record(self, coding: GroupCoding, host: str, stripe: int, row: int) -> ParityClaim:
+    def _record(self, coding: GroupCoding, host: str, stripe: int, row: int) -> ParityRecord:
         at = host, stripe, row
         if at not in self._records:
             candidate = self._recovery.candidate

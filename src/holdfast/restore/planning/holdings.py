@@ -9,13 +9,14 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, overload
+from typing import overload
 
 from msgspec import Struct, msgpack
 
 from holdfast.errors import FormatError, NotFound
 from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum
 from holdfast.parity.planning.placement import StripePlacement, stripes
+from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.transport.wire.http import image_path
 
@@ -317,50 +318,7 @@ class _ToldSources(Sequence[ImageOrigin]):
 # Checks parity records before a restore uses them.
 
 
-class ImageClaim(Protocol):
-    """An image of a member, with its header."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def image_bytes(self) -> int: ...
-    @property
-    def data_start(self) -> int: ...
-    @property
-    def header_xxh3(self) -> str: ...
-    @property
-    def table_xxh3(self) -> str: ...
-    @property
-    def head(self) -> bytes: ...
-
-
-class MemberClaim(Protocol):
-    """A host of a group."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def images(self) -> Sequence[ImageClaim]: ...
-
-
-class ParityClaim(Protocol):
-    """The record beside a parity shard."""
-
-    @property
-    def attempt(self) -> str: ...
-    @property
-    def parity(self) -> int: ...
-    @property
-    def members(self) -> Sequence[MemberClaim]: ...
-    @property
-    def stripe(self) -> int: ...
-    @property
-    def row(self) -> int: ...
-    @property
-    def sums(self) -> bytes: ...
-
-
-def shard_of_claim(record: ParityClaim) -> ShardHolding:
+def shard_of(record: ParityRecord) -> ShardHolding:
     """Return the coding and the shard that a host with this record holds. FormatError for an
     invalid group.
     """
@@ -381,11 +339,11 @@ def shard_of_claim(record: ParityClaim) -> ShardHolding:
 
 
 def checked_record(
-    record: ParityClaim, coding: GroupCoding, attempt: str, stripe: int, row: int, host: str
-) -> ParityClaim:
+    record: ParityRecord, coding: GroupCoding, attempt: str, stripe: int, row: int, host: str
+) -> ParityRecord:
     """Return the record that ``host`` gave; FormatError when it is the record of another shard."""
     where = f"the record of row {row} of stripe {stripe} on {host}"
-    is_this_one = record.attempt == attempt and shard_of_claim(record) == ShardHolding(
+    is_this_one = record.attempt == attempt and shard_of(record) == ShardHolding(
         coding, stripe, row
     )
     if not is_this_one:
