@@ -39,16 +39,15 @@ from holdfast.parity.planning.record import (
     ParityRecord,
     RecordTerms,
     seal,
-    unseal,
 )
 from holdfast.protocol.arena import IMAGE_START
 from holdfast.protocol.image_plan import plan_rank
-from holdfast.restore.cluster.open import ClusterReach, open_recovery
+from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning.holdings import (
     HostHolding,
     ImageHolding,
     ImageIdentity,
-    shard_of_claim,
+    shard_of,
 )
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.planning.selection import Inventories
@@ -197,27 +196,28 @@ class Ways:
         return Checkpoint(self.layout, {LOST: file}, self.layout.world, {"attempt": ATTEMPT})
 
     def _holding(self, host: str) -> HostHolding:
-        fact, record = self.facts[HOSTS.index(host)], self._record_on(host)
-        image = ImageIdentity(fact.rank, fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
-        part = ImageHolding(
-            1, 1, ATTEMPT, self.layout.world, self.layout.hash, (image,), (shard_of_claim(record),)
-        )
+        rows = (shard_of(self._record_on(host)),)
+        world, layout = self.layout.world, self.layout.hash
+        part = ImageHolding(1, 1, ATTEMPT, world, layout, (self._image(host),), rows)
         return HostHolding(host, (part,))
+
+    def _image(self, host: str) -> ImageIdentity:
+        fact = self.facts[HOSTS.index(host)]
+        return ImageIdentity(fact.rank, fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
 
     def _record_on(self, host: str) -> ParityRecord:
         return self.records[HOSTS.index(host)]  # row 0 of stripe s lies on member s
 
     def _reach(self, here: str) -> ClusterReach:
         if here not in HOSTS:
-            return ClusterReach(here, self.directory, self.puller, self.peers, unseal)
+            return ClusterReach(here, self.directory, self.puller, self.peers)
         slot = self.directory / here / "slot"
         return ClusterReach(
             here,
             self.directory,
             self.puller,
             self.peers,
-            unseal,
-            {(ATTEMPT, HOSTS.index(here)): str(slot)},
+            {(ATTEMPT, HOSTS.index(here)): LocalSlot(str(slot), self._image(here))},
         )
 
 

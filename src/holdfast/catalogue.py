@@ -17,6 +17,7 @@ from holdfast.format.manifest import (
     Manifest,
     Pin,
     Root,
+    checksum_in,
     unseal,
 )
 from holdfast.storage.base import Store
@@ -110,8 +111,13 @@ def read_document(store: Store, kind: type[D], path: str) -> D:
     """Reads a sealed document of a root. Raises NotFound or FormatError when there is no readable
     one.
     """
+    return _read_sealed(store, kind, path)[0]
+
+
+def _read_sealed(store: Store, kind: type[D], path: str) -> tuple[D, str]:
+    """Reads a document, and the checksum that is sealed in it."""
     data = read_bounded(store, path, MAX_DOCUMENT_BYTES)
-    return unseal(kind, data, f"{store.url}/{path}")
+    return unseal(kind, data, f"{store.url}/{path}"), checksum_in(data)
 
 
 def read_incarnation(store: Store, n: int) -> Incarnation:
@@ -268,7 +274,7 @@ def _list_all(store: Store) -> Catalogue:
         if (generation := generation_of(name)) is not None:
             found = _read_manifest(store, generation, broken)
             if found is not None:
-                manifests.append(found)
+                manifests.append(found[0])
     for name in store.list(INCARNATIONS):
         if matched := _INCARNATION_NAME.fullmatch(name):
             path = f"{INCARNATIONS}/{name}"
@@ -299,25 +305,35 @@ def _list_again(store: Store, found: Catalogue) -> Catalogue:
     return found
 
 
-def find_manifest(store: Store, generation: Generation) -> Manifest | None:
-    """Reads the manifest of one generation, and no other file; None if none can be read."""
+def find_manifest(store: Store, generation: Generation) -> tuple[Manifest, str] | None:
+    """Reads the manifest of one generation, and no other file; None if none can be read.
+
+    With it comes the checksum that is sealed in it.
+    """
     return _read_manifest(store, generation, [])
 
 
 def _read_manifest(
     store: Store, generation: Generation, broken: list[tuple[str, str]]
-) -> Manifest | None:
+) -> tuple[Manifest, str] | None:
     path = manifest_path(generation)
-    found = _read(Manifest, store, path, broken)
-    if found is not None and found.generation != generation:
-        broken.append((path, f"it speaks of {found.generation}"))
+    found = _try_to_read(Manifest, store, path, broken)
+    if found is not None and found[0].generation != generation:
+        broken.append((path, f"it speaks of {found[0].generation}"))
         return None
     return found
 
 
 def _read(kind: type[D], store: Store, path: str, broken: list[tuple[str, str]]) -> D | None:
+    found = _try_to_read(kind, store, path, broken)
+    return None if found is None else found[0]
+
+
+def _try_to_read(
+    kind: type[D], store: Store, path: str, broken: list[tuple[str, str]]
+) -> tuple[D, str] | None:
     try:
-        return read_document(store, kind, path)
+        return _read_sealed(store, kind, path)
     except NewerFormat:
         raise
     except HoldfastError as error:  # damaged, or removed since it was listed

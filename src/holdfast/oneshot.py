@@ -39,7 +39,7 @@ from holdfast.restore.match import RestoreRequest
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.reader import CheckpointReader
-from holdfast.restore.reading.stored import catalogue_of, choose_stored, open_stored, run_id_of
+from holdfast.restore.reading.stored import catalogue_of, choose_stored, run_id_of
 from holdfast.restore.restore import Restored, restore_first
 from holdfast.restore.sources import Choices, StorageHold
 from holdfast.rules import Rules
@@ -337,7 +337,7 @@ def load(
     )
 
     def open_checkpoint(candidate: Candidate) -> Checkpoint:
-        return open_stored(store, candidate, world.rank)
+        return hold.open(candidate, world.rank)
 
     try:
         restored = restore_first(

@@ -12,8 +12,10 @@ from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh
 from holdfast.restore import match as documents
 from holdfast.restore.match import FRUITLESS, gather_values
 from holdfast.restore.reading.images import Checkpoint
+from holdfast.state.mapped.mapper import RuleMapper, StateView
 from holdfast.state.objects import sort_objects
 from holdfast.state.saved_values import SavedValues
+from holdfast.state.selection import LeafSelection
 
 STAGES, REPLICAS = 64, 32
 
@@ -74,7 +76,9 @@ def _gather(stages: list[str], base: int) -> SavedValues:
     files: Any = dict.fromkeys(range(layout.world))
     checkpoint = Checkpoint(layout, files, layout.world, {})
     stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in layout.leaves}
-    return gather_values(checkpoint, sort_objects(state), base, _document(base), stored)
+    objects, mapper = sort_objects(state), RuleMapper(None, 0, 1)
+    view = StateView(objects, mapper, stored, LeafSelection(), is_plain=True)
+    return gather_values(checkpoint, view, base, _document(base))
 
 
 def test_a_rank_that_has_what_it_had_opens_nothing_more(opened: list[int]) -> None:

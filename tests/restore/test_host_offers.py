@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from holdfast.catalogue import ROOT
-from holdfast.errors import RestoreError
+from holdfast.errors import PeerError, RestoreError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.hosts import HostTable
 from holdfast.persist import commit
 from holdfast.protocol import messages as m
 from holdfast.restore.cluster_sources import ClusterSources
 from holdfast.storage.memory import MemoryStore
+from holdfast.transport.client_connection import Peer
 from holdfast.world import SoloWorld
 from support.checkpoints.roots import save
 from support.peers.peering import SECRET
@@ -90,4 +93,50 @@ def test_a_root_that_has_gone_since_the_start_is_not_taken_for_an_empty_one(
     assert offers.is_there_any()
     with pytest.raises(RestoreError, match="not there any more"):
         offers.first(SoloWorld(), None, timeout_s=5)
+    offers.close()
+
+
+class Silent:
+    """Asks hosts that all wait for each other before they answer; some never do."""
+
+    def __init__(self, *silent: str, count: int) -> None:
+        self.silent, self.asked = silent, list[str]()
+        self.together = threading.Barrier(count)
+
+    def document(self, peer: Peer, path: str, **_: Any) -> bytes:
+        self.asked.append(peer.name)
+        self.together.wait(20)  # raises where they are asked one after the other
+        if peer.name in self.silent:
+            raise PeerError("no answer", peer=peer.name)
+        empty = m.Holding(
+            host=peer.name, address="", port=0, parts=(), parents={}, newest_incarnation=0
+        )
+        return msgspec.msgpack.encode(empty)
+
+    def close(self) -> None: ...
+
+
+def test_all_hosts_are_asked_at_once_and_those_that_answered_only_once(
+    store: MemoryStore, arena_dir: Path
+) -> None:
+    names = [f"h{n}" for n in range(20)]
+    table = tuple(m.HostEntry(id=one, ranks=(0,), address="h", port=1) for one in names)
+    hosts = HostTable(table, 0, SECRET)
+
+    def ask(*_: Any) -> Any:
+        raise AssertionError("nothing is asked of the keeper here")
+
+    offers = ClusterSources(store, 0, arena_dir, ask, hosts)
+    offers.incarnation = 2
+    puller = offers.__dict__["_puller"] = Silent("h3", "h7", count=20)
+    assert offers.is_there_any()
+    assert sorted(puller.asked) == sorted(names)
+    puller.asked, puller.together = [], threading.Barrier(2)
+    save(store, Generation(1, 10))
+    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    assert found.generation == (1, 10)
+    assert sorted(puller.asked) == ["h3", "h7"]
+    puller.asked, puller.together = [], threading.Barrier(20)
+    offers.first(SoloWorld(), None, timeout_s=5)
+    assert sorted(puller.asked) == sorted(names)  # later than that anything may have changed
     offers.close()

@@ -305,8 +305,10 @@ def test_nobody_is_asked_whose_place_is_unknown(hosts: Hosts) -> None:
     recovery = hosts.recovery()
     reach = hosts.reach("h3")
     del reach.peers["h0"]  # type: ignore[attr-defined]
+    checkpoint = open_recovery(recovery, reach)
+    checkpoint.header(3)
     with pytest.raises(NotFound, match="where the keeper of h0"):
-        open_recovery(recovery, reach)
+        checkpoint.header(0)
 
 
 def test_the_layout_is_taken_from_whoever_gives_it_rightly(hosts: Hosts) -> None:

@@ -13,10 +13,11 @@ from holdfast import events
 from holdfast.catalogue import LEASES, manifest_path
 from holdfast.errors import HoldfastError, NotFound, PeerError, StorageError
 from holdfast.format.manifest import Generation
+from holdfast.geometry.layout import Layout
+from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.cluster_sources import ClusterRestore, KnownRecoveries, Storage
 from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.planning.holdings import ParityClaim
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import catalogue_of
 from holdfast.restore.reading.stored import stored as stored_in
@@ -97,7 +98,7 @@ class Restore:
 
         def fetch(
             host: str, attempt: str, generation: Generation, stripe: int, row: int
-        ) -> ParityClaim:
+        ) -> ParityRecord:
             self.asked.append(host)
             return reach.record(host, attempt, generation, stripe, row)
 
@@ -105,7 +106,7 @@ class Restore:
         known = self.hosts.known(lost=self.lost)
         return KnownRecoveries(type(known)(gathering.holdings, self.stored), gathering)
 
-    def open_stored(self, candidate: Candidate) -> Checkpoint:
+    def open_stored(self, candidate: Candidate, _: Layout | None) -> Checkpoint:
         raise StorageError(f"no storage for {candidate.generation}")
 
     def first(self) -> list[list[Candidate]]:

@@ -6,7 +6,6 @@ import random
 from itertools import combinations, product
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +23,8 @@ from holdfast.restore.planning.holdings import (
     ImageIdentity,
     Recovery,
     ShardHolding,
+    decode_choice,
+    encode_choice,
     image_name,
 )
 from holdfast.restore.planning.selection import Inventories, find_all
@@ -93,8 +94,26 @@ def without_images(holding: HostHolding, *ranks: int) -> HostHolding:
     return replace(holding, parts=(replace(part, images=kept),))
 
 
+def told(recovery: Recovery, holdings: list[HostHolding]) -> tuple[Recovery, list[str]]:
+    """The recovery as another rank has it from rank 0 and from hosts, and the hosts it asks."""
+    asked: list[str] = []
+
+    def ask(host: str, attempt: str) -> dict[int, ImageIdentity]:
+        asked.append(host)
+        parts = [part for one in holdings if one.host == host for part in one.parts]
+        return {i.rank: i for part in parts if part.attempt == attempt for i in part.images}
+
+    return decode_choice(encode_choice(recovery), ask), asked
+
+
+def check_told(recovery: Recovery, holdings: list[HostHolding]) -> None:
+    found, _ = told(recovery, holdings)
+    assert replace(found, sources=tuple(found.sources)) == recovery
+
+
 def check_sources(recovery: Recovery, holdings: list[HostHolding]) -> None:
     """Every image comes from where it is, or from enough that is there, all of one attempt."""
+    check_told(recovery, holdings)
     there = {one.host: one for one in holdings}
     part_of = {
         host: next(p for p in one.parts if p.attempt == recovery.candidate.attempt)
@@ -450,8 +469,8 @@ def test_the_answer_is_the_same_in_any_order_of_what_is_told(draw: random.Random
     draw.shuffle(listed)
     again = Inventories(tuple(shuffled), tuple(listed), {1: None}).find()
     assert again == first
-    packed = msgspec.json.encode(first.recoveries)
-    assert msgspec.json.decode(packed, type=tuple[Recovery, ...]) == first.recoveries
+    for recovery in first.recoveries:
+        check_told(recovery, [*holdings, *older])
 
 
 def _shuffled(holding: HostHolding, draw: random.Random) -> HostHolding:
@@ -589,3 +608,41 @@ def test_what_is_no_group_cannot_be_told(hosts: dict[str, list[int]], parity: in
 def test_a_group_codes_something_of_every_image() -> None:
     with pytest.raises(FormatError, match="cannot have coded"):
         GroupCoding((GroupMember("a", (CodedGroup(image(0), 1 << 40),)), GroupMember("b", ())), 1)
+
+
+def test_the_choice_for_16384_ranks_is_told_in_less_than_50_kb() -> None:
+    """Of the images of 2,048 hosts, a rank asks for those of the hosts it reads from."""
+    holdings = []
+    for n in range(2048):
+        images = tuple(
+            ImageIdentity(rank, 10**9 + rank * 4096, *(f"{hash((rank, x)):016x}" for x in "ht"))
+            for rank in range(8 * n, 8 * n + 8)
+        )
+        part = ImageHolding(1, 7, "a7", 16384, "f" * 16, images)
+        holdings.append(HostHolding(f"gpu-node-{n:05}", (part,), {1: None}))
+    (recovery,) = find(holdings)
+    size_bytes = len(encode_choice(recovery))
+    assert size_bytes <= 50_000
+    found, asked = told(recovery, holdings)
+    for rank in (4711, 4712, 16383):
+        assert found.sources[rank] == recovery.sources[rank]
+    assert asked == ["gpu-node-00588", "gpu-node-00589", "gpu-node-02047"]
+    assert len(found.sources) == 16384
+    with pytest.raises(IndexError):
+        found.sources[16384]
+
+
+def test_a_host_that_has_other_images_than_rank_0_chose_is_not_read_from() -> None:
+    holdings = groups((3, 1), per_host=2)
+    (recovery,) = find(holdings)
+    known = Inventories(tuple(holdings))
+    changed = [_with_images(holdings[0], (image(0), image(1, seal="b"))), *holdings[1:]]
+    with pytest.raises(NotFound, match="no longer has the images of attempt a7") as raised:
+        _ = told(recovery, changed)[0].sources[0]
+    left = known.without(recovery.candidate, raised.value.told_fields)
+    assert left.holdings == known.holdings[1:]
+    gone = [without_images(holdings[0], 1), *holdings[1:]]
+    with pytest.raises(NotFound, match="no longer in the memory of a0") as raised:
+        _ = told(recovery, gone)[0].sources[0]
+    left = known.without(recovery.candidate, raised.value.told_fields)
+    assert left.holdings == tuple(gone)

@@ -179,6 +179,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 Document = Manifest | Incarnation | Root | Pin | Lease
 D = TypeVar("D", Manifest, Incarnation, Root, Pin, Lease)
+_BEFORE = b'{"checksum":"'
 
 
 def seal(document: Document) -> bytes:
@@ -187,7 +188,12 @@ def seal(document: Document) -> bytes:
     """
     body = msgspec.json.encode(document)
     _refuse_faults(document, "this document")
-    return b'{"checksum":"' + text(checksum(body)).encode() + b'","body":' + body + b"}\n"
+    return _BEFORE + text(checksum(body)).encode() + b'","body":' + body + b"}\n"
+
+
+def checksum_in(data: bytes) -> str:
+    """Returns the checksum in front of a sealed document, as it stands there."""
+    return data[len(_BEFORE) : data.find(b'"', len(_BEFORE))].decode(errors="replace")
 
 
 def unseal(kind: type[D], data: Buffer, where: str) -> D:

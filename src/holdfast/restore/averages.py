@@ -62,14 +62,14 @@ def _average(checkpoint: Checkpoint, means: Sequence[AveragedLeaf]) -> int:
     return read
 
 
-def unequal_copies(checkpoint: Checkpoint, offer: CheckpointView) -> list[str]:
+def unequal_copies(checkpoint: Checkpoint, view: CheckpointView) -> list[str]:
     """List, in words, copies that differ, have no mean, and belong to one tensor here.
 
     The copies are read before anything is changed.
     """
     named = [
         (one.name, AveragedCopies(one.leaf, one.dtype, one.count, box))
-        for one in offer.rows
+        for one in view.rows
         for box in one.boxes
     ]
     unequal: dict[str, str] = {}
@@ -91,15 +91,17 @@ def _refusal(name: str, copies: AveragedCopies) -> str:
     )
 
 
-def unequal_numbers(checkpoint: Checkpoint, offer: CheckpointView) -> list[str]:
+def unequal_numbers(checkpoint: Checkpoint, view: CheckpointView) -> list[str]:
     """List, in words, numbers that are one here, and several unequal ones in the checkpoint.
 
     The numbers are read before anything is changed.
     """
+    if not view.numbers:
+        return []
     wants: list[Want] = []
     copies: list[torch.Tensor] = []
-    for name, leaves in offer.numbers.items():
-        dtype, shape = offer.specs[name]
+    for name, leaves in view.numbers.items():
+        dtype, shape = view.specs[name]
         for leaf in leaves:
             wants.append(Want(leaf, Box.whole(shape), len(wants)))
             copies.append(empty(shape, dtype))
@@ -108,7 +110,7 @@ def unequal_numbers(checkpoint: Checkpoint, offer: CheckpointView) -> list[str]:
     return [
         f"{name}: one number here, and by the rules made of several that differ: "
         + ", ".join(f"{leaf} is {numbers[leaf].item()}" for leaf in leaves)
-        for name, leaves in offer.numbers.items()
+        for name, leaves in view.numbers.items()
         if len({_bits(numbers[leaf]) for leaf in leaves}) > 1
     ]
 

@@ -8,16 +8,17 @@ again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 from msgspec.structs import replace
 
-from holdfast.catalogue import is_root
+from holdfast.catalogue import Catalogue, is_root
 from holdfast.errors import (
     ArenaError,
     FormatError,
@@ -29,21 +30,27 @@ from holdfast.errors import (
 )
 from holdfast.events import SourceDropped, emit
 from holdfast.format.manifest import Generation
+from holdfast.geometry.layout import Layout
 from holdfast.hosts import HostTable
-from holdfast.parity.planning.record import ParityRecord, unseal
+from holdfast.parity.planning.record import ParityRecord
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
-from holdfast.restore.cluster.collect import InventoryCollector
-from holdfast.restore.cluster.open import ClusterReach, open_recovery
+from holdfast.restore.cluster.collect import InventoryCollector, decode_inventory, read_record
+from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning.candidates import Candidate, choose
-from holdfast.restore.planning.holdings import Recovery, Refusal
+from holdfast.restore.planning.holdings import (
+    ImageIdentity,
+    Recovery,
+    Refusal,
+    decode_choice,
+    encode_choice,
+)
 from holdfast.restore.planning.selection import Inventories, Selection
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import (
     broken_manifests,
     catalogue_of,
     nothing_fits,
-    open_stored,
     require_there,
     require_whole_line,
     stored,
@@ -53,8 +60,13 @@ from holdfast.restore.sources import Ask, PlanAgain, RestoreSources, StorageHold
 from holdfast.storage.base import Store
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
-from holdfast.transport.wire.http import INVENTORY, generation_name, record_path
+from holdfast.transport.wire.http import INVENTORY
 from holdfast.world import World, from_rank0
+
+#: How many keepers are asked at the same time.
+_AT_ONCE = 256
+#: For so long what a keeper said counts for the restore after it: it captures nothing before that.
+_FRESH_S = 10.0
 
 
 class ClusterSources(RestoreSources):
@@ -69,6 +81,8 @@ class ClusterSources(RestoreSources):
         self._terms: tuple[World, int | str | None, float]
         self._silent: list[str] = []
         """The hosts that did not report their holdings."""
+        self._answers: dict[str, m.Holding] = {}
+        self._answered_s = 0.0
 
     @cached_property
     def _puller(self) -> Puller:
@@ -93,7 +107,6 @@ class ClusterSources(RestoreSources):
             arena=self._arena,
             puller=self._puller,
             peers=self._peers,
-            read_record=unseal,
             slots=slots_of(self._arena),
         )
         self._hold = StorageHold(self._store)
@@ -136,16 +149,19 @@ class ClusterSources(RestoreSources):
             self._ask(m.PinAttempt(attempt=candidate.attempt), m.Done)
         return self._recoveries.open(candidate)
 
-    def _open_stored(self, candidate: Candidate) -> Checkpoint:
-        return open_stored(self._store, candidate, self._rank)
+    def _open_stored(self, candidate: Candidate, layout: Layout | None) -> Checkpoint:
+        return self._hold.open(candidate, self._rank, layout)
 
     # ── on rank 0 ────────────────────────────────────────────────────────────────────────
 
     def is_there_any(self) -> bool:
         """See ``RestoreSources``."""
-        known = self._gather()
+        contents = catalogue_of(self._store)
+        known = self._gather(contents)
+        self._answers = {one.host: one for one in known.gathering.reports}
+        self._answered_s = time.monotonic()
         inventories, is_silent = known.gathering.with_parity(known.inventories), bool(self._silent)
-        is_broken = bool(broken_manifests(catalogue_of(self._store)))
+        is_broken = bool(broken_manifests(contents))
         line = inventories.line
         is_there = any(not line.is_abandoned(one.generation) for one in inventories.candidates())
         return is_there or is_broken or is_silent or not is_root(self._store)
@@ -182,9 +198,9 @@ class ClusterSources(RestoreSources):
     def _list_stored(self) -> tuple[Candidate, ...]:
         return tuple(stored(catalogue_of(self._store)))
 
-    def _gather(self) -> KnownRecoveries:
-        catalogue = catalogue_of(self._store)
-        asked = {place.id: self._ask_host(place) for place in self._hosts.table}
+    def _gather(self, contents: Catalogue | None = None) -> KnownRecoveries:
+        catalogue = catalogue_of(self._store) if contents is None else contents
+        asked = self._ask_hosts()
         silent = [host for host, held in asked.items() if held is None]
         self._silent = silent if self.incarnation != 1 else []  # at the first start no host has any
         gathering = InventoryCollector(
@@ -203,37 +219,51 @@ class ClusterSources(RestoreSources):
         self._warn_of_others(others)
         return KnownRecoveries(inventories, gathering)
 
-    def _ask_host(self, place: m.HostEntry) -> m.Holding | None:
-        try:
-            data = self._puller.document(self._peers[place.id], INVENTORY)
-            held = msgspec.msgpack.decode(data, type=m.Holding)
-            if held.host != place.id:
-                raise FormatError(f"it says that it is host {held.host}")
-        except (PeerError, FormatError, ValueError, RecursionError) as error:
+    def _ask_hosts(self) -> dict[str, m.Holding | None]:
+        """Ask all keepers at once: those that do not answer cost one deadline together.
+
+        What hosts said while the start looked whether there is anything to restore counts for the
+        restore that follows; those that were silent are asked again.
+        """
+        is_fresh = time.monotonic() < self._answered_s + _FRESH_S
+        asked: dict[str, m.Holding | None] = dict(self._answers) if is_fresh else {}
+        self._answers = {}
+        names = [place.id for place in self._hosts.table]
+        left = [name for name in names if name not in asked]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="holdfast-inventories") as pool:
+            answers = zip(left, pool.map(self._ask_host, left), strict=True)
+        for name, answer in answers:
+            if isinstance(answer, m.Holding):
+                asked[name] = answer
+                continue
+            asked[name] = None
             emit(
                 SourceDropped(
                     incarnation=self.incarnation,
                     rank=self._rank,
-                    source=f"memory of {place.id}",
-                    reason=str(error),
+                    source=f"memory of {name}",
+                    reason=answer,
                 )
             )
-            return None
-        return held
+        return {name: asked[name] for name in names}
+
+    def _ask_host(self, name: str) -> m.Holding | str:
+        """Return the holdings of a host, or why they are not known."""
+        try:
+            data = self._puller.document(self._peers[name], INVENTORY)
+            return decode_inventory(data, name)
+        except (PeerError, FormatError) as error:
+            return str(error)
 
     def _fetch(
         self, host: str, attempt: str, generation: Generation, stripe: int, row: int
     ) -> ParityRecord:
-        path = record_path(attempt, stripe, row)
-        data = self._puller.document(
-            self._peers[host], path, generation=generation_name(generation)
-        )
-        return unseal(data, f"{host}{path}")
+        return read_record(self._puller, self._peers[host], attempt, generation, stripe, row)
 
 
-def slots_of(arena: Path) -> dict[tuple[str, int], str]:
-    """Return the paths of the slots that hold an image, by attempt and rank."""
-    paths = {}
+def slots_of(arena: Path) -> dict[tuple[str, int], LocalSlot]:
+    """Return the slots that hold an image, by attempt and rank."""
+    slots = {}
     for path in arena.glob(f"*{SLOT_SUFFIX}"):
         try:
             slot = SlotFile.open(path, writable=False)
@@ -242,8 +272,11 @@ def slots_of(arena: Path) -> dict[tuple[str, int], str]:
         record = slot.read_record()
         slot.close()
         if record is not None and record.state == "captured":
-            paths[record.attempt, record.rank] = str(path)
-    return paths
+            image = ImageIdentity(
+                record.rank, record.image_bytes, record.header_xxh3, record.table_xxh3
+            )
+            slots[record.attempt, record.rank] = LocalSlot(str(path), image)
+    return slots
 
 
 # Chooses the candidates of a restore on several hosts: rank 0 decides and sends its choice to all.
@@ -278,7 +311,7 @@ class ClusterRestore:
         world: World,
         reach: ClusterReach,
         ask: Callable[[], KnownRecoveries],
-        open_stored: Callable[[Candidate], Checkpoint],
+        open_stored: Callable[[Candidate, Layout | None], Checkpoint],
         *,
         wanted: int | str | None,
         timeout_s: float,
@@ -314,8 +347,8 @@ class ClusterRestore:
         recovery = self._recovery
         assert recovery is not None and recovery.candidate == candidate
         if not recovery.sources:
-            return self._open_stored(candidate)
-        return open_recovery(recovery, self._reach, lambda: self._open_stored(candidate))
+            return self._open_stored(candidate, None)
+        return open_recovery(recovery, self._reach, partial(self._open_stored, candidate))
 
     def _less(self, candidate: Candidate, error: HoldfastError) -> KnownRecoveries:
         assert self._known is not None  # rank 0 alone asks, and has it
@@ -339,12 +372,11 @@ class ClusterRestore:
             while selection.recoveries and not self._is_held(selection.recoveries[0]):
                 selection = self._find(self._without(selection.recoveries[0].candidate))
             self._report(selection)
-            return msgspec.json.encode(selection.recoveries[:1])
+            return encode_choice(next(iter(selection.recoveries), None))
 
         encoded = from_rank0(self._world, "restore: sources", decide, timeout_s=self._timeout_s)
-        best = msgspec.json.decode(encoded, type=list[Recovery])
-        self._recovery = best[0] if best else None
-        return [one.candidate for one in best]
+        self._recovery = decode_choice(encoded, self._reach.images) if encoded else None
+        return [] if self._recovery is None else [self._recovery.candidate]
 
     def _find(self, known: KnownRecoveries) -> Selection:
         self._known = known._replace(inventories=known.gathering.with_parity(known.inventories))

@@ -42,13 +42,13 @@ class _CopyRequest:
 
 
 class Destinations:
-    """Destinations of one restore on this rank. ``offer``: None where no rules apply."""
+    """Destinations of one restore on this rank. ``view``: the checkpoint by the names here."""
 
     def __init__(
         self,
         tensors: Sequence[tuple[str, torch.Tensor]],
         rank: int,
-        offer: CheckpointView | None = None,
+        view: CheckpointView,
     ) -> None:
         self.wants: list[Want] = []
         self.destinations: dict[int, Destination] = {}
@@ -57,7 +57,7 @@ class Destinations:
         self.shared: set[int] = set()
         """The keys of wants that other ranks have too."""
         self.size_bytes = 0
-        self._rank, self._offer = rank, offer
+        self._rank, self._view = rank, view
         self._asked: dict[str, _CopyRequest] = {}
         self._means: list[AveragedLeaf] = []
         locals_ = [local_of(tensor) for _, tensor in tensors]
@@ -68,15 +68,16 @@ class Destinations:
 
     def _add(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Want all boxes of ``tensor`` that this rank holds."""
-        sight = None if self._offer is None else self._offer.sight(name, tensor)
+        sight = self._view.sight(name, tensor)
         if sight is None:
             entry = leaf_entry(name, tensor, self._rank, "split")
-            match = None if self._offer is None else self._offer.find(name)
-            self._add_entry(replace(entry, name=match[0]) if match else entry, local)
+            match = self._view.find(name)
+            if match is not None and match[0] != name:
+                entry = replace(entry, name=match[0])
+            self._add_entry(entry, local)
             return
-        assert self._offer is not None
         for part in sight.parts:
-            match = self._offer.find(part.leaf)
+            match = self._view.find(part.leaf)
             if match is not None:
                 self._add_part(replace(part, leaf=match[0]), *match[1], local)
         self.zeros += [view.of(local) for view in sight.padding]

@@ -29,8 +29,11 @@ from holdfast.restore.reading.layout_check import (
 from holdfast.restore.reading.read import read_values
 from holdfast.restore.reading.reader import LeafInfo, box_in
 from holdfast.restore.reading.stored import choose_stored
+from holdfast.state.mapped.checkpoint_view import make_offer
+from holdfast.state.mapped.mapper import RuleMapper, StateView
 from holdfast.state.objects import sort_objects
 from holdfast.state.restore import StateRestore
+from holdfast.state.selection import LeafSelection
 from holdfast.state.tensors import held_boxes
 from holdfast.state.values import stored_lists
 from holdfast.storage.open import open_store
@@ -142,10 +145,12 @@ def _restoring(checkpoint: Checkpoint, state: State) -> StateRestore:
     objects = sort_objects(state)
     objects.follow(stored)
     document = read_values(checkpoint, 0)
-    values = gather_values(checkpoint, objects, 0, document, stored)
+    state_view = StateView(objects, RuleMapper(None, 0, 1), stored, LeafSelection(), is_plain=True)
+    values = gather_values(checkpoint, state_view, 0, document)
+    view = make_offer(state_view, values.aliases)
     own = document.get("own", {})
     lists = stored_lists(own, "the values of rank 0")
-    return StateRestore(state, objects, stored, values, own, lists=lists.keys())
+    return StateRestore(state, objects, view, values, own, lists=lists.keys())
 
 
 def _of_state(restoring: StateRestore) -> tuple[list[Want], bool]:

@@ -1,8 +1,7 @@
 """Matches the state of this rank with a checkpoint: leaves, values, and everything that does not
 fit.
 
-Matching changes nothing. Where neither rules nor a selection stand between the state and the
-checkpoint, leaves match by name alone.
+Matching changes nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -21,16 +20,20 @@ from holdfast.restore.averages import unequal_copies, unequal_numbers
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import read_aliases, read_values
 from holdfast.rules import Rules
-from holdfast.state.mapped.checkpoint_view import CheckpointView, Spec, StateView, make_offer
-from holdfast.state.mapped.mapper import RuleMapper, report_usage, require_all_used, table_as_saved
+from holdfast.state.mapped.checkpoint_view import make_offer
+from holdfast.state.mapped.mapper import (
+    RuleMapper,
+    StateView,
+    report_usage,
+    require_all_used,
+    table_as_saved,
+)
 from holdfast.state.mapped.shards import declarations
 from holdfast.state.objects import Objects, State
-from holdfast.state.param_groups import Names, same_name
 from holdfast.state.restore import StateRestore
 from holdfast.state.saved_values import (
     Document,
     ItemSource,
-    Leaves,
     SavedValues,
     gather,
     needs,
@@ -84,14 +87,7 @@ class MatchResult:
 
     restoring: StateRestore
     problems: list[str]
-    offer: CheckpointView | None = None
-    usage: bytes = b""
-
-    @property
-    def claimed(self) -> set[str]:
-        """The stored leaves that something in this state takes."""
-        claimed = self.restoring.claimed()
-        return claimed if self.offer is None else (claimed & self.offer.rest) | self.offer.claimed
+    usage: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +113,6 @@ class StateMatch:
         layout = self.checkpoint.layout
         stored = {leaf.name: (leaf.dtype, leaf.shape) for leaf in layout.leaves}
         objects.follow(stored)
-        if not request.is_plain:
-            return self._through(objects, request, stored)
-        values = gather_values(self.checkpoint, objects, self.base, self.values, stored)
-        restoring = StateRestore(self.state, objects, stored, values, self.own, lists=self.lists)
-        return MatchResult(restoring, restoring.amiss)
-
-    def _through(
-        self, objects: Objects, request: RestoreRequest, stored: Mapping[str, Spec]
-    ) -> MatchResult:
         choice, table = request.choice, None
         names = [*stored, *objects.paths]
         objects.restrict(choice, stored)
@@ -135,27 +122,15 @@ class StateMatch:
             table = table_as_saved(request.stored_rules, objects.modules, shapes, aliases)
         through = RuleMapper(request.rules, self.rank, self.world, table)
         usage = report_usage(through, objects)
-        lens = StateView(objects, through, stored, choice)
-        values = gather_values(
-            self.checkpoint, objects, self.base, self.values, stored, lens.names, lens.leaves
-        )
-        offer = make_offer(lens, values.aliases)
-        values = replace(values, aliases=offer.aliases)
-        restoring = StateRestore(
-            self.state,
-            objects,
-            offer.specs,
-            values,
-            self.own,
-            lists=self.lists,
-            left=offer.left,
-            references=offer.references,
-        )
-        problems = [*offer.problems, *restoring.amiss]
-        problems += unequal_numbers(self.checkpoint, offer)
-        problems += unequal_copies(self.checkpoint, offer)
-        used = choice.used([*names, *offer.specs, *offer.left])
-        return MatchResult(restoring, problems, offer, msgpack.encode((usage, used, choice.texts)))
+        lens = StateView(objects, through, stored, choice, is_plain=request.is_plain)
+        values = gather_values(self.checkpoint, lens, self.base, self.values)
+        view = make_offer(lens, values.aliases)
+        restoring = StateRestore(self.state, objects, view, values, self.own, lists=self.lists)
+        problems = [*restoring.amiss]
+        problems += unequal_numbers(self.checkpoint, view)
+        problems += unequal_copies(self.checkpoint, view)
+        used = choice.used([*names, *view.specs, *view.left])
+        return MatchResult(restoring, problems, msgpack.encode((usage, used, choice.texts)))
 
 
 # Finds the leaves and values that no rank restores, by two short messages between all ranks.
@@ -271,30 +246,25 @@ FRUITLESS = 64
 
 
 def gather_values(
-    checkpoint: Checkpoint,
-    objects: Objects,
-    base: int,
-    document: Document,
-    stored: Mapping[str, Any],
-    names: Names = same_name,
-    leaves: Leaves | None = None,
+    checkpoint: Checkpoint, state: StateView, base: int, document: Document
 ) -> SavedValues:
-    """Return this rank's values: from ``document`` of the saved rank ``base``, the missing from
-    others.
+    """Return the values of ``state``: from ``document`` of the saved rank ``base``, the missing
+    from others.
 
-    The result is the same for ranks with the same objects and the same base. ``names`` and
-    ``leaves``: the names of parameters and of modules' tensors in the documents and in the layout.
+    The result is the same for ranks with the same objects and the same base.
     """
+    objects, stored = state.objects, state.stored
     aliases = read_aliases(checkpoint, document)
     there = set(things(objects, document))
-    missing = [n for n in needs(objects, stored, aliases, names, leaves) if n.thing not in there]
+    wanted = needs(objects, stored, aliases, state.names, state.leaves)
+    missing = [need for need in wanted if need.thing not in there]
     documents: dict[int, Document] = {
         base: {"shared": document.get("shared", {}), "aliases": aliases}
     }
     if missing:
         groups = _by_holders(checkpoint.layout, missing)
         documents |= _read(checkpoint, objects, base, document, groups)
-    return gather(objects, documents, stored, names)
+    return gather(objects, documents, stored, state.names)
 
 
 def _by_holders(layout: Layout, missing: Iterable[ItemSource]) -> dict[Ranks, set[Any]]:

@@ -316,7 +316,7 @@ class _RestoreAttempt:
             self.world,
             self.phase,
             leaves,
-            compared.claimed,
+            compared.restoring.claimed(),
             compared.restoring,
             compared.problems,
             timeout_s=self.timeout_s,
@@ -325,12 +325,11 @@ class _RestoreAttempt:
             self._together("checked", lambda: refuse([*compared.problems, *remaining]))
 
     def _prepare(self) -> None:
+        restoring = self.compared.restoring
         items = self.lists.read_items(self.places)
         self.items = {key: decode_items(found) for key, found in items.items()}
         with torch.no_grad():
-            self.filling = Destinations(
-                self.compared.restoring.make_room(), self.world.rank, self.compared.offer
-            )
+            self.filling = Destinations(restoring.make_room(), self.world.rank, restoring.view)
         self.size_bytes = self.filling.size_bytes
         self.filling.copies.begin()
         self.borrow = Staging(self.filling.copies, STAGING_BYTES).borrow

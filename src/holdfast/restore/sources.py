@@ -12,7 +12,8 @@ import msgspec
 from holdfast.catalogue import NEW_LISTS, Catalogue, find_manifest, is_root, manifest_path
 from holdfast.errors import HoldfastError, NotFound, StorageError
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Lineage
+from holdfast.format.manifest import Lineage, Manifest
+from holdfast.geometry.layout import Layout
 from holdfast.leases import ReadLease
 from holdfast.protocol import messages as m
 from holdfast.restore.planning.candidates import (
@@ -109,7 +110,7 @@ class RestoreSources:
                 raise NotFound(f"{candidate.generation} is no longer in memory")
             self._ask(m.PinAttempt(attempt=candidate.attempt), m.Done)
             return from_memory(self._arena, held)
-        return open_stored(self._store, candidate, self._rank)
+        return self._hold.open(candidate, self._rank)
 
     def let_go(self) -> None:
         """End the restore: release the lease, so that retention may remove what it read. Never
@@ -166,6 +167,7 @@ class StorageHold:
         self._store = store
         self._lease = ReadLease(store)
         self._lists_left = NEW_LISTS
+        self._read: dict[Candidate, tuple[Manifest, str]] = {}
 
     def acquire(self, candidate: Candidate) -> bool:
         """Acquire the lease on ``candidate``; False when retention removed it, or is removing
@@ -174,10 +176,18 @@ class StorageHold:
         if candidate.where != "storage":
             return True
         try:
-            manifest = find_manifest(self._store, candidate.generation)
-            return not self._has_gone(candidate) if manifest is None else self._lease.take(manifest)
+            found = find_manifest(self._store, candidate.generation)
+            if found is None:
+                return not self._has_gone(candidate)
+            self._read = {candidate: found}
+            return self._lease.take(found[0])
         except HoldfastError:  # opening it will report this
             return True
+
+    def open(self, candidate: Candidate, rank: int, layout: Layout | None = None) -> Checkpoint:
+        """Open ``candidate`` on this rank; see ``open_stored``."""
+        read = self._read.pop(candidate, None)
+        return open_stored(self._store, candidate, rank, read=read, layout=layout)
 
     def should_list_again(self, candidate: Candidate) -> bool:
         """Return whether storage must be listed again, after ``candidate`` failed or got no

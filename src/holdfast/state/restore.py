@@ -21,10 +21,10 @@ from holdfast.errors import FormatError, StateMismatch
 from holdfast.format import values as codec
 from holdfast.state import optimizers
 from holdfast.state.claimed_memory import ClaimedMemory, made_anew
-from holdfast.state.mapped.checkpoint_view import Spec
+from holdfast.state.mapped.checkpoint_view import CheckpointView
 from holdfast.state.modules import set_extra_state
 from holdfast.state.objects import Objects, State
-from holdfast.state.restore_targets import ModuleLeaves, OptimizerLeaves, ValueTensors
+from holdfast.state.restore_targets import OptimizerLeaves, ValueTensors
 from holdfast.state.rewind import Rewind
 from holdfast.state.saved_values import SavedValues
 from holdfast.state.step_calls import mend
@@ -38,28 +38,24 @@ _SHOWN = 20
 class StateRestore:
     """One restore of one state.
 
-    ``objects``: the objects of the state. ``stored``: leaf name -> (dtype, shape). ``found``: the
-    encoded values by key, and further names of leaves. ``own``: this rank's generators, or rank
-    0's. ``lists``: the keys of the lists that all saved ranks hold. ``left``: the tensors of
-    modules that keep their content. ``references``: the names by which values refer to tensors of
-    modules -> their names here.
+    ``objects``: the objects of the state. ``view``: the checkpoint's leaves by the names here.
+    ``found``: the encoded values by key. ``own``: this rank's generators, or rank 0's. ``lists``:
+    the keys of the lists that all saved ranks hold.
     """
 
     def __init__(
         self,
         state: State,
         objects: Objects,
-        stored: Mapping[str, Spec],
+        view: CheckpointView,
         found: SavedValues,
         own: Mapping[str, Any],
         *,
         lists: Collection[str] = (),
-        left: Collection[str] = (),
-        references: Mapping[str, str] | None = None,
     ) -> None:
         self.state = state
-        self.stored = stored
-        self.aliases = found.aliases
+        self.view = view
+        self.stored = view.specs
         self.own = own
         self.lists = lists
         self.objects = objects
@@ -72,10 +68,8 @@ class StateRestore:
         for value in shared.values():  # one that is wanted may refer to one that is not
             codec.decode(value, tensor=self._note_small)
         self._filled: dict[str, torch.Tensor] = {}
-        self._left = left
-        self._modules = ModuleLeaves(objects, stored, self.aliases, left)
-        self._values = ValueTensors(objects, stored, self.shared, self._small, references or {})
-        self._optimizers = OptimizerLeaves(objects, stored, self.aliases, self._values)
+        self._values = ValueTensors(objects, view.specs, self.shared, self._small, view.references)
+        self._optimizers = OptimizerLeaves(objects, view, self._values)
 
     def _note_small(self, small: codec.SmallTensor) -> codec.SmallTensor:
         if self._small.setdefault(small.name, small) != small:
@@ -90,21 +84,21 @@ class StateRestore:
         self._value_targets()  # what is found there is no state of a parameter
         values = StoredState(self.shared, self.keys, self.own, self.lists)
         amiss = value_problems(self.objects, self.state, values)
-        in_modules, in_optimizers = self._modules.problems(), self._optimizers.problems()
-        return [*in_modules, *amiss, *self.found.problems, *in_optimizers]
+        in_optimizers = self._optimizers.problems()
+        return [*self.view.problems, *amiss, *self.found.problems, *in_optimizers]
 
     def claimed(self) -> set[str]:
         """Returns the stored leaves that this state uses."""
-        claimed = {name for name, _ in self._modules.targets()}
+        claimed = {name for name, _ in self.view.targets}
         claimed.update(name for name, _ in self._value_targets())
         claimed.update(name for name, _ in self._optimizers.wanted())
-        return claimed
+        return (claimed & self.view.rest) | self.view.claimed
 
     def wanted(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yields (leaf, the tensor it is cut like; None: whole) of all that would be filled; makes
         nothing.
         """
-        found: dict[str, torch.Tensor | None] = dict(self._modules.targets())
+        found: dict[str, torch.Tensor | None] = dict(self.view.targets)
         for name, like in self._optimizers.wanted():
             found.setdefault(name, like)
         for name, _ in self._value_targets():
@@ -125,7 +119,7 @@ class StateRestore:
         """
         with torch.inference_mode(False):  # what is made is trained on later, outside of any
             claims = ClaimedMemory()
-            filled = dict(self._modules.targets())
+            filled = dict(self.view.targets)
             for tensor in filled.values():
                 claims.claim(tensor)
             filled.update(self._masters())
@@ -137,12 +131,12 @@ class StateRestore:
         return [(name, tensor) for name, tensor in filled.items() if name not in self._small]
 
     def _value_targets(self) -> list[tuple[str, torch.Tensor]]:
-        return self._values.targets({name for name, _ in self._modules.targets()})
+        return self._values.targets({name for name, _ in self.view.targets})
 
     def _masters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the tensors that optimizers update and no module holds."""
         for origin, tensor in self.objects.all_masters():
-            if origin.leaf not in self._left:
+            if origin.leaf not in self.view.left:
                 yield origin.leaf, tensor
 
     def finish(self, rank: int, *, rank_was_saved: bool, items: Mapping[str, list[Any]]) -> Rewind:

@@ -1,8 +1,7 @@
-"""Matches tensors of modules and optimizer state with the stored leaves of their names."""
+"""Makes room for the stored state of optimizers, and for the tensors that values refer to."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -12,109 +11,24 @@ import torch
 from holdfast.errors import FormatError
 from holdfast.format import values as codec
 from holdfast.state import optimizers
-from holdfast.state.claimed_memory import ClaimedMemory, made_anew, shares_its_own
-from holdfast.state.hidden_state import memory_gone
-from holdfast.state.identity import TensorNames
-from holdfast.state.mapped.checkpoint_view import Spec
+from holdfast.state.claimed_memory import ClaimedMemory, made_anew
+from holdfast.state.mapped.checkpoint_view import CheckpointView
+from holdfast.state.mapped.mapper import Spec
 from holdfast.state.modules import extra_state
 from holdfast.state.objects import Objects
-from holdfast.state.tensors import DTYPE_NAMES, TORCH_DTYPES, empty, plain_parts
+from holdfast.state.tensors import TORCH_DTYPES, empty, plain_parts
 from holdfast.state.values import beside, optimizer_values
-
-#: Limits how many missing names are compared with how many stored ones: each comparison takes time.
-_HINTS, _SEARCHED = 5, 2000
-
-
-class ModuleLeaves:
-    """The part of the ``stored`` leaves that modules hold.
-
-    ``aliases``: further names of leaves. ``left``: the tensors that keep their content.
-    """
-
-    def __init__(
-        self,
-        objects: Objects,
-        stored: Mapping[str, Spec],
-        aliases: Mapping[str, str],
-        left: Collection[str],
-    ) -> None:
-        self._objects, self._stored, self._aliases, self._left = objects, stored, aliases, left
-        self._hints = _HINTS
-
-    def _leaf(self, name: str) -> str:
-        return self._aliases.get(name, name)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor, str]]:
-        """Yields (name, tensor, the name it was first met under) of all tensors that modules
-        hold.
-        """
-        known = TensorNames()
-        for key, tensors in self._objects.tensors.items():
-            for held in tensors:
-                for part, inner in plain_parts(f"{key}.{held.name}", held.tensor):
-                    if part not in self._left:
-                        yield part, inner, known.name(inner, part)
-
-    def targets(self) -> list[tuple[str, torch.Tensor]]:
-        """Returns (leaf, tensor) of what to fill, tied tensors once."""
-        return [
-            (self._leaf(name), tensor) for name, tensor, first in self._tensors() if first == name
-        ]
-
-    def problems(self) -> Iterator[str]:
-        """Yields the mismatches, in words."""
-        first_here: dict[str, str] = {}
-        for name, tensor, first in self._tensors():
-            leaf = self._leaf(name)
-            found = self._stored.get(leaf)
-            wanted = (DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-            tied = first_here.setdefault(leaf, first)
-            if found is None:
-                if first == name:
-                    yield f"{name}: in the model, but not in the checkpoint{self._near(name)}"
-            elif found != wanted:
-                yield (
-                    f"{name}: the checkpoint has {found[0]} {list(found[1])}, the model "
-                    f"{wanted[0]} {list(wanted[1])}"
-                )
-            elif gone := memory_gone(tensor):
-                yield f"{name} {gone}: restore where it is gathered"
-            elif shares_its_own(tensor):
-                yield f"{name}: several of its elements are the same memory; make it contiguous"
-            elif self._leaf(first) != leaf:
-                yield f"{name}: tied to {first} in the model, but not in the checkpoint"
-            elif tied != first:
-                yield f"{name}: tied to {tied} in the checkpoint, but not in the model"
-
-    def _near(self, name: str) -> str:
-        """Suggests similar names in the checkpoint."""
-        if not self._hints:
-            return ""
-        self._hints -= 1
-        key = name.partition(".")[0]
-        others = [leaf for leaf in self._stored if leaf.startswith(f"{key}.")]
-        near = difflib.get_close_matches(name, others[:_SEARCHED], n=1, cutoff=0.8)
-        return f"; did you mean {near[0]}?" if near else ""
-
-
-# Matches the state of optimizers with the stored leaves of their names, and makes room for it.
 
 
 class OptimizerLeaves:
-    """The part of the ``stored`` leaves that optimizers have, or could have.
+    """The state of optimizers that the checkpoint ``view`` has.
 
-    ``aliases``: further names of leaves. ``values``: leaves that are tensors in values and so no
-    state of a parameter.
+    ``values``: leaves that are tensors in values and so no state of a parameter.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        stored: Mapping[str, Spec],
-        aliases: Mapping[str, str],
-        values: ValueTensors,
-    ) -> None:
-        self._objects, self._stored, self._aliases, self._values = objects, stored, aliases, values
+    def __init__(self, objects: Objects, view: CheckpointView, values: ValueTensors) -> None:
+        self._objects, self._view, self._values = objects, view, values
+        self._aliases = view.aliases
         self._kinds: dict[str, dict[str, dict[str, Spec]]] = {}
 
     def leaf(self, name: str) -> str:
@@ -127,25 +41,16 @@ class OptimizerLeaves:
         Call it after the values were decoded.
         """
         if key not in self._kinds:
-            self._kinds[key] = self._find(key)
+            found = {
+                name: {
+                    kind: spec
+                    for kind, spec in kinds.items()
+                    if "." not in kind or f"{key}.{name}.{kind}" not in self._values
+                }
+                for name, kinds in self._view.kinds.get(key, {}).items()
+            }
+            self._kinds[key] = {name: kinds for name, kinds in found.items() if kinds}
         return self._kinds[key]
-
-    def _find(self, key: str) -> dict[str, dict[str, Spec]]:
-        parameters = self._objects.parameters(key)
-        by_prefix = {f"{key}.{name}": name for name in parameters}
-        kinds: dict[str, dict[str, Spec]] = {}
-        masters = {origin.leaf for origin, _ in self._objects.masters(key)}
-        for name in [*self._stored, *self._aliases]:
-            if not name.startswith(f"{key}."):
-                continue
-            prefix, _, _ = name.rpartition(".")
-            while prefix and prefix not in by_prefix:
-                prefix, _, _ = prefix.rpartition(".")
-            kind = name[len(prefix) + 1 :]
-            is_in_values = name in self._values and "." in kind
-            if prefix and not is_in_values and name not in masters:
-                kinds.setdefault(by_prefix[prefix], {})[kind] = self._stored[self.leaf(name)]
-        return kinds
 
     def wanted(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yields (leaf, the parameter it is cut like; None: whole) of all that is stored of

@@ -25,9 +25,7 @@ from holdfast.state.param_groups import (
     mapping,
     merge_param_groups,
     regroup_scheduler,
-    same_name,
 )
-from holdfast.state.tensors import plain_parts
 
 Document = Mapping[str, Any]
 #: The key of a module -> the leaves that its tensors are in a checkpoint.
@@ -78,11 +76,14 @@ def needs(
     objects: Objects,
     stored: Mapping[str, Any],
     aliases: Mapping[str, str],
-    names: Names = same_name,
-    leaves: Leaves | None = None,
+    names: Names,
+    leaves: Leaves,
 ) -> Iterator[ItemSource]:
     """Returns all items of this state that have values; of aliases those that are in no document
     yet.
+
+    ``names`` and ``leaves``: the names of parameters and of modules' tensors in the documents and
+    in the layout.
     """
     for key, groups in _groups(objects).items():
         homes = _homes(objects, key)
@@ -95,15 +96,9 @@ def needs(
         for prefix in objects.extra_names(key):
             path = f"{key}.{prefix}" if prefix else key
             yield ItemSource(NamedItem("part", path), tuple(_outwards(key, prefix)))
-        for part in _leaves(objects, key) if leaves is None else leaves(key):
+        for part in leaves(key):
             if part not in stored and part not in aliases:
                 yield ItemSource(NamedItem("alias", part), (f"{key}.",))
-
-
-def _leaves(objects: Objects, key: str) -> Iterator[str]:
-    """Yields the leaf names of the tensors of a module."""
-    for held in objects.tensors[key]:
-        yield from (part for part, _ in plain_parts(f"{key}.{held.name}", held.tensor))
 
 
 def _groups(objects: Objects) -> dict[str, list[list[str]]]:
@@ -232,7 +227,7 @@ def gather(
     objects: Objects,
     documents: Mapping[int, Document],
     stored: Mapping[str, Any],
-    names: Names = same_name,
+    names: Names,
 ) -> SavedValues:
     """Gathers the values of this state from ``documents``, by saved rank, the base first."""
     saved = SavedGroups({rank: document.get("shared", {}) for rank, document in documents.items()})

@@ -30,19 +30,19 @@ from holdfast.parity.planning.record import (
     ParityRecord,
     RecordTerms,
     seal,
-    unseal,
 )
+from holdfast.protocol import messages as m
 from holdfast.protocol.arena import IMAGE_START, SlotFile
 from holdfast.restore.cluster import decode as decoding
 from holdfast.restore.cluster import decode as degraded
-from holdfast.restore.cluster.open import ClusterReach, open_recovery
+from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning import holdings, plan
 from holdfast.restore.planning.holdings import (
     HostHolding,
     ImageHolding,
     ImageIdentity,
     Recovery,
-    shard_of_claim,
+    shard_of,
 )
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.planning.selection import Inventories
@@ -52,29 +52,17 @@ from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import CARRIERS, read_wants
 from holdfast.testing.faults import flip
 from holdfast.transport.client import Puller
-from holdfast.transport.wire.http import image_path, layout_path, parity_path, record_path
+from holdfast.transport.wire.http import (
+    INVENTORY,
+    image_path,
+    layout_path,
+    parity_path,
+    record_path,
+)
 from support.checkpoints.images import Array, images_of, random_leaf, seals, split_leaf
 from support.peers.peering import Served, puller
 
 GENERATION = Generation(3, 1200)
-
-
-class ToldPart(msgspec.Struct, frozen=True):
-    incarnation: int
-    step: int
-    attempt: str
-    world: int
-    layout: str
-    images: tuple[ImageIdentity, ...]
-    parity: tuple[tuple[int, int], ...]
-    nonce: str = ""
-
-
-class Told(msgspec.Struct, frozen=True):
-    host: str
-    parts: tuple[ToldPart, ...]
-    parents: dict[int, tuple[int, int] | None]
-    starts: dict[int, tuple[str, float]] = {}
 
 
 def sealed_unseen(record: ParityRecord) -> bytes:
@@ -253,6 +241,11 @@ class Hosts:
         served = self.served[host]
         path = layout_path(self.layout.hash)
         served.do(served.server.offer_document, path, self.layout.to_json())
+        self.offer_inventory(host)
+
+    def offer_inventory(self, host: str) -> None:
+        served, data = self.served[host], msgspec.msgpack.encode(self.inventory(host))
+        served.do(served.server.offer_document, INVENTORY, data)
 
     def offer_image(self, host: str, rank: int, generation: str = "") -> None:
         served = self.served[host]
@@ -307,13 +300,16 @@ class Hosts:
 
     # ── restoring ────────────────────────────────────────────────────────────────────────
 
-    def holding(self, host: str) -> HostHolding:
-        images = tuple(
+    def images_on(self, host: str) -> tuple[ImageIdentity, ...]:
+        return tuple(
             ImageIdentity(rank, len(self.images[rank]), *seals(self.images[rank]))
             for rank in self.ranks[host]
         )
+
+    def holding(self, host: str) -> HostHolding:
+        images = self.images_on(host)
         rows = tuple(
-            shard_of_claim(record)
+            shard_of(record)
             for group in self.groups
             for owner, _, record in group.rows.values()
             if owner == host
@@ -326,23 +322,38 @@ class Hosts:
     def known(self, *, lost: Collection[str] = ()) -> Inventories:
         return Inventories(tuple(self.holding(host) for host in self.names if host not in lost))
 
-    def told(self, *lost: str) -> list[Told]:
+    def told(self, *lost: str) -> list[m.Holding]:
         """Their inventories, as keepers tell them."""
-        found = []
-        for holding in self.known(lost=lost).holdings:
-            (part,) = holding.parts
-            rows = tuple((row.stripe, row.row) for row in part.rows)
-            shown = ToldPart(
-                part.incarnation,
-                part.step,
-                part.attempt,
-                part.world,
-                part.layout,
-                part.images,
-                rows,
+        return [self.inventory(host) for host in self.names if host not in lost]
+
+    def inventory(self, host: str) -> m.Holding:
+        (part,) = self.holding(host).parts
+        images = (
+            m.HoldingImage(
+                rank=one.rank,
+                image_bytes=one.image_bytes,
+                header_xxh3=one.header_xxh3,
+                table_xxh3=one.table_xxh3,
             )
-            found.append(Told(holding.host, (shown,), holding.parents))
-        return found
+            for one in part.images
+        )
+        shown = m.HoldingPart(
+            incarnation=part.incarnation,
+            step=part.step,
+            attempt=part.attempt,
+            world=part.world,
+            layout=part.layout,
+            images=tuple(images),
+            parity=tuple((row.stripe, row.row) for row in part.rows),
+        )
+        return m.Holding(
+            host=host,
+            address="",
+            port=0,
+            parts=(shown,),
+            parents={self.generation.incarnation: None},
+            newest_incarnation=self.generation.incarnation,
+        )
 
     def reach(self, here: str, asking: Puller | None = None) -> ClusterReach:
         """From a host of these, or from one that holds nothing."""
@@ -351,8 +362,10 @@ class Hosts:
             self.directory / here,
             asking or self._puller,
             {host: served.peer for host, served in self.served.items()},
-            unseal,
-            {(self.attempt, rank): str(self.slots[rank].path) for rank in self.ranks.get(here, ())},
+            {
+                (self.attempt, image.rank): LocalSlot(str(self.slots[image.rank].path), image)
+                for image in (self.images_on(here) if here in self.ranks else ())
+            },
         )
 
     def recovery(self, *, lost: Collection[str] = ()) -> Recovery:

@@ -8,89 +8,45 @@ need no parity, unless a host is lost during the restore and the selection runs 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
+import msgspec
 from msgspec.structs import replace
 
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation
+from holdfast.parity.planning.record import ParityRecord, unseal
+from holdfast.protocol import messages as m
 from holdfast.restore.cluster.decode import BROKEN
 from holdfast.restore.planning.holdings import (
     HostHolding,
     ImageHolding,
     ImageIdentity,
-    ParityClaim,
     ShardHolding,
-    shard_of_claim,
+    shard_of,
 )
 from holdfast.restore.planning.selection import Inventories
+from holdfast.transport.client import Puller
+from holdfast.transport.client_connection import Peer
+from holdfast.transport.wire.http import generation_name, record_path
 
 _AT_ONCE = 8
 #: Fetches the record of a parity shard: host, attempt, its generation, stripe and row.
-Fetch = Callable[[str, str, Generation, int, int], ParityClaim]
-
-
-class ImageReport(Protocol):
-    """An image, as an inventory lists it."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def image_bytes(self) -> int: ...
-    @property
-    def header_xxh3(self) -> str: ...
-    @property
-    def table_xxh3(self) -> str: ...
-
-
-class PartReport(Protocol):
-    """The holdings of a host of one attempt, as its inventory lists them; ``parity``: (stripe,
-    row).
-    """
-
-    @property
-    def incarnation(self) -> int: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def attempt(self) -> str: ...
-    @property
-    def world(self) -> int: ...
-    @property
-    def layout(self) -> str: ...
-    @property
-    def images(self) -> Sequence[ImageReport]: ...
-    @property
-    def parity(self) -> Sequence[tuple[int, int]]: ...
-    @property
-    def nonce(self) -> str: ...
-
-
-class HostReport(Protocol):
-    """One host's inventory."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def parts(self) -> Sequence[PartReport]: ...
-    @property
-    def parents(self) -> Mapping[int, tuple[int, int] | None]: ...
-    @property
-    def starts(self) -> Mapping[int, tuple[str, float]]: ...
+Fetch = Callable[[str, str, Generation, int, int], ParityRecord]
 
 
 class InventoryCollector:
     """The inventories of all hosts; ``fetch`` gets the records of their parity shards."""
 
-    def __init__(self, reports: Iterable[HostReport], fetch: Fetch) -> None:
+    def __init__(self, reports: Iterable[m.Holding], fetch: Fetch) -> None:
         self._fetch = fetch
+        self.reports = tuple(reports)
         self._listed: dict[tuple[str, str], Sequence[tuple[int, int]]] = {}
         self._rows: dict[tuple[str, str], tuple[ShardHolding, ...]] = {}
-        self.holdings = tuple(map(self._without_parity, reports))
+        self.holdings = tuple(map(self._without_parity, self.reports))
 
-    def _without_parity(self, report: HostReport) -> HostHolding:
+    def _without_parity(self, report: m.Holding) -> HostHolding:
         for part in report.parts:
             self._listed[report.host, part.attempt] = part.parity
         parts = tuple(map(_part, report.parts))
@@ -128,13 +84,33 @@ class InventoryCollector:
                 record = self._fetch(host, part.attempt, generation, stripe, row)
                 if (record.attempt, record.stripe, record.row) != (part.attempt, stripe, row):
                     raise FormatError(f"{host} gives another record for row {row} of {stripe}")
-                shards.append(shard_of_claim(record))
+                shards.append(shard_of(record))
             except BROKEN:
                 continue
         return tuple(shards)
 
 
-def _part(report: PartReport) -> ImageHolding:
+def read_record(
+    puller: Puller, peer: Peer, attempt: str, generation: Generation, stripe: int, row: int
+) -> ParityRecord:
+    """Fetch the record of a parity shard from the keeper of a host. PeerError or FormatError."""
+    path = record_path(attempt, stripe, row)
+    data = puller.document(peer, path, generation=generation_name(generation))
+    return unseal(data, f"{peer.name}{path}")
+
+
+def decode_inventory(data: bytes, host: str) -> m.Holding:
+    """Decode the inventory that ``host`` gave; FormatError unless it is that host's."""
+    try:
+        held = msgspec.msgpack.decode(data, type=m.Holding)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the inventory of {host} cannot be read: {error}", peer=host) from error
+    if held.host != host:
+        raise FormatError(f"it says that it is host {held.host}", peer=host)
+    return held
+
+
+def _part(report: m.HoldingPart) -> ImageHolding:
     images = (
         ImageIdentity(one.rank, one.image_bytes, one.header_xxh3, one.table_xxh3)
         for one in report.images

@@ -6,10 +6,12 @@ All images are read through the same interface, whatever their source.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from holdfast.errors import ArenaError, ChecksumMismatch, HoldfastError, NotFoun
 from holdfast.format.manifest import Generation
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
+from holdfast.parity.planning.record import ParityRecord
+from holdfast.restore.cluster.collect import decode_inventory, read_record
 from holdfast.restore.cluster.decode import (
     BROKEN,
     CodedImage,
@@ -30,7 +34,6 @@ from holdfast.restore.planning.holdings import (
     GroupCoding,
     ImageIdentity,
     ImageOrigin,
-    ParityClaim,
     Recovery,
     ShardSource,
     checked_record,
@@ -39,25 +42,35 @@ from holdfast.restore.planning.holdings import (
 from holdfast.restore.reading.images import Checkpoint, ImageFile, SlotImage
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
-from holdfast.transport.wire.http import generation_name, layout_path, parity_path, record_path
+from holdfast.transport.wire.http import (
+    INVENTORY,
+    generation_name,
+    layout_path,
+    parity_path,
+)
+
+
+class LocalSlot(NamedTuple):
+    """A slot of this host's arena: its path, and the image in it."""
+
+    path: str
+    image: ImageIdentity
 
 
 @dataclass(frozen=True)
 class ClusterReach:
     """Gives a rank on ``host`` access to the holdings of all hosts.
 
-    ``slots``: the paths of this host's slots by attempt and rank; ``arena``: the directory of its
+    ``slots``: this host's slots by attempt and rank; ``arena``: the directory of its
     layouts. ``peers``: the keepers of all hosts that answered, including this host's own, which is
     asked for the parity shards of this host: only the keeper knows when one is overwritten.
-    ``read_record`` verifies the bytes of a parity record; its second argument names it in errors.
     """
 
     host: str
     arena: Path
     puller: Puller
     peers: Mapping[str, Peer]
-    read_record: Callable[[bytes, str], ParityClaim]
-    slots: Mapping[tuple[str, int], str] = field(default_factory=dict)
+    slots: Mapping[tuple[str, int], LocalSlot] = field(default_factory=dict)
 
     def peer(self, host: str) -> Peer:
         """Return the keeper of a host. NotFound when its address is unknown."""
@@ -65,18 +78,31 @@ class ClusterReach:
             raise NotFound(f"nobody told where the keeper of {host} is asked; take another source")
         return self.peers[host]
 
+    def images(self, host: str, attempt: str) -> dict[int, ImageIdentity]:
+        """Return the images of an attempt in a host's memory, by rank. PeerError, FormatError or
+        NotFound.
+        """
+        if host == self.host:
+            return {rank: slot.image for (of, rank), slot in self.slots.items() if of == attempt}
+        data = self.puller.document(self.peer(host), INVENTORY)
+        return {
+            one.rank: ImageIdentity(one.rank, one.image_bytes, one.header_xxh3, one.table_xxh3)
+            for part in decode_inventory(data, host).parts
+            if part.attempt == attempt
+            for one in part.images
+        }
+
     def record(
         self, host: str, attempt: str, generation: Generation, stripe: int, row: int
-    ) -> ParityClaim:
+    ) -> ParityRecord:
         """Return the record of a parity shard of a host. PeerError, FormatError or NotFound."""
-        path = record_path(attempt, stripe, row)
-        name = generation_name(generation)
-        data = self.puller.document(self.peer(host), path, generation=name)
-        return self.read_record(data, f"{host}{path}")
+        return read_record(self.puller, self.peer(host), attempt, generation, stripe, row)
 
 
 def open_recovery(
-    recovery: Recovery, reach: ClusterReach, open_stored: Callable[[], Checkpoint] | None = None
+    recovery: Recovery,
+    reach: ClusterReach,
+    open_stored: Callable[[Layout], Checkpoint] | None = None,
 ) -> Checkpoint:
     """Open the images of a recovery from its sources.
 
@@ -86,20 +112,42 @@ def open_recovery(
     """
     opening = ImageOpener(recovery, reach)
     layout = opening.layout()
-    stored = open_stored() if open_stored and opening.has_stored else None
-    for source in recovery.sources:
-        if source.hosts:
-            opening.files[source.rank] = opening.held(source)
-    for source in recovery.sources:
-        if source.decoding is not None:
-            opening.files[source.rank] = opening.decoded(source, source.decoding)
-        elif not source.hosts and stored is not None:
-            opening.files[source.rank] = stored.files[source.rank]
+    if open_stored is not None and recovery.candidate.where == "storage":
+        opening.stored = open_stored(layout)
+    opening.open_own()
     return Checkpoint(layout, opening.files, recovery.world, opening.identity)
 
 
+class _ImageFiles(Mapping[int, ImageFile]):
+    """The images of a checkpoint by rank, each opened when it is needed first: of thousands a rank
+    reads few. Thread-safe.
+    """
+
+    def __init__(self, world: int, open_image: Callable[[int], ImageFile]) -> None:
+        self._world, self._open = world, open_image
+        self._files: dict[int, ImageFile] = {}
+        self._lock = threading.RLock()  # a lost image is decoded from others
+
+    def __getitem__(self, rank: int) -> ImageFile:
+        with self._lock:
+            if rank not in self._files:
+                if not 0 <= rank < self._world:
+                    raise KeyError(rank)
+                self._files[rank] = self._open(rank)
+            return self._files[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self._world))
+
+    def __len__(self) -> int:
+        return self._world
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in range(self._world)
+
+
 class ImageOpener:
-    """Opens one recovery, on one rank."""
+    """Opens one recovery, on one rank. ``stored``: the checkpoint for what no host has."""
 
     def __init__(self, recovery: Recovery, reach: ClusterReach) -> None:
         self._recovery, self._reach = recovery, reach
@@ -113,10 +161,10 @@ class ImageOpener:
             "world": str(recovery.world),
             "layout": recovery.layout,
         }
-        self.has_stored = any(not one.hosts and one.decoding is None for one in recovery.sources)
-        self.files: dict[int, ImageFile] = {}
+        self.files = _ImageFiles(recovery.world, self._open)
+        self.stored: Checkpoint | None = None
         self._groups: dict[GroupCoding, GroupReader] = {}
-        self._records: dict[tuple[str, int, int], ParityClaim] = {}
+        self._records: dict[tuple[str, int, int], ParityRecord] = {}
 
     def layout(self) -> Layout:
         """Return the layout from this host, or from the first other one that gives it correctly."""
@@ -145,6 +193,22 @@ class ImageOpener:
             )
         return Layout.from_json(data)
 
+    def open_own(self) -> None:
+        """Open the images in this host's memory: what is gone there is known before all else."""
+        for attempt, rank in self._reach.slots:
+            if attempt == self._attempt and self._reach.host in self._recovery.sources[rank].hosts:
+                _ = self.files[rank]
+
+    def _open(self, rank: int) -> ImageFile:
+        source = self._recovery.sources[rank]
+        if source.hosts:
+            return self.held(source)
+        if source.decoding is not None:
+            return self.decoded(source, source.decoding)
+        if self.stored is None:
+            raise KeyError(rank)
+        return self.stored.files[rank]
+
     def held(self, source: ImageOrigin) -> ImageFile:
         """Open an image that some host has, preferably this one."""
         image, here = source.image, self._reach.host
@@ -154,7 +218,7 @@ class ImageOpener:
             return PeerImage(self._reach.puller, peer, self._attempt, self._generation, image)
         name = image_name(here, self._attempt, image.rank)
         try:
-            path = self._reach.slots[self._attempt, image.rank]
+            path = self._reach.slots[self._attempt, image.rank].path
             file = SlotImage(path, image.image_bytes, image.header_xxh3, image.table_xxh3)
         except (ArenaError, KeyError) as error:
             raise NotFound(f"{name} is no longer in this host's memory: {error}", path=name) from (
@@ -164,7 +228,7 @@ class ImageOpener:
         return file
 
     def decoded(self, source: ImageOrigin, way: Decoding) -> ImageFile:
-        """Open a lost image. All images in memory are open already."""
+        """Open a lost image."""
         if way.coding not in self._groups:
             self._groups[way.coding] = self._group(way)
         member = way.coding.members[way.member]
@@ -229,7 +293,7 @@ class ImageOpener:
                 return record.members[way.member].images[way.image].head
         raise failure
 
-    def _record(self, coding: GroupCoding, host: str, stripe: int, row: int) -> ParityClaim:
+    def _record(self, coding: GroupCoding, host: str, stripe: int, row: int) -> ParityRecord:
         at = host, stripe, row
         if at not in self._records:
             candidate = self._recovery.candidate

@@ -6,14 +6,17 @@ of a source needs. All are values: equal ones are the same thing, whichever host
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import overload
 
-from msgspec import Struct
+from msgspec import Struct, msgpack
 
-from holdfast.errors import FormatError
-from holdfast.format.checksum import BLOCK_BYTES, block_count
+from holdfast.errors import FormatError, NotFound
+from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum
 from holdfast.parity.planning.placement import StripePlacement, stripes
+from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.transport.wire.http import image_path
 
@@ -147,7 +150,7 @@ class Recovery(Struct, frozen=True):
     candidate: Candidate
     world: int = 0
     layout: str = ""
-    sources: tuple[ImageOrigin, ...] = ()
+    sources: Sequence[ImageOrigin] = ()
     holders: tuple[str, ...] = ()
     survives: int = 0
 
@@ -180,53 +183,142 @@ def image_name(host: str, attempt: str, rank: int) -> str:
     return f"{host}{image_path(attempt, rank)}"
 
 
+# Tells all ranks of a choice: only what differs from "each image from the one host that has it".
+#
+# The identities of such images, most of the choice, each host's inventory has too. A checksum over
+# those of a host binds the inventory that a rank asks for to the one that rank 0 chose by.
+
+#: Returns the images of an attempt that a host says it has, by rank.
+ImagesOf = Callable[[str], Mapping[int, ImageIdentity]]
+
+
+class _HostShare(Struct, frozen=True, array_like=True):
+    """The images that are read from ``host`` alone: runs of ranks (first, count), and a checksum
+    over their identities.
+    """
+
+    host: str
+    runs: tuple[tuple[int, int], ...]
+    seal: bytes
+
+
+class _Choice(Struct, frozen=True, array_like=True):
+    """A ``Recovery`` as rank 0 tells it; ``others``: the origins of all other images."""
+
+    candidate: Candidate
+    world: int
+    layout: str
+    survives: int
+    shares: tuple[_HostShare, ...]
+    others: tuple[ImageOrigin, ...]
+
+
+def encode_choice(recovery: Recovery | None) -> bytes:
+    """Encode the chosen recovery for all ranks: tens of bytes for each host with its own images."""
+    if recovery is None:
+        return b""
+    alone: dict[str, list[ImageIdentity]] = {host: [] for host in recovery.holders}
+    others: list[ImageOrigin] = []
+    for one in recovery.sources:
+        if len(one.hosts) == 1 and one.image is not None and one.decoding is None:
+            alone.setdefault(one.hosts[0], []).append(one.image)
+        else:
+            others.append(one)
+    shares = (_HostShare(host, _runs(images), _seal(images)) for host, images in alone.items())
+    choice = _Choice(
+        recovery.candidate,
+        recovery.world,
+        recovery.layout,
+        recovery.survives,
+        tuple(shares),
+        tuple(others),
+    )
+    return zlib.compress(msgpack.encode(choice))
+
+
+def decode_choice(data: bytes, ask: Callable[[str, str], Mapping[int, ImageIdentity]]) -> Recovery:
+    """Decode what rank 0 chose. ``ask`` returns the images of an attempt that a host has, and is
+    called for the hosts that this rank needs.
+    """
+    choice = msgpack.decode(zlib.decompress(data), type=_Choice)
+    attempt = choice.candidate.attempt
+    return Recovery(
+        choice.candidate,
+        choice.world,
+        choice.layout,
+        _ToldSources(choice, lambda host: ask(host, attempt)),
+        tuple(share.host for share in choice.shares),
+        choice.survives,
+    )
+
+
+def _runs(images: Sequence[ImageIdentity]) -> tuple[tuple[int, int], ...]:
+    runs: list[tuple[int, int]] = []
+    for image in images:
+        if runs and sum(runs[-1]) == image.rank:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((image.rank, 1))
+    return tuple(runs)
+
+
+def _seal(images: Iterable[ImageIdentity]) -> bytes:
+    return checksum(msgpack.encode([*images])).to_bytes(8, "little")
+
+
+class _ToldSources(Sequence[ImageOrigin]):
+    """The origins that a choice tells, by rank; without any where all is in storage."""
+
+    def __init__(self, choice: _Choice, ask: ImagesOf) -> None:
+        self._attempt, self._ask = choice.candidate.attempt, ask
+        self._others = {one.rank: one for one in choice.others}
+        self._shares = {share.host: share for share in choice.shares}
+        runs = ((*run, share.host) for share in choice.shares for run in share.runs)
+        self._runs = sorted(runs)
+        self._size = len(self._others) + sum(count for _, count, _ in self._runs)
+        self._images: dict[str, Mapping[int, ImageIdentity]] = {}
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, rank: int) -> ImageOrigin: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[ImageOrigin]: ...
+    def __getitem__(self, rank: int | slice) -> ImageOrigin | Sequence[ImageOrigin]:
+        if isinstance(rank, slice):
+            return [self[one] for one in range(*rank.indices(len(self)))]
+        if rank in self._others:
+            return self._others[rank]
+        at = bisect_right(self._runs, rank, key=lambda run: run[0]) - 1
+        first, count, host = self._runs[at] if at >= 0 else (0, 0, "")
+        if not first <= rank < first + count:
+            raise IndexError(rank)
+        if host not in self._images:
+            self._images[host] = self._asked(self._shares[host])
+        return ImageOrigin(rank, self._images[host][rank], (host,))
+
+    def _asked(self, share: _HostShare) -> Mapping[int, ImageIdentity]:
+        """Return the images of a host, which are those that rank 0 chose. NotFound otherwise."""
+        there = self._ask(share.host)
+        ranks = [rank for first, count in share.runs for rank in range(first, first + count)]
+        for rank in ranks:
+            if rank not in there:
+                name = image_name(share.host, self._attempt, rank)
+                raise NotFound(f"{name} is no longer in the memory of {share.host}", path=name)
+        if _seal(there[rank] for rank in ranks) != share.seal:
+            raise NotFound(
+                f"{share.host} no longer has the images of attempt {self._attempt} that it had "
+                "when the sources were chosen",
+                peer=share.host,
+            )
+        return there
+
+
 # Checks parity records before a restore uses them.
 
 
-class ImageClaim(Protocol):
-    """An image of a member, with its header."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def image_bytes(self) -> int: ...
-    @property
-    def data_start(self) -> int: ...
-    @property
-    def header_xxh3(self) -> str: ...
-    @property
-    def table_xxh3(self) -> str: ...
-    @property
-    def head(self) -> bytes: ...
-
-
-class MemberClaim(Protocol):
-    """A host of a group."""
-
-    @property
-    def host(self) -> str: ...
-    @property
-    def images(self) -> Sequence[ImageClaim]: ...
-
-
-class ParityClaim(Protocol):
-    """The record beside a parity shard."""
-
-    @property
-    def attempt(self) -> str: ...
-    @property
-    def parity(self) -> int: ...
-    @property
-    def members(self) -> Sequence[MemberClaim]: ...
-    @property
-    def stripe(self) -> int: ...
-    @property
-    def row(self) -> int: ...
-    @property
-    def sums(self) -> bytes: ...
-
-
-def shard_of_claim(record: ParityClaim) -> ShardHolding:
+def shard_of(record: ParityRecord) -> ShardHolding:
     """Return the coding and the shard that a host with this record holds. FormatError for an
     invalid group.
     """
@@ -247,11 +339,11 @@ def shard_of_claim(record: ParityClaim) -> ShardHolding:
 
 
 def checked_record(
-    record: ParityClaim, coding: GroupCoding, attempt: str, stripe: int, row: int, host: str
-) -> ParityClaim:
+    record: ParityRecord, coding: GroupCoding, attempt: str, stripe: int, row: int, host: str
+) -> ParityRecord:
     """Return the record that ``host`` gave; FormatError when it is the record of another shard."""
     where = f"the record of row {row} of stripe {stripe} on {host}"
-    is_this_one = record.attempt == attempt and shard_of_claim(record) == ShardHolding(
+    is_this_one = record.attempt == attempt and shard_of(record) == ShardHolding(
         coding, stripe, row
     )
     if not is_this_one:

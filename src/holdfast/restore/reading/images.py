@@ -324,10 +324,11 @@ def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
     return Layout.from_json(data)
 
 
-def from_manifest(store: Store, manifest: Manifest) -> Checkpoint:
-    """Open a published checkpoint."""
-    path = layout_path(manifest.layout)
-    layout = _read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
+def from_manifest(store: Store, manifest: Manifest, layout: Layout | None = None) -> Checkpoint:
+    """Open a published checkpoint; ``layout`` is its layout, where that is read already."""
+    if layout is None:
+        path = layout_path(manifest.layout)
+        layout = _read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
     parts = {part.rank: _stored(store, part) for part in manifest.parts}
     files: dict[int, ImageFile] = {}
     for named in manifest.images:

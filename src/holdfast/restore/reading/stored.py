@@ -29,8 +29,8 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import SourceDropped, emit
-from holdfast.format.checksum import checksum, text
-from holdfast.format.manifest import Lineage, Manifest, Root, seal
+from holdfast.format.manifest import Lineage, Manifest, Root, checksum_in, seal
+from holdfast.geometry.layout import Layout
 from holdfast.restore.planning.candidates import Candidate, StartRecords, choose, undecided
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.storage.base import Store
@@ -94,21 +94,33 @@ def stored_starts(store: Store, found: Catalogue, known: Iterable[int]) -> Start
 
 
 def seal_of(manifest: Manifest) -> str:
-    """Return a checksum that is equal only for identical manifests."""
-    return text(checksum(seal(manifest)))
+    """Return a checksum that is equal only for identical manifests: the one sealed in them."""
+    return checksum_in(seal(manifest))
 
 
-def open_stored(store: Store, candidate: Candidate, rank: int) -> Checkpoint:
+def open_stored(
+    store: Store,
+    candidate: Candidate,
+    rank: int,
+    *,
+    read: tuple[Manifest, str] | None = None,
+    layout: Layout | None = None,
+) -> Checkpoint:
     """Open the checkpoint that rank 0 chose, as this rank sees it.
 
-    NotFound when it is gone, UsageError when a different one lies here under its name.
+    ``read`` and ``layout``: the manifest with its checksum and the layout, where this rank has read
+    them already. NotFound when it is gone, UsageError when a different one lies here under its
+    name.
     """
-    manifest = find_manifest(store, candidate.generation)
-    if manifest is None:
+    found = read or find_manifest(store, candidate.generation)
+    if found is None:
         raise NotFound(
             f"{candidate.generation} is no longer in storage, as rank {rank} sees {store.url}"
         )
-    if (manifest.attempt, seal_of(manifest)) != (candidate.attempt, candidate.seal):
+    manifest, sealed = found
+    if sealed != candidate.seal:  # what another version wrote is sealed differently here
+        sealed = seal_of(manifest)
+    if (manifest.attempt, sealed) != (candidate.attempt, candidate.seal):
         raise UsageError(
             f"the ranks see different directories at {store.url}: generation "
             f"{candidate.generation} is attempt {candidate.attempt} (manifest {candidate.seal}) "
@@ -116,7 +128,7 @@ def open_stored(store: Store, candidate: Candidate, rank: int) -> Checkpoint:
             "Nothing was restored. Give a directory that all ranks reach, and not one of each "
             "node's own."
         )
-    return from_manifest(store, manifest)
+    return from_manifest(store, manifest, layout)
 
 
 def choose_stored(store: Store, step: int | str | None) -> tuple[Catalogue, list[Candidate]]:

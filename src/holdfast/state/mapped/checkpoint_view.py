@@ -2,7 +2,8 @@
 
 The stored leaves that a tensor is made of are looked up and compared with it before anything is
 read. The result is a table under the state's own names, as if the checkpoint had been saved without
-rules.
+rules. Where neither rules nor a selection stand between them, leaves match by name alone, and the
+table is the checkpoint's own.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ import torch
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.index import HAVE_A_MEAN
+from holdfast.state.claimed_memory import shares_its_own
+from holdfast.state.hidden_state import memory_gone
 from holdfast.state.identity import MASTER, TensorNames, TensorOwner
-from holdfast.state.mapped.mapper import RuleMapper, shard_sight
+from holdfast.state.mapped.mapper import RuleMapper, Spec, StateView, shard_sight
 from holdfast.state.mapped.tensor_parts import LeafPart, TensorMapping
-from holdfast.state.objects import Objects
-from holdfast.state.selection import LeafSelection
-from holdfast.state.tensors import DTYPE_NAMES, plain_parts
-
-Spec = tuple[str, tuple[int, ...]]
+from holdfast.state.tensors import DTYPE_NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,8 @@ class CheckpointView:
     """A checkpoint as this state sees it.
 
     ``specs``: (dtype, shape) by the names here. ``aliases``: further names here -> the name here.
+    ``targets``: name and tensor of what modules hold, tied tensors once. ``kinds``: by optimizer
+    and parameter the kinds of state that are stored.
     ``stored``: the stored form of the leaves that tensors here are made of, by the names the rules
     give them. ``left``: the names here that keep their present content. ``numbers``: names here ->
     the stored one-element leaves that must all equal it. ``rows``: see RowCopies. ``claimed``: the
@@ -55,6 +56,8 @@ class CheckpointView:
     through: RuleMapper
     specs: dict[str, Spec] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    targets: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    kinds: dict[str, dict[str, dict[str, Spec]]] = field(default_factory=dict)
     stored: dict[str, tuple[str, Spec] | None] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     left: set[str] = field(default_factory=set)
@@ -82,52 +85,10 @@ class CheckpointView:
         """Returns name and spec of the stored leaf for a leaf that the rules name; None where
         nothing is stored of it.
         """
-        return self.stored[leaf] if leaf in self.stored else (leaf, self.specs[leaf])
-
-
-class StateView:
-    """Maps the leaves of a checkpoint to ``objects``. ``stored``: leaf -> (dtype, shape)."""
-
-    def __init__(
-        self,
-        objects: Objects,
-        through: RuleMapper,
-        stored: Mapping[str, Spec],
-        choice: LeafSelection,
-    ) -> None:
-        self.objects, self.through, self.choice = objects, through, choice
-        self.stored = stored
-        self.origins = {key: objects.origins(key) for key in objects.optimizers}
-        self._names = {
-            name: self._inner_names(key, origin)
-            for key, origins in self.origins.items()
-            for name, origin in origins.items()
-        }
-
-    def names(self, here: str) -> Sequence[str]:
-        """Returns the names of a parameter in the values of a checkpoint: those of all leaves it is
-        made of.
-        """
-        return self._names[here]
-
-    def _inner_names(self, key: str, origin: TensorOwner) -> list[str]:
-        inner = origin.prefix[len(key) + 1 :]
-        return [f"{inner}{leaf}" for leaf in self.through.leaves(origin)]
-
-    def leaves(self, key: str) -> Iterator[str]:
-        """Yields the stored leaves that the tensors of a module map to, whether the checkpoint has
-        them or not.
-        """
-        for origin, tensor in self.held(key):
-            mapping = self.through.sight(origin, tensor)
-            yield from [origin.leaf] if mapping is None else (part.leaf for part in mapping.parts)
-
-    def held(self, key: str) -> Iterator[tuple[TensorOwner, torch.Tensor]]:
-        """Yields the plain tensors of a module, each with its owner."""
-        for held in self.objects.tensors[key]:
-            origin = TensorOwner(f"{key}.", held.name)
-            for part, inner in plain_parts(origin.leaf, held.tensor):
-                yield origin.part(part, held.tensor), inner
+        if leaf in self.stored:
+            return self.stored[leaf]
+        spec = self.specs.get(leaf)
+        return None if spec is None else (leaf, spec)
 
 
 # Builds the table of a checkpoint's leaves by the names of the state, and reports what does not
@@ -181,7 +142,11 @@ def make_offer(state_view: StateView, aliases: Mapping[str, str]) -> CheckpointV
 
 
 class _ViewBuilder:
-    """Builds one CheckpointView."""
+    """Builds one CheckpointView.
+
+    In the plain case names and specs are those of the checkpoint, without a look at each leaf: a
+    restore of thousands of leaves is compared in milliseconds.
+    """
 
     def __init__(self, state_view: StateView, aliases: Mapping[str, str]) -> None:
         self._state_view, self._objects, self._through = (
@@ -191,7 +156,13 @@ class _ViewBuilder:
         )
         self._all, self._aliases, self._choice = state_view.stored, aliases, state_view.choice
         self._made_of: dict[object, str] = {}
-        self._known = TensorNames()
+        self._known, self._kept = TensorNames(), TensorNames()
+        self._first_of: dict[str, str] = {}
+        self._masters = {
+            origin.leaf
+            for key in self._objects.optimizers
+            for origin, _ in self._objects.masters(key)
+        }
         self._copies: dict[str, list[str | None]] = {}
         self._module_of = {key: self._objects.module_of(key) for key in self._objects.optimizers}
         self._hints = _HINTS
@@ -200,9 +171,13 @@ class _ViewBuilder:
 
     def run(self) -> CheckpointView:
         view = self.view
+        if self._state_view.is_plain:
+            self._add_all()
+            return view
         for key in self._objects.modules:
             for origin, tensor in self._state_view.held(key):
-                self._add(origin, tensor)
+                if self._add(origin, tensor):
+                    self._add_target(origin.leaf, tensor)
         for origin, tensor in self._objects.all_masters():
             self._add(origin, tensor)
         for key in self._objects.optimizers:
@@ -221,10 +196,59 @@ class _ViewBuilder:
         )
         return view
 
+    def _add_all(self) -> None:
+        """Adds every leaf under its own name."""
+        view = self.view
+        view.specs, view.rest = dict(self._all), set(self._all)
+        view.aliases = dict(self._aliases)
+        for key in self._objects.modules:
+            for name, tensor in self._state_view.named(key):
+                self._add_target(name, tensor)
+        for key in self._objects.optimizers:
+            kinds = self._kinds(key, {f"{key}.{name}" for name in self._objects.parameters(key)})
+            view.kinds[key] = {
+                prefix[len(key) + 1 :]: {
+                    kind: self._all[self._aliases.get(leaf, leaf)]
+                    for kind, leaf in found.items()
+                    if leaf not in self._masters
+                }
+                for prefix, found in kinds.items()
+            }
+
     # ── modules ──────────────────────────────────────────────────────────────────────────
 
-    def _add(self, origin: TensorOwner, tensor: torch.Tensor) -> None:
-        """Matches a tensor with the stored leaves it is made of, then records the result."""
+    def _add_target(self, name: str, tensor: torch.Tensor) -> None:
+        """Records a tensor of a module that is restored, and what does not fit of it."""
+        view = self.view
+        first, leaf = self._kept.name(tensor, name), view.aliases.get(name, name)
+        if first == name:
+            view.targets.append((leaf, tensor))
+        found = view.specs.get(leaf)
+        wanted = (DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+        tied = self._first_of.setdefault(leaf, first)
+        problem = ""
+        if found is None:
+            problem = self._missing(name, name) if first == name else ""
+        elif found != wanted:
+            problem = (
+                f"{name}: the checkpoint has {found[0]} {list(found[1])}, the model "
+                f"{wanted[0]} {list(wanted[1])}"
+            )
+        elif gone := memory_gone(tensor):
+            problem = f"{name} {gone}: restore where it is gathered"
+        elif shares_its_own(tensor):
+            problem = f"{name}: several of its elements are the same memory; make it contiguous"
+        elif view.aliases.get(first, first) != leaf:
+            problem = f"{name}: tied to {first} in the model, but not in the checkpoint"
+        elif tied != first:
+            problem = f"{name}: tied to {tied} in the checkpoint, but not in the model"
+        if problem:
+            view.problems.append(problem)
+
+    def _add(self, origin: TensorOwner, tensor: torch.Tensor) -> bool:
+        """Matches a tensor with the stored leaves it is made of, and records the result; False if
+        it is left out.
+        """
         match = self._match(origin, tensor)
         self.view.origins[origin.leaf] = origin
         for part in match.unselected:
@@ -235,6 +259,7 @@ class _ViewBuilder:
             self.view.claimed.update(self._aliases.get(leaf, leaf) for leaf in match.leaves)
         else:
             self._record(match)
+        return not match.is_left_out
 
     def _match(self, origin: TensorOwner, tensor: torch.Tensor) -> TensorMatch:
         name, first = origin.leaf, self._known.name(tensor, origin.leaf)
@@ -406,16 +431,23 @@ class _ViewBuilder:
             for leaf in (*made_of[name], origin.name)
         }
         kinds = self._kinds(key, prefixes)
+        specs = self.view.specs
         for name, origin in origins.items():
+            state = self.view.kinds.setdefault(key, {}).setdefault(name, {})
             found = {leaf: kinds.get(origin.stored(leaf), {}) for leaf in made_of[name]}
             own = {} if origin.name in found else kinds.get(origin.stored(origin.name), {})
             for kind in dict.fromkeys(kind for some in found.values() for kind in some):
                 there = {leaf: some.get(kind) for leaf, some in found.items()}
                 if f".{kind}" == MASTER and not self._is_state(key, origin, kind, there):
                     continue  # no state, but the parameter's own elements
-                self._add_kind(origin._replace(suffix=f".{kind}"), made_of[name], there)
+                owner = origin._replace(suffix=f".{kind}")
+                self._add_kind(owner, made_of[name], there)
+                if owner.leaf in specs and owner.leaf not in self._masters:
+                    state[kind] = specs[owner.leaf]
             for kind, leaf in own.items():
-                self._add_alone(origin._replace(suffix=f".{kind}"), leaf)
+                owner = origin._replace(suffix=f".{kind}")
+                self._add_alone(owner, leaf)
+                state[kind] = specs[owner.leaf]
 
     def _is_state(
         self, key: str, origin: TensorOwner, kind: str, there: Mapping[str, str | None]

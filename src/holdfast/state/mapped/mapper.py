@@ -8,7 +8,8 @@ restore reads into them, and neither knows of any rule.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from msgspec import msgpack
@@ -44,9 +45,11 @@ from holdfast.state.mapped.tensor_parts import (
     with_flags,
 )
 from holdfast.state.objects import Objects
-from holdfast.state.tensors import leaf_entry, local_of
+from holdfast.state.selection import LeafSelection
+from holdfast.state.tensors import leaf_entry, local_of, plain_parts
 
 Shape = tuple[int, ...]
+Spec = tuple[str, Shape]
 
 
 Found = tuple[TensorOwner, torch.Tensor]
@@ -309,6 +312,71 @@ def shard_sight(name: str, tensor: torch.Tensor, rank: int) -> TensorMapping | N
     return merge_mappings(
         [through._local_parts(origin, tensor, source) for source in sources], tensor, sources
     )
+
+
+class StateView:
+    """Maps the leaves of a checkpoint to ``objects``. ``stored``: leaf -> (dtype, shape).
+
+    ``is_plain``: all leaves are wanted, each under its own name.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        through: RuleMapper,
+        stored: Mapping[str, Spec],
+        choice: LeafSelection,
+        *,
+        is_plain: bool,
+    ) -> None:
+        self.objects, self.through, self.choice = objects, through, choice
+        self.stored, self.is_plain = stored, is_plain
+
+    @cached_property
+    def origins(self) -> dict[str, dict[str, TensorOwner]]:
+        """Returns the owners of the state of each optimizer, by parameter name."""
+        return {key: self.objects.origins(key) for key in self.objects.optimizers}
+
+    @cached_property
+    def _names(self) -> dict[str, list[str]]:
+        return {
+            name: self._inner_names(key, origin)
+            for key, origins in self.origins.items()
+            for name, origin in origins.items()
+        }
+
+    def names(self, here: str) -> Sequence[str]:
+        """Returns the names of a parameter in the values of a checkpoint: those of all leaves it is
+        made of.
+        """
+        return [here] if self.is_plain else self._names[here]
+
+    def _inner_names(self, key: str, origin: TensorOwner) -> list[str]:
+        inner = origin.prefix[len(key) + 1 :]
+        return [f"{inner}{leaf}" for leaf in self.through.leaves(origin)]
+
+    def leaves(self, key: str) -> Iterator[str]:
+        """Yields the stored leaves that the tensors of a module map to, whether the checkpoint has
+        them or not.
+        """
+        if self.is_plain:
+            yield from (name for name, _ in self.named(key))
+            return
+        for origin, tensor in self.held(key):
+            mapping = self.through.sight(origin, tensor)
+            yield from [origin.leaf] if mapping is None else (part.leaf for part in mapping.parts)
+
+    def named(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the plain tensors of a module, each with its name here."""
+        for held in self.objects.tensors[key]:
+            yield from plain_parts(f"{key}.{held.name}", held.tensor)
+
+    def held(self, key: str) -> Iterator[tuple[TensorOwner, torch.Tensor]]:
+        """Yields the plain tensors of a module, each with its owner."""
+        for held in self.objects.tensors[key]:
+            origin = TensorOwner(f"{key}.", held.name)
+            for part, inner in plain_parts(origin.leaf, held.tensor):
+                yield origin.part(part, held.tensor), inner
 
 
 # Composes the leaves that rules lead to from the leaves of a checkpoint saved in another form.
