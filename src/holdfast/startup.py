@@ -298,7 +298,7 @@ def _connect(
     hosts: HostTable | None,
     place: RankIdentity,
     is_copying: bool,
-    owes_durable: bool,
+    order: m.Order,
     listener: Callable[[m.Message], None],
     on_lost: Callable[[str], None],
 ) -> KeeperClient:
@@ -327,7 +327,7 @@ def _connect(
                 keep_every=options.keep.every,
                 persist_at_end=options.storage is not None,
                 is_copying=is_copying,
-                owes_durable=owes_durable,
+                order=order,
                 compare_replicas=options.compare_replicas,
                 parity=options.parity,
             )

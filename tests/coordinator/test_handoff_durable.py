@@ -21,9 +21,9 @@ def started(actions: Actions) -> list[str]:
     return [action.attempt for action in of(actions, StartPersist)]
 
 
-def durable(actions: Actions) -> list[tuple[int, tuple[int, ...]]]:
-    """(step, the earlier steps it stands for) of all that is told to be durable."""
-    return [(message.step, message.fulfils) for message in told(actions, m.Durable)]
+def durable(actions: Actions) -> list[int]:
+    """The steps that are told to be durable: each pays every order up to it."""
+    return [message.step for message in told(actions, m.Durable)]
 
 
 def test_an_image_is_written_as_soon_as_its_slot_is_granted() -> None:
@@ -32,7 +32,7 @@ def test_an_image_is_written_as_soon_as_its_slot_is_granted() -> None:
     assert started(actions) == [granted(actions)]
     for rank in range(2):
         keeper.seal(rank, granted(actions))
-    assert durable(keeper.c.persisted(granted(actions))) == [(5, ())]
+    assert durable(keeper.c.persisted(granted(actions))) == [5]
     assert not keeper.c.is_busy()
 
 
@@ -78,9 +78,9 @@ def test_due_saves_wait_while_storage_is_busy_and_the_newest_stands_for_them() -
         keeper.seal(0, list(keeper.c.attempts)[-1])
     newest = keeper.capture(25)
     actions = keeper.c.persisted(first)
-    assert durable(actions) == [(0, ())]
+    assert durable(actions) == [0]
     assert started(actions) == [newest]
-    assert durable(keeper.c.persisted(newest)) == [(25, (10, 20))]
+    assert durable(keeper.c.persisted(newest)) == [25]
     assert not keeper.c.durability.is_requested
 
 
@@ -92,7 +92,7 @@ def test_an_exact_save_does_not_wait_for_storage_and_stands_for_those_before() -
     attempt = granted(actions)
     assert started(actions) == [attempt]
     keeper.seal(0, attempt)
-    assert durable(keeper.c.persisted(attempt)) == [(20, (10,))]
+    assert durable(keeper.c.persisted(attempt)) == [20]
 
 
 def test_a_save_that_stood_for_others_owes_them_when_it_comes_to_nothing() -> None:
@@ -103,7 +103,7 @@ def test_a_save_that_stood_for_others_owes_them_when_it_comes_to_nothing() -> No
     keeper.c.abort_capture(0, m.AbortCapture(attempt=attempt, reason="no"))
     actions = keeper.c.persisted(first)
     (second,) = started(actions)
-    assert durable(keeper.c.persisted(second)) == [(10, (10,))]
+    assert durable(keeper.c.persisted(second)) == [10]
 
 
 def test_what_is_owed_starts_when_its_own_capture_is_done_after_storage_was() -> None:
@@ -112,7 +112,7 @@ def test_what_is_owed_starts_when_its_own_capture_is_done_after_storage_was() ->
     attempt = granted(keeper.ask_all(10, durable=True))
     assert started(keeper.c.persisted(first)) == []
     assert started(keeper.seal(0, attempt)) == [attempt]
-    assert durable(keeper.c.persisted(attempt)) == [(10, (10,))]
+    assert durable(keeper.c.persisted(attempt)) == [10]
 
 
 def test_what_is_owed_starts_also_when_the_save_before_it_failed() -> None:
@@ -131,7 +131,7 @@ def test_a_failed_save_tells_all_it_stood_for_and_is_not_tried_again_by_itself()
     keeper.capture(11)
     (newest,) = started(keeper.c.persisted(first))
     (failed,) = told(keeper.c.persist_failed(newest, "disk full"), m.NotDurable)
-    assert (failed.step, failed.fulfils) == (11, (10,))
+    assert (failed.step, failed.since) == (11, 0)
     assert keeper.c.tick(1.0) == []
     actions = keeper.ask_all(12)
     assert started(actions) == [granted(actions)]
@@ -205,7 +205,7 @@ def test_a_captured_step_is_made_durable_after_all() -> None:
     attempt = keeper.capture(5)
     assert started(keeper.c.make_durable(5)) == [attempt]
     assert keeper.c.make_durable(5) == []
-    assert durable(keeper.c.persisted(attempt)) == [(5, ())]
+    assert durable(keeper.c.persisted(attempt)) == [5]
 
 
 def test_a_step_being_captured_is_made_durable_with_the_rest_of_it() -> None:
@@ -223,7 +223,7 @@ def test_who_asks_for_what_is_durable_already_is_told_so() -> None:
     keeper = Keeper(1)
     attempt = keeper.capture(5, durable=True)
     keeper.c.persisted(attempt)
-    assert durable(keeper.c.make_durable(5)) == [(5, ())]
+    assert durable(keeper.c.make_durable(5)) == [5]
 
 
 def test_what_is_no_longer_in_memory_cannot_be_made_durable_and_the_next_step_is() -> None:
@@ -274,7 +274,7 @@ def test_a_new_incarnation_owes_nothing_of_the_old_one() -> None:
     keeper.c.adopt(0.0)
     assert started(keeper.c.persisted(first)) == []
     attempt = keeper.capture(10, durable=True)
-    assert durable(keeper.c.persisted(attempt)) == [(10, ())]
+    assert durable(keeper.c.persisted(attempt)) == [10]
 
 
 def test_what_an_earlier_incarnation_captured_does_not_stand_for_saves_of_this_one() -> None:
@@ -286,7 +286,7 @@ def test_what_an_earlier_incarnation_captured_does_not_stand_for_saves_of_this_o
     attempt = granted(keeper.ask_all(10, durable=True))
     assert started(keeper.c.persist_failed(busy, "disk full")) == []
     assert started(keeper.seal(0, attempt)) == [attempt]
-    assert durable(keeper.c.persisted(attempt)) == [(10, (10,))]
+    assert durable(keeper.c.persisted(attempt)) == [10]
 
 
 def test_what_is_made_durable_at_the_end_stands_only_for_saves_of_its_own_incarnation() -> None:
@@ -297,8 +297,8 @@ def test_what_is_made_durable_at_the_end_stands_only_for_saves_of_its_own_incarn
     keeper.c.adopt(0.0)
     granted(keeper.ask_all(10, durable=True))
     assert started(keeper.c.persist_newest()) == [newest]
-    assert keeper.c.attempts[newest].fulfils == ()
     keeper.c.persisted(busy)
+    assert durable(keeper.c.persisted(newest)) == []
     assert keeper.c.durability.is_requested  # it is owed still
 
 

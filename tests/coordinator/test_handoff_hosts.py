@@ -257,7 +257,7 @@ def test_a_save_that_waits_for_storage_is_not_waited_for_for_ever_when_a_host_is
         assert of(keeper.c.tick(CAPTURE_S + 1), StartPersist) == [StartPersist(waiting)]
         return
     (lost,) = told(keeper.c.tick(CAPTURE_S + 1), m.NotDurable)
-    assert (lost.step, lost.fulfils) == (2, ()) and "the keeper of b is out of reach" in lost.reason
+    assert (lost.step, lost.since) == (2, 1) and "the keeper of b is out of reach" in lost.reason
     assert not told(keeper.c.tick(CAPTURE_S + 2), m.NotDurable)
     assert keeper.c.durability.is_requested, "the next snapshot is made durable for it"
 
@@ -316,7 +316,7 @@ def test_a_keeper_that_takes_over_keeps_what_the_incarnation_went_on_from(
         later.attach(host, *held[host])
     assert (later.attempts.newest, later.attempts.pinned) == (newest, parent)
     for rank in range(4):
-        later.join(rank, keeper.writer(rank), owes_durable=rank == 2)
+        later.join(rank, keeper.writer(rank), order=m.Order(2, 2) if rank == 2 else m.NO_ORDER)
     assert not later.away
 
 

@@ -7,6 +7,7 @@ What happens to the processes and slots is in ``handoff_world``, what is checked
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -23,6 +24,7 @@ from hypothesis.stateful import (
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.durability import DurabilityQueue
 from holdfast.coordinator.slots import Slot, Slots, SlotWriter
 from holdfast.protocol import messages as m
 from support.coordinator.coordinators import CAPTURE_S, GRANT_S
@@ -276,6 +278,10 @@ class Handoff(CheckedWorld, RuleBasedStateMachine):
     def nobody_waits_for_a_rank_that_is_not_there(self) -> None:
         self.check_waits()
 
+    @invariant()
+    def what_was_to_be_durable_stays_ordered_until_it_or_something_newer_is(self) -> None:
+        self.check_order()
+
     def teardown(self) -> None:
         if not self.is_broken:
             self.check_end()
@@ -460,9 +466,9 @@ def test_slots_given_away_by_a_known_mistake_are_found_out(broken: type[Slots]) 
 
 class BelievesEveryCopierStopped(Coordinator):
     def join(
-        self, rank: int, writer: SlotWriter, *, is_copying: bool = True, owes_durable: bool = False
+        self, rank: int, writer: SlotWriter, *, is_copying: bool = True, order: m.Order = m.NO_ORDER
     ) -> list[Action]:
-        return super().join(rank, writer, is_copying=False, owes_durable=owes_durable)
+        return super().join(rank, writer, is_copying=False, order=order)
 
 
 def test_a_keeper_that_believes_every_copier_stopped_is_found_out() -> None:
@@ -535,6 +541,54 @@ class WaitsForWhoIsNotThere(Coordinator):
 def test_a_keeper_that_has_ranks_wait_for_one_that_is_not_there_is_found_out() -> None:
     class Broken(Handoff):
         coordinator = WaitsForWhoIsNotThere
+
+    expect_to_be_found_out(Broken)
+
+
+class BelievesThatWhatIsBegunIsPaid(DurabilityQueue):
+    def start(self, attempt: Attempt) -> list[Action]:
+        actions = super().start(attempt)
+        self.order = self.order.pay(attempt.step)
+        return actions
+
+
+class ForgetsWhatWasAborted(DurabilityQueue):
+    def aborted(self, attempt: Attempt) -> list[Action]:
+        self.order = self.order.pay(attempt.step)
+        return super().aborted(attempt)
+
+
+class TakesOlderSnapshotsForPayment(DurabilityQueue):
+    def persisted(self, attempt: Attempt) -> list[Action]:
+        actions = super().persisted(attempt)
+        self.order = m.NO_ORDER
+        return actions
+
+
+class ForgetsWhatAnEarlierKeeperWasTold(DurabilityQueue):
+    def add(self, order: m.Order) -> None:
+        super().add(order if order.first == order.last else m.NO_ORDER)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        BelievesThatWhatIsBegunIsPaid,
+        ForgetsWhatWasAborted,
+        TakesOlderSnapshotsForPayment,
+        ForgetsWhatAnEarlierKeeperWasTold,
+    ],
+)
+def test_a_keeper_that_forgets_what_was_to_be_durable_is_found_out(
+    broken: type[DurabilityQueue],
+) -> None:
+    class Forgetful(Coordinator):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            self.durability = broken(self.attempts)
+
+    class Broken(Handoff):
+        coordinator = Forgetful
 
     expect_to_be_found_out(Broken)
 

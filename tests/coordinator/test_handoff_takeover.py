@@ -66,18 +66,18 @@ def test_a_parent_that_is_not_in_memory_leaves_the_newest_pinned(
 # ── what an earlier keeper owed ──────────────────────────────────────────────────────────────
 
 
-def take_over(c: Coordinator, *owes: bool) -> list[list[Action]]:
+def take_over(c: Coordinator, *ordered: int) -> list[list[Action]]:
     """A keeper goes on with incarnation 1 of this many ranks; what follows as each joins."""
-    c.resume(1, "n", len(owes), None, 0.0)
+    c.resume(1, "n", len(ordered), None, 0.0)
     return [
-        c.join(rank, SlotWriter(100 + rank, 7), owes_durable=owing)
-        for rank, owing in enumerate(owes)
+        c.join(rank, SlotWriter(100 + rank, 7), order=m.Order(step, step))
+        for rank, step in enumerate(ordered)
     ]
 
 
 def test_what_a_keeper_owed_when_it_died_is_made_durable_by_the_next() -> None:
     c = left((1, 10), (1, 19))
-    (actions,) = take_over(c, True)
+    (actions,) = take_over(c, 15)
     assert [start.attempt for start in of(actions, StartPersist)] == ["1-19"]
     assert [d.step for d in told(c.persisted("1-19"), m.Durable)] == [19]
     assert not of(c.tick(1.0), StartPersist)  # once
@@ -85,7 +85,7 @@ def test_what_a_keeper_owed_when_it_died_is_made_durable_by_the_next() -> None:
 
 def test_nothing_is_made_durable_that_nobody_was_promised() -> None:
     c = left((1, 10), (1, 19))
-    assert take_over(c, False) == [[]]
+    assert take_over(c, -1) == [[]]
     assert c.tick(1.0) == []
 
 
@@ -94,24 +94,36 @@ def test_what_was_owed_is_made_durable_when_all_ranks_can_hear_of_it() -> None:
     slots = [Slot(rank, 2 << 20, "captured", "a", rank, 4096) for rank in range(2)]
     c.discovered(slots, [Attempt("a", 1, 19, 2, "layout", slots={0: 0, 1: 1})])
     c.resume(1, "n", 2, None, 0.0)
-    assert c.join(0, SlotWriter(100, 7), owes_durable=True) == []
-    assert c.tick(1.0) == []
+    assert c.join(0, SlotWriter(100, 7), order=m.Order(19, 19)) == []
     assert of(c.join(1, SlotWriter(101, 7)), StartPersist)
+
+
+def test_what_is_older_than_the_order_is_not_made_durable_for_it() -> None:
+    c = left((1, 10), (1, 19))
+    assert take_over(c, 20) == [[]]
+    assert c.tick(1.0) == [] and c.durability.is_requested
 
 
 def test_what_was_owed_is_owed_by_the_next_snapshot_when_none_is_left() -> None:
     keeper = Keeper(1)
     keeper.c = left((1, 10))
     keeper.c.resume(2, "n", 1, (1, 10), 0.0)
-    assert keeper.c.join(0, keeper.writer(0), owes_durable=True) == []
+    assert keeper.c.join(0, keeper.writer(0), order=m.Order(11, 11)) == []
     assert of(keeper.ask_all(11), StartPersist)
 
 
-def test_a_rank_whose_line_broke_is_not_believed_to_be_owed_what_this_keeper_knows() -> None:
+def test_a_rank_whose_line_broke_orders_nothing_that_is_durable_already() -> None:
     c = left((1, 10), (1, 19))
-    take_over(c, False)
-    assert c.join(0, SlotWriter(100, 7), owes_durable=True) == []
+    take_over(c, 19)
+    c.persisted("1-19")
+    assert c.join(0, SlotWriter(100, 7), order=m.Order(19, 19)) == []
     assert c.tick(1.0) == []
+
+
+def test_a_rank_whose_line_broke_before_its_request_came_through_repeats_its_order() -> None:
+    c = left((1, 10), (1, 19))
+    take_over(c, -1)
+    assert of(c.join(0, SlotWriter(100, 7), order=m.Order(12, 12)), StartPersist)
 
 
 # ── copiers that have stopped ────────────────────────────────────────────────────────────────

@@ -15,6 +15,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.policy.arguments import patience_s
+from holdfast.protocol.messages import NO_ORDER, Order
 
 CAPTURED, PROTECTED, DURABLE = "captured", "protected", "durable"
 
@@ -37,6 +38,8 @@ class SaveHandle:
         self.requested_step = step
         self.step = step
         self.durable = durable
+        self.exact = True
+        """True while no other step than ``step`` itself can make it durable."""
         self._has_parity = parity > 0
         self.differing: dict[str, tuple[int, ...]] = {}
         """Leaves that differ between the ranks that hold them, with the deviating ranks, as in the
@@ -141,9 +144,10 @@ class SaveHandle:
             self._changed.notify_all()
 
     def renew(self) -> None:
-        """Clear the failure: the request is pending again, for another step."""
+        """Clear the failure: the request is pending again, for another step or any later one."""
         with self._lock:
             self._failed.clear()
+            self.exact = False
 
     def move_to(self, step: int) -> None:
         """Move the request to another step, which is saved instead."""
@@ -193,18 +197,14 @@ class PendingHandles:
         # Held by the training thread, the worker and the listener, which also wake who waits.
         self._lock = threading.RLock()
         self._handles: dict[int, list[SaveHandle]] = {}
-        self._requested_durable = self._reported_durable = -1
-        self._captured = self._refused = -1
-
-    @property
-    def owes_durable(self) -> bool:
-        """Return True if a durable save was requested and no manifest as new has been reported."""
-        return self._requested_durable > self._reported_durable
+        self.order = NO_ORDER
+        """The steps requested durable that no step reported durable pays."""
+        self._captured = self._refused = self._durable = -1
 
     @property
     def is_newest_settled(self) -> bool:
         """Return True if the newest step in memory is durable, or was refused by storage."""
-        return max(self._reported_durable, self._refused) >= self._captured
+        return max(self._durable, self._refused) >= self._captured
 
     def add(self, step: int, handles: Iterable[SaveHandle]) -> None:
         """Add handles that ``step`` fulfils, and forget the settled handles of old steps."""
@@ -223,7 +223,7 @@ class PendingHandles:
         with self._lock:
             self._handles.setdefault(step, []).append(handle)
             if handle.durable:
-                self._requested_durable = max(self._requested_durable, step)
+                self.order = self.order.join(Order(step, step))
 
     def catch_up(self, step: int, handle: SaveHandle) -> None:
         """Bring ``handle`` to the state of the other handles of its step."""
@@ -262,15 +262,29 @@ class PendingHandles:
             for handle in self._handles.get(step, []):
                 handle.differing = dict(leaves)
 
-    def durable(self, saved: int, fulfils: Iterable[int]) -> None:
-        """Record that a manifest names step ``saved``, which also fulfils ``fulfils``."""
+    def durable(self, saved: int) -> None:
+        """Record that a manifest names step ``saved``: it pays every order up to it, but an exact
+        one of another step.
+        """
         with self._lock:
-            self._reported_durable = max(self._reported_durable, saved)
-            for step in (saved, *fulfils):
-                for handle in self._handles.get(step, []):
-                    if handle.durable:
-                        handle.move_to(saved)
-                        handle.reach(DURABLE)
+            self.order = self.order.pay(saved)
+            self._durable = max(self._durable, saved)
+            for step, handle in self._durable_until(saved):
+                if step == saved or not (handle.exact or _is_settled(handle)):
+                    handle.move_to(saved)
+                    handle.reach(DURABLE)
+
+    def not_durable(self, failed: int, since: int, error: HoldfastError, *, captured: bool) -> None:
+        """Fail step ``failed``, and the saves after ``since`` that it was to make durable."""
+        for step, handle in self._durable_until(failed - 1):
+            if step > since and not (handle.exact or _is_settled(handle)):
+                handle.fail(error, captured=captured)
+        self.fail(failed, error, captured=captured)
+
+    def _durable_until(self, last: int) -> list[tuple[int, SaveHandle]]:
+        with self._lock:
+            steps = list(self._handles.items())
+            return [(s, one) for s, each in steps if s <= last for one in each if one.durable]
 
     def fail(self, step: int, error: HoldfastError, *, captured: bool) -> None:
         """Fail the handles of a step; ``captured``: only making it durable failed."""

@@ -58,10 +58,10 @@ from holdfast.state.step_calls import is_under_way
 A = TypeVar("A", bound=m.Message)
 
 #: Creates a client that has joined as this rank. Arguments: True if slots may still be written
-#: to, True if a durable save is owed, the listener for notifications, the listener for the loss of
-#: the keeper.
+#: to, the standing order (``Join.order``), the listener for notifications, the listener for the
+#: loss of the keeper.
 Connect = Callable[
-    [RankIdentity, bool, bool, Callable[[m.Message], None], Callable[[str], None]], KeeperClient
+    [RankIdentity, bool, m.Order, Callable[[m.Message], None], Callable[[str], None]], KeeperClient
 ]
 #: The copying of a capture that was cancelled before a grant must end within the first time; a
 #: running copy is abandoned after the second.
@@ -135,6 +135,7 @@ class Saver:
             if is_under_way():
                 raise StepBegan
             handle = handle or self.handle(step, durable=durable)
+            handle.exact = exact
             return self._hand_over(
                 step, handle, carried, reading, exact=exact, started_s=started_s, waited_s=waited_s
             )
@@ -555,7 +556,7 @@ class Saver:
             client = self._connect(
                 self.place,
                 self.is_copying,
-                self._pending_handles.owes_durable,
+                self._pending_handles.order,
                 weakly(self._handle_notification),
                 weakly(self._lost),
             )

@@ -387,8 +387,8 @@ class KeeperNotifications:
         match message:
             case m.Complete(step=step):
                 self._promises.captured(step)
-            case m.Durable(step=step, fulfils=fulfils):
-                self._promises.durable(step, fulfils)
+            case m.Durable(step=step):
+                self._promises.durable(step)
             case m.NotDurable():
                 self._not_durable(message, place)
             case m.ReplicaDifferences():
@@ -422,9 +422,8 @@ class KeeperNotifications:
                     incarnation=place.incarnation, step=message.step, rank=0, reason=message.reason
                 )
             )
-        for step in (message.step, *message.fulfils):
-            error = PersistFailed(f"step {message.step}: {message.reason}")
-            self._promises.fail(step, error, captured=message.in_memory)
+        error = PersistFailed(f"step {message.step}: {message.reason}")
+        self._promises.not_durable(message.step, message.since, error, captured=message.in_memory)
 
 
 def _is_of(current: CaptureTask, attempt: str) -> bool:

@@ -25,7 +25,6 @@ class Attempt:
     phase: str = "allocating"  # "allocating" | "capturing" | "complete" | "draining" | "aborted"
     persisting: bool = False
     refused: bool = False  # storage refused it
-    fulfils: tuple[int, ...] = ()  # earlier steps whose durable save this attempt fulfils
     started_s: float = 0.0
     slots: dict[int, int] = field(default_factory=dict)  # rank -> slot id
     allocating: set[int] = field(default_factory=set)  # slot ids

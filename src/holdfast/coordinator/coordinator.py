@@ -49,7 +49,6 @@ class Coordinator(AttemptLifecycle):
         self._away_since_s = 0.0
         self._is_pin_requested = False
         """True once the ranks of this incarnation reported what they restore from."""
-        self._owes_durable = False
         self.absence = Absence()
         self._leaving: set[int] = set()
         """Ranks that said goodbye: they save no more, and wait for the others to leave."""
@@ -151,7 +150,7 @@ class Coordinator(AttemptLifecycle):
         self.durability.begin(incarnation)
         self.replica_check.begin(nonce)
         self.slots.begin(self.hosts)
-        self._is_taking_over = self._owes_durable = self._is_pin_requested = False
+        self._is_taking_over = self._is_pin_requested = False
         self._parent = None
         self._joined.clear()
         self._requests = CaptureRequests(world)
@@ -194,12 +193,12 @@ class Coordinator(AttemptLifecycle):
         return actions + self.adopt(now_s)
 
     def join(
-        self, rank: int, writer: SlotWriter, *, is_copying: bool = True, owes_durable: bool = False
+        self, rank: int, writer: SlotWriter, *, is_copying: bool = True, order: m.Order = m.NO_ORDER
     ) -> list[Action]:
         """Handle a rank that joins, or joins again after its keeper died or its connection broke.
 
         ``is_copying`` False: the rank copies into no slot, so slots quarantined because of it are
-        free. ``owes_durable``: an earlier keeper died before it made a promised save durable.
+        free. ``order``: what this rank was to have durable, as an earlier keeper may have known.
         """
         actions = self._drop(rank) if rank in self._joined else []
         self._joined[rank] = writer
@@ -208,16 +207,11 @@ class Coordinator(AttemptLifecycle):
         self._layouts.sent_hash = ""
         if not is_copying:
             actions += self._free_slots_of(rank)
-        return actions + self._inherit_durable(owes_durable)
-
-    def _inherit_durable(self, owes_durable: bool) -> list[Action]:
-        if not self._is_taking_over:
-            return []  # this keeper already knows its own promises
-        self._owes_durable |= owes_durable
+        self.durability.add(order)
         if len(self._joined) < self.world:
-            return []  # the skip must reach all ranks
+            return actions  # all ranks must hear what becomes of it
         self._is_taking_over = False
-        return self.durability.inherit() if self._owes_durable else []
+        return actions + self.durability.start_next()
 
     def adopt(self, now_s: float) -> list[Action]:
         """Handle that the incarnation's parent is recorded: captures may begin."""
@@ -285,6 +279,8 @@ class Coordinator(AttemptLifecycle):
         if rank not in self._joined:
             return []
         self._requests.note(rank, request.step)
+        if request.durable:
+            self.durability.add(m.Order(request.step, request.step))
         self.absence.end(rank)
         freed = [] if request.is_copying else self._free_slots_of(rank)
         return freed + self._decide_request(rank, request, now_s)

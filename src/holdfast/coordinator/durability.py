@@ -1,13 +1,14 @@
-"""Queue of durable saves: chooses the attempts to write and the requests each one fulfils.
+"""The standing order: durable at a step or later, from its request until a manifest names one.
 
-A due save waits while storage is busy, and the newest snapshot is then made durable in its place.
-Otherwise every image still being written would hold a slot, and memory would have none for the
-newest steps just when storage is slow.
+Whatever comes of a request, its order stands: any complete generation at its step or beyond pays
+it. A due save waits while storage is busy, and the newest snapshot is then made durable in its
+place. Otherwise every image still being written would hold a slot, and memory would have none for
+the newest steps just when storage is slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from holdfast.coordinator.actions import AbortPersist, Action, SendMessage, StartPersist
 from holdfast.coordinator.attempts import Attempt, Attempts
@@ -15,50 +16,71 @@ from holdfast.protocol import messages as m
 
 
 class DurabilityQueue:
-    """Durable requests of one incarnation that are not fulfilled yet."""
+    """The standing order of one incarnation, and what storage does for it."""
 
     def __init__(self, attempts: Attempts) -> None:
         self._attempts = attempts
         self._incarnation = 0
-        self._steps: set[int] = set()
+        self.order = m.NO_ORDER
+        self._deferred = -1
+        """The newest step whose save waits for storage, and whose ranks were told nothing else."""
         self._ending: set[str] = set()
         """Finished attempts that storage may still work on: it removes what failed, or prunes what
         was replaced by an attempt written through rings.
         """
         self._passed: Attempt | None = None
         """The newest attempt made durable through rings: no snapshot of it is in memory."""
-        self.is_requested = False
         self.newest_durable = (0, -1)
         """The newest generation that this keeper made durable."""
 
     def begin(self, incarnation: int) -> None:
-        """Begin a new incarnation without the durable requests of the old one."""
+        """Begin a new incarnation without the order of the old one."""
         self._incarnation = incarnation
-        self._steps.clear()
-        self.is_requested = False
+        self.order, self._deferred = m.NO_ORDER, -1
 
-    def inherit(self) -> list[Action]:
-        """Take over the durable requests of a dead keeper: the newest snapshot fulfils them."""
-        self.is_requested = True
-        return self.start_next()
+    # ── the order ────────────────────────────────────────────────────────────────────────────────
 
-    # ── requests ─────────────────────────────────────────────────────────────────────────────────
+    def add(self, order: m.Order) -> None:
+        """Add to the order what is not durable already."""
+        self.order = self.order.join(order.pay(self._paid))
+
+    def pays(self, step: int) -> bool:
+        """Return True if ``step`` pays an order that nothing under way pays."""
+        return self.is_requested and step >= self.order.first
+
+    @property
+    def is_requested(self) -> bool:
+        """Return True if the order is neither paid nor being paid."""
+        return self.order.last > max(self._being_paid(), default=-1)
+
+    @property
+    def _paid(self) -> int:
+        """Return the newest step of this incarnation that a manifest names; -1: none."""
+        incarnation, step = self.newest_durable
+        return step if incarnation == self._incarnation else -1
+
+    def _being_paid(self) -> Iterator[int]:
+        """Yield the steps of this incarnation that are captured or written to become durable."""
+        for attempt in self._attempts.values():
+            is_mine = attempt.incarnation == self._incarnation
+            if is_mine and attempt.durable and attempt.is_under_way:
+                yield attempt.step
 
     def is_to_be_durable(self, step: int, requests: Iterable[m.RequestCapture]) -> bool:
         """Return True if this step itself must be written, not a later one in its place."""
         requested = [request for request in requests if request.durable]
         if any(request.exact for request in requested):
             return True
-        if not requested and not self.is_requested:
+        if not requested and not self.pays(step):
             return False
         if self._is_busy():
-            self.is_requested = True
-            self._steps |= {step} if requested else set()
+            self._deferred = max(self._deferred, step if requested else -1)
             return False
         return True
 
     def make_durable(self, step: int) -> list[Action]:
         """Make a step durable that was saved to memory only."""
+        self.add(m.Order(step, step))
         for attempt in self._attempts.values():
             if attempt.generation == (self._incarnation, step) and not attempt.is_incomplete:
                 if attempt.durable:
@@ -69,28 +91,23 @@ class DurabilityQueue:
                 return self.start(attempt)
         if self._passed is not None and self._passed.generation == (self._incarnation, step):
             return self._report_durable(self._passed)
-        self.is_requested = True
         reason = "the step is no longer in memory; the next one is made durable"
-        return [SendMessage(m.NotDurable(step=step, attempt="", reason=reason))]
+        return [SendMessage(m.NotDurable(step=step, since=step, attempt="", reason=reason))]
 
     # ── starting writes ──────────────────────────────────────────────────────────────────────────
 
     def start(self, attempt: Attempt) -> list[Action]:
-        """Start writing this attempt; it fulfils all requests up to its step."""
+        """Start writing this attempt; it pays every order up to its step."""
         attempt.durable = attempt.persisting = True
-        if attempt.incarnation == self._incarnation:
-            attempt.fulfils = tuple(sorted(step for step in self._steps if step <= attempt.step))
-            self._steps -= set(attempt.fulfils)
-            self.is_requested = bool(self._steps)
         return [StartPersist(attempt.id)]
 
     def start_next(self) -> list[Action]:
-        """Start writing the newest snapshot for the waiting requests if storage is free."""
+        """Start writing the newest snapshot for the order if storage is free."""
         newest = self._attempts.newest_complete()
-        if self._is_busy() or not self.is_requested or newest is None or newest.refused:
+        if self._is_busy() or newest is None or newest.refused:
             return []
-        if newest.incarnation != self._incarnation:
-            return []  # its steps are unrelated to the current requests
+        if newest.incarnation != self._incarnation or not self.pays(newest.step):
+            return []  # steps of another incarnation are unrelated to the order
         return self.start_newest()
 
     def start_newest(self) -> list[Action]:
@@ -118,22 +135,30 @@ class DurabilityQueue:
         return any(attempt.persisting for attempt in self._attempts.values())
 
     def expire(self, reason: str) -> list[Action]:
-        """Fail the waiting requests after their deadline; the next snapshot is made durable all the
-        same.
-        """
-        if not self._steps:
+        """Fail the saves that wait for storage after their deadline; their order stands."""
+        if self._deferred <= max((self._paid, *self._being_paid())):
             return []
-        *before, last = sorted(self._steps)
-        self._steps.clear()
-        message = m.NotDurable(step=last, attempt="", reason=reason, fulfils=tuple(before))
-        return [SendMessage(message)]
+        return [self._not_durable(self._deferred, "", reason)]
+
+    def _not_durable(
+        self, step: int, attempt: str, reason: str, *, in_memory: bool = True
+    ) -> Action:
+        """Tell the ranks that ``step`` failed, and the saves that nothing older pays any more."""
+        self._deferred = self._deferred if self._deferred > step else -1
+        earlier = [paying for paying in self._being_paid() if paying < step]
+        since = max((self._paid, *earlier))
+        told = m.NotDurable(
+            step=step, since=since, attempt=attempt, reason=reason, in_memory=in_memory
+        )
+        return SendMessage(told)
 
     # ── results ──────────────────────────────────────────────────────────────────────────────────
 
     def persisted(self, attempt: Attempt) -> list[Action]:
-        """Handle a published attempt; requests that arrived meanwhile are served next."""
+        """Handle a published attempt; an order that came meanwhile is served next."""
         attempt.persisting = False
         self.newest_durable = max(self.newest_durable, attempt.generation)
+        self.order = self.order.pay(self._paid)
         if attempt.is_ring:
             self._ending.add(attempt.id)
             if self._passed is None or not self._is_behind(attempt):
@@ -145,24 +170,19 @@ class DurabilityQueue:
         instead.
         """
         attempt.persisting = attempt.durable = False
-        attempt.refused = self.is_requested = True
-        fulfils, attempt.fulfils = attempt.fulfils, ()
+        attempt.refused = True
         actions: list[Action] = []
         if attempt.incarnation == self._incarnation:
-            message = m.NotDurable(
-                step=attempt.step,
-                attempt=attempt.id,
-                reason=reason,
-                fulfils=fulfils,
-                in_memory=not attempt.is_ring,
-            )
-            actions.append(SendMessage(message))
+            self.add(
+                m.Order(attempt.step, attempt.step)
+            )  # also of the newest snapshot, which nobody ordered
+            actions = [
+                self._not_durable(attempt.step, attempt.id, reason, in_memory=not attempt.is_ring)
+            ]
         return actions + self.start_next()
 
     def aborted(self, attempt: Attempt) -> list[Action]:
-        """Handle an aborted capture: its durable requests wait again."""
-        self.is_requested |= attempt.durable
-        self._steps |= set(attempt.fulfils)
+        """Handle an aborted capture: what it was to pay stays ordered."""
         if not attempt.persisting:
             return []
         attempt.persisting = False
@@ -176,5 +196,4 @@ class DurabilityQueue:
     def _report_durable(self, attempt: Attempt) -> list[Action]:
         if attempt.incarnation != self._incarnation:
             return []  # these ranks may have another save under the same step
-        fulfils = attempt.fulfils
-        return [SendMessage(m.Durable(step=attempt.step, attempt=attempt.id, fulfils=fulfils))]
+        return [SendMessage(m.Durable(step=attempt.step, attempt=attempt.id))]

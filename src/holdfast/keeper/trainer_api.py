@@ -240,7 +240,7 @@ class TrainerApi:
             message.rank,
             connection.process,
             is_copying=message.is_copying,
-            owes_durable=message.owes_durable,
+            order=message.order,
         )
         self.executor.carry_out(joined)
         if self.executor.followers.parity_scheduler is not None:

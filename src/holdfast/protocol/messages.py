@@ -13,7 +13,7 @@ import msgspec
 
 from holdfast.errors import FormatError
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_FRAME_BYTES = 256 << 20
 
 NOTHING_TO_SAY = -2
@@ -100,6 +100,30 @@ class AssignRole(Message, frozen=True, kw_only=True):
     """Timeout in seconds for reaching the coordinator."""
 
 
+class Order(msgspec.Struct, frozen=True):
+    """A standing order: each step that was to be durable, ``first`` to ``last``, or a later one.
+
+    Steps between the two may be in it or not; -1: nothing is ordered. Any complete generation that
+    is durable pays it up to its own step.
+    """
+
+    first: int = -1
+    last: int = -1
+
+    def join(self, other: Order) -> Order:
+        """Return the order of both."""
+        if min(self.last, other.last) < 0:
+            return max(self, other, key=lambda order: order.last)
+        return Order(min(self.first, other.first), max(self.last, other.last))
+
+    def pay(self, step: int) -> Order:
+        """Return what stands when ``step`` is durable."""
+        return NO_ORDER if step >= self.last else Order(max(self.first, step + 1), self.last)
+
+
+NO_ORDER = Order()
+
+
 class Join(Message, frozen=True, kw_only=True):
     """A rank joins the incarnation."""
 
@@ -111,10 +135,8 @@ class Join(Message, frozen=True, kw_only=True):
     persist_at_end: bool = True
     is_copying: bool = True
     """True if the rank may write to any slot. False only if its copier is known to have stopped."""
-    owes_durable: bool = False
-    """True if an earlier keeper accepted a durable save of this rank and never reported it
-    durable.
-    """
+    order: Order = NO_ORDER
+    """What this rank was to have durable, and what no durable step that it was told of pays."""
     compare_replicas: int | None = None
     """Number of saves over which all replicas are compared; 0: never, None: as many as keep it
     cheap.
@@ -463,22 +485,24 @@ class Aborted(Message, frozen=True, kw_only=True):
 
 
 class Durable(Message, frozen=True, kw_only=True):
-    """Reports that a manifest names this generation; this also fulfils the earlier steps in
-    ``fulfils``.
+    """Reports that a manifest names this generation: it pays every order up to its step, but an
+    exact one of another step.
     """
 
     step: int
     attempt: str
-    fulfils: tuple[int, ...] = ()
 
 
 class NotDurable(Message, frozen=True, kw_only=True):
-    """Reports that making this generation durable failed; the next one is made durable instead."""
+    """Reports that making this generation durable failed; the next one is made durable instead.
+
+    It was to pay the orders of the steps after ``since`` too.
+    """
 
     step: int
+    since: int
     attempt: str
     reason: str
-    fulfils: tuple[int, ...] = ()
     in_memory: bool = True
     """True if the generation is still in memory as a snapshot; False if it passed through a
     ring.

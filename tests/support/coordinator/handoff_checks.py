@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.protocol.messages import NO_ORDER, Order
 from support.coordinator.coordinators import CAPTURE_S
 from support.coordinator.handoff_facts import Content, Save
 from support.coordinator.handoff_world import RealWorld, slots_of
@@ -63,6 +64,28 @@ class CheckedWorld(RealWorld):
         joined = {process.rank for process in self.trainers()}
         assert set(asking) <= joined
 
+    def check_order(self) -> None:
+        """What any rank there wants durable is ordered, whichever keeper it told so, until paid."""
+        known, wanted = self.keeper.durability.order, self.wanted()
+        if wanted.last >= 0:
+            assert 0 <= known.first <= wanted.first, f"{wanted} is known as {known}"
+            assert known.last >= wanted.last, f"{wanted} is known as {known}"
+        if wanted.last > max(self.being_paid(), default=-1):
+            assert self.keeper.durability.is_requested, f"{wanted} was given up"
+
+    def wanted(self) -> Order:
+        """What ranks that are there wanted durable, and nothing in storage pays."""
+        found = NO_ORDER
+        for process in self.trainers():
+            found = found.join(process.order.pay(self.newest_published()))
+        return found
+
+    def being_paid(self) -> list[int]:
+        """The steps that ranks capture to be durable, or storage writes."""
+        attempts = self.keeper.attempts.values()
+        mine = [one for one in attempts if one.incarnation == self.incarnation and one.durable]
+        return [one.step for one in mine if one.is_open or one.id in self.persisting]
+
     # ── a good end ──────────────────────────────────────────────────────────────────────────
 
     def settle_down(self) -> None:
@@ -106,18 +129,20 @@ class CheckedWorld(RealWorld):
         self.ranks_are_there()
         if self.keeper.absence.reason:  # one that was waited for in vain is back when it asks
             self.all_save()
+        self.all_save(durable=False)
+        assert self.wanted() == NO_ORDER, "the next snapshot did not pay what was ordered"
         self.all_save()
         generation = (self.incarnation, len(self.saves) - 1)
         assert generation in self.published.values(), "a healthy save came to nothing"
         assert not self.owed
 
-    def all_save(self) -> None:
-        """A durable save that nothing is in the way of."""
+    def all_save(self, *, durable: bool = True) -> None:
+        """A save that nothing is in the way of."""
         for process in self.trainers():
             process.done, process.is_ahead = len(self.saves), False
             # Copies that were given up have ended: a worker that asks again copies no more.
             for slot in [n for n, pids in self.may_write.items() if process.pid in pids]:
                 self.end_lost_copy(process, slot, is_whole=False)
         for process in self.trainers():
-            self.make_ask(process, Save(durable=True, exact=True, values_bytes=10))
+            self.make_ask(process, Save(durable, exact=True, values_bytes=10))
         self.settle_down()

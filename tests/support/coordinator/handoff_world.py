@@ -6,7 +6,7 @@ process may still write to it. Whatever the coordinator does is checked against 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast.coordinator.actions import (
@@ -68,8 +68,8 @@ class RealWorld:
         self.published: dict[str, Generation] = {}
         self.newest: tuple[int, ...] = ()
         self.pinned: tuple[int, ...] = ()
-        self.owed: set[tuple[int, int]] = set()
-        """(pid, step) of durable saves whose fate the process was not told."""
+        self.owed: dict[tuple[int, int], bool] = {}
+        """(pid, step) of durable saves whose fate the process was not told; whether it is exact."""
         self.keeper = self.new_keeper()
         self.begin(world)
 
@@ -109,7 +109,10 @@ class RealWorld:
         process.connected = True
         process.inbox.clear()
         is_copying = any(process.pid in pids for pids in self.may_write.values())
-        self.carry_out(self.keeper.join(process.rank, process.writer, is_copying=is_copying))
+        joined = self.keeper.join(
+            process.rank, process.writer, is_copying=is_copying, order=process.order
+        )
+        self.carry_out(joined)
 
     def hang_up(self, process: Process) -> None:
         process.connected = False
@@ -118,7 +121,7 @@ class RealWorld:
                 self.stop_writing(process, message.slot)
         process.waits_for = process.writes = None  # it gives up, but cannot say so
         process.inbox.clear()
-        self.owed -= {owed for owed in self.owed if owed[0] == process.pid}
+        self.forget_owed(lambda pid, *_: pid == process.pid)
 
     # ── the keeper's part ───────────────────────────────────────────────────────────────────
 
@@ -197,19 +200,37 @@ class RealWorld:
         if isinstance(message, m.Durable):
             generation = (self.incarnation, message.step)
             assert self.published.get(message.attempt) == generation, "told durable, and is not"
-            assert all(step <= message.step for step in message.fulfils)
         if isinstance(message, m.Complete):
             attempt = self.keeper.attempts[message.attempt]
             assert (attempt.incarnation, attempt.step) == (self.incarnation, message.step)
 
     def settle(self, process: Process, message: m.Message) -> None:
         """Note that the process learns what came of a durable save."""
-        steps: Iterable[int] = ()
-        if isinstance(message, (m.Durable, m.NotDurable)):
-            steps = (message.step, *message.fulfils)
-        if isinstance(message, (m.Skip, m.Aborted)):
-            steps = (message.step,)
-        self.owed -= {(process.pid, step) for step in steps}
+        since: int | None = None
+        match message:
+            case m.Durable(step=told):
+                since = -1
+                process.order = process.order.pay(told)
+            case m.NotDurable(step=told, since=since):
+                pass
+            case m.Skip(step=told) | m.Aborted(step=told):
+                since = told
+            case _:
+                return
+
+        def is_told(pid: int, step: int, is_exact: bool) -> bool:
+            is_meant = step == told or (not is_exact and since < step < told)
+            return pid == process.pid and is_meant
+
+        self.forget_owed(is_told)
+
+    def forget_owed(self, is_told: Callable[[int, int, bool], bool]) -> None:
+        self.owed = {key: exact for key, exact in self.owed.items() if not is_told(*key, exact)}
+
+    def newest_published(self) -> int:
+        """The newest step of this incarnation that is in storage; -1: none."""
+        steps = [step for n, step in self.published.values() if n == self.incarnation]
+        return max(steps, default=-1)
 
     def end_allocation(self, slot: int, *, is_there: bool) -> None:
         capacity = self.allocating.pop(slot)
@@ -356,7 +377,8 @@ class RealWorld:
         process.waits_for = step
         process.updates, process.is_ahead = 2 * step + process.is_ahead, False
         if save.durable:
-            self.owed.add((process.pid, step))
+            self.owed[process.pid, step] = save.exact
+            process.order = process.order.join(m.Order(step, step))
         data = table(self.world)
         self.keeper.table(process.rank, table_hash(data), data)
         ask = m.RequestCapture(
@@ -437,12 +459,13 @@ class RealWorld:
     def wait_no_longer(self, process: Process) -> None:
         step, process.waits_for = process.waits_for, None
         assert step is not None
-        self.owed.discard((process.pid, step))  # it gave up by itself, and says so
+        self.owed.pop((process.pid, step), None)  # it gave up by itself, and says so
         self.carry_out(self.keeper.cancel_request(process.rank, step))
 
     def ask_durable(self, process: Process) -> None:
         step = process.done - 1
-        self.owed.add((process.pid, step))
+        self.owed[process.pid, step] = True
+        process.order = process.order.join(m.Order(step, step))
         self.carry_out(self.keeper.make_durable(step))
 
     def give_up(self, process: Process, leaf: str = "") -> None:
