@@ -17,6 +17,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import StorageError, UnsupportedState, UsageError
 from holdfast.offload import HybridAdamW, HybridSGD
+from holdfast.storage import direct
 from holdfast.storage.direct import Scratch
 from support.models import hybrids
 
@@ -182,7 +183,7 @@ def test_a_full_disk_is_found_before_anything_is_trained(
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(direct, "allocate", full)
     with pytest.raises(StorageError, match=r"reserve of an optimizer's state in .* are needed, "):
         tiered(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -10,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.storage import LocalStore
+from holdfast.errors import StorageError
+from holdfast.storage import LocalStore, files
 from holdfast.testing.store_suite import PAGE, pattern
 
 
@@ -272,3 +275,56 @@ def _write_from_shared_file(
         list(pool.map(write, range(0, size_bytes, chunk_bytes)))
     sink.finish()
     assert store.read("image") == content
+
+
+class NoAllocation:
+    """A file system that cannot allocate space (NFSv3, FUSE), as the C library reports it."""
+
+    @staticmethod
+    def fallocate(*_: object) -> int:
+        ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+
+def writes_so_far() -> int:
+    (line,) = (
+        one for one in Path("/proc/self/io").read_text().splitlines() if one.startswith("syscw")
+    )
+    return int(line.split()[1])
+
+
+def test_where_space_cannot_be_allocated_nothing_is_written_instead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_libc", NoAllocation)
+    size = 16 << 20
+    before = writes_so_far()
+    sink = LocalStore(tmp_path).create("a", size)
+    assert writes_so_far() - before < 100
+    (path,) = tmp_path.rglob("a")
+    found = path.stat()
+    assert (found.st_size, found.st_blocks) == (size, 0)
+    sink.write(0, memoryview(pattern(size)))
+    sink.finish()
+    assert path.read_bytes() == pattern(size)
+
+
+def test_where_space_cannot_be_allocated_a_full_disk_is_still_found_before_a_byte_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_libc", NoAllocation)
+    with pytest.raises(StorageError, match="No space left"):
+        LocalStore(tmp_path).create("a", 1 << 60)
+
+
+def test_what_the_system_says_of_an_allocation_is_an_error(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    with pytest.raises(OSError, match="seek") as caught:
+        files.allocate(writing, 4096)
+    assert caught.value.errno == errno.ESPIPE
+    os.close(reading)
+    os.close(writing)
+    with (tmp_path / "a").open("wb") as file:
+        files.allocate(file.fileno(), 1 << 20)
+        found = os.fstat(file.fileno())
+    assert found.st_size == 1 << 20 and found.st_blocks * 512 >= 1 << 20

@@ -17,7 +17,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from holdfast.catalogue import ROOT
 from holdfast.coordinator.coordinator import Coordinator
@@ -55,6 +57,113 @@ def _load_planning() -> None:
     import holdfast.geometry.replicas  # noqa: F401
 
 
+# PURE. Decides when a keeper saves a last time and ends.
+
+
+Step = Literal["serve", "save", "let followers stop", "end", "stop", "exit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What is so at one tick of a keeper."""
+
+    leads: bool = True
+    """It coordinates; otherwise it follows, or the run goes on elsewhere without it."""
+    everyone_left: bool = False
+    """Every rank of the run said goodbye."""
+    is_forgotten: bool = False
+    """No trainer has been here for a long time."""
+    unsaved: str = ""
+    """The newest complete snapshot, if it is not durable."""
+    must_store: bool = False
+    """The newest snapshot must be durable at the end."""
+    is_busy: bool = False
+    """Something is being captured or written to storage."""
+    persisting: frozenset[str] = frozenset()
+    """Attempts that are being written to storage."""
+    is_opening_root: bool = False
+    followers_stop: bool = False
+    """Followers were told to stop, and wait for the last saves."""
+    is_attached: bool = False
+    """A coordinator elsewhere is reachable."""
+    is_needed: bool = False
+    """It writes as that coordinator ordered, or has not been allowed to stop."""
+    holds_part: bool = False
+    """Its memory has a part of a snapshot that other hosts may need."""
+    is_late: bool = False
+    """It was told to stop, and there is no time left to wait for anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lifecycle:
+    """How far a keeper is on its way to its end: serving, stopping, or letting go.
+
+    It drains before it ends: the newest snapshot is saved, each at most once.
+    """
+
+    phase: Literal["serving", "stopping", "letting go", "let go"] = "serving"
+    """Letting go: a coordinator elsewhere ended the run; then root and arena are released."""
+    tried: frozenset[str] = frozenset()
+    """Attempts that were to be saved before the end."""
+    awaited: frozenset[str] = frozenset()
+    """Attempts whose writing is waited for before a stop."""
+    has_saved_for_followers: bool = False
+    stop_by_s: float = math.inf
+    reason: str = ""
+    """Why it stops."""
+
+    def told_to_stop(self, reason: str, by_s: float, persisting: frozenset[str]) -> Lifecycle:
+        """Stop soon, whatever else goes on."""
+        why = self.reason or reason
+        return replace(self, phase="stopping", reason=why, stop_by_s=by_s, awaited=persisting)
+
+    def run_ended(self) -> Lifecycle:
+        """The coordinator elsewhere ended the run."""
+        return self if self.phase == "stopping" else replace(self, phase="letting go")
+
+    def released(self) -> Lifecycle:
+        """Root and arena are released."""
+        return self if self.phase == "stopping" else replace(self, phase="let go")
+
+    def next(self, seen: Situation) -> tuple[Lifecycle, Step]:
+        """Return what is to be done now."""
+        if self.phase == "stopping":
+            return self._stop(seen)
+        if seen.leads:
+            return self._lead(seen)
+        if self.phase == "serving":
+            return self, "end" if seen.is_forgotten else "serve"
+        # What is for our ranks is forwarded first.
+        return self, "exit" if self.phase == "let go" and not seen.is_attached else "serve"
+
+    def _lead(self, seen: Situation) -> tuple[Lifecycle, Step]:
+        if seen.followers_stop and not (seen.is_opening_root or seen.persisting):
+            if seen.unsaved and seen.must_store and not self.has_saved_for_followers:
+                return replace(self, has_saved_for_followers=True), "save"
+            return replace(self, has_saved_for_followers=False), "let followers stop"
+        is_over = seen.everyone_left or seen.is_forgotten
+        if not is_over or seen.is_opening_root or seen.is_busy:
+            return self, "serve"
+        if self.unsaved_at_end(seen) and seen.unsaved not in self.tried:
+            return replace(self, tried=self.tried | {seen.unsaved}), "save"
+        return self, "end"
+
+    @staticmethod
+    def unsaved_at_end(seen: Situation) -> str:
+        """Return the attempt that should have been saved before the end and is not; or ""."""
+        return seen.unsaved if seen.must_store or not seen.everyone_left else ""
+
+    def _stop(self, seen: Situation) -> tuple[Lifecycle, Step]:
+        if seen.is_late:
+            return self, "stop"
+        if seen.is_opening_root or seen.is_needed or seen.persisting & self.awaited:
+            return self, "serve"
+        if seen.unsaved and seen.must_store and not self.tried:
+            saved = frozenset({seen.unsaved})
+            return replace(self, tried=saved, awaited=self.awaited | saved), "save"
+        return self, "stop"
+
+
 class Keeper:
     """Serves one arena until its run ends. Created on the event loop that runs it."""
 
@@ -82,10 +191,26 @@ class Keeper:
         self.memory.store_root(root)
         self.background = Background()
         self.ranks = Ranks()
+        self.admission = AdmissionCounters(host_id)
+        self._serve_root(root, f"run {run_id}, keeper {os.getpid()} on {host_id}")
+        self._serve_trainers()
+        self._look_for_damage(scrub_s)
+        self._ended = asyncio.Event()
+        self._life = Lifecycle()
+        self._alone_since = time.monotonic()
+        self._is_opening_root = False
+        self._inode = os.stat(arena).st_ino
+        self._last_trace = ""
+        self._ticks = 0
+
+    def _serve_root(self, root: str, owner: str) -> None:
         self.executor = Executor(
-            self.coordinator, self.memory, self.ranks, self.background, self._superseded
+            self.coordinator,
+            self.memory,
+            self.ranks,
+            self.background,
+            lambda incarnation: self.role.superseded(incarnation),
         )
-        owner = f"run {run_id}, keeper {os.getpid()} on {host_id}"
         self.root_access = RootAccess(
             root,
             self.memory,
@@ -99,9 +224,10 @@ class Keeper:
             self.memory, self.coordinator, self.root_access, self.background
         )
         self.executor.connect(self.root_access, self.incarnations)
-        self.admission = AdmissionCounters(host_id)
+
+    def _serve_trainers(self) -> None:
         self.role = HostRole(
-            host_id,
+            self.host_id,
             self.coordinator,
             self.memory,
             self.ranks,
@@ -122,8 +248,10 @@ class Keeper:
             self.role,
             self.admission,
         )
+
+    def _look_for_damage(self, scrub_s: float) -> None:
         self.repairer = Repairer(
-            host_id, self.memory, self.background, self.executor.published, self.role
+            self.host_id, self.memory, self.background, self.executor.published, self.role
         )
         self.scrubber = Scrubber(
             self.memory,
@@ -131,19 +259,6 @@ class Keeper:
             self.repairer.on_damage,
             pause_s=scrub_s,
         )
-        self._ended = asyncio.Event()
-        self._alone_since = time.monotonic()
-        self._tried_at_end: set[str] = set()
-        self._saved_for_followers = False
-        self._stop_by_s: float | None = None
-        self._is_opening_root = False
-        self._stop_reason = "it was told to stop"
-        self._awaited: set[str] = set()
-        """Attempts that were being written when the keeper was told to stop."""
-        self._inode = os.stat(arena).st_ino
-        self._last_trace = ""
-        self._is_over = self._is_released = False
-        self._ticks = 0
 
     async def run(self) -> None:
         """Take over what is in the arena, then serve until the run ends."""
@@ -219,9 +334,8 @@ class Keeper:
             is_sealed = self.memory.is_sealed(slot.id, slot.attempt)
             if is_sealed or (slot.writer and not is_running(*slot.writer)):
                 self.executor.carry_out(self.coordinator.writer_gone(slot.id))
-        if not self._is_over and self._stop_by_s is None and self._is_homeless():
-            self._stop_reason = f"its arena {self.arena} was removed"
-            self._begin_to_stop()
+        if self._life.phase == "serving" and self._is_homeless():
+            self._begin_to_stop(f"its arena {self.arena} was removed")
         if self.role.follower is not None:
             self.role.follower.tick()
         elif self.executor.followers.parity_scheduler is not None:
@@ -231,13 +345,7 @@ class Keeper:
         if self._ticks % REFRESH_TICKS == 0:
             self.executor.published.refresh()
             self.admission.report(time.monotonic())
-        if self._stop_by_s is not None:
-            await self._stop_if_done(self._stop_by_s)
-        elif self.role.follower is not None or self.role.is_bystander:
-            await self._end_if_left_alone()
-        else:
-            self._save_for_stopping_followers()
-            await self._end_if_done()
+        await self._live_on()
 
     def _is_working(self) -> bool:
         """Return True if something is being captured, encoded or written here."""
@@ -245,26 +353,6 @@ class Keeper:
         is_coding = part.parity is not None and part.parity.is_busy
         is_writing = part.remote_writes.is_busy or self.memory.is_being_filled()
         return is_coding or is_writing or self.coordinator.is_busy()
-
-    def _save_for_stopping_followers(self) -> None:
-        """Make the newest snapshot durable, once, for followers that were told to stop."""
-        followers, attempts = self.executor.followers, self.coordinator.attempts.values()
-        is_busy = self._is_opening_root or any(attempt.persisting for attempt in attempts)
-        if not followers.are_stopping or is_busy:
-            return
-        unsaved = self.coordinator.durability.not_durable()
-        if unsaved and self._is_to_be_stored() and not self._saved_for_followers:
-            self._saved_for_followers = self._is_opening_root = True
-            self.background.spawn(self._open_and_persist(unsaved))
-            return
-        self._saved_for_followers = False
-        followers.allow_stop()
-
-    def _is_to_be_stored(self) -> bool:
-        """Return True if the newest snapshot must be in storage at the end: always, or this
-        once.
-        """
-        return self.trainer_api.persist_at_end or self.coordinator.durability.is_requested
 
     def _is_homeless(self) -> bool:
         """Return True if the arena was removed: no trainer finds its slots, nor would a later
@@ -275,25 +363,70 @@ class Keeper:
         except OSError:
             return True
 
-    # ── the end of the run ───────────────────────────────────────────────────────────────────────
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────
 
-    async def _end_if_done(self) -> None:
-        """End after the last goodbye, or after a long time without trainers."""
-        everyone_left = self.ranks.have_all_left(self.coordinator.world)
-        if not (everyone_left or self._is_forgotten()) or self._is_saving():
-            return
-        unsaved = ""
-        if self._is_to_be_stored() or not everyone_left:
-            unsaved = self.coordinator.durability.not_durable()
-            if unsaved and unsaved not in self._tried_at_end:
-                self._persist_last(unsaved)
-                return
-        self._server.close()
-        # A part of an attempt on several hosts is here, and not all of them are reachable.
-        keep_arena = bool(unsaved) or self.coordinator.holds_newest_part()
+    def _situation(self) -> Situation:
+        role, coordinator = self.role, self.coordinator
+        follower = role.follower
+        now_s, attempts = time.monotonic(), coordinator.attempts
+        leads = follower is None and not role.is_bystander
+        is_attached = follower is not None and follower.is_attached
+        is_needed = role.remote_writes.is_busy
+        if self.trainer_api.open or (not leads and (is_attached or is_needed)):
+            self._alone_since = now_s
+        if self._life.phase == "stopping" and follower is not None:
+            is_needed = follower.is_needed() or is_needed
+        holds_part = coordinator.holds_newest_part() if leads else self.memory.holds_images()
+        # A keeper that a process without a place in the run started has nothing to keep.
+        has_any = holds_part or attempts.complete()
+        patience_s = self.idle_s if has_any else min(self.idle_s, EMPTY_IDLE_S)
+        return Situation(
+            leads=leads,
+            everyone_left=self.ranks.have_all_left(coordinator.world),
+            is_forgotten=now_s - self._alone_since > patience_s,
+            unsaved=coordinator.durability.not_durable(),
+            must_store=self.trainer_api.persist_at_end or coordinator.durability.is_requested,
+            is_busy=coordinator.is_busy(),
+            persisting=self._persisting(),
+            is_opening_root=self._is_opening_root,
+            followers_stop=self.executor.followers.are_stopping,
+            is_attached=is_attached,
+            is_needed=is_needed,
+            holds_part=holds_part,
+            is_late=now_s > self._life.stop_by_s,
+        )
+
+    def _persisting(self) -> frozenset[str]:
+        attempts = self.coordinator.attempts.values()
+        return frozenset(attempt.id for attempt in attempts if attempt.persisting)
+
+    async def _live_on(self) -> None:
+        """Serve on, or do what comes before the end, or end."""
+        seen = self._situation()
+        self._life, step = self._life.next(seen)
+        match step:
+            case "save":
+                self._is_opening_root = True
+                # Not waited for here: a root that hangs must not keep us from receiving a stop.
+                self.background.spawn(self._open_and_persist(seen.unsaved))
+            case "let followers stop":
+                self.executor.followers.allow_stop()
+            case "end":
+                await self._end(seen)
+            case "stop":
+                await self._stop(seen)
+            case "exit":
+                for connection in list(self.trainer_api.open):
+                    await connection.drain()
+                self._ended.set()
+
+    async def _end(self, seen: Situation) -> None:
+        unsaved = self._life.unsaved_at_end(seen)
+        # A part of an attempt on several hosts may be here, and not all of them are reachable.
+        keep_arena = bool(unsaved) or seen.holds_part
         self.executor.followers.broadcast(messages.EndKeeper(keep_arena=keep_arena))
-        await self.background.in_thread(self._release, keep_arena)
-        emit(KeeperStopped(reason="the run ended" if everyone_left else "nobody came back"))
+        reason = "the run ended" if seen.everyone_left else "nobody came back"
+        await self._let_go(keep_arena, reason)
         leaving = list(self.trainer_api.goodbyes)
         self.trainer_api.answer_goodbyes(self._last_words(unsaved))
         for connection in leaving:
@@ -301,61 +434,31 @@ class Keeper:
         await self.executor.followers.finish()
         self._ended.set()
 
-    # ── as a follower of a coordinator elsewhere ─────────────────────────────────────────────────
-
-    def _superseded(self, incarnation: int) -> None:
-        self.role.superseded(incarnation)
+    async def _let_go(self, keep_arena: bool, reason: str) -> None:
+        self._server.close()
+        await self.background.in_thread(self._release, keep_arena)
+        emit(KeeperStopped(reason=reason))
 
     async def _on_run_ended(self, keep_arena: bool) -> None:
         """Handle the end of the run; the coordinator's last messages for our ranks follow."""
-        self._is_over = True  # from now on nobody needs the arena
-        self._server.close()
-        await self.background.in_thread(self._release, keep_arena)
-        emit(KeeperStopped(reason="the run ended"))
-        self._is_released = True
+        self._life = self._life.run_ended()
+        await self._let_go(keep_arena, "the run ended")
+        self._life = self._life.released()
 
-    async def _end_if_left_alone(self) -> None:
-        """End after the run has, or after a long time without trainers; data that is only here
-        stays.
+    async def _stop(self, seen: Situation) -> None:
+        """Stop; what is not durable stays in the arena.
+
+        Trainers may live on: they notice the loss of the keeper, and start another, which discovers
+        the arena as it is now.
         """
-        follower = self.role.follower
-        is_attached = follower is not None and follower.is_attached
-        if self._is_over:
-            if self._is_released and not is_attached:  # everything was forwarded
-                for connection in list(self.trainer_api.open):
-                    await connection.drain()
-                self._ended.set()
-            return
-        if is_attached or self.role.remote_writes.is_busy:
-            self._alone_since = time.monotonic()
-        if self._is_forgotten():
-            self._server.close()
-            keep_arena = self.memory.holds_images()
-            await self.background.in_thread(self._release, keep_arena)
-            emit(KeeperStopped(reason="nobody came back"))
-            self._ended.set()
-
-    def _is_forgotten(self) -> bool:
-        if self.trainer_api.open:
-            self._alone_since = time.monotonic()
-        # This keeper was started by a process without a place in the run: it has nothing to keep.
-        held = self.coordinator.attempts.complete() or self._holds_a_part()
-        patience_s = self.idle_s if held else min(self.idle_s, EMPTY_IDLE_S)
-        return time.monotonic() - self._alone_since > patience_s
-
-    def _holds_a_part(self) -> bool:
-        """Return True if memory here holds a part of an attempt that other hosts may need."""
-        decides = self.role.follower is None and not self.role.is_bystander
-        return self.coordinator.holds_newest_part() if decides else self.memory.holds_images()
-
-    def _is_saving(self) -> bool:
-        return self._is_opening_root or self.coordinator.is_busy()
-
-    def _persist_last(self, attempt: str) -> None:
-        self._tried_at_end.add(attempt)
-        self._is_opening_root = True
-        # Not waited for here: a root that hangs must not keep us from receiving a stop.
-        self.background.spawn(self._open_and_persist(attempt))
+        needed = seen.unsaved or seen.persisting or self.trainer_api.open or seen.holds_part
+        if not needed:
+            self.executor.followers.broadcast(messages.EndKeeper(keep_arena=False))
+        await self.executor.followers.finish()
+        if not (needed or self._is_homeless()):
+            await self.background.in_thread(remove_arena, self.arena)
+        emit(KeeperStopped(reason=self._life.reason + " and ran out of time" * seen.is_late))
+        self._ended.set()
 
     async def _open_and_persist(self, attempt: str) -> None:
         try:
@@ -379,53 +482,18 @@ class Keeper:
         reason = f"the newest snapshot could not be made durable and stays in memory: {failure}"
         return m.Refused(kind="PersistFailed", reason=reason)
 
-    # ── stopping ─────────────────────────────────────────────────────────────────────────────────
-
     def _on_sigterm(self) -> None:
         """Handle SIGTERM, as at a host's shutdown. A second SIGTERM ends the process at once."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
-        self._begin_to_stop()
+        self._begin_to_stop("it was told to stop")
 
-    def _begin_to_stop(self) -> None:
-        self._stop_by_s = time.monotonic() + self.stop_s
-        self._end_at_last(self.stop_s + LATE_S)
-        attempts = self.coordinator.attempts.values()
-        self._awaited = {attempt.id for attempt in attempts if attempt.persisting}
-
-    @staticmethod
-    def _end_at_last(after_s: float) -> None:
-        """End the process after this time, even if the loop hangs: what is in the arena stays."""
-        watchdog = threading.Timer(after_s, os._exit, [0])
+    def _begin_to_stop(self, reason: str) -> None:
+        by_s = time.monotonic() + self.stop_s
+        # Ends the process then, even if the loop hangs: what is in the arena stays.
+        watchdog = threading.Timer(self.stop_s + LATE_S, os._exit, [0])
         watchdog.daemon = True
         watchdog.start()
-
-    async def _stop_if_done(self, stop_by_s: float) -> None:
-        """Stop when everything that can be made durable in time is.
-
-        Trainers may live on: they notice the loss of the keeper, and start another, which discovers
-        the arena as it is now.
-        """
-        is_late = time.monotonic() > stop_by_s
-        persisting = {a.id for a in self.coordinator.attempts.values() if a.persisting}
-        is_writing = persisting & self._awaited or self.role.remote_writes.is_busy
-        follower = self.role.follower
-        is_needed = follower is not None and follower.is_needed()
-        if (self._is_opening_root or is_writing or is_needed) and not is_late:
-            return
-        unsaved = self.coordinator.durability.not_durable()
-        may_persist = self._is_to_be_stored() and not is_late
-        if unsaved and may_persist and not self._tried_at_end:
-            self._persist_last(unsaved)
-            self._awaited.add(unsaved)
-            return
-        needed = unsaved or persisting or self.trainer_api.open or self._holds_a_part()
-        if not needed:
-            self.executor.followers.broadcast(messages.EndKeeper(keep_arena=False))
-        await self.executor.followers.finish()
-        if not (needed or self._is_homeless()):
-            await self.background.in_thread(remove_arena, self.arena)
-        emit(KeeperStopped(reason=self._stop_reason + " and ran out of time" * is_late))
-        self._ended.set()
+        self._life = self._life.told_to_stop(reason, by_s, self._persisting())
 
 
 # Writes the keeper's events, beside the trainers', to the root's ``events`` directory.

@@ -18,7 +18,7 @@ import uuid
 from contextlib import suppress
 
 from holdfast.storage.base import SinkFill, flat, os_failure, reporting, short_read
-from holdfast.storage.files import FILE_MODE, sync_directory, write_once
+from holdfast.storage.files import FILE_MODE, allocate, sync_directory, write_once
 
 ALIGNMENT_BYTES = 4096
 _BOUNCE_BYTES = 4 << 20
@@ -169,14 +169,19 @@ class DirectSink:
 def _reserve(descriptor: int, size_bytes: int) -> None:
     """Reserves the space now: a full disk is detected before any byte is copied, and threads that
     write far apart do not extend the file one after the other.
+
+    A file system that cannot reserve it must at least have it now.
     """
     if not size_bytes:
         return
     try:
-        os.posix_fallocate(descriptor, 0, size_bytes)
+        allocate(descriptor, size_bytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
             raise
+        room = os.fstatvfs(descriptor)
+        if room.f_bavail * room.f_frsize < size_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
         os.ftruncate(descriptor, size_bytes)
 
 

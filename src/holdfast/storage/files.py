@@ -58,6 +58,19 @@ def sync_directory(directory: str) -> None:
         os.close(descriptor)
 
 
+def allocate(descriptor: int, size_bytes: int) -> None:
+    """Allocate a file's blocks and set its length. OSError with EOPNOTSUPP where that is not
+    possible.
+
+    Not ``os.posix_fallocate``: where the file system cannot allocate (NFSv3, FUSE), glibc writes
+    one byte into each block instead, 16,384 writes for 64 MiB.
+    """
+    while _libc.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size_bytes)):
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+
+
 def remove_tree(directory: str) -> None:
     """Remove a directory and all below it, without following links out of it."""
     with suppress(FileNotFoundError):  # somebody else may be removing it too

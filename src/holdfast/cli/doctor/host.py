@@ -26,6 +26,7 @@ from holdfast.cli.doctor.rules.findings import HostFacts, PlaceFacts, Speeds, To
 from holdfast.format.checksum import checksum
 from holdfast.observe.text import SHARE_STORE
 from holdfast.persist.writer import CHUNK_BYTES, WRITERS
+from holdfast.storage.files import allocate
 
 #: A version 1 control group without a limit reports a number of this order.
 _NO_LIMIT = 1 << 60
@@ -312,7 +313,7 @@ def _measure_file(path: Path, most: int, is_direct: bool) -> tuple[float, float]
     path.unlink()  # whatever ends us, the bytes go
     try:
         with suppress(OSError):
-            os.posix_fallocate(descriptor, 0, most)
+            allocate(descriptor, most)
         size, write = _write(descriptor, most)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return write, _read(descriptor, size)
