@@ -39,7 +39,7 @@ Fetch = Callable[[str, str, Generation, int, int], ParityRecord]
 class InventoryCollector:
     """The inventories of all hosts; ``fetch`` gets the records of their parity shards."""
 
-    def __init__(self, reports: Iterable[m.Holding], fetch: Fetch) -> None:
+    def __init__(self, reports: Iterable[m.Holding], fetch: Fetch | None = None) -> None:
         self._fetch = fetch
         self.reports = tuple(reports)
         self._listed: dict[tuple[str, str], Sequence[tuple[int, int]]] = {}
@@ -77,6 +77,7 @@ class InventoryCollector:
         return replace(holding, parts=tuple(parts))
 
     def _read(self, wanted: tuple[str, ImageHolding]) -> tuple[ShardHolding, ...]:
+        assert self._fetch is not None  # who lists shards is a host among several
         host, part = wanted
         generation, shards = Generation(part.incarnation, part.step), []
         for stripe, row in self._listed.get((host, part.attempt), ()):
@@ -88,6 +89,39 @@ class InventoryCollector:
             except BROKEN:
                 continue
         return tuple(shards)
+
+
+def holding_of(told: m.Inventory) -> m.Holding:
+    """Return what the keeper of the only host tells its ranks, in the form of several hosts."""
+    parts = (
+        m.HoldingPart(
+            incarnation=held.incarnation,
+            step=held.step,
+            attempt=held.attempt,
+            world=held.world,
+            layout=held.layout,
+            images=tuple(
+                m.HoldingImage(
+                    rank=slot.rank,
+                    image_bytes=slot.image_bytes,
+                    header_xxh3=slot.header_xxh3,
+                    table_xxh3=slot.table_xxh3,
+                )
+                for slot in held.slots
+            ),
+            nonce=held.nonce,
+        )
+        for held in told.generations
+    )
+    return m.Holding(
+        host="",
+        address="",
+        port=0,
+        parts=tuple(parts),
+        parents=told.parents,
+        newest_incarnation=0,
+        starts=told.starts,
+    )
 
 
 def read_record(
