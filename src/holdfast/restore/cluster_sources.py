@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 
 from holdfast.errors import (
-    FormatError,
     PeerError,
 )
 from holdfast.events import SourceDropped, emit
@@ -103,7 +102,7 @@ class ClusterSources(RestoreSources):
         try:
             data = self._puller.document(self._peers[name], INVENTORY)
             return decode_inventory(data, name)
-        except (PeerError, FormatError) as error:
+        except PeerError as error:
             return str(error)
 
     def _fetch(

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, PeerError
 from holdfast.format.manifest import Generation
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.protocol import messages as m
@@ -134,13 +134,13 @@ def read_record(
 
 
 def decode_inventory(data: bytes, host: str) -> m.Holding:
-    """Decode the inventory that ``host`` gave; FormatError unless it is that host's."""
+    """Decode the inventory that ``host`` gave; PeerError unless it is that host's."""
     try:
         held = msgspec.msgpack.decode(data, type=m.Holding)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the inventory of {host} cannot be read: {error}", peer=host) from error
+        raise PeerError(f"the inventory of {host} cannot be read: {error}", peer=host) from error
     if held.host != host:
-        raise FormatError(f"it says that it is host {held.host}", peer=host)
+        raise PeerError(f"it says that it is host {held.host}", peer=host)
     return held
 
 

@@ -80,9 +80,7 @@ class ClusterReach:
         return self.peers[host]
 
     def images(self, host: str, attempt: str) -> dict[int, ImageIdentity]:
-        """Return the images of an attempt in a host's memory, by rank. PeerError, FormatError or
-        NotFound.
-        """
+        """Return the images of an attempt in a host's memory, by rank. PeerError or NotFound."""
         if host == self.host:
             return {rank: slot.image for (of, rank), slot in self.slots.items() if of == attempt}
         data = self.puller.document(self.peer(host), INVENTORY)
