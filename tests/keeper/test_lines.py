@@ -51,6 +51,7 @@ from holdfast.world import SoloWorld
 from support.runs.keeper_jobs import job_of
 
 RUN = "r"
+IMAGE = m.SlotInfo(rank=0, path="", image_bytes=1, header_xxh3="h", table_xxh3="t")
 #: How many publications storage has room for.
 ROOMS = st.sampled_from([None, None, None, 0, 0, 1, 2, 4])
 
@@ -269,7 +270,7 @@ class Lines(RuleBasedStateMachine):
                     attempt=f"a{g.incarnation}x{g.step}",
                     world=1,
                     layout="l",
-                    slots=(),
+                    slots=(IMAGE,),
                     nonce=f"nonce{g.incarnation}",
                 )
                 for g in [*self.images, *self.strays]

@@ -30,7 +30,7 @@ from holdfast.restore.planning import plan
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.reading import read
 from holdfast.restore.reading import read as move
-from holdfast.restore.reading.images import Checkpoint, from_manifest, from_memory
+from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.read import CARRIERS, read_wants
 from holdfast.storage import direct as past_cache
 from holdfast.storage import local
@@ -39,6 +39,7 @@ from holdfast.storage.local import LocalStore
 from holdfast.storage.memory import MemoryStore
 from support.checkpoints.images import (
     Array,
+    from_memory,
     images_of,
     publish_checkpoint,
     random_leaf,

@@ -36,13 +36,14 @@ from holdfast.restore.planning import plan
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.reading import read
 from holdfast.restore.reading import read as move
-from holdfast.restore.reading.images import Checkpoint, from_manifest, from_memory
+from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.read import CARRIERS, read_values, read_wants
 from holdfast.restore.reading.stored import choose_stored, open_stored
 from holdfast.restore.restore import sampled_ranks
 from holdfast.storage.memory import MemoryStore
 from support.checkpoints.images import (
     Array,
+    from_memory,
     images_of,
     publish_checkpoint,
     random_leaf,

@@ -16,12 +16,11 @@ from holdfast.format.manifest import Generation
 from holdfast.geometry.layout import Layout
 from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.cluster.collect import InventoryCollector
-from holdfast.restore.cluster_sources import ClusterRestore, KnownRecoveries, Storage
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import catalogue_of
 from holdfast.restore.reading.stored import stored as stored_in
-from holdfast.restore.sources import StorageHold
+from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage, StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from support.checkpoints.roots import save

@@ -637,12 +637,12 @@ def test_a_host_that_has_other_images_than_rank_0_chose_is_not_read_from() -> No
     (recovery,) = find(holdings)
     known = Inventories(tuple(holdings))
     changed = [_with_images(holdings[0], (image(0), image(1, seal="b"))), *holdings[1:]]
-    with pytest.raises(NotFound, match="no longer has the images of attempt a7") as raised:
+    with pytest.raises(PeerError, match="no longer has the images of attempt a7") as raised:
         _ = told(recovery, changed)[0].sources[0]
     left = known.without(recovery.candidate, raised.value.told_fields)
     assert left.holdings == known.holdings[1:]
     gone = [without_images(holdings[0], 1), *holdings[1:]]
-    with pytest.raises(NotFound, match="no longer in the memory of a0") as raised:
+    with pytest.raises(NotFound, match="no longer in the memory of a0") as lacking:
         _ = told(recovery, gone)[0].sources[0]
-    left = known.without(recovery.candidate, raised.value.told_fields)
+    left = known.without(recovery.candidate, lacking.value.told_fields)
     assert left.holdings == tuple(gone)

@@ -1,30 +1,42 @@
-"""Lists and opens the candidates of a restore on one host, from memory and storage."""
+"""Lists and opens the candidates of a restore, from memory and storage.
+
+Rank 0 learns what the hosts hold, selects the generation and the source of each image
+(``holdfast.restore.planning.selection``) and sends the selection to all ranks. A source that fails
+is removed from the holdings, and the selection runs again.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from holdfast.catalogue import NEW_LISTS, Catalogue, find_manifest, is_root, manifest_path
-from holdfast.errors import HoldfastError, NotFound, StorageError
-from holdfast.events import Warned, emit
-from holdfast.format.manifest import Lineage, Manifest
+from holdfast.errors import ArenaError, HoldfastError, NotFound, RestoreError, StorageError
+from holdfast.events import SourceDropped, Warned, emit
+from holdfast.format.manifest import Manifest
 from holdfast.geometry.layout import Layout
 from holdfast.leases import ReadLease
 from holdfast.protocol import messages as m
-from holdfast.restore.planning.candidates import (
-    Candidate,
-    StartRecords,
-    choose,
-    is_replaced,
-    join_parents,
-    replaced_starts,
+from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
+from holdfast.restore.cluster.collect import InventoryCollector, holding_of
+from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
+from holdfast.restore.planning.candidates import Candidate, choose
+from holdfast.restore.planning.holdings import (
+    ImageIdentity,
+    Recovery,
+    Refusal,
+    decode_choice,
+    encode_choice,
 )
-from holdfast.restore.reading.images import Checkpoint, from_memory
+from holdfast.restore.planning.selection import Inventories, Selection
+from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import (
     broken_manifests,
     catalogue_of,
@@ -36,18 +48,18 @@ from holdfast.restore.reading.stored import (
     stored_starts,
 )
 from holdfast.storage.base import Store
+from holdfast.transport.client import Puller
 from holdfast.world import World, from_rank0
 
 A = TypeVar("A", bound=m.Message)
-Parents = dict[int, tuple[int, int] | None]
 Ask = Callable[[m.Message, type[A]], A]
 #: See ``holdfast.restore.restore``.
 PlanAgain = Callable[[Candidate, HoldfastError], Sequence[Candidate]]
 
 
 class RestoreSources:
-    """The sources of a run on one host: ``ask`` queries its keeper, whose slots lie in
-    ``arena``.
+    """The sources of a run on one host, the table of one: ``ask`` queries its keeper, whose slots
+    lie in ``arena``.
     """
 
     def __init__(self, store: Store, rank: int, arena: Path, ask: Ask[m.Message]) -> None:
@@ -58,59 +70,10 @@ class RestoreSources:
         self._arena = arena
         self._ask = ask
         self._hold = StorageHold(store)
-        self._choices: Choices | None = None
+        self._recoveries: ClusterRestore | None = None
         self._told_others: set[int] = set()
-
-    def is_there_any(self) -> bool:
-        """Return whether a new run has anything to continue from, be it damaged."""
-        contents = catalogue_of(self._store)
-        candidates, parents = self._candidates(contents)
-        line = Lineage(parents, contents.unreadable)
-        is_there = any(not line.is_abandoned(one.generation) for one in candidates)
-        return is_there or bool(broken_manifests(contents)) or not is_root(self._store)
-
-    def first(
-        self, world: World, step: int | str | None, *, timeout_s: float
-    ) -> Sequence[Candidate]:
-        """Return the candidates for ``step``, best first; the same on all ranks, which all call it.
-
-        NotFound or RestoreError when there should be one and is none. Call ``let_go`` after it.
-        """
-
-        def find() -> Sequence[Candidate]:
-            contents = catalogue_of(self._store)
-            candidates, parents = self._candidates(contents)
-            fit = choose(candidates, parents, step, contents.unreadable)
-            if not fit:
-                require_there(self._store)
-                line = Lineage(parents, contents.unreadable)
-                require_whole_line(self._store, candidates, line, step)
-            if not fit and (step is not None or broken_manifests(contents)):
-                raise nothing_fits(self._store, contents, step)
-            return fit
-
-        self._hold = StorageHold(self._store)
-        phase = "restore: candidates"
-        self._choices = Choices(world, phase, self._hold, find, timeout_s=timeout_s)
-        return self._choices.first()
-
-    def plan_again(self) -> PlanAgain | None:
-        """The function that lists what is left after a failure; None: the rest of ``first``."""
-        return None if self._choices is None else self._choices.plan_again
-
-    def open(self, candidate: Candidate) -> Checkpoint:
-        """Open the images of ``candidate``; those in memory stay there. NotFound when they are
-        gone.
-        """
-        if candidate.where == "memory":
-            held = next(
-                (g for g in self._held().generations if g.attempt == candidate.attempt), None
-            )
-            if held is None:
-                raise NotFound(f"{candidate.generation} is no longer in memory")
-            self._ask(m.PinAttempt(attempt=candidate.attempt), m.Done)
-            return from_memory(self._arena, held)
-        return self._hold.open(candidate, self._rank)
+        self._silent: list[str] = []
+        """The hosts that did not report their holdings."""
 
     def let_go(self) -> None:
         """End the restore: release the lease, so that retention may remove what it read. Never
@@ -121,18 +84,110 @@ class RestoreSources:
     def close(self) -> None:
         """Release all resources; nothing may be read afterwards."""
 
-    def _candidates(self, contents: Catalogue) -> tuple[list[Candidate], Parents]:
-        inventory = self._held()
-        memory = StartRecords(inventory.parents, inventory.starts)
-        there = stored_starts(self._store, contents, inventory.starts)
-        replaced, held, others = replaced_starts(memory, there), [], set()
-        for g in inventory.generations:
-            if is_replaced(g.incarnation, g.nonce, memory, there, replaced):
-                others.add(g.incarnation)
-            else:
-                held.append(Candidate(g.incarnation, g.step, "memory", g.attempt))
+    # ── on every rank ────────────────────────────────────────────────────────────────────
+
+    def first(
+        self, world: World, step: int | str | None, *, timeout_s: float
+    ) -> Sequence[Candidate]:
+        """Return the best candidate for ``step``, if any; the same on all ranks, which all call it.
+
+        NotFound or RestoreError when there should be one and is none. Call ``let_go`` after it.
+        """
+        self._hold = StorageHold(self._store)
+        self._recoveries = ClusterRestore(
+            world,
+            self._reach(),
+            self._gather,
+            self._open_stored,
+            wanted=step,
+            timeout_s=timeout_s,
+            storage=Storage(self._hold, self._list_stored, self._nothing, self._gone),
+        )
+        return self._recoveries.first()
+
+    def plan_again(self) -> PlanAgain | None:
+        """The function that lists what is left after a failure; None: the rest of ``first``."""
+        return None if self._recoveries is None else self._recoveries.plan_again
+
+    def open(self, candidate: Candidate) -> Checkpoint:
+        """Open the images of ``candidate``; those in memory stay there. NotFound when they are
+        gone.
+        """
+        assert self._recoveries is not None
+        if candidate.held or candidate.where == "memory":
+            self._ask(m.PinAttempt(attempt=candidate.attempt), m.Done)
+        return self._recoveries.open(candidate)
+
+    def _reach(self) -> ClusterReach:
+        alone = Puller(os.urandom(32), incarnation=self.incarnation)  # there is nobody to ask
+        return ClusterReach(
+            host="", arena=self._arena, puller=alone, peers={}, slots=slots_of(self._arena)
+        )
+
+    def _open_stored(self, candidate: Candidate, layout: Layout | None) -> Checkpoint:
+        return self._hold.open(candidate, self._rank, layout)
+
+    # ── on rank 0 ────────────────────────────────────────────────────────────────────────
+
+    def is_there_any(self) -> bool:
+        """Return whether a new run has anything to continue from, be it damaged."""
+        known = self._gather()
+        inventories = known.gathering.with_parity(known.inventories)
+        line = inventories.line
+        is_there = any(not line.is_abandoned(one.generation) for one in inventories.candidates())
+        is_broken = bool(broken_manifests(known.contents))
+        return is_there or is_broken or bool(self._silent) or not is_root(self._store)
+
+    def _nothing(self, known: KnownRecoveries, step: int | str | None) -> None:
+        """Raise the error that says why nothing is restored, unless there is nothing indeed."""
+        require_there(self._store)
+        inventories = known.inventories
+        require_whole_line(self._store, inventories.candidates(), inventories.line, step)
+        if self._silent:
+            raise RestoreError(
+                f"nothing else can be restored, and what is in the memory of "
+                f"{', '.join(self._silent)} is not known: its keeper did not say. Start the run "
+                "again; to begin anew without it, use another root."
+            )
+        if step is not None or broken_manifests(known.contents):
+            raise nothing_fits(self._store, known.contents, step)
+
+    def _gone(self, step: int | str | None, candidate: Candidate, error: HoldfastError) -> None:
+        """Raise NotFound when the step is no longer in storage: it was removed meanwhile."""
+        try:
+            contents = catalogue_of(self._store)
+        except StorageError:  # unknown
+            return
+        if step is not None and not choose(
+            stored(contents), contents.parents, step, contents.unreadable
+        ):
+            why = nothing_fits(self._store, contents, step)
+            raise gone_meanwhile(why, candidate, error) if isinstance(why, NotFound) else why
+
+    def _list_stored(self) -> tuple[Candidate, ...]:
+        return tuple(stored(catalogue_of(self._store)))
+
+    def _gather(self) -> KnownRecoveries:
+        contents = catalogue_of(self._store)
+        gathering = self._ask_hosts()
+        there = stored_starts(
+            self._store, contents, {n for one in gathering.holdings for n in one.starts}
+        )
+        inventories, others = Inventories(
+            gathering.holdings,
+            tuple(stored(contents)),
+            dict(there.parents),
+            contents.unreadable,
+            dict(there.starts),
+        ).of_known_starts()
         self._warn_of_others(others)
-        return [*held, *stored(contents)], join_parents([memory], there)
+        return KnownRecoveries(inventories, gathering, contents)
+
+    def _ask_hosts(self) -> InventoryCollector:
+        """Return what all hosts hold: this one."""
+        answer = self._ask(m.ListInventory(), m.Inventory)
+        assert isinstance(answer, m.Inventory)
+        return InventoryCollector([holding_of(answer)])
 
     def _warn_of_others(self, numbers: set[int]) -> None:
         for n in sorted(numbers - self._told_others):
@@ -147,10 +202,167 @@ class RestoreSources:
             )
         self._told_others |= numbers
 
-    def _held(self) -> m.Inventory:
-        answer = self._ask(m.ListInventory(), m.Inventory)
-        assert isinstance(answer, m.Inventory)
-        return answer
+
+def slots_of(arena: Path) -> dict[tuple[str, int], LocalSlot]:
+    """Return the slots that hold an image, by attempt and rank."""
+    slots = {}
+    for path in arena.glob(f"*{SLOT_SUFFIX}"):
+        try:
+            slot = SlotFile.open(path, writable=False)
+        except ArenaError:  # incomplete, or removed meanwhile
+            continue
+        record = slot.read_record()
+        slot.close()
+        if record is not None and record.state == "captured":
+            image = ImageIdentity(
+                record.rank, record.image_bytes, record.header_xxh3, record.table_xxh3
+            )
+            slots[record.attempt, record.rank] = LocalSlot(str(path), image)
+    return slots
+
+
+# Chooses the candidates of a restore: rank 0 decides and sends its choice to all.
+#
+#     restore = ClusterRestore(world, reach, ask, open_stored, wanted=None, timeout_s=60)
+#     restore_first(world, state, restore.first(), restore.open,
+#                   plan_again=restore.plan_again, ...)
+
+
+class KnownRecoveries(NamedTuple):
+    """The holdings that rank 0 collected, what fetches parity records, and what storage lists."""
+
+    inventories: Inventories
+    gathering: InventoryCollector
+    contents: Catalogue = Catalogue()
+
+
+class Storage(NamedTuple):
+    """On rank 0: the lease on what is read from storage, its present list, and what raises the
+    error when nothing was found, or is left.
+    """
+
+    hold: StorageHold
+    list: Callable[[], tuple[Candidate, ...]]
+    nothing: Callable[[KnownRecoveries, int | str | None], None] = lambda *_: None
+    gone: Callable[[int | str | None, Candidate, HoldfastError], None] = lambda *_: None
+
+
+class ClusterRestore:
+    """One restore, on one rank; all ranks make the same calls.
+
+    ``ask`` is called on rank 0 alone, ``open_stored`` with a candidate that needs storage.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        reach: ClusterReach,
+        ask: Callable[[], KnownRecoveries],
+        open_stored: Callable[[Candidate, Layout | None], Checkpoint],
+        *,
+        wanted: int | str | None,
+        timeout_s: float,
+        storage: Storage | None = None,
+    ) -> None:
+        self._world, self._reach, self._ask = world, reach, ask
+        self._open_stored, self._wanted, self._timeout_s = open_stored, wanted, timeout_s
+        self._storage = storage
+        self._failed: set[Candidate] = set()
+        """Candidates listed in storage that must not be tried again."""
+        self._known: KnownRecoveries | None = None
+        self._told: set[Refusal] = set()
+        self._recovery: Recovery | None = None
+
+    def first(self) -> list[Candidate]:
+        """Return the best candidate that can be restored; none when there is none."""
+
+        def explain() -> None:
+            if self._storage is not None and self._known is not None:
+                self._storage.nothing(self._known, self._wanted)
+
+        return self._decide(self._ask, explain)
+
+    def plan_again(self, candidate: Candidate, error: HoldfastError) -> list[Candidate]:
+        """Return the best candidate left after ``candidate`` failed with ``error``, which all
+        ranks share.
+        """
+
+        def explain() -> None:
+            if self._storage is not None and candidate.where == "storage":
+                self._storage.gone(self._wanted, candidate, error)
+
+        return self._decide(lambda: self._less(candidate, error), explain)
+
+    def open(self, candidate: Candidate) -> Checkpoint:
+        """Open the images of the last result of ``first`` or ``plan_again``."""
+        recovery = self._recovery
+        assert recovery is not None and recovery.candidate == candidate
+        if not recovery.sources:
+            return self._open_stored(candidate, None)
+        return open_recovery(recovery, self._reach, partial(self._open_stored, candidate))
+
+    def _less(self, candidate: Candidate, error: HoldfastError) -> KnownRecoveries:
+        assert self._known is not None  # rank 0 alone asks, and has it
+        before = self._known.inventories
+        remaining = before.without(candidate, error.told_fields)
+        self._failed |= {*before.stored} - {*remaining.stored}
+        return self._listed_again(candidate, self._known._replace(inventories=remaining))
+
+    def _listed_again(self, candidate: Candidate, known: KnownRecoveries) -> KnownRecoveries:
+        """List storage again, if retention removed ``candidate``."""
+        if self._storage is None or not self._storage.hold.should_list_again(candidate):
+            return known
+        with suppress(StorageError):  # storage fails: try what is known
+            remaining = tuple(one for one in self._storage.list() if one not in self._failed)
+            return known._replace(inventories=replace(known.inventories, stored=remaining))
+        return known
+
+    def _decide(
+        self, learn: Callable[[], KnownRecoveries], explain: Callable[[], None]
+    ) -> list[Candidate]:
+        def decide() -> bytes:
+            selection = self._find(learn())
+            while selection.recoveries and not self._is_held(selection.recoveries[0]):
+                selection = self._find(self._without(selection.recoveries[0].candidate))
+            self._report(selection)
+            if not selection.recoveries:
+                explain()
+            return encode_choice(next(iter(selection.recoveries), None))
+
+        encoded = from_rank0(self._world, "restore: candidates", decide, timeout_s=self._timeout_s)
+        self._recovery = decode_choice(encoded, self._reach.images) if encoded else None
+        return [] if self._recovery is None else [self._recovery.candidate]
+
+    def _find(self, known: KnownRecoveries) -> Selection:
+        self._known = known._replace(inventories=known.gathering.with_parity(known.inventories))
+        return self._known.inventories.find(self._wanted)
+
+    def _is_held(self, best: Recovery) -> bool:
+        return self._storage is None or self._storage.hold.acquire(best.candidate)
+
+    def _without(self, candidate: Candidate) -> KnownRecoveries:
+        """Return what is left when retention removed the candidate before this rank opened it."""
+        assert self._known is not None
+        manifest = candidate._replace(held=0, is_spread=False)
+        inventories = self._known.inventories
+        remaining = tuple(one for one in inventories.stored if one != manifest)
+        known = self._known._replace(inventories=replace(inventories, stored=remaining))
+        return self._listed_again(candidate, known)
+
+    def _report(self, selection: Selection) -> None:
+        """Report unrestorable attempts that are newer than the best, or of its step, once each."""
+        least = min((one.candidate.step for one in selection.recoveries[:1]), default=-1)
+        for one in selection.refusals:
+            if one.step >= least and one not in self._told:
+                self._told.add(one)
+                emit(
+                    SourceDropped(
+                        step=one.step,
+                        rank=0,
+                        source=f"memory {one.incarnation}-{one.step}",
+                        reason=one.reason,
+                    )
+                )
 
 
 # Protects what a restore reads from retention by a lease, and lists storage again if that was late.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,9 +26,16 @@ from holdfast.geometry.codec import has_listings
 from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.persist import commit
+from holdfast.protocol import messages as m
 from holdfast.protocol.image_plan import plan_rank
+from holdfast.restore.cluster.collect import InventoryCollector, holding_of
+from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
+from holdfast.restore.planning.holdings import ImageIdentity
+from holdfast.restore.planning.selection import find_all
+from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import CARRIERS
 from holdfast.storage.base import Store
+from holdfast.transport.client import Puller
 
 Array = np.ndarray[Any, Any]
 FIRST = Generation(1, 0)
@@ -176,3 +184,17 @@ def _publish_image(store: Store, path: str, rank: int, image: bytes) -> ImageRef
     return ImageRef(
         path=path, rank=rank, size_bytes=len(image), header_xxh3=header, table_xxh3=table
     )
+
+
+def from_memory(arena: Path, held: m.HeldGeneration) -> Checkpoint:
+    """Open a generation in the arena of the only host, as its keeper tells of it."""
+    told = holding_of(m.Inventory(generations=(held,), parents={}))
+    (recovery,) = find_all(InventoryCollector([told]).holdings, ()).recoveries
+    slots = {
+        (held.attempt, one.rank): LocalSlot(
+            one.path, ImageIdentity(one.rank, one.image_bytes, one.header_xxh3, one.table_xxh3)
+        )
+        for one in held.slots
+    }
+    nobody = Puller(bytes(32), incarnation=1)
+    return open_recovery(recovery, ClusterReach("", arena, nobody, {}, slots))

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.errors import FormatError
+from holdfast.errors import FormatError, PeerError
 from holdfast.format.manifest import Generation
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.protocol import messages as m
@@ -39,7 +39,7 @@ Fetch = Callable[[str, str, Generation, int, int], ParityRecord]
 class InventoryCollector:
     """The inventories of all hosts; ``fetch`` gets the records of their parity shards."""
 
-    def __init__(self, reports: Iterable[m.Holding], fetch: Fetch) -> None:
+    def __init__(self, reports: Iterable[m.Holding], fetch: Fetch | None = None) -> None:
         self._fetch = fetch
         self.reports = tuple(reports)
         self._listed: dict[tuple[str, str], Sequence[tuple[int, int]]] = {}
@@ -77,6 +77,7 @@ class InventoryCollector:
         return replace(holding, parts=tuple(parts))
 
     def _read(self, wanted: tuple[str, ImageHolding]) -> tuple[ShardHolding, ...]:
+        assert self._fetch is not None  # who lists shards is a host among several
         host, part = wanted
         generation, shards = Generation(part.incarnation, part.step), []
         for stripe, row in self._listed.get((host, part.attempt), ()):
@@ -90,6 +91,39 @@ class InventoryCollector:
         return tuple(shards)
 
 
+def holding_of(told: m.Inventory) -> m.Holding:
+    """Return what the keeper of the only host tells its ranks, in the form of several hosts."""
+    parts = (
+        m.HoldingPart(
+            incarnation=held.incarnation,
+            step=held.step,
+            attempt=held.attempt,
+            world=held.world,
+            layout=held.layout,
+            images=tuple(
+                m.HoldingImage(
+                    rank=slot.rank,
+                    image_bytes=slot.image_bytes,
+                    header_xxh3=slot.header_xxh3,
+                    table_xxh3=slot.table_xxh3,
+                )
+                for slot in held.slots
+            ),
+            nonce=held.nonce,
+        )
+        for held in told.generations
+    )
+    return m.Holding(
+        host="",
+        address="",
+        port=0,
+        parts=tuple(parts),
+        parents=told.parents,
+        newest_incarnation=0,
+        starts=told.starts,
+    )
+
+
 def read_record(
     puller: Puller, peer: Peer, attempt: str, generation: Generation, stripe: int, row: int
 ) -> ParityRecord:
@@ -100,13 +134,13 @@ def read_record(
 
 
 def decode_inventory(data: bytes, host: str) -> m.Holding:
-    """Decode the inventory that ``host`` gave; FormatError unless it is that host's."""
+    """Decode the inventory that ``host`` gave; PeerError unless it is that host's."""
     try:
         held = msgspec.msgpack.decode(data, type=m.Holding)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"the inventory of {host} cannot be read: {error}", peer=host) from error
+        raise PeerError(f"the inventory of {host} cannot be read: {error}", peer=host) from error
     if held.host != host:
-        raise FormatError(f"it says that it is host {held.host}", peer=host)
+        raise PeerError(f"it says that it is host {held.host}", peer=host)
     return held
 
 

@@ -59,7 +59,8 @@ class LocalSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class ClusterReach:
-    """Gives a rank on ``host`` access to the holdings of all hosts.
+    """Gives a rank on ``host`` access to the holdings of all hosts; of one, without a name, there
+    are no ``peers``.
 
     ``slots``: this host's slots by attempt and rank; ``arena``: the directory of its
     layouts. ``peers``: the keepers of all hosts that answered, including this host's own, which is
@@ -79,9 +80,7 @@ class ClusterReach:
         return self.peers[host]
 
     def images(self, host: str, attempt: str) -> dict[int, ImageIdentity]:
-        """Return the images of an attempt in a host's memory, by rank. PeerError, FormatError or
-        NotFound.
-        """
+        """Return the images of an attempt in a host's memory, by rank. PeerError or NotFound."""
         if host == self.host:
             return {rank: slot.image for (of, rank), slot in self.slots.items() if of == attempt}
         data = self.puller.document(self.peer(host), INVENTORY)
@@ -216,6 +215,7 @@ class ImageOpener:
         if here not in source.hosts:
             peer = self._reach.peer(source.hosts[0])
             return PeerImage(self._reach.puller, peer, self._attempt, self._generation, image)
+        is_alone = not self._reach.peers  # then files have the names that this host knows them by
         name = image_name(here, self._attempt, image.rank)
         try:
             path = self._reach.slots[self._attempt, image.rank].path
@@ -224,7 +224,7 @@ class ImageOpener:
             raise NotFound(f"{name} is no longer in this host's memory: {error}", path=name) from (
                 error
             )
-        file.name = name
+        file.name = file.name if is_alone else name
         return file
 
     def decoded(self, source: ImageOrigin, way: Decoding) -> ImageFile:

@@ -13,7 +13,7 @@ from typing import overload
 
 from msgspec import Struct, msgpack
 
-from holdfast.errors import FormatError, NotFound
+from holdfast.errors import FormatError, NotFound, PeerError
 from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum
 from holdfast.parity.planning.placement import StripePlacement, stripes
 from holdfast.parity.planning.record import ParityRecord
@@ -299,7 +299,7 @@ class _ToldSources(Sequence[ImageOrigin]):
         return ImageOrigin(rank, self._images[host][rank], (host,))
 
     def _asked(self, share: _HostShare) -> Mapping[int, ImageIdentity]:
-        """Return the images of a host, which are those that rank 0 chose. NotFound otherwise."""
+        """Return the images of a host, which are those that rank 0 chose; NotFound or PeerError."""
         there = self._ask(share.host)
         ranks = [rank for first, count in share.runs for rank in range(first, first + count)]
         for rank in ranks:
@@ -307,7 +307,7 @@ class _ToldSources(Sequence[ImageOrigin]):
                 name = image_name(share.host, self._attempt, rank)
                 raise NotFound(f"{name} is no longer in the memory of {share.host}", path=name)
         if _seal(there[rank] for rank in ranks) != share.seal:
-            raise NotFound(
+            raise PeerError(
                 f"{share.host} no longer has the images of attempt {self._attempt} that it had "
                 "when the sources were chosen",
                 peer=share.host,

@@ -11,7 +11,6 @@ from typing import Protocol
 from holdfast.catalogue import damage_note, layout_path, read_bounded
 from holdfast.errors import (
     AlreadyPublished,
-    ArenaError,
     ChecksumMismatch,
     FormatError,
     HoldfastError,
@@ -22,7 +21,6 @@ from holdfast.format.manifest import ImageRef, Manifest
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.protocol.arena import SlotFile
-from holdfast.protocol.messages import HeldGeneration
 from holdfast.storage.base import Store, short_read
 
 
@@ -307,7 +305,7 @@ def _expect(actual: str, stored: str, what: str) -> None:
         )
 
 
-def _identity(source: Manifest | HeldGeneration) -> dict[str, str]:
+def _identity(source: Manifest) -> dict[str, str]:
     """Return the metadata that every image of a generation has in its header."""
     return {
         "incarnation": str(source.incarnation),
@@ -339,17 +337,3 @@ def from_manifest(store: Store, manifest: Manifest, layout: Layout | None = None
 
 def _stored(store: Store, ref: ImageRef) -> StoredImage:
     return StoredImage(store, ref.path, ref.size_bytes, ref.header_xxh3, ref.table_xxh3)
-
-
-def from_memory(arena: Path, held: HeldGeneration) -> Checkpoint:
-    """Open a generation in this host's arena."""
-    path = arena / "layouts" / f"{held.layout}.json"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
-    layout = _read_layout(data, held.layout, str(path))
-    files: dict[int, ImageFile] = {
-        s.rank: SlotImage(s.path, s.image_bytes, s.header_xxh3, s.table_xxh3) for s in held.slots
-    }
-    return Checkpoint(layout, files, held.world, _identity(held))
