@@ -372,9 +372,9 @@ def test_what_passed_through_a_ring_is_durable_and_no_longer_in_memory() -> None
     attempt = made(keeper, without_room(keeper, 5))
     keeper.seal(0, attempt)
     assert "no memory keeps it" in keeper.c.explain(5) and keeper.c.is_busy()
-    assert durable(keeper.c.persisted(attempt)) == [(5, ())]
+    assert durable(keeper.c.persisted(attempt)) == [5]
     assert attempt not in keeper.c.attempts and not keeper.c.is_whole(5)
-    assert durable(keeper.c.make_durable(5)) == [(5, ())], "it is, though memory has it no more"
+    assert durable(keeper.c.make_durable(5)) == [5], "it is, though memory has it no more"
     assert told(keeper.c.make_durable(4), m.NotDurable)
 
 
@@ -394,6 +394,6 @@ def test_of_two_saves_through_rings_the_newer_counts_whichever_storage_finishes_
     older, newer = (made(keeper, actions) for actions in asked)
     for attempt in (older, newer):
         keeper.seal(0, attempt)
-    assert durable(keeper.c.persisted(newer)) == [(6, ())]
-    assert durable(keeper.c.persisted(older)) == [(5, ())]
-    assert durable(keeper.c.make_durable(6)) == [(6, ())]
+    assert durable(keeper.c.persisted(newer)) == [6]
+    assert durable(keeper.c.persisted(older)) == [5]
+    assert durable(keeper.c.make_durable(6)) == [6]

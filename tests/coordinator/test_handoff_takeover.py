@@ -98,6 +98,14 @@ def test_what_was_owed_is_made_durable_when_all_ranks_can_hear_of_it() -> None:
     assert of(c.join(1, SlotWriter(101, 7)), StartPersist)
 
 
+@pytest.mark.promise
+def test_what_the_arena_says_was_to_be_durable_is_so_though_no_rank_repeats_it() -> None:
+    c = left((1, 10), (1, 19))
+    c.resume(1, "n", 1, None, 0.0, order=m.Order(12, 12))
+    assert of(c.join(0, SlotWriter(100, 7)), StartPersist)
+
+
+@pytest.mark.promise
 def test_what_is_older_than_the_order_is_not_made_durable_for_it() -> None:
     c = left((1, 10), (1, 19))
     assert take_over(c, 20) == [[]]

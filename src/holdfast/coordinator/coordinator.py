@@ -183,11 +183,13 @@ class Coordinator(AttemptLifecycle):
         parent: tuple[int, int] | None,
         now_s: float,
         hosts: Sequence[m.HostEntry] = (),
+        order: m.Order = m.NO_ORDER,
     ) -> list[Action]:
         """Continue an incarnation that another keeper served; ``parent``: the generation it
-        continued from.
+        continued from; ``order``: what it has still to make durable, as the arena has it.
         """
         actions = self.begin(incarnation, nonce, world, hosts)
+        self.durability.add(order)
         self.attempts.pin_parent(incarnation, parent)
         self._is_taking_over, self._parent = True, parent
         return actions + self.adopt(now_s)
