@@ -232,9 +232,9 @@ def reduce(state: SaveState, event: Event) -> SaveState:
             return state
         case _:
             pass
-    if isinstance(event, m.Message):
-        return replace(state, capture=_hear(state, state.capture, event))
-    return replace(state, capture=_follow(state, state.capture, event))
+    follow = _hear if isinstance(event, m.Message) else _follow
+    capture = follow(state, state.capture, event)
+    return state if capture is state.capture else replace(state, capture=capture)
 
 
 def _follow(state: SaveState, capture: CaptureState, event: Event) -> CaptureState:
