@@ -203,6 +203,9 @@ class PendingHandles:
         """Add handles that ``step`` fulfils, and forget the settled handles of old steps."""
         with self._lock:
             for handle in handles:
+                for held in self._handles.values():  # what becomes of its old step says nothing now
+                    if handle in held:
+                        held.remove(handle)
                 self.join(step, handle)
             for old in [
                 s for s, held in list(self._handles.items()) if all(map(_is_settled, held))
