@@ -210,7 +210,7 @@ def test_a_durable_save_that_was_missed_for_a_passing_reason_is_due_again(
 ) -> None:
     state = after(*told)
     assert state.capture.is_carried is is_due
-    assert state.order == m.Order(1, 1), "the next snapshot is durable for it in any case"
+    assert state.order == m.StandingOrder(1, 1), "the next snapshot is durable for it in any case"
 
 
 def test_an_image_that_went_through_a_ring_is_lost_with_its_keeper_until_storage_has_it() -> None:
@@ -269,4 +269,4 @@ def test_no_event_of_a_signal_handler_is_lost_that_comes_in_the_middle_of_anothe
         store.tell(m.Announced(step=3, which="storage"))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert store.state.order == m.Order(7, 7) and store.state.announced
+    assert store.state.order == m.StandingOrder(7, 7) and store.state.announced

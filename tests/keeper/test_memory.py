@@ -346,8 +346,8 @@ def test_what_is_to_be_durable_is_found_by_the_next_keeper_of_this_start_and_by_
     memory: ArenaFiles,
 ) -> None:
     assert memory.order(3, "x") == m.NO_ORDER
-    memory.store_order(3, "x", m.Order(5, 9))
-    assert memory.order(3, "x") == m.Order(5, 9)
+    memory.store_order(3, "x", m.StandingOrder(5, 9))
+    assert memory.order(3, "x") == m.StandingOrder(5, 9)
     assert memory.order(3, "y") == memory.order(4, "x") == m.NO_ORDER
     memory.store_order(3, "x", m.NO_ORDER)
     assert memory.order(3, "x") == m.NO_ORDER
@@ -357,7 +357,7 @@ def test_what_is_to_be_durable_is_found_by_the_next_keeper_of_this_start_and_by_
     "data", [b"", b"[3", b'["3","x",5,9]', b'[3,"x",5]', b'[3,"x",9,5]', b'[3,"x",-7,9]']
 )
 def test_a_damaged_order_is_none(memory: ArenaFiles, data: bytes) -> None:
-    memory.store_order(3, "x", m.Order(5, 9))
+    memory.store_order(3, "x", m.StandingOrder(5, 9))
     (memory.directory / "order").write_bytes(data)
     assert memory.order(3, "x") == m.NO_ORDER
 

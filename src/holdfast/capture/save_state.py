@@ -72,7 +72,7 @@ class SaveState:
     granted: tuple[str, ...] = ()
     """The attempts of the last grants, taken or not."""
     announced: frozenset[tuple[int, str]] = frozenset()
-    order: m.Order = m.NO_ORDER
+    order: m.StandingOrder = m.NO_ORDER
     """The steps requested durable that no step reported durable pays."""
     captured: int = -1
     durable: int = -1
@@ -209,7 +209,9 @@ def reduce(state: SaveState, event: Event) -> SaveState:
     """Return what is known after ``event``."""
     match event:
         case Ordered(step=step):
-            return replace(state, order=state.order.join(m.Order(step, step).pay(state.durable)))
+            return replace(
+                state, order=state.order.join(m.StandingOrder(step, step).pay(state.durable))
+            )
         case FoundFenced(reason=reason):
             return replace(state, fenced=reason)
         case Consumed(announced=announced):
@@ -232,8 +234,10 @@ def reduce(state: SaveState, event: Event) -> SaveState:
             return state
         case _:
             pass
-    follow = _hear if isinstance(event, m.Message) else _follow
-    capture = follow(state, state.capture, event)
+    if isinstance(event, m.Message):
+        capture = _hear(state, state.capture, event)
+    else:
+        capture = _follow(state, state.capture, event)
     return state if capture is state.capture else replace(state, capture=capture)
 
 

@@ -62,7 +62,8 @@ A = TypeVar("A", bound=m.Message)
 #: to, the standing order (``Join.order``), the listener for notifications, the listener for the
 #: loss of the keeper.
 Connect = Callable[
-    [RankIdentity, bool, m.Order, Callable[[m.Message], None], Callable[[str], None]], KeeperClient
+    [RankIdentity, bool, m.StandingOrder, Callable[[m.Message], None], Callable[[str], None]],
+    KeeperClient,
 ]
 #: The copying of a capture that was cancelled before a grant must end within the first time; a
 #: running copy is abandoned after the second.

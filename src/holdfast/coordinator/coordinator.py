@@ -183,7 +183,7 @@ class Coordinator(AttemptLifecycle):
         parent: tuple[int, int] | None,
         now_s: float,
         hosts: Sequence[m.HostEntry] = (),
-        order: m.Order = m.NO_ORDER,
+        order: m.StandingOrder = m.NO_ORDER,
     ) -> list[Action]:
         """Continue an incarnation that another keeper served; ``parent``: the generation it
         continued from; ``order``: what it has still to make durable, as the arena has it.
@@ -195,7 +195,12 @@ class Coordinator(AttemptLifecycle):
         return actions + self.adopt(now_s)
 
     def join(
-        self, rank: int, writer: SlotWriter, *, is_copying: bool = True, order: m.Order = m.NO_ORDER
+        self,
+        rank: int,
+        writer: SlotWriter,
+        *,
+        is_copying: bool = True,
+        order: m.StandingOrder = m.NO_ORDER,
     ) -> list[Action]:
         """Handle a rank that joins, or joins again after its keeper died or its connection broke.
 
@@ -282,7 +287,7 @@ class Coordinator(AttemptLifecycle):
             return []
         self._requests.note(rank, request.step)
         if request.durable:
-            self.durability.add(m.Order(request.step, request.step))
+            self.durability.add(m.StandingOrder(request.step, request.step))
         self.absence.end(rank)
         freed = [] if request.is_copying else self._free_slots_of(rank)
         return freed + self._decide_request(rank, request, now_s)

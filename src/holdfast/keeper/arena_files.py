@@ -336,13 +336,13 @@ class ArenaFiles:
         except OSError as error:  # an older incarnation must not be taken for the newest
             raise ArenaError(f"cannot read {path}: {error.strerror}") from error
 
-    def store_order(self, incarnation: int, nonce: str, order: m.Order) -> None:
+    def store_order(self, incarnation: int, nonce: str, order: m.StandingOrder) -> None:
         """Record what this incarnation has still to make durable, for a keeper started later."""
         with contextlib.suppress(OSError):  # a full arena: the ranks repeat it when they join
             record = incarnation, nonce, order.first, order.last
             self._write(self.directory / ORDER, msgspec.json.encode(record))
 
-    def order(self, incarnation: int, nonce: str) -> m.Order:
+    def order(self, incarnation: int, nonce: str) -> m.StandingOrder:
         """Return the recorded order of this incarnation; none if it is damaged or of another."""
         try:
             data = (self.directory / ORDER).read_bytes()
@@ -350,7 +350,7 @@ class ArenaFiles:
         except (OSError, ValueError):
             return m.NO_ORDER
         is_mine = owner == [incarnation, nonce] and 0 <= first <= last
-        return m.Order(first, last) if is_mine else m.NO_ORDER
+        return m.StandingOrder(first, last) if is_mine else m.NO_ORDER
 
     def incarnations(self) -> list[Incarnation]:
         """Return all stored incarnations; damaged records are reported once.

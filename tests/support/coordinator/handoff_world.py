@@ -479,8 +479,8 @@ class RealWorld:
         self.carry_out(self.keeper.make_durable(step))
 
     def make_order(self, process: Process, step: int) -> None:
-        process.order = process.order.join(m.Order(step, step))
-        self.ordered = self.ordered.join(m.Order(step, step).pay(self.newest_published()))
+        process.order = process.order.join(m.StandingOrder(step, step))
+        self.ordered = self.ordered.join(m.StandingOrder(step, step).pay(self.newest_published()))
 
     def give_up(self, process: Process, leaf: str = "") -> None:
         attempt, process.writes = process.writes, None

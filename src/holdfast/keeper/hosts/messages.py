@@ -66,7 +66,7 @@ class HostInventory(Fact, frozen=True, kw_only=True):
     """Incarnations whose records it has."""
     port: int = 0
     """Port where it serves images, if that is not the port agreed on at the start; else 0."""
-    order: m.Order = m.NO_ORDER
+    order: m.StandingOrder = m.NO_ORDER
     """The standing order of this incarnation, as its arena has it."""
 
 
@@ -243,7 +243,7 @@ class RecordLayout(Fact, frozen=True, kw_only=True):
 class RecordOrder(Fact, frozen=True, kw_only=True):
     """Orders the standing order of this incarnation to be recorded."""
 
-    order: m.Order
+    order: m.StandingOrder
 
 
 class RecordIncarnation(Fact, frozen=True, kw_only=True):
