@@ -298,7 +298,7 @@ def _connect(
     hosts: HostTable | None,
     place: RankIdentity,
     is_copying: bool,
-    order: m.Order,
+    order: m.StandingOrder,
     listener: Callable[[m.Message], None],
     on_lost: Callable[[str], None],
 ) -> KeeperClient:

@@ -18,8 +18,10 @@ import holdfast
 from holdfast import Every
 from holdfast.capture.handles import DURABLE, SaveHandle
 from holdfast.capture.pending_saves import PendingSaves
-from holdfast.errors import HoldfastError, SnapshotSkipped
+from holdfast.capture.session import KeeperSession
+from holdfast.errors import HoldfastError, KeeperError, SnapshotSkipped
 from holdfast.policy.when import Pace
+from holdfast.protocol import messages as m
 from support.runs.leftovers import keeper_pids
 
 
@@ -126,3 +128,22 @@ def test_a_save_of_a_signals_handler_is_of_the_state_before_the_update_that_wait
             patch.setattr(checkpointer._saver, "_await_reading", lambda: checkpointer.save(1))
             checkpointer.before_update()
         assert checkpointer._promised._step_of_state() is None
+
+
+def test_a_durable_save_whose_image_could_not_be_reported_is_made_good_by_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, lost = KeeperSession.send, [KeeperError("the keeper went away: Broken pipe")]
+
+    def breaks(session: KeeperSession, message: m.Message) -> None:
+        if isinstance(message, m.Captured) and lost:
+            raise lost.pop()  # before the listener has noticed that it is gone
+        send(session, message)
+
+    monkeypatch.setattr(KeeperSession, "send", breaks)
+    with holdfast.Checkpointer(tmp_path, {"w": torch.ones(9)}, memory=None) as checkpointer:
+        owed = checkpointer.save(1, durable=True)
+        assert checkpointer._saver.end_capture(timeout_s=60)
+        assert checkpointer.step(2) is not None
+        owed.wait_durable(60)
+        assert owed.step == 2

@@ -108,3 +108,16 @@ def test_a_save_that_begins_while_the_keeper_is_heard_disturbs_nothing() -> None
     for save in saves:
         save.join()
     assert (first.state, last.state) == ("protected", "protected")
+
+
+def test_what_is_told_late_of_a_step_says_nothing_of_a_save_that_went_on_to_another() -> None:
+    rank = Rank()
+    missed = rank.save(1, durable=True)
+    rank.hear(m.Aborted(step=1, attempt="a1", reason="the keeper went away", is_lost=True))
+    assert missed.state == "failed"
+    missed.renew()
+    rank.promises.add(2, [missed])
+    rank.hear(m.Aborted(step=1, attempt="a1", reason="its image was not reported"))
+    assert missed.state == "pending"
+    rank.hear(m.Durable(step=2, attempt="a2"))
+    assert (missed.state, missed.step) == ("durable", 2)

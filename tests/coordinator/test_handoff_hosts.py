@@ -316,7 +316,9 @@ def test_a_keeper_that_takes_over_keeps_what_the_incarnation_went_on_from(
         later.attach(host, *held[host])
     assert (later.attempts.newest, later.attempts.pinned) == (newest, parent)
     for rank in range(4):
-        later.join(rank, keeper.writer(rank), order=m.Order(2, 2) if rank == 2 else m.NO_ORDER)
+        later.join(
+            rank, keeper.writer(rank), order=m.StandingOrder(2, 2) if rank == 2 else m.NO_ORDER
+        )
     assert not later.away
 
 

@@ -466,7 +466,12 @@ def test_slots_given_away_by_a_known_mistake_are_found_out(broken: type[Slots]) 
 
 class BelievesEveryCopierStopped(Coordinator):
     def join(
-        self, rank: int, writer: SlotWriter, *, is_copying: bool = True, order: m.Order = m.NO_ORDER
+        self,
+        rank: int,
+        writer: SlotWriter,
+        *,
+        is_copying: bool = True,
+        order: m.StandingOrder = m.NO_ORDER,
     ) -> list[Action]:
         return super().join(rank, writer, is_copying=False, order=order)
 
@@ -566,7 +571,7 @@ class TakesOlderSnapshotsForPayment(DurabilityQueue):
 
 
 class ForgetsWhatAnEarlierKeeperWasTold(DurabilityQueue):
-    def add(self, order: m.Order) -> None:
+    def add(self, order: m.StandingOrder) -> None:
         super().add(order if order.first == order.last else m.NO_ORDER)
 
 

@@ -70,7 +70,7 @@ def take_over(c: Coordinator, *ordered: int) -> list[list[Action]]:
     """A keeper goes on with incarnation 1 of this many ranks; what follows as each joins."""
     c.resume(1, "n", len(ordered), None, 0.0)
     return [
-        c.join(rank, SlotWriter(100 + rank, 7), order=m.Order(step, step))
+        c.join(rank, SlotWriter(100 + rank, 7), order=m.StandingOrder(step, step))
         for rank, step in enumerate(ordered)
     ]
 
@@ -94,10 +94,18 @@ def test_what_was_owed_is_made_durable_when_all_ranks_can_hear_of_it() -> None:
     slots = [Slot(rank, 2 << 20, "captured", "a", rank, 4096) for rank in range(2)]
     c.discovered(slots, [Attempt("a", 1, 19, 2, "layout", slots={0: 0, 1: 1})])
     c.resume(1, "n", 2, None, 0.0)
-    assert c.join(0, SlotWriter(100, 7), order=m.Order(19, 19)) == []
+    assert c.join(0, SlotWriter(100, 7), order=m.StandingOrder(19, 19)) == []
     assert of(c.join(1, SlotWriter(101, 7)), StartPersist)
 
 
+@pytest.mark.promise
+def test_what_the_arena_says_was_to_be_durable_is_so_though_no_rank_repeats_it() -> None:
+    c = left((1, 10), (1, 19))
+    c.resume(1, "n", 1, None, 0.0, order=m.StandingOrder(12, 12))
+    assert of(c.join(0, SlotWriter(100, 7)), StartPersist)
+
+
+@pytest.mark.promise
 def test_what_is_older_than_the_order_is_not_made_durable_for_it() -> None:
     c = left((1, 10), (1, 19))
     assert take_over(c, 20) == [[]]
@@ -108,7 +116,7 @@ def test_what_was_owed_is_owed_by_the_next_snapshot_when_none_is_left() -> None:
     keeper = Keeper(1)
     keeper.c = left((1, 10))
     keeper.c.resume(2, "n", 1, (1, 10), 0.0)
-    assert keeper.c.join(0, keeper.writer(0), order=m.Order(11, 11)) == []
+    assert keeper.c.join(0, keeper.writer(0), order=m.StandingOrder(11, 11)) == []
     assert of(keeper.ask_all(11), StartPersist)
 
 
@@ -116,14 +124,14 @@ def test_a_rank_whose_line_broke_orders_nothing_that_is_durable_already() -> Non
     c = left((1, 10), (1, 19))
     take_over(c, 19)
     c.persisted("1-19")
-    assert c.join(0, SlotWriter(100, 7), order=m.Order(19, 19)) == []
+    assert c.join(0, SlotWriter(100, 7), order=m.StandingOrder(19, 19)) == []
     assert c.tick(1.0) == []
 
 
 def test_a_rank_whose_line_broke_before_its_request_came_through_repeats_its_order() -> None:
     c = left((1, 10), (1, 19))
     take_over(c, -1)
-    assert of(c.join(0, SlotWriter(100, 7), order=m.Order(12, 12)), StartPersist)
+    assert of(c.join(0, SlotWriter(100, 7), order=m.StandingOrder(12, 12)), StartPersist)
 
 
 # ── copiers that have stopped ────────────────────────────────────────────────────────────────

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from holdfast import Checkpointer
-from holdfast.capture import slot_cache as mapped
+from holdfast.capture import copier as mapped
 from holdfast.coordinator import layouts
 from holdfast.coordinator.actions import StoreLayout
 from holdfast.geometry.layout import Layout, table_hash

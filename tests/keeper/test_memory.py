@@ -19,6 +19,7 @@ from holdfast.errors import ArenaError
 from holdfast.format.manifest import Incarnation
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.protocol import messages as m
 from holdfast.protocol.arena import PAGE_BYTES, SlotFile, SlotRecord, boot_id, process_start
 
 CAPACITY = 2 * PAGE_BYTES
@@ -339,6 +340,26 @@ def test_a_record_whose_bytes_changed_is_not_believed_and_told_once(memory: Aren
     assert memory.incarnations() == memory.incarnations() == [kept]
     stop()
     assert len(told) == 2
+
+
+def test_what_is_to_be_durable_is_found_by_the_next_keeper_of_this_start_and_by_no_other(
+    memory: ArenaFiles,
+) -> None:
+    assert memory.order(3, "x") == m.NO_ORDER
+    memory.store_order(3, "x", m.StandingOrder(5, 9))
+    assert memory.order(3, "x") == m.StandingOrder(5, 9)
+    assert memory.order(3, "y") == memory.order(4, "x") == m.NO_ORDER
+    memory.store_order(3, "x", m.NO_ORDER)
+    assert memory.order(3, "x") == m.NO_ORDER
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[3", b'["3","x",5,9]', b'[3,"x",5]', b'[3,"x",9,5]', b'[3,"x",-7,9]']
+)
+def test_a_damaged_order_is_none(memory: ArenaFiles, data: bytes) -> None:
+    memory.store_order(3, "x", m.StandingOrder(5, 9))
+    (memory.directory / "order").write_bytes(data)
+    assert memory.order(3, "x") == m.NO_ORDER
 
 
 @pytest.mark.parametrize("name", ["incarnations/1.json", "begun"])

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from holdfast.capture.save_state import Ordered, SaveStore
 from holdfast.errors import (
     DeadlineExceeded,
     HoldfastError,
@@ -15,7 +16,6 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.policy.arguments import patience_s
-from holdfast.protocol.messages import NO_ORDER, Order
 
 CAPTURED, PROTECTED, DURABLE = "captured", "protected", "durable"
 
@@ -197,19 +197,15 @@ class PendingHandles:
         # Held by the training thread, the worker and the listener, which also wake who waits.
         self._lock = threading.RLock()
         self._handles: dict[int, list[SaveHandle]] = {}
-        self.order = NO_ORDER
-        """The steps requested durable that no step reported durable pays."""
-        self._captured = self._refused = self._durable = -1
-
-    @property
-    def is_newest_settled(self) -> bool:
-        """Return True if the newest step in memory is durable, or was refused by storage."""
-        return max(self._durable, self._refused) >= self._captured
+        self.store = SaveStore()
 
     def add(self, step: int, handles: Iterable[SaveHandle]) -> None:
         """Add handles that ``step`` fulfils, and forget the settled handles of old steps."""
         with self._lock:
             for handle in handles:
+                for held in self._handles.values():  # what becomes of its old step says nothing now
+                    if handle in held:
+                        held.remove(handle)
                 self.join(step, handle)
             for old in [
                 s for s, held in list(self._handles.items()) if all(map(_is_settled, held))
@@ -223,7 +219,7 @@ class PendingHandles:
         with self._lock:
             self._handles.setdefault(step, []).append(handle)
             if handle.durable:
-                self.order = self.order.join(Order(step, step))
+                self.store.tell(Ordered(step))
 
     def catch_up(self, step: int, handle: SaveHandle) -> None:
         """Bring ``handle`` to the state of the other handles of its step."""
@@ -236,7 +232,6 @@ class PendingHandles:
     def captured(self, step: int) -> None:
         """Record that all ranks have this step in memory."""
         with self._lock:
-            self._captured = max(self._captured, step)
             for handle in self._handles.get(step, []):
                 handle.reach(CAPTURED)
 
@@ -267,8 +262,6 @@ class PendingHandles:
         one of another step.
         """
         with self._lock:
-            self.order = self.order.pay(saved)
-            self._durable = max(self._durable, saved)
             for step, handle in self._durable_until(saved):
                 if step == saved or not (handle.exact or _is_settled(handle)):
                     handle.move_to(saved)
@@ -289,8 +282,6 @@ class PendingHandles:
     def fail(self, step: int, error: HoldfastError, *, captured: bool) -> None:
         """Fail the handles of a step; ``captured``: only making it durable failed."""
         with self._lock:
-            if captured:
-                self._refused = max(self._refused, step)
             for handle in self._handles.get(step, []):
                 if not _is_settled(handle):
                     handle.fail(error, captured=captured)

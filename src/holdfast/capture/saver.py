@@ -22,6 +22,7 @@ from holdfast.capture.copier import Copier
 from holdfast.capture.copy_slot import CopyCancelled, OvertakeDetector, computation_so_far, stage
 from holdfast.capture.handles import PendingHandles, SaveHandle
 from holdfast.capture.replica_samples import OptimizerSteps, StandstillProbe
+from holdfast.capture.save_state import NO_CAPTURE, Failed, FoundFenced, Unanswered, Unreached
 from holdfast.capture.save_turns import StepBegan, Turns
 from holdfast.capture.session import (
     NOT_CONNECTED,
@@ -61,7 +62,8 @@ A = TypeVar("A", bound=m.Message)
 #: to, the standing order (``Join.order``), the listener for notifications, the listener for the
 #: loss of the keeper.
 Connect = Callable[
-    [RankIdentity, bool, m.Order, Callable[[m.Message], None], Callable[[str], None]], KeeperClient
+    [RankIdentity, bool, m.StandingOrder, Callable[[m.Message], None], Callable[[str], None]],
+    KeeperClient,
 ]
 #: The copying of a capture that was cancelled before a grant must end within the first time; a
 #: running copy is abandoned after the second.
@@ -92,6 +94,7 @@ class Saver:
         self._connect = connect
         self._session = KeeperSession(self._join_keeper)
         self._pending_handles = PendingHandles()
+        self._store = self._pending_handles.store
         self._notifications = KeeperNotifications(self._pending_handles)
         self._copier = Copier()
         self._steps, self._standstill = OptimizerSteps(), StandstillProbe()
@@ -100,10 +103,9 @@ class Saver:
         self._reading: Reading | None = None
         self.turns = Turns()
         self._end_by_s = math.inf
-        self._slot_requests = SlotRequests(self._session, self._notifications)
-        self.announcements = StepAnnouncements(
-            self._session, self._notifications, self._pending_handles
-        )
+        self._saves = 0
+        self._slot_requests = SlotRequests(self._session)
+        self.announcements = StepAnnouncements(self._session, self._store)
         self._work: CaptureQueue[Saver] = CaptureQueue()
         self._worker = threading.Thread(
             target=run_worker, args=(self._work,), name="holdfast-capture", daemon=True
@@ -161,7 +163,10 @@ class Saver:
         described_s = time.monotonic()
         stage(bindings.volatile)
         staged_s = time.monotonic()
+        self._saves += 1
         capture = CaptureTask(
+            self._saves,
+            self._store,
             step=step,
             durable=durable,
             exact=exact,
@@ -177,6 +182,7 @@ class Saver:
             other.move_to(step)
         self._pending_handles.add(step, [handle, *carried])
         self._current = capture
+        capture.begin()
         if reading.is_overtaken:  # checked after the line above: the fence checks it
             capture.cancel("the state was not described by the time an update had to begin")
         self._work.put((self, capture))
@@ -306,7 +312,7 @@ class Saver:
         else:
             grant_s = patience.durable_grant_s if capture.durable else patience.grant_s
         if not capture.answered.wait(self._at_most(grant_s)):
-            capture.is_unanswered = True
+            capture.tell(Unanswered())
             waited_s = min(grant_s, round(time.monotonic() - capture.started_s, 1))
             capture.cancel(f"no answer to the request for a slot within {waited_s:g} s")
         while not capture.wait_released(copy_s := self._at_most(patience.copy_s)):
@@ -323,7 +329,8 @@ class Saver:
         self._await_release(capture)
         # A capture cancelled without a slot never reads the state: its worker only waits for the
         # keeper.
-        is_mere_wait = bool(capture.cancelled) and not isinstance(capture.answer, m.Grant)
+        known = capture.known
+        is_mere_wait = bool(known.cancelled) and not isinstance(known.answer, m.Grant)
         wait_s = _GIVEN_UP_S if is_mere_wait else self._at_most(self.timeouts.durable_grant_s)
         # Waited for only once: connecting can take as long as its deadline.
         if not capture.resolved.wait(0.0 if self._overdue is capture else wait_s):
@@ -341,20 +348,20 @@ class Saver:
     def previous_was_skipped(self) -> bool:
         """Return True if no rank captured the previous save."""
         self._wait_previous()
-        return self._current is not None and self._current.is_carried
+        return self._current is not None and self._current.known.is_carried
 
     @property
     def is_capturing(self) -> bool:
         """Return True if the previous save may still be captured: nothing was missed so far."""
         current = self._current
-        return current is not None and not (current.cancelled or current.resolved.is_set())
+        return current is not None and not (current.known.cancelled or current.resolved.is_set())
 
     @property
     def previous_was_lost(self) -> bool:
         """Return True if the previous save should be durable and is not, because a keeper was
         lost.
         """
-        return self._current is not None and self._current.durable_lost
+        return self._current is not None and self._current.known.durable_lost
 
     def is_whole(self, step: int, *, timeout_s: float) -> bool:
         """Return True if the keeper reports all of ``step`` in memory; False if it cannot be
@@ -379,7 +386,7 @@ class Saver:
     @property
     def is_fenced(self) -> str:
         """Return the reason why this process saves no more; "" if it may save."""
-        return self._notifications.fenced
+        return self._store.state.fenced
 
     def request(self, message: m.Message, answer: type[A], *, timeout_s: float) -> A:
         """Send a request to the keeper, connecting first if necessary."""
@@ -401,7 +408,7 @@ class Saver:
         stopped answering. The keeper frees slots relying on this value: in doubt it is True.
         """
         current = self._current
-        if current is None or not isinstance(current.answer, m.Grant):
+        if current is None or not isinstance(current.known.answer, m.Grant):
             return self._copier.lost_a_copy
         return self._copier.lost_a_copy or not current.resolved.is_set()
 
@@ -461,9 +468,7 @@ class Saver:
             self._report_missed(capture, reason)
             self._abandon(capture, reason)
         finally:
-            capture.answered.set()
-            capture.release()
-            capture.resolved.set()
+            capture.resolve()
 
     def _capture(self, capture: CaptureTask) -> None:
         try:
@@ -493,6 +498,9 @@ class Saver:
             # step before it. The keeper discards images that a dead rank sealed but did not report.
             capture.release()
         except (HoldfastError, CopyCancelled) as error:
+            is_lost = isinstance(error, KeeperError) and not isinstance(error, Fenced)
+            if is_lost:  # noticed here first, perhaps: a durable save is owed
+                capture.tell(Unreached())
             leaf = error.fields["leaf"] if isinstance(error, CaptureOvertaken) else ""
             # Emitted before the keeper receives it, because the keeper's answer already fails the
             # handle.
@@ -500,12 +508,13 @@ class Saver:
             self._abandon(capture, str(error), leaf)
 
     def _abandon(self, capture: CaptureTask, reason: str, leaf: str = "") -> None:
-        if not isinstance(capture.answer, m.Grant):
+        answer = capture.known.answer
+        if not isinstance(answer, m.Grant):
             return
         with contextlib.suppress(KeeperError):  # its death, or the slot's record, tells the keeper
             self._session.send(
                 m.AbortCapture(
-                    attempt=capture.answer.attempt,
+                    attempt=answer.attempt,
                     reason=reason,
                     leaf=leaf,
                     has_stopped=not self._copier.lost_a_copy,
@@ -526,8 +535,10 @@ class Saver:
         )
         # Waiting callers are notified, since the next save may be far; a single rank saves at its
         # next step.
-        is_told = capture.keeper_lost or capture.is_unanswered or self.place.world > 1
-        if is_told or not capture.is_carried:
+        known = capture.known
+        is_told = known.keeper_lost or known.is_unanswered or self.place.world > 1
+        if is_told or not known.is_carried:
+            capture.tell(Failed(capture.step))
             kind = CaptureOvertaken if leaf else SnapshotSkipped
             self._pending_handles.fail(capture.step, kind(reason, leaf=leaf), captured=False)
 
@@ -547,7 +558,8 @@ class Saver:
         with contextlib.suppress(Exception):  # no memory for a process, say: the worker survives
             client = self._session.ensure_for_save()
             lost = self._current
-            if lost is not None and lost.keeper_lost and not isinstance(lost.answer, m.Grant):
+            known = NO_CAPTURE if lost is None else lost.known
+            if lost is not None and known.keeper_lost and not isinstance(known.answer, m.Grant):
                 reason = "its keeper went away"
                 client.send(m.DeclineStep(step=lost.step, reason=reason, is_passing=True))
 
@@ -556,12 +568,12 @@ class Saver:
             client = self._connect(
                 self.place,
                 self.is_copying,
-                self._pending_handles.order,
+                self._store.state.order,
                 weakly(self._handle_notification),
                 weakly(self._lost),
             )
         except Fenced as error:
-            self._notifications.fenced = str(error)
+            self._store.tell(FoundFenced(str(error)))
             raise
         return client
 

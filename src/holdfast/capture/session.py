@@ -6,10 +6,19 @@ import contextlib
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 
-from holdfast.capture.handles import DURABLE, PendingHandles
+from holdfast.capture.handles import PendingHandles
+from holdfast.capture.save_state import (
+    Consumed,
+    Event,
+    Explained,
+    KeeperGone,
+    Requested,
+    SaveState,
+    SaveStore,
+    Unreached,
+)
 from holdfast.capture.task import CaptureTask, RankIdentity, Timeouts, finalize_weakly
 from holdfast.errors import (
     CaptureOvertaken,
@@ -134,8 +143,8 @@ _EXPLAIN_S = 0.5
 class SlotRequests:
     """Requests a slot for one capture after the other."""
 
-    def __init__(self, line: KeeperSession, notifications: KeeperNotifications) -> None:
-        self._line, self._notifications = line, notifications
+    def __init__(self, line: KeeperSession) -> None:
+        self._line = line
         self.was_granted = False
         """True once a slot was granted: the first grant takes longest, as memory must be
         allocated.
@@ -150,18 +159,19 @@ class SlotRequests:
         self, capture: CaptureTask, patience: Timeouts, *, is_copying: bool
     ) -> m.Grant:
         """Request a slot; raises SnapshotSkipped if no rank gets one."""
-        if self._notifications.fenced:
-            raise Fenced(self._notifications.fenced)
+        fenced = capture.store.state.fenced
+        if fenced:
+            raise Fenced(fenced)
         try:
             client = self._reach_keeper()
             self._send_table(client, capture, patience)
         except (Fenced, UsageError, FormatError):
             raise
         except (HoldfastError, OSError):
-            capture.keeper_lost = True  # nobody received the request: a durable save is owed
+            capture.tell(Unreached())  # nobody received the request: a durable save is owed
             raise
         self._turns += 1
-        capture.request_number = self._turns
+        capture.tell(Requested(self._turns))
         client.send(
             m.RequestCapture(
                 step=capture.step,
@@ -169,22 +179,23 @@ class SlotRequests:
                 durable=capture.durable,
                 values_bytes=len(capture.description.values),
                 exact=capture.exact,
-                request_number=capture.request_number,
+                request_number=self._turns,
                 updates=tuple(capture.trained.updates.items()),
                 is_copying=is_copying,
             )
         )
         capture.answered.wait()  # ended by the fence, the keeper, or the loss of the keeper
-        if capture.cancelled and not isinstance(capture.answer, m.Grant):
-            if capture.is_unanswered:
-                capture.cancelled += self._why_unanswered(client, capture.step)
+        known = capture.known
+        if known.cancelled and not isinstance(known.answer, m.Grant):
+            if known.is_unanswered:
+                capture.tell(Explained(self._why_unanswered(client, capture.step)))
             client.send(m.CancelRequest(step=capture.step))
         capture.check()
-        if not isinstance(capture.answer, m.Grant):
-            reason = capture.answer.reason if capture.answer is not None else "no answer"
+        if not isinstance(known.answer, m.Grant):
+            reason = known.answer.reason if known.answer is not None else "no answer"
             raise SnapshotSkipped(f"step {capture.step} was skipped on all ranks: {reason}")
         self.was_granted = True
-        return capture.answer
+        return known.answer
 
     def _why_unanswered(self, client: KeeperClient, step: int) -> str:
         """Ask the keeper whom it waits for. A keeper that does not answer is marked as silent."""
@@ -226,10 +237,8 @@ class SlotRequests:
 class StepAnnouncements:
     """Step announcements of one rank, over the connection of its saves."""
 
-    def __init__(
-        self, line: KeeperSession, notifications: KeeperNotifications, promises: PendingHandles
-    ) -> None:
-        self._line, self._notifications, self._promises = line, notifications, promises
+    def __init__(self, line: KeeperSession, store: SaveStore) -> None:
+        self._line, self._store = line, store
 
     def announce(self, step: int, which: str) -> None:
         """Announce a save by the policy ``which`` at ``step``, which all ranks have yet to
@@ -239,16 +248,21 @@ class StepAnnouncements:
             self._line.send(m.Announce(step=step, which=which))
 
     def consume_announced(self, step: int, which: str, after: int | None = None) -> bool:
-        """Return True once if ``which`` was announced for ``step``, or for a step since
-        ``after``.
+        """Return True once if ``which`` was announced for ``step`` or a skipped earlier one.
+
+        Steps need not be consecutive, so the announced step may never come. ``after``:
+        announcements up to that step do not count any more.
         """
-        return self._notifications.consume_announced(step, which, after)
+        found = self._store.state.due(step, which)
+        if found:
+            self._store.tell(Consumed(found))
+        return any(after is None or n > after for n, _ in found)
 
     def was_announced(self, step: int | None, which: str) -> bool:
         """Return True if ``which`` was announced for ``step`` or an earlier one; None: for any
         step.
         """
-        announced = tuple(self._notifications.announced)
+        announced = self._store.state.announced
         return any(name == which and (step is None or n <= step) for n, name in announced)
 
     def reach_keeper(self) -> bool:
@@ -277,7 +291,7 @@ class StepAnnouncements:
         """Return True if the newest snapshot in memory is durable too, or was refused by
         storage.
         """
-        return self._promises.is_newest_settled
+        return self._store.state.is_newest_settled
 
 
 # Handles the keeper's notifications on the listener thread, and updates captures and handles. A
@@ -285,27 +299,29 @@ class StepAnnouncements:
 
 
 class KeeperNotifications:
-    """State of this rank that only the keeper's notifications determine."""
+    """Applies the keeper's notifications: to what is known, then to the waiting threads and
+    handles.
+    """
 
     def __init__(self, promises: PendingHandles) -> None:
-        self._promises = promises
-        self.announced: set[tuple[int, str]] = set()
+        self._promises, self._store = promises, promises.store
         self.layouts: dict[str, Layout] = {}
-        self._granted: deque[str] = deque(maxlen=16)
-        self.fenced = ""
-        """Reason why this process must stop; "" if it may continue."""
 
     def handle(
         self, message: m.Message, current: CaptureTask | None, place: RankIdentity
     ) -> m.Message | None:
         """Handle one notification; return the reply to send, or None."""
+        before, after = self._tell(message, current)
         match message:
             case m.LayoutAgreed(hash=hash_, data=data):
                 self.layouts = {hash_: Layout.from_json(data)}
-            case m.Grant() | m.Skip():
-                return self._answered(current, message)
-            case m.Aborted():
-                self._aborted(current, message)
+            case m.Grant() if after.capture.answer is not message:
+                # Too late: nobody waits for the grant any more.
+                return m.AbortCapture(attempt=message.attempt, reason="its save was given up")
+            case m.Aborted() if not before.is_of_an_earlier_try(message):
+                kind = CaptureOvertaken if message.overtaken else SnapshotSkipped
+                error = kind(message.reason, leaf=message.leaf)
+                self._promises.fail(message.step, error, captured=False)
             case m.Complete() | m.Durable() | m.NotDurable() | m.ReplicaDifferences():
                 self._record_outcome(message, place)
             case m.Protected(step=step):
@@ -313,71 +329,28 @@ class KeeperNotifications:
             case m.Unprotected():
                 self._not_protected(message, place)
             case m.RingSpaceFreed(attempt=attempt, size_bytes=size_bytes):
-                if current is not None and _is_of(current, attempt):
+                if current is not None and current.known.is_granted(attempt):
                     current.room.freed(size_bytes)
-            case m.Announced(step=step, which=which):
-                self.announced.add((step, which))
-            case m.FencedOff(incarnation=n):
-                self.fenced = f"incarnation {n} of this run has begun; this one is over"
-                if current is not None:
-                    current.cancel(self.fenced)
+        if current is not None:
+            current.wake()
         return None
 
     def lost(self, reason: str, current: CaptureTask | None) -> None:
         """Handle the loss of the keeper; the next save starts another one."""
         why = f"the keeper went away: {reason}"
-        if current is not None and current.handle.state != DURABLE:
-            current.durable_lost = current.durable
-        if current is not None and (not current.resolved.is_set() or current.is_kept_nowhere):
-            current.keeper_lost = True
-            current.cancel(why)
+        self._tell(KeeperGone(why), current)
+        if current is not None:
+            current.wake()
         self._promises.fail_all(why)
 
-    def consume_announced(self, step: int, which: str, after: int | None = None) -> bool:
-        """Return True once if ``which`` was announced for ``step`` or a skipped earlier one.
-
-        Steps need not be consecutive, so the announced step may never come. ``after``:
-        announcements up to that step do not count any more.
-        """
-        found = {one for one in tuple(self.announced) if one[0] <= step and one[1] == which}
-        self.announced -= found
-        return any(after is None or n > after for n, _ in found)
-
-    def _aborted(self, current: CaptureTask | None, message: m.Aborted) -> None:
-        if current is not None and self._is_of_an_earlier_try(current, message):
-            return
-        kind = CaptureOvertaken if message.overtaken else SnapshotSkipped
-        is_mine = current is not None and current.step == message.step
-        if current is not None and is_mine:  # before its waiting threads are woken
-            current.durable_lost = current.durable and message.is_lost
-        self._promises.fail(message.step, kind(message.reason, leaf=message.leaf), captured=False)
-        if current is None or not is_mine:
-            return
-        if current.answer is None:
-            current.answer = message
-            current.answered.set()
-        else:
-            current.cancel(message.reason)
-
-    def _is_of_an_earlier_try(self, current: CaptureTask, message: m.Aborted) -> bool:
-        """Return True if the message ends an earlier attempt at a step that was missed and
-        retried.
-        """
-        is_mine = _is_of(current, message.attempt)
-        return current.step == message.step and not is_mine and message.attempt in self._granted
-
-    def _answered(self, current: CaptureTask | None, message: m.Grant | m.Skip) -> m.Message | None:
-        is_awaited = current is not None and current.step == message.step and current.answer is None
-        if current is not None and isinstance(message, m.Grant):
-            # A grant for an abandoned request, even of the same step, is for other values.
-            is_awaited = is_awaited and message.request_number == current.request_number
-            self._granted.append(message.attempt)
-        if current is not None and is_awaited and not current.cancelled:
-            current.answer = message
-            current.answered.set()
-        elif isinstance(message, m.Grant):  # too late: nobody waits for the grant any more
-            return m.AbortCapture(attempt=message.attempt, reason="its save was given up")
-        return None
+    def _tell(self, event: Event, current: CaptureTask | None) -> tuple[SaveState, SaveState]:
+        """Change what is known, and let nobody wait for ring space of a cancelled capture."""
+        before, after = self._store.tell(event)
+        is_mine = current is not None and current.number == after.capture.number
+        reason = _why_cancelled(event, before, after)
+        if current is not None and is_mine and reason:
+            current.room.close(reason)  # its copier may still wait, though all is read
+        return before, after
 
     def _record_outcome(
         self,
@@ -426,5 +399,14 @@ class KeeperNotifications:
         self._promises.not_durable(message.step, message.since, error, captured=message.in_memory)
 
 
-def _is_of(current: CaptureTask, attempt: str) -> bool:
-    return isinstance(current.answer, m.Grant) and current.answer.attempt == attempt
+def _why_cancelled(event: Event, before: SaveState, after: SaveState) -> str:
+    """Return why nothing more becomes of the capture; "" if ``event`` does not end it."""
+    match event:
+        case KeeperGone(reason=reason) if before.capture.is_open:
+            return reason
+        case m.Aborted(step=step, reason=reason) if step == after.capture.step:
+            return "" if before.is_of_an_earlier_try(event) else reason
+        case m.FencedOff():
+            return after.fenced
+        case _:
+            return ""

@@ -18,7 +18,15 @@ from holdfast.capture.copy_plan import SharedCopy
 from holdfast.capture.copy_slot import CopyCancelled, OvertakeDetector, unpin_memory
 from holdfast.capture.handles import SaveHandle
 from holdfast.capture.replica_samples import UNTRAINED, TrainedParameters
-from holdfast.protocol import messages as m
+from holdfast.capture.save_state import (
+    Began,
+    Cancelled,
+    CaptureState,
+    Copied,
+    Event,
+    Resolved,
+    SaveStore,
+)
 from holdfast.protocol.arena import SlotFile
 from holdfast.state.describe import Description
 
@@ -146,8 +154,12 @@ class Reading:
 
 @dataclass(slots=True)
 class CaptureTask:
-    """One capture in progress. Its fields are written under ``lock``."""
+    """One capture in progress: what it copies, and who waits for it. What is known of it is in the
+    ``SaveStore``.
+    """
 
+    number: int
+    store: SaveStore
     step: int
     durable: bool
     exact: bool
@@ -159,37 +171,45 @@ class CaptureTask:
     parameters: str = ""
     """Checksum of the trained parameters in the sealed image; "": there are none."""
     ready: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
     answered: SignalSafeEvent = field(default_factory=SignalSafeEvent)
     released: SignalSafeEvent = field(default_factory=SignalSafeEvent)
     resolved: SignalSafeEvent = field(default_factory=SignalSafeEvent)
-    answer: m.Grant | m.Skip | m.Aborted | None = None
-    request_number: int = 0
-    """Number of the request for its slot."""
-    cancelled: str = ""
-    is_unanswered: bool = False
-    """True if the request for its slot was waited for as long as training may be held."""
-    keeper_lost: bool = False
-    """True if a keeper was missing before this rank knew the outcome."""
-    durable_lost: bool = False
-    """True if a keeper, or another rank, was lost before the save was durable as requested."""
-    copied: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
+    _last: CaptureState = field(default_factory=CaptureState)
     _sharing: SharedCopy | None = None
     _is_helped: bool = False
     _shared_or_released: SignalSafeEvent = field(default_factory=SignalSafeEvent)
     room: RingCredit = field(default_factory=RingCredit)
 
-    def cancel(self, reason: str) -> bool:
-        """Cancel the capture unless its copy is complete; return True if it is cancelled."""
+    def begin(self) -> None:
+        """Make this the newest save; it is cancelled by what is heard from now on."""
+        self.store.tell(Began(self.number, self.step, self.durable))
+
+    @property
+    def known(self) -> CaptureState:
+        """What is known of it; of one that a newer save followed, what was known last."""
+        newest = self.store.state.capture
+        if newest.number == self.number:
+            self._last = newest
+        return self._last
+
+    def tell(self, event: Event) -> None:
+        """Report an event of this capture, and wake who waits for what follows from it."""
+        self.store.tell(event, self.number)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the threads that wait for what is known by now."""
+        known = self.known
+        if known.answer is not None or known.cancelled:
+            self.answered.set()
+        if known.cancelled:
+            self.release()
+
+    def cancel(self, reason: str) -> None:
+        """Cancel the capture unless its copy is complete."""
         self.room.close(reason)  # its copier may still wait for this
-        with self.lock:
-            if self.copied:
-                return False
-            self.cancelled = self.cancelled or reason
-        self.answered.set()
-        self.release()
-        return True
+        self.tell(Cancelled(reason))
 
     def release(self) -> None:
         """Let updates continue."""
@@ -210,31 +230,25 @@ class CaptureTask:
             threading.Thread(target=self._sharing.work, name="holdfast-help", daemon=True).start()
         return self.released.wait(max(0.0, timeout_s - (time.monotonic() - started_s)))
 
-    @property
-    def is_carried(self) -> bool:
-        """Return True if a missed durable save is due again at the next step."""
-        answer = self.answer
-        was_skipped = isinstance(answer, m.Skip) and answer.is_passing
-        return self.durable and (self.keeper_lost or self.is_unanswered or was_skipped)
-
-    @property
-    def is_kept_nowhere(self) -> bool:
-        """Return True if the image went through a ring, and storage has not confirmed all of it."""
-        went_through = isinstance(self.answer, m.Grant) and self.answer.ring_bytes > 0
-        return went_through and self.handle.state == "pending"
-
     def is_copied(self, events: list[torch.cuda.Event]) -> None:
         """Mark the bytes as final (behind ``events``): it is not cancelled any more. Raises
         CopyCancelled.
         """
-        with self.lock:
-            self.check()
-            self.copied, self.events = True, events
+        self.events = events
+        self.tell(Copied())
+        self.check()
+
+    def resolve(self) -> None:
+        """Report that nothing more becomes of it here, and wake everybody."""
+        self.store.tell(Resolved(), self.number)
+        self.answered.set()
+        self.release()
+        self.resolved.set()
 
     def check(self) -> None:
         """Raise CopyCancelled if the capture was cancelled."""
-        if self.cancelled:
-            raise CopyCancelled(self.cancelled)
+        if self.known.cancelled:
+            raise CopyCancelled(self.known.cancelled)
 
 
 # Worker thread of a Saver: ends when the Saver is collected, so that model and optimizer are freed.

@@ -183,17 +183,24 @@ class Coordinator(AttemptLifecycle):
         parent: tuple[int, int] | None,
         now_s: float,
         hosts: Sequence[m.HostEntry] = (),
+        order: m.StandingOrder = m.NO_ORDER,
     ) -> list[Action]:
         """Continue an incarnation that another keeper served; ``parent``: the generation it
-        continued from.
+        continued from; ``order``: what it has still to make durable, as the arena has it.
         """
         actions = self.begin(incarnation, nonce, world, hosts)
+        self.durability.add(order)
         self.attempts.pin_parent(incarnation, parent)
         self._is_taking_over, self._parent = True, parent
         return actions + self.adopt(now_s)
 
     def join(
-        self, rank: int, writer: SlotWriter, *, is_copying: bool = True, order: m.Order = m.NO_ORDER
+        self,
+        rank: int,
+        writer: SlotWriter,
+        *,
+        is_copying: bool = True,
+        order: m.StandingOrder = m.NO_ORDER,
     ) -> list[Action]:
         """Handle a rank that joins, or joins again after its keeper died or its connection broke.
 
@@ -280,7 +287,7 @@ class Coordinator(AttemptLifecycle):
             return []
         self._requests.note(rank, request.step)
         if request.durable:
-            self.durability.add(m.Order(request.step, request.step))
+            self.durability.add(m.StandingOrder(request.step, request.step))
         self.absence.end(rank)
         freed = [] if request.is_copying else self._free_slots_of(rank)
         return freed + self._decide_request(rank, request, now_s)

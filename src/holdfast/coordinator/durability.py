@@ -40,7 +40,7 @@ class DurabilityQueue:
 
     # ── the order ────────────────────────────────────────────────────────────────────────────────
 
-    def add(self, order: m.Order) -> None:
+    def add(self, order: m.StandingOrder) -> None:
         """Add to the order what is not durable already."""
         self.order = self.order.join(order.pay(self._paid))
 
@@ -80,7 +80,7 @@ class DurabilityQueue:
 
     def make_durable(self, step: int) -> list[Action]:
         """Make a step durable that was saved to memory only."""
-        self.add(m.Order(step, step))
+        self.add(m.StandingOrder(step, step))
         for attempt in self._attempts.values():
             if attempt.generation == (self._incarnation, step) and not attempt.is_incomplete:
                 if attempt.durable:
@@ -174,7 +174,7 @@ class DurabilityQueue:
         actions: list[Action] = []
         if attempt.incarnation == self._incarnation:
             self.add(
-                m.Order(attempt.step, attempt.step)
+                m.StandingOrder(attempt.step, attempt.step)
             )  # also of the newest snapshot, which nobody ordered
             actions = [
                 self._not_durable(attempt.step, attempt.id, reason, in_memory=not attempt.is_ring)

@@ -17,6 +17,7 @@ from holdfast.errors import ArenaError, HoldfastError, NewerFormat
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.geometry.layout import table_hash
+from holdfast.protocol import messages as m
 from holdfast.protocol.arena import (
     IMAGE_START,
     ROOT_NAME,
@@ -32,6 +33,7 @@ from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed, share
 
 INCARNATIONS_REMEMBERED = 256
 BEGUN = "begun"
+ORDER = "order"
 _FILLING_S = 5.0
 """How long a copy into a slot may still run, where this keeper is not notified of its end."""
 
@@ -333,6 +335,22 @@ class ArenaFiles:
             return 0
         except OSError as error:  # an older incarnation must not be taken for the newest
             raise ArenaError(f"cannot read {path}: {error.strerror}") from error
+
+    def store_order(self, incarnation: int, nonce: str, order: m.StandingOrder) -> None:
+        """Record what this incarnation has still to make durable, for a keeper started later."""
+        with contextlib.suppress(OSError):  # a full arena: the ranks repeat it when they join
+            record = incarnation, nonce, order.first, order.last
+            self._write(self.directory / ORDER, msgspec.json.encode(record))
+
+    def order(self, incarnation: int, nonce: str) -> m.StandingOrder:
+        """Return the recorded order of this incarnation; none if it is damaged or of another."""
+        try:
+            data = (self.directory / ORDER).read_bytes()
+            *owner, first, last = msgspec.json.decode(data, type=tuple[int, str, int, int])
+        except (OSError, ValueError):
+            return m.NO_ORDER
+        is_mine = owner == [incarnation, nonce] and 0 <= first <= last
+        return m.StandingOrder(first, last) if is_mine else m.NO_ORDER
 
     def incarnations(self) -> list[Incarnation]:
         """Return all stored incarnations; damaged records are reported once.

@@ -64,6 +64,7 @@ class Executor:
         )
         self.allocator = SlotAllocator(coordinator, memory, background, self.carry_out)
         self.published = PublishedImages(memory)
+        self._recorded = "", m.NO_ORDER
         self.refusals: dict[str, str] = {}
         """Reasons why storage refused an attempt that is still in memory."""
 
@@ -78,6 +79,7 @@ class Executor:
 
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Execute all actions, in order."""
+        self._record_order()  # before anybody is told what follows from it
         held = self._coordinator.attempts
         for action in actions:
             match action:
@@ -99,6 +101,15 @@ class Executor:
                     self._report_outcome(action)
                 case ReportReplicasDiffer() | Warn():
                     self._send(action)
+
+    def _record_order(self) -> None:
+        """Record the standing order in every host's arena, when it has changed."""
+        coordinator = self._coordinator
+        order = coordinator.durability.order
+        if (coordinator.nonce, order) != self._recorded:
+            self._recorded = coordinator.nonce, order
+            self._memory.store_order(coordinator.incarnation, coordinator.nonce, order)
+            self.followers.broadcast(messages.RecordOrder(order=order))
 
     def _change_memory(self, action: AllocateSlots | AllocateRings | RemoveSlot) -> None:
         match action:

@@ -272,7 +272,13 @@ class TrainerApi:
         await self.root.open()
         self.incarnations.current = mine
         actions = self.coordinator.resume(
-            mine.n, mine.nonce, mine.world, mine.parent, time.monotonic(), self.role.hosts
+            mine.n,
+            mine.nonce,
+            mine.world,
+            mine.parent,
+            time.monotonic(),
+            self.role.hosts,
+            self.memory.order(mine.n, mine.nonce),
         )
         self.executor.carry_out(actions)
         return True

@@ -100,7 +100,7 @@ class AssignRole(Message, frozen=True, kw_only=True):
     """Timeout in seconds for reaching the coordinator."""
 
 
-class Order(msgspec.Struct, frozen=True):
+class StandingOrder(msgspec.Struct, frozen=True):
     """A standing order: each step that was to be durable, ``first`` to ``last``, or a later one.
 
     Steps between the two may be in it or not; -1: nothing is ordered. Any complete generation that
@@ -110,18 +110,20 @@ class Order(msgspec.Struct, frozen=True):
     first: int = -1
     last: int = -1
 
-    def join(self, other: Order) -> Order:
+    def join(self, other: StandingOrder) -> StandingOrder:
         """Return the order of both."""
         if min(self.last, other.last) < 0:
             return max(self, other, key=lambda order: order.last)
-        return Order(min(self.first, other.first), max(self.last, other.last))
+        return StandingOrder(min(self.first, other.first), max(self.last, other.last))
 
-    def pay(self, step: int) -> Order:
+    def pay(self, step: int) -> StandingOrder:
         """Return what stands when ``step`` is durable."""
-        return NO_ORDER if step >= self.last else Order(max(self.first, step + 1), self.last)
+        return (
+            NO_ORDER if step >= self.last else StandingOrder(max(self.first, step + 1), self.last)
+        )
 
 
-NO_ORDER = Order()
+NO_ORDER = StandingOrder()
 
 
 class Join(Message, frozen=True, kw_only=True):
@@ -135,7 +137,7 @@ class Join(Message, frozen=True, kw_only=True):
     persist_at_end: bool = True
     is_copying: bool = True
     """True if the rank may write to any slot. False only if its copier is known to have stopped."""
-    order: Order = NO_ORDER
+    order: StandingOrder = NO_ORDER
     """What this rank was to have durable, and what no durable step that it was told of pays."""
     compare_replicas: int | None = None
     """Number of saves over which all replicas are compared; 0: never, None: as many as keep it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.protocol.messages import NO_ORDER, Order
+from holdfast.protocol.messages import NO_ORDER
 from support.coordinator.coordinators import CAPTURE_S
 from support.coordinator.handoff_facts import Content, Save
 from support.coordinator.handoff_world import RealWorld, slots_of
@@ -65,20 +65,13 @@ class CheckedWorld(RealWorld):
         assert set(asking) <= joined
 
     def check_order(self) -> None:
-        """What any rank there wants durable is ordered, whichever keeper it told so, until paid."""
-        known, wanted = self.keeper.durability.order, self.wanted()
+        """What any rank wanted durable is ordered, whichever keeper it told so, until paid."""
+        known, wanted = self.keeper.durability.order, self.ordered
         if wanted.last >= 0:
             assert 0 <= known.first <= wanted.first, f"{wanted} is known as {known}"
             assert known.last >= wanted.last, f"{wanted} is known as {known}"
         if wanted.last > max(self.being_paid(), default=-1):
             assert self.keeper.durability.is_requested, f"{wanted} was given up"
-
-    def wanted(self) -> Order:
-        """What ranks that are there wanted durable, and nothing in storage pays."""
-        found = NO_ORDER
-        for process in self.trainers():
-            found = found.join(process.order.pay(self.newest_published()))
-        return found
 
     def being_paid(self) -> list[int]:
         """The steps that ranks capture to be durable, or storage writes."""
@@ -130,7 +123,7 @@ class CheckedWorld(RealWorld):
         if self.keeper.absence.reason:  # one that was waited for in vain is back when it asks
             self.all_save()
         self.all_save(durable=False)
-        assert self.wanted() == NO_ORDER, "the next snapshot did not pay what was ordered"
+        assert self.ordered == NO_ORDER, "the next snapshot did not pay what was ordered"
         self.all_save()
         generation = (self.incarnation, len(self.saves) - 1)
         assert generation in self.published.values(), "a healthy save came to nothing"

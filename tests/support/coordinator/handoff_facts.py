@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.coordinator.slots import SlotWriter
-from holdfast.protocol.messages import NO_ORDER, Order
+from holdfast.protocol.messages import NO_ORDER, StandingOrder
 
 Generation = tuple[int, int]
 
@@ -31,7 +31,7 @@ class Process:
     connected: bool = True
     done: int = 0
     """How many of the saves it has begun."""
-    order: Order = NO_ORDER
+    order: StandingOrder = NO_ORDER
     """What it wanted durable, and what no step that it was told to be durable pays."""
     updates: int = 0
     """How many updates it had behind it when it asked last."""

@@ -68,6 +68,10 @@ class RealWorld:
         self.published: dict[str, Generation] = {}
         self.newest: tuple[int, ...] = ()
         self.pinned: tuple[int, ...] = ()
+        self.ordered = self.recorded = m.NO_ORDER
+        """What ranks of this incarnation wanted durable, and nothing in storage pays; what the
+        arena says of it.
+        """
         self.owed: dict[tuple[int, int], bool] = {}
         """(pid, step) of durable saves whose fate the process was not told; whether it is exact."""
         self.keeper = self.new_keeper()
@@ -87,6 +91,7 @@ class RealWorld:
         self.incarnation += 1
         self.saves.clear()
         self.owed.clear()
+        self.ordered = m.NO_ORDER
         for process in self.processes:
             self.hang_up(process)
         self.begin_incarnation()
@@ -126,6 +131,7 @@ class RealWorld:
     # ── the keeper's part ───────────────────────────────────────────────────────────────────
 
     def carry_out(self, actions: Sequence[Action]) -> None:
+        self.recorded = self.keeper.durability.order  # first, as the keeper does it
         self.is_broken = True  # until all of them are carried out
         self._carry_out(actions)
         self.is_broken = False
@@ -275,6 +281,8 @@ class RealWorld:
                 assert (content.attempt, content.whole) == (name, True), "a mixture is published"
             assert attempt.world == len(slots)
             self.published[name] = generation
+            if attempt.incarnation == self.incarnation:
+                self.ordered = self.ordered.pay(attempt.step)
             if attempt.is_ring:
                 self.ending.add(name)  # what it replaced is pruned
             self.carry_out(self.keeper.persisted(name))
@@ -310,7 +318,9 @@ class RealWorld:
         newest = max(held, key=lambda a: (a.incarnation, a.step), default=None)
         self.newest = () if newest is None else slots_of(newest)
         self.pinned = ()
+        recorded = self.recorded
         self.begin_incarnation()
+        self.keeper.durability.add(recorded)
         self.carry_out(self.keeper.adopt(self.now_s))
 
     def restore(self, attempt: Attempt) -> None:
@@ -378,7 +388,7 @@ class RealWorld:
         process.updates, process.is_ahead = 2 * step + process.is_ahead, False
         if save.durable:
             self.owed[process.pid, step] = save.exact
-            process.order = process.order.join(m.Order(step, step))
+            self.make_order(process, step)
         data = table(self.world)
         self.keeper.table(process.rank, table_hash(data), data)
         ask = m.RequestCapture(
@@ -465,8 +475,12 @@ class RealWorld:
     def ask_durable(self, process: Process) -> None:
         step = process.done - 1
         self.owed[process.pid, step] = True
-        process.order = process.order.join(m.Order(step, step))
+        self.make_order(process, step)
         self.carry_out(self.keeper.make_durable(step))
+
+    def make_order(self, process: Process, step: int) -> None:
+        process.order = process.order.join(m.StandingOrder(step, step))
+        self.ordered = self.ordered.join(m.StandingOrder(step, step).pay(self.newest_published()))
 
     def give_up(self, process: Process, leaf: str = "") -> None:
         attempt, process.writes = process.writes, None

@@ -143,6 +143,7 @@ class Follower:
                     port=self._offering.port,
                     rows=stored_shards(self._parity),
                     incarnations=tuple(sorted(one.n for one in self._memory.incarnations())),
+                    order=self._memory.order(self.role.incarnation, self.role.nonce),
                 )
             )
         )
@@ -299,6 +300,7 @@ class Follower:
         | messages.DeleteSlot
         | messages.StampSlot
         | messages.RecordLayout
+        | messages.RecordOrder
         | messages.RecordIncarnation
         | messages.WatchWriter,
     ) -> None:
@@ -317,6 +319,8 @@ class Follower:
                 self._memory.stamp(slot, record)
             case messages.RecordLayout():
                 self._store_layout(line, fact)
+            case messages.RecordOrder(order=order):
+                self._memory.store_order(self.role.incarnation, self.role.nonce, order)
             case messages.RecordIncarnation():
                 self._store_incarnation(fact)
             case messages.WatchWriter(slot=slot, attempt=attempt, pid=pid, start=start):

@@ -324,6 +324,8 @@ class FollowerRegistry:
         follower.port = inventory.port
         slots, attempts = messages.from_inventory(host, inventory.slots)
         self._coordinator.attach(host, slots, attempts, inventory.next_number)
+        self._coordinator.durability.add(inventory.order)
+        follower.send(messages.RecordOrder(order=self._coordinator.durability.order))
         follower.send(self._handover.attach_reply(attempts, inventory.incarnations))
         current = self._handover.current()
         if current is not None:

@@ -15,6 +15,7 @@ from holdfast.errors import FormatError
 from holdfast.format.manifest import ImageRef
 from holdfast.keeper.hosts import parity_messages
 from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
 
 
@@ -65,6 +66,8 @@ class HostInventory(Fact, frozen=True, kw_only=True):
     """Incarnations whose records it has."""
     port: int = 0
     """Port where it serves images, if that is not the port agreed on at the start; else 0."""
+    order: m.StandingOrder = m.NO_ORDER
+    """The standing order of this incarnation, as its arena has it."""
 
 
 class TrainerConnected(Fact, frozen=True, kw_only=True):
@@ -237,6 +240,12 @@ class RecordLayout(Fact, frozen=True, kw_only=True):
     used: tuple[str, ...]
 
 
+class RecordOrder(Fact, frozen=True, kw_only=True):
+    """Orders the standing order of this incarnation to be recorded."""
+
+    order: m.StandingOrder
+
+
 class RecordIncarnation(Fact, frozen=True, kw_only=True):
     """Orders an incarnation and its parent to be recorded.
 
@@ -333,6 +342,7 @@ ToFollower = (
     | DeleteSlot
     | StampSlot
     | RecordLayout
+    | RecordOrder
     | RecordIncarnation
     | SlotSealed
     | WriteImage
