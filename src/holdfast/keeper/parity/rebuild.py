@@ -22,8 +22,8 @@ from holdfast.coordinator.slots import Slot, host_of, number_of
 from holdfast.errors import HoldfastError, NotProtected
 from holdfast.events import ImageRebuilt, SnapshotNotProtected, emit
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import parity_messages
-from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.published_images import PublishedImages
 from holdfast.parity.planning.record import ImageFact, ParityRecord
@@ -70,14 +70,14 @@ class RebuildCoordinator:
         self._attempt = ""
         self._lost: list[_LostImage] = []
         self._hosts: Sequence[str] = ()
-        self._shards: Mapping[str, Sequence[parity_messages.ParityShards]] = {}
+        self._shards: Mapping[str, Sequence[messages.ParityShards]] = {}
         self._tries, self._again_s = 0, 0.0
 
     def begin(
         self,
         attempt: Attempt,
         hosts: Sequence[str],
-        rows: Mapping[str, Sequence[parity_messages.ParityShards]],
+        rows: Mapping[str, Sequence[messages.ParityShards]],
     ) -> None:
         """Start rebuilding what the attempt lacks, on ``hosts`` (in order of number) with their
         shards.
@@ -134,7 +134,7 @@ class RebuildCoordinator:
             places = {rank: self._hosts[host_of(at)] for rank, at in attempt.slots.items()}
             self._say(
                 one.host,
-                parity_messages.RebuildImage(
+                messages.RebuildImage(
                     slot=number_of(slot.id),
                     attempt=attempt.id,
                     rank=one.rank,
@@ -150,15 +150,13 @@ class RebuildCoordinator:
         elif one.asked not in slots:
             self._fail(f"{self._hosts[one.host]} has no memory for the image of rank {one.rank}")
 
-    def handle(
-        self, host: int, fact: parity_messages.RebuildComplete | parity_messages.RebuildFailed
-    ) -> bool:
+    def handle(self, host: int, fact: messages.RebuildComplete | messages.RebuildFailed) -> bool:
         """Handle a host's report on a rebuild; return True if that was the last missing image."""
         one = next((o for o in self._lost if self._is_of(o, host, fact)), None)
         if one is None or one.slot is None:
             return False
         slot = self._coordinator.slots[one.slot]
-        if isinstance(fact, parity_messages.RebuildFailed):
+        if isinstance(fact, messages.RebuildFailed):
             self._fail(f"on {self._hosts[host]}: {fact.reason}")
             return False
         self._lost.remove(one)
@@ -174,7 +172,7 @@ class RebuildCoordinator:
         self,
         one: _LostImage,
         host: int,
-        fact: parity_messages.RebuildComplete | parity_messages.RebuildFailed,
+        fact: messages.RebuildComplete | messages.RebuildFailed,
     ) -> bool:
         return (
             one.host == host
@@ -216,7 +214,7 @@ class RebuildCoordinator:
     def _forget(self, why: str) -> None:
         """Forget the rebuild; hosts stop writing to these slots when they receive the message."""
         for host in {one.host for one in self._lost if one.slot is not None}:
-            self._say(host, parity_messages.CancelRebuild(reason=why))
+            self._say(host, messages.CancelRebuild(reason=why))
         for one in self._lost:
             slot = self._reserved_slot(one)
             if slot is not None:
@@ -252,7 +250,7 @@ class RebuildWorker:
 
     def begin(
         self,
-        order: parity_messages.RebuildImage,
+        order: messages.RebuildImage,
         record: ParityRecord,
         own: str,
         reach: Callable[[], GroupAccess],
@@ -337,11 +335,7 @@ class RebuildWorker:
         self._run = None
         order, fact, record = run.order, run.fact, run.record
         if failure:
-            run.tell(
-                parity_messages.RebuildFailed(
-                    slot=order.slot, attempt=order.attempt, reason=failure
-                )
-            )
+            run.tell(messages.RebuildFailed(slot=order.slot, attempt=order.attempt, reason=failure))
         else:
             self._offering.publish(
                 order.slot,
@@ -364,7 +358,7 @@ class RebuildWorker:
                 )
             )
             run.tell(
-                parity_messages.RebuildComplete(
+                messages.RebuildComplete(
                     slot=order.slot,
                     attempt=order.attempt,
                     rank=fact.rank,
@@ -381,7 +375,7 @@ class _RebuildRun:
 
     def __init__(
         self,
-        order: parity_messages.RebuildImage,
+        order: messages.RebuildImage,
         record: ParityRecord,
         own: str,
         reach: Callable[[], GroupAccess],

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -61,6 +61,11 @@ class MemberFact(msgspec.Struct, frozen=True):
 
     host: str
     images: tuple[ImageFact, ...]
+
+
+def seals_of(images: Iterable[tuple[int, str, str]]) -> int:
+    """Return one checksum of many seals: rank, header's and table's checksum of each image."""
+    return checksum(msgspec.msgpack.encode(sorted(images)))
 
 
 class ParityRecord(msgspec.Struct, frozen=True):
@@ -123,6 +128,11 @@ class RecordTerms:
     def placement(self) -> StripePlacement:
         """Return the placement of every byte of the members' images and of their parity."""
         return placement_of(self.members, self.parity)
+
+    @cached_property
+    def digest(self) -> int:
+        """Return a checksum of all terms, by which the members know that they agree."""
+        return checksum(msgspec.msgpack.encode((self.turn, self.record(StoredShard(0, 0, 0), b""))))
 
     def number_of(self, host: str) -> int:
         """Return the member number of a host. UsageError when the host is no member."""

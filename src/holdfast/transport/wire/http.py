@@ -240,6 +240,11 @@ def record_path(attempt: str, stripe: int, row: int) -> str:
     return f"/records/{attempt}/{stripe}/{row}"
 
 
+def members_path(attempt: str, turn: int) -> str:
+    """A document: a host's images in one parity round, as ``parity.exchange.terms`` lists them."""
+    return f"/members/{attempt}/{turn}"
+
+
 def manifest_path(attempt: str, turn: int, stripe: int, row: int) -> str:
     """A document: the manifest of the windows of a parity shard in the making that can be fetched
     now.
