@@ -20,7 +20,7 @@ from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import group_access as mending
 from holdfast.keeper.parity.group_access import (
-    GroupAccess,
+    KeeperReach,
     decode_image,
     encode_again,
     open_group,
@@ -92,10 +92,10 @@ def record_of(group: Group, own: str) -> ParityRecord:
     return unseal(group.sealed[own][0].record, "a record")
 
 
-def reach(group: Group, own: str, memory: ArenaFiles, *lost: str) -> GroupAccess:
+def reach(group: Group, own: str, memory: ArenaFiles, *lost: str) -> KeeperReach:
     """As the keeper of ``own`` reaches the others; what is its own is gone."""
     peers = {name: peer for name, peer in group.peers.items() if name not in (own, *lost)}
-    return GroupAccess(own, memory, {}, [], peers, puller(connections=2))
+    return KeeperReach(own, memory, {}, [], peers, puller(connections=2))
 
 
 def whole(image: Any, data_start: int) -> bytes:
@@ -144,7 +144,7 @@ def test_where_images_are_now_is_believed_and_not_where_they_were(
     # as lost with both.
     places = {0: "host-0", 2: "host-1", 3: "host-2", 4: "host-3"}
     left = open_group(record, reach(group, "host-0", memory), places)
-    assert set(left._images) == {(1, 1), (2, 0), (3, 0)}
+    assert set(left.reader._images) == {(1, 1), (2, 0), (3, 0)}
 
 
 def test_blocks_of_a_row_are_encoded_again(group: Group, memory: ArenaFiles) -> None:

@@ -442,8 +442,8 @@ class DropShards(Fact, frozen=True, kw_only=True):
 class RebuildImage(Fact, frozen=True, kw_only=True):
     """Orders the image of ``rank`` to be decoded into this slot, which nobody else writes to.
 
-    ``half``: the buffer with the complete shards. ``places``: the hosts that have the attempt's
-    images, by rank.
+    ``half``: the buffer with the complete shards. ``places``: the hosts that have the images of
+    its group, by rank.
     """
 
     slot: int

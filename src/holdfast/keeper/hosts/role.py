@@ -28,7 +28,7 @@ from holdfast.protocol import messages as m
 if TYPE_CHECKING:
     from holdfast.keeper.hosts.follower import Follower
     from holdfast.keeper.hosts.network import Network
-    from holdfast.keeper.parity.group_access import GroupAccess
+    from holdfast.keeper.parity.group_access import KeeperReach
     from holdfast.keeper.parity.worker import ParityWorker
     from holdfast.parity.planning.record import ParityRecord
 
@@ -145,7 +145,7 @@ class HostRole:
         """Return this host's parity worker; None in a run on one host."""
         return self._parity
 
-    def group_access(self, attempt: str) -> Callable[[], GroupAccess] | None:
+    def group_access(self, attempt: str) -> Callable[[], KeeperReach] | None:
         """Return a function that locates the other parts of an attempt; None in a run on one
         host.
         """
@@ -154,7 +154,7 @@ class HostRole:
 
     def decode_access(
         self, attempt: str, rank: int
-    ) -> tuple[ParityRecord, Callable[[], GroupAccess]] | None:
+    ) -> tuple[ParityRecord, Callable[[], KeeperReach]] | None:
         """Return the record and the access needed to decode an image; None if no parity of it is
         here.
         """

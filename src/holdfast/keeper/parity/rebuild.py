@@ -30,7 +30,7 @@ from holdfast.parity.planning.record import ImageFact, ParityRecord
 from holdfast.protocol.arena import SlotRecord, process_start
 
 if TYPE_CHECKING:
-    from holdfast.keeper.parity.group_access import GroupAccess
+    from holdfast.keeper.parity.group_access import KeeperReach
 
 _AGAIN_S = 5.0
 """Delay after a failed attempt."""
@@ -44,8 +44,8 @@ class _LostImage:
     rank: int
     size_bytes: int
     host: int
-    half: int
-    """The buffer with the parity shards that the image is decoded from."""
+    shard: messages.ParityShards
+    """A parity shard on that host, of the group from which the image is decoded."""
     slot: int | None = None
     asked: int | None = None
     """A slot that is being allocated for it."""
@@ -121,7 +121,7 @@ class RebuildCoordinator:
             host = min(held, key=lambda number: (loads[number], number))
             size = held[host].images[rank]
             loads[host] += size
-            found.append(_LostImage(rank, size, host, held[host].half))
+            found.append(_LostImage(rank, size, host, held[host]))
         return found
 
     def _find_slot(self, one: _LostImage, attempt: Attempt) -> None:
@@ -131,16 +131,24 @@ class RebuildCoordinator:
             slots.forget(slot)
             slot.state, slot.attempt, slot.rank = "granted", attempt.id, one.rank
             one.slot = slot.id
-            places = {rank: self._hosts[host_of(at)] for rank, at in attempt.slots.items()}
+            places = {
+                rank: self._hosts[host_of(attempt.slots[rank])]
+                for rank in one.shard.images
+                if rank in attempt.slots
+            }
+            near = {*one.shard.members, *places.values()}
+            ports = {
+                host: self._port(number) for number, host in enumerate(self._hosts) if host in near
+            }
             self._say(
                 one.host,
                 messages.RebuildImage(
                     slot=number_of(slot.id),
                     attempt=attempt.id,
                     rank=one.rank,
-                    half=one.half,
+                    half=one.shard.half,
                     places=places,
-                    ports={host: self._port(number) for number, host in enumerate(self._hosts)},
+                    ports=ports,
                 ),
             )
         elif one.asked is None:
@@ -253,7 +261,7 @@ class RebuildWorker:
         order: messages.RebuildImage,
         record: ParityRecord,
         own: str,
-        reach: Callable[[], GroupAccess],
+        reach: Callable[[], KeeperReach],
         tell: Told,
     ) -> None:
         """Queue one more image to decode; ``reach`` is called on a thread."""
@@ -378,7 +386,7 @@ class _RebuildRun:
         order: messages.RebuildImage,
         record: ParityRecord,
         own: str,
-        reach: Callable[[], GroupAccess],
+        reach: Callable[[], KeeperReach],
         tell: Told,
     ) -> None:
         self.order, self.record, self.own = order, record, own

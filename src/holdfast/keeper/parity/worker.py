@@ -43,7 +43,7 @@ from holdfast.transport.server import ThreadSafeServer as ThreadOffering
 from holdfast.transport.wire.http import generation_name, members_path
 
 if TYPE_CHECKING:  # needed only after a loss
-    from holdfast.keeper.parity.group_access import GroupAccess
+    from holdfast.keeper.parity.group_access import KeeperReach
 
 T = TypeVar("T")
 Told = Callable[[Fact], None]
@@ -216,7 +216,7 @@ class ParityWorker:
 
     def group_access(
         self, attempt: str, hosts: Sequence[m.HostEntry], ports: Mapping[str, int] | None = None
-    ) -> Callable[[], GroupAccess] | None:
+    ) -> Callable[[], KeeperReach] | None:
         """Return a function that locates the attempt's group parts, on a thread; None without
         hosts.
 
@@ -229,11 +229,11 @@ class ParityWorker:
         now = ports or {}
         peers = {h.id: Peer(h.id, h.address, now.get(h.id) or h.port) for h in hosts if h.id != own}
 
-        def find() -> GroupAccess:
-            from holdfast.keeper.parity.group_access import GroupAccess, map_shard
+        def find() -> KeeperReach:
+            from holdfast.keeper.parity.group_access import KeeperReach, map_shard
 
             rows = [(row, map_shard(row, self._memory.directory)) for row in kept]
-            return GroupAccess(own, self._memory, slots, rows, peers, puller)
+            return KeeperReach(own, self._memory, slots, rows, peers, puller)
 
         return find
 
