@@ -91,7 +91,7 @@ class Keeper:
         """Make parity of what was captured last."""
         (fact,) = self.fact.images
         order = messages.MakeParity(
-            turn=TURN,
+            round_id=TURN,
             half=0,
             attempt=ATTEMPT,
             ranks=((self.rank, self.rank + 1),),
@@ -174,11 +174,11 @@ def test_who_waits_for_the_others_can_be_called_off(tmp_path: Path) -> None:
         await until(lambda: said([keeper], messages.ParityReady), "its memory")
         keeper.parity.cancel("no network")
         await until(lambda: said([keeper], messages.ParityFailed), "its end")
-        assert keeper.said[-1] == messages.ParityFailed(turn=TURN, reason="no network")
+        assert keeper.said[-1] == messages.ParityFailed(round_id=TURN, reason="no network")
         assert not keeper.parity.shards()
         for turn in (TURN + 1, TURN + 2):  # the second, before the first was told to begin
             for one in keepers:
-                one.make(turn=turn)
+                one.make(round_id=turn)
         await until(lambda: all(TURN + 2 in turns_ready(one) for one in keepers), "the next turn")
         for one in keepers:
             one.parity.begin(TURN + 2)
@@ -217,7 +217,7 @@ def test_no_more_is_read_and_sent_for_parity_than_the_coordinator_allows(
 
 
 def turns_ready(keeper: Keeper) -> list[int]:
-    return [fact.turn for fact in keeper.said if isinstance(fact, messages.ParityReady)]
+    return [fact.round_id for fact in keeper.said if isinstance(fact, messages.ParityReady)]
 
 
 def failure(keeper: Keeper) -> str:
@@ -247,14 +247,14 @@ def test_an_order_that_cannot_be_carried_out_costs_no_row(tmp_path: Path) -> Non
             (2, {"ranks": ((0, 2),)}, "the images of ranks [1] were damaged meanwhile"),
             (3, {"seals": other}, "the images here are not those that were captured"),
         ):
-            keeper.make(turn=TURN + turn, **change)
-            assert keeper.said[-1] == messages.ParityFailed(turn=TURN + turn, reason=why)
+            keeper.make(round_id=TURN + turn, **change)
+            assert keeper.said[-1] == messages.ParityFailed(round_id=TURN + turn, reason=why)
             assert len(keeper.parity.shards()) == 1 and not keeper.parity.is_busy
         keepers[1].rank = 0  # it lists an image that the first has listed
         keepers[1].capture(make_image(0, MIB), 2, "b1", STEP.step + 1)
         keeper.capture(make_image(0, MIB), 2, "b1", STEP.step + 1)
         for one in keepers:
-            one.make(turn=TURN + 9, attempt="b1")
+            one.make(round_id=TURN + 9, attempt="b1")
         await until(lambda: said(keepers, messages.ParityFailed), "their end")
         assert "it has images of ranks [0, 0]" in failure(keeper)
         assert len(keeper.parity.shards()) == 1 and not keeper.parity.is_busy
@@ -277,7 +277,7 @@ def test_memory_that_nobody_needs_is_given_back_once_nothing_is_written_there(
         await until(lambda: not keeper.memory.parity_bytes, "its memory back")
         assert not list((keeper.directory / "parity").iterdir())
         for one in keepers:
-            one.make(turn=TURN + 1)
+            one.make(round_id=TURN + 1)
         await until(lambda: said([keeper], messages.ParityReady), "memory again")
         keeper.parity.drop()
         await make_all(keepers, hosts)  # it is needed after all
@@ -325,7 +325,7 @@ async def protect_next(keepers: Sequence[Keeper], number: int) -> int:
         keeper.capture(image, len(keepers), attempt, STEP.step + number)
     before = sum(keeper.served("sent_bytes") for keeper in keepers)
     for keeper in keepers:
-        keeper.make(turn=TURN + number, attempt=attempt, half=half)
+        keeper.make(round_id=TURN + number, attempt=attempt, half=half)
     await until(lambda: said(keepers, messages.ParityReady), "memory of all")
     served = sum(keeper.served("sent_bytes") for keeper in keepers) - before
     for keeper in keepers:
@@ -398,14 +398,14 @@ def test_an_order_heard_twice_counts_once_and_one_of_another_round_is_not_mixed_
     async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
         first, second = keepers
         first.make()
-        second.make(turn=TURN - 1)
+        second.make(round_id=TURN - 1)
         first.make()
         await asyncio.sleep(0.2)
         assert not first.said and not second.said, "they read of different rounds"
         second.make()
         await until(lambda: bool(turns_ready(first) and turns_ready(second)), "memory of both")
         assert first.said == [second.said[-1]], "both make it of the same"
-        over = messages.ParityFailed(turn=TURN - 1, reason="a newer turn has begun")
+        over = messages.ParityFailed(round_id=TURN - 1, reason="a newer turn has begun")
         assert second.said[0] == over and len(second.said) == 2
         first.parity.begin(TURN)
         second.parity.begin(TURN)

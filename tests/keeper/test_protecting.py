@@ -115,22 +115,24 @@ class Play:
         return [(host, fact) for host, fact in self.said if isinstance(fact, messages.MakeParity)]
 
     @property
-    def turn(self) -> int:
+    def round_id(self) -> int:
         """The last that was begun."""
-        return self.parity.orders[-1].turn
+        return self.parity.orders[-1].round_id
 
-    def ready(self, *numbers: int, turn: int | None = None, terms: int = 9) -> None:
+    def ready(self, *numbers: int, round_id: int | None = None, terms: int = 9) -> None:
         for number in numbers:
-            fact = messages.ParityReady(turn=self.turn if turn is None else turn, terms=terms)
+            fact = messages.ParityReady(
+                round_id=self.round_id if round_id is None else round_id, terms=terms
+            )
             self.protecting.handle(f"h{number}", fact)
 
-    def make(self, *numbers: int, turn: int | None = None) -> None:
+    def make(self, *numbers: int, round_id: int | None = None) -> None:
         """They have memory, all of them, and have made their shards."""
-        self.ready(0, 1, 2, turn=turn)
+        self.ready(0, 1, 2, round_id=round_id)
         for number in numbers:
             self.protecting.handle(
                 f"h{number}",
-                messages.ParityComplete(turn=self.turn if turn is None else turn),
+                messages.ParityComplete(round_id=self.round_id if round_id is None else round_id),
             )
 
 
@@ -180,13 +182,13 @@ def test_a_turn_that_fails_is_given_up_by_all_and_costs_nothing_that_was_protect
     play.capture("a", 1)
     play.make(0, 1, 2)
     play.capture("b", 2)
-    failed, half = play.turn, play.parity.orders[-1].half
+    failed, half = play.round_id, play.parity.orders[-1].half
     play.make(0)
-    play.protecting.handle("h1", messages.ParityFailed(turn=failed, reason="no network"))
+    play.protecting.handle("h1", messages.ParityFailed(round_id=failed, reason="no network"))
     assert [e.reason for e in named(events, "SnapshotNotProtected")] == ["on h1: no network"]
     assert isinstance(play.told[-1], m.Unprotected) and play.parity.given_up
     assert {"a", "b"} <= play.attempts.pinned_by_parity
-    play.make(1, 2, turn=failed)  # too late
+    play.make(1, 2, round_id=failed)  # too late
     assert len(named(events, "SnapshotProtected")) == 1
     play.capture("c", 3)  # tried at once
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("c", half)
@@ -196,15 +198,15 @@ def test_a_turn_that_fails_is_given_up_by_all_and_costs_nothing_that_was_protect
 def test_a_host_out_of_reach_ends_its_turn_and_nothing_begins_until_it_is_back(play: Play) -> None:
     play.protecting.configure(1)
     play.capture("a", 1)
-    begun = play.turn
+    begun = play.round_id
     play.coordinator.away[2] = "h2"
     play.protecting.detached("h2")
     assert play.attempts.pinned_by_parity == {"a"} and len(play.told) == 1
     play.capture("b", 2)
-    assert play.turn == begun
+    assert play.round_id == begun
     play.coordinator.away.clear()
     play.protecting.attached("h2", ())
-    assert play.turn > begun
+    assert play.round_id > begun
     assert play.parity.orders[-1].attempt == "b"
 
 
@@ -328,14 +330,14 @@ def test_what_is_told_twice_counts_once_and_out_of_order_not_at_all(
     play.ready(0, 1, 1, 1)
     assert not begun(play)
     play.ready(2, 2, 0)
-    assert sorted(begun(play)) == [(n, play.turn) for n in range(3)], "once"
+    assert sorted(begun(play)) == [(n, play.round_id) for n in range(3)], "once"
     play.make(1, 1, 1)
     assert not named(events, "SnapshotProtected")
     play.make(0, 2)
     assert [e.step for e in named(events, "SnapshotProtected")] == [1]
     play.capture("b", 2)
     play.ready(0, 1)
-    early = messages.ParityComplete(turn=play.turn)
+    early = messages.ParityComplete(round_id=play.round_id)
     play.protecting.handle("h1", early)  # before all had memory: of what did it make that?
     (told,) = named(events, "SnapshotNotProtected")
     assert told.reason == "h1 did not wait for the others"
@@ -360,23 +362,25 @@ def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) ->
 
 def begun(play: Play) -> list[tuple[int, int]]:
     """Which hosts were told to begin, and with which turn."""
-    far = [(host, fact.turn) for host, fact in play.said if isinstance(fact, messages.BeginParity)]
+    far = [
+        (host, fact.round_id) for host, fact in play.said if isinstance(fact, messages.BeginParity)
+    ]
     return far + [(0, turn) for turn in play.parity.begun]
 
 
 def test_nobody_begins_before_all_hosts_have_memory_for_their_rows(play: Play) -> None:
     play.protecting.configure(1)
     play.capture("a", 1)
-    earlier = play.turn
+    earlier = play.round_id
     play.ready(0, 2)
     assert not begun(play)
-    play.protecting.handle("h1", messages.ParityFailed(turn=earlier, reason="no memory"))
+    play.protecting.handle("h1", messages.ParityFailed(round_id=earlier, reason="no memory"))
     play.capture("b", 2)
-    play.ready(1, turn=earlier)  # too late
+    play.ready(1, round_id=earlier)  # too late
     play.ready(0, 2)
     assert not begun(play)
     play.ready(1)
-    assert sorted(begun(play)) == [(n, play.turn) for n in range(3)]
+    assert sorted(begun(play)) == [(n, play.round_id) for n in range(3)]
 
 
 def test_a_host_that_never_has_memory_ends_its_turn_and_is_named(
@@ -512,9 +516,9 @@ def test_earlier_rows_of_what_is_protected_anew_are_given_up_by_all_before_it_is
     dropped = [(host, f) for host, f in play.said if isinstance(f, messages.DropShards)]
     assert [(host, fact.half) for host, fact in dropped] == [(1, 0), (2, 0)]
     assert play.parity.dropped == [0]
-    play.protecting.handle("h1", messages.ShardsDropped(turn=play.turn))
+    play.protecting.handle("h1", messages.ShardsDropped(round_id=play.round_id))
     assert not named(events, "SnapshotProtected") and play.attempts.pinned
-    play.protecting.handle("h2", messages.ShardsDropped(turn=play.turn))
+    play.protecting.handle("h2", messages.ShardsDropped(round_id=play.round_id))
     (told,) = named(events, "SnapshotProtected")
     assert (told.incarnation, told.step) == (1, 7) and play.attempts.pinned is None
 
@@ -598,7 +602,7 @@ def test_what_has_lost_a_row_is_protected_anew_in_the_other_half(
     play.make(0, 1, 2)
     assert play.parity.dropped == [half]
     for host in ("h1", "h2"):
-        play.protecting.handle(host, messages.ShardsDropped(turn=play.turn))
+        play.protecting.handle(host, messages.ShardsDropped(round_id=play.round_id))
     assert [e.step for e in named(events, "SnapshotProtected")] == [1, 1]
 
 
@@ -660,11 +664,11 @@ def test_a_host_that_comes_back_without_its_rows_has_what_is_protected_made_anew
     play.protecting.configure(1)
     play.capture("a", 1)
     play.make(0, 1, 2)
-    turn, half = play.turn, play.parity.orders[-1].half
+    turn, half = play.round_id, play.parity.orders[-1].half
     come_back(play, "h2", rows("a", half))
-    assert play.turn == turn, "nothing is missing"
+    assert play.round_id == turn, "nothing is missing"
     come_back(play, "h2", rows("a", 1 - half))
-    assert play.turn > turn
+    assert play.round_id > turn
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1 - half)
 
 
@@ -676,11 +680,11 @@ def test_of_two_rows_that_a_host_has_to_keep_both_are_looked_for_when_it_is_back
     play.make(0, 1, 2)
     (row,) = rows("a", play.parity.orders[-1].half)
     two = (replace(row, parity=2),) * 2
-    turn = play.turn
+    turn = play.round_id
     come_back(play, "h2", two)
-    assert play.turn == turn
+    assert play.round_id == turn
     come_back(play, "h2", two[:1])
-    assert play.turn > turn
+    assert play.round_id > turn
 
 
 # ── earlier rows, given up while something newer is protected ────────────────────────────────
@@ -692,7 +696,7 @@ def protected_anew_while_more_was_captured(play: Play) -> int:
     restored(play)
     play.protecting.configure(1)
     play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
-    turn = play.turn
+    turn = play.round_id
     play.capture("new", 8)
     play.make(0, 1, 2)
     return turn
@@ -702,9 +706,9 @@ def test_what_is_protected_anew_is_told_although_the_next_turn_has_begun(
     play: Play, events: list[Event]
 ) -> None:
     turn = protected_anew_while_more_was_captured(play)
-    assert play.turn > turn and play.attempts.pinned == "restored"
+    assert play.round_id > turn and play.attempts.pinned == "restored"
     for host in ("h1", "h2"):
-        play.protecting.handle(host, messages.ShardsDropped(turn=turn))
+        play.protecting.handle(host, messages.ShardsDropped(round_id=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
     assert play.attempts.pinned is None
     play.make(0, 1, 2)
@@ -719,11 +723,11 @@ def test_a_host_that_was_away_is_asked_again_to_give_up_earlier_rows(
     play.protecting.configure(1)
     play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
     play.make(0, 1, 2)
-    play.protecting.handle("h1", messages.ShardsDropped(turn=play.turn))
+    play.protecting.handle("h1", messages.ShardsDropped(round_id=play.round_id))
     come_back(play, "h2", rows("restored", 1))
     asked = [host for host, fact in play.said if isinstance(fact, messages.DropShards)]
     assert asked == [1, 2, 2]
-    play.protecting.handle("h2", messages.ShardsDropped(turn=play.turn))
+    play.protecting.handle("h2", messages.ShardsDropped(round_id=play.round_id))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
 
 
@@ -739,10 +743,10 @@ def test_earlier_rows_that_a_coordinator_had_no_time_to_drop_are_dropped_by_the_
     for host in ("h1", "h2"):
         play.protecting.attached(host, (held("old", 0, *wider), *rows("old", 1)))
     play.protecting.configure(1)
-    (turn,) = {fact.turn for _, fact in play.said if isinstance(fact, messages.DropShards)}
+    (turn,) = {fact.round_id for _, fact in play.said if isinstance(fact, messages.DropShards)}
     assert play.parity.dropped == [0] and play.attempts.pinned == "old"
     for host in ("h1", "h2"):
-        play.protecting.handle(host, messages.ShardsDropped(turn=turn))
+        play.protecting.handle(host, messages.ShardsDropped(round_id=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
     assert play.attempts.pinned is None and play.attempts.pinned_by_parity == {"old"}
 
@@ -754,7 +758,7 @@ def test_what_is_newer_and_protected_meanwhile_stands_for_it(
     play.make(0, 1, 2)
     assert play.attempts.pinned is None
     for host in ("h1", "h2"):
-        play.protecting.handle(host, messages.ShardsDropped(turn=turn))
+        play.protecting.handle(host, messages.ShardsDropped(round_id=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [8]
 
 
@@ -767,7 +771,7 @@ def test_hosts_are_told_nothing_more_of_a_turn_that_one_has_refused(
     play.protecting.configure(1)
 
     def refuse(order: messages.MakeParity, tell: Any) -> None:
-        tell(messages.ParityFailed(turn=order.turn, reason="these are no terms"))
+        tell(messages.ParityFailed(round_id=order.round_id, reason="these are no terms"))
 
     monkeypatch.setattr(play.parity, "make", refuse)
     play.capture("a", 1)

@@ -141,7 +141,7 @@ class Follower:
                     slots=describe(slots, attempts),
                     next_number=self._memory.next_number,
                     port=self._offering.port,
-                    rows=stored_shards(self._parity),
+                    shards=stored_shards(self._parity),
                     incarnations=tuple(sorted(one.n for one in self._memory.incarnations())),
                 )
             )

@@ -329,7 +329,7 @@ class FollowerRegistry:
         if current is not None:
             follower.send(current)
         if self.parity_scheduler is not None:
-            self.parity_scheduler.attached(follower.name, inventory.rows)
+            self.parity_scheduler.attached(follower.name, inventory.shards)
         return follower
 
     def _lose(self, follower: FollowerSession) -> None:

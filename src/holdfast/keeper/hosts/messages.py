@@ -63,7 +63,7 @@ class HostInventory(Fact, frozen=True, kw_only=True):
     arena: str
     slots: tuple[SlotInventory, ...]
     next_number: int
-    rows: tuple[ParityShards, ...] = ()
+    shards: tuple[ParityShards, ...] = ()
     incarnations: tuple[int, ...] = ()
     """Incarnations whose records it has."""
     port: int = 0
@@ -326,7 +326,7 @@ class ParityShards(msgspec.Struct, frozen=True, kw_only=True):
 class ParityReady(Fact, frozen=True, kw_only=True, tag="ready"):
     """The memory for this host's shards is allocated; it waits for ``BeginParity``."""
 
-    turn: int
+    round_id: int
     terms: int
     """Checksum of what it read of all members' images: the members of a group must agree."""
 
@@ -334,13 +334,13 @@ class ParityReady(Fact, frozen=True, kw_only=True, tag="ready"):
 class ParityComplete(Fact, frozen=True, kw_only=True, tag="made"):
     """All parity shards of this host are complete and sealed."""
 
-    turn: int
+    round_id: int
 
 
 class ParityFailed(Fact, frozen=True, kw_only=True):
     """A parity shard of this host failed."""
 
-    turn: int
+    round_id: int
     reason: str
 
 
@@ -381,7 +381,7 @@ class RebuildFailed(Fact, frozen=True, kw_only=True):
 class ShardsDropped(Fact, frozen=True, kw_only=True):
     """This host now serves only this round's shards of the images, and no earlier ones."""
 
-    turn: int
+    round_id: int
 
 
 # ── parity: coordinator to follower ──────────────────────────────────────────────────────────────
@@ -402,7 +402,7 @@ class MakeParity(Fact, frozen=True, kw_only=True, tag="make"):
     The members of a group read from each other of which images.
     """
 
-    turn: int
+    round_id: int
     half: int
     attempt: str
     ranks: tuple[tuple[int, int], ...]
@@ -422,20 +422,20 @@ class DropParity(Fact, frozen=True, kw_only=True):
 class BeginParity(Fact, frozen=True, kw_only=True, tag="begin"):
     """All hosts have allocated their memory: orders the shards to be made."""
 
-    turn: int
+    round_id: int
 
 
 class CancelParity(Fact, frozen=True, kw_only=True):
     """Cancels the making of parity shards."""
 
-    turn: int
+    round_id: int
     reason: str
 
 
 class DropShards(Fact, frozen=True, kw_only=True):
     """All hosts have this round's shards in the other buffer: those in this one may be deleted."""
 
-    turn: int
+    round_id: int
     half: int
 
 

@@ -77,13 +77,13 @@ class RebuildCoordinator:
         self,
         attempt: Attempt,
         hosts: Sequence[str],
-        rows: Mapping[str, Sequence[messages.ParityShards]],
+        shards: Mapping[str, Sequence[messages.ParityShards]],
     ) -> None:
         """Start rebuilding what the attempt lacks, on ``hosts`` (in order of number) with their
         shards.
         """
         self.cancel("something else is protected")
-        self._attempt, self._hosts, self._shards = attempt.id, hosts, rows
+        self._attempt, self._hosts, self._shards = attempt.id, hosts, shards
         self._tries, self._again_s = 0, 0.0
         self.poll()
 
@@ -110,10 +110,10 @@ class RebuildCoordinator:
         found = []
         for rank in attempt.lacks():
             held = {
-                number: rows
+                number: shard
                 for number, host in enumerate(self._hosts)
-                for rows in self._shards.get(host, ())
-                if rows.attempt == attempt.id and rank in rows.images
+                for shard in self._shards.get(host, ())
+                if shard.attempt == attempt.id and rank in shard.images
             }
             if not held:
                 self._fail(f"no host keeps parity of the image of rank {rank}")

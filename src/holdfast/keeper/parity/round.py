@@ -76,7 +76,7 @@ class RoundOrders:
                 ranges.append((rank, rank + 1))
         subject = attempt.incarnation, attempt.step, attempt.world, attempt.layout
         return messages.MakeParity(
-            turn=state.turn,
+            round_id=state.round_id,
             half=state.coding_half,
             attempt=attempt.id,
             ranks=tuple(ranges),
@@ -100,7 +100,7 @@ def capture_facts(attempt: Attempt) -> CaptureDone:
 
 
 def derive_takeover(
-    attempts: Attempts, rows: ShardsByHost, hosts: Sequence[m.HostEntry], incarnation: int
+    attempts: Attempts, shards: ShardsByHost, hosts: Sequence[m.HostEntry], incarnation: int
 ) -> Takeover:
     """Return the protected attempt, and the buffer that holds its parity."""
     there = (*attempts.incomplete(), *attempts.complete())
@@ -116,12 +116,12 @@ def derive_takeover(
                 frozenset(one.members),
                 frozenset(one.images),
             )
-            for host, held in rows.items()
+            for host, held in shards.items()
             for one in held
         ],
         restored=attempts.pinned or "",
         incarnation=incarnation,
-        turn=secrets.randbelow(1 << 30),
+        round_id=secrets.randbelow(1 << 30),
     )
 
 
@@ -134,18 +134,18 @@ def newest_whole(attempts: Attempts, incarnation: int) -> Attempt | None:
     return whole
 
 
-def protected_shards(state: Protection, attempt: str, rows: ShardsByHost) -> ShardsByHost:
+def protected_shards(state: Protection, attempt: str, shards: ShardsByHost) -> ShardsByHost:
     """Return only the protected shards: the other buffer may have some of a round that was
     interrupted.
     """
     if state.protected is None or state.protected.captured.attempt != attempt:
-        return rows
+        return shards
     return {
-        host: tuple(one for one in held if one.half == state.half) for host, held in rows.items()
+        host: tuple(one for one in held if one.half == state.half) for host, held in shards.items()
     }
 
 
-def has_stale_shards(state: Protection, rows: ShardsByHost) -> bool:
+def has_stale_shards(state: Protection, shards: ShardsByHost) -> bool:
     """Return True if all hosts have protected an attempt again, and still store its earlier
     shards.
     """
@@ -155,7 +155,7 @@ def has_stale_shards(state: Protection, rows: ShardsByHost) -> bool:
         and cover.members == state.members
         and any(
             (one.attempt, one.half) == (cover.captured.attempt, 1 - state.half)
-            for held in rows.values()
+            for held in shards.values()
             for one in held
         )
     )

@@ -116,9 +116,9 @@ class ParityScheduler:
         if not rank:
             self._pacer.on_request(step)
 
-    def attached(self, host: str, rows: tuple[messages.ParityShards, ...]) -> None:
+    def attached(self, host: str, shards: tuple[messages.ParityShards, ...]) -> None:
         """Record the parity shards of another host, whose keeper connected."""
-        self._shards[host] = rows
+        self._shards[host] = shards
         self._is_dropped = False  # the host may not have received the order to delete parity
         if self._dropping is not None and host in self._dropping.hosts:
             self._send_number(self._numbers[host], self._dropping.order)
@@ -178,16 +178,18 @@ class ParityScheduler:
         """
         self._coordinator.pin_again()
         attempts, incarnation = self._coordinator.attempts, self._coordinator.incarnation
-        rows = self._all_shards()
-        takeover = derive_takeover(attempts, rows, self._hosts, incarnation)
+        shards = self._all_shards()
+        takeover = derive_takeover(attempts, shards, self._hosts, incarnation)
         self._groups = [sorted(group) for group in takeover.groups]
-        self._recoded = {one.attempt for held in rows.values() for one in held}
+        self._recoded = {one.attempt for held in shards.values() for one in held}
         self._plan()
         whole = newest_whole(attempts, incarnation)
         self._change(
             takeover.state if whole is None else takeover.state.has_captured(capture_facts(whole))
         )
-        if has_stale_shards(takeover.state, rows):  # an earlier coordinator ended before reporting
+        if has_stale_shards(
+            takeover.state, shards
+        ):  # an earlier coordinator ended before reporting
             self._drop_stale_shards(takeover.state, time.monotonic())
         self._replace_lost()
 
@@ -201,8 +203,8 @@ class ParityScheduler:
         if state is None or state.captured is not None or self._coordinator.away:
             return
         if pinned is not None and pinned.is_incomplete and len(self._hosts) > 1:
-            rows = protected_shards(state, pinned.id, self._all_shards())
-            self._rebuilding.begin(pinned, [host.id for host in self._hosts], rows)
+            shards = protected_shards(state, pinned.id, self._all_shards())
+            self._rebuilding.begin(pinned, [host.id for host in self._hosts], shards)
 
     def _plan(self) -> None:
         """Divide the hosts into groups, once for this incarnation, and tell them."""
@@ -290,20 +292,20 @@ class ParityScheduler:
             case messages.ShardLost(attempt=attempt):
                 self.shard_lost(attempt)
                 return
-            case messages.ShardsDropped(turn=turn):
-                self._dropped(turn, host)
+            case messages.ShardsDropped(round_id=round_id):
+                self._dropped(round_id, host)
                 return
         if state is None or state.coding is None:
             return
         match fact:
-            case messages.ParityReady(turn=state.turn, terms=terms):
+            case messages.ParityReady(round_id=state.round_id, terms=terms):
                 self._is_ready(state.coding.members, host, terms)
-            case messages.ParityComplete(turn=state.turn):
+            case messages.ParityComplete(round_id=state.round_id):
                 if self._ready.keys() != state.coding.members:
                     self._fail(f"{host} did not wait for the others", host)
                 else:
-                    self._made(state.has_sealed(state.turn, host))
-            case messages.ParityFailed(turn=state.turn, reason=reason):
+                    self._made(state.has_sealed(state.round_id, host))
+            case messages.ParityFailed(round_id=state.round_id, reason=reason):
                 self._fail(f"on {host}: {reason}", host)
 
     def _handle_lost(
@@ -311,7 +313,7 @@ class ParityScheduler:
     ) -> None:
         if self._rebuilding.handle(self._numbers[host], fact) and self._state is not None:
             whole = capture_facts(self._coordinator.attempts[fact.attempt])
-            self._change(self._state.has_lost_rows(whole).has_captured(whole))
+            self._change(self._state.has_lost_shards(whole).has_captured(whole))
             self.poll()
 
     def shard_lost(self, attempt: str) -> None:
@@ -323,7 +325,7 @@ class ParityScheduler:
         cover = None if state is None else state.protected
         if state is not None and cover is not None and cover.captured.attempt == attempt:
             self._recoded.add(attempt)
-            self._change(state.has_lost_rows(cover.captured))
+            self._change(state.has_lost_shards(cover.captured))
             self.poll()
 
     def _check_shards(self, host: str) -> None:
@@ -353,7 +355,7 @@ class ParityScheduler:
                 return
         self._pacer.on_begin(self._largest_bytes)
         assert self._state is not None
-        self._broadcast(messages.BeginParity(turn=self._state.turn))
+        self._broadcast(messages.BeginParity(round_id=self._state.round_id))
 
     def _port(self, number: int) -> int:
         return self._hands.port_of(number) if number else self._parity.port
@@ -388,16 +390,16 @@ class ParityScheduler:
         """Order all hosts to delete the shards in the buffer that is written next."""
         assert state.protected is not None
         captured, members = state.protected.captured, set(state.protected.members)
-        order = messages.DropShards(turn=state.turn, half=1 - state.half)
+        order = messages.DropShards(round_id=state.round_id, half=1 - state.half)
         self._dropping = _Dropping(captured, began_s, members, order)
         self._broadcast(order)
 
-    def _dropped(self, turn: int, host: str) -> None:
+    def _dropped(self, round_id: int, host: str) -> None:
         """Handle a host that deleted its earlier shards; the next round may have begun
         meanwhile.
         """
         dropping = self._dropping
-        if dropping is None or turn != dropping.order.turn or host not in dropping.hosts:
+        if dropping is None or round_id != dropping.order.round_id or host not in dropping.hosts:
             return
         dropping.hosts.discard(host)
         if not dropping.hosts:
@@ -425,8 +427,8 @@ class ParityScheduler:
             return
         self._pacer.on_end(is_made=False)
         generation, attempt = state.coding.captured
-        self._broadcast(messages.CancelParity(turn=state.turn, reason=reason))
-        self._change(state.has_failed(state.turn))
+        self._broadcast(messages.CancelParity(round_id=state.round_id, reason=reason))
+        self._change(state.has_failed(state.round_id))
         self._again_s = time.monotonic() + _AGAIN_S
         emit(
             SnapshotNotProtected(

@@ -71,7 +71,7 @@ class ParityWorker:
         self._puller: Puller | None = None
         self._own, self._port = "", 0
         self._group: ParityGroup | None = None
-        self._turn = -1
+        self._round_id = -1
         """The round of the last order."""
         self._staging = memoryview(b"")
         self._budget = RateBudget()
@@ -89,7 +89,7 @@ class ParityWorker:
         if self._puller is not None:
             self._puller.close()
         self._server, self._puller, self._port = None, None, 0
-        self._group, self._turn = None, -1
+        self._group, self._round_id = None, -1
         if network is not None:
             self._server, self._own, self._port = network.peers, network.name, network.port
             self._puller = Puller(network.secret, incarnation=incarnation)
@@ -152,15 +152,15 @@ class ParityWorker:
 
     def make(self, order: messages.MakeParity, tell: Told) -> None:
         """Make the shards of this host, cancelling another round. An order is obeyed once."""
-        if order.turn == self._turn:
+        if order.round_id == self._round_id:
             return
-        self._turn = order.turn
+        self._round_id = order.round_id
         self.cancel("a newer turn has begun")
         self._is_unwanted = False
         try:
             run = self._prepare(order, tell)
         except (HoldfastError, KeyError) as error:  # the content of that buffer stays
-            tell(messages.ParityFailed(turn=order.turn, reason=str(error)))
+            tell(messages.ParityFailed(round_id=order.round_id, reason=str(error)))
             return
         self._next = run
         if self._run is None:
@@ -189,9 +189,9 @@ class ParityWorker:
         server.offer_document(run.path, list_of(member, earlier), generation=run.generation)
         return run
 
-    def begin(self, turn: int) -> None:
+    def begin(self, round_id: int) -> None:
         """Start the exchange: all hosts have their memory."""
-        if self._run is not None and self._run.order.turn == turn:
+        if self._run is not None and self._run.order.round_id == round_id:
             self._run.may_begin.set()
 
     def rebuild(
@@ -310,7 +310,7 @@ class ParityWorker:
             run.member,
             [peer for peer in run.group.members if peer.name != self._own],
             attempt=order.attempt,
-            turn=order.turn,
+            round_id=order.round_id,
             generation=run.generation,
             heads=run.heads,
             budgeted=BudgetedPuller(puller, self._budget, run.scope, patience=patience),
@@ -325,7 +325,7 @@ class ParityWorker:
             layout,
             run.group.parity,
             members,
-            order.turn,
+            order.round_id,
         )
         terms.number_of(self._own)
         return terms
@@ -355,7 +355,7 @@ class ParityWorker:
             budget=self._budget,
         )
         run.begin(exchange)
-        ready = messages.ParityReady(turn=order.turn, terms=terms.digest)
+        ready = messages.ParityReady(round_id=order.round_id, terms=terms.digest)
         self._background.from_thread(lambda: run.tell(ready))
         if not run.may_begin.wait(READY_S):
             raise NotProtected(f"not all hosts had memory for parity in {READY_S:.0f} s")
@@ -388,9 +388,9 @@ class ParityWorker:
             self.store.add(made)
         if failure or run.why:
             reason = run.why or failure
-            run.tell(messages.ParityFailed(turn=run.order.turn, reason=reason))
+            run.tell(messages.ParityFailed(round_id=run.order.round_id, reason=reason))
         else:
-            run.tell(messages.ParityComplete(turn=run.order.turn))
+            run.tell(messages.ParityComplete(round_id=run.order.round_id))
         self._begin()
         self._drop_if_idle()
 
@@ -407,15 +407,15 @@ def protect(
             parity.join(fact, hosts)
         case messages.MakeParity():
             parity.make(fact, tell)
-        case messages.BeginParity(turn=turn):
-            parity.begin(turn)
+        case messages.BeginParity(round_id=round_id):
+            parity.begin(round_id)
         case messages.CancelParity(reason=reason):
             parity.cancel(reason)
         case messages.DropParity():
             parity.drop()
-        case messages.DropShards(turn=turn, half=half):
+        case messages.DropShards(round_id=round_id, half=half):
             parity.drop_buffer(half)
-            tell(messages.ShardsDropped(turn=turn))
+            tell(messages.ShardsDropped(round_id=round_id))
         case messages.RebuildImage():
             parity.rebuild(fact, hosts, tell)
         case messages.CancelRebuild(reason=reason):
@@ -463,7 +463,7 @@ class _ParityRun:
         self.order, self.group, self.subject, self.member = order, group, subject, member
         self.heads, self.tell = heads, tell
         self.generation = generation_name(Generation(*subject[:2]))
-        self.path = members_path(order.attempt, order.turn)
+        self.path = members_path(order.attempt, order.round_id)
         self.why = ""
         """Reason for its cancellation; "" while it is not cancelled."""
         self.may_begin = threading.Event()

@@ -107,7 +107,7 @@ class TermsReader:
         peers: Sequence[Peer],
         *,
         attempt: str,
-        turn: int,
+        round_id: int,
         generation: str,
         heads: Mapping[str, bytes],
         budgeted: BudgetedPuller,
@@ -117,7 +117,7 @@ class TermsReader:
         self._own, self._peers, self._heads = own, peers, heads
         self._attempt, self._generation = attempt, generation
         self._budgeted, self._scope, self._patience = budgeted, scope, patience
-        self._task = SignedRequest("GET", members_path(attempt, turn), generation)
+        self._task = SignedRequest("GET", members_path(attempt, round_id), generation)
 
     def run(self) -> tuple[MemberFact, ...]:
         """Return all members in the order of their hosts, with the headers of their images.

@@ -116,7 +116,7 @@ class RecordTerms:
     layout: str
     parity: int
     members: tuple[MemberFact, ...]
-    turn: int
+    round_id: int
     """The number of the coordinator's round; see ``protection``."""
 
     def __post_init__(self) -> None:
@@ -132,7 +132,9 @@ class RecordTerms:
     @cached_property
     def digest(self) -> int:
         """Return a checksum of all terms, by which the members know that they agree."""
-        return checksum(msgspec.msgpack.encode((self.turn, self.record(StoredShard(0, 0, 0), b""))))
+        return checksum(
+            msgspec.msgpack.encode((self.round_id, self.record(StoredShard(0, 0, 0), b"")))
+        )
 
     def number_of(self, host: str) -> int:
         """Return the member number of a host. UsageError when the host is no member."""
