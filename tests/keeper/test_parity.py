@@ -455,8 +455,8 @@ class Lines:
         self.bytes[host] += len(frame)
         return frame[LENGTH_BYTES:-SEAL_BYTES]
 
-    async def protect(self, number: int, leaves: int) -> list[int]:
-        """Capture and protect images of so many leaves; the bytes on the line of each host."""
+    def capture(self, number: int, leaves: int) -> m.Protected:
+        """Capture images of so many leaves; what the ranks are told when that is protected."""
         name, step = f"{number:022x}", STEP.step + number
         attempt = Attempt(name, STEP.incarnation, step, len(self.hosts), "0" * 32, phase="complete")
         for host, keeper in enumerate(self.keepers):
@@ -470,10 +470,15 @@ class Lines:
         self.attempts.captured(name)
         self.bytes = [0] * len(self.hosts)
         self.scheduler.captured(name)
+        return m.Protected(step=step, attempt=name)
+
+    async def protect(self, number: int, leaves: int) -> list[int]:
+        """Capture and protect; the bytes on the line of each host."""
+        expected = self.capture(number, leaves)
         await until(lambda: bool(self.told), "the end of the round")
-        assert self.told.pop() == m.Protected(step=step, attempt=name)
+        assert self.told.pop() == expected
         for keeper in self.keepers:
-            (row,) = keeper.parity.store.of(name)
+            (row,) = keeper.parity.store.of(expected.attempt)
             there = [image.head for member in row.record.members for image in member.images]
             assert there == [one.fact.images[0].head for one in self.keepers]
         return self.bytes[1:]
@@ -491,6 +496,18 @@ def test_the_coordinator_hears_and_says_less_than_200_bytes_a_host_whatever_the_
         assert max(few[0]) <= 200
 
     asyncio.run(with_keepers(tmp_path, [MIB] * 3, play))
+
+
+def test_what_is_captured_while_parity_is_made_is_protected_next(tmp_path: Path) -> None:
+    """The coordinator's host hears of the next round while it tells of the end of this one."""
+
+    async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
+        lines = Lines(keepers, hosts)
+        expected = [lines.capture(number, 16) for number in (1, 2)]
+        await until(lambda: lines.told == expected, "both")
+        assert not any(keeper.parity.is_busy for keeper in keepers)
+
+    asyncio.run(with_keepers(tmp_path, [MIB] * 2, play))
 
 
 def test_a_round_in_which_one_host_has_another_image_is_not_made(tmp_path: Path) -> None:

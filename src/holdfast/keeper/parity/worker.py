@@ -163,8 +163,7 @@ class ParityWorker:
             tell(messages.ParityFailed(round_id=order.round_id, reason=str(error)))
             return
         self._next = run
-        if self._run is None:
-            self._begin()
+        self._begin()
 
     def _prepare(self, order: messages.MakeParity, tell: Told) -> _ParityRun:
         """Look for the images of an order, and list them for the other members."""
@@ -265,10 +264,11 @@ class ParityWorker:
     # ── one round ────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:
-        self._run, self._next = self._next, None
-        run = self._run
-        if run is None:
+        """Begin the next round, unless one is under way: who hears of an end may order another."""
+        run = self._next
+        if self._run is not None or run is None:
             return
+        self._run, self._next = run, None
         self._set_rate(run.order.rate_bytes_s)
         self._in_thread(run, lambda: self._agree(run), self._agreed)
 
