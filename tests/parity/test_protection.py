@@ -505,9 +505,9 @@ def test_a_host_alone_codes_nothing() -> None:
 def test_what_lost_rows_is_coded_again_by_the_same_hosts_and_stays_meanwhile() -> None:
     mind = Protection(BOTH).has_captured(ONE).begin().has_sealed(1, "a").has_sealed(1, "b")
     assert mind.next is None
-    assert mind.has_lost_rows(TWO) == mind, "no rows are of it"
-    assert Protection(BOTH).has_lost_rows(ONE) == Protection(BOTH)
-    mind = mind.has_lost_rows(ONE)
+    assert mind.has_lost_shards(TWO) == mind, "no rows are of it"
+    assert Protection(BOTH).has_lost_shards(ONE) == Protection(BOTH)
+    mind = mind.has_lost_shards(ONE)
     assert mind.next == Cover(ONE, BOTH)
     assert mind.has_captured(TWO).slots_stay == {ONE, TWO}
     mind = mind.begin()

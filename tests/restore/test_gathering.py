@@ -12,7 +12,7 @@ from holdfast.errors import FormatError, PeerError
 from holdfast.format.manifest import Generation
 from holdfast.parity.planning.record import ParityRecord, unseal
 from holdfast.restore.cluster.collect import InventoryCollector
-from holdfast.restore.planning.holdings import GroupCoding, checked_record, shard_of_claim
+from holdfast.restore.planning.holdings import GroupCoding, checked_record, shard_of
 from holdfast.restore.planning.selection import Inventories
 from support.peers.lost_hosts import GENERATION, Hosts, set_sizes
 from support.peers.peering import close_pullers
@@ -94,7 +94,7 @@ def test_the_record_of_another_row_or_with_other_sums_does_not_pass_for_the_row(
         return unseal(asked.hosts.records[host, stripe, row], "a record")
 
     record, other = fetched(0, 0), fetched(0, 1)
-    coding, attempt = shard_of_claim(record).coding, asked.hosts.attempt
+    coding, attempt = shard_of(record).coding, asked.hosts.attempt
     assert checked_record(record, coding, attempt, 0, 0, "h0") is record
     smaller = GroupCoding(coding.members, coding.parity - 1)
     shorter = msgspec.structs.replace(record, sums=record.sums[:-8])

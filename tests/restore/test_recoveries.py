@@ -24,7 +24,6 @@ from holdfast.restore.reading.stored import stored as stored_in
 from holdfast.restore.sources import StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
-from holdfast.transport.wire.http import generation_name, record_path
 from support.checkpoints.roots import save
 from support.peers.lost_hosts import Hosts, set_sizes
 from support.peers.peering import close_pullers
@@ -101,9 +100,7 @@ class Restore:
             host: str, attempt: str, generation: Generation, stripe: int, row: int
         ) -> ParityRecord:
             self.asked.append(host)
-            path, name = record_path(attempt, stripe, row), generation_name(generation)
-            data = reach.puller.document(reach.peer(host), path, generation=name)
-            return reach.read_record(data, f"{host}{path}")
+            return reach.record(host, attempt, generation, stripe, row)
 
         gathering = InventoryCollector(self.hosts.told(*self.lost), fetch)
         known = self.hosts.known(lost=self.lost)
