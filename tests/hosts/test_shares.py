@@ -16,7 +16,7 @@ from holdfast.format.manifest import Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import FollowerRegistry
-from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, Jobs, RemoteImages

@@ -15,12 +15,12 @@ from holdfast.errors import TooManyLost
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size, plan_image
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import parity_messages
-from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import group_access as mending
 from holdfast.keeper.parity.group_access import (
-    GroupAccess,
+    KeeperReach,
     decode_image,
     encode_again,
     open_group,
@@ -92,10 +92,10 @@ def record_of(group: Group, own: str) -> ParityRecord:
     return unseal(group.sealed[own][0].record, "a record")
 
 
-def reach(group: Group, own: str, memory: ArenaFiles, *lost: str) -> GroupAccess:
+def reach(group: Group, own: str, memory: ArenaFiles, *lost: str) -> KeeperReach:
     """As the keeper of ``own`` reaches the others; what is its own is gone."""
     peers = {name: peer for name, peer in group.peers.items() if name not in (own, *lost)}
-    return GroupAccess(own, memory, {}, [], peers, puller(connections=2))
+    return KeeperReach(own, memory, {}, [], peers, puller(connections=2))
 
 
 def whole(image: Any, data_start: int) -> bytes:
@@ -144,7 +144,7 @@ def test_where_images_are_now_is_believed_and_not_where_they_were(
     # as lost with both.
     places = {0: "host-0", 2: "host-1", 3: "host-2", 4: "host-3"}
     left = open_group(record, reach(group, "host-0", memory), places)
-    assert set(left._images) == {(1, 1), (2, 0), (3, 0)}
+    assert set(left.reader._images) == {(1, 1), (2, 0), (3, 0)}
 
 
 def test_blocks_of_a_row_are_encoded_again(group: Group, memory: ArenaFiles) -> None:
@@ -206,7 +206,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-ORDER = parity_messages.RebuildImage(
+ORDER = messages.RebuildImage(
     slot=7,
     attempt=ATTEMPT,
     rank=2,
@@ -233,7 +233,7 @@ def test_a_lost_image_is_whole_in_its_slot_and_says_so(group: Group, memory: Are
 
     asyncio.run(play())
     (fact,) = told
-    assert isinstance(fact, parity_messages.RebuildComplete) and (fact.slot, fact.rank) == (7, 2)
+    assert isinstance(fact, messages.RebuildComplete) and (fact.slot, fact.rank) == (7, 2)
     assert bytes(file.image[: len(image)]) == image
     _, (attempt,) = memory.discovered()
     assert attempt.slots == {2: 7} and attempt.generation == (3, 1200)
@@ -277,10 +277,7 @@ def test_nothing_is_written_to_a_slot_once_its_image_was_given_up(
 
     asyncio.run(play())
     (fact,) = told
-    assert (
-        isinstance(fact, parity_messages.RebuildFailed)
-        and fact.reason == "something newer is captured"
-    )
+    assert isinstance(fact, messages.RebuildFailed) and fact.reason == "something newer is captured"
     assert bytes(file.image) == b"n" * len(file.image)
     record = file.read_record()
     assert record is not None and record.state == REBUILDING

@@ -11,13 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from holdfast.coordinator.attempts import Attempt, Attempts
-from holdfast.coordinator.slots import Slot, Slots, host_of, number_of, slot_id_of
+from holdfast.coordinator.slots import Slot, Slots, number_of, slot_id_of
 from holdfast.events import Event, subscribe
-from holdfast.keeper.hosts import messages, parity_messages
-from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.parity import rebuild as replacing
 from holdfast.keeper.parity.scheduler import ParityScheduler
-from holdfast.parity.planning.record import ImageFact, MemberFact
 from holdfast.protocol import messages as m
 
 HOSTS = tuple(m.HostEntry(id=f"h{n}", ranks=(n,)) for n in range(3))
@@ -29,23 +28,22 @@ class FakeParity:
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
-        self.orders: list[parity_messages.MakeParity] = []
+        self.orders: list[messages.MakeParity] = []
         self.begun: list[int] = []
         self.given_up: list[str] = []
         self.dropped: list[int] = []
         self.tell: Any = None
         self.port = 0
         self.is_dropped = False
-        self.tells: Any = None
+        self.groups: list[messages.JoinGroup] = []
 
     def shards(self) -> list[Any]:
         return self.kept
 
-    def member(self, attempt: str) -> MemberFact:
-        told: MemberFact = self.tells(0, attempt)
-        return told
+    def join(self, group: messages.JoinGroup, _: Any) -> None:
+        self.groups.append(group)
 
-    def make(self, order: parity_messages.MakeParity, _: Any, tell: Any) -> None:
+    def make(self, order: messages.MakeParity, tell: Any) -> None:
         self.orders.append(order)
         self.tell = tell
 
@@ -66,12 +64,6 @@ class FakeParity:
         self.kept.append(SimpleNamespace(half=half, members=members, record=record, images=IMAGES))
 
 
-def member(number: int, *ranks: int) -> MemberFact:
-    """A host with the images of these ranks."""
-    facts = (ImageFact(rank, 8192, 4096, "0" * 16, "0" * 16, b"") for rank in ranks)
-    return MemberFact(f"h{number}", tuple(facts))
-
-
 class Play:
     """One coordinator of three hosts, of which this is the first."""
 
@@ -86,12 +78,12 @@ class Play:
             slots=Slots(self.attempts),
         )
         self.said: list[tuple[int, Fact]] = []
+        self.groups: list[tuple[int, Fact]] = []
         self.told: list[m.Message] = []
         self.carried: list[Any] = []
         self.parity = FakeParity()
-        self.parity.tells = self.member_of
         hands: Any = SimpleNamespace(
-            send_to_host=lambda host, fact: self.said.append((host, fact)),
+            send_to_host=self.send,
             port_of=lambda host: host,
         )
         ranks: Any = SimpleNamespace(send=lambda message, _: self.told.append(message))
@@ -114,34 +106,33 @@ class Play:
         self.attempts.captured(id_)
         self.protecting.captured(id_)
 
+    def send(self, host: int, fact: Fact) -> None:
+        """What another host is told; its group apart."""
+        (self.groups if isinstance(fact, messages.JoinGroup) else self.said).append((host, fact))
+
+    def orders(self) -> list[tuple[int, messages.MakeParity]]:
+        """All that were given to other hosts."""
+        return [(host, fact) for host, fact in self.said if isinstance(fact, messages.MakeParity)]
+
     @property
-    def turn(self) -> int:
+    def round_id(self) -> int:
         """The last that was begun."""
-        asked = [fact for _, fact in self.said if isinstance(fact, parity_messages.ListImages)]
-        return asked[-1].turn
+        return self.parity.orders[-1].round_id
 
-    def member_of(self, number: int, attempt: str) -> MemberFact:
-        """What the coordinator believes that a host has."""
-        slots = self.attempts[attempt].slots.items()
-        return member(number, *(rank for rank, slot in slots if host_of(slot) == number))
-
-    def tell_heads(self, **others: MemberFact) -> None:
-        """Each what is believed of it, but for ``others``."""
-        asked = [fact for _, fact in self.said if isinstance(fact, parity_messages.ListImages)][-1]
-        told = {f"h{number}": self.member_of(number, asked.attempt) for number in (1, 2)}
-        for host, fact in (told | others).items():
-            self.protecting.handle(host, parity_messages.ImagesListed(turn=self.turn, member=fact))
-
-    def ready(self, *numbers: int, turn: int | None = None) -> None:
+    def ready(self, *numbers: int, round_id: int | None = None, terms: int = 9) -> None:
         for number in numbers:
-            fact = parity_messages.ParityReady(turn=self.turn if turn is None else turn)
+            fact = messages.ParityReady(
+                round_id=self.round_id if round_id is None else round_id, terms=terms
+            )
             self.protecting.handle(f"h{number}", fact)
 
-    def make(self, *numbers: int, turn: int | None = None) -> None:
+    def make(self, *numbers: int, round_id: int | None = None) -> None:
+        """They have memory, all of them, and have made their shards."""
+        self.ready(0, 1, 2, round_id=round_id)
         for number in numbers:
             self.protecting.handle(
                 f"h{number}",
-                parity_messages.ParityComplete(turn=self.turn if turn is None else turn),
+                messages.ParityComplete(round_id=self.round_id if round_id is None else round_id),
             )
 
 
@@ -168,7 +159,6 @@ def test_a_generation_is_protected_with_the_last_seal_and_stays_until_the_next_o
     play.protecting.configure(1)
     assert [e.survives for e in named(events, "ProtectionPlanned")] == ["any 1 of 3 hosts"]
     play.capture("a", 1)
-    play.tell_heads()
     assert [order.attempt for order in play.parity.orders] == ["a"]
     play.capture("b", 2)  # while a is coded: that turn goes on
     play.make(0, 1)
@@ -176,7 +166,6 @@ def test_a_generation_is_protected_with_the_last_seal_and_stays_until_the_next_o
     play.make(2)
     assert play.told == [m.Protected(step=1, attempt="a")]
     assert [e.step for e in named(events, "SnapshotProtected")] == [1]
-    play.tell_heads()  # b is begun by itself
     first, second = play.parity.orders
     assert second.attempt == "b" and second.half == 1 - first.half
     play.capture("c", 3)
@@ -191,20 +180,17 @@ def test_a_turn_that_fails_is_given_up_by_all_and_costs_nothing_that_was_protect
 ) -> None:
     play.protecting.configure(1)
     play.capture("a", 1)
-    play.tell_heads()
     play.make(0, 1, 2)
     play.capture("b", 2)
-    play.tell_heads()
-    failed, half = play.turn, play.parity.orders[-1].half
+    failed, half = play.round_id, play.parity.orders[-1].half
     play.make(0)
-    play.protecting.handle("h1", parity_messages.ParityFailed(turn=failed, reason="no network"))
+    play.protecting.handle("h1", messages.ParityFailed(round_id=failed, reason="no network"))
     assert [e.reason for e in named(events, "SnapshotNotProtected")] == ["on h1: no network"]
     assert isinstance(play.told[-1], m.Unprotected) and play.parity.given_up
     assert {"a", "b"} <= play.attempts.pinned_by_parity
-    play.make(1, 2, turn=failed)  # too late
+    play.make(1, 2, round_id=failed)  # too late
     assert len(named(events, "SnapshotProtected")) == 1
     play.capture("c", 3)  # tried at once
-    play.tell_heads()
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("c", half)
     assert "a" in play.attempts.pinned_by_parity
 
@@ -212,25 +198,24 @@ def test_a_turn_that_fails_is_given_up_by_all_and_costs_nothing_that_was_protect
 def test_a_host_out_of_reach_ends_its_turn_and_nothing_begins_until_it_is_back(play: Play) -> None:
     play.protecting.configure(1)
     play.capture("a", 1)
-    begun = play.turn
+    begun = play.round_id
     play.coordinator.away[2] = "h2"
     play.protecting.detached("h2")
     assert play.attempts.pinned_by_parity == {"a"} and len(play.told) == 1
     play.capture("b", 2)
-    assert play.turn == begun
+    assert play.round_id == begun
     play.coordinator.away.clear()
     play.protecting.attached("h2", ())
-    assert play.turn > begun
-    play.tell_heads()
+    assert play.round_id > begun
     assert play.parity.orders[-1].attempt == "b"
 
 
-def rows(attempt: str, half: int) -> tuple[parity_messages.ParityShards, ...]:
+def rows(attempt: str, half: int) -> tuple[messages.ParityShards, ...]:
     return (held(attempt, half, "h0", "h1", "h2"),)
 
 
-def held(attempt: str, half: int, *members: str) -> parity_messages.ParityShards:
-    return parity_messages.ParityShards(
+def held(attempt: str, half: int, *members: str) -> messages.ParityShards:
+    return messages.ParityShards(
         half=half, attempt=attempt, members=members, parity=1, images=IMAGES
     )
 
@@ -248,7 +233,6 @@ def test_a_coordinator_that_takes_over_keeps_what_all_hosts_have_sealed(
     play.protecting.attached("h2", (*rows("old", half), *rows("new", 1 - half)))
     play.protecting.configure(1)
     assert play.attempts.pinned_by_parity == {"old", "new"}
-    play.tell_heads()  # protected anew before anything is captured
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("new", 1 - half)
     play.make(0, 1, 2)
     assert play.attempts.pinned_by_parity == {"new"}
@@ -265,7 +249,6 @@ def test_what_was_restored_from_with_a_host_missing_stays_until_something_is_pro
     play.protecting.configure(1)
     assert not play.said  # there is nothing whole to code
     play.capture("a", 8)
-    play.tell_heads()
     assert play.parity.orders[-1].half == 1 - half
     assert play.attempts.is_retained(play.attempts["restored"])
     play.make(0, 1, 2)
@@ -286,10 +269,9 @@ def test_rows_of_a_turn_that_was_cut_short_are_not_taken_for_those_that_are_comp
     play.protecting.attached("h2", rows("old", whole))
     play.protecting.configure(1)
     # It is protected: nothing is coded, and what is left of the other turn is given up.
-    assert {type(fact) for _, fact in play.said} == {parity_messages.DropShards}
+    assert {type(fact) for _, fact in play.said} == {messages.DropShards}
     assert play.parity.dropped == [1 - whole]
     play.capture("a", 8)
-    play.tell_heads()
     assert play.parity.orders[-1].half == 1 - whole
     assert play.attempts.pinned_by_parity == {"old", "a"}
 
@@ -297,12 +279,10 @@ def test_rows_of_a_turn_that_was_cut_short_are_not_taken_for_those_that_are_comp
 def test_a_generation_that_is_captured_again_is_protected_as_what_it_is(play: Play) -> None:
     play.protecting.configure(1)
     play.capture("first", 7)
-    play.tell_heads()
     play.capture("again", 7)
     assert play.attempts.pinned_by_parity == {"first", "again"}
     play.make(0, 1, 2)
     assert play.told == [m.Protected(step=7, attempt="first")]
-    play.tell_heads()
     assert play.parity.orders[-1].attempt == "again"
     assert play.attempts.pinned_by_parity == {"first", "again"}
     play.make(0, 1, 2)
@@ -310,19 +290,69 @@ def test_a_generation_that_is_captured_again_is_protected_as_what_it_is(play: Pl
     assert play.attempts.pinned_by_parity == {"again"}
 
 
-def test_hosts_hear_where_the_others_listen_now(play: Play) -> None:
+def test_hosts_hear_their_group_and_where_it_listens_once_and_when_one_is_back(play: Play) -> None:
     play.parity.port = 99
     play.protecting.configure(1)
+    group = messages.JoinGroup(hosts=(0, 1, 2), ports=(99, 1, 2), parity=1)
+    assert play.groups == [(1, group), (2, group)] and play.parity.groups == [group]
     play.capture("a", 1)
-    play.tell_heads()
-    assert play.parity.orders[-1].ports == (99, 1, 2)
+    play.make(0, 1, 2)
+    play.capture("b", 2)
+    assert len(play.groups) == 2, "they know it"
+    play.coordinator.away[2] = "h2"
+    play.protecting.detached("h2")
+    play.parity.port = 77
+    play.coordinator.away.clear()
+    play.protecting.attached("h2", ())
+    moved = replace(group, ports=(77, 1, 2))
+    assert play.groups[2:] == [(1, moved), (2, moved)] and play.parity.groups[1:] == [moved]
+
+
+def test_nothing_is_made_unless_all_of_a_group_make_it_of_the_same(
+    play: Play, events: list[Event]
+) -> None:
+    play.protecting.configure(1)
+    play.capture("a", 1)
+    play.ready(0, 2)
+    play.ready(1, terms=8)
+    (told,) = named(events, "SnapshotNotProtected")
+    assert told.reason == "h0, h1, h2 do not make parity of the same images"
+    assert not begun(play) and play.parity.given_up
+    play.make(0, 1, 2)  # too late
+    assert not named(events, "SnapshotProtected")
+
+
+def test_what_is_told_twice_counts_once_and_out_of_order_not_at_all(
+    play: Play, events: list[Event]
+) -> None:
+    play.protecting.configure(1)
+    play.capture("a", 1)
+    play.ready(0, 1, 1, 1)
+    assert not begun(play)
+    play.ready(2, 2, 0)
+    assert sorted(begun(play)) == [(n, play.round_id) for n in range(3)], "once"
+    play.make(1, 1, 1)
+    assert not named(events, "SnapshotProtected")
+    play.make(0, 2)
+    assert [e.step for e in named(events, "SnapshotProtected")] == [1]
+    play.capture("b", 2)
+    play.ready(0, 1)
+    early = messages.ParityComplete(round_id=play.round_id)
+    play.protecting.handle("h1", early)  # before all had memory: of what did it make that?
+    (told,) = named(events, "SnapshotNotProtected")
+    assert told.reason == "h1 did not wait for the others"
+    play.capture("c", 3)
+    play.ready(1)
+    play.ready(1, terms=8)
+    assert named(events, "SnapshotNotProtected")[-1].reason.startswith("h1 is of two minds")
+    assert len(named(events, "SnapshotProtected")) == 1
 
 
 def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) -> None:
     play.protecting.configure(0)
     play.attempts.pinned = "old"
     play.capture("a", 1)
-    assert {type(fact) for _, fact in play.said} == {parity_messages.DropParity}
+    assert {type(fact) for _, fact in play.said} == {messages.DropParity}
     assert play.parity.is_dropped and len(play.said) == 2  # of the others
     play.capture("b", 2)
     assert (
@@ -333,9 +363,7 @@ def test_without_parity_nothing_is_asked_and_nothing_more_is_kept(play: Play) ->
 def begun(play: Play) -> list[tuple[int, int]]:
     """Which hosts were told to begin, and with which turn."""
     far = [
-        (host, fact.turn)
-        for host, fact in play.said
-        if isinstance(fact, parity_messages.BeginParity)
+        (host, fact.round_id) for host, fact in play.said if isinstance(fact, messages.BeginParity)
     ]
     return far + [(0, turn) for turn in play.parity.begun]
 
@@ -343,18 +371,16 @@ def begun(play: Play) -> list[tuple[int, int]]:
 def test_nobody_begins_before_all_hosts_have_memory_for_their_rows(play: Play) -> None:
     play.protecting.configure(1)
     play.capture("a", 1)
-    play.tell_heads()
-    earlier = play.turn
+    earlier = play.round_id
     play.ready(0, 2)
     assert not begun(play)
-    play.protecting.handle("h1", parity_messages.ParityFailed(turn=earlier, reason="no memory"))
+    play.protecting.handle("h1", messages.ParityFailed(round_id=earlier, reason="no memory"))
     play.capture("b", 2)
-    play.tell_heads()
-    play.ready(1, turn=earlier)  # too late
+    play.ready(1, round_id=earlier)  # too late
     play.ready(0, 2)
     assert not begun(play)
     play.ready(1)
-    assert sorted(begun(play)) == [(n, play.turn) for n in range(3)]
+    assert sorted(begun(play)) == [(n, play.round_id) for n in range(3)]
 
 
 def test_a_host_that_never_has_memory_ends_its_turn_and_is_named(
@@ -365,7 +391,6 @@ def test_a_host_that_never_has_memory_ends_its_turn_and_is_named(
     monkeypatch.setattr("holdfast.keeper.parity.scheduler.time", clock)
     play.protecting.configure(1)
     play.capture("a", 1)
-    play.tell_heads()
     play.ready(0, 2)
     now[0] += 299
     play.protecting.poll()
@@ -376,7 +401,6 @@ def test_a_host_that_never_has_memory_ends_its_turn_and_is_named(
     assert event.reason.startswith("h1 had no memory for parity in 300 s")
     now[0] += 10
     play.protecting.poll()  # the next turn, with all its time
-    play.tell_heads()
     play.ready(0, 1, 2)
     now[0] += 1000
     play.protecting.poll()
@@ -401,15 +425,13 @@ def test_steps_that_parity_slows_down_make_the_next_turn_slower(
 
     train(0, 0.5)
     play.capture("a", 9)
-    play.tell_heads()
     assert play.parity.orders[-1].rate_bytes_s is None
     play.ready(0, 1, 2)
     train(9, 0.6)
     play.make(0, 1, 2)
     play.capture("b", 18)
-    play.tell_heads()
     assert play.parity.orders[-1].rate_bytes_s == 4_000_000  # images are small: the least there is
-    told = [fact for _, fact in play.said if isinstance(fact, parity_messages.MakeParity)]
+    told = [fact for _, fact in play.said if isinstance(fact, messages.MakeParity)]
     assert told[-1].rate_bytes_s == 4_000_000
 
 
@@ -420,17 +442,13 @@ def test_a_group_is_no_faster_than_the_slowest_of_its_hosts_allows(play: Play) -
     )
     play.protecting.configure(1)
     play.capture("a", 1)
-    play.tell_heads()
     assert play.parity.orders[-1].rate_bytes_s == 8_000_000
 
 
 def test_whatever_keepers_say_to_each_other_is_understood_by_one_of_them() -> None:
     kinds = set(Fact.__subclasses__())
     assert kinds == {*get_args(messages.ToFollower), *get_args(messages.ToCoordinator)}
-    assert (
-        messages.from_coordinator(messages.pack(parity_messages.DropParity()))
-        == parity_messages.DropParity()
-    )
+    assert messages.from_coordinator(messages.pack(messages.DropParity())) == messages.DropParity()
 
 
 # ── what lost hosts had ──────────────────────────────────────────────────────────────────────
@@ -441,21 +459,19 @@ def restored(play: Play, *, size: int = 8192) -> None:
     play.hold("restored", 7, incarnation=1, lost=1)
     play.attempts.pinned = "restored"
     images = dict.fromkeys(range(3), size)
-    kept = parity_messages.ParityShards(
+    kept = messages.ParityShards(
         half=0, attempt="restored", members=("h0", "h1", "h2"), parity=1, images=images
     )
     play.protecting.attached("h1", (kept,))
     play.protecting.attached("h2", (kept,))
 
 
-def orders(play: Play) -> list[tuple[int, parity_messages.RebuildImage]]:
-    return [
-        (host, fact) for host, fact in play.said if isinstance(fact, parity_messages.RebuildImage)
-    ]
+def orders(play: Play) -> list[tuple[int, messages.RebuildImage]]:
+    return [(host, fact) for host, fact in play.said if isinstance(fact, messages.RebuildImage)]
 
 
-def rebuilt(order: parity_messages.RebuildImage) -> parity_messages.RebuildComplete:
-    return parity_messages.RebuildComplete(
+def rebuilt(order: messages.RebuildImage) -> messages.RebuildComplete:
+    return messages.RebuildComplete(
         slot=order.slot,
         attempt=order.attempt,
         rank=order.rank,
@@ -484,7 +500,6 @@ def test_an_image_that_is_lost_is_decoded_and_what_was_restored_from_is_protecte
     assert play.coordinator.slots.is_retained(slot) and slot.state == "granted"
     play.protecting.handle("h1", rebuilt(order))
     assert play.attempts["restored"].is_whole and slot.state == "captured"
-    play.tell_heads()
     assert play.parity.orders[-1].attempt == "restored"
     # In the half that does not hold the rows it was decoded from.
     assert play.parity.orders[-1].half == 1
@@ -497,14 +512,13 @@ def test_earlier_rows_of_what_is_protected_anew_are_given_up_by_all_before_it_is
     restored(play)
     play.protecting.configure(1)
     play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
-    play.tell_heads()
     play.make(0, 1, 2)
-    dropped = [(host, f) for host, f in play.said if isinstance(f, parity_messages.DropShards)]
+    dropped = [(host, f) for host, f in play.said if isinstance(f, messages.DropShards)]
     assert [(host, fact.half) for host, fact in dropped] == [(1, 0), (2, 0)]
     assert play.parity.dropped == [0]
-    play.protecting.handle("h1", parity_messages.ShardsDropped(turn=play.turn))
+    play.protecting.handle("h1", messages.ShardsDropped(round_id=play.round_id))
     assert not named(events, "SnapshotProtected") and play.attempts.pinned
-    play.protecting.handle("h2", parity_messages.ShardsDropped(turn=play.turn))
+    play.protecting.handle("h2", messages.ShardsDropped(round_id=play.round_id))
     (told,) = named(events, "SnapshotProtected")
     assert (told.incarnation, told.step) == (1, 7) and play.attempts.pinned is None
 
@@ -520,12 +534,11 @@ def test_a_lost_image_is_given_up_for_something_newer_and_its_slot_is_free_again
     assert slot.state == "free" and (1, give_up(play)) in play.said
     play.protecting.handle("h1", rebuilt(order))  # too late: its slot may be another's
     assert not play.attempts["restored"].is_whole and slot.state == "free"
-    play.tell_heads()
     assert play.parity.orders[-1].attempt == "new"
 
 
-def give_up(play: Play) -> parity_messages.CancelRebuild:
-    return next(fact for _, fact in play.said if isinstance(fact, parity_messages.CancelRebuild))
+def give_up(play: Play) -> messages.CancelRebuild:
+    return next(fact for _, fact in play.said if isinstance(fact, messages.CancelRebuild))
 
 
 def test_a_lost_image_that_cannot_be_decoded_is_told_and_tried_again_a_few_times(
@@ -539,9 +552,7 @@ def test_a_lost_image_that_cannot_be_decoded_is_told_and_tried_again_a_few_times
     for turn in range(1, replacing.TRIES + 1):
         assert len(orders(play)) == turn
         order = orders(play)[-1][1]
-        failed = parity_messages.RebuildFailed(
-            slot=order.slot, attempt="restored", reason="h2 is silent"
-        )
+        failed = messages.RebuildFailed(slot=order.slot, attempt="restored", reason="h2 is silent")
         play.protecting.handle("h1", failed)
         play.protecting.poll()
         now_s += 6.0
@@ -581,19 +592,17 @@ def test_what_has_lost_a_row_is_protected_anew_in_the_other_half(
 ) -> None:
     play.protecting.configure(1)
     play.capture("a", 1)
-    play.tell_heads()
     play.make(0, 1, 2)
     half = play.parity.orders[-1].half
-    play.protecting.handle("h2", parity_messages.ShardLost(attempt="old"))
+    play.protecting.handle("h2", messages.ShardLost(attempt="old"))
     assert len(play.parity.orders) == 1
-    play.protecting.handle("h2", parity_messages.ShardLost(attempt="a"))
+    play.protecting.handle("h2", messages.ShardLost(attempt="a"))
     assert play.attempts.is_retained(play.attempts["a"])
-    play.tell_heads()
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1 - half)
     play.make(0, 1, 2)
     assert play.parity.dropped == [half]
     for host in ("h1", "h2"):
-        play.protecting.handle(host, parity_messages.ShardsDropped(turn=play.turn))
+        play.protecting.handle(host, messages.ShardsDropped(round_id=play.round_id))
     assert [e.step for e in named(events, "SnapshotProtected")] == [1, 1]
 
 
@@ -602,24 +611,12 @@ def test_a_row_that_is_lost_before_the_last_is_made_ends_its_turn(
 ) -> None:
     play.protecting.configure(1)
     play.capture("a", 1)
-    play.tell_heads()
     play.make(1)
-    play.protecting.handle("h1", parity_messages.ShardLost(attempt="a"))
+    play.protecting.handle("h1", messages.ShardLost(attempt="a"))
     play.make(0, 2)
     assert not named(events, "SnapshotProtected")
     (told,) = named(events, "SnapshotNotProtected")
     assert told.reason == "a row of it was damaged meanwhile"
-
-
-def test_no_parity_is_made_of_less_than_all_images(play: Play, events: list[Event]) -> None:
-    play.protecting.configure(1)
-    play.capture("a", 1)
-    play.protecting.handle("h1", parity_messages.ImagesListed(turn=play.turn, member=member(1, 1)))
-    empty = MemberFact("h2", ())  # what is damaged is not told
-    play.protecting.handle("h2", parity_messages.ImagesListed(turn=play.turn, member=empty))
-    assert not play.parity.orders
-    (told,) = named(events, "SnapshotNotProtected")
-    assert "images of ranks [2]" in told.reason
 
 
 # ── hosts that come back ─────────────────────────────────────────────────────────────────────
@@ -631,17 +628,17 @@ def test_an_image_that_two_hosts_have_is_coded_once_where_the_coordinator_looks_
 ) -> None:
     play.protecting.configure(1)
     play.hold("restored", 7, incarnation=1)
-    play.attempts["restored"].slots[2] = slot_id_of(where, 7 + where)
+    decoded = slot_id_of(1, 9)  # it was decoded on h1, and h2 came back with its own
+    play.coordinator.slots[decoded] = Slot(decoded, 1 << 21, "captured", "restored", 2, 8192)
+    if where == 1:
+        play.attempts["restored"].slots[2] = decoded
     play.attempts.captured("restored")
     play.protecting.captured("restored")
-    # It was decoded on h1, and h2 came back with its own.
-    play.tell_heads(h1=member(1, 1, 2), h2=member(2, 2))
-    order = play.parity.orders[-1]
-    ranks = {fact.host: [image.rank for image in fact.images] for fact in order.members}
-    assert (
-        ranks
-        == {1: {"h0": [0], "h1": [1, 2], "h2": []}, 2: {"h0": [0], "h1": [1], "h2": [2]}}[where]
-    )
+    ranks = {host: order.ranks for host, order in [(0, play.parity.orders[-1]), *play.orders()]}
+    there = [((1, 3),), ()] if where == 1 else [((1, 2),), ((2, 3),)]
+    assert [ranks[host] for host in range(3)] == [((0, 1),), *there]
+    subjects = {host for host, order in play.orders() if order.subject == (1, 7, 3, "l")}
+    assert subjects == ({2} if where == 1 else set()), "who has no image is told of what it is"
 
 
 def test_a_row_that_is_missing_where_a_coordinator_takes_over_is_made_anew(play: Play) -> None:
@@ -651,11 +648,10 @@ def test_a_row_that_is_missing_where_a_coordinator_takes_over_is_made_anew(play:
     play.protecting.attached("h1", rows("a", 0))
     play.protecting.attached("h2", ())  # its keeper was killed before it had sealed
     play.protecting.configure(1)
-    play.tell_heads()
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1)
 
 
-def come_back(play: Play, host: str, held: tuple[parity_messages.ParityShards, ...]) -> None:
+def come_back(play: Play, host: str, held: tuple[messages.ParityShards, ...]) -> None:
     play.coordinator.away[int(host[1:])] = host
     play.protecting.detached(host)
     play.coordinator.away.clear()
@@ -667,14 +663,12 @@ def test_a_host_that_comes_back_without_its_rows_has_what_is_protected_made_anew
 ) -> None:
     play.protecting.configure(1)
     play.capture("a", 1)
-    play.tell_heads()
     play.make(0, 1, 2)
-    turn, half = play.turn, play.parity.orders[-1].half
+    turn, half = play.round_id, play.parity.orders[-1].half
     come_back(play, "h2", rows("a", half))
-    assert play.turn == turn, "nothing is missing"
+    assert play.round_id == turn, "nothing is missing"
     come_back(play, "h2", rows("a", 1 - half))
-    assert play.turn > turn
-    play.tell_heads()
+    assert play.round_id > turn
     assert (play.parity.orders[-1].attempt, play.parity.orders[-1].half) == ("a", 1 - half)
 
 
@@ -683,15 +677,14 @@ def test_of_two_rows_that_a_host_has_to_keep_both_are_looked_for_when_it_is_back
 ) -> None:
     play.protecting.configure(2)
     play.capture("a", 1)
-    play.tell_heads()
     play.make(0, 1, 2)
     (row,) = rows("a", play.parity.orders[-1].half)
     two = (replace(row, parity=2),) * 2
-    turn = play.turn
+    turn = play.round_id
     come_back(play, "h2", two)
-    assert play.turn == turn
+    assert play.round_id == turn
     come_back(play, "h2", two[:1])
-    assert play.turn > turn
+    assert play.round_id > turn
 
 
 # ── earlier rows, given up while something newer is protected ────────────────────────────────
@@ -703,8 +696,7 @@ def protected_anew_while_more_was_captured(play: Play) -> int:
     restored(play)
     play.protecting.configure(1)
     play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
-    play.tell_heads()
-    turn = play.turn
+    turn = play.round_id
     play.capture("new", 8)
     play.make(0, 1, 2)
     return turn
@@ -714,12 +706,11 @@ def test_what_is_protected_anew_is_told_although_the_next_turn_has_begun(
     play: Play, events: list[Event]
 ) -> None:
     turn = protected_anew_while_more_was_captured(play)
-    assert play.turn > turn and play.attempts.pinned == "restored"
+    assert play.round_id > turn and play.attempts.pinned == "restored"
     for host in ("h1", "h2"):
-        play.protecting.handle(host, parity_messages.ShardsDropped(turn=turn))
+        play.protecting.handle(host, messages.ShardsDropped(round_id=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
     assert play.attempts.pinned is None
-    play.tell_heads()
     play.make(0, 1, 2)
     assert [e.step for e in named(events, "SnapshotProtected")] == [7, 8]
 
@@ -731,13 +722,12 @@ def test_a_host_that_was_away_is_asked_again_to_give_up_earlier_rows(
     restored(play)
     play.protecting.configure(1)
     play.protecting.handle("h1", rebuilt(orders(play)[0][1]))
-    play.tell_heads()
     play.make(0, 1, 2)
-    play.protecting.handle("h1", parity_messages.ShardsDropped(turn=play.turn))
+    play.protecting.handle("h1", messages.ShardsDropped(round_id=play.round_id))
     come_back(play, "h2", rows("restored", 1))
-    asked = [host for host, fact in play.said if isinstance(fact, parity_messages.DropShards)]
+    asked = [host for host, fact in play.said if isinstance(fact, messages.DropShards)]
     assert asked == [1, 2, 2]
-    play.protecting.handle("h2", parity_messages.ShardsDropped(turn=play.turn))
+    play.protecting.handle("h2", messages.ShardsDropped(round_id=play.round_id))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
 
 
@@ -753,10 +743,10 @@ def test_earlier_rows_that_a_coordinator_had_no_time_to_drop_are_dropped_by_the_
     for host in ("h1", "h2"):
         play.protecting.attached(host, (held("old", 0, *wider), *rows("old", 1)))
     play.protecting.configure(1)
-    (turn,) = {fact.turn for _, fact in play.said if isinstance(fact, parity_messages.DropShards)}
+    (turn,) = {fact.round_id for _, fact in play.said if isinstance(fact, messages.DropShards)}
     assert play.parity.dropped == [0] and play.attempts.pinned == "old"
     for host in ("h1", "h2"):
-        play.protecting.handle(host, parity_messages.ShardsDropped(turn=turn))
+        play.protecting.handle(host, messages.ShardsDropped(round_id=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [7]
     assert play.attempts.pinned is None and play.attempts.pinned_by_parity == {"old"}
 
@@ -765,11 +755,10 @@ def test_what_is_newer_and_protected_meanwhile_stands_for_it(
     play: Play, events: list[Event]
 ) -> None:
     turn = protected_anew_while_more_was_captured(play)
-    play.tell_heads()
     play.make(0, 1, 2)
     assert play.attempts.pinned is None
     for host in ("h1", "h2"):
-        play.protecting.handle(host, parity_messages.ShardsDropped(turn=turn))
+        play.protecting.handle(host, messages.ShardsDropped(round_id=turn))
     assert [e.step for e in named(events, "SnapshotProtected")] == [8]
 
 
@@ -780,14 +769,13 @@ def test_hosts_are_told_nothing_more_of_a_turn_that_one_has_refused(
     play: Play, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play.protecting.configure(1)
-    play.capture("a", 1)
 
-    def refuse(order: parity_messages.MakeParity, _: Any, tell: Any) -> None:
-        tell(parity_messages.ParityFailed(turn=order.turn, reason="these are no terms"))
+    def refuse(order: messages.MakeParity, tell: Any) -> None:
+        tell(messages.ParityFailed(round_id=order.round_id, reason="these are no terms"))
 
     monkeypatch.setattr(play.parity, "make", refuse)
-    play.tell_heads()
-    assert not [fact for _, fact in play.said if isinstance(fact, parity_messages.MakeParity)]
+    play.capture("a", 1)
+    assert not [fact for _, fact in play.said if isinstance(fact, messages.MakeParity)]
     assert play.parity.given_up == ["on h0: these are no terms"]
 
 

@@ -307,7 +307,7 @@ def test_the_next_turn_of_the_same_attempt_begins_as_if_nothing_had_been(
         assert group.errors
         group.errors.clear()
         group.sealed.clear()
-        group.terms = dataclasses.replace(group.terms, turn=2)
+        group.terms = dataclasses.replace(group.terms, round_id=2)
         group.run().check_all()
 
 

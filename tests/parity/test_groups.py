@@ -337,7 +337,7 @@ def test_a_lost_rack_is_regrouped_at_a_cost_linear_in_the_hosts() -> None:
 
         def take(rows: Any = rows, there: Any = there, snapshot: Any = snapshot) -> None:
             found = take_over(
-                frozenset(there), [snapshot], rows, restored="", incarnation=1, turn=0
+                frozenset(there), [snapshot], rows, restored="", incarnation=1, round_id=0
             )
             assert len(found.groups) == snapshot.world
 

@@ -133,7 +133,7 @@ class World:
 
     def renumbered(self) -> World:
         """This turn is 1, all earlier ones 0: else no world would ever come again."""
-        now = self.mind.turn
+        now = self.mind.round_id
 
         def again(turn: int) -> int:
             return int(turn == now and now > 0)
@@ -144,7 +144,7 @@ class World:
 
         hosts = tuple((name, replace(host, rows=rows(host))) for name, host in self.hosts)
         told = frozenset((again(turn), name) for turn, name in self.told)
-        return replace(self, hosts=hosts, told=told, mind=replace(self.mind, turn=again(now)))
+        return replace(self, hosts=hosts, told=told, mind=replace(self.mind, round_id=again(now)))
 
     # ── what can happen ──────────────────────────────────────────────────────────────────
 
@@ -199,14 +199,14 @@ class World:
             if begun.coding is not None and self.is_whole(begun.coding.captured):
                 yield replace(self, mind=begun)
             return
-        yield replace(self, mind=mind.has_failed(mind.turn))
-        row = (mind.coding, mind.turn)
+        yield replace(self, mind=mind.has_failed(mind.round_id))
+        row = (mind.coding, mind.round_id)
         for name, host in self.hosts:
             # Each host begins, and ends, when it comes to it.
             if host.rows[mind.coding_half] not in (None, row):
                 yield self.with_row(name, None)
             elif host.rows[mind.coding_half] is None and self.can_code(mind.coding):
-                yield replace(self.with_row(name, row), told=self.told | {(mind.turn, name)})
+                yield replace(self.with_row(name, row), told=self.told | {(mind.round_id, name)})
 
     def with_row(self, name: str, row: Row) -> World:
         """What it has in the half that is written now."""
@@ -267,9 +267,11 @@ class World:
             rows,
             restored=pin.attempt,
             incarnation=self.incarnation,
-            turn=self.mind.turn,
+            round_id=self.mind.round_id,
         ).state
-        mind = type(self.mind)(mind.members, None, mind.protected, mind.half, turn=mind.turn)
+        mind = type(self.mind)(
+            mind.members, None, mind.protected, mind.half, round_id=mind.round_id
+        )
         whole = [one for one in there if self.is_whole(one)]
         own = [one for one in whole if one.generation.incarnation == self.incarnation]
         if newest := max(own, default=pin if pin in whole else None):
@@ -392,7 +394,7 @@ class Hasty(Protection):
     """The first seal is taken for all."""
 
     def has_sealed(self, turn: int, member: str) -> Protection:
-        if self.coding is None or turn != self.turn:
+        if self.coding is None or turn != self.round_id:
             return self
         return replace(self, protected=self.coding, half=self.coding_half, coding=None)
 
@@ -401,7 +403,7 @@ class Forgetful(Protection):
     """A seal of rows that were given up counts for those that are made now."""
 
     def has_sealed(self, turn: int, member: str) -> Protection:
-        return super().has_sealed(self.turn, member)
+        return super().has_sealed(self.round_id, member)
 
 
 @pytest.mark.parametrize("kind", [SlotsGo, OneHalf, Hasty, Forgetful])
@@ -503,9 +505,9 @@ def test_a_host_alone_codes_nothing() -> None:
 def test_what_lost_rows_is_coded_again_by_the_same_hosts_and_stays_meanwhile() -> None:
     mind = Protection(BOTH).has_captured(ONE).begin().has_sealed(1, "a").has_sealed(1, "b")
     assert mind.next is None
-    assert mind.has_lost_rows(TWO) == mind, "no rows are of it"
-    assert Protection(BOTH).has_lost_rows(ONE) == Protection(BOTH)
-    mind = mind.has_lost_rows(ONE)
+    assert mind.has_lost_shards(TWO) == mind, "no rows are of it"
+    assert Protection(BOTH).has_lost_shards(ONE) == Protection(BOTH)
+    mind = mind.has_lost_shards(ONE)
     assert mind.next == Cover(ONE, BOTH)
     assert mind.has_captured(TWO).slots_stay == {ONE, TWO}
     mind = mind.begin()

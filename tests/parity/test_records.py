@@ -187,7 +187,7 @@ def terms(**fields: Any) -> RecordTerms:
         "layout": "0" * 32,
         "parity": 2,
         "members": FACTS,
-        "turn": 7,
+        "round_id": 7,
         **fields,
     }
     return RecordTerms(**made)

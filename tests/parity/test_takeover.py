@@ -53,7 +53,7 @@ def taken(
         [row for some in held for row in some],
         restored=restored,
         incarnation=incarnation,
-        turn=7,
+        round_id=7,
     )
 
 
@@ -67,7 +67,7 @@ def test_the_half_is_the_one_where_all_rows_are() -> None:
             restored="p5",
         )
         assert found.state.protected == Cover(what("p5"), frozenset("abc"))
-        assert (found.state.half, found.state.turn) == (half, 7)
+        assert (found.state.half, found.state.round_id) == (half, 7)
         assert found.groups == (frozenset("abc"),)
         assert found.state.next == Cover(what("p5"), frozenset("abcd")), "and it is coded anew"
 

@@ -28,7 +28,7 @@ from holdfast.keeper.published_images import PublishedImages
 from holdfast.protocol.arena import SlotFile, SlotRecord
 
 if TYPE_CHECKING:
-    from holdfast.keeper.parity.group_access import GroupAccess
+    from holdfast.keeper.parity.group_access import KeeperReach
     from holdfast.keeper.parity.store import StoredParity
     from holdfast.parity.planning.record import ParityRecord
 
@@ -361,23 +361,23 @@ class Repairer:
 
 
 def _decode_image(
-    damage: DamagedImage, record: ParityRecord, reach: Callable[[], GroupAccess]
+    damage: DamagedImage, record: ParityRecord, reach: Callable[[], KeeperReach]
 ) -> dict[int, bytes]:
     """Return the correct content of the damaged bytes; this host's own image is treated as lost."""
-    from holdfast.keeper.parity.group_access import decode_image, open_group, place_of
+    from holdfast.keeper.parity.group_access import decode_image, open_group
 
-    rank, said = damage.record.rank, damage.record
-    place = place_of(record, rank)
-    fact = None if place is None else record.members[place[0]].images[place[1]]
-    if fact is None or (fact.header_xxh3, fact.table_xxh3) != (said.header_xxh3, said.table_xxh3):
-        raise NotFound(f"the parity kept here is not of this image of rank {rank}")
-    image = decode_image(open_group(record, reach()), record, rank)
+    said, group = damage.record, open_group(record, reach())
+    member, n = group.place_of(said.rank)
+    fact = record.members[member].images[n]
+    if (fact.header_xxh3, fact.table_xxh3) != (said.header_xxh3, said.table_xxh3):
+        raise NotFound(f"the parity kept here is not of this image of rank {said.rank}")
+    image = decode_image(group, record, said.rank)
     spans = ((0, fact.data_start) if span == HEADER else span for span in damage.spans)
     return {start: bytes(image.view(start, stop, bytearray())) for start, stop in spans}
 
 
 def _encode_shard(
-    damage: DamagedShard, own: str, reach: Callable[[], GroupAccess]
+    damage: DamagedShard, own: str, reach: Callable[[], KeeperReach]
 ) -> dict[int, bytes]:
     """Encode the damaged blocks of a shard again."""
     from holdfast.keeper.parity.group_access import encode_again, open_group

@@ -117,7 +117,7 @@ class Group:
             "0" * 32,
             parity,
             tuple(host.fact for host in self.hosts),
-            turn=1,
+            round_id=1,
         )
         self.placement = self.terms.placement
         self.budget = RateBudget()

@@ -115,7 +115,7 @@ class Group:
             for host, ranks in sorted(hosts.items())
         )
         terms = RecordTerms(
-            "run", generation, attempt, layout.world, layout.hash, parity, self.members, turn=1
+            "run", generation, attempt, layout.world, layout.hash, parity, self.members, round_id=1
         )
         self.placement = terms.placement
         coder = Coder(self.placement.columns, parity, chosen().backend)

@@ -20,9 +20,9 @@ from holdfast.format.manifest import Incarnation, unseal
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection
-from holdfast.keeper.hosts import messages, parity_messages
-from holdfast.keeper.hosts.handover import answer_handover
-from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.handover import answer_handover, describe
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.worker import ParityWorker, protect, stored_shards
@@ -138,10 +138,10 @@ class Follower:
             messages.pack(
                 messages.HostInventory(
                     arena=str(self._memory.directory),
-                    slots=messages.describe(slots, attempts),
+                    slots=describe(slots, attempts),
                     next_number=self._memory.next_number,
                     port=self._offering.port,
-                    rows=stored_shards(self._parity),
+                    shards=stored_shards(self._parity),
                     incarnations=tuple(sorted(one.n for one in self._memory.incarnations())),
                     order=self._memory.order(self.role.incarnation, self.role.nonce),
                 )
@@ -254,14 +254,14 @@ class Follower:
             case messages.EndKeeper(keep_arena=keep_arena):
                 await self._ended(keep_arena)
             case (
-                parity_messages.ListImages()
-                | parity_messages.MakeParity()
-                | parity_messages.BeginParity()
-                | parity_messages.CancelParity()
-                | parity_messages.DropParity()
-                | parity_messages.DropShards()
-                | parity_messages.RebuildImage()
-                | parity_messages.CancelRebuild()
+                messages.JoinGroup()
+                | messages.MakeParity()
+                | messages.BeginParity()
+                | messages.CancelParity()
+                | messages.DropParity()
+                | messages.DropShards()
+                | messages.RebuildImage()
+                | messages.CancelRebuild()
             ):
                 protect(self._parity, fact, self.role.hosts, lambda s: line.send(messages.pack(s)))
             case messages.WriteImage() | messages.CancelWrite() | messages.SlotSealed():

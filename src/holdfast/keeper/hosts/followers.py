@@ -20,9 +20,9 @@ from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slo
 from holdfast.errors import FormatError, HoldfastError, PeerError
 from holdfast.events import Warned, emit
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
-from holdfast.keeper.hosts import messages, parity_messages
-from holdfast.keeper.hosts.handover import StateHandover
-from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.handover import StateHandover, from_inventory
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.persist.frozen_parts import StoredPart
@@ -322,7 +322,7 @@ class FollowerRegistry:
             self._lose(self._by_host[host])  # its connection broke unnoticed
         follower = self._by_host[host] = FollowerSession(host, line, inventory.arena)
         follower.port = inventory.port
-        slots, attempts = messages.from_inventory(host, inventory.slots)
+        slots, attempts = from_inventory(host, inventory.slots)
         self._coordinator.attach(host, slots, attempts, inventory.next_number)
         self._coordinator.durability.add(inventory.order)
         follower.send(messages.RecordOrder(order=self._coordinator.durability.order))
@@ -331,7 +331,7 @@ class FollowerRegistry:
         if current is not None:
             follower.send(current)
         if self.parity_scheduler is not None:
-            self.parity_scheduler.attached(follower.name, inventory.rows)
+            self.parity_scheduler.attached(follower.name, inventory.shards)
         return follower
 
     def _lose(self, follower: FollowerSession) -> None:
@@ -369,14 +369,13 @@ class FollowerRegistry:
             case messages.ImageWritten() | messages.WriteEnded() | messages.RingFreed():
                 self._handle_writing(follower, fact)
             case (
-                parity_messages.ImagesListed()
-                | parity_messages.ParityReady()
-                | parity_messages.ParityComplete()
-                | parity_messages.ParityFailed()
-                | parity_messages.ShardsDropped()
-                | parity_messages.RebuildComplete()
-                | parity_messages.RebuildFailed()
-                | parity_messages.ShardLost()
+                messages.ParityReady()
+                | messages.ParityComplete()
+                | messages.ParityFailed()
+                | messages.ShardsDropped()
+                | messages.RebuildComplete()
+                | messages.RebuildFailed()
+                | messages.ShardLost()
             ):
                 if self.parity_scheduler is not None:
                     self.parity_scheduler.handle(follower.name, fact)
@@ -384,7 +383,7 @@ class FollowerRegistry:
                 self._handover.store_reply(follower.name, fact)
             case messages.Superseded(incarnation=n):
                 self._superseded(n)
-            case parity_messages.ImageLost(slot=number, attempt=attempt):
+            case messages.ImageLost(slot=number, attempt=attempt):
                 lost = slot_id_of(follower.host, number)
                 self._carry_out(self._coordinator.image_lost(lost, attempt))
             case messages.Stopping():

@@ -1,4 +1,4 @@
-"""Handover of layouts and incarnation records from followers to a new coordinator.
+"""Handover of slots, layouts and incarnation records from followers to a new coordinator.
 
 To write the images of its followers, a coordinator that was not running at the capture needs the
 layout, and the incarnation's record. It asks the follower that has the images.
@@ -10,13 +10,14 @@ from collections.abc import Collection, Iterable
 
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
 from holdfast.errors import ArenaError, FormatError, HoldfastError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation, seal, unseal
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.incarnations import Incarnations
 from holdfast.keeper.jobs import Background
 
@@ -120,3 +121,62 @@ def answer_handover(memory: ArenaFiles, asked: messages.HostAttached) -> list[Fa
             if one.n in asked.tell_incarnations
         ]
     return known
+
+
+def describe(slots: list[Slot], attempts: list[Attempt]) -> tuple[messages.SlotInventory, ...]:
+    """Convert an arena's discovered slots into a message for the coordinator."""
+    by_id = {attempt.id: attempt for attempt in attempts}
+    found = []
+    for slot in slots:
+        attempt = by_id.get(slot.attempt)
+        writer = slot.writer or SlotWriter(0, 0)
+        found.append(
+            messages.SlotInventory(
+                number=slot.id,
+                capacity_bytes=slot.capacity_bytes,
+                state=slot.state,
+                attempt=slot.attempt,
+                rank=slot.rank,
+                image_bytes=slot.image_bytes,
+                header_xxh3=slot.header_xxh3,
+                table_xxh3=slot.table_xxh3,
+                writer_pid=writer.pid,
+                writer_start=writer.start,
+                incarnation=attempt.incarnation if attempt else slot.incarnation,
+                step=attempt.step if attempt else -1,
+                world=attempt.world if attempt else 0,
+                layout=attempt.layout if attempt else "",
+                is_ring=slot.is_ring,
+                ring_bytes=slot.ring_bytes,
+                nonce=attempt.nonce if attempt else "",
+            )
+        )
+    return tuple(found)
+
+
+def from_inventory(
+    host: int, found: tuple[messages.SlotInventory, ...]
+) -> tuple[list[Slot], list[Attempt]]:
+    """Convert a follower's inventory into slots and attempts with the ids of this incarnation."""
+    slots: list[Slot] = []
+    attempts: dict[str, Attempt] = {}
+    for one in found:
+        slot = Slot(slot_id_of(host, one.number), one.capacity_bytes, one.state)
+        slot.is_ring, slot.ring_bytes = one.is_ring, one.ring_bytes
+        slots.append(slot)
+        if one.state not in ("captured", "quarantined"):
+            slot.state = "free"
+            continue
+        slot.attempt, slot.rank = one.attempt, one.rank
+        if one.state == "quarantined":
+            slot.writer, slot.incarnation = (
+                SlotWriter(one.writer_pid, one.writer_start),
+                one.incarnation,
+            )
+            continue
+        slot.image_bytes = one.image_bytes
+        slot.header_xxh3, slot.table_xxh3 = one.header_xxh3, one.table_xxh3
+        said = Attempt(one.attempt, one.incarnation, one.step, one.world, one.layout)
+        said.nonce = one.nonce
+        attempts.setdefault(one.attempt, said).slots.setdefault(one.rank, slot.id)
+    return slots, list(attempts.values())

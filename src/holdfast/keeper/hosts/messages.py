@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.coordinator.attempts import Attempt
-from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
 from holdfast.errors import FormatError
 from holdfast.format.manifest import ImageRef
-from holdfast.keeper.hosts import parity_messages
-from holdfast.keeper.hosts.parity_messages import Fact
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
+
+
+class Fact(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
+    """Base class of all messages between keepers of one run; every message carries its kind.
+
+    Those of every parity round have short kinds: a host's take 200 bytes of the coordinator's line.
+    """
 
 
 class SlotInventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +64,7 @@ class HostInventory(Fact, frozen=True, kw_only=True):
     arena: str
     slots: tuple[SlotInventory, ...]
     next_number: int
-    rows: tuple[parity_messages.ParityShards, ...] = ()
+    shards: tuple[ParityShards, ...] = ()
     incarnations: tuple[int, ...] = ()
     """Incarnations whose records it has."""
     port: int = 0
@@ -313,6 +316,160 @@ class EndKeeper(Fact, frozen=True, kw_only=True):
     keep_arena: bool
 
 
+# ── parity: follower to coordinator ──────────────────────────────────────────────────────────────
+
+
+class ParityShards(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete parity shard."""
+
+    half: int
+    attempt: str
+    members: tuple[str, ...]
+    """Hosts from whose images the shard was made."""
+    parity: int
+    """Number of parity shards per member."""
+    images: dict[int, int] = {}
+    """Sizes of these images, by rank."""
+
+
+class ParityReady(Fact, frozen=True, kw_only=True, tag="ready"):
+    """The memory for this host's shards is allocated; it waits for ``BeginParity``."""
+
+    round_id: int
+    terms: int
+    """Checksum of what it read of all members' images: the members of a group must agree."""
+
+
+class ParityComplete(Fact, frozen=True, kw_only=True, tag="made"):
+    """All parity shards of this host are complete and sealed."""
+
+    round_id: int
+
+
+class ParityFailed(Fact, frozen=True, kw_only=True):
+    """A parity shard of this host failed."""
+
+    round_id: int
+    reason: str
+
+
+class ImageLost(Fact, frozen=True, kw_only=True):
+    """The image in a slot was damaged, and could not be repaired: it is discarded."""
+
+    slot: int
+    attempt: str
+
+
+class ShardLost(Fact, frozen=True, kw_only=True):
+    """A parity shard was damaged, and could not be made again: the attempt's parity is
+    incomplete.
+    """
+
+    attempt: str
+
+
+class RebuildComplete(Fact, frozen=True, kw_only=True):
+    """A lost image is rebuilt in this slot: decoded, verified, and served."""
+
+    slot: int
+    attempt: str
+    rank: int
+    image_bytes: int
+    header_xxh3: str
+    table_xxh3: str
+
+
+class RebuildFailed(Fact, frozen=True, kw_only=True):
+    """A lost image could not be decoded; nothing is written to the slot any more."""
+
+    slot: int
+    attempt: str
+    reason: str
+
+
+class ShardsDropped(Fact, frozen=True, kw_only=True):
+    """This host now serves only this round's shards of the images, and no earlier ones."""
+
+    round_id: int
+
+
+# ── parity: coordinator to follower ──────────────────────────────────────────────────────────────
+
+
+class JoinGroup(Fact, frozen=True, kw_only=True):
+    """Tells a host its parity group: the members' numbers in the table of hosts, by host id."""
+
+    hosts: tuple[int, ...]
+    ports: tuple[int, ...]
+    """Ports where these keepers serve images now; 0: the port agreed on at the start."""
+    parity: int
+
+
+class MakeParity(Fact, frozen=True, kw_only=True, tag="make"):
+    """Orders parity of an attempt, in this one of the two buffers, as soon as all have memory.
+
+    The members of a group read from each other of which images.
+    """
+
+    round_id: int
+    half: int
+    attempt: str
+    ranks: tuple[tuple[int, int], ...]
+    """Ranks whose images on this host count, as ranges (first, past the last)."""
+    seals: int
+    """Checksum of the seals of these images, as they were captured; see ``seals_of``."""
+    rate_bytes_s: int | None = None
+    """Limit in bytes per second that each host of the group pulls, and sends; None: no limit."""
+    subject: tuple[int, int, int, str] | None = None
+    """Incarnation, step, world and layout of the attempt, for a host without an image of it."""
+
+
+class DropParity(Fact, frozen=True, kw_only=True):
+    """Orders stored parity to be freed: nothing can be rebuilt from it any more."""
+
+
+class BeginParity(Fact, frozen=True, kw_only=True, tag="begin"):
+    """All hosts have allocated their memory: orders the shards to be made."""
+
+    round_id: int
+
+
+class CancelParity(Fact, frozen=True, kw_only=True):
+    """Cancels the making of parity shards."""
+
+    round_id: int
+    reason: str
+
+
+class DropShards(Fact, frozen=True, kw_only=True):
+    """All hosts have this round's shards in the other buffer: those in this one may be deleted."""
+
+    round_id: int
+    half: int
+
+
+class RebuildImage(Fact, frozen=True, kw_only=True):
+    """Orders the image of ``rank`` to be decoded into this slot, which nobody else writes to.
+
+    ``half``: the buffer with the complete shards. ``places``: the hosts that have the images of
+    its group, by rank.
+    """
+
+    slot: int
+    attempt: str
+    rank: int
+    half: int
+    places: dict[int, str]
+    ports: dict[str, int] = msgspec.field(default_factory=dict)
+    """Ports where hosts serve images now, if they differ from those agreed on at the start."""
+
+
+class CancelRebuild(Fact, frozen=True, kw_only=True):
+    """Cancels all decoding into slots of this host."""
+
+    reason: str
+
+
 ToCoordinator = (
     HostInventory
     | TrainerConnected
@@ -331,7 +488,14 @@ ToCoordinator = (
     | RingFreed
     | Superseded
     | Stopping
-    | parity_messages.ParityToCoordinator
+    | ParityReady
+    | ParityComplete
+    | ParityFailed
+    | ShardsDropped
+    | RebuildComplete
+    | RebuildFailed
+    | ImageLost
+    | ShardLost
 )
 ToFollower = (
     HostAttached
@@ -350,7 +514,14 @@ ToFollower = (
     | WatchWriter
     | StopAllowed
     | EndKeeper
-    | parity_messages.ParityToHand
+    | JoinGroup
+    | MakeParity
+    | BeginParity
+    | CancelParity
+    | DropParity
+    | DropShards
+    | RebuildImage
+    | CancelRebuild
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -379,60 +550,3 @@ def from_coordinator(body: bytes) -> ToFollower:
     except (ValueError, RecursionError) as error:
         raise FormatError(f"what the coordinator said makes no sense: {error}") from None
     return fact
-
-
-def describe(slots: list[Slot], attempts: list[Attempt]) -> tuple[SlotInventory, ...]:
-    """Convert an arena's discovered slots into a message for the coordinator."""
-    by_id = {attempt.id: attempt for attempt in attempts}
-    found = []
-    for slot in slots:
-        attempt = by_id.get(slot.attempt)
-        writer = slot.writer or SlotWriter(0, 0)
-        found.append(
-            SlotInventory(
-                number=slot.id,
-                capacity_bytes=slot.capacity_bytes,
-                state=slot.state,
-                attempt=slot.attempt,
-                rank=slot.rank,
-                image_bytes=slot.image_bytes,
-                header_xxh3=slot.header_xxh3,
-                table_xxh3=slot.table_xxh3,
-                writer_pid=writer.pid,
-                writer_start=writer.start,
-                incarnation=attempt.incarnation if attempt else slot.incarnation,
-                step=attempt.step if attempt else -1,
-                world=attempt.world if attempt else 0,
-                layout=attempt.layout if attempt else "",
-                is_ring=slot.is_ring,
-                ring_bytes=slot.ring_bytes,
-                nonce=attempt.nonce if attempt else "",
-            )
-        )
-    return tuple(found)
-
-
-def from_inventory(host: int, found: tuple[SlotInventory, ...]) -> tuple[list[Slot], list[Attempt]]:
-    """Convert a follower's inventory into slots and attempts with the ids of this incarnation."""
-    slots: list[Slot] = []
-    attempts: dict[str, Attempt] = {}
-    for one in found:
-        slot = Slot(slot_id_of(host, one.number), one.capacity_bytes, one.state)
-        slot.is_ring, slot.ring_bytes = one.is_ring, one.ring_bytes
-        slots.append(slot)
-        if one.state not in ("captured", "quarantined"):
-            slot.state = "free"
-            continue
-        slot.attempt, slot.rank = one.attempt, one.rank
-        if one.state == "quarantined":
-            slot.writer, slot.incarnation = (
-                SlotWriter(one.writer_pid, one.writer_start),
-                one.incarnation,
-            )
-            continue
-        slot.image_bytes = one.image_bytes
-        slot.header_xxh3, slot.table_xxh3 = one.header_xxh3, one.table_xxh3
-        said = Attempt(one.attempt, one.incarnation, one.step, one.world, one.layout)
-        said.nonce = one.nonce
-        attempts.setdefault(one.attempt, said).slots.setdefault(one.rank, slot.id)
-    return slots, list(attempts.values())

@@ -18,7 +18,7 @@ from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
-from holdfast.keeper.hosts import parity_messages
+from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
@@ -28,7 +28,7 @@ from holdfast.protocol import messages as m
 if TYPE_CHECKING:
     from holdfast.keeper.hosts.follower import Follower
     from holdfast.keeper.hosts.network import Network
-    from holdfast.keeper.parity.group_access import GroupAccess
+    from holdfast.keeper.parity.group_access import KeeperReach
     from holdfast.keeper.parity.worker import ParityWorker
     from holdfast.parity.planning.record import ParityRecord
 
@@ -145,7 +145,7 @@ class HostRole:
         """Return this host's parity worker; None in a run on one host."""
         return self._parity
 
-    def group_access(self, attempt: str) -> Callable[[], GroupAccess] | None:
+    def group_access(self, attempt: str) -> Callable[[], KeeperReach] | None:
         """Return a function that locates the other parts of an attempt; None in a run on one
         host.
         """
@@ -154,7 +154,7 @@ class HostRole:
 
     def decode_access(
         self, attempt: str, rank: int
-    ) -> tuple[ParityRecord, Callable[[], GroupAccess]] | None:
+    ) -> tuple[ParityRecord, Callable[[], KeeperReach]] | None:
         """Return the record and the access needed to decode an image; None if no parity of it is
         here.
         """
@@ -165,7 +165,7 @@ class HostRole:
     def image_lost(self, slot: int, attempt: str) -> None:
         """Report that the image in a slot of this host is discarded."""
         if self.follower is not None:
-            self.follower.send(parity_messages.ImageLost(slot=slot, attempt=attempt))
+            self.follower.send(messages.ImageLost(slot=slot, attempt=attempt))
         elif not self.is_bystander:
             self._executor.carry_out(self._coordinator.image_lost(slot, attempt))
 
@@ -173,7 +173,7 @@ class HostRole:
         """Report that an attempt's parity is incomplete on this host."""
         protecting = self._executor.followers.parity_scheduler
         if self.follower is not None:
-            self.follower.send(parity_messages.ShardLost(attempt=attempt))
+            self.follower.send(messages.ShardLost(attempt=attempt))
         elif not self.is_bystander and protecting is not None:
             protecting.shard_lost(attempt)
 

@@ -22,15 +22,15 @@ from holdfast.coordinator.slots import Slot, host_of, number_of
 from holdfast.errors import HoldfastError, NotProtected
 from holdfast.events import ImageRebuilt, SnapshotNotProtected, emit
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import parity_messages
-from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.published_images import PublishedImages
 from holdfast.parity.planning.record import ImageFact, ParityRecord
 from holdfast.protocol.arena import SlotRecord, process_start
 
 if TYPE_CHECKING:
-    from holdfast.keeper.parity.group_access import GroupAccess
+    from holdfast.keeper.parity.group_access import KeeperReach
 
 _AGAIN_S = 5.0
 """Delay after a failed attempt."""
@@ -44,8 +44,8 @@ class _LostImage:
     rank: int
     size_bytes: int
     host: int
-    half: int
-    """The buffer with the parity shards that the image is decoded from."""
+    shard: messages.ParityShards
+    """A parity shard on that host, of the group from which the image is decoded."""
     slot: int | None = None
     asked: int | None = None
     """A slot that is being allocated for it."""
@@ -70,20 +70,20 @@ class RebuildCoordinator:
         self._attempt = ""
         self._lost: list[_LostImage] = []
         self._hosts: Sequence[str] = ()
-        self._shards: Mapping[str, Sequence[parity_messages.ParityShards]] = {}
+        self._shards: Mapping[str, Sequence[messages.ParityShards]] = {}
         self._tries, self._again_s = 0, 0.0
 
     def begin(
         self,
         attempt: Attempt,
         hosts: Sequence[str],
-        rows: Mapping[str, Sequence[parity_messages.ParityShards]],
+        shards: Mapping[str, Sequence[messages.ParityShards]],
     ) -> None:
         """Start rebuilding what the attempt lacks, on ``hosts`` (in order of number) with their
         shards.
         """
         self.cancel("something else is protected")
-        self._attempt, self._hosts, self._shards = attempt.id, hosts, rows
+        self._attempt, self._hosts, self._shards = attempt.id, hosts, shards
         self._tries, self._again_s = 0, 0.0
         self.poll()
 
@@ -110,10 +110,10 @@ class RebuildCoordinator:
         found = []
         for rank in attempt.lacks():
             held = {
-                number: rows
+                number: shard
                 for number, host in enumerate(self._hosts)
-                for rows in self._shards.get(host, ())
-                if rows.attempt == attempt.id and rank in rows.images
+                for shard in self._shards.get(host, ())
+                if shard.attempt == attempt.id and rank in shard.images
             }
             if not held:
                 self._fail(f"no host keeps parity of the image of rank {rank}")
@@ -121,7 +121,7 @@ class RebuildCoordinator:
             host = min(held, key=lambda number: (loads[number], number))
             size = held[host].images[rank]
             loads[host] += size
-            found.append(_LostImage(rank, size, host, held[host].half))
+            found.append(_LostImage(rank, size, host, held[host]))
         return found
 
     def _find_slot(self, one: _LostImage, attempt: Attempt) -> None:
@@ -131,16 +131,24 @@ class RebuildCoordinator:
             slots.forget(slot)
             slot.state, slot.attempt, slot.rank = "granted", attempt.id, one.rank
             one.slot = slot.id
-            places = {rank: self._hosts[host_of(at)] for rank, at in attempt.slots.items()}
+            places = {
+                rank: self._hosts[host_of(attempt.slots[rank])]
+                for rank in one.shard.images
+                if rank in attempt.slots
+            }
+            near = {*one.shard.members, *places.values()}
+            ports = {
+                host: self._port(number) for number, host in enumerate(self._hosts) if host in near
+            }
             self._say(
                 one.host,
-                parity_messages.RebuildImage(
+                messages.RebuildImage(
                     slot=number_of(slot.id),
                     attempt=attempt.id,
                     rank=one.rank,
-                    half=one.half,
+                    half=one.shard.half,
                     places=places,
-                    ports={host: self._port(number) for number, host in enumerate(self._hosts)},
+                    ports=ports,
                 ),
             )
         elif one.asked is None:
@@ -150,15 +158,13 @@ class RebuildCoordinator:
         elif one.asked not in slots:
             self._fail(f"{self._hosts[one.host]} has no memory for the image of rank {one.rank}")
 
-    def handle(
-        self, host: int, fact: parity_messages.RebuildComplete | parity_messages.RebuildFailed
-    ) -> bool:
+    def handle(self, host: int, fact: messages.RebuildComplete | messages.RebuildFailed) -> bool:
         """Handle a host's report on a rebuild; return True if that was the last missing image."""
         one = next((o for o in self._lost if self._is_of(o, host, fact)), None)
         if one is None or one.slot is None:
             return False
         slot = self._coordinator.slots[one.slot]
-        if isinstance(fact, parity_messages.RebuildFailed):
+        if isinstance(fact, messages.RebuildFailed):
             self._fail(f"on {self._hosts[host]}: {fact.reason}")
             return False
         self._lost.remove(one)
@@ -174,7 +180,7 @@ class RebuildCoordinator:
         self,
         one: _LostImage,
         host: int,
-        fact: parity_messages.RebuildComplete | parity_messages.RebuildFailed,
+        fact: messages.RebuildComplete | messages.RebuildFailed,
     ) -> bool:
         return (
             one.host == host
@@ -216,7 +222,7 @@ class RebuildCoordinator:
     def _forget(self, why: str) -> None:
         """Forget the rebuild; hosts stop writing to these slots when they receive the message."""
         for host in {one.host for one in self._lost if one.slot is not None}:
-            self._say(host, parity_messages.CancelRebuild(reason=why))
+            self._say(host, messages.CancelRebuild(reason=why))
         for one in self._lost:
             slot = self._reserved_slot(one)
             if slot is not None:
@@ -252,10 +258,10 @@ class RebuildWorker:
 
     def begin(
         self,
-        order: parity_messages.RebuildImage,
+        order: messages.RebuildImage,
         record: ParityRecord,
         own: str,
-        reach: Callable[[], GroupAccess],
+        reach: Callable[[], KeeperReach],
         tell: Told,
     ) -> None:
         """Queue one more image to decode; ``reach`` is called on a thread."""
@@ -337,11 +343,7 @@ class RebuildWorker:
         self._run = None
         order, fact, record = run.order, run.fact, run.record
         if failure:
-            run.tell(
-                parity_messages.RebuildFailed(
-                    slot=order.slot, attempt=order.attempt, reason=failure
-                )
-            )
+            run.tell(messages.RebuildFailed(slot=order.slot, attempt=order.attempt, reason=failure))
         else:
             self._offering.publish(
                 order.slot,
@@ -364,7 +366,7 @@ class RebuildWorker:
                 )
             )
             run.tell(
-                parity_messages.RebuildComplete(
+                messages.RebuildComplete(
                     slot=order.slot,
                     attempt=order.attempt,
                     rank=fact.rank,
@@ -381,10 +383,10 @@ class _RebuildRun:
 
     def __init__(
         self,
-        order: parity_messages.RebuildImage,
+        order: messages.RebuildImage,
         record: ParityRecord,
         own: str,
-        reach: Callable[[], GroupAccess],
+        reach: Callable[[], KeeperReach],
         tell: Told,
     ) -> None:
         self.order, self.record, self.own = order, record, own

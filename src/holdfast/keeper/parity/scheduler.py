@@ -1,9 +1,10 @@
 """Schedules parity rounds on the coordinator: which generation is protected, and when.
 
-As soon as all ranks have captured a generation, and no other round is active, every host is asked
-for the headers of its images; all hosts receive what they all have; each makes its parity shards;
-and with the last of them the generation is protected (``parity.planning.protection``). Any error
-ends only this round: what was protected before stays, and training does not wait.
+As soon as all ranks have captured a generation, and no other round is active, every host is told
+to make its parity shards; the hosts of a group read from each other of which images; when all have
+memory they begin, and with the last shard the generation is protected
+(``parity.planning.protection``). Any error ends only this round: what was protected before stays,
+and training does not wait.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.errors import HoldfastError
 from holdfast.events import (
     ProtectionPlanned,
     SnapshotNotProtected,
@@ -22,12 +22,12 @@ from holdfast.events import (
     emit,
 )
 from holdfast.keeper.connections import Ranks
-from holdfast.keeper.hosts import parity_messages
+from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import FollowerRegistry
-from holdfast.keeper.hosts.parity_messages import Fact
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.parity.rebuild import RebuildCoordinator
 from holdfast.keeper.parity.round import (
-    RoundMembers,
+    RoundOrders,
     capture_facts,
     derive_takeover,
     divide_hosts,
@@ -65,11 +65,17 @@ class ParityScheduler:
         self._hosts: Sequence[m.HostEntry] = ()
         self._asked = 0
         self._state: Protection | None = None
-        self._shards: dict[str, tuple[parity_messages.ParityShards, ...]] = {}
-        self._members: RoundMembers | None = None
-        self._ready: set[str] = set()
-        """Hosts that have allocated memory for this round's shards."""
+        self._shards: dict[str, tuple[messages.ParityShards, ...]] = {}
+        self._largest_bytes = 0
+        self._ready: dict[str, int] = {}
+        """Hosts that have allocated memory for this round's shards, and what they make them of."""
         self._groups: list[list[str]] = []
+        """The groups of an earlier division, as far as they are known."""
+        self._numbers: dict[str, int] = {}
+        self._joined: dict[int, tuple[int, ...]] = {}
+        """The group of every host of the present division, by numbers; empty before there is one.
+        """
+        self._parity_of_group = 0
         self._survives = ""
         self._is_dropped = False
         self._pacer = ParityPacer()
@@ -93,6 +99,8 @@ class ParityScheduler:
         self._shards.clear()
         self._recoded.clear()
         self._groups.clear()
+        self._joined.clear()
+        self._numbers = {place.id: number for number, place in enumerate(hosts)}
         attempts = self._coordinator.attempts
         attempts.protects, attempts.pinned_by_parity = False, frozenset()
 
@@ -108,12 +116,14 @@ class ParityScheduler:
         if not rank:
             self._pacer.on_request(step)
 
-    def attached(self, host: str, rows: tuple[parity_messages.ParityShards, ...]) -> None:
+    def attached(self, host: str, shards: tuple[messages.ParityShards, ...]) -> None:
         """Record the parity shards of another host, whose keeper connected."""
-        self._shards[host] = rows
+        self._shards[host] = shards
         self._is_dropped = False  # the host may not have received the order to delete parity
         if self._dropping is not None and host in self._dropping.hosts:
-            self._send_number(self._number_of(host), self._dropping.order)
+            self._send_number(self._numbers[host], self._dropping.order)
+        for number in self._joined.get(self._numbers[host], ()):  # it may listen elsewhere now
+            self._tell_group(number)
         self._check_shards(host)
         self.poll()
         self._replace_lost()
@@ -158,7 +168,7 @@ class ParityScheduler:
             return
         self._is_dropped = True
         if self._hosts:
-            self._broadcast(parity_messages.DropParity())
+            self._broadcast(messages.DropParity())
         else:
             self._parity.drop()
 
@@ -168,20 +178,22 @@ class ParityScheduler:
         """
         self._coordinator.pin_again()
         attempts, incarnation = self._coordinator.attempts, self._coordinator.incarnation
-        rows = self._all_shards()
-        takeover = derive_takeover(attempts, rows, self._hosts, incarnation)
+        shards = self._all_shards()
+        takeover = derive_takeover(attempts, shards, self._hosts, incarnation)
         self._groups = [sorted(group) for group in takeover.groups]
-        self._recoded = {one.attempt for held in rows.values() for one in held}
+        self._recoded = {one.attempt for held in shards.values() for one in held}
         self._plan()
         whole = newest_whole(attempts, incarnation)
         self._change(
             takeover.state if whole is None else takeover.state.has_captured(capture_facts(whole))
         )
-        if has_stale_shards(takeover.state, rows):  # an earlier coordinator ended before reporting
+        if has_stale_shards(
+            takeover.state, shards
+        ):  # an earlier coordinator ended before reporting
             self._drop_stale_shards(takeover.state, time.monotonic())
         self._replace_lost()
 
-    def _all_shards(self) -> dict[str, tuple[parity_messages.ParityShards, ...]]:
+    def _all_shards(self) -> dict[str, tuple[messages.ParityShards, ...]]:
         return self._shards | {self._hosts[0].id: stored_shards(self._parity)}
 
     def _replace_lost(self) -> None:
@@ -191,11 +203,19 @@ class ParityScheduler:
         if state is None or state.captured is not None or self._coordinator.away:
             return
         if pinned is not None and pinned.is_incomplete and len(self._hosts) > 1:
-            rows = protected_shards(state, pinned.id, self._all_shards())
-            self._rebuilding.begin(pinned, [host.id for host in self._hosts], rows)
+            shards = protected_shards(state, pinned.id, self._all_shards())
+            self._rebuilding.begin(pinned, [host.id for host in self._hosts], shards)
 
     def _plan(self) -> None:
-        level = divide_hosts(self._hosts, self._asked, self._groups, {}).level
+        """Divide the hosts into groups, once for this incarnation, and tell them."""
+        division = divide_hosts(self._hosts, self._asked, self._groups)
+        for group in division.groups:
+            numbers = tuple(self._numbers[host.id] for host in group.hosts)
+            self._joined.update(dict.fromkeys(numbers, numbers))
+            self._parity_of_group = group.parity
+        for number in self._joined:
+            self._tell_group(number)
+        level = division.level
         self._survives = level.text
         emit(
             ProtectionPlanned(
@@ -206,6 +226,12 @@ class ParityScheduler:
                 missing=level.missing,
             )
         )
+
+    def _tell_group(self, number: int) -> None:
+        group = self._joined[number]
+        ports = tuple(map(self._port, group))
+        joined = messages.JoinGroup(hosts=group, ports=ports, parity=self._parity_of_group)
+        self._send_number(number, joined)
 
     # ── one round ────────────────────────────────────────────────────────────────────────────────
 
@@ -227,10 +253,21 @@ class ParityScheduler:
             return
         self._change(state.begin())
         self._began_s = time.monotonic()
-        self._members = RoundMembers(self._hosts, attempt)
         self._ready.clear()
+        orders = RoundOrders(attempt, self._coordinator.slots)
+        self._largest_bytes = orders.largest_bytes
         assert self._state is not None
-        self._broadcast(parity_messages.ListImages(turn=self._state.turn, attempt=attempt.id))
+        coding = self._state
+        for number in range(len(self._hosts)):
+            if self._state is coding:  # no host has refused
+                order = orders.order(number, coding, self._rate(self._joined[number]))
+                self._send_number(number, order)
+
+    def _rate(self, group: Sequence[int]) -> int | None:
+        """Return the common rate of a group's hosts: no host finishes before the slowest."""
+        rates = [rate for number in group if (rate := self._hosts[number].parity_rate)]
+        own = self._pacer.rate_bytes_s
+        return min([*rates, *([] if own is None else [own])], default=None)
 
     def _broadcast(self, fact: Fact) -> None:
         for number, place in enumerate(self._hosts):
@@ -245,47 +282,38 @@ class ParityScheduler:
     def _send_number(self, number: int, fact: Fact) -> None:
         self._send(number, self._hosts[number].id, fact)
 
-    def _number_of(self, host: str) -> int:
-        return next(number for number, place in enumerate(self._hosts) if place.id == host)
-
     def handle(self, host: str, fact: Fact) -> None:
         """Handle a host's report about this round, an earlier one, or damage."""
         state = self._state
         match fact:
-            case parity_messages.RebuildComplete() | parity_messages.RebuildFailed():
+            case messages.RebuildComplete() | messages.RebuildFailed():
                 self._handle_lost(host, fact)
                 return
-            case parity_messages.ShardLost(attempt=attempt):
+            case messages.ShardLost(attempt=attempt):
                 self.shard_lost(attempt)
                 return
-            case parity_messages.ShardsDropped(turn=turn):
-                self._dropped(turn, host)
+            case messages.ShardsDropped(round_id=round_id):
+                self._dropped(round_id, host)
                 return
-        if state is None or state.coding is None or self._members is None:
+        if state is None or state.coding is None:
             return
         match fact:
-            case parity_messages.ImagesListed(turn=state.turn, member=None, reason=reason):
-                self._fail(f"{host} cannot read its images: {reason}", host)
-            case parity_messages.ImagesListed(turn=state.turn, member=member) if member is not None:
-                self._members.add(host, member)
-                if self._members.are_complete:
-                    self._order(state, self._members)
-            case parity_messages.ParityReady(turn=state.turn):
-                self._ready.add(host)
-                if self._ready == state.coding.members:
-                    self._pacer.on_begin(self._members.largest_bytes)
-                    self._broadcast(parity_messages.BeginParity(turn=state.turn))
-            case parity_messages.ParityComplete(turn=turn):
-                self._made(state.has_sealed(turn, host))
-            case parity_messages.ParityFailed(turn=state.turn, reason=reason):
+            case messages.ParityReady(round_id=state.round_id, terms=terms):
+                self._is_ready(state.coding.members, host, terms)
+            case messages.ParityComplete(round_id=state.round_id):
+                if self._ready.keys() != state.coding.members:
+                    self._fail(f"{host} did not wait for the others", host)
+                else:
+                    self._made(state.has_sealed(state.round_id, host))
+            case messages.ParityFailed(round_id=state.round_id, reason=reason):
                 self._fail(f"on {host}: {reason}", host)
 
     def _handle_lost(
-        self, host: str, fact: parity_messages.RebuildComplete | parity_messages.RebuildFailed
+        self, host: str, fact: messages.RebuildComplete | messages.RebuildFailed
     ) -> None:
-        if self._rebuilding.handle(self._number_of(host), fact) and self._state is not None:
+        if self._rebuilding.handle(self._numbers[host], fact) and self._state is not None:
             whole = capture_facts(self._coordinator.attempts[fact.attempt])
-            self._change(self._state.has_lost_rows(whole).has_captured(whole))
+            self._change(self._state.has_lost_shards(whole).has_captured(whole))
             self.poll()
 
     def shard_lost(self, attempt: str) -> None:
@@ -297,7 +325,7 @@ class ParityScheduler:
         cover = None if state is None else state.protected
         if state is not None and cover is not None and cover.captured.attempt == attempt:
             self._recoded.add(attempt)
-            self._change(state.has_lost_rows(cover.captured))
+            self._change(state.has_lost_shards(cover.captured))
             self.poll()
 
     def _check_shards(self, host: str) -> None:
@@ -311,20 +339,23 @@ class ParityScheduler:
         if len(held) < (held[0].parity if held else 1):
             self.shard_lost(cover.captured.attempt)
 
-    def _order(self, state: Protection, listed: RoundMembers) -> None:
-        """Send each host its order, with the images of all members of its group."""
-        if lacking := listed.lacking():
-            self._fail(f"the images of ranks {lacking[:4]} were damaged meanwhile")
+    def _is_ready(self, members: frozenset[str], host: str, terms: int) -> None:
+        """Handle a host that has memory; ``terms``: checksum of what its shards will be of."""
+        if host in self._ready:
+            if self._ready[host] != terms:
+                self._fail(f"{host} is of two minds about what it makes parity of", host)
             return
-        rate = self._pacer.rate_bytes_s
-        try:
-            orders = [*listed.orders(state, self._asked, self._groups, self._port, rate)]
-        except HoldfastError as error:
-            self._fail(str(error))
+        self._ready[host] = terms
+        if self._ready.keys() != members:
             return
-        for number, order in orders:
-            if self._state is not None and self._state.coding is not None:  # no host has refused
-                self._send_number(number, order)
+        for group in set(self._joined.values()):
+            hosts = [self._hosts[number].id for number in group]
+            if len({self._ready[one] for one in hosts}) > 1:
+                self._fail(f"{', '.join(hosts)} do not make parity of the same images")
+                return
+        self._pacer.on_begin(self._largest_bytes)
+        assert self._state is not None
+        self._broadcast(messages.BeginParity(round_id=self._state.round_id))
 
     def _port(self, number: int) -> int:
         return self._hands.port_of(number) if number else self._parity.port
@@ -334,7 +365,7 @@ class ParityScheduler:
         coding = self._state.coding if self._state is not None else None
         if coding is None or time.monotonic() < self._began_s + _READY_S:
             return
-        if late := sorted(coding.members - self._ready):
+        if late := sorted(coding.members - self._ready.keys()):
             self._fail(
                 f"{', '.join(late)} had no memory for parity in {_READY_S:.0f} s: is there too "
                 "little of it?",
@@ -359,16 +390,16 @@ class ParityScheduler:
         """Order all hosts to delete the shards in the buffer that is written next."""
         assert state.protected is not None
         captured, members = state.protected.captured, set(state.protected.members)
-        order = parity_messages.DropShards(turn=state.turn, half=1 - state.half)
+        order = messages.DropShards(round_id=state.round_id, half=1 - state.half)
         self._dropping = _Dropping(captured, began_s, members, order)
         self._broadcast(order)
 
-    def _dropped(self, turn: int, host: str) -> None:
+    def _dropped(self, round_id: int, host: str) -> None:
         """Handle a host that deleted its earlier shards; the next round may have begun
         meanwhile.
         """
         dropping = self._dropping
-        if dropping is None or turn != dropping.order.turn or host not in dropping.hosts:
+        if dropping is None or round_id != dropping.order.round_id or host not in dropping.hosts:
             return
         dropping.hosts.discard(host)
         if not dropping.hosts:
@@ -396,8 +427,8 @@ class ParityScheduler:
             return
         self._pacer.on_end(is_made=False)
         generation, attempt = state.coding.captured
-        self._broadcast(parity_messages.CancelParity(turn=state.turn, reason=reason))
-        self._change(state.has_failed(state.turn))
+        self._broadcast(messages.CancelParity(round_id=state.round_id, reason=reason))
+        self._change(state.has_failed(state.round_id))
         self._again_s = time.monotonic() + _AGAIN_S
         emit(
             SnapshotNotProtected(
@@ -422,7 +453,7 @@ class _Dropping:
     began_s: float
     hosts: set[str]
     """Hosts that have not reported the deletion yet."""
-    order: parity_messages.DropShards
+    order: messages.DropShards
 
 
 # Measures training step times on the coordinator, and limits the rate of parity. A rank requests

@@ -9,34 +9,43 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from holdfast.errors import HoldfastError, NotProtected
+from holdfast.errors import HoldfastError, NotFound, NotProtected
 from holdfast.format.image import header_size
 from holdfast.format.manifest import Generation
 from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.hosts import parity_messages
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.hosts.network import Network
-from holdfast.keeper.hosts.parity_messages import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildWorker
 from holdfast.keeper.parity.store import HALVES, ShardFiles, ShardStore, StoredParity
 from holdfast.keeper.published_images import PublishedImages
-from holdfast.parity.exchange.shard_exchange import ShardExchange, ShardMemory
-from holdfast.parity.exchange.windows import RateBudget
+from holdfast.parity.exchange.shard_exchange import PATIENCE_S, ShardExchange, ShardMemory
+from holdfast.parity.exchange.terms import TermsReader, heads_of, list_of
+from holdfast.parity.exchange.windows import BudgetedPuller, CancelScope, RateBudget
 from holdfast.parity.planning.budget import staging_bytes
 from holdfast.parity.planning.placement import stored_by
-from holdfast.parity.planning.record import ImageFact, MemberFact, ParityRecord, RecordTerms
+from holdfast.parity.planning.record import (
+    ImageFact,
+    MemberFact,
+    ParityRecord,
+    RecordTerms,
+    seals_of,
+)
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import IMAGE_START
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.server import PeerServer
 from holdfast.transport.server import ThreadSafeServer as ThreadOffering
+from holdfast.transport.wire.http import generation_name, members_path
 
 if TYPE_CHECKING:  # needed only after a loss
-    from holdfast.keeper.parity.group_access import GroupAccess
+    from holdfast.keeper.parity.group_access import KeeperReach
 
+T = TypeVar("T")
 Told = Callable[[Fact], None]
 READY_S = 600.0
 """Timeout for the memory of all hosts; the coordinator gives up sooner, and names the hosts without
@@ -61,6 +70,9 @@ class ParityWorker:
         self._server: PeerServer | None = None
         self._puller: Puller | None = None
         self._own, self._port = "", 0
+        self._group: ParityGroup | None = None
+        self._round_id = -1
+        """The round of the last order."""
         self._staging = memoryview(b"")
         self._budget = RateBudget()
         self._run: _ParityRun | None = None
@@ -77,6 +89,7 @@ class ParityWorker:
         if self._puller is not None:
             self._puller.close()
         self._server, self._puller, self._port = None, None, 0
+        self._group, self._round_id = None, -1
         if network is not None:
             self._server, self._own, self._port = network.peers, network.name, network.port
             self._puller = Puller(network.secret, incarnation=incarnation)
@@ -98,77 +111,97 @@ class ParityWorker:
 
     # ── orders of the coordinator ────────────────────────────────────────────────────────────────
 
-    def member(self, attempt: str) -> MemberFact:
-        """Return the images of an attempt that are here. Raises ArenaError or FormatError."""
-        slots, attempts = self._memory.discovered()
-        by_id = {slot.id: slot for slot in slots}
-        ranks = {rank: s for one in attempts if one.id == attempt for rank, s in one.slots.items()}
+    def member(self, order: messages.MakeParity) -> MemberFact:
+        """Return the images of an order that are here. Raises ArenaError, FormatError or NotFound.
+
+        NotFound if one is missing, or is not the one that was captured.
+        """
+        wanted = {rank for first, stop in order.ranks for rank in range(first, stop)}
+        slots = {slot.id: slot for slot in self._memory.discovered()[0]}
+        there = {rank: slots[n] for rank, n in self._slots_of(order.attempt).items()}
+        if lacking := sorted(wanted - there.keys()):
+            raise NotFound(f"the images of ranks {lacking[:4]} were damaged meanwhile")
+        sealed = ((rank, there[rank].header_xxh3, there[rank].table_xxh3) for rank in wanted)
+        if seals_of(sealed) != order.seals:
+            raise NotFound("the images here are not those that were captured")
         images = []
-        for rank, number in sorted(ranks.items()):
-            slot, image = by_id[number], self._memory.files[number].image
+        for rank in sorted(wanted):
+            slot = there[rank]
+            image = self._memory.files[slot.id].image
             start = header_size(bytes(image[:8]), f"rank {rank}", slot.image_bytes)
+            head = bytes(image[:start])
             images.append(
-                ImageFact(
-                    rank,
-                    slot.image_bytes,
-                    start,
-                    slot.header_xxh3,
-                    slot.table_xxh3,
-                    bytes(image[:start]),
-                )
+                ImageFact(rank, slot.image_bytes, start, slot.header_xxh3, slot.table_xxh3, head)
             )
         return MemberFact(self._own, tuple(images))
 
-    def make(
-        self, order: parity_messages.MakeParity, hosts: Sequence[m.HostEntry], tell: Told
-    ) -> None:
-        """Make the shards of this host, cancelling an earlier round."""
+    def _slots_of(self, attempt: str) -> dict[int, int]:
+        """Return this host's slots of an attempt, by rank."""
+        found = (one.slots for one in self._memory.discovered()[1] if one.id == attempt)
+        return next(found, {})
+
+    def join(self, group: messages.JoinGroup, hosts: Sequence[m.HostEntry]) -> None:
+        """Make parity with these hosts from now on."""
+        self._group = ParityGroup(
+            tuple(
+                Peer(hosts[n].id, hosts[n].address, port or hosts[n].port)
+                for n, port in zip(group.hosts, group.ports, strict=True)
+            ),
+            group.parity,
+        )
+
+    def make(self, order: messages.MakeParity, tell: Told) -> None:
+        """Make the shards of this host, cancelling another round. An order is obeyed once."""
+        if order.round_id == self._round_id:
+            return
+        self._round_id = order.round_id
         self.cancel("a newer turn has begun")
         self._is_unwanted = False
         try:
-            terms = self._terms(order)
-        except HoldfastError as error:  # the content of that buffer stays
-            tell(parity_messages.ParityFailed(turn=order.turn, reason=str(error)))
+            run = self._prepare(order, tell)
+        except (HoldfastError, KeyError) as error:  # the content of that buffer stays
+            tell(messages.ParityFailed(round_id=order.round_id, reason=str(error)))
             return
-        ports = {member.host: port for member, port in zip(order.members, order.ports, strict=True)}
-        peers = {h.id: Peer(h.id, h.address, ports.get(h.id) or h.port) for h in hosts}
-        self._next = _ParityRun(order, terms, peers, tell)
-        if self._run is None:
-            self._begin()
+        self._next = run
+        self._begin()
 
-    def _terms(self, order: parity_messages.MakeParity) -> RecordTerms:
-        """Return the terms of an order. FormatError or UsageError if no shards can be made by
-        them.
-        """
-        terms = RecordTerms(
-            self._memory.run_id,
-            Generation(order.incarnation, order.step),
-            order.attempt,
-            order.world,
-            order.layout,
-            order.parity,
-            order.members,
-            order.turn,
-        )
-        terms.number_of(self._own)
-        return terms
+    def _prepare(self, order: messages.MakeParity, tell: Told) -> _ParityRun:
+        """Look for the images of an order, and list them for the other members."""
+        group, server = self._group, self._server
+        if group is None or server is None:
+            raise NotProtected("this keeper was told no group")
+        subject = order.subject
+        if subject is None:
+            attempts = (one for one in self._memory.discovered()[1] if one.id == order.attempt)
+            if (one := next(attempts, None)) is None:
+                raise NotFound("there is no image of it here")
+            subject = one.incarnation, one.step, one.world, one.layout
+        member, half = self.member(order), 1 - order.half
+        records = [row.record for row in self.store.all() if row.half == half]
+        earlier = {
+            image.rank: image
+            for record in records[:1]
+            for one in record.members
+            for image in one.images
+        }
+        run = _ParityRun(order, group, subject, member, heads_of(records), tell)
+        server.offer_document(run.path, list_of(member, earlier), generation=run.generation)
+        return run
 
-    def begin(self, turn: int) -> None:
+    def begin(self, round_id: int) -> None:
         """Start the exchange: all hosts have their memory."""
-        if self._run is not None and self._run.order.turn == turn:
+        if self._run is not None and self._run.order.round_id == round_id:
             self._run.may_begin.set()
 
     def rebuild(
-        self, order: parity_messages.RebuildImage, hosts: Sequence[m.HostEntry], tell: Told
+        self, order: messages.RebuildImage, hosts: Sequence[m.HostEntry], tell: Told
     ) -> None:
         """Decode an image that no host has, from the surviving members of its group."""
         record = self.record_of(order.attempt, order.rank, order.half)
         reach = self.group_access(order.attempt, hosts, order.ports)
         if reach is None or record is None:
             reason = f"no parity is kept here of the image of rank {order.rank}"
-            tell(
-                parity_messages.RebuildFailed(slot=order.slot, attempt=order.attempt, reason=reason)
-            )
+            tell(messages.RebuildFailed(slot=order.slot, attempt=order.attempt, reason=reason))
             return
         self.rebuilding.begin(order, record, self._own, reach, tell)
 
@@ -182,7 +215,7 @@ class ParityWorker:
 
     def group_access(
         self, attempt: str, hosts: Sequence[m.HostEntry], ports: Mapping[str, int] | None = None
-    ) -> Callable[[], GroupAccess] | None:
+    ) -> Callable[[], KeeperReach] | None:
         """Return a function that locates the attempt's group parts, on a thread; None without
         hosts.
 
@@ -191,23 +224,23 @@ class ParityWorker:
         puller, own = self._puller, self._own
         if puller is None:
             return None
-        kept = self.store.of(attempt)
-        _, attempts = self._memory.discovered()
-        slots = {rank: s for one in attempts if one.id == attempt for rank, s in one.slots.items()}
+        kept, slots = self.store.of(attempt), self._slots_of(attempt)
         now = ports or {}
         peers = {h.id: Peer(h.id, h.address, now.get(h.id) or h.port) for h in hosts if h.id != own}
 
-        def find() -> GroupAccess:
-            from holdfast.keeper.parity.group_access import GroupAccess, map_shard
+        def find() -> KeeperReach:
+            from holdfast.keeper.parity.group_access import KeeperReach, map_shard
 
             rows = [(row, map_shard(row, self._memory.directory)) for row in kept]
-            return GroupAccess(own, self._memory, slots, rows, peers, puller)
+            return KeeperReach(own, self._memory, slots, rows, peers, puller)
 
         return find
 
     def cancel(self, why: str) -> None:
         """Cancel all work; stored shards stay."""
-        self._next = None
+        if self._next is not None:
+            self._withdraw(self._next)
+            self._next = None
         if self._run is not None:
             self._run.cancel(why)
 
@@ -231,16 +264,13 @@ class ParityWorker:
     # ── one round ────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self) -> None:
-        self._run, self._next = self._next, None
-        run = self._run
-        if run is None:
+        """Begin the next round, unless one is under way: who hears of an end may order another."""
+        run = self._next
+        if self._run is not None or run is None:
             return
+        self._run, self._next = run, None
         self._set_rate(run.order.rate_bytes_s)
-        self.store.forget(run.order.half)
-        thread = threading.Thread(
-            target=self._work, args=(run,), name="holdfast-parity", daemon=True
-        )
-        thread.start()
+        self._in_thread(run, lambda: self._agree(run), self._agreed)
 
     def _set_rate(self, rate_bytes_s: int | None) -> None:
         """Set the rate limit for pulling parity data, and for serving others meanwhile."""
@@ -248,20 +278,68 @@ class ParityWorker:
         if self._server is not None:
             self._server.set_rate(rate_bytes_s)
 
-    def _work(self, run: _ParityRun) -> None:
-        failure = ""
-        rows: list[StoredParity] = []
-        try:
-            rows = self._exchange(run)
-        except (HoldfastError, OSError) as error:
-            failure = str(error)
-        except Exception as error:  # the other hosts wait for this one, whatever the error is
-            failure = f"{type(error).__name__}: {error}"
-        self._background.from_thread(lambda: self._ended(run, rows, failure))
+    def _in_thread(
+        self, run: _ParityRun, work: Callable[[], T], done: Callable[[_ParityRun, T | str], None]
+    ) -> None:
+        """Run ``work`` on a thread; call ``done`` on the loop with the result, or the reason of its
+        failure.
+        """
 
-    def _exchange(self, run: _ParityRun) -> list[StoredParity]:
+        def body() -> None:
+            try:
+                result: T | str = work()
+            except (HoldfastError, OSError) as error:
+                result = str(error)
+            except Exception as error:  # the other hosts wait for this one, whatever the error is
+                result = f"{type(error).__name__}: {error}"
+            self._background.from_thread(lambda: done(run, result))
+
+        threading.Thread(target=body, name="holdfast-parity", daemon=True).start()
+
+    def _agree(self, run: _ParityRun) -> RecordTerms:
+        """Read on the thread of which images the members make parity; nothing is written yet."""
+        puller, order = self._puller, run.order
+        if puller is None:
+            raise NotProtected("this keeper serves no peers")
+
+        def patience() -> float:
+            return PATIENCE_S
+
+        incarnation, step, world, layout = run.subject
+        members = TermsReader(
+            run.member,
+            [peer for peer in run.group.members if peer.name != self._own],
+            attempt=order.attempt,
+            round_id=order.round_id,
+            generation=run.generation,
+            heads=run.heads,
+            budgeted=BudgetedPuller(puller, self._budget, run.scope, patience=patience),
+            scope=run.scope,
+            patience=patience,
+        ).run()
+        terms = RecordTerms(
+            self._memory.run_id,
+            Generation(incarnation, step),
+            order.attempt,
+            world,
+            layout,
+            run.group.parity,
+            members,
+            order.round_id,
+        )
+        terms.number_of(self._own)
+        return terms
+
+    def _agreed(self, run: _ParityRun, terms: RecordTerms | str) -> None:
+        if isinstance(terms, str) or run.why:
+            self._ended(run, terms if isinstance(terms, str) else run.why)
+            return
+        self.store.forget(run.order.half)
+        self._in_thread(run, lambda: self._exchange(run, terms), self._ended)
+
+    def _exchange(self, run: _ParityRun, terms: RecordTerms) -> list[StoredParity]:
         """Run the exchange on the thread; return all shards, with their records written."""
-        order, terms, server, puller = run.order, run.terms, self._server, self._puller
+        order, server, puller = run.order, self._server, self._puller
         if server is None or puller is None:
             raise NotProtected("this keeper serves no peers")
         self._files.make(terms, self._own, order.half)
@@ -270,14 +348,14 @@ class ParityWorker:
         exchange = ShardExchange(
             terms,
             self._own,
-            peers={k: p for k, p in run.peers.items() if k != self._own},
+            peers={peer.name: peer for peer in run.group.members if peer.name != self._own},
             room=self._room(terms, {(k.stripe, k.row): m for k, (_, m) in places.items()}),
             offers=ThreadOffering(server, self._loop),
             puller=puller,
             budget=self._budget,
         )
         run.begin(exchange)
-        ready = parity_messages.ParityReady(turn=order.turn)
+        ready = messages.ParityReady(round_id=order.round_id, terms=terms.digest)
         self._background.from_thread(lambda: run.tell(ready))
         if not run.may_begin.wait(READY_S):
             raise NotProtected(f"not all hosts had memory for parity in {READY_S:.0f} s")
@@ -296,18 +374,23 @@ class ParityWorker:
         path, memory = passing
         return ShardMemory(rows, self._staging, memory, path, IMAGE_START)
 
-    def _ended(self, run: _ParityRun, rows: list[StoredParity], failure: str) -> None:
-        """Handle the end of a round, on the loop."""
+    def _withdraw(self, run: _ParityRun) -> None:
+        if self._server is not None:
+            self._server.withdraw(run.path)
+
+    def _ended(self, run: _ParityRun, made: list[StoredParity] | str) -> None:
+        """Handle the end of a round, on the loop. ``made``: its shards, or why there are none."""
         self._run = None
+        self._withdraw(run)
         self._set_rate(None)  # a restore reads as fast as it can
-        self.store.add(rows)
-        turn = run.order.turn
-        if run.why:
-            failure = run.why
-        if failure:
-            run.tell(parity_messages.ParityFailed(turn=turn, reason=failure))
+        failure = made if isinstance(made, str) else ""
+        if not isinstance(made, str):
+            self.store.add(made)
+        if failure or run.why:
+            reason = run.why or failure
+            run.tell(messages.ParityFailed(round_id=run.order.round_id, reason=reason))
         else:
-            run.tell(parity_messages.ParityComplete(turn=turn))
+            run.tell(messages.ParityComplete(round_id=run.order.round_id))
         self._begin()
         self._drop_if_idle()
 
@@ -320,33 +403,29 @@ def protect(
 ) -> None:
     """Execute a parity order of the coordinator; ``tell`` is called with the results."""
     match fact:
-        case parity_messages.ListImages(turn=turn, attempt=attempt):
-            try:
-                reply = parity_messages.ImagesListed(turn=turn, member=parity.member(attempt))
-            except (HoldfastError, KeyError) as error:
-                reply = parity_messages.ImagesListed(turn=turn, member=None, reason=str(error))
-            tell(reply)
-        case parity_messages.MakeParity():
-            parity.make(fact, hosts, tell)
-        case parity_messages.BeginParity(turn=turn):
-            parity.begin(turn)
-        case parity_messages.CancelParity(reason=reason):
+        case messages.JoinGroup():
+            parity.join(fact, hosts)
+        case messages.MakeParity():
+            parity.make(fact, tell)
+        case messages.BeginParity(round_id=round_id):
+            parity.begin(round_id)
+        case messages.CancelParity(reason=reason):
             parity.cancel(reason)
-        case parity_messages.DropParity():
+        case messages.DropParity():
             parity.drop()
-        case parity_messages.DropShards(turn=turn, half=half):
+        case messages.DropShards(round_id=round_id, half=half):
             parity.drop_buffer(half)
-            tell(parity_messages.ShardsDropped(turn=turn))
-        case parity_messages.RebuildImage():
+            tell(messages.ShardsDropped(round_id=round_id))
+        case messages.RebuildImage():
             parity.rebuild(fact, hosts, tell)
-        case parity_messages.CancelRebuild(reason=reason):
+        case messages.CancelRebuild(reason=reason):
             parity.rebuilding.cancel(reason)
 
 
-def stored_shards(parity: ParityWorker) -> tuple[parity_messages.ParityShards, ...]:
+def stored_shards(parity: ParityWorker) -> tuple[messages.ParityShards, ...]:
     """Return the stored shards as a message for the coordinator."""
     return tuple(
-        parity_messages.ParityShards(
+        messages.ParityShards(
             half=row.half,
             attempt=row.record.attempt,
             members=row.members,
@@ -362,20 +441,34 @@ def ranks_of(record: ParityRecord) -> set[int]:
     return {image.rank for member in record.members for image in member.images}
 
 
+class ParityGroup(NamedTuple):
+    """The members of this host's group, in order of id, and how many of them can be lost."""
+
+    members: tuple[Peer, ...]
+    parity: int
+
+
 class _ParityRun:
     """One round on this host, from its order on."""
 
     def __init__(
         self,
-        order: parity_messages.MakeParity,
-        terms: RecordTerms,
-        peers: dict[str, Peer],
+        order: messages.MakeParity,
+        group: ParityGroup,
+        subject: tuple[int, int, int, str],
+        member: MemberFact,
+        heads: Mapping[str, bytes],
         tell: Told,
     ) -> None:
-        self.order, self.terms, self.peers, self.tell = order, terms, peers, tell
+        self.order, self.group, self.subject, self.member = order, group, subject, member
+        self.heads, self.tell = heads, tell
+        self.generation = generation_name(Generation(*subject[:2]))
+        self.path = members_path(order.attempt, order.round_id)
         self.why = ""
         """Reason for its cancellation; "" while it is not cancelled."""
         self.may_begin = threading.Event()
+        self.scope = CancelScope()
+        """Of what is read before the exchange."""
         self._exchange: ShardExchange | None = None
         self._lock = threading.Lock()
 
@@ -391,5 +484,6 @@ class _ParityRun:
         with self._lock:
             self.why = self.why or why
             self.may_begin.set()
+            self.scope.stop(NotProtected(why))
             if self._exchange is not None:
                 self._exchange.cancel(why)

@@ -336,10 +336,10 @@ class Outbox:
         )
 
     def _manifest_path(self, row: int) -> str:
-        return manifest_path(self._terms.attempt, self._terms.turn, self._stripe, row)
+        return manifest_path(self._terms.attempt, self._terms.round_id, self._stripe, row)
 
     def _path(self, window: int, row: int) -> str:
-        return window_path(self._terms.attempt, self._terms.turn, self._stripe, row, window)
+        return window_path(self._terms.attempt, self._terms.round_id, self._stripe, row, window)
 
     def _at(self, window: int, row: int) -> int:
         return (window % DEPTH * len(self._rows) + row - 1) * WINDOW_BYTES
@@ -387,7 +387,7 @@ class Inbox:
         self._patience = patience
         self._task = SignedRequest(
             "GET",
-            manifest_path(terms.attempt, terms.turn, kept.stripe, kept.row),
+            manifest_path(terms.attempt, terms.round_id, kept.stripe, kept.row),
             generation_name(terms.generation),
         )
 
@@ -459,7 +459,7 @@ class Inbox:
             [
                 WantedRange(
                     self._encoder,
-                    window_path(terms.attempt, terms.turn, kept.stripe, kept.row, number),
+                    window_path(terms.attempt, terms.round_id, kept.stripe, kept.row, number),
                     self._task.generation,
                     0,
                     part,

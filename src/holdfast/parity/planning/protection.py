@@ -54,7 +54,7 @@ class Protection:
     half: int = 1
     """The parity buffer (0 or 1) that holds the shards of ``protected``."""
     coding: Cover | None = None
-    turn: int = 0
+    round_id: int = 0
     """Counts the rounds begun: a seal of an earlier round says nothing about this round's shards.
     """
     sealed: frozenset[str] = frozenset()
@@ -99,16 +99,16 @@ class Protection:
         return replace(self, captured=captured)
 
     def begin(self) -> Protection:
-        """All members begin to code ``next`` into ``coding_half``; their seals carry ``turn``."""
+        """All members begin to code ``next`` into ``coding_half``; seals carry ``round_id``."""
         if (cover := self.next) is None:
             return self
-        return replace(self, coding=cover, turn=self.turn + 1, sealed=frozenset())
+        return replace(self, coding=cover, round_id=self.round_id + 1, sealed=frozenset())
 
-    def has_sealed(self, turn: int, member: str) -> Protection:
+    def has_sealed(self, round_id: int, member: str) -> Protection:
         """A member has sealed all its shards of that round; the last member's seal completes
         protection.
         """
-        if self.coding is None or turn != self.turn or member not in self.coding.members:
+        if self.coding is None or round_id != self.round_id or member not in self.coding.members:
             return self
         sealed = self.sealed | {member}
         if len(sealed) < len(self.coding.members):
@@ -117,13 +117,13 @@ class Protection:
             self, protected=self.coding, half=self.coding_half, coding=None, sealed=frozenset()
         )
 
-    def has_failed(self, turn: int) -> Protection:
+    def has_failed(self, round_id: int) -> Protection:
         """A member failed: all members discard what this round made."""
-        if turn != self.turn:
+        if round_id != self.round_id:
             return self
         return replace(self, coding=None, sealed=frozenset())
 
-    def has_lost_rows(self, captured: CaptureDone) -> Protection:
+    def has_lost_shards(self, captured: CaptureDone) -> Protection:
         """Some of its shards or images are missing: it must be coded again, also by the same hosts.
 
         The remaining shards stay until that is done.
@@ -199,7 +199,7 @@ def take_over(
     *,
     restored: str,
     incarnation: int,
-    turn: int,
+    round_id: int,
 ) -> Takeover:
     """Return the state with which a coordinator begins, from the images and shards on the hosts.
 
@@ -221,12 +221,12 @@ def take_over(
         default=None,
     )
     if chosen is None:
-        return Takeover(Protection(members, turn=turn), ())
+        return Takeover(Protection(members, round_id=round_id), ())
     coding = codes[chosen]
     # Where shards are lost the snapshot is coded again, also by the same hosts.
     cover = Cover(chosen.captured, frozenset() if coding.lost else coding.hosts)
     return Takeover(
-        Protection(members, protected=cover, half=coding.half, turn=turn), coding.groups
+        Protection(members, protected=cover, half=coding.half, round_id=round_id), coding.groups
     )
 
 

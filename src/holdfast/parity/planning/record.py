@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -63,6 +63,11 @@ class MemberFact(msgspec.Struct, frozen=True):
     images: tuple[ImageFact, ...]
 
 
+def seals_of(images: Iterable[tuple[int, str, str]]) -> int:
+    """Return one checksum of many seals: rank, header's and table's checksum of each image."""
+    return checksum(msgspec.msgpack.encode(sorted(images)))
+
+
 class ParityRecord(msgspec.Struct, frozen=True):
     """Describes one parity shard.
 
@@ -111,7 +116,7 @@ class RecordTerms:
     layout: str
     parity: int
     members: tuple[MemberFact, ...]
-    turn: int
+    round_id: int
     """The number of the coordinator's round; see ``protection``."""
 
     def __post_init__(self) -> None:
@@ -123,6 +128,13 @@ class RecordTerms:
     def placement(self) -> StripePlacement:
         """Return the placement of every byte of the members' images and of their parity."""
         return placement_of(self.members, self.parity)
+
+    @cached_property
+    def digest(self) -> int:
+        """Return a checksum of all terms, by which the members know that they agree."""
+        return checksum(
+            msgspec.msgpack.encode((self.round_id, self.record(StoredShard(0, 0, 0), b"")))
+        )
 
     def number_of(self, host: str) -> int:
         """Return the member number of a host. UsageError when the host is no member."""

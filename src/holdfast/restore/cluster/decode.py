@@ -35,12 +35,22 @@ from holdfast.parity.planning.placement import (
     StripePlacement,
     needed_for,
     needed_for_parity,
+    stored_by,
 )
-from holdfast.restore.cluster.peer_images import Ranges
-from holdfast.restore.planning.holdings import CodedGroup
+from holdfast.parity.planning.record import ParityRecord
+from holdfast.restore.cluster.peer_images import PeerRanges, Ranges
+from holdfast.restore.planning.holdings import (
+    CodedGroup,
+    GroupCoding,
+    GroupMember,
+    ImageIdentity,
+)
 from holdfast.restore.planning.plan import BATCH_BYTES
 from holdfast.restore.reading.images import ImageFile, checked_header, checked_table
 from holdfast.storage.direct import aligned_memory
+from holdfast.transport.client import Puller
+from holdfast.transport.client_connection import Peer
+from holdfast.transport.wire.http import parity_path
 
 #: Errors of one source of a group, not of all of them.
 BROKEN = (PeerError, ArenaError, StorageError, FormatError, NotFound)
@@ -420,3 +430,77 @@ class DegradedImage:
             "the parity is not of these images. Another source is used; please report this.",
             image=self.name,
         )
+
+
+# Where the parts of a group are: a restore, a rebuild and a repair each know that in a way of their
+# own, and read all the rest alike.
+
+
+class GroupAccess:
+    """One group of an attempt, with a way to each of its parts that still exists.
+
+    ``identity``: the metadata in all headers of the attempt, but for the rank. ``image`` and
+    ``shard`` open a member's image, and its parity shard (stripe, row): None if nobody has it.
+    """
+
+    def __init__(
+        self,
+        coding: GroupCoding,
+        identity: Mapping[str, str],
+        image: Callable[[GroupMember, ImageIdentity], ImageFile | None],
+        shard: Callable[[GroupMember, int, int], ParityRow | None],
+    ) -> None:
+        self.coding, self._identity = coding, identity
+        members, placement = coding.members, coding.placement
+        images = {
+            (number, n): CodedImage(file, coded.data_start, self.identity(coded.image.rank))
+            for number, member in enumerate(members)
+            for n, coded in enumerate(member.images)
+            if (file := image(member, coded.image)) is not None
+        }
+        rows = {
+            (kept.stripe, kept.row): found
+            for number, member in enumerate(members)
+            for kept in stored_by(placement, number)
+            if (found := shard(member, kept.stripe, kept.row)) is not None
+        }
+        self.reader = GroupReader(placement, [member.host for member in members], images, rows)
+
+    def identity(self, rank: int) -> dict[str, str]:
+        """Return the metadata in the header of an image of the attempt."""
+        return {**self._identity, "rank": str(rank)}
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Return (member, image) of a rank in the group. NotFound if the rank is not in it."""
+        for number, member in enumerate(self.coding.members):
+            for n, coded in enumerate(member.images):
+                if coded.image.rank == rank:
+                    return number, n
+        raise NotFound(f"the image of rank {rank} is not of the group of this row")
+
+    def lost_image(self, rank: int, read_head: Callable[[], bytes], name: str) -> DegradedImage:
+        """Return an image that is decoded from the other members."""
+        member, image = self.place_of(rank)
+        coded = self.coding.members[member].images[image]
+        return DegradedImage(self.reader, member, image, coded, read_head, name)
+
+
+def peer_shard(
+    puller: Puller,
+    peer: Peer,
+    attempt: str,
+    generation: str,
+    size_bytes: int,
+    at: tuple[int, int],
+    record: Callable[[], ParityRecord],
+) -> ParityRow:
+    """Open a parity shard (stripe, row) on a peer; ``record`` returns its record, verified."""
+    path = parity_path(attempt, *at)
+    ranges = PeerRanges(puller, peer, path, generation, size_bytes, f"{peer.name}{path}")
+    return ParityRow(ranges, lambda: sums_of(record()))
+
+
+def sums_of(record: ParityRecord) -> list[int]:
+    """Return the checksums of a shard's blocks."""
+    found: list[int] = np.frombuffer(record.sums, "<u8").tolist()
+    return found

@@ -7,13 +7,11 @@ All images are read through the same interface, whatever their source.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-
-import numpy as np
 
 from holdfast.errors import ArenaError, ChecksumMismatch, HoldfastError, NotFound
 from holdfast.format.manifest import Generation
@@ -23,15 +21,15 @@ from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.cluster.collect import decode_inventory, read_record
 from holdfast.restore.cluster.decode import (
     BROKEN,
-    CodedImage,
-    DegradedImage,
-    GroupReader,
+    GroupAccess,
     ParityRow,
+    peer_shard,
 )
-from holdfast.restore.cluster.peer_images import PeerImage, PeerRanges
+from holdfast.restore.cluster.peer_images import PeerImage
 from holdfast.restore.planning.holdings import (
     Decoding,
     GroupCoding,
+    GroupMember,
     ImageIdentity,
     ImageOrigin,
     Recovery,
@@ -46,7 +44,6 @@ from holdfast.transport.wire.http import (
     INVENTORY,
     generation_name,
     layout_path,
-    parity_path,
 )
 
 
@@ -162,7 +159,7 @@ class ImageOpener:
         }
         self.files = _ImageFiles(recovery.world, self._open)
         self.stored: Checkpoint | None = None
-        self._groups: dict[GroupCoding, GroupReader] = {}
+        self._groups: dict[GroupCoding, GroupAccess] = {}
         self._records: dict[tuple[str, int, int], ParityRecord] = {}
 
     def layout(self) -> Layout:
@@ -232,54 +229,37 @@ class ImageOpener:
         if way.coding not in self._groups:
             self._groups[way.coding] = self._group(way)
         member = way.coding.members[way.member]
-        return DegradedImage(
-            self._groups[way.coding],
-            way.member,
-            way.image,
-            member.images[way.image],
-            partial(self._head, way),
-            image_name(member.host, self._attempt, source.rank),
-        )
+        name = image_name(member.host, self._attempt, source.rank)
+        return self._groups[way.coding].lost_image(source.rank, partial(self._head, way), name)
 
-    def _group(self, way: Decoding) -> GroupReader:
-        coding = way.coding
-        images = {
-            (number, n): CodedImage(
-                self.files[coded.image.rank],
-                coded.data_start,
-                self.identity | {"rank": str(coded.image.rank)},
-            )
-            for number, member in enumerate(coding.members)
-            for n, coded in enumerate(member.images)
-            if self._is_held(coded.image)
-        }
-        rows = {(row.stripe, row.row): self._row(coding, row) for row in way.rows}
-        return GroupReader(
-            coding.placement, [member.host for member in coding.members], images, rows
-        )
+    def _group(self, way: Decoding) -> GroupAccess:
+        coding, hosts = way.coding, {(row.stripe, row.row): row.hosts for row in way.rows}
 
-    def _is_held(self, image: ImageIdentity) -> bool:
+        def shard(_: GroupMember, stripe: int, row: int) -> ParityRow | None:
+            return self._row(coding, (stripe, row), hosts.get((stripe, row), ()))
+
+        return GroupAccess(coding, self.identity, self._image, shard)
+
+    def _image(self, _: GroupMember, image: ImageIdentity) -> ImageFile | None:
         source = self._recovery.sources[image.rank]
-        return bool(source.hosts) and source.image == image
+        return self.files[image.rank] if source.hosts and source.image == image else None
 
-    def _row(self, coding: GroupCoding, row: ShardSource) -> ParityRow:
-        here = self._reach.host
-        host = here if here in row.hosts else row.hosts[0]
-        path = parity_path(self._attempt, row.stripe, row.row)
-        ranges = PeerRanges(
-            self._reach.puller,
-            self._reach.peer(host),
-            path,
+    def _row(
+        self, coding: GroupCoding, at: tuple[int, int], hosts: Sequence[str]
+    ) -> ParityRow | None:
+        if not hosts:
+            return None
+        reach = self._reach
+        host = reach.host if reach.host in hosts else hosts[0]
+        return peer_shard(
+            reach.puller,
+            reach.peer(host),
+            self._attempt,
             self._generation,
-            coding.row_bytes(row.stripe),
-            f"{host}{path}",
+            coding.row_bytes(at[0]),
+            at,
+            lambda: self._record(coding, host, *at),
         )
-
-        def sums() -> tuple[int, ...]:
-            found = self._record(coding, host, row.stripe, row.row).sums
-            return tuple(np.frombuffer(found, "<u8").tolist())
-
-        return ParityRow(ranges, sums)
 
     def _head(self, way: Decoding) -> bytes:
         """Return the header of a lost image, from the first record that has it correctly."""

@@ -240,16 +240,21 @@ def record_path(attempt: str, stripe: int, row: int) -> str:
     return f"/records/{attempt}/{stripe}/{row}"
 
 
-def manifest_path(attempt: str, turn: int, stripe: int, row: int) -> str:
+def members_path(attempt: str, round_id: int) -> str:
+    """A document: a host's images in one parity round, as ``parity.exchange.terms`` lists them."""
+    return f"/members/{attempt}/{round_id}"
+
+
+def manifest_path(attempt: str, round_id: int, stripe: int, row: int) -> str:
     """A document: the manifest of the windows of a parity shard in the making that can be fetched
     now.
 
-    ``turn``: the number of the round. So a manifest of an earlier round is never mistaken for this
-    one.
+    ``round_id``: the number of the round. So a manifest of an earlier round is never mistaken for
+    this one.
     """
-    return f"/windows/{attempt}/{turn}/{stripe}/{row}"
+    return f"/windows/{attempt}/{round_id}/{stripe}/{row}"
 
 
-def window_path(attempt: str, turn: int, stripe: int, row: int, window: int) -> str:
+def window_path(attempt: str, round_id: int, stripe: int, row: int, window: int) -> str:
     """One window of a parity shard in the making."""
-    return f"{manifest_path(attempt, turn, stripe, row)}/{window}"
+    return f"{manifest_path(attempt, round_id, stripe, row)}/{window}"
