@@ -20,7 +20,8 @@ from holdfast.policy.arguments import parity_rate
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import boot_id
 from holdfast.transport.channel import secret_from_environment
-from holdfast.world import World, all_gather_or_raise, from_rank0, host_id
+from holdfast.transport.wire.rank_tree import Range, ranks_in
+from holdfast.world import World, agree_or_raise, all_said_or_raise, from_rank0, host_id
 
 ADDRESS = "HOLDFAST_HOST_ADDRESS"
 DOMAIN = "HOLDFAST_FAILURE_DOMAIN"
@@ -28,6 +29,7 @@ PARITY_RATE = "HOLDFAST_PARITY_RATE"
 LOOPBACK = "127.0.0.1"
 _SECRET_BYTES = 32
 _OF_RUN = b"holdfast run\n"
+_FROM_FILE = b""
 #: Seconds for which a keeper waits for the coordinator once the run has begun: there are many
 #: saves.
 LATER_S = 1.0
@@ -133,29 +135,30 @@ class HostTable:
         is mistaken for that of a copy.
         """
 
-        def say() -> bytes:
+        def say() -> tuple[bytes]:
             found = secret_from_environment()
             self.secret = found or b""
-            if found is not None:
-                return b""  # never over the store: a file is for those who do not trust that
-            return secrets.token_bytes(_SECRET_BYTES) if world.rank == 0 else b"none"
+            if found is not None:  # never to other ranks: a file is for those who do not trust that
+                return (_FROM_FILE,)
+            return (secrets.token_bytes(_SECRET_BYTES) if world.rank == 0 else b"none",)
 
-        said = all_gather_or_raise(world, "start: secret", say, timeout_s=timeout_s)
-        without = [rank for rank, secret in enumerate(said) if secret]
-        if 0 < len(without) < world.size:
+        [said] = all_said_or_raise(world, "start: secret", say, timeout_s=timeout_s)
+        without = [one for one in said if one.value != _FROM_FILE]
+        if without and len(without) < len(said):
+            ranks = sorted(rank for one in without for rank in ranks_in(one.ranks))
             raise UsageError(
-                f"HOLDFAST_SECRET_FILE is not set on ranks {without}, but on the others: set it on "
+                f"HOLDFAST_SECRET_FILE is not set on ranks {ranks}, but on the others: set it on "
                 "every host, to a file with the same bytes, or nowhere"
             )
-        secret = self.secret or said[0]
+        secret = self.secret or said[0].value
         self.secret = hmac.digest(secret, _OF_RUN + run.encode(), "sha256") if run else secret
 
     def survey(self, world: World, request: Request, timeout_s: float) -> int:
         """Asks all keepers; returns the newest incarnation that any of them knows."""
 
-        def ask() -> bytes:
+        def ask() -> tuple[bytes]:
             if not self.speaks_for(world.rank):
-                return b""
+                return (b"",)
             answer = request(
                 m.ProbeHost(
                     secret=self.secret,
@@ -165,16 +168,20 @@ class HostTable:
                 m.HostProbed,
             )
             assert isinstance(answer, m.HostProbed)
-            return msgspec.json.encode((answer.newest, answer.port, answer.control_port))
+            known = self.own, answer.newest, answer.port, answer.control_port
+            return (msgspec.json.encode(known),)
 
-        said = all_gather_or_raise(world, "start: keepers", ask, timeout_s=timeout_s)
-        newest, table = 0, []
-        for place in self.table:
-            known, port, control_port = msgspec.json.decode(
-                said[min(place.ranks)], type=tuple[int, int, int]
-            )
-            newest = max(newest, known)
-            table.append(msgspec.structs.replace(place, port=port, control_port=control_port))
+        [said] = all_said_or_raise(world, "start: keepers", ask, timeout_s=timeout_s)
+        newest, table = 0, list(self.table)
+        for one in said:
+            if one.value:
+                host, known, port, control_port = msgspec.json.decode(
+                    one.value, type=tuple[int, int, int, int]
+                )
+                newest = max(newest, known)
+                table[host] = msgspec.structs.replace(
+                    table[host], port=port, control_port=control_port
+                )
         self.table = tuple(table)
         return newest
 
@@ -193,31 +200,32 @@ class HostTable:
         n = int(begun)
         self.within_s = timeout_s / 2
 
-        def tell() -> bytes:
+        def tell() -> None:
             if self.own and self.speaks_for(world.rank):
                 request(self.part(n, world.nonce), m.Done)
-            return b""
 
-        all_gather_or_raise(world, "start: hosts", tell, timeout_s=timeout_s)
+        agree_or_raise(world, "start: hosts", tell, timeout_s=timeout_s)
         return n
 
 
-def hosts_of(facts: Sequence[HostFact], rank: int, *, were_more: bool = False) -> HostTable | None:
-    """Returns the hosts of these ranks, in order of their lowest; None when all are on one.
+def hosts_of(
+    facts: Sequence[tuple[HostFact, Sequence[Range]]], rank: int, *, were_more: bool = False
+) -> HostTable | None:
+    """Returns the hosts that ranks described, in order of their lowest; None when all are on one.
 
-    ``were_more``: an earlier start may have been on several, whose memory this one has parity of.
-    Raises UsageError when there are several and one of them does not know its address for the
-    others.
+    ``facts``: in this order too, with the ranks that gave each. ``were_more``: an earlier start may
+    have been on several, whose memory this one has parity of. Raises UsageError when there are
+    several and one of them does not know its address for the others.
     """
-    ranks: dict[str, list[int]] = {}
-    for number, fact in enumerate(facts):
-        ranks.setdefault(fact.id, []).append(number)
-    if len(ranks) == 1 and not were_more:
+    hosts: dict[str, tuple[HostFact, list[int]]] = {}
+    for fact, some in facts:
+        hosts.setdefault(fact.id, (fact, []))[1].extend(ranks_in(some))
+    if len(hosts) == 1 and not were_more:
         return None
-    is_one_machine = len({fact.machine for fact in facts}) == 1
+    is_one_machine = len({fact.machine for fact, _ in facts}) == 1
     table = []
-    for id_, numbers in ranks.items():
-        said = facts[numbers[0]].address
+    for id_, (fact, ranks) in hosts.items():
+        said = fact.address
         address = (said or LOOPBACK) if is_one_machine else said
         if not is_one_machine and (not address or address.startswith("127.") or address == "::1"):
             raise UsageError(
@@ -225,15 +233,14 @@ def hosts_of(facts: Sequence[HostFact], rank: int, *, were_more: bool = False) -
                 f"{address or 'none'}): set HOLDFAST_HOST_ADDRESS to it there, or MASTER_ADDR to "
                 "an address and no name of the host itself"
             )
-        fact = facts[numbers[0]]
         table.append(
             m.HostEntry(
                 id=id_,
-                ranks=tuple(numbers),
+                ranks=tuple(sorted(ranks)),
                 address=address,
                 domain=fact.domain,
                 parity_rate=fact.parity_rate,
             )
         )
-    own = list(ranks).index(facts[rank].id)
+    own = next(n for n, place in enumerate(table) if rank in place.ranks)
     return HostTable(tuple(table), own)

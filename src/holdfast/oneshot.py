@@ -51,9 +51,10 @@ from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside
 from holdfast.storage.base import Lock, Store
 from holdfast.storage.open import open_store
+from holdfast.transport.wire.rank_tree import by_rank
 from holdfast.world import (
     World,
-    all_gather_or_raise,
+    all_said_or_raise,
     current_world,
     from_rank0,
     host_id,
@@ -101,11 +102,11 @@ def save(
         attempt = incarnation.nonce[:8]
         generation = Generation(incarnation.n, step)
 
-        def write() -> bytes:
+        def write() -> tuple[bytes]:
             _require_same_root(world, store, incarnation.run_id)
             ref = _write_image(world, store, described, layout, incarnation, generation, attempt)
             rest.check()
-            return msgspec.json.encode(ref)
+            return (msgspec.json.encode(ref),)
 
         def publish() -> bytes:
             try:
@@ -134,14 +135,14 @@ def save(
             return b""
 
         try:
-            refs = all_gather_or_raise(
+            [refs] = all_said_or_raise(
                 world, "save: write", write, timeout_s=timeout_s * _IO_PATIENCE
             )
         except BaseException:
             if world.rank == 0:  # before the lock is released; what another rank still writes stays
                 _clear(store, generation, attempt)
             raise
-        images = tuple(msgspec.json.decode(ref, type=ImageRef) for ref in refs)
+        images = tuple(msgspec.json.decode(ref, type=ImageRef) for ref in by_rank(refs))
         from_rank0(world, "save: publish", publish, timeout_s=timeout_s * _IO_PATIENCE)
     finally:
         for held in lock:
@@ -204,19 +205,19 @@ def _agree_layout(
     """Returns this rank's leaves, and all ranks' together. One rank's error is raised on all."""
     described: list[Description] = []
 
-    def describe() -> bytes:
+    def describe() -> tuple[bytes, bytes]:
         if not isinstance(state, dict) or not state:
             raise UsageError("the state is a dict from names to objects, and not empty")
         check_rules("rules", rules)
         describer = Describer(state, world.rank, world.size, rules=rules)
         usage = describer.usage()
         described.append(describer.describe())
-        return msgspec.msgpack.encode((described[0].table, usage))
+        return described[0].table, usage
 
-    told = all_gather_or_raise(world, "save: state", describe, timeout_s=timeout_s)
-    said = [msgspec.msgpack.decode(each, type=tuple[bytes, bytes]) for each in told]
-    require_all_used([usage for _, usage in said])
-    return described[0], merge([table_from_json(table) for table, _ in said])
+    tables, usages = all_said_or_raise(world, "save: state", describe, timeout_s=timeout_s)
+    require_all_used([usage.value for usage in usages])
+    decoded = {table.value: table_from_json(table.value) for table in tables}
+    return described[0], merge([decoded[table] for table in by_rank(tables)])
 
 
 def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:

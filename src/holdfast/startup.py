@@ -8,13 +8,12 @@ from __future__ import annotations
 import glob
 import os
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
-from msgspec import msgpack
 
 from holdfast.capture.saver import Saver
 from holdfast.capture.task import RankIdentity, Timeouts
@@ -37,7 +36,8 @@ from holdfast.state.mapped.mapper import require_all_used
 from holdfast.state.objects import State
 from holdfast.storage.base import Store
 from holdfast.storage.files import common_identity
-from holdfast.world import World, all_gather_or_raise, from_rank0, host_id
+from holdfast.transport.wire.rank_tree import Said, ranks_in
+from holdfast.world import World, agree_or_raise, all_said_or_raise, from_rank0, host_id
 
 #: Seconds for which a failed start waits for its own threads to end.
 _HANG_UP_S = 5.0
@@ -73,14 +73,13 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     """Agrees with the other ranks on run, host and incarnation, and joins it at the keeper."""
     timeout_s = options.timeout_s
     describer = Describer(state, world.rank, world.size, mark_frozen=True, rules=options.rules)
-    told = all_gather_or_raise(
+    plans, usages, facts = all_said_or_raise(
         world, "start: state", lambda: _plan(state, describer, options), timeout_s=timeout_s
     )
-    plans = [msgpack.decode(each, type=tuple[bytes, bytes, bytes]) for each in told]
-    _require_one_plan([plan for plan, _, _ in plans])
-    require_all_used([usage for _, usage, _ in plans])
-    facts = [msgspec.json.decode(fact, type=HostFact) for _, _, fact in plans]
-    hosts = hosts_of(facts, world.rank, were_more=options.parity > 0)
+    _require_one_plan(plans)
+    require_all_used([usage.value for usage in usages])
+    of_hosts = [(msgspec.json.decode(said.value, type=HostFact), said.ranks) for said in facts]
+    hosts = hosts_of(of_hosts, world.rank, were_more=options.parity > 0)
     opened = from_rank0(
         world, "start: root", lambda: _open_root(store, options), timeout_s=timeout_s
     )
@@ -105,13 +104,13 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
             begin = partial(_begin, world, saver, offers, timeout_s)
             begun = from_rank0(world, "start: incarnation", begin, timeout_s=timeout_s)
         else:
-            of_all = common_identity(filter(None, seen))
+            of_all = common_identity(said.value.decode() for said in seen)
             hosts.agree_on_secret(world, timeout_s, f"{run_id}\n{of_all}")
             begun = _begin_on_hosts(world, hosts, saver, offers, timeout_s)
         incarnation, may_restore = msgspec.json.decode(begun, type=tuple[int, bool])
         offers.incarnation = incarnation
         saver.place = replace(place, incarnation=incarnation)
-        all_gather_or_raise(world, "start: join", lambda: _join(saver), timeout_s=timeout_s)
+        agree_or_raise(world, "start: join", saver.reconnect, timeout_s=timeout_s)
     except BaseException:
         # A keeper with an open connection would hold the root against the next try.
         saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
@@ -131,7 +130,7 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     return StartedRun(run_id, incarnation, may_restore, saver, offers)
 
 
-def _plan(state: State, describer: Describer, options: RunOptions) -> bytes:
+def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[bytes, ...]:
     """Encodes the settings that must be equal on all ranks; raises for a state that cannot be
     saved.
     """
@@ -151,17 +150,17 @@ def _plan(state: State, describer: Describer, options: RunOptions) -> bytes:
             "grace_s": str(options.grace_s),
         }
     )
-    return msgpack.encode((plan, usage, msgspec.json.encode(HostFact.of_this(describer.world))))
+    return plan, usage, msgspec.json.encode(HostFact.of_this(describer.world))
 
 
-def _require_one_plan(plans: list[bytes]) -> None:
-    ranks = [msgspec.json.decode(plan, type=dict[str, str]) for plan in plans]
-    for rank, plan in enumerate(ranks):
+def _require_one_plan(plans: Sequence[Said]) -> None:
+    first, *others = (msgspec.json.decode(plan.value, type=dict[str, str]) for plan in plans)
+    for said, plan in zip(plans[1:], others, strict=True):
         for name, value in plan.items():
-            if value != ranks[0][name]:
+            if value != first[name]:
                 raise UsageError(
-                    f"the ranks disagree: {name} is {ranks[0][name]} on rank 0 and {value} on "
-                    f"rank {rank}. Give every rank's Checkpointer the same arguments."
+                    f"the ranks disagree: {name} is {first[name]} on rank 0 and {value} on "
+                    f"rank {said.first}. Give every rank's Checkpointer the same arguments."
                 )
 
 
@@ -177,43 +176,43 @@ def _open_root(store: Store, options: RunOptions) -> bytes:
     return found.run_id.encode()
 
 
-def _agree_on_root(world: World, store: Store, run_id: str, options: RunOptions) -> list[str]:
-    """The identity of the root as each rank sees it; "" by one that does not find it now.
+def _agree_on_root(world: World, store: Store, run_id: str, options: RunOptions) -> list[Said]:
+    """The identities of the root as the ranks see it that find it now.
 
     UsageError for two runs. A rank that does not find the root is let be: a network file system
     may show it a while later.
     """
 
-    def identify() -> bytes:
+    def identify() -> tuple[bytes, bytes]:
         try:
-            return msgpack.encode((read_document(store, Root, ROOT).run_id, store.identity()))
+            found = read_document(store, Root, ROOT).run_id
+            return found.encode(), store.identity().encode()
         except HoldfastError:
             if world.rank == 0:
                 raise
-            return msgpack.encode(("", ""))
+            return b"", b""
 
-    identities = all_gather_or_raise(
+    runs, identities = all_said_or_raise(
         world, "start: identity", identify, timeout_s=options.timeout_s
     )
-    views = [msgpack.decode(each, type=tuple[str, str]) for each in identities]
-    for rank, (run, _) in enumerate(views):
-        if run not in ("", run_id):
+    for run in runs:
+        if run.value not in (b"", run_id.encode()):
             raise UsageError(
                 f"the ranks see different directories at {options.root}: on rank 0 it is the root "
-                f"of run {run_id}, on rank {rank} that of run {run}. Give a directory that all "
-                "ranks reach, and not one of each node's own."
+                f"of run {run_id}, on rank {run.first} that of run {run.value.decode()}. Give a "
+                "directory that all ranks reach, and not one of each node's own."
             )
-    return [root_id if run else "" for run, root_id in views]
+    return [said for said in identities if said.value]
 
 
-def _root_of_host(seen: Sequence[str], ranks: Iterable[int]) -> str:
+def _root_of_host(seen: Sequence[Said], ranks: Collection[int]) -> str:
     """The identity of the root on the host of these ranks: its memory and keeper are known by it.
 
     As that host sees it, and not as all hosts of this start do: another start has other hosts, and
     is to find the same memory. As all do where none of its ranks finds the root now.
     """
-    own = [seen[rank] for rank in ranks if seen[rank]]
-    return common_identity(own or filter(None, seen))
+    own = [said for said in seen if not set(ranks).isdisjoint(ranks_in(said.ranks))]
+    return common_identity(said.value.decode() for said in own or seen)
 
 
 def _warn_of_copies(arena: Path, root: str) -> None:
@@ -285,11 +284,6 @@ def _begin_on_hosts(
         lambda: msgspec.json.encode((n, offers.is_there_any())),
         timeout_s=timeout_s,
     )
-
-
-def _join(saver: Saver) -> bytes:
-    saver.reconnect()
-    return b""
 
 
 def _connect(

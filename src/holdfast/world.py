@@ -1,7 +1,7 @@
-"""Connects the ranks of this run: gathers small messages, with deadlines that name missing ranks.
+"""Connects the ranks of this run: reduces their words, with deadlines that name missing ranks.
 
-Ranks communicate through the process group's own store, not through collectives: a collective that
-one rank never enters hangs the others without a message.
+Ranks communicate in a tree of their own, not through collectives: a collective that one rank never
+enters hangs the others without a message. Ranks of a host speak to its first, hosts to a root.
 """
 
 from __future__ import annotations
@@ -11,20 +11,40 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
 
 import msgspec
 import torch.distributed as dist
 
 from holdfast import errors
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
+from holdfast.transport.wire.rank_tree import (
+    FAN_OUT,
+    Place,
+    Range,
+    Said,
+    all_said,
+    in_ranges,
+    join_said,
+    places_of,
+    ranks_in,
+    said_by,
+    union,
+)
 
 #: Default timeout for ranks that wait for each other in a call of Holdfast.
 MEET_S = 600.0
 MEETING = "the call of Holdfast"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-T = TypeVar("T")
+#: Seconds for which a rank waits, after its deadline, for what those below it know of the missing.
+_GRACE_S = 1.0
+
+#: Joins two words of a phase into one. Associative and commutative: words meet in any order.
+Join = Callable[[bytes, bytes], bytes]
+#: On rank 0: makes of all words, joined, what every rank is told.
+Conclude = Callable[[bytes], bytes]
 
 
 class World(Protocol):
@@ -34,10 +54,25 @@ class World(Protocol):
     size: int
     nonce: str
 
-    def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """Return every rank's payload, by rank. DeadlineExceeded names the missing ranks, and the
-        phase.
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
+        """Return the words of all ranks, joined, on every rank; ``conclude`` of them, if given.
+
+        No rank returns before all have spoken. ``conclude`` runs on rank 0 and raises nothing; its
+        time counts against another ``timeout_s``. DeadlineExceeded names the missing ranks, and
+        the phase.
         """
+        ...
+
+    def leave(self, phase: str, mine: bytes) -> None:
+        """Say the last word of a rank that waits for nobody: the others hear no more of it."""
         ...
 
 
@@ -49,122 +84,234 @@ class SoloWorld:
     def __init__(self) -> None:
         self.nonce = uuid.uuid4().hex
 
-    def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """Return the payload itself."""
-        return [payload]
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
+        """Return the word itself."""
+        return mine if conclude is None else conclude(mine)
+
+    def leave(self, phase: str, mine: bytes) -> None:
+        """Nobody is there to hear it."""
 
 
 class TorchWorld:
-    """The ranks of torch.distributed's default process group, connected within ``timeout_s``."""
+    """The ranks of torch.distributed's default process group, connected within ``timeout_s``.
 
-    def __init__(self, *, timeout_s: float = MEET_S) -> None:
+    ``fan_out``: the most hosts that speak to one.
+    """
+
+    def __init__(self, *, timeout_s: float = MEET_S, fan_out: int = FAN_OUT) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._store = _StoreKeys(dist.distributed_c10d._get_default_store())
         self._count = 0
         self._before = MEETING
-        self.nonce = self._meet(timeout_s)
+        self.nonce, self._place = self._meet(timeout_s, fan_out)
 
-    def _meet(self, timeout_s: float) -> str:
-        """Returns a name for this meeting of just these processes, chosen by rank 0.
+    def _meet(self, timeout_s: float, fan_out: int) -> tuple[str, Place]:
+        """Returns a name for this meeting of just these processes, chosen by rank 0, and the place
+        of this rank in its tree.
 
         The store may be the launcher's and outlive a round of workers, with the keys of the dead
-        round still in it. So rank 0 counts answers to its fresh call only, and the others accept a
-        call only when rank 0 confirms that it received this very process's answer. A broadcast
-        would do it too, but hangs without a message where one rank does not come.
+        round still in it. So rank 0 counts answers to its fresh call only. One that answers an
+        older call is told, under that call, to read again. A broadcast would do it too, but hangs
+        without a message where one rank does not come.
         """
-        token, deadline = uuid.uuid4().hex, _Deadline(timeout_s)
+        deadline = _Deadline(timeout_s)
         if self.rank == 0:
-            self._call(token, deadline, timeout_s)
-            return token
-        return self._answer(token, deadline, timeout_s)
+            return self._call(deadline, fan_out)
+        return self._answer(deadline)
 
-    def _call(self, call: str, deadline: _Deadline, timeout_s: float) -> None:
-        """On rank 0: calls the others, waits for all their answers, and publishes whose arrived."""
-        self._store.put("call", call.encode())
-        heard: dict[int, bytes] = {}
-        while len(heard) < self.size - 1:
-            for rank in self._silent(heard, range(1, self.size)):
-                token = self._store.find(f"{call}/met/{rank}")
-                if token is not None:
-                    heard[rank] = token
-            if deadline.is_over():
-                silent = self._silent(heard, range(1, self.size))
-                raise _absent(self, silent, MEETING, timeout_s)
-            deadline.pause()
-        self._store.put(f"{call}/all", b" ".join(heard.values()))
+    def _call(self, deadline: _Deadline, fan_out: int) -> tuple[str, Place]:
+        """On rank 0: calls the others, waits for all their answers, and tells each its place."""
+        call, others = uuid.uuid4().hex, range(1, self.size)
+        older = self._store.find("call")
+        self._store.put({"call": call.encode()})
+        if older:
+            self._store.put({f"{older.decode()}/place/{rank}": b"" for rank in others})
+        answers = [f"{call}/met/{rank}" for rank in others]
+        if not self._store.wait_for(answers, deadline):
+            raise _absent(self, self._silent(call), MEETING, deadline.timeout_s)
+        hosts = [host_id(), *(said.decode() for said in self._store.take(answers))]
+        places = places_of(hosts, fan_out)
+        self._store.put({f"{call}/place/{n}": msgspec.msgpack.encode(places[n]) for n in others})
+        self._store.remove("call")
+        return call, places[0]
 
-    def _answer(self, token: str, deadline: _Deadline, timeout_s: float) -> str:
-        """On the other ranks: answers every call, until one is confirmed to have received this
-        rank's answer.
-        """
-        call = ""
-        while True:
-            latest = (self._store.find("call") or b"").decode()
-            if latest != call:
-                call = latest
-                self._store.put(f"{call}/met/{self.rank}", token.encode())
-            if call and token.encode() in (self._store.find(f"{call}/all") or b""):
-                return call
-            if deadline.is_over():
-                heard = {r for r in range(1, self.size) if self._store.find(f"{call}/met/{r}")}
-                silent = self._silent(heard, range(1, self.size)) if call else []
-                raise _absent(self, silent or [0], MEETING, timeout_s)
-            deadline.pause()
+    def _answer(self, deadline: _Deadline) -> tuple[str, Place]:
+        """On the other ranks: answers a call, and every later one, until one gives it its place."""
+        call, place = "", b""
+        while not place:
+            if not self._store.wait_for(["call"], deadline):
+                raise _absent(self, [0], MEETING, deadline.timeout_s)
+            call = self._store.take(["call"])[0].decode()
+            mine = f"{call}/met/{self.rank}", f"{call}/place/{self.rank}"
+            self._store.put({mine[0]: host_id().encode()})
+            if not self._store.wait_for(mine[1:], deadline):
+                raise _absent(self, self._silent(call) or [0], MEETING, deadline.timeout_s)
+            place = self._store.take(mine[1:])[0]
+            self._store.remove(*mine)
+        return call, msgspec.msgpack.decode(place, type=Place)
 
-    @staticmethod
-    def _silent(heard: Container[int], ranks: Iterable[int]) -> list[int]:
-        return [rank for rank in ranks if rank not in heard]
+    def _silent(self, call: str) -> list[int]:
+        """The ranks that have not answered this call."""
+        answers = {f"{call}/met/{rank}": rank for rank in range(1, self.size)}
+        return [answers[key] for key in self._store.missing(list(answers))]
 
-    def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """See ``World``. Raises UsageError at once when a rank is at another phase."""
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
+        """See ``World``. Raises UsageError when a rank is at another phase."""
         self._count += 1
         here = f"{self.nonce}/{self._count}"
-        self._store.put(f"{here}/{self.rank}", phase.encode() + b"\0" + payload)
-        deadline = _Deadline(timeout_s)
-        found: dict[int, bytes] = {}
-        while True:
-            for rank in self._silent(found, range(self.size)):
-                said = self._store.find(f"{here}/{rank}")
-                if said is not None:
-                    found[rank] = self._require_phase(phase, rank, said)
-            silent = self._silent(found, range(self.size))
-            if not silent:
-                self._before = phase
-                return [found[rank] for rank in range(self.size)]
-            if deadline.is_over():
-                raise _absent(self, silent, phase, timeout_s, self._before)
-            deadline.pause()
+        word = self._hear(here, _Word(self.rank, phase, mine), join, timeout_s)
+        if self._place.above:
+            self._store.put({f"{here}/up/{self.rank}": msgspec.msgpack.encode(word)})
+            word = self._verdict(here, phase, timeout_s * (1 if conclude is None else 2))
+        elif conclude is not None and word.is_well:
+            word.payload = conclude(word.payload)
+        if self._place.children:
+            self._store.put({f"{here}/down/{self.rank}": msgspec.msgpack.encode(word)})
+        if word.apart:
+            raise _apart(*word.apart)
+        if word.missing:
+            missing = ranks_in(word.missing)
+            raise _absent(self, missing, phase, timeout_s, self._before, gave_up=word.rank)
+        self._before = phase
+        return word.payload
 
-    def _require_phase(self, phase: str, rank: int, said: bytes) -> bytes:
-        theirs, _, payload = said.partition(b"\0")
-        if theirs.decode() != phase:
-            raise UsageError(
-                f"the ranks do different things: rank {self.rank} is at {phase!r}, rank {rank} "
-                f"at {theirs.decode()!r}. All ranks make the same calls of Holdfast, in the same "
-                "order."
-            )
-        return payload
+    def leave(self, phase: str, mine: bytes) -> None:
+        """See ``World``."""
+        self._count += 1
+        here, word = f"{self.nonce}/{self._count}", _Word(self.rank, phase, mine)
+        said = msgspec.msgpack.encode(word)
+        self._store.put({f"{here}/{way}/{self.rank}": said for way in ("up", "down")})
+
+    def _hear(self, here: str, word: _Word, join: Join, timeout_s: float) -> _Word:
+        """Returns the words of this rank and of all below it, as one."""
+        children = self._place.children
+        if not children:
+            return word
+        keys = {f"{here}/up/{child}": child for child in children}
+        deadline = _Deadline(timeout_s + _GRACE_S * (self._place.height - 1))
+        silent: list[str] = []
+        if not self._store.wait_for(list(keys), deadline):
+            silent = self._store.missing(list(keys))
+        spoken = [key for key in keys if key not in silent]
+        for said in self._store.take(spoken):
+            word = word.joined(msgspec.msgpack.decode(said, type=_Word), join)
+        word.missing = union([*word.missing, *in_ranges(keys[key] for key in silent)])
+        before = f"{self.nonce}/{self._count - 1}/down/{self.rank}"
+        self._store.remove(*spoken, *(() if silent or self._count == 1 else (before,)))
+        return word
+
+    def _verdict(self, here: str, phase: str, timeout_s: float) -> _Word:
+        """Returns what the parent of this rank says of all ranks."""
+        parent = self._place.above[0]
+        key = [f"{here}/down/{parent}"]
+        if not self._store.wait_for(key, _Deadline(timeout_s + 2 * _GRACE_S * _MOST_LEVELS)):
+            return _Word(self.rank, phase, b"", missing=[(parent, parent + 1)])
+        return msgspec.msgpack.decode(self._store.take(key)[0], type=_Word)
+
+
+#: Of a tree of hosts with any number of ranks.
+_MOST_LEVELS = 4
+
+
+class _Word(msgspec.Struct, array_like=True):
+    """What a rank says for itself and all below it."""
+
+    rank: int
+    phase: str
+    payload: bytes
+    apart: tuple[int, str, int, str] | None = None
+    """Two ranks at different phases, and these."""
+    missing: list[Range] = []
+
+    @property
+    def is_well(self) -> bool:
+        return not self.missing and self.apart is None
+
+    def joined(self, other: _Word, join: Join) -> _Word:
+        apart = self.apart or other.apart
+        if self.phase != other.phase:
+            apart = self.rank, self.phase, other.rank, other.phase
+        missing = union([*self.missing, *other.missing])
+        is_whole = not missing and apart is None
+        payload = join(self.payload, other.payload) if is_whole else b""
+        return _Word(self.rank, self.phase, payload, apart, missing)
+
+
+def _apart(rank: int, phase: str, other: int, its_phase: str) -> UsageError:
+    return UsageError(
+        f"the ranks do different things: rank {rank} is at {phase!r}, rank {other} at "
+        f"{its_phase!r}. All ranks make the same calls of Holdfast, in the same order."
+    )
 
 
 class _StoreKeys:
-    """Reads the store of the process group by polling, without its own wait.
+    """The keys of Holdfast in the store of the process group.
 
-    torch prints a warning for each timeout of the store's own wait, on every rank that waits.
+    A client of its own waits there: one that threads of torch share would keep them waiting.
     """
 
     def __init__(self, store: Any) -> None:
-        self._store = store
+        self._store, self._waiting = store, store.clone()
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, values: Mapping[str, bytes]) -> None:
         with _reaching_the_store():
-            self._store.set(f"holdfast/{key}", data)
+            self._store.multi_set([f"holdfast/{key}" for key in values], list(values.values()))
 
     def find(self, key: str) -> bytes | None:
         """Returns the value under ``key``, or None when there is none yet."""
         with _reaching_the_store():
-            if self._store.check([f"holdfast/{key}"]):
-                return bytes(self._store.get(f"holdfast/{key}"))
-        return None
+            return self.take([key])[0] if self._store.check([f"holdfast/{key}"]) else None
+
+    def wait_for(self, keys: Sequence[str], deadline: _Deadline) -> bool:
+        """Waits for values under all these keys; False if there are not by the deadline."""
+        names = [f"holdfast/{key}" for key in keys]
+        try:
+            self._waiting.wait(names, timedelta(seconds=max(deadline.left_s, 0.001)))
+        except RuntimeError as error:
+            if deadline.left_s > _TIMING_S:
+                raise _lost_store(error) from error
+            with _reaching_the_store():
+                return bool(self._store.check(names))
+        return True
+
+    def take(self, keys: Sequence[str]) -> list[bytes]:
+        """Returns the values under these keys, which are there."""
+        with _reaching_the_store():
+            values = self._store.multi_get([f"holdfast/{key}" for key in keys]) if keys else []
+        return [bytes(value) for value in values]
+
+    def missing(self, keys: list[str]) -> list[str]:
+        """Returns the keys without a value; few requests if they are few."""
+        with _reaching_the_store():
+            if not keys or self._store.check([f"holdfast/{key}" for key in keys]):
+                return []
+        half = len(keys) // 2
+        return keys if not half else [*self.missing(keys[:half]), *self.missing(keys[half:])]
+
+    def remove(self, *keys: str) -> None:
+        with _reaching_the_store():
+            for key in keys:
+                self._store.delete_key(f"holdfast/{key}")
+
+
+#: A wait of the store may end so much before its time.
+_TIMING_S = 0.1
 
 
 @contextlib.contextmanager
@@ -172,35 +319,42 @@ def _reaching_the_store() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise HoldfastError(
-            f"the process group's store does not answer ({error}). The process or host that runs "
-            "it has ended, and with it this round of training: start the ranks again."
-        ) from error
+        raise _lost_store(error) from error
+
+
+def _lost_store(error: RuntimeError) -> HoldfastError:
+    return HoldfastError(
+        f"the process group's store does not answer ({error}). The process or host that runs "
+        "it has ended, and with it this round of training: start the ranks again."
+    )
 
 
 class _Deadline:
-    """A deadline, with pauses that grow until it."""
+    """The end of a wait of ``timeout_s``."""
 
     def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
         self._end_s = time.monotonic() + timeout_s
-        self._pause_s = _FIRST_PAUSE_S
 
-    def is_over(self) -> bool:
-        return time.monotonic() > self._end_s
-
-    def pause(self) -> None:
-        time.sleep(self._pause_s)
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; negative afterwards."""
+        return self._end_s - time.monotonic()
 
 
 def _absent(
-    world: World, ranks: list[int], phase: str, timeout_s: float, before: str = ""
+    world: World,
+    ranks: list[int],
+    phase: str,
+    timeout_s: float,
+    before: str = "",
+    gave_up: int | None = None,
 ) -> DeadlineExceeded:
     seen = f" (last seen at {before!r})" if before else ""
     return DeadlineExceeded(
-        f"ranks {ranks} did not reach {phase!r} within {timeout_s:g} s{seen}; rank {world.rank} "
-        "gave up waiting for them. See in their logs whether they ended, hang, or are only slower "
-        "than timeout_s.",
+        f"ranks {ranks} did not reach {phase!r} within {timeout_s:g} s{seen}; rank "
+        f"{world.rank if gave_up is None else gave_up} gave up waiting for them. See in their logs "
+        "whether they ended, hang, or are only slower than timeout_s.",
         ranks=ranks,
         phase=phase,
     )
@@ -238,52 +392,118 @@ def host_id() -> str:
 
 
 class _Outcome(msgspec.Struct, array_like=True):
+    rank: int
     kind: str  # "" when all is well, else an error's class name
     text: str
     payload: bytes
     fields: dict[str, Any] = {}
 
 
-def all_gather_or_raise(
-    world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float
-) -> list[bytes]:
-    """Runs ``act`` on every rank and gives all its results to all, or one error to all.
+def reduce_or_raise(
+    world: World,
+    phase: str,
+    act: Callable[[], bytes],
+    join: Join,
+    *,
+    timeout_s: float,
+    conclude: Conclude | None = None,
+) -> bytes:
+    """Runs ``act`` on every rank and gives all its results, joined, to all, or one error to all.
 
-    Without it, one rank's error would leave the others waiting for a message it never sends. Of
+    ``conclude``: what rank 0 makes of the joined results, as the result of all. Without the
+    verdict, one rank's error would leave the others waiting for a message it never sends. Of
     several errors all ranks raise the one of the lowest rank: their next action depends on its
     kind.
     """
-    mine = _Outcome("", "", b"")
-    cause: Exception | None = None
+    causes: list[Exception] = []
+
+    def tried(act: Callable[[], bytes]) -> bytes:
+        try:
+            return _packed(_Outcome(world.rank, "", "", act()))
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            causes.append(error)
+            fields = error.told_fields if isinstance(error, HoldfastError) else {}
+            return _packed(_Outcome(world.rank, type(error).__name__, str(error), b"", fields))
+
+    def concluded(word: bytes) -> bytes:
+        outcome = _unpacked(word)
+        if conclude is None or outcome.kind:
+            return word
+        return tried(partial(conclude, outcome.payload))
+
     try:
-        mine.payload = act()
-    except Exception as error:  # whatever it is, the others must not wait for this rank
-        cause = error
-        fields = error.told_fields if isinstance(error, HoldfastError) else {}
-        mine = _Outcome(type(error).__name__, str(error), b"", fields)
+        mine = tried(act)
     except BaseException as error:  # Ctrl-C: this rank goes at once, the others hear of it
-        mine = _Outcome(type(error).__name__, str(error), b"")
         with contextlib.suppress(HoldfastError):
-            world.gather(phase, msgspec.msgpack.encode(mine), timeout_s=0.0)
+            told = _Outcome(world.rank, type(error).__name__, str(error), b"")
+            world.leave(phase, _packed(told))
         raise
-    gathered = world.gather(phase, msgspec.msgpack.encode(mine), timeout_s=timeout_s)
-    outcomes = [msgspec.msgpack.decode(data, type=_Outcome) for data in gathered]
-    for rank, outcome in enumerate(outcomes):
-        if outcome.kind and rank == world.rank and cause is not None:
-            raise cause
+    word = world.reduce(
+        phase,
+        mine,
+        partial(_join_outcomes, join),
+        timeout_s=timeout_s,
+        conclude=None if conclude is None else concluded,
+    )
+    outcome = _unpacked(word)
+    if outcome.kind and outcome.rank == world.rank and causes:
+        raise causes[-1]
+    if outcome.kind:
+        raise _error_of(outcome) from (causes[-1] if causes else None)
+    return outcome.payload
+
+
+def _join_outcomes(join: Join, one: bytes, other: bytes) -> bytes:
+    """Joins the results of ranks; of errors the one of the lowest rank stays."""
+    first, second = sorted((_unpacked(one), _unpacked(other)), key=lambda each: each.rank)
+    for outcome in (first, second):
         if outcome.kind:
-            raise _error_of(rank, outcome) from cause
-    return [outcome.payload for outcome in outcomes]
+            return _packed(outcome)
+    return _packed(_Outcome(first.rank, "", "", join(first.payload, second.payload)))
 
 
-def _error_of(rank: int, outcome: _Outcome) -> HoldfastError:
+def _packed(outcome: _Outcome) -> bytes:
+    return msgspec.msgpack.encode(outcome)
+
+
+def _unpacked(word: bytes) -> _Outcome:
+    return msgspec.msgpack.decode(word, type=_Outcome)
+
+
+def _error_of(outcome: _Outcome) -> HoldfastError:
     is_ours = hasattr(errors, outcome.kind)
     text = outcome.text if is_ours else f"{outcome.kind}: {outcome.text}"
-    return errors.error_of(outcome.kind, f"rank {rank}: {text}", outcome.fields)
+    return errors.error_of(outcome.kind, f"rank {outcome.rank}: {text}", outcome.fields)
 
 
 def from_rank0(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> bytes:
     """Runs ``act`` on rank 0 only and gives its result, or its error, to every rank."""
-    return all_gather_or_raise(
-        world, phase, act if world.rank == 0 else bytes, timeout_s=timeout_s
-    )[0]
+    return reduce_or_raise(
+        world, phase, act if world.rank == 0 else bytes, max, timeout_s=timeout_s
+    )
+
+
+def agree_or_raise(
+    world: World, phase: str, act: Callable[[], object], *, timeout_s: float
+) -> None:
+    """Runs ``act`` on every rank; all return when all are well, or raise one error."""
+
+    def run() -> bytes:
+        act()
+        return b""
+
+    reduce_or_raise(world, phase, run, max, timeout_s=timeout_s)
+
+
+def all_said_or_raise(
+    world: World, phase: str, act: Callable[[], Sequence[bytes]], *, timeout_s: float
+) -> list[list[Said]]:
+    """Runs ``act`` on every rank and gives all its different values to all, with who said them.
+
+    A column for each of the values that ``act`` returns, in the order of their lowest ranks.
+    """
+    return all_said(
+        reduce_or_raise(
+            world, phase, lambda: said_by(world.rank, act()), join_said, timeout_s=timeout_s
+        )
+    )

@@ -13,7 +13,7 @@ import torch
 import holdfast
 from holdfast.cli import leaf_reader as portions
 from holdfast.cli.checkpoints import open_checkpoint, open_root
-from holdfast.cli.differences import CheckpointDifference, First, joined, leaf_changes
+from holdfast.cli.diff import CheckpointDifference, First, joined, leaf_changes
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import Array

@@ -154,27 +154,25 @@ def test_a_source_that_one_rank_cannot_read_is_dropped_by_all(tmp_path: Path) ->
 
 
 def _mixed_errors(rank: int, world: int) -> list[str]:
-    from holdfast.world import all_gather_or_raise, current_world
+    from holdfast.world import agree_or_raise, current_world
 
     ours = current_world(timeout_s=30)
     assert isinstance(ours, (TorchWorld, SoloWorld))
 
-    def act() -> bytes:
+    def act() -> None:
         if rank == 1:
             raise holdfast.ChecksumMismatch("block 3")
         if rank == 2:
             raise ValueError("mine")
-        return b""
 
-    said = [_error(lambda: all_gather_or_raise(ours, "read", act, timeout_s=30))]
+    said = [_error(lambda: agree_or_raise(ours, "read", act, timeout_s=30))]
 
-    def leave() -> bytes:
+    def leave() -> None:
         if rank == 2:
             raise KeyboardInterrupt
-        return b""
 
     try:
-        said.append(_error(lambda: all_gather_or_raise(ours, "left", leave, timeout_s=30)))
+        said.append(_error(lambda: agree_or_raise(ours, "left", leave, timeout_s=30)))
     except KeyboardInterrupt:
         said.append("left")
     return said

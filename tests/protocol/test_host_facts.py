@@ -6,15 +6,16 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.hosts import HostFact, hosts_of
+from holdfast.transport.wire.rank_tree import Range
 
 
 def test_a_host_tells_its_rate_and_its_domain_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = []
+    facts: list[tuple[HostFact, list[Range]]] = []
     for name, rate in (("a", "500M"), ("b", "")):
         monkeypatch.setenv("HOLDFAST_HOST_ID", name)
         monkeypatch.setenv("HOLDFAST_FAILURE_DOMAIN", f"rack-{name}")
         monkeypatch.setenv("HOLDFAST_PARITY_RATE", rate)
-        facts.append(HostFact.of_this(1))
+        facts.append((HostFact.of_this(1), [(len(facts), len(facts) + 1)]))
     hosts = hosts_of(facts, 1)
     assert hosts is not None
     assert [(one.id, one.parity_rate, one.domain) for one in hosts.table] == [

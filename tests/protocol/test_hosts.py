@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,20 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.hosts import HostFact, HostTable, hosts_of
+from holdfast.transport.wire.rank_tree import Range, Said, all_said, join_said, said_by
 from holdfast.world import World
 
 A = HostFact("a", "boot-1", "10.0.0.1", "rack-1")
 B = HostFact("b", "boot-2", "10.0.0.2", "rack-2")
 
 
+def facts_of(*facts: HostFact) -> list[tuple[HostFact, list[Range]]]:
+    """What ranks 0, 1, 2... said."""
+    return [(fact, [(rank, rank + 1)]) for rank, fact in enumerate(facts)]
+
+
 def test_hosts_are_in_order_of_their_lowest_rank_with_all_that_they_said() -> None:
-    hosts = hosts_of([B, A, B, A], rank=3)
+    hosts = hosts_of(facts_of(B, A, B, A), rank=3)
     assert hosts is not None and hosts.are_several
     assert [(one.id, one.ranks, one.address, one.domain) for one in hosts.table] == [
         ("b", (0, 2), "10.0.0.2", "rack-2"),
@@ -30,14 +37,14 @@ def test_hosts_are_in_order_of_their_lowest_rank_with_all_that_they_said() -> No
 
 
 def one_of(facts: list[HostFact], rank: int) -> HostTable:
-    hosts = hosts_of(facts, rank)
+    hosts = hosts_of(facts_of(*facts), rank)
     assert hosts is not None
     return hosts
 
 
 def test_ranks_on_one_host_need_no_table_unless_there_were_more_before() -> None:
-    assert hosts_of([A, A], rank=0) is None
-    alone = hosts_of([A, A], rank=1, were_more=True)
+    assert hosts_of(facts_of(A, A), rank=0) is None
+    alone = hosts_of(facts_of(A, A), rank=1, were_more=True)
     assert alone is not None and not alone.are_several
     assert alone.table[0].ranks == (0, 1)
 
@@ -46,7 +53,7 @@ def test_ranks_on_one_host_need_no_table_unless_there_were_more_before() -> None
 def test_a_host_that_others_cannot_reach_is_named_with_what_to_set(address: str) -> None:
     lost = msgspec.structs.replace(B, address=address)
     with pytest.raises(UsageError, match=r"host b does not know by which address.*HOST_ADDRESS"):
-        hosts_of([A, lost], rank=0)
+        hosts_of(facts_of(A, lost), rank=0)
 
 
 def test_hosts_that_are_one_machine_reach_each_other_on_it() -> None:
@@ -111,11 +118,12 @@ def agree_as(
     """What rank ``rank`` says, when the others say the rest of ``said``."""
     told: list[bytes] = []
 
-    def agree(_: World, __: str, say: Any, *, timeout_s: float) -> list[bytes]:
-        told.append(say())
-        return [told[-1] if n == rank else each for n, each in enumerate(said)]
+    def agree(_: World, __: str, say: Any, *, timeout_s: float) -> list[list[Said]]:
+        told.append(say()[0])
+        words = [told[-1] if n == rank else each for n, each in enumerate(said)]
+        return all_said(reduce(join_said, (said_by(n, [each]) for n, each in enumerate(words))))
 
-    monkeypatch.setattr("holdfast.hosts.all_gather_or_raise", agree)
+    monkeypatch.setattr("holdfast.hosts.all_said_or_raise", agree)
     hosts = one_of([A, B], rank)
     world: Any = type("Of2", (), {"rank": rank, "size": 2})()
     hosts.agree_on_secret(world, 5.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from holdfast.restore.reading.stored import stored as stored_in
 from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage, StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
+from holdfast.world import Conclude, Join
 from support.checkpoints.roots import save
 from support.peers.lost_hosts import Hosts, set_sizes
 from support.peers.peering import close_pullers
@@ -45,12 +47,24 @@ class ThreadWorld:
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.rank, self.size = ranks, rank, ranks.size
 
-    def gather(self, phase: str, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        self.ranks.said[self.rank] = payload
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
+        self.ranks.said[self.rank] = mine
         self.ranks.barrier.wait()
-        found = [self.ranks.said[rank] for rank in range(self.size)]
+        found = reduce(join, (self.ranks.said[rank] for rank in range(self.size)))
         self.ranks.barrier.wait()
+        assert conclude is None
         return found
+
+    def leave(self, phase: str, mine: bytes) -> None:
+        raise AssertionError("no rank is interrupted")
 
 
 @pytest.fixture

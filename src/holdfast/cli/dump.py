@@ -25,7 +25,7 @@ from holdfast.cli.checkpoints import (
     unknown,
 )
 from holdfast.cli.command import Commands, add_command, print_json
-from holdfast.cli.differences import rank_values
+from holdfast.cli.diff import rank_values
 from holdfast.cli.leaf_reader import (
     BATCH_BYTES,
     NATIVE,

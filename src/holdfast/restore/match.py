@@ -41,7 +41,8 @@ from holdfast.state.saved_values import (
     trim,
 )
 from holdfast.state.selection import LeafSelection, refuse_different
-from holdfast.world import World, all_gather_or_raise
+from holdfast.transport.wire.rank_tree import Said
+from holdfast.world import World, reduce_or_raise
 
 #: (rules used, patterns of ``only`` used) on a rank, as bits, and those patterns.
 _RequestUsage = tuple[bytes, bytes, list[str] | None]
@@ -66,14 +67,18 @@ class RestoreRequest:
         has_rules = self.rules is not None or self.stored_rules is not None
         return not has_rules and self.choice.is_all and not declarations()
 
-    def refuse_unused(self, usages: Sequence[bytes]) -> None:
+    def refuse_unused(self, usages: Sequence[Said]) -> None:
         """Raise UsageError, the same on all ranks, for a rule or pattern that matches nothing on
         any.
 
         Also for ranks that want different parts of the checkpoint.
         """
-        decoded = [msgpack.decode(one, type=_RequestUsage) if one else _NO_USAGE for one in usages]
-        refuse_different([only for _, _, only in decoded])
+        decoded = [
+            msgpack.decode(said.value, type=_RequestUsage) if said.value else _NO_USAGE
+            for said in usages
+        ]
+        selected = zip(usages, decoded, strict=True)
+        refuse_different([(said.first, only) for said, (_, _, only) in selected])
         require_all_used([usage for usage, _, _ in decoded])
         self.choice.refuse_unused([used for _, used, _ in decoded])
 
@@ -133,16 +138,15 @@ class StateMatch:
         return MatchResult(restoring, problems, msgpack.encode((usage, used, choice.texts)))
 
 
-# Finds the leaves and values that no rank restores, by two short messages between all ranks.
+# Finds the leaves and values that no rank restores.
 #
 # One rank of a pipeline takes a part of a checkpoint, and the others the rest. It is an error only
-# if all of them leave a leaf that belongs to a key of the state. Ranks with the same claims send
-# them once: thousands of ranks differ in a few ways.
+# if all of them leave a leaf that belongs to a key of the state.
 
 
 class LeafClaims(Struct, array_like=True, frozen=True):
-    """The claims of one rank. Leaves by their number in the layout, one bit each; values by
-    name.
+    """The claims of one rank, or of several. Leaves by their number in the layout, one bit each;
+    values by name.
     """
 
     taken: bytes
@@ -152,8 +156,17 @@ class LeafClaims(Struct, array_like=True, frozen=True):
 
     @property
     def leaves_something(self) -> bool:
-        """True if the rank leaves something below its state's keys unused."""
+        """True if a rank leaves something below its state's keys unused."""
         return any(self.left) or bool(self.values_left)
+
+    def joined(self, other: LeafClaims) -> LeafClaims:
+        """Return the claims of both."""
+        return LeafClaims(
+            _either(self.taken, other.taken),
+            _either(self.left, other.left),
+            sorted({*self.values_taken, *other.values_taken}),
+            sorted({*self.values_left, *other.values_left}),
+        )
 
 
 def find_unused(
@@ -172,22 +185,27 @@ def find_unused(
     All ranks call it. ``leaves`` are the names in the layout, ``claimed`` those that this rank
     takes, ``problems`` the mismatches it has found itself: with some, the list may be empty.
     """
-    message = b""
 
     def ask() -> bytes:
-        nonlocal message
-        mine = claims_of(leaves, claimed, restoring)
-        message = msgpack.encode(mine)
-        flag = b"\1" if problems or mine.leaves_something else b"\0"
-        return flag + xxhash.xxh3_128_digest(message)
+        return msgpack.encode((bool(problems), claims_of(leaves, claimed, restoring)))
 
-    digests = all_gather_or_raise(world, f"{phase}: checked", ask, timeout_s=timeout_s)
-    if all(one[:1] == b"\0" for one in digests):
-        return None
-    is_first = digests.index(digests[world.rank]) == world.rank
-    own = message if is_first else b""
-    encoded = all_gather_or_raise(world, f"{phase}: claimed", lambda: own, timeout_s=timeout_s)
-    return left_by_all(leaves, [msgpack.decode(one, type=LeafClaims) for one in encoded if one])
+    word = reduce_or_raise(world, f"{phase}: checked", ask, _join_claims, timeout_s=timeout_s)
+    is_amiss, claims = _claims_in(word)
+    return left_by_all(leaves, [claims]) if is_amiss or claims.leaves_something else None
+
+
+def _join_claims(one: bytes, other: bytes) -> bytes:
+    (is_amiss, claims), (is_other_amiss, more) = _claims_in(one), _claims_in(other)
+    return msgpack.encode((is_amiss or is_other_amiss, claims.joined(more)))
+
+
+def _claims_in(word: bytes) -> tuple[bool, LeafClaims]:
+    return msgpack.decode(word, type=tuple[bool, LeafClaims])
+
+
+def _either(one: bytes, other: bytes) -> bytes:
+    """Return the bits that are in one of two, which are as long as each other."""
+    return bytes(a | b for a, b in zip(one, other, strict=True))
 
 
 def claims_of(

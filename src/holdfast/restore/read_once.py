@@ -21,7 +21,7 @@ from msgspec import Struct, msgpack
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.geometry.layout import LeafEntry, table_from_json, table_hash, table_to_json
+from holdfast.geometry.layout import LeafEntry, table_from_json, table_to_json
 from holdfast.restore.exchange.block_exchange import (
     BlockExchange,
     BlockScatter,
@@ -34,7 +34,6 @@ from holdfast.restore.exchange.block_exchange import (
 from holdfast.restore.planning.block_rounds import (
     Demand,
     ExchangeRound,
-    Ranks,
     counted,
     demands,
     find_entry,
@@ -46,7 +45,8 @@ from holdfast.restore.planning.block_rounds import (
 from holdfast.restore.planning.plan import BUDGET_BYTES, Want, plan_fetches
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import Array, BorrowBuffer, Destination
-from holdfast.world import World, all_gather_or_raise, host_id
+from holdfast.transport.wire.rank_tree import ranks_in
+from holdfast.world import World, all_said_or_raise, host_id, reduce_or_raise
 
 SETTING = "HOLDFAST_EXCHANGE"
 MODES = ("auto", "always", "never")
@@ -61,26 +61,27 @@ _PATIENCE_LEFT = 0.1
 
 
 class _ExchangeReply(Struct, array_like=True, frozen=True):
-    """The first message of each rank. ``name``: of the connections, if any; rank 0's counts."""
+    """What a rank says of itself, as others of its host do."""
 
     mode: str
     host: str
     can_connect: bool
-    table_hash: str
-    name: str
 
 
 class _DividedReads(Struct, array_like=True, frozen=True):
-    """The number of blocks a rank wants, and how many of them other ranks would read for it."""
+    """The number of blocks that ranks want, and how many of them other ranks would read for
+    them.
+    """
 
     wanted: int
     spared: int
 
 
-class _ExchangeFailure(Struct, array_like=True, frozen=True):
-    """The reason why a rank lacks part of what it wants."""
+class _ExchangeFailure(Struct, array_like=True, frozen=True, order=True):
+    """The reason why a rank lacks part of what it wants; the least one is told."""
 
     is_of_another: bool
+    rank: int
     reason: str
 
 
@@ -104,15 +105,16 @@ def read_once(
     """
     if world.size == 1:
         return None
-    meet = partial(all_gather_or_raise, world, timeout_s=timeout_s)
-    table = table_to_json(same_demands(entries))
-    encoded = meet(f"{phase}: asked", lambda: msgpack.encode(_own_reply(table)))
-    replies = [msgpack.decode(each, type=_ExchangeReply) for each in encoded]
+
+    def ask() -> tuple[bytes, ...]:
+        name = uuid.uuid4().bytes if world.rank == 0 else b""
+        return msgpack.encode(_own_reply()), table_to_json(same_demands(entries)), name
+
+    said = all_said_or_raise(world, f"{phase}: asked", ask, timeout_s=timeout_s)
+    replies = [msgpack.decode(each.value, type=_ExchangeReply) for each in said[0]]
     if not _is_wished(replies):
         return None
-    first = [one.table_hash for one in replies].index(replies[world.rank].table_hash)
-    tables = meet(f"{phase}: described", lambda: table if first == world.rank else b"")
-    wanted = demands(_with_ranks(replies, tables))
+    wanted = demands([(tuple(ranks_in(t.ranks)), table_from_json(t.value)) for t in said[1]])
     planned: list[tuple[BlockScatter, list[ExchangeRound]]] = []
 
     def plan() -> bytes:
@@ -120,21 +122,21 @@ def read_once(
         planned.append(_plan(checkpoint, wants, scatter, wanted, world.rank))
         return msgpack.encode(_DividedReads(*counted(planned[0][1], world.rank)))
 
-    divided = [msgpack.decode(each, type=_DividedReads) for each in meet(f"{phase}: divided", plan)]
+    divided = reduce_or_raise(world, f"{phase}: divided", plan, _join_divided, timeout_s=timeout_s)
     if not _is_worth_while(divided, is_forced=_is_forced(replies)):
         return None
     scatter, rounds = planned[0]
     exchange = BlockExchange(checkpoint, rounds, scatter, world.rank, timeout_s=timeout_s)
-    return _run(world, f"{phase}: exchanged", exchange, replies[0].name, timeout_s)
+    return _run(world, f"{phase}: exchanged", exchange, said[2][0].value.hex(), timeout_s)
 
 
-def _own_reply(table: bytes) -> _ExchangeReply:
+def _own_reply() -> _ExchangeReply:
     mode = os.environ.get(SETTING, "").strip().lower() or "auto"
     if mode not in MODES:
         raise UsageError(
             f"HOLDFAST_EXCHANGE is {mode!r}: say auto, always or never, or leave it unset"
         )
-    return _ExchangeReply(mode, host_id(), can_connect(), table_hash(table), uuid.uuid4().hex)
+    return _ExchangeReply(mode, host_id(), can_connect())
 
 
 def _is_wished(replies: Sequence[_ExchangeReply]) -> bool:
@@ -148,26 +150,22 @@ def _is_forced(replies: Sequence[_ExchangeReply]) -> bool:
     return any(one.mode == "always" for one in replies)
 
 
-def _is_worth_while(divided: Sequence[_DividedReads], *, is_forced: bool) -> bool:
+def _join_divided(one: bytes, other: bytes) -> bytes:
+    a, b = (msgpack.decode(each, type=_DividedReads) for each in (one, other))
+    return msgpack.encode(_DividedReads(a.wanted + b.wanted, a.spared + b.spared))
+
+
+def _is_worth_while(divided: bytes, *, is_forced: bool) -> bool:
     """Return whether several ranks want enough of the same blocks.
 
     Whole blocks are counted: when a leaf is cut through columns no byte is wanted twice, but each
     block is wanted by all ranks.
     """
-    wanted, spared = sum(one.wanted for one in divided), sum(one.spared for one in divided)
+    blocks = msgpack.decode(divided, type=_DividedReads)
     if is_forced:
-        return spared > 0
-    return spared * BLOCK_BYTES >= WORTH_BYTES and spared >= WORTH_PART * wanted
-
-
-def _with_ranks(
-    replies: Sequence[_ExchangeReply], tables: Sequence[bytes]
-) -> list[tuple[Ranks, tuple[LeafEntry, ...]]]:
-    """Return each different table with its ranks."""
-    ranks: dict[str, list[int]] = {}
-    for rank, one in enumerate(replies):
-        ranks.setdefault(one.table_hash, []).append(rank)
-    return [(tuple(some), table_from_json(tables[some[0]])) for some in ranks.values()]
+        return blocks.spared > 0
+    is_much = blocks.spared * BLOCK_BYTES >= WORTH_BYTES
+    return is_much and blocks.spared >= WORTH_PART * blocks.wanted
 
 
 def _plan(
@@ -209,22 +207,24 @@ def _run(
             _close_all(lines)  # ranks that wait for this one must learn that it has given up
         if isinstance(outcome, RankLost) and was_connected:  # else others still try to connect
             patience_s *= _PATIENCE_LEFT
-        results = all_gather_or_raise(
-            world, phase, partial(_encode_failure, outcome), timeout_s=patience_s
+        failure = reduce_or_raise(
+            world,
+            phase,
+            partial(_encode_failure, outcome, world.rank),
+            _join_failures,
+            timeout_s=patience_s,
         )
     finally:
         _close_all(lines)
-    broken = [msgpack.decode(each, type=_ExchangeFailure) for each in results if each]
-    if broken and world.rank == 0:
-        first = min(broken, key=lambda each: each.is_of_another)
+    if failure and world.rank == 0:
         emit(
             Warned(
                 rank=0,
-                message=f"{phase}: {first.reason}. Nothing that came this way is used: every "
-                "rank reads all that it wants by itself.",
+                message=f"{phase}: {_failure_in(failure).reason}. Nothing that came this way is "
+                "used: every rank reads all that it wants by itself.",
             )
         )
-    return outcome if isinstance(outcome, Traffic) and not broken else None
+    return outcome if isinstance(outcome, Traffic) and not failure else None
 
 
 def _attempt(
@@ -237,12 +237,21 @@ def _attempt(
         return error
 
 
-def _encode_failure(outcome: Traffic | BaseException) -> bytes:
+def _encode_failure(outcome: Traffic | BaseException, rank: int) -> bytes:
     if isinstance(outcome, BaseException) and not isinstance(outcome, ExchangeBroke):
         raise outcome
     if isinstance(outcome, Traffic):
         return b""
-    return msgpack.encode(_ExchangeFailure(isinstance(outcome, OtherFailed), str(outcome)))
+    return msgpack.encode(_ExchangeFailure(isinstance(outcome, OtherFailed), rank, str(outcome)))
+
+
+def _join_failures(one: bytes, other: bytes) -> bytes:
+    """Join the failures of ranks, b"" for none: one is told."""
+    return min(one, other, key=_failure_in) if one and other else one or other
+
+
+def _failure_in(word: bytes) -> _ExchangeFailure:
+    return msgpack.decode(word, type=_ExchangeFailure)
 
 
 def _close_all(lines: list[GlooWire]) -> None:

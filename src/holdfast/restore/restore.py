@@ -44,7 +44,8 @@ from holdfast.state.restore import refuse
 from holdfast.state.rewind import Rewind
 from holdfast.state.saved_values import keys_matched_by_name
 from holdfast.state.values import decode_items
-from holdfast.world import World, all_gather_or_raise
+from holdfast.transport.wire.rank_tree import Said, by_rank
+from holdfast.world import World, all_said_or_raise
 
 #: Errors of a source, not of the user's state: the next candidate is tried.
 SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound, PeerError, TooManyLost)
@@ -213,7 +214,7 @@ class _RestoreAttempt:
         """Prepare, read, finish; after each phase every rank learns of errors on any rank."""
         with _no_collection():
             opened = self._together("opened", lambda: self._open(open_checkpoint))
-            if any(opened):  # some rank has lists: all ranks read the lists
+            if any(said.value for said in opened):  # all ranks read the lists
                 self._count_lists(opened)
             usages = self._together("compared", self._compare)
             self.request.refuse_unused(usages)
@@ -230,20 +231,20 @@ class _RestoreAttempt:
         self._together("values set", self._finish)
         on_poison(False)
 
-    def _together(self, what: str, act: Callable[[], bytes | None]) -> list[bytes]:
-        """Run ``act`` on every rank; return the results of all ranks."""
+    def _together(self, what: str, act: Callable[[], bytes | None]) -> list[Said]:
+        """Run ``act`` on every rank; return the different results."""
 
-        def run() -> bytes:
+        def run() -> tuple[bytes]:
             try:
-                return act() or b""
+                return (act() or b"",)
             except (HoldfastError, KeyboardInterrupt):
                 raise
             except Exception as error:  # such as from load_state_dict: all ranks must know
                 raise RestoreError(f"{self.phase}: {what}: {_words(error)}") from error
 
-        return all_gather_or_raise(
-            self.world, f"{self.phase}: {what}", run, timeout_s=self.timeout_s
-        )
+        phase = f"{self.phase}: {what}"
+        [results] = all_said_or_raise(self.world, phase, run, timeout_s=self.timeout_s)
+        return results
 
     def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> bytes:
         """Open the checkpoint; return whether the state of this rank has lists split over ranks."""
@@ -259,9 +260,10 @@ class _RestoreAttempt:
         choice, lists = self.request.choice, sort_objects(self.state).lists
         return report_lists({key: one for key, one in lists.items() if choice.takes_key(key)})
 
-    def _count_lists(self, taken: Sequence[bytes]) -> None:
-        self.places = divide(taken, self.world.rank)
-        self.lists.set_reports(self._together("lists counted", self.lists.read_share))
+    def _count_lists(self, taken: Sequence[Said]) -> None:
+        self.places = divide(by_rank(taken), self.world.rank)
+        counts = self._together("lists counted", self.lists.read_share)
+        self.lists.set_reports([said.value for said in counts])
         if self.lists.differing and self.world.rank == 0:
             emit(
                 ValuesDiffer(

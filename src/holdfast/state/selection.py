@@ -78,16 +78,17 @@ def choose(only: Sequence[str] | None, allow_missing: Sequence[str]) -> LeafSele
     )
 
 
-def refuse_different(said: Sequence[list[str] | None]) -> None:
-    """Raises UsageError, the same on all ranks, where they select differently: ``texts`` of
-    each.
+def refuse_different(said: Sequence[tuple[int, list[str] | None]]) -> None:
+    """Raises UsageError, the same on all ranks, where they select differently: a rank, and its
+    ``texts``.
     """
-    rank = next((rank for rank, texts in enumerate(said) if texts != said[0]), None)
-    if rank is not None:
-        raise UsageError(
-            f"only={said[0]} on rank 0, and only={said[rank]} on rank {rank}: give all ranks the "
-            "same patterns; those that mean nothing on a rank do no harm there"
-        )
+    first = said[0][1]
+    for rank, texts in said:
+        if texts != first:
+            raise UsageError(
+                f"only={first} on rank 0, and only={texts} on rank {rank}: give all ranks the "
+                "same patterns; those that mean nothing on a rank do no harm there"
+            )
 
 
 def _patterns(what: str, given: Sequence[str]) -> tuple[Pattern, ...]:
