@@ -121,6 +121,15 @@ class WriterGone(Fact, frozen=True, kw_only=True):
     attempt: str
 
 
+class ImagesPlanned(Fact, frozen=True, kw_only=True):
+    """The sizes of this host's images, see ``image_plan.ImageSizes``."""
+
+    layout: str
+    sizes: dict[int, tuple[int, int]]
+    reason: str = ""
+    is_passing: bool = True
+
+
 class LayoutFailed(Fact, frozen=True, kw_only=True):
     """The arena has no room for a layout."""
 
@@ -230,11 +239,19 @@ class StampSlot(Fact, frozen=True, kw_only=True):
 
 
 class RecordLayout(Fact, frozen=True, kw_only=True):
-    """Orders a layout to be stored, and all not ``used`` to be deleted."""
+    """Orders a layout to be stored and sent to all trainers, and all not ``used`` to be deleted."""
 
     hash: str
-    data: bytes
+    deflated: bytes
+    """By zlib: a tenth of the document."""
     used: tuple[str, ...]
+
+
+class SizeImages(Fact, frozen=True, kw_only=True):
+    """Orders the images of these ranks to be planned under a layout recorded before."""
+
+    layout: str
+    ranks: tuple[int, ...]
 
 
 class RecordIncarnation(Fact, frozen=True, kw_only=True):
@@ -315,6 +332,7 @@ ToCoordinator = (
     | RingsFailed
     | WriterGone
     | LayoutFailed
+    | ImagesPlanned
     | LayoutReply
     | IncarnationReply
     | ImageWritten
@@ -333,6 +351,7 @@ ToFollower = (
     | DeleteSlot
     | StampSlot
     | RecordLayout
+    | SizeImages
     | RecordIncarnation
     | SlotSealed
     | WriteImage
