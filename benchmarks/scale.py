@@ -158,6 +158,12 @@ class Run:
                 self.executor.followers._handle(
                     self.sessions[host - 1], messages.SlotCreated(slot=order.slot)
                 )
+        elif isinstance(order, messages.SizeImages):
+            planned = messages.ImagesPlanned(
+                layout=order.layout, sizes=dict.fromkeys(order.ranks, (4096, 1 << 20))
+            )
+            with self.counted("first save"):
+                self.executor.followers._handle(self.sessions[host - 1], planned)
         elif isinstance(order, messages.ForwardMessage):
             said = m.unpack(order.frame[4:])[1]
             if isinstance(said, m.Grant):

@@ -18,7 +18,7 @@ from holdfast.coordinator.layouts import LayoutRegistry
 from holdfast.format.image import fill_in, parse_header, plan_image
 from holdfast.format.manifest import ImageRef, Manifest, seal, unseal
 from holdfast.geometry.layout import Layout, Mesh, Placement, local_boxes, table_hash, table_to_json
-from holdfast.protocol.image_plan import image_items
+from holdfast.protocol.image_plan import image_items, plan_sizes
 from holdfast.restore.planning.plan import Want, plan_batches, plan_fetches
 
 #: Seconds and bytes of issue 4: the first plan of a rank, its restore plan, the layout.
@@ -53,7 +53,8 @@ def measure(kind: Kind, leaves: int) -> dict[str, Any]:
     asked = [hashes[key] for key in of_rank]
     found["agree_s"], agreed = timed(lambda: layouts.agree(asked))
     host = range(kind.world // 2, kind.world // 2 + HOST_RANKS)
-    found["sizes_s"], _ = timed(lambda: [agreed.image_bytes(rank, 1000) for rank in host])
+    found["sizes_s"], sizes = timed(lambda: plan_sizes(agreed.layout, host))
+    agreed.planned(sizes.by_rank)
     found["again_s"], _ = timed(
         lambda: [layouts.agree(asked).image_bytes(rank, 1000) for rank in host]
     )

@@ -8,6 +8,7 @@ from holdfast.coordinator.actions import (
     AbortPersist,
     AllocateSlots,
     GrantSlot,
+    PlanImages,
     ReportOutcome,
     StartPersist,
     StoreLayout,
@@ -378,14 +379,15 @@ def test_what_was_declined_for_good_holds_for_whoever_was_told_it_would_pass() -
 def test_the_layout_is_told_once_and_again_to_a_rank_that_came_back() -> None:
     keeper = Keeper()
     actions = keeper.ask_all(0)
-    (layout,) = told(actions, m.LayoutAgreed)
+    (layout,) = of(actions, StoreLayout)
     assert layout.data == merge([table_from_json(table(2))] * 2).to_json()
-    assert [keep.hash for keep in of(actions, StoreLayout)] == [layout.hash]
+    assert [plan.layout.hash for plan in of(actions, PlanImages)] == [layout.hash]
     for rank in range(2):
         keeper.seal(rank, granted(actions))
-    assert not told(keeper.ask_all(1), m.LayoutAgreed)
+    assert not of(keeper.ask_all(1), StoreLayout)
     keeper.c.join(1, keeper.writer(1))
-    assert told(keeper.ask_all(2), m.LayoutAgreed)
+    again = keeper.ask_all(2)
+    assert of(again, StoreLayout) and not of(again, PlanImages)
 
 
 def test_who_has_no_place_in_the_run_is_not_heard() -> None:

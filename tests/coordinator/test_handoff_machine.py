@@ -146,6 +146,8 @@ class Handoff(CheckedWorld, RuleBasedStateMachine):
         """A save as most of them are."""
         self.all_come_back()
         self.all_ask(save)
+        for plan in list(self.planning):
+            self.end_planning(plan)
         self.all_allocations_end()
         for needs in list(self.making_rings):
             self.end_rings(needs, are_there=True)
@@ -324,6 +326,17 @@ class OnSeveralHosts(HostedWorld, Handoff):
         self.moves = 0
 
 
+class WherePlanningTakesLong(OnSeveralHosts):
+    """Hosts answer when they have planned their images; all else may happen before."""
+
+    is_planned_at_once = False
+
+    @precondition(lambda self: bool(self.planning))
+    @rule(data=st.data())
+    def images_are_planned(self, data: st.DataObject) -> None:
+        self.end_planning(data.draw(st.sampled_from(self.planning)))
+
+
 FAST = settings(
     max_examples=300,
     stateful_step_count=50,
@@ -341,6 +354,10 @@ def test_the_rules_hold_whatever_happens() -> None:
 
 def test_the_rules_hold_on_several_hosts_of_which_some_are_lost_and_come_back() -> None:
     run_state_machine_as_test(OnSeveralHosts, settings=FAST)
+
+
+def test_the_rules_hold_while_hosts_plan_the_images_of_a_new_layout() -> None:
+    run_state_machine_as_test(WherePlanningTakesLong, settings=FAST)
 
 
 def test_a_ring_that_nobody_was_given_is_a_slot_like_others_when_hosts_are_renumbered() -> None:

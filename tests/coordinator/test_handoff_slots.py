@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.coordinator.actions import AllocateSlots, RemoveSlot
+from holdfast.coordinator.actions import AllocateSlots, PlanImages, RemoveSlot
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import ONLY_DURABLE, Coordinator
 from holdfast.coordinator.slots import BEING_MADE, Slot, SlotWriter
 from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
+from holdfast.protocol.image_plan import plan_sizes
 from support.coordinator.coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
 
 # ── slots ────────────────────────────────────────────────────────────────────────────────────
@@ -270,7 +271,9 @@ def test_slots_made_later_do_not_take_the_place_of_those_found() -> None:
     c.adopt(0.0)
     c.table(0, table_hash(table(1)), table(1))
     ask = m.RequestCapture(step=8, table=table_hash(table(1)), values_bytes=10, durable=False)
-    assert [a.slot for a in of(c.request_capture(0, ask, 0.0), AllocateSlots)] == [2]
+    (plan,) = of(c.request_capture(0, ask, 0.0), PlanImages)
+    planned = c.images_planned(plan.layout.hash, plan_sizes(plan.layout, plan.ranks), 0.0)
+    assert [a.slot for a in of(planned, AllocateSlots)] == [2]
 
 
 def test_keepers_of_one_incarnation_do_not_call_two_attempts_by_one_name() -> None:

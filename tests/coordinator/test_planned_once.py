@@ -14,14 +14,15 @@ from torch import nn
 from holdfast import Checkpointer
 from holdfast.capture import copier as mapped
 from holdfast.coordinator import layouts
-from holdfast.coordinator.actions import StoreLayout
+from holdfast.coordinator.actions import Action, AllocateSlots, PlanImages, StoreLayout
+from holdfast.coordinator.attempt_lifecycle import PLANNING
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.geometry.ownership import WriteOwners
 from holdfast.protocol import image_plan
 from holdfast.protocol import messages as m
 from holdfast.protocol.client import KeeperClient
 from holdfast.state import describe
-from support.coordinator.coordinators import Keeper, granted, of, table, told
+from support.coordinator.coordinators import GRANT_S, Keeper, granted, of, table, told
 
 
 class Counts(Counter[str]):
@@ -50,7 +51,7 @@ def coordinators_plans(monkeypatch: pytest.MonkeyPatch) -> Counts:
 def test_the_coordinator_plans_once_for_all_saves_of_a_layout(coordinators_plans: Counts) -> None:
     keeper = Keeper(3)
     first = keeper.ask_all(0)
-    assert len(told(first, m.LayoutAgreed)) == len(of(first, StoreLayout)) == 1
+    assert len(of(first, PlanImages)) == len(of(first, StoreLayout)) == 1
     planned = Counter(coordinators_plans)
     assert planned == {
         "table_from_json": 1,
@@ -66,7 +67,7 @@ def test_the_coordinator_plans_once_for_all_saves_of_a_layout(coordinators_plans
             keeper.seal(rank, attempt)
         first = keeper.ask_all(step, values=10 + step)
         assert granted(first) != attempt
-        assert not told(first, m.LayoutAgreed) and not of(first, StoreLayout)
+        assert not of(first, PlanImages) and not of(first, StoreLayout)
     assert coordinators_plans == planned
 
 
@@ -76,7 +77,78 @@ def test_another_form_of_the_state_is_planned_anew(coordinators_plans: Counts) -
     before = coordinators_plans["merge"]
     changed = [keeper.ask(rank, 1, dtype="F64") for rank in range(2)]
     assert coordinators_plans["merge"] == before + 1
-    assert told(changed[1], m.LayoutAgreed)
+    assert of(changed[1], StoreLayout)
+    back = [keeper.ask(rank, 2) for rank in range(2)]
+    assert of(back[1], StoreLayout) and not of(back[1], PlanImages)
+    assert coordinators_plans["merge"] == before + 1
+
+
+def test_the_coordinator_plans_no_image_and_each_host_those_of_its_ranks(
+    coordinators_plans: Counts,
+) -> None:
+    """64 hosts, 512 ranks and 3,000 leaves were 20 s of one turn: all lines broke, and no save."""
+    hosts = [m.HostEntry(id=f"h{n}", ranks=tuple(range(8 * n, 8 * n + 8))) for n in range(64)]
+    keeper = Keeper(512)
+    keeper.has_memory = False
+    keeper.c.begin(2, "00000002", 512, hosts)
+    for number in range(1, 64):
+        keeper.c.attach(number, (), ())
+    for rank in range(512):
+        keeper.c.join(rank, keeper.writer(rank))
+    keeper.c.adopt(0.0)
+    data = table(512)
+    actions: list[Action] = []
+    for rank in range(512):
+        keeper.c.table(rank, table_hash(data), data)
+        ask = m.RequestCapture(step=3, table=table_hash(data), values_bytes=10, durable=False)
+        actions += keeper.c.request_capture(rank, ask, 0.0)
+    plans = of(actions, PlanImages)
+    assert {plan.host: plan.ranks for plan in plans} == {
+        number: host.ranks for number, host in enumerate(hosts)
+    }
+    assert keeper.c.explain(3) == PLANNING
+    assert coordinators_plans["plan_image"] == coordinators_plans["of_rank"] == 0
+    for plan in plans:
+        before = coordinators_plans["plan_image"]
+        sizes = image_plan.plan_sizes(plan.layout, plan.ranks)
+        assert coordinators_plans["plan_image"] == before + 8
+        assert not of(actions, AllocateSlots)
+        actions = keeper.c.images_planned(plan.layout.hash, sizes, 1.0)
+    assert len(of(actions, AllocateSlots)) == 512
+
+
+@pytest.mark.parametrize("is_passing", [True, False])
+def test_images_that_a_host_cannot_plan_end_the_save_with_its_reason(is_passing: bool) -> None:
+    keeper = Keeper(1)
+    actions = keeper.c.request_capture(0, first_request(keeper), 0.0)
+    (plan,) = of(actions, PlanImages)
+    failed = image_plan.ImageSizes({}, "no room for the layout", is_passing)
+    (skip,) = told(keeper.c.images_planned(plan.layout.hash, failed, 0.0), m.Skip)
+    assert (skip.reason, skip.is_passing) == ("no room for the layout", is_passing)
+    assert keeper.c.images_planned("another", failed, 0.0) == []
+    assert granted(keeper.ask(0, 1))
+
+
+def test_who_waits_no_longer_for_images_to_be_planned_ends_the_wait_of_all() -> None:
+    keeper = Keeper(1)
+    assert of(keeper.c.request_capture(0, first_request(keeper), 0.0), PlanImages)
+    (skip,) = told(keeper.c.cancel_request(0, 0), m.Skip)
+    assert skip.reason.endswith(PLANNING) and skip.is_passing
+
+
+def test_a_host_that_plans_for_too_long_ends_the_save() -> None:
+    keeper = Keeper(1)
+    assert of(keeper.c.request_capture(0, first_request(keeper), 0.0), PlanImages)
+    assert keeper.c.tick(GRANT_S) == []
+    (skip,) = told(keeper.c.tick(GRANT_S + 0.1), m.Skip)
+    assert skip.reason.startswith(PLANNING) and skip.is_passing
+    assert granted(keeper.ask(0, 1))
+
+
+def first_request(keeper: Keeper) -> m.RequestCapture:
+    data = table(keeper.world)
+    keeper.c.table(0, table_hash(data), data)
+    return m.RequestCapture(step=0, table=table_hash(data), values_bytes=10, durable=False)
 
 
 def test_a_table_is_decoded_once_for_all_ranks_that_declare_it(coordinators_plans: Counts) -> None:
@@ -87,7 +159,8 @@ def test_a_table_is_decoded_once_for_all_ranks_that_declare_it(coordinators_plan
             known.learn(rank, table_hash(data), data)
     agreed = known.agree([table_hash(data)] * 300)
     assert coordinators_plans["table_from_json"] == 1
-    assert agreed.image_bytes(7, 10) > 4096
+    agreed.planned(image_plan.plan_sizes(agreed.layout, [7]).by_rank)
+    assert agreed.image_bytes(7, 10) > 4096 and not agreed.is_planned(8)
     assert coordinators_plans["plan_image"] == 1
 
 

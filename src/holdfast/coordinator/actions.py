@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from holdfast.geometry.layout import Layout
 from holdfast.protocol import messages as m
 from holdfast.protocol.image_plan import RingNeed
 
@@ -52,10 +53,19 @@ class GrantSlot:
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """Store the bytes of this layout beside the slots."""
+    """Store the bytes of this layout beside the slots, and send them to all ranks, on each host."""
 
     hash: str
     data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PlanImages:
+    """Have this host plan the images of its ranks, off the loop, and report their sizes."""
+
+    host: int
+    layout: Layout
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +116,7 @@ Action = (
     | RemoveSlot
     | GrantSlot
     | StoreLayout
+    | PlanImages
     | StartPersist
     | AbortPersist
     | ReportOutcome

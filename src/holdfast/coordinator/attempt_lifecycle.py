@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from holdfast.coordinator.actions import Action, GrantSlot, SendMessage, StoreLayout, abort, skip
+from holdfast.coordinator.actions import Action, GrantSlot, PlanImages, StoreLayout, abort, skip
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.coordinator.durability import DurabilityQueue
-from holdfast.coordinator.layouts import LayoutRegistry
+from holdfast.coordinator.layouts import AgreedLayout, LayoutRegistry
 from holdfast.coordinator.replica_check import ReplicaCheck
 from holdfast.coordinator.requests import CaptureRequests, state_mismatch
 from holdfast.coordinator.slots import NO_ROOM, NO_SLOT, Slots, SlotWriter, host_of
@@ -25,6 +25,7 @@ STORAGE_IS_BUSY = (
     "storage still writes an earlier save, and no memory could keep this one until then"
 )
 
+PLANNING = "its layout is new, and its images are still being planned"
 STILL_WRITTEN = "slots for captures that came to nothing may still be written to by ranks"
 END_THEM = "no memory is made instead of more of them; end these processes"
 
@@ -53,6 +54,8 @@ class CaptureLifecycle:
         self._requests = CaptureRequests(0)
         self._next_attempt = 0
         self._now_s = 0.0
+        self._decided_now = ""
+        """The attempt of the last decision, whose grants are not sent yet; "" if it made none."""
 
     # ── deciding requests ────────────────────────────────────────────────────────────────────────
 
@@ -64,11 +67,14 @@ class CaptureLifecycle:
         *,
         durable: bool = False,
     ) -> list[Action]:
+        self._decided_now = ""
         apart = self._why_apart(requests)
         if apart:
             return skip(step, apart)
         try:
             agreed = self._layouts.agree([requests[r].table for r in range(self.world)])
+            if agreed.planned_count < self.world:
+                return self._plan_images(step, requests, now_s, agreed)
             sizes = {r: agreed.image_bytes(r, requests[r].values_bytes) for r in requests}
         except HoldfastError as error:
             return skip(step, str(error), is_passing=False)
@@ -88,6 +94,7 @@ class CaptureLifecycle:
         if isinstance(chosen, str):
             return actions + self._defer_or_skip(step, requests, now_s, chosen, is_ring=is_ring)
         attempt = self._new_attempt(step, agreed.layout, now_s)
+        self._decided_now = attempt.id
         attempt.durable, attempt.is_ring, attempt.requests = durable, is_ring, requests
         attempt.slots = {rank: slot.id for rank, slot in chosen.items()}
         attempt.allocating = {s.id for s in chosen.values() if s.state == "allocating"}
@@ -96,6 +103,29 @@ class CaptureLifecycle:
             slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
             slot.image_bytes, slot.incarnation = sizes[rank], self.incarnation
         return actions + self._send_layout(agreed.layout) + self._grant_if_allocated(attempt)
+
+    def _plan_images(
+        self,
+        step: int,
+        requests: Mapping[int, m.RequestCapture],
+        now_s: float,
+        agreed: AgreedLayout,
+    ) -> list[Action]:
+        """Have each host plan its ranks' images, and keep the requests until all have answered.
+
+        All ranks' plans, computed here, would hold the loop up for many seconds.
+        """
+        if any(self._requests.step_of(rank) is not None for rank in requests):
+            return skip(step, PLANNING)
+        for rank, request in requests.items():
+            self._requests.add(rank, request, now_s)
+        by_host: dict[int, list[int]] = {}
+        for rank in range(self.world):
+            if not agreed.is_planned(rank):
+                by_host.setdefault(self.hosts.get(rank, 0), []).append(rank)
+        return self._send_layout(agreed.layout) + [
+            PlanImages(host, agreed.layout, tuple(ranks)) for host, ranks in by_host.items()
+        ]
 
     def _why_apart(self, requests: Mapping[int, m.RequestCapture]) -> str:
         return state_mismatch(requests)
@@ -129,11 +159,7 @@ class CaptureLifecycle:
         if layout.hash == self._layouts.sent_hash:
             return []
         self._layouts.sent_hash = layout.hash
-        data = layout.to_json()
-        return [
-            StoreLayout(layout.hash, data),
-            SendMessage(m.LayoutAgreed(hash=layout.hash, data=data)),
-        ]
+        return [StoreLayout(layout.hash, layout.to_json())]
 
     def layout_not_stored(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
         """Handle an arena without room for this layout: no image under it could be read again.
@@ -143,11 +169,10 @@ class CaptureLifecycle:
         """
         self._layouts.sent_hash = ""
         actions: list[Action] = []
-        decided_now = next(reversed(self.attempts), "")
         for attempt in self.attempts.capturing():
             if attempt.layout != hash_:
                 continue
-            is_untold = attempt.phase == "allocating" if host else attempt.id == decided_now
+            is_untold = attempt.phase == "allocating" if host else attempt.id == self._decided_now
             if is_untold:  # other attempts under this layout may be copying already
                 for slot_id in attempt.slots.values():
                     self.slots[slot_id].writer = None

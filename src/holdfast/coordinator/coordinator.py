@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.coordinator.actions import Action, ReportOutcome, SendMessage, skip, skip_all
-from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE, AttemptLifecycle
+from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE, PLANNING, AttemptLifecycle
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.layouts import LayoutRegistry
 from holdfast.coordinator.requests import Absence, CaptureRequests
 from holdfast.coordinator.slots import NO_SLOT, Slot, SlotWriter
 from holdfast.protocol import messages as m
+from holdfast.protocol.image_plan import ImageSizes
 
 __all__ = ["ONLY_DURABLE", "Coordinator"]
 
@@ -272,6 +273,29 @@ class Coordinator(AttemptLifecycle):
         self.slots.writer_gone(slot_id)
         return self._decide_deferred()
 
+    # ── layouts ──────────────────────────────────────────────────────────────────────────────────
+
+    def images_planned(self, layout: str, sizes: ImageSizes, now_s: float) -> list[Action]:
+        """Handle the sizes of one host's images: with the last of them the save goes on.
+
+        If they could not be planned, no rank saves what waits for them.
+        """
+        agreed = self._layouts.agreed(layout)
+        if agreed is None:
+            return []
+        if not sizes.reason:
+            agreed.planned({r: size for r, size in sizes.by_rank.items() if 0 <= r < self.world})
+            if agreed.planned_count < self.world:
+                return []
+        actions: list[Action] = []
+        for step in self._requests.steps():
+            if not sizes.reason:
+                actions += self._decide_if_all_requested(step, now_s)
+            elif not self._requests.absent(step):
+                self._requests.drop_step(step)
+                actions += skip(step, sizes.reason, is_passing=sizes.is_passing)
+        return actions
+
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def table(self, rank: int, hash_: str, data: bytes) -> None:
@@ -332,7 +356,11 @@ class Coordinator(AttemptLifecycle):
         waited_s = self._requests.waited_s(rank, step, self._now_s)
         if waited_s is not None:
             absent = self._requests.absent(step)
-            reason = f"rank {rank} stopped waiting for ranks {absent}, which have not asked for it"
+            reason = (
+                f"rank {rank} stopped waiting for ranks {absent}, which have not asked for it"
+                if absent
+                else f"rank {rank} stopped waiting: {PLANNING}"
+            )
             self._requests.decline(step, reason, is_passing=True, by=rank)
             was_in_vain = self.adopted and waited_s >= WAITED_S
             return skip(step, reason) + (self._mark_absent(absent) if was_in_vain else [])
@@ -463,7 +491,8 @@ class Coordinator(AttemptLifecycle):
         actions += self._decide_deferred()
         for step in self._requests.late(now_s, self.grant_deadline_s) if self.adopted else []:
             absent = self._requests.absent(step)
-            reason = f"ranks {absent} did not ask within {self.grant_deadline_s:g} s"
+            within = f"within {self.grant_deadline_s:g} s"
+            reason = f"ranks {absent} did not ask {within}" if absent else f"{PLANNING}, {within}"
             if self._requests.decline(step, reason, is_passing=True):
                 actions += skip(step, reason) + self._mark_absent(absent)
         for attempt in self.attempts.capturing():
@@ -513,6 +542,8 @@ class Coordinator(AttemptLifecycle):
         absent = self._requests.absent(step)
         if absent:
             return f"ranks {absent} have not asked to capture it"
+        if step in self._requests.steps():
+            return PLANNING
         for attempt in self.attempts.values():
             if attempt.generation == (self.incarnation, step):
                 return attempt.waits_for

@@ -1,49 +1,53 @@
-"""Agrees the run's layout from the leaf tables of all ranks, and sizes each rank's image."""
+"""Agrees the run's layout from the leaf tables of all ranks, and knows each rank's image size."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.image import ImagePlan, image_bytes
 from holdfast.geometry.layout import Layout, LeafEntry, merge, table_from_json, table_hash
-from holdfast.protocol.image_plan import plan_rank
 
 #: Number of leaf tables kept per rank: a state may alternate between a few forms.
 TABLES_PER_RANK = 8
+#: Number of layouts kept with the sizes of their images.
+LAYOUTS = 2
 
 
 class AgreedLayout:
-    """A layout, with the image size of each rank computed on demand.
-
-    Of thousands of ranks only some are on this host.
-    """
+    """A layout, with the image size of each rank once that rank's host has planned it."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._plans: dict[int, ImagePlan] = {}
 
+    def planned(self, sizes: Mapping[int, tuple[int, int]]) -> None:
+        """Record the sizes of some ranks' images, see ``image_plan.plan_sizes``."""
+        for rank, (data_start, tensor_bytes) in sizes.items():
+            # Without the thousands of entries: the copier computes its own plan.
+            self._plans[rank] = ImagePlan((), tensor_bytes, "", data_start)
+
+    def is_planned(self, rank: int) -> bool:
+        """Return True if the size of this rank's image is known."""
+        return rank in self._plans
+
+    @property
+    def planned_count(self) -> int:
+        """Number of ranks whose image sizes are known."""
+        return len(self._plans)
+
     def image_bytes(self, rank: int, values_bytes: int) -> int:
         """Return the size of a rank's image with values of ``values_bytes`` bytes."""
-        return image_bytes(self._plan(rank), values_bytes)
+        return image_bytes(self._plans[rank], values_bytes)
 
     def data_start(self, rank: int) -> int:
         """Return the number of bytes before the data in a rank's image."""
-        return self._plan(rank).data_start
-
-    def _plan(self, rank: int) -> ImagePlan:
-        plan = self._plans.get(rank)
-        if plan is None:
-            # The plan is kept without its thousands of entries: the copier computes its own.
-            whole = plan_rank(self.layout, rank)
-            plan = self._plans[rank] = replace(whole, entries=(), header_text="")
-        return plan
+        return self._plans[rank].data_start
 
 
 class LayoutRegistry:
-    """Leaf tables by rank, and the layout last agreed from them."""
+    """Leaf tables by rank, and the layouts last agreed from them."""
 
     def __init__(self) -> None:
         self._tables: dict[str, tuple[LeafEntry, ...]] = {}
@@ -87,5 +91,11 @@ class LayoutRegistry:
             if unknown:
                 raise UsageError(f"ranks {unknown} have not told which leaves they hold")
             found = AgreedLayout(merge([self._tables[hash_] for hash_ in key]))
-            self._agreed = {key: found}
+            while len(self._agreed) >= LAYOUTS:
+                del self._agreed[next(iter(self._agreed))]
+            self._agreed[key] = found
         return found
+
+    def agreed(self, hash_: str) -> AgreedLayout | None:
+        """Return the agreed layout with this hash if it is still known."""
+        return next((a for a in self._agreed.values() if a.layout.hash == hash_), None)

@@ -207,6 +207,12 @@ class Ranks:
             if connection is not None:
                 connection.send(message)
 
+    def send_here(self, message: m.Message) -> None:
+        """Send to all ranks of this host."""
+        for connection in self._by_rank.values():
+            if isinstance(connection, LocalConnection):
+                connection.send(message)
+
     def have_all_left(self, world: int) -> bool:
         """Return True if every rank of the run said goodbye."""
         there = [self._by_rank[rank] for rank in range(world) if rank in self._by_rank]

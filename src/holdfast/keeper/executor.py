@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
 from holdfast.coordinator.actions import (
@@ -11,6 +12,7 @@ from holdfast.coordinator.actions import (
     AllocateRings,
     AllocateSlots,
     GrantSlot,
+    PlanImages,
     RemoveSlot,
     ReportOutcome,
     ReportReplicasDiffer,
@@ -24,6 +26,7 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import SlotWriter, host_of, number_of
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
+from holdfast.geometry.layout import Layout
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
 from holdfast.keeper.hosts import messages
@@ -35,6 +38,7 @@ from holdfast.keeper.published_images import PublishedImages
 from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
+from holdfast.protocol.image_plan import plan_sizes
 from holdfast.protocol.replica_events import difference_events
 
 
@@ -87,8 +91,8 @@ class Executor:
                     self._ranks.send(message, rank)
                 case AllocateSlots() | AllocateRings() | RemoveSlot():
                     self._change_memory(action)
-                case StoreLayout(hash_, data):
-                    self._store_layout(hash_, data)
+                case StoreLayout() | PlanImages():
+                    self._use_layout(action)
                 case GrantSlot(_, _, attempt) | StartPersist(attempt) if attempt not in held:
                     pass  # its layout could not be stored
                 case GrantSlot(slot, rank, attempt):
@@ -137,15 +141,34 @@ class Executor:
         if not self.jobs.abort(attempt_id):  # storage never began with it
             self.carry_out(self._coordinator.persist_ended(attempt_id))
 
+    def _use_layout(self, action: StoreLayout | PlanImages) -> None:
+        match action:
+            case StoreLayout(hash_, data):
+                self._store_layout(hash_, data)
+            case PlanImages(0, layout, ranks):
+                self._background.spawn(self._plan_images(layout, ranks))
+            case PlanImages(host, layout, ranks):
+                order = messages.SizeImages(layout=layout.hash, ranks=ranks)
+                self.followers.send_to_host(host, order)
+
     def _store_layout(self, hash_: str, data: bytes) -> None:
         used = {one.layout for one in self._coordinator.attempts.values()}
-        self.followers.broadcast(messages.RecordLayout(hash=hash_, data=data, used=tuple(used)))
+        deflated = zlib.compress(data, 1)
+        self.followers.broadcast(
+            messages.RecordLayout(hash=hash_, deflated=deflated, used=tuple(used))
+        )
+        self._ranks.send_here(m.LayoutAgreed(hash=hash_, data=data))
         try:
             self._memory.store_layout(hash_, data, used)
         except OSError as error:
             where = self._memory.directory
             reason = f"no room for the layout: {error.strerror}. Free some in {where}"
             self.carry_out(self._coordinator.layout_not_stored(hash_, reason))
+
+    async def _plan_images(self, layout: Layout, ranks: tuple[int, ...]) -> None:
+        sizes = await self._background.in_thread(plan_sizes, layout, ranks)
+        now_s = time.monotonic()
+        self.carry_out(self._coordinator.images_planned(layout.hash, sizes, now_s))
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from holdfast.coordinator.actions import Action, AllocateSlots, GrantSlot, SendMessage
+from holdfast.coordinator.actions import Action, AllocateSlots, GrantSlot, PlanImages, SendMessage
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.geometry.layout import (
@@ -17,6 +17,7 @@ from holdfast.geometry.layout import (
     table_to_json,
 )
 from holdfast.protocol import messages as m
+from holdfast.protocol.image_plan import plan_sizes
 
 M = TypeVar("M", bound=m.Message)
 A = TypeVar("A", bound=Action)
@@ -90,6 +91,9 @@ class Keeper:
         found = list(actions)
         for action in of(actions, AllocateSlots) if self.has_memory else []:
             found += self.with_memory(self.c.allocated(action.slot))
+        for plan in of(actions, PlanImages):
+            sizes = plan_sizes(plan.layout, plan.ranks)
+            found += self.with_memory(self.c.images_planned(plan.layout.hash, sizes, self.c._now_s))
         return found
 
     def ask_all(

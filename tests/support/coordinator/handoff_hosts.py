@@ -76,6 +76,7 @@ class HostedWorld(CheckedWorld):
         for slot in [slot for slot in self.allocating if host_of(slot) == host]:
             del self.allocating[slot]
         self.making_rings = [n for n in self.making_rings if host_of(n[0].slot) != host]
+        self.planning = [plan for plan in self.planning if plan.host != host]
         self.layouts_told = {told for told in self.layouts_told if told[0] != host}
 
     def lose_host(self, host: int, *, is_stored: bool) -> None:

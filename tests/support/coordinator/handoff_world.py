@@ -15,6 +15,7 @@ from holdfast.coordinator.actions import (
     AllocateRings,
     AllocateSlots,
     GrantSlot,
+    PlanImages,
     RemoveSlot,
     ReportOutcome,
     SendMessage,
@@ -25,7 +26,7 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import Slot, Slots, host_of
 from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
-from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed
+from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed, plan_sizes
 from support.coordinator.coordinators import CAPTURE_S, GRANT_S, table
 from support.coordinator.handoff_facts import Content, Generation, Grant, Process, Record, Save
 
@@ -43,6 +44,8 @@ class RealWorld:
     is_broken = True
     """Before it has started, and when the coordinator said something that cannot be done."""
 
+    is_planned_at_once = True
+
     def start(self, world: int) -> None:
         """From nothing. Not in ``__init__``: only now is the number of ranks known."""
         self.now_s = 1000.0
@@ -58,6 +61,7 @@ class RealWorld:
         self.may_write: dict[int, set[int]] = {}
         self.allocating: dict[int, int] = {}
         self.making_rings: list[tuple[RingNeed, ...]] = []
+        self.planning: list[PlanImages] = []
         self.rings: set[int] = set()
         """Slots that are rings: whatever is in them is never a whole image."""
         self.passed: set[tuple[str, int]] = set()
@@ -148,9 +152,8 @@ class RealWorld:
                 case AllocateSlots(slot, capacity):
                     assert slot not in self.capacities, "the slot is there already"
                     self.allocating[slot] = capacity
-                case AllocateRings(needs):
-                    assert not {need.slot for need in needs} & set(self.capacities)
-                    self.making_rings.append(needs)
+                case AllocateRings() | PlanImages():
+                    self.begin_work(action)
                 case RemoveSlot(slot):
                     self.check_free_to_lose(slot)
                     self.rings.discard(slot)
@@ -169,6 +172,22 @@ class RealWorld:
                     self.newest = slots_of(self.keeper.attempts[attempt])
                     self.pinned = ()
                     self.carry_out(self.keeper.preallocate())
+
+    def begin_work(self, action: AllocateRings | PlanImages) -> None:
+        """What a host does beside its loop."""
+        if isinstance(action, AllocateRings):
+            assert not {need.slot for need in action.needs} & set(self.capacities)
+            self.making_rings.append(action.needs)
+            return
+        self.planning.append(action)
+        if self.is_planned_at_once:
+            self.end_planning(action)
+
+    def end_planning(self, plan: PlanImages) -> None:
+        """This host has planned its images."""
+        self.planning.remove(plan)
+        sizes = plan_sizes(plan.layout, plan.ranks)
+        self.carry_out(self.keeper.images_planned(plan.layout.hash, sizes, self.now_s))
 
     def give(self, slot: int, rank: int, name: str) -> None:
         attempt = self.keeper.attempts[name]
@@ -309,6 +328,7 @@ class RealWorld:
             self.hang_up(process)
         self.allocating.clear()
         self.making_rings.clear()
+        self.planning.clear()
         self.ending.clear()
         self.persisting.clear()
         self.keeper = self.new_keeper()

@@ -11,6 +11,7 @@ import asyncio
 import random
 import sys
 import traceback
+import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 from holdfast.coordinator.actions import Action
@@ -30,7 +31,7 @@ from holdfast.keeper.published_images import PublishedImages
 from holdfast.keeper.slot_allocator import NullListener, SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import is_running
-from holdfast.protocol.image_plan import RingNeed
+from holdfast.protocol.image_plan import ImageSizes, RingNeed, plan_sizes
 from holdfast.transport.channel import SealedChannel, call
 from holdfast.transport.client_connection import Peer
 
@@ -76,6 +77,7 @@ class Follower:
         self._trainers: dict[int, LocalConnection] = {}
         self._watched: dict[int, tuple[str, int, int]] = {}
         self._why = "it was not tried yet"
+        self._layout_error = ""
         self.is_stopping = self.may_stop = False
         """Set when this keeper was told to stop, and when the coordinator has saved what it
         must.
@@ -301,6 +303,7 @@ class Follower:
         | messages.StampSlot
         | messages.RecordLayout
         | messages.RecordOrder
+        | messages.SizeImages
         | messages.RecordIncarnation
         | messages.WatchWriter,
     ) -> None:
@@ -321,18 +324,39 @@ class Follower:
                 self._store_layout(line, fact)
             case messages.RecordOrder(order=order):
                 self._memory.store_order(self.role.incarnation, self.role.nonce, order)
+            case messages.SizeImages():
+                self._background.spawn(self._plan_images(line, fact))
             case messages.RecordIncarnation():
                 self._store_incarnation(fact)
             case messages.WatchWriter(slot=slot, attempt=attempt, pid=pid, start=start):
                 self._watched[slot] = attempt, pid, start
 
     def _store_layout(self, line: SealedChannel, fact: messages.RecordLayout) -> None:
+        data, self._layout_error = zlib.decompress(fact.deflated), ""
+        for connection in self._trainers.values():
+            connection.send(m.LayoutAgreed(hash=fact.hash, data=data))
         try:
-            self._memory.store_layout(fact.hash, fact.data, fact.used)
+            self._memory.store_layout(fact.hash, data, fact.used)
         except OSError as error:
             where = self._memory.directory
             reason = f"no room for the layout: {error.strerror}. Free some in {where}"
+            self._layout_error = reason
             line.send(messages.pack(messages.LayoutFailed(hash=fact.hash, reason=reason)))
+
+    async def _plan_images(self, line: SealedChannel, fact: messages.SizeImages) -> None:
+        try:
+            data = self._memory.layout(fact.layout)
+        except HoldfastError as error:
+            sizes = ImageSizes({}, self._layout_error or str(error))
+        else:
+            sizes = await self._background.in_thread(plan_sizes, data, fact.ranks)
+        planned = messages.ImagesPlanned(
+            layout=fact.layout,
+            sizes=sizes.by_rank,
+            reason=sizes.reason,
+            is_passing=sizes.is_passing,
+        )
+        line.send(messages.pack(planned))
 
     def _store_incarnation(self, fact: messages.RecordIncarnation) -> None:
         try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -28,6 +29,7 @@ from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SLOT_SUFFIX
+from holdfast.protocol.image_plan import ImageSizes
 
 if TYPE_CHECKING:  # a run on one host does not need it
     from holdfast.keeper.parity.scheduler import ParityScheduler
@@ -379,6 +381,11 @@ class FollowerRegistry:
             ):
                 if self.parity_scheduler is not None:
                     self.parity_scheduler.handle(follower.name, fact)
+            case messages.ImagesPlanned(layout=layout, sizes=by_rank):
+                reason = fact.reason and f"on host {follower.name}: {fact.reason}"
+                sizes = ImageSizes(by_rank, reason, fact.is_passing)
+                now_s = time.monotonic()
+                self._carry_out(self._coordinator.images_planned(layout, sizes, now_s))
             case messages.LayoutReply() | messages.IncarnationReply():
                 self._handover.store_reply(follower.name, fact)
             case messages.Superseded(incarnation=n):

@@ -127,6 +127,15 @@ class WriterGone(Fact, frozen=True, kw_only=True):
     attempt: str
 
 
+class ImagesPlanned(Fact, frozen=True, kw_only=True):
+    """The sizes of this host's images, see ``image_plan.ImageSizes``."""
+
+    layout: str
+    sizes: dict[int, tuple[int, int]]
+    reason: str = ""
+    is_passing: bool = True
+
+
 class LayoutFailed(Fact, frozen=True, kw_only=True):
     """The arena has no room for a layout."""
 
@@ -236,10 +245,11 @@ class StampSlot(Fact, frozen=True, kw_only=True):
 
 
 class RecordLayout(Fact, frozen=True, kw_only=True):
-    """Orders a layout to be stored, and all not ``used`` to be deleted."""
+    """Orders a layout to be stored and sent to all trainers, and all not ``used`` to be deleted."""
 
     hash: str
-    data: bytes
+    deflated: bytes
+    """By zlib: a tenth of the document."""
     used: tuple[str, ...]
 
 
@@ -247,6 +257,13 @@ class RecordOrder(Fact, frozen=True, kw_only=True):
     """Orders the standing order of this incarnation to be recorded."""
 
     order: m.StandingOrder
+
+
+class SizeImages(Fact, frozen=True, kw_only=True):
+    """Orders the images of these ranks to be planned under a layout recorded before."""
+
+    layout: str
+    ranks: tuple[int, ...]
 
 
 class RecordIncarnation(Fact, frozen=True, kw_only=True):
@@ -481,6 +498,7 @@ ToCoordinator = (
     | RingsFailed
     | WriterGone
     | LayoutFailed
+    | ImagesPlanned
     | LayoutReply
     | IncarnationReply
     | ImageWritten
@@ -507,6 +525,7 @@ ToFollower = (
     | StampSlot
     | RecordLayout
     | RecordOrder
+    | SizeImages
     | RecordIncarnation
     | SlotSealed
     | WriteImage
