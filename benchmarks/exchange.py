@@ -142,7 +142,7 @@ class Member:
 
     def holdfast(self) -> None:
         """From captured to protected."""
-        self._terms = replace(self._terms, turn=self._terms.turn + 1)
+        self._terms = replace(self._terms, round_id=self._terms.round_id + 1)
         ShardExchange(
             self._terms,
             self.name,
@@ -240,7 +240,7 @@ class Group:
             "0" * 32,
             parity,
             tuple(fact for fact, _, _ in told),
-            turn=0,
+            round_id=0,
         )
         for one in self._orders:
             one.send((self.terms, [peer for _, peer, _ in told], [port for _, _, port in told]))

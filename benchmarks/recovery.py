@@ -104,7 +104,7 @@ def make_rows(
 ) -> list[ParityRecord]:
     """The parity of all stripes, each row on its host with its record."""
     terms = RecordTerms(
-        "benchmark", GENERATION, ATTEMPT, layout.world, layout.hash, LOST, members, turn=1
+        "benchmark", GENERATION, ATTEMPT, layout.world, layout.hash, LOST, members, round_id=1
     )
     placement = terms.placement
     coder = Coder(placement.columns, LOST, chosen().backend)
