@@ -106,3 +106,9 @@ def test_the_record_of_another_row_or_with_other_sums_does_not_pass_for_the_row(
     ]:
         with pytest.raises(FormatError, match=match):
             checked_record(found, of, name, 0, 0, "h0")
+
+
+def test_an_only_host_that_lost_an_image_is_asked_for_no_parity(asked: Asked) -> None:
+    gathering = InventoryCollector(asked.hosts.told("h1"), None)
+    known = Inventories(gathering.holdings)
+    assert gathering.with_parity(known) == known

@@ -57,6 +57,8 @@ class InventoryCollector:
 
         A shard whose record does not arrive, or is invalid, counts as missing.
         """
+        if self._fetch is None:
+            return known  # an only host lists no shards
         lacking = _lacking(known.holdings)
         wanted = [
             (holding.host, part)
@@ -77,7 +79,7 @@ class InventoryCollector:
         return replace(holding, parts=tuple(parts))
 
     def _read(self, wanted: tuple[str, ImageHolding]) -> tuple[ShardHolding, ...]:
-        assert self._fetch is not None  # who lists shards is a host among several
+        assert self._fetch is not None  # nothing is wanted otherwise
         host, part = wanted
         generation, shards = Generation(part.incarnation, part.step), []
         for stripe, row in self._listed.get((host, part.attempt), ()):
