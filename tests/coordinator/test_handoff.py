@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from holdfast.coordinator.actions import (
@@ -15,7 +17,7 @@ from holdfast.coordinator.actions import (
 )
 from holdfast.coordinator.layouts import AgreedLayout
 from holdfast.coordinator.slots import SLACK_BYTES
-from holdfast.geometry.layout import merge, table_from_json
+from holdfast.geometry.layout import merge, table_from_json, table_hash, table_to_json
 from holdfast.protocol import messages as m
 from support.coordinator.coordinators import (
     CAPTURE_S,
@@ -648,3 +650,16 @@ def test_a_layout_that_cannot_be_divided_now_costs_this_save_and_no_later_one(
     assert (skip.step, skip.is_passing) == (5, True)
     assert "could not be divided" in skip.reason and repr(fault) in skip.reason
     assert granted(keeper.ask_all(6))
+
+
+def test_other_tables_of_the_same_layout_are_granted_as_planned_before() -> None:
+    keeper = Keeper(1)
+    keeper.capture(1)
+    leaves = table_from_json(table(1))
+    data = table_to_json([replace(one, is_frozen=True) for one in leaves])
+    assert table_hash(data) != table_hash(table(1))
+    keeper.c.table(0, table_hash(data), data)
+    request = m.RequestCapture(
+        step=2, table=table_hash(data), values_bytes=10, durable=False, is_copying=False
+    )
+    assert granted(keeper.with_memory(keeper.c.request_capture(0, request, 0.0)))

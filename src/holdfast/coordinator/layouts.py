@@ -90,7 +90,9 @@ class LayoutRegistry:
             unknown = [rank for rank, hash_ in enumerate(key) if hash_ not in self._tables]
             if unknown:
                 raise UsageError(f"ranks {unknown} have not told which leaves they hold")
-            found = AgreedLayout(merge([self._tables[hash_] for hash_ in key]))
+            layout = merge([self._tables[hash_] for hash_ in key])
+            # Other tables may have the same layout: its images are planned once.
+            found = self.agreed(layout.hash) or AgreedLayout(layout)
             while len(self._agreed) >= LAYOUTS:
                 del self._agreed[next(iter(self._agreed))]
             self._agreed[key] = found
