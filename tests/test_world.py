@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from functools import reduce
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch.distributed
 
 import holdfast
-from holdfast.errors import DeadlineExceeded, StorageError, UsageError
+from holdfast.errors import DeadlineExceeded, HoldfastError, StorageError, UsageError
+from holdfast.transport.wire.rank_phases import Join
 from holdfast.world import (
-    Conclude,
-    Join,
     SoloWorld,
     TorchWorld,
     agree_or_raise,
@@ -64,6 +67,75 @@ def test_ranks_hear_each_other_and_who_is_missing_is_named() -> None:
         assert found == [names, b"hello", [(b"new", [(0, 3)])]]
 
 
+def _lose(rank: int, world: int) -> dict[str, object]:
+    """Ranks in a chain; signals while they wait, and one between two others that ends."""
+    os.environ["HOLDFAST_HOST_ID"] = f"host-{rank}"
+    store = torch.distributed.distributed_c10d._get_default_store()
+    found: dict[str, object] = {}
+
+    def note(*_: object) -> None:
+        store.set("a handler ran", "yes")
+
+    signal.signal(signal.SIGALRM, note)
+    if rank == 1:  # it waits for rank 0, which comes once the handler of rank 1 has run
+        signal.setitimer(signal.ITIMER_REAL, 0.3, 0.3)
+    if rank == 0:
+        store.wait(["a handler ran"])
+    ours = TorchWorld(timeout_s=20, fan_out=1)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    found["first"] = _names(ours, b"word")
+
+    store.delete_key("a handler ran") if rank == 0 else None
+    ours.reduce("ready", b"", max, timeout_s=20)
+    if rank == 2:
+        signal.setitimer(signal.ITIMER_REAL, 0.3, 0.3)
+    if rank == 3:
+        store.wait(["a handler ran"])
+    ours.reduce("handled", b"", max, timeout_s=20)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    if rank == 1:  # inside the phase, waiting for rank 3, which does not come before it hears of it
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+    if rank != 3:
+        with pytest.raises(KeyboardInterrupt if rank == 1 else HoldfastError) as interrupted:
+            agree_or_raise(ours, "interrupted", bytes, timeout_s=20)
+        found["interrupted"] = str(interrupted.value)
+    if rank == 0:
+        store.set("rank 0 knows", "yes")
+    if rank == 3:
+        store.wait(["rank 0 knows"])
+        with pytest.raises(HoldfastError) as interrupted:
+            agree_or_raise(ours, "interrupted", bytes, timeout_s=20)
+        found["interrupted"] = str(interrupted.value)
+    found["again"] = _names(ours, b"again")
+
+    if rank == 1:
+        ours.close()
+    else:
+        with pytest.raises(DeadlineExceeded, match=r"ranks \[1\] ended before .*'without'") as lost:
+            ours.reduce("without", b"", max, timeout_s=20)
+        found["lost"] = lost.value.fields
+    ours.close()
+    ours.close()
+    found["threads"] = [one.name for one in threading.enumerate() if "ranks" in one.name]
+    return found
+
+
+@pytest.mark.promise
+def test_a_rank_that_is_interrupted_or_ends_is_heard_of_at_once() -> None:
+    """A handler that ran only at the end of a wait would let these ranks wait for each other."""
+    for rank, found in enumerate(run_ranks(4, _lose)):
+        assert found["first"] == [(b"word", [(0, 4)])]
+        assert found["again"] == [(b"again", [(0, 4)])]
+        assert rank == 1 or "rank 1: KeyboardInterrupt" in str(found["interrupted"])
+        assert rank == 1 or found["lost"] == {"ranks": [1], "phase": "without"}
+        assert found["threads"] == []
+
+
 class Told:
     """A world in which this rank has heard what the others say before it speaks."""
 
@@ -79,13 +151,14 @@ class Told:
         join: Join,
         *,
         timeout_s: float,
-        conclude: Conclude | None = None,
     ) -> bytes:
-        joined = reduce(join, (*self._others[: self.rank], mine, *self._others[self.rank :]))
-        return joined if conclude is None else conclude(joined)
+        return reduce(join, (*self._others[: self.rank], mine, *self._others[self.rank :]))
 
     def leave(self, phase: str, mine: bytes) -> None:
         raise AssertionError("nobody is interrupted")
+
+    def close(self) -> None:
+        raise AssertionError("nobody closes it")
 
 
 def say(rank: int, kind: str, payload: bytes) -> bytes:
@@ -110,12 +183,10 @@ def test_no_rank_goes_on_when_another_failed(failed: int) -> None:
 
 def test_a_process_alone_is_a_world_of_one() -> None:
     world = SoloWorld()
-    said = reduce_or_raise(world, "any", lambda: b"x", max, timeout_s=1, conclude=bytes.upper)
-    assert said == b"X"
+    said = reduce_or_raise(world, "any", lambda: b"x", max, timeout_s=1)
+    assert said == b"x"
     with pytest.raises(UsageError, match="no"):
         agree_or_raise(world, "any", _refuse, timeout_s=1)
-    with pytest.raises(UsageError, match="no"):
-        reduce_or_raise(world, "any", bytes, max, timeout_s=1, conclude=lambda _: _refuse())
 
 
 def _refuse() -> bytes:

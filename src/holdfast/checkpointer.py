@@ -512,6 +512,7 @@ class Checkpointer:
             self._saver.close(timeout_s=timeout_s, say_goodbye=say_goodbye)
         finally:
             self._stop_tracing(events_s)
+            self.world.close()
 
     def _keep_promises(self, timeout_s: float) -> None:
         is_stored = self.storage is not None and not self._saver.is_fenced

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,12 +20,18 @@ from holdfast.protocol import messages as m
 from holdfast.protocol.arena import boot_id
 from holdfast.transport.channel import secret_from_environment
 from holdfast.transport.wire.rank_tree import Range, ranks_in
-from holdfast.world import World, agree_or_raise, all_said_or_raise, from_rank0, host_id
+from holdfast.world import (
+    LOOPBACK,
+    World,
+    address_of_this_host,
+    agree_or_raise,
+    all_said_or_raise,
+    from_rank0,
+    host_id,
+)
 
-ADDRESS = "HOLDFAST_HOST_ADDRESS"
 DOMAIN = "HOLDFAST_FAILURE_DOMAIN"
 PARITY_RATE = "HOLDFAST_PARITY_RATE"
-LOOPBACK = "127.0.0.1"
 _SECRET_BYTES = 32
 _OF_RUN = b"holdfast run\n"
 _FROM_FILE = b""
@@ -55,34 +60,10 @@ class HostFact(msgspec.Struct, frozen=True):
 
         Raises UsageError for an invalid setting.
         """
-        address = os.environ.get(ADDRESS, "").strip()
         domain = os.environ.get(DOMAIN, "").strip()
-        if not address and not _are_all_here(ranks):
-            address = _outward_address()
+        address = address_of_this_host(ranks)
         rate = parity_rate(PARITY_RATE, os.environ.get(PARITY_RATE, ""))
         return cls(host_id(), boot_id(), address, domain, rate)
-
-
-def _are_all_here(ranks: int) -> bool:
-    """True if nobody needs to reach this host: no name is looked up then, which may take long."""
-    return ranks == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks)
-
-
-def _outward_address() -> str:
-    """Returns this host's address as the host of the process group's store sees it; "" when
-    unknown.
-    """
-    store = os.environ.get("MASTER_ADDR", "")
-    if not store:
-        return ""
-    try:
-        found = socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM)
-        family, kind, _, _, address = found[0]
-        with socket.socket(family, kind) as asking:
-            asking.connect(address)  # of a datagram socket: nothing is sent
-            return str(asking.getsockname()[0])
-    except (OSError, UnicodeError):  # no such name, or none that could be one
-        return ""
 
 
 @dataclass(slots=True)

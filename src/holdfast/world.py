@@ -1,16 +1,20 @@
 """Connects the ranks of this run: reduces their words, with deadlines that name missing ranks.
 
 Ranks communicate in a tree of their own, not through collectives: a collective that one rank never
-enters hangs the others without a message. Ranks of a host speak to its first, hosts to a root.
+enters hangs the others without a message. Ranks of a host speak to its first, hosts to a root. The
+process group's store tells them once where to find each other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -21,30 +25,24 @@ import torch.distributed as dist
 
 from holdfast import errors
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
+from holdfast.transport.rank_channels import RankAddress, RankChannels
+from holdfast.transport.wire.rank_phases import Join, Word
 from holdfast.transport.wire.rank_tree import (
     FAN_OUT,
     Place,
-    Range,
     Said,
     all_said,
-    in_ranges,
     join_said,
     places_of,
     ranks_in,
     said_by,
-    union,
 )
 
 #: Default timeout for ranks that wait for each other in a call of Holdfast.
 MEET_S = 600.0
 MEETING = "the call of Holdfast"
-#: Seconds for which a rank waits, after its deadline, for what those below it know of the missing.
-_GRACE_S = 1.0
-
-#: Joins two words of a phase into one. Associative and commutative: words meet in any order.
-Join = Callable[[bytes, bytes], bytes]
-#: On rank 0: makes of all words, joined, what every rank is told.
-Conclude = Callable[[bytes], bytes]
+ADDRESS = "HOLDFAST_HOST_ADDRESS"
+LOOPBACK = "127.0.0.1"
 
 
 class World(Protocol):
@@ -54,25 +52,20 @@ class World(Protocol):
     size: int
     nonce: str
 
-    def reduce(
-        self,
-        phase: str,
-        mine: bytes,
-        join: Join,
-        *,
-        timeout_s: float,
-        conclude: Conclude | None = None,
-    ) -> bytes:
-        """Return the words of all ranks, joined, on every rank; ``conclude`` of them, if given.
+    def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
+        """Return the words of all ranks, joined, on every rank.
 
-        No rank returns before all have spoken. ``conclude`` runs on rank 0 and raises nothing; its
-        time counts against another ``timeout_s``. DeadlineExceeded names the missing ranks, and
-        the phase.
+        No rank returns before all have spoken. DeadlineExceeded names the missing ranks, and the
+        phase.
         """
         ...
 
     def leave(self, phase: str, mine: bytes) -> None:
         """Say the last word of a rank that waits for nobody: the others hear no more of it."""
+        ...
+
+    def close(self) -> None:
+        """End the exchange. Without effect the second time."""
         ...
 
 
@@ -84,20 +77,15 @@ class SoloWorld:
     def __init__(self) -> None:
         self.nonce = uuid.uuid4().hex
 
-    def reduce(
-        self,
-        phase: str,
-        mine: bytes,
-        join: Join,
-        *,
-        timeout_s: float,
-        conclude: Conclude | None = None,
-    ) -> bytes:
+    def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
         """Return the word itself."""
-        return mine if conclude is None else conclude(mine)
+        return mine
 
     def leave(self, phase: str, mine: bytes) -> None:
         """Nobody is there to hear it."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class TorchWorld:
@@ -110,26 +98,44 @@ class TorchWorld:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._store = _StoreKeys(dist.distributed_c10d._get_default_store())
         self._count = 0
+        self._entered = 0
+        """The phase in which this rank is; 0 between two."""
         self._before = MEETING
-        self.nonce, self._place = self._meet(timeout_s, fan_out)
+        self._channels = RankChannels(self.rank)
+        self._end = weakref.finalize(self, self._channels.close)
+        try:
+            self.nonce = self._meet(_Deadline(timeout_s), fan_out)
+        except BaseException:
+            self._end()
+            raise
 
-    def _meet(self, timeout_s: float, fan_out: int) -> tuple[str, Place]:
-        """Returns a name for this meeting of just these processes, chosen by rank 0, and the place
-        of this rank in its tree.
+    def _meet(self, deadline: _Deadline, fan_out: int) -> str:
+        """Returns a name for this meeting of just these processes, chosen by rank 0, once this rank
+        has its place in their tree.
 
         The store may be the launcher's and outlive a round of workers, with the keys of the dead
         round still in it. So rank 0 counts answers to its fresh call only. One that answers an
         older call is told, under that call, to read again. A broadcast would do it too, but hangs
         without a message where one rank does not come.
         """
-        deadline = _Deadline(timeout_s)
-        if self.rank == 0:
-            return self._call(deadline, fan_out)
-        return self._answer(deadline)
+        return self._call(deadline, fan_out) if self.rank == 0 else self._answer(deadline)
 
-    def _call(self, deadline: _Deadline, fan_out: int) -> tuple[str, Place]:
+    def _listen(self, call: str) -> bytes:
+        """Returns where this rank listens for those that know the call."""
+        host = address_of_this_host(self.size, self._store.host) or LOOPBACK
+        try:
+            port = self._channels.listen(call.encode(), host)
+        except OSError as error:
+            raise UsageError(
+                f"rank {self.rank} cannot listen at {host}, by which it would be reached: "
+                f"{error.strerror}. Set {ADDRESS} on its host to an address of that host itself."
+            ) from error
+        return msgspec.msgpack.encode((host_id(), RankAddress(self.rank, host, port)))
+
+    def _call(self, deadline: _Deadline, fan_out: int) -> str:
         """On rank 0: calls the others, waits for all their answers, and tells each its place."""
         call, others = uuid.uuid4().hex, range(1, self.size)
+        own = self._listen(call)
         older = self._store.find("call")
         self._store.put({"call": call.encode()})
         if older:
@@ -137,13 +143,18 @@ class TorchWorld:
         answers = [f"{call}/met/{rank}" for rank in others]
         if not self._store.wait_for(answers, deadline):
             raise _absent(self, self._silent(call), MEETING, deadline.timeout_s)
-        hosts = [host_id(), *(said.decode() for said in self._store.take(answers))]
-        places = places_of(hosts, fan_out)
-        self._store.put({f"{call}/place/{n}": msgspec.msgpack.encode(places[n]) for n in others})
+        said = [
+            msgspec.msgpack.decode(each, type=tuple[str, RankAddress])
+            for each in (own, *self._store.take(answers))
+        ]
+        places = places_of([host for host, _ in said], fan_out)
         self._store.remove("call")
-        return call, places[0]
+        told = [(place, [said[rank][1] for rank in place.above]) for place in places]
+        self._store.put({f"{call}/place/{n}": msgspec.msgpack.encode(told[n]) for n in others})
+        self._channels.enter(call.encode(), *told[0])
+        return call
 
-    def _answer(self, deadline: _Deadline) -> tuple[str, Place]:
+    def _answer(self, deadline: _Deadline) -> str:
         """On the other ranks: answers a call, and every later one, until one gives it its place."""
         call, place = "", b""
         while not place:
@@ -151,106 +162,44 @@ class TorchWorld:
                 raise _absent(self, [0], MEETING, deadline.timeout_s)
             call = self._store.take(["call"])[0].decode()
             mine = f"{call}/met/{self.rank}", f"{call}/place/{self.rank}"
-            self._store.put({mine[0]: host_id().encode()})
+            self._store.put({mine[0]: self._listen(call)})
             if not self._store.wait_for(mine[1:], deadline):
                 raise _absent(self, self._silent(call) or [0], MEETING, deadline.timeout_s)
             place = self._store.take(mine[1:])[0]
             self._store.remove(*mine)
-        return call, msgspec.msgpack.decode(place, type=Place)
+        told = msgspec.msgpack.decode(place, type=tuple[Place, list[RankAddress]])
+        self._channels.enter(call.encode(), *told)
+        return call
 
     def _silent(self, call: str) -> list[int]:
         """The ranks that have not answered this call."""
         answers = {f"{call}/met/{rank}": rank for rank in range(1, self.size)}
         return [answers[key] for key in self._store.missing(list(answers))]
 
-    def reduce(
-        self,
-        phase: str,
-        mine: bytes,
-        join: Join,
-        *,
-        timeout_s: float,
-        conclude: Conclude | None = None,
-    ) -> bytes:
+    def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
         """See ``World``. Raises UsageError when a rank is at another phase."""
-        self._count += 1
-        here = f"{self.nonce}/{self._count}"
-        word = self._hear(here, _Word(self.rank, phase, mine), join, timeout_s)
-        if self._place.above:
-            self._store.put({f"{here}/up/{self.rank}": msgspec.msgpack.encode(word)})
-            word = self._verdict(here, phase, timeout_s * (1 if conclude is None else 2))
-        elif conclude is not None and word.is_well:
-            word.payload = conclude(word.payload)
-        if self._place.children:
-            self._store.put({f"{here}/down/{self.rank}": msgspec.msgpack.encode(word)})
+        self._entered = self._count + 1
+        said = Word(self.rank, phase, mine)
+        word = self._channels.reduce(self._entered, said, join, timeout_s)
+        self._count, self._entered = self._entered, 0
         if word.apart:
             raise _apart(*word.apart)
         if word.missing:
-            missing = ranks_in(word.missing)
-            raise _absent(self, missing, phase, timeout_s, self._before, gave_up=word.rank)
+            raise _absent_in(word, phase, timeout_s, self._before)
+        if word.why:
+            raise HoldfastError(word.why)
         self._before = phase
         return word.payload
 
     def leave(self, phase: str, mine: bytes) -> None:
         """See ``World``."""
-        self._count += 1
-        here, word = f"{self.nonce}/{self._count}", _Word(self.rank, phase, mine)
-        said = msgspec.msgpack.encode(word)
-        self._store.put({f"{here}/{way}/{self.rank}": said for way in ("up", "down")})
+        self._count = self._entered or self._count + 1
+        self._entered = 0
+        self._channels.leave(self._count, Word(self.rank, phase, mine))
 
-    def _hear(self, here: str, word: _Word, join: Join, timeout_s: float) -> _Word:
-        """Returns the words of this rank and of all below it, as one."""
-        children = self._place.children
-        if not children:
-            return word
-        keys = {f"{here}/up/{child}": child for child in children}
-        deadline = _Deadline(timeout_s + _GRACE_S * (self._place.height - 1))
-        silent: list[str] = []
-        if not self._store.wait_for(list(keys), deadline):
-            silent = self._store.missing(list(keys))
-        spoken = [key for key in keys if key not in silent]
-        for said in self._store.take(spoken):
-            word = word.joined(msgspec.msgpack.decode(said, type=_Word), join)
-        word.missing = union([*word.missing, *in_ranges(keys[key] for key in silent)])
-        before = f"{self.nonce}/{self._count - 1}/down/{self.rank}"
-        self._store.remove(*spoken, *(() if silent or self._count == 1 else (before,)))
-        return word
-
-    def _verdict(self, here: str, phase: str, timeout_s: float) -> _Word:
-        """Returns what the parent of this rank says of all ranks."""
-        parent = self._place.above[0]
-        key = [f"{here}/down/{parent}"]
-        if not self._store.wait_for(key, _Deadline(timeout_s + 2 * _GRACE_S * _MOST_LEVELS)):
-            return _Word(self.rank, phase, b"", missing=[(parent, parent + 1)])
-        return msgspec.msgpack.decode(self._store.take(key)[0], type=_Word)
-
-
-#: Of a tree of hosts with any number of ranks.
-_MOST_LEVELS = 4
-
-
-class _Word(msgspec.Struct, array_like=True):
-    """What a rank says for itself and all below it."""
-
-    rank: int
-    phase: str
-    payload: bytes
-    apart: tuple[int, str, int, str] | None = None
-    """Two ranks at different phases, and these."""
-    missing: list[Range] = []
-
-    @property
-    def is_well(self) -> bool:
-        return not self.missing and self.apart is None
-
-    def joined(self, other: _Word, join: Join) -> _Word:
-        apart = self.apart or other.apart
-        if self.phase != other.phase:
-            apart = self.rank, self.phase, other.rank, other.phase
-        missing = union([*self.missing, *other.missing])
-        is_whole = not missing and apart is None
-        payload = join(self.payload, other.payload) if is_whole else b""
-        return _Word(self.rank, self.phase, payload, apart, missing)
+    def close(self) -> None:
+        """See ``World``."""
+        self._end()
 
 
 def _apart(rank: int, phase: str, other: int, its_phase: str) -> UsageError:
@@ -269,6 +218,14 @@ class _StoreKeys:
     def __init__(self, store: Any) -> None:
         self._store, self._waiting = store, store.clone()
 
+    @property
+    def host(self) -> str:
+        """The host that has the store; "" where no host has it."""
+        store = self._store
+        while (below := getattr(store, "underlying_store", None)) is not None:
+            store = below
+        return str(getattr(store, "host", ""))
+
     def put(self, values: Mapping[str, bytes]) -> None:
         with _reaching_the_store():
             self._store.multi_set([f"holdfast/{key}" for key in values], list(values.values()))
@@ -279,16 +236,31 @@ class _StoreKeys:
             return self.take([key])[0] if self._store.check([f"holdfast/{key}"]) else None
 
     def wait_for(self, keys: Sequence[str], deadline: _Deadline) -> bool:
-        """Waits for values under all these keys; False if there are not by the deadline."""
-        names = [f"holdfast/{key}" for key in keys]
-        try:
-            self._waiting.wait(names, timedelta(seconds=max(deadline.left_s, 0.001)))
-        except RuntimeError as error:
-            if deadline.left_s > _TIMING_S:
-                raise _lost_store(error) from error
-            with _reaching_the_store():
-                return bool(self._store.check(names))
-        return True
+        """Waits for values under all these keys; False if there are not by the deadline.
+
+        On a thread that gets no signals: the store's own wait begins anew after each signal, and
+        lets no handler run before its end.
+        """
+        names, ended, failed = [f"holdfast/{key}" for key in keys], threading.Event(), []
+
+        def wait() -> None:
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                self._waiting.wait(names, timedelta(seconds=max(deadline.left_s, 0.001)))
+            except RuntimeError as error:
+                failed.append(error)
+            finally:
+                ended.set()
+
+        threading.Thread(target=wait, name="holdfast-meet", daemon=True).start()
+        if not ended.wait(max(deadline.left_s, 0) + _STORE_S):
+            raise _lost_store(RuntimeError("no answer"))
+        if not failed:
+            return True
+        if deadline.left_s > _TIMING_S:
+            raise _lost_store(failed[0]) from failed[0]
+        with _reaching_the_store():
+            return bool(self._store.check(names))
 
     def take(self, keys: Sequence[str]) -> list[bytes]:
         """Returns the values under these keys, which are there."""
@@ -312,6 +284,8 @@ class _StoreKeys:
 
 #: A wait of the store may end so much before its time.
 _TIMING_S = 0.1
+#: The store answers in this time that a wait is over.
+_STORE_S = 30.0
 
 
 @contextlib.contextmanager
@@ -342,19 +316,25 @@ class _Deadline:
         return self._end_s - time.monotonic()
 
 
-def _absent(
-    world: World,
-    ranks: list[int],
-    phase: str,
-    timeout_s: float,
-    before: str = "",
-    gave_up: int | None = None,
-) -> DeadlineExceeded:
-    seen = f" (last seen at {before!r})" if before else ""
+def _absent(world: World, ranks: list[int], phase: str, timeout_s: float) -> DeadlineExceeded:
+    return _absence(world.rank, ranks, phase, f"did not reach {phase!r} within {timeout_s:g} s")
+
+
+def _absent_in(word: Word, phase: str, timeout_s: float, before: str) -> DeadlineExceeded:
+    ranks, ended = ranks_in(word.missing), set(ranks_in(word.ended))
+    if ended.issuperset(ranks):
+        what = f"ended before they reached {phase!r}"
+    else:
+        what = f"did not reach {phase!r} within {timeout_s:g} s"
+        if ended:
+            what += f", and {sorted(ended)} of them have ended"
+    return _absence(word.rank, ranks, phase, f"{what} (last seen at {before!r})")
+
+
+def _absence(rank: int, ranks: list[int], phase: str, what: str) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"ranks {ranks} did not reach {phase!r} within {timeout_s:g} s{seen}; rank "
-        f"{world.rank if gave_up is None else gave_up} gave up waiting for them. See in their logs "
-        "whether they ended, hang, or are only slower than timeout_s.",
+        f"ranks {ranks} {what}; rank {rank} gave up waiting for them. See in their logs whether "
+        "they ended, hang, or are only slower than timeout_s.",
         ranks=ranks,
         phase=phase,
     )
@@ -391,6 +371,29 @@ def host_id() -> str:
     return "".join(c if c.isalnum() or c in "-._" else "-" for c in name)[:64] or "host"
 
 
+def address_of_this_host(ranks: int, store: str = "") -> str:
+    """Returns the address by which other hosts of this run reach this one; "" when unknown.
+
+    HOLDFAST_HOST_ADDRESS, or the one that the host of the process group's store sees. No name is
+    looked up, which may take long, where nobody else needs to reach this host.
+    """
+    if address := os.environ.get(ADDRESS, "").strip():
+        return address
+    if ranks == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):
+        return ""
+    store = os.environ.get("MASTER_ADDR", "") or store
+    if not store:
+        return ""
+    try:
+        found = socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM)
+        family, kind, _, _, there = found[0]
+        with socket.socket(family, kind) as asking:
+            asking.connect(there)  # of a datagram socket: nothing is sent
+            return str(asking.getsockname()[0])
+    except (OSError, UnicodeError):  # no such name, or none that could be one
+        return ""
+
+
 class _Outcome(msgspec.Struct, array_like=True):
     rank: int
     kind: str  # "" when all is well, else an error's class name
@@ -400,57 +403,40 @@ class _Outcome(msgspec.Struct, array_like=True):
 
 
 def reduce_or_raise(
-    world: World,
-    phase: str,
-    act: Callable[[], bytes],
-    join: Join,
-    *,
-    timeout_s: float,
-    conclude: Conclude | None = None,
+    world: World, phase: str, act: Callable[[], bytes], join: Join, *, timeout_s: float
 ) -> bytes:
     """Runs ``act`` on every rank and gives all its results, joined, to all, or one error to all.
 
-    ``conclude``: what rank 0 makes of the joined results, as the result of all. Without the
-    verdict, one rank's error would leave the others waiting for a message it never sends. Of
-    several errors all ranks raise the one of the lowest rank: their next action depends on its
-    kind.
+    Without the verdict, one rank's error would leave the others waiting for a message it never
+    sends. Of several errors all ranks raise the one of the lowest rank: their next action depends
+    on its kind.
     """
-    causes: list[Exception] = []
-
-    def tried(act: Callable[[], bytes]) -> bytes:
-        try:
-            return _packed(_Outcome(world.rank, "", "", act()))
-        except Exception as error:  # whatever it is, the others must not wait for this rank
-            causes.append(error)
-            fields = error.told_fields if isinstance(error, HoldfastError) else {}
-            return _packed(_Outcome(world.rank, type(error).__name__, str(error), b"", fields))
-
-    def concluded(word: bytes) -> bytes:
-        outcome = _unpacked(word)
-        if conclude is None or outcome.kind:
-            return word
-        return tried(partial(conclude, outcome.payload))
-
+    cause: Exception | None = None
     try:
-        mine = tried(act)
+        try:
+            mine = _Outcome(world.rank, "", "", act())
+        except Exception as error:  # whatever it is, the others must not wait for this rank
+            cause, mine = error, _outcome_of(world.rank, error)
+        word = world.reduce(
+            phase, _packed(mine), partial(_join_outcomes, join), timeout_s=timeout_s
+        )
+    except HoldfastError:
+        raise
     except BaseException as error:  # Ctrl-C: this rank goes at once, the others hear of it
         with contextlib.suppress(HoldfastError):
-            told = _Outcome(world.rank, type(error).__name__, str(error), b"")
-            world.leave(phase, _packed(told))
+            world.leave(phase, _packed(_outcome_of(world.rank, error)))
         raise
-    word = world.reduce(
-        phase,
-        mine,
-        partial(_join_outcomes, join),
-        timeout_s=timeout_s,
-        conclude=None if conclude is None else concluded,
-    )
     outcome = _unpacked(word)
-    if outcome.kind and outcome.rank == world.rank and causes:
-        raise causes[-1]
+    if outcome.kind and outcome.rank == world.rank and cause is not None:
+        raise cause
     if outcome.kind:
-        raise _error_of(outcome) from (causes[-1] if causes else None)
+        raise _error_of(outcome) from cause
     return outcome.payload
+
+
+def _outcome_of(rank: int, error: BaseException) -> _Outcome:
+    fields = error.told_fields if isinstance(error, HoldfastError) else {}
+    return _Outcome(rank, type(error).__name__, str(error), b"", fields)
 
 
 def _join_outcomes(join: Join, one: bytes, other: bytes) -> bytes:

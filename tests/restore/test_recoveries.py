@@ -24,7 +24,7 @@ from holdfast.restore.reading.stored import stored as stored_in
 from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage, StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
-from holdfast.world import Conclude, Join
+from holdfast.transport.wire.rank_phases import Join
 from support.checkpoints.roots import save
 from support.peers.lost_hosts import Hosts, set_sizes
 from support.peers.peering import close_pullers
@@ -54,17 +54,18 @@ class ThreadWorld:
         join: Join,
         *,
         timeout_s: float,
-        conclude: Conclude | None = None,
     ) -> bytes:
         self.ranks.said[self.rank] = mine
         self.ranks.barrier.wait()
         found = reduce(join, (self.ranks.said[rank] for rank in range(self.size)))
         self.ranks.barrier.wait()
-        assert conclude is None
         return found
 
     def leave(self, phase: str, mine: bytes) -> None:
         raise AssertionError("no rank is interrupted")
+
+    def close(self) -> None:
+        raise AssertionError("no rank closes it")
 
 
 @pytest.fixture
