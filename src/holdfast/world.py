@@ -142,7 +142,7 @@ class TorchWorld:
             self._store.put({f"{older.decode()}/place/{rank}": b"" for rank in others})
         answers = [f"{call}/met/{rank}" for rank in others]
         if not self._store.wait_for(answers, deadline):
-            raise _absent(self, self._silent(call), MEETING, deadline.timeout_s)
+            raise _absent(self.rank, self._silent(call), MEETING, deadline.timeout_s)
         said = [
             msgspec.msgpack.decode(each, type=tuple[str, RankAddress])
             for each in (own, *self._store.take(answers))
@@ -159,12 +159,12 @@ class TorchWorld:
         call, place = "", b""
         while not place:
             if not self._store.wait_for(["call"], deadline):
-                raise _absent(self, [0], MEETING, deadline.timeout_s)
+                raise _absent(self.rank, [0], MEETING, deadline.timeout_s)
             call = self._store.take(["call"])[0].decode()
             mine = f"{call}/met/{self.rank}", f"{call}/place/{self.rank}"
             self._store.put({mine[0]: self._listen(call)})
             if not self._store.wait_for(mine[1:], deadline):
-                raise _absent(self, self._silent(call) or [0], MEETING, deadline.timeout_s)
+                raise _absent(self.rank, self._silent(call) or [0], MEETING, deadline.timeout_s)
             place = self._store.take(mine[1:])[0]
             self._store.remove(*mine)
         told = msgspec.msgpack.decode(place, type=tuple[Place, list[RankAddress]])
@@ -316,28 +316,30 @@ class _Deadline:
         return self._end_s - time.monotonic()
 
 
-def _absent(world: World, ranks: list[int], phase: str, timeout_s: float) -> DeadlineExceeded:
-    return _absence(world.rank, ranks, phase, f"did not reach {phase!r} within {timeout_s:g} s")
+def _absent(
+    rank: int, ranks: list[int], phase: str, timeout_s: float, seen: str = ""
+) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"ranks {ranks} did not reach {phase!r} within {timeout_s:g} s{seen}; rank {rank} gave up "
+        "waiting for them. See in their logs whether they ended, hang, or are only slower than "
+        "timeout_s.",
+        ranks=ranks,
+        phase=phase,
+    )
 
 
 def _absent_in(word: Word, phase: str, timeout_s: float, before: str) -> DeadlineExceeded:
     ranks, ended = ranks_in(word.missing), set(ranks_in(word.ended))
+    seen = f" (last seen at {before!r})"
     if ended.issuperset(ranks):
-        what = f"ended before they reached {phase!r}"
-    else:
-        what = f"did not reach {phase!r} within {timeout_s:g} s"
-        if ended:
-            what += f", and {sorted(ended)} of them have ended"
-    return _absence(word.rank, ranks, phase, f"{what} (last seen at {before!r})")
-
-
-def _absence(rank: int, ranks: list[int], phase: str, what: str) -> DeadlineExceeded:
-    return DeadlineExceeded(
-        f"ranks {ranks} {what}; rank {rank} gave up waiting for them. See in their logs whether "
-        "they ended, hang, or are only slower than timeout_s.",
-        ranks=ranks,
-        phase=phase,
-    )
+        return DeadlineExceeded(
+            f"ranks {ranks} ended before they reached {phase!r}{seen}: their processes are gone, "
+            "or no line to them can be opened. See in their logs why.",
+            ranks=ranks,
+            phase=phase,
+        )
+    why = f"; {word.why}" if word.why else ""
+    return _absent(word.rank, ranks, phase, timeout_s, seen + why)
 
 
 def current_world(*, timeout_s: float = MEET_S) -> World:

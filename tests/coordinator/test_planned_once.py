@@ -138,11 +138,52 @@ def test_who_waits_no_longer_for_images_to_be_planned_ends_the_wait_of_all() -> 
 
 def test_a_host_that_plans_for_too_long_ends_the_save() -> None:
     keeper = Keeper(1)
-    assert of(keeper.c.request_capture(0, first_request(keeper), 0.0), PlanImages)
+    (plan,) = of(keeper.c.request_capture(0, first_request(keeper), 0.0), PlanImages)
     assert keeper.c.tick(GRANT_S) == []
     (skip,) = told(keeper.c.tick(GRANT_S + 0.1), m.Skip)
     assert skip.reason.startswith(PLANNING) and skip.is_passing
-    assert granted(keeper.ask(0, 1))
+    again = keeper.c.request_capture(0, first_request(keeper), 0.0)
+    assert not of(again, PlanImages), "the host plans already"
+    sizes = image_plan.plan_sizes(plan.layout, plan.ranks)
+    assert of(keeper.c.images_planned(plan.layout.hash, sizes, 0.0), AllocateSlots)
+
+
+def test_a_lost_host_is_told_again_what_it_has_not_planned() -> None:
+    keeper = Keeper(2)
+    keeper.has_memory = False
+    hosts = [m.HostEntry(id=f"h{n}", ranks=(n,)) for n in range(2)]
+    keeper.c.begin(2, "00000002", 2, hosts)
+    keeper.c.attach(1, (), ())
+    for rank in range(2):
+        keeper.c.join(rank, keeper.writer(rank))
+    keeper.c.adopt(0.0)
+    data = table(2)
+    for told_again in ([0, 1], [], [0, 1]):
+        actions: list[Action] = []
+        for rank in range(2):
+            keeper.c.table(rank, table_hash(data), data)
+            ask = m.RequestCapture(step=3, table=table_hash(data), values_bytes=10, durable=False)
+            actions += keeper.c.request_capture(rank, ask, 0.0)
+        assert [plan.host for plan in of(actions, PlanImages)] == told_again
+        keeper.c.cancel_request(0, 3)
+        if not told_again:
+            keeper.c.detach(1, "h1")
+            keeper.c.attach(1, (), ())
+            keeper.c.join(1, keeper.writer(1))
+
+
+def test_a_layout_that_cannot_be_divided_costs_no_save_of_another() -> None:
+    keeper = Keeper(1)
+    (plan,) = of(keeper.c.request_capture(0, first_request(keeper), 0.0), PlanImages)
+    assert told(keeper.c.cancel_request(0, 0), m.Skip)
+    other = table(1, "F64")
+    keeper.c.table(0, table_hash(other), other)
+    ask = m.RequestCapture(step=1, table=table_hash(other), values_bytes=10, durable=False)
+    (second,) = of(keeper.c.request_capture(0, ask, 0.0), PlanImages)
+    failed = image_plan.ImageSizes({}, "no room for the layout")
+    assert keeper.c.images_planned(plan.layout.hash, failed, 0.0) == []
+    sizes = image_plan.plan_sizes(second.layout, second.ranks)
+    assert of(keeper.c.images_planned(second.layout.hash, sizes, 0.0), AllocateSlots)
 
 
 def first_request(keeper: Keeper) -> m.RequestCapture:
@@ -160,7 +201,7 @@ def test_a_table_is_decoded_once_for_all_ranks_that_declare_it(coordinators_plan
     agreed = known.agree([table_hash(data)] * 300)
     assert coordinators_plans["table_from_json"] == 1
     agreed.planned(image_plan.plan_sizes(agreed.layout, [7]).by_rank)
-    assert agreed.image_bytes(7, 10) > 4096 and not agreed.is_planned(8)
+    assert agreed.image_bytes(7, 10) > 4096 and agreed.planned_count == 1
     assert coordinators_plans["plan_image"] == 1
 
 

@@ -255,9 +255,9 @@ def test_an_order_that_cannot_be_carried_out_costs_no_row(tmp_path: Path) -> Non
         keeper.capture(make_image(0, MIB), 2, "b1", STEP.step + 1)
         for one in keepers:
             one.make(round_id=TURN + 9, attempt="b1")
-        await until(lambda: said(keepers, messages.ParityFailed), "their end")
-        assert "it has images of ranks [0, 0]" in failure(keeper)
-        assert len(keeper.parity.shards()) == 1 and not keeper.parity.is_busy
+        await until(lambda: "it has images of ranks [0, 0]" in failure(keeper), "its end")
+        await until(lambda: not keeper.parity.is_busy, "its rest")
+        assert len(keeper.parity.shards()) == 1
         assert len(list((keeper.directory / "parity").glob("0-*.record"))) == 1
 
     asyncio.run(with_keepers(tmp_path, [MIB, MIB], play))

@@ -1,4 +1,4 @@
-"""What this rank knows of its saves: one value, and one pure function that changes it.
+"""Records what one rank knows of its saves in one value, which one pure function changes.
 
 The training thread, the capture thread and the listener report what happens, and set no flag
 themselves: what follows from it, whatever came before, is decided by ``reduce``.

@@ -123,6 +123,7 @@ class Coordinator(AttemptLifecycle):
         for rank in self._host_ranks[host]:
             actions += self.lost(rank)
         self._lose(host)
+        self._layouts.forget_orders()
         return actions
 
     def _lose(self, host: int) -> None:
@@ -287,11 +288,13 @@ class Coordinator(AttemptLifecycle):
             agreed.planned({r: size for r, size in sizes.by_rank.items() if 0 <= r < self.world})
             if agreed.planned_count < self.world:
                 return []
+        else:
+            agreed.forget_orders()
         actions: list[Action] = []
         for step in self._requests.steps():
             if not sizes.reason:
                 actions += self._decide_if_all_requested(step, now_s)
-            elif not self._requests.absent(step):
+            elif self._requests.all_of(step, self._layouts.hashes_of(agreed)):
                 self._requests.drop_step(step)
                 actions += skip(step, sizes.reason, is_passing=sizes.is_passing)
         return actions
@@ -359,7 +362,7 @@ class Coordinator(AttemptLifecycle):
             reason = (
                 f"rank {rank} stopped waiting for ranks {absent}, which have not asked for it"
                 if absent
-                else f"rank {rank} stopped waiting: {PLANNING}"
+                else f"rank {rank} stopped waiting: {self._why_undecided()}"
             )
             self._requests.decline(step, reason, is_passing=True, by=rank)
             was_in_vain = self.adopted and waited_s >= WAITED_S
@@ -530,6 +533,10 @@ class Coordinator(AttemptLifecycle):
         known = max(self.durability.newest_durable, newest.generation if newest else (0, -1))
         return any(part.generation > known for part in self.attempts.incomplete())
 
+    def _why_undecided(self) -> str:
+        """Describe why a step that all ranks have requested is not decided."""
+        return PLANNING if self.adopted else "it is not known yet what the run goes on from"
+
     def is_whole(self, step: int) -> bool:
         """Return True if the whole generation of ``step`` is in memory."""
         newest = (a for a in self.attempts.complete() if a.generation == (self.incarnation, step))
@@ -543,7 +550,7 @@ class Coordinator(AttemptLifecycle):
         if absent:
             return f"ranks {absent} have not asked to capture it"
         if step in self._requests.steps():
-            return PLANNING
+            return self._why_undecided()
         for attempt in self.attempts.values():
             if attempt.generation == (self.incarnation, step):
                 return attempt.waits_for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.errors import FormatError, UsageError
 from holdfast.format.image import ImagePlan, image_bytes
@@ -21,16 +21,25 @@ class AgreedLayout:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._plans: dict[int, ImagePlan] = {}
+        self._ordered: set[int] = set()
+        """Ranks whose hosts were told to plan, and have not answered."""
+
+    def order_plans(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of these ranks whose hosts are to plan now: no host is told twice."""
+        found = [r for r in ranks if r not in self._plans and r not in self._ordered]
+        self._ordered.update(found)
+        return found
+
+    def forget_orders(self) -> None:
+        """Have the hosts that have not answered told again, by the next save."""
+        self._ordered.clear()
 
     def planned(self, sizes: Mapping[int, tuple[int, int]]) -> None:
         """Record the sizes of some ranks' images, see ``image_plan.plan_sizes``."""
         for rank, (data_start, tensor_bytes) in sizes.items():
             # Without the thousands of entries: the copier computes its own plan.
             self._plans[rank] = ImagePlan((), tensor_bytes, "", data_start)
-
-    def is_planned(self, rank: int) -> bool:
-        """Return True if the size of this rank's image is known."""
-        return rank in self._plans
+            self._ordered.discard(rank)
 
     @property
     def planned_count(self) -> int:
@@ -97,6 +106,15 @@ class LayoutRegistry:
                 del self._agreed[next(iter(self._agreed))]
             self._agreed[key] = found
         return found
+
+    def forget_orders(self) -> None:
+        """Forget which hosts were told to plan images: one of them is gone."""
+        for agreed in self._agreed.values():
+            agreed.forget_orders()
+
+    def hashes_of(self, agreed: AgreedLayout) -> set[tuple[str, ...]]:
+        """Return the tables by rank from which this layout was agreed."""
+        return {tables for tables, found in self._agreed.items() if found is agreed}
 
     def agreed(self, hash_: str) -> AgreedLayout | None:
         """Return the agreed layout with this hash if it is still known."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.protocol import messages as m
@@ -152,6 +152,13 @@ class CaptureRequests:
             del request.by_rank[rank]
             if not request.by_rank:  # nobody waits for it: nobody is late
                 del self._by_step[step]
+
+    def all_of(self, step: int, tables: Container[tuple[str, ...]]) -> bool:
+        """Return True if all ranks requested the step, with leaf tables that are one of these."""
+        requested = self._by_step.get(step)
+        by_rank = requested.by_rank if requested is not None else {}
+        is_whole = len(by_rank) == self._world
+        return is_whole and tuple(by_rank[rank].table for rank in range(self._world)) in tables
 
     def steps(self) -> list[int]:
         """Return the undecided steps that at least one rank requested."""

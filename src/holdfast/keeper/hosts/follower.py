@@ -325,7 +325,7 @@ class Follower:
             case messages.RecordOrder(order=order):
                 self._memory.store_order(self.role.incarnation, self.role.nonce, order)
             case messages.SizeImages():
-                self._background.spawn(self._plan_images(line, fact))
+                self._plan_images(line, fact)
             case messages.RecordIncarnation():
                 self._store_incarnation(fact)
             case messages.WatchWriter(slot=slot, attempt=attempt, pid=pid, start=start):
@@ -343,13 +343,21 @@ class Follower:
             self._layout_error = reason
             line.send(messages.pack(messages.LayoutFailed(hash=fact.hash, reason=reason)))
 
-    async def _plan_images(self, line: SealedChannel, fact: messages.SizeImages) -> None:
+    def _plan_images(self, line: SealedChannel, fact: messages.SizeImages) -> None:
         try:
             data = self._memory.layout(fact.layout)
         except HoldfastError as error:
-            sizes = ImageSizes({}, self._layout_error or str(error))
-        else:
+            self._tell_sizes(line, fact, ImageSizes({}, self._layout_error or str(error)))
+            return
+
+        async def plan() -> None:
             sizes = await self._background.in_thread(plan_sizes, data, fact.ranks)
+            self._tell_sizes(line, fact, sizes)
+
+        self._background.spawn(plan())
+
+    @staticmethod
+    def _tell_sizes(line: SealedChannel, fact: messages.SizeImages, sizes: ImageSizes) -> None:
         planned = messages.ImagesPlanned(
             layout=fact.layout,
             sizes=sizes.by_rank,

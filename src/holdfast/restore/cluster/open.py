@@ -125,6 +125,8 @@ class _ImageFiles(Mapping[int, ImageFile]):
         self._lock = threading.RLock()  # a lost image is decoded from others
 
     def __getitem__(self, rank: int) -> ImageFile:
+        if (found := self._files.get(rank)) is not None:  # waits for nobody who opens another
+            return found
         with self._lock:
             if rank not in self._files:
                 if not 0 <= rank < self._world:
