@@ -120,6 +120,7 @@ class OvertakeDetector:
     def __init__(self, bindings: Bindings) -> None:
         self.agreeing = ScalarAgreement(bindings.joined)
         self._lazy, self._watched = bindings.lazy, bindings.watched
+        self._leaves = bindings.sampled
         self._versions = self._versions_now()
         self._samples = list(self._sample(next(_captures)))
 
@@ -129,15 +130,12 @@ class OvertakeDetector:
 
     def _sample(self, number: int) -> Iterator[tuple[str, int, bytes]]:
         """Yield (leaf, address, current bytes) of some host leaves, different ones each time."""
-        leaves = len(self._lazy)
-        for place in range(min(_SAMPLES, leaves)):
-            leaf = self._lazy[(number * _SAMPLES + place) % leaves]
-            local = leaf.local
-            size = local.numel() * local.element_size()
-            if size and local.is_cpu and local.is_contiguous():
-                length = min(_SAMPLE_BYTES, size)
-                at = local.data_ptr() + (number * 7919 * _SAMPLE_BYTES) % (size - length + 1)
-                yield leaf.name, at, ctypes.string_at(at, length)
+        leaves, distance = len(self._leaves), number * 7919 * _SAMPLE_BYTES
+        for place in range(number * _SAMPLES, number * _SAMPLES + min(_SAMPLES, leaves)):
+            name, address, size = self._leaves[place % leaves]
+            length = size if size < _SAMPLE_BYTES else _SAMPLE_BYTES
+            at = address + distance % (size - length + 1)
+            yield name, at, ctypes.string_at(at, length)
 
     def _check_versions(self) -> None:
         versions = self._versions_now()

@@ -7,7 +7,9 @@ themselves: what follows from it, whatever came before, is decided by ``reduce``
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from holdfast.protocol import messages as m
 
@@ -15,8 +17,7 @@ from holdfast.protocol import messages as m
 _GRANTS_KEPT = 16
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureState:
+class CaptureState(msgspec.Struct, frozen=True):
     """One save of this rank, from its hand-over on."""
 
     number: int = -1
@@ -63,8 +64,7 @@ class CaptureState:
 NO_CAPTURE = CaptureState(is_resolved=True)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveState:
+class SaveState(msgspec.Struct, frozen=True):
     """All that is known of the saves of this rank."""
 
     capture: CaptureState = NO_CAPTURE
@@ -102,8 +102,7 @@ class SaveState:
 # ── what the threads of this rank report ─────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, slots=True)
-class Began:
+class Began(msgspec.Struct, frozen=True):
     """The training thread hands over a save."""
 
     number: int
@@ -111,77 +110,65 @@ class Began:
     durable: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Ordered:
+class Ordered(msgspec.Struct, frozen=True):
     """``step`` is to be durable, or a later one."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Requested:
+class Requested(msgspec.Struct, frozen=True):
     """The capture thread requests a slot."""
 
     request_number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Unreached:
+class Unreached(msgspec.Struct, frozen=True):
     """No keeper could be reached, to request a slot from or to report the image to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unanswered:
+class Unanswered(msgspec.Struct, frozen=True):
     """The request for a slot was waited for in vain."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cancelled:
+class Cancelled(msgspec.Struct, frozen=True):
     """A thread gives the capture up."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
+class Explained(msgspec.Struct, frozen=True):
     """The keeper explained why a cancelled capture had no answer."""
 
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
+class Copied(msgspec.Struct, frozen=True):
     """The bytes of the capture are final."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(msgspec.Struct, frozen=True):
     """The save of ``step`` was reported as failed."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True)
-class Resolved:
+class Resolved(msgspec.Struct, frozen=True):
     """The capture thread has ended with the capture."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeeperGone:
+class KeeperGone(msgspec.Struct, frozen=True):
     """The keeper was lost."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class FoundFenced:
+class FoundFenced(msgspec.Struct, frozen=True):
     """The keeper refused this rank, because a newer start has begun."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Consumed:
+class Consumed(msgspec.Struct, frozen=True):
     """Announcements that were acted on."""
 
     announced: frozenset[tuple[int, str]]

@@ -87,6 +87,12 @@ class Bindings(list[Binding]):
         """Tensors whose version counters show that a lazy leaf was written to."""
         self.volatile = [binding for binding in self if not binding.lazy]
         self.gpus = {binding.local.device for binding in self if binding.local.is_cuda}
+        self.sampled = [
+            (one.name, one.local.data_ptr(), one.local.numel() * one.local.element_size())
+            for one in self.lazy
+            if one.local.is_cpu and one.local.is_contiguous() and one.local.numel()
+        ]
+        """Name, address and bytes of the lazy leaves on the host whose bytes lie together."""
         self.size_bytes = sum(binding.local.nbytes for binding in self)
 
 
