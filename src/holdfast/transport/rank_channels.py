@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.errors import Fenced, HoldfastError, PeerError
+from holdfast.errors import HoldfastError, PeerError
 from holdfast.transport.channel import ChannelBounds, ChannelServer, SealedChannel, call
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.wire.rank_phases import Join, RankPhases, Word
@@ -57,6 +57,7 @@ class RankChannels:
         self._lines: dict[int, SealedChannel] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: dict[int, concurrent.futures.Future[Word]] = {}
+        self._has_place = asyncio.Event()
         self._is_owed = asyncio.Event()
         """Set while this rank has spoken and the verdict has not come."""
         self._timer: asyncio.TimerHandle | None = None
@@ -77,10 +78,7 @@ class RankChannels:
         """Return what all ranks say in the phase ``count``; a signal's handler may interrupt it."""
         verdict: concurrent.futures.Future[Word] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._speak, count, word, join, timeout_s, verdict)
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return verdict.result(_LOOK_S)
-            self._check_thread()
+        return self._wait(verdict)
 
     def leave(self, count: int, word: Word) -> None:
         """Say the last word of this rank in the phase ``count``, and wait for nobody."""
@@ -96,27 +94,34 @@ class RankChannels:
         self._thread.join(_CLOSE_S)
 
     def _result(self, work: Coroutine[Any, Any, T]) -> T:
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return running.result(_LOOK_S)
-            self._check_thread()
+        return self._wait(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    def _check_thread(self) -> None:
-        if not self._thread.is_alive():
-            raise HoldfastError(
-                "the thread that speaks with the other ranks has ended: start the ranks again"
-            )
+    def _wait(self, answer: concurrent.futures.Future[T]) -> T:
+        while not concurrent.futures.wait([answer], _LOOK_S).done:
+            if not self._thread.is_alive():
+                raise HoldfastError(
+                    "the thread that speaks with the other ranks has ended: start the ranks again"
+                )
+        return answer.result()
 
     def _run(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(self._fail)
         try:
             self._loop.run_forever()
         finally:
             self._loop.close()
 
     # ── on the thread of the channels ────────────────────────────────────────────────────────
+
+    def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Hand a fault of this thread to the rank's own thread, which would wait for ever."""
+        loop.default_exception_handler(context)
+        error = context.get("exception") or HoldfastError(str(context.get("message")))
+        for waiting in self._waiting.values():
+            waiting.set_exception(error)
+        self._waiting.clear()
 
     async def _listen(self, secret: bytes, host: str) -> int:
         if self._server is not None:  # it answered an older call
@@ -128,6 +133,7 @@ class RankChannels:
 
     async def _enter(self, secret: bytes, place: Place, above: Sequence[RankAddress]) -> None:
         self._phases = RankPhases(self.rank, place)
+        self._has_place.set()
         if not place.children and self._server is not None:
             await self._server.close()
         for distance, address in enumerate(above):
@@ -195,9 +201,9 @@ class RankChannels:
 
     async def _talk(self, rank: int, line: SealedChannel) -> None:
         """Hear what comes on a line until it breaks."""
+        await self._has_place.wait()
         phases = self._phases
-        if phases is None:  # this rank has no place yet; the other one comes again
-            return
+        assert phases is not None
         if (older := self._lines.pop(rank, None)) is not None:
             older.close("another line of this rank is open")
         self._lines[rank] = line
@@ -224,7 +230,7 @@ class RankChannels:
                 line = await call(
                     secret, peer, name=_name(self.rank), incarnation=0, bounds=_BOUNDS
                 )
-            except (PeerError, Fenced) as error:
+            except HoldfastError as error:
                 self._why = str(error)
             else:
                 pause_s = _LEAST_PAUSE_S
