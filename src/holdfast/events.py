@@ -321,6 +321,18 @@ class RequestsRefused(Event, frozen=True, kw_only=True):
     counts: dict[str, int]
 
 
+class LoopHeld(Event, frozen=True, kw_only=True):
+    """A keeper's loop was held for more than 50 ms: meanwhile it answered nobody. Nothing was lost.
+
+    ``host``: the keeper's. ``times``: how often since the last report. ``longest_s``: the longest,
+    in seconds, without the time for which the keeper waited for a processor.
+    """
+
+    host: str
+    times: int
+    longest_s: float
+
+
 class ValuesDiffer(Event, frozen=True, kw_only=True):
     """Plain values differed between the saved ranks and the world changed; says what was taken.
 
@@ -373,6 +385,7 @@ AnyEvent = (
     | KeeperLost
     | KeeperStopped
     | RequestsRefused
+    | LoopHeld
     | ValuesDiffer
     | SinkFailed
     | Warned

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from subprocess import CompletedProcess
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from support.project.code_blocks import PROJECT
+from support.project.instructions import Instructions
 
 #: Exponent of the number of ranks.
 MOST = 1.1
@@ -23,37 +20,6 @@ SIZES = (64, 128, 256)
 @pytest.fixture
 def scale(importable: None) -> ModuleType:
     return importlib.import_module("benchmarks.scale")
-
-
-class Instructions:
-    """A clock that counts the instructions of holdfast that are executed: the same at every run."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self) -> float:
-        return self.count
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        sources = str(PROJECT / "src")
-
-        def each(frame: FrameType, event: str, _: object) -> Any:
-            self.count += event == "opcode"
-            return each
-
-        def enter(frame: FrameType, event: str, _: object) -> Any:
-            if not frame.f_code.co_filename.startswith(sources):
-                return None
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            return each
-
-        before = sys.gettrace()
-        sys.settrace(enter)
-        try:
-            yield
-        finally:
-            sys.settrace(before)
 
 
 def test_the_work_of_a_save_grows_with_the_ranks_and_not_with_their_square(

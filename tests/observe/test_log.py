@@ -76,6 +76,7 @@ EXAMPLES: tuple[events.Event, ...] = (
     events.KeeperLost(reason="killed"),
     events.KeeperStopped(reason="closed"),
     events.RequestsRefused(host="a", door="peers", counts={"forged": 2}),
+    events.LoopHeld(host="a", times=2, longest_s=0.25),
     events.ValuesDiffer(names=("tokens",)),
     unlike(is_known=True),
     events.SinkFailed(sink="s", reason="r"),

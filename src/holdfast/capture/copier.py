@@ -93,7 +93,7 @@ class Copier:
                 raise
         if not capture.known.copied:
             capture.is_copied([])
-        capture.parameters = sum_of(target.memory, image, plan.copies, capture.trained)
+        capture.parameters = sum_of(target.memory, image, plan.spans(capture.trained.leaves))
         slot.write_record(self._sealed_record(place, grant, seal))
         now_s = time.monotonic()
         emit(

@@ -62,12 +62,25 @@ class TensorCopy:
             yield self.offset + number * length, address + inside, length
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CopyPlan:
     """All copies of one rank's image, ordered by offset."""
 
     image: ImagePlan
     copies: tuple[TensorCopy, ...]
+    _spans_of: tuple[frozenset[str], list[tuple[int, int]]] = (frozenset(), [])
+
+    def spans(self, leaves: frozenset[str]) -> list[tuple[int, int]]:
+        """Return the byte ranges of these leaves in the image's data, adjacent ones merged."""
+        if self._spans_of[0] is not leaves:
+            found: list[tuple[int, int]] = []
+            for copy in self.copies:
+                if copy.leaf in leaves and copy.size_bytes:
+                    follows = bool(found) and found[-1][1] == copy.offset
+                    start = found.pop()[0] if follows else copy.offset
+                    found.append((start, copy.offset + copy.size_bytes))
+            self._spans_of = leaves, found
+        return self._spans_of[1]
 
 
 def plan_copies(layout: Layout, rank: int, bindings: Bindings) -> CopyPlan:

@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch.optim import Optimizer
 
-from holdfast.capture.copy_plan import TensorCopy, part_of
+from holdfast.capture.copy_plan import part_of
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.checksum import BLOCK_BYTES, checksum
@@ -330,18 +330,15 @@ class StandstillProbe:
         return before if was == parameters else CHANGED
 
 
-def sum_of(
-    memory: memoryview, image: Image, copies: Sequence[TensorCopy], trained: TrainedParameters
-) -> str:
-    """Return the checksum of all trained parameters in a sealed image; "" if there are none.
+def sum_of(memory: memoryview, image: Image, spans: Sequence[tuple[int, int]]) -> str:
+    """Return the checksum of these byte ranges of a sealed image's data; "" if there are none.
 
-    The checksum is computed from those of the blocks that parameters fill, and from the bytes
+    The checksum is computed from those of the blocks that the ranges fill, and from the bytes
     around these blocks.
     """
     total = xxhash.xxh3_64()
     data = image.data_start
     table = memory[data + image.table_offset : image.size_bytes]
-    spans = _spans(copies, trained.leaves)
     for start, stop in spans:
         first, last = -(-start // BLOCK_BYTES), stop // BLOCK_BYTES
         if first >= last:
@@ -351,19 +348,3 @@ def sum_of(
         total.update(table[8 * first : 8 * last])
         total.update(memory[data + last * BLOCK_BYTES : data + stop])
     return total.hexdigest() if spans else ""
-
-
-def _spans(copies: Sequence[TensorCopy], leaves: frozenset[str]) -> list[tuple[int, int]]:
-    """Return the byte ranges of these leaves, adjacent ones merged; ``copies`` are ordered by
-    offset.
-    """
-    spans: list[tuple[int, int]] = []
-    for copy in copies:
-        if copy.leaf not in leaves or not copy.size_bytes:
-            continue
-        stop = copy.offset + copy.size_bytes
-        if spans and spans[-1][1] == copy.offset:
-            spans[-1] = spans[-1][0], stop
-        else:
-            spans.append((copy.offset, stop))
-    return spans

@@ -33,10 +33,11 @@ from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
+from holdfast.keeper.loop_watch import LoopWatch
 from holdfast.keeper.scrub import PAUSE_S, Repairer, Scrubber
 from holdfast.keeper.trainer_api import TrainerApi
-from holdfast.observe.log import PART_BYTES
 from holdfast.observe.sinks import JsonlSink
+from holdfast.observe.trails import PART_BYTES
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import is_running, remove_arena
 
@@ -311,12 +312,16 @@ class Keeper:
         self._trace.path, self._trace.only_beside = trace_place(root, self.host_id)
 
     async def _run_ticks(self) -> None:
-        while not self._ended.is_set():
-            await asyncio.sleep(TICK_S)
-            try:
-                await self._tick()
-            except Exception:  # the run's snapshots depend on this loop: no error may end it
-                self._log_once(traceback.format_exc())
+        watch = LoopWatch(self.host_id)
+        try:
+            while not self._ended.is_set():
+                await watch.pause(TICK_S)
+                try:
+                    await self._tick()
+                except Exception:  # the run's snapshots depend on this loop: no error may end it
+                    self._log_once(traceback.format_exc())
+        finally:
+            watch.close()
 
     def _log_once(self, trace: str) -> None:
         """Log a trace once: ten ticks a second would fill the shared memory that holds the log."""

@@ -18,7 +18,7 @@ import msgspec
 from holdfast import events
 from holdfast.catalogue import ROOT
 from holdfast.events import Event, subscribe
-from holdfast.observe.log import PART_BYTES, log_sink_from_environment, set_aside
+from holdfast.observe.trails import PART_BYTES, set_aside
 
 
 def follow_run(root: str, rank: int) -> Callable[[float], None]:
@@ -27,6 +27,8 @@ def follow_run(root: str, rank: int) -> Callable[[float], None]:
 
     Raises UsageError for an invalid setting.
     """
+    from holdfast.observe.log import log_sink_from_environment  # a keeper writes no such lines
+
     log = log_sink_from_environment(rank)
     path = Path(root, "events", f"rank-{rank:05d}.jsonl")
     trace = JsonlSink(path, only_beside=Path(root, ROOT), part_bytes=PART_BYTES)

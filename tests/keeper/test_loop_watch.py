@@ -1,0 +1,78 @@
+"""A keeper says when its loop was held, and does not call a busy machine its own fault."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.events import Event, LoopHeld, subscribe
+from holdfast.keeper.loop_watch import MOST_S, LoopWatch
+
+
+def reports(
+    act: Callable[[], None], pauses: int, *, report_s: float = 60.0, waits_s: float = 0.0
+) -> list[LoopHeld]:
+    """What is reported when ``act`` runs on the loop in each of these pauses."""
+    found: list[Event] = []
+    waited_s = 0.0
+
+    async def play() -> None:
+        nonlocal waited_s
+        watch = LoopWatch("a", report_s=report_s)
+        if waits_s:
+            watch._waited_s = lambda: waited_s  # type: ignore[method-assign]
+        for _ in range(pauses):
+            waiting = asyncio.create_task(watch.pause(0.01))
+            await asyncio.sleep(0)
+            asyncio.get_running_loop().call_soon(act)
+            waited_s += waits_s
+            await waiting
+        watch.close()
+        watch.close()
+
+    unsubscribe = subscribe(lambda event, _: found.append(event))
+    try:
+        asyncio.run(play())
+    finally:
+        unsubscribe()
+    return [event for event in found if isinstance(event, LoopHeld)]
+
+
+def compute() -> None:
+    end_s = time.thread_time() + 4 * MOST_S
+    while time.thread_time() < end_s:
+        pass
+
+
+@pytest.mark.parametrize("hold", [compute, lambda: time.sleep(4 * MOST_S)])
+def test_a_held_loop_is_reported(hold: Callable[[], None]) -> None:
+    """By work, and by a call that blocks."""
+    (report,) = reports(hold, 1)
+    assert (report.host, report.times) == ("a", 1)
+    assert report.longest_s > MOST_S
+
+
+def test_reports_are_few_and_tell_of_what_came_between() -> None:
+    (report,) = reports(compute, 3)
+    assert report.times == 1
+    first, second, third = reports(compute, 3, report_s=0.0)
+    assert first.times == second.times == third.times == 1
+
+
+def test_time_in_which_the_thread_waited_for_a_processor_does_not_count() -> None:
+    assert not reports(lambda: time.sleep(4 * MOST_S), 2, waits_s=60.0)
+
+
+def test_a_loop_that_nothing_holds_is_not_reported() -> None:
+    assert not reports(lambda: None, 5, waits_s=0.01)
+
+
+def test_a_kernel_that_does_not_count_waits_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("holdfast.keeper.loop_watch.os.open", refuse)
+    assert LoopWatch("a")._waited_s() == 0.0
