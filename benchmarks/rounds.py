@@ -6,6 +6,7 @@ tell messages, bytes and CPU of the busiest rank: the real phases and joins, wit
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import statistics
@@ -77,9 +78,13 @@ class Tree:
 
 def measure(world: int, clock: Callable[[], float] = time.thread_time) -> dict[str, float]:
     """Costs of one round of so many simulated ranks."""
-    tree = Tree(world, clock)
-    for count in range(1, ROUNDS + 1):
-        tree.reduce(count)
+    gc.disable()  # its pauses are of the simulation, not of one rank
+    try:
+        tree = Tree(world, clock)
+        for count in range(1, ROUNDS + 1):
+            tree.reduce(count)
+    finally:
+        gc.enable()
     return {
         "messages": tree.messages / ROUNDS,
         "bytes of the busiest": max(tree.through.values()) / ROUNDS,
