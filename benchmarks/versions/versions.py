@@ -6,9 +6,12 @@ alternating series and compared round by round.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import random
+import shutil
 import socket
 import statistics
 import subprocess
@@ -73,7 +76,17 @@ def _connect(path: Path, keeper: subprocess.Popen[bytes]) -> None:
 
 
 def _environment(source: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(source)}
+    """Both versions run as they do once installed: compiled, by the first round."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": str(source), "PYTHONPYCACHEPREFIX": compiled()}
+
+
+@functools.cache
+def compiled() -> str:
+    """Where what was compiled of both is kept until this process ends."""
+    directory = tempfile.mkdtemp(prefix="hf-compiled-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
 
 
 def interval(ratios: Sequence[float], samples: int = 5000) -> tuple[float, float]:

@@ -69,14 +69,14 @@ class Word(msgspec.Struct, array_like=True):
         return word
 
 
-class _Frame(msgspec.Struct, array_like=True):
+class _PhaseFrame(msgspec.Struct, array_like=True):
     kind: int
     count: int
     word: Word
 
 
 @dataclass(slots=True)
-class _Phase:
+class _PhaseState:
     own: Word | None = None
     join: Join = max
     timeout_s: float = 0.0
@@ -99,7 +99,7 @@ class RankPhases:
     def __init__(self, rank: int, place: Place) -> None:
         self.rank, self.place = rank, place
         self.sent: list[tuple[int, bytes]] = []
-        self._phases: dict[int, _Phase] = {}
+        self._phases: dict[int, _PhaseState] = {}
         self._above: set[int] = set()
         self._below: set[int] = set()
         self._ended: set[int] = set()
@@ -134,7 +134,7 @@ class RankPhases:
 
     def hear(self, sender: int, frame: bytes, now_s: float) -> None:
         """Take in a frame. Raises msgspec.ValidationError or DecodeError for one that is none."""
-        said = msgspec.msgpack.decode(frame, type=_Frame)
+        said = msgspec.msgpack.decode(frame, type=_PhaseFrame)
         count, word = said.count, said.word
         if count <= self._newest - _KEPT and count not in self._phases:
             if said.kind in (_UP, _ASK):  # the others went on without it
@@ -209,10 +209,10 @@ class RankPhases:
 
     # ── the way up and down ──────────────────────────────────────────────────────────────────
 
-    def _phase(self, count: int) -> _Phase:
-        return self._phases.setdefault(count, _Phase())
+    def _phase(self, count: int) -> _PhaseState:
+        return self._phases.setdefault(count, _PhaseState())
 
-    def _join_all(self, count: int, phase: _Phase, *, is_over: bool = False) -> None:
+    def _join_all(self, count: int, phase: _PhaseState, *, is_over: bool = False) -> None:
         """Pass on the word of this rank and all below it, once they have spoken or never will."""
         if phase.passed is not None or phase.verdict is not None:
             return
@@ -237,19 +237,19 @@ class RankPhases:
         self._pass(count, phase, joined)
 
     @staticmethod
-    def _said(phase: _Phase) -> Iterator[Word]:
+    def _said(phase: _PhaseState) -> Iterator[Word]:
         if phase.own is not None:
             yield phase.own
         yield from phase.heard.values()
 
-    def _pass(self, count: int, phase: _Phase, word: Word) -> None:
+    def _pass(self, count: int, phase: _PhaseState, word: Word) -> None:
         phase.passed = word
         if not self.place.above:
             self._conclude(count, phase, word)
         for rank in self._above:
             self._send(rank, _UP, count, word)
 
-    def _conclude(self, count: int, phase: _Phase, verdict: Word) -> None:
+    def _conclude(self, count: int, phase: _PhaseState, verdict: Word) -> None:
         if phase.verdict is not None:
             return
         phase.verdict = verdict
@@ -266,10 +266,10 @@ class RankPhases:
     def _is_far(self, rank: int) -> int:
         return self.place.above.index(rank)
 
-    def _verdict_s(self, phase: _Phase) -> float:
+    def _verdict_s(self, phase: _PhaseState) -> float:
         """Seconds in which a verdict comes from above, if all above have come to the phase."""
         return phase.timeout_s + 2 * GRACE_S * _MOST_LEVELS
 
 
 def _frame(kind: int, count: int, word: Word) -> bytes:
-    return msgspec.msgpack.encode(_Frame(kind, count, word))
+    return msgspec.msgpack.encode(_PhaseFrame(kind, count, word))
