@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -134,6 +135,60 @@ def test_a_rank_that_is_interrupted_or_ends_is_heard_of_at_once() -> None:
         assert rank == 1 or "rank 1: KeyboardInterrupt" in str(found["interrupted"])
         assert rank == 1 or found["lost"] == {"ranks": [1], "phase": "without"}
         assert found["threads"] == []
+
+
+def _call_wrongly(rank: int, world: int) -> list[str]:
+    """What is raised where machines differ and a parent is at loopback; and by a second call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("holdfast.world.boot_id", lambda: f"machine {rank}")
+        patch.setenv("HOLDFAST_HOST_ADDRESS", "127.0.0.1")
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        with pytest.raises(UsageError) as refused:
+            TorchWorld(timeout_s=20)
+    found = [str(refused.value), *_call_twice(rank)]
+    del refused
+    _drop_a_world()
+    return found
+
+
+def _call_twice(rank: int) -> list[str]:
+    ours, found = TorchWorld(timeout_s=20), []
+
+    def call_again(*_: object) -> None:
+        try:
+            agree_or_raise(ours, "inner", bytes, timeout_s=20)
+        except UsageError as error:
+            found.append(str(error))
+
+    signal.signal(signal.SIGALRM, call_again)
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    if rank == 1:
+        time.sleep(0.6)
+    agree_or_raise(ours, "outer", bytes, timeout_s=20)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    ours.close()
+    return found
+
+
+def _drop_a_world() -> None:
+    """Nobody closes it, and its own thread is the one that finds it gone."""
+    world = TorchWorld(timeout_s=20)
+    loop, cycle = world._channels._loop, [world]
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del world, cycle
+    loop.call_soon_threadsafe(gc.collect)
+    end_s = time.monotonic() + 20
+    while any("holdfast-ranks" in one.name for one in threading.enumerate()):
+        assert time.monotonic() < end_s, "the thread waits for itself"
+        time.sleep(0.01)
+
+
+def test_calls_that_cannot_be_answered_are_refused_and_a_dropped_world_ends() -> None:
+    (one, second), (other,) = run_ranks(2, _call_wrongly)
+    assert one == other
+    assert "rank 0 does not know by which address rank 1 reaches it" in one
+    assert "'inner' was called while another call of Holdfast waits" in second
 
 
 class Told:

@@ -422,7 +422,9 @@ class Checkpointer:
                 )
             self._adopt(None)
         self._require_growing(step)
-        return self._promised.save(step, durable=durable, exact=exact, handle=handle)
+        saved = self._promised.save(step, durable=durable, exact=exact, handle=handle)
+        self.world.close()  # nothing that ranks agree on comes after the first save
+        return saved
 
     def before_update(self) -> None:
         """Wait until an update may overwrite the state: for loops without a torch optimizer.

@@ -147,6 +147,7 @@ def save(
     finally:
         for held in lock:
             held.release()
+        world.close()
 
 
 def _shown(values: bytes) -> dict[str, Any]:
@@ -354,6 +355,7 @@ def load(
         )
     finally:
         hold.end()
+        world.close()
     assert restored is not None  # there was a candidate, and no error
     return restored
 

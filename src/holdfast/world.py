@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from holdfast import errors
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
+from holdfast.protocol.arena import boot_id
 from holdfast.transport.rank_channels import RankAddress, RankChannels
 from holdfast.transport.wire.rank_phases import Join, Word
 from holdfast.transport.wire.rank_tree import (
@@ -102,11 +103,12 @@ class TorchWorld:
         """The phase in which this rank is; 0 between two."""
         self._before = MEETING
         self._channels = RankChannels(self.rank)
-        self._end = weakref.finalize(self, self._channels.close)
+        self._turn = threading.Lock()
+        weakref.finalize(self, self._channels.end).atexit = False
         try:
             self.nonce = self._meet(_Deadline(timeout_s), fan_out)
         except BaseException:
-            self._end()
+            self._channels.end()
             raise
 
     def _meet(self, deadline: _Deadline, fan_out: int) -> str:
@@ -122,7 +124,8 @@ class TorchWorld:
 
     def _listen(self, call: str) -> bytes:
         """Returns where this rank listens for those that know the call."""
-        host = address_of_this_host(self.size, self._store.host) or LOOPBACK
+        is_reached = not are_all_here(self.size)
+        host = (is_reached and address_of_this_host(self.size, self._store.host)) or LOOPBACK
         try:
             port = self._channels.listen(call.encode(), host)
         except OSError as error:
@@ -130,7 +133,7 @@ class TorchWorld:
                 f"rank {self.rank} cannot listen at {host}, by which it would be reached: "
                 f"{error.strerror}. Set {ADDRESS} on its host to an address of that host itself."
             ) from error
-        return msgspec.msgpack.encode((host_id(), RankAddress(self.rank, host, port)))
+        return msgspec.msgpack.encode((host_id(), boot_id(), RankAddress(self.rank, host, port)))
 
     def _call(self, deadline: _Deadline, fan_out: int) -> str:
         """On rank 0: calls the others, waits for all their answers, and tells each its place."""
@@ -144,15 +147,36 @@ class TorchWorld:
         if not self._store.wait_for(answers, deadline):
             raise _absent(self.rank, self._silent(call), MEETING, deadline.timeout_s)
         said = [
-            msgspec.msgpack.decode(each, type=tuple[str, RankAddress])
+            msgspec.msgpack.decode(each, type=tuple[str, str, RankAddress])
             for each in (own, *self._store.take(answers))
         ]
-        places = places_of([host for host, _ in said], fan_out)
+        places = places_of([host for host, _, _ in said], fan_out)
+        why = self._why_unreachable(places, [(machine, where) for _, machine, where in said])
         self._store.remove("call")
-        told = [(place, [said[rank][1] for rank in place.above]) for place in places]
+        told = [(place, [said[rank][2] for rank in place.above], why) for place in places]
         self._store.put({f"{call}/place/{n}": msgspec.msgpack.encode(told[n]) for n in others})
-        self._channels.enter(call.encode(), *told[0])
+        self._enter(call, told[0])
         return call
+
+    @staticmethod
+    def _why_unreachable(places: Sequence[Place], said: Sequence[tuple[str, RankAddress]]) -> str:
+        """Says which rank would have to be reached on another machine, and cannot; "" if none."""
+        for rank, place in enumerate(places):
+            machine, where = said[place.above[0]] if place.above else said[rank]
+            if machine != said[rank][0] and is_loopback(where.host):
+                return (
+                    f"rank {where.rank} does not know by which address rank {rank} reaches it on "
+                    f"another machine (it found {where.host}): set {ADDRESS} on its host to an "
+                    "address of that host, or MASTER_ADDR to an address and no name of the host "
+                    "itself"
+                )
+        return ""
+
+    def _enter(self, call: str, told: tuple[Place, list[RankAddress], str]) -> None:
+        place, above, why = told
+        if why:
+            raise UsageError(why)
+        self._channels.enter(call.encode(), place, above)
 
     def _answer(self, deadline: _Deadline) -> str:
         """On the other ranks: answers a call, and every later one, until one gives it its place."""
@@ -167,8 +191,7 @@ class TorchWorld:
                 raise _absent(self.rank, self._silent(call) or [0], MEETING, deadline.timeout_s)
             place = self._store.take(mine[1:])[0]
             self._store.remove(*mine)
-        told = msgspec.msgpack.decode(place, type=tuple[Place, list[RankAddress]])
-        self._channels.enter(call.encode(), *told)
+        self._enter(call, msgspec.msgpack.decode(place, type=tuple[Place, list[RankAddress], str]))
         return call
 
     def _silent(self, call: str) -> list[int]:
@@ -178,9 +201,20 @@ class TorchWorld:
 
     def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
         """See ``World``. Raises UsageError when a rank is at another phase."""
-        self._entered = self._count + 1
-        said = Word(self.rank, phase, mine)
-        word = self._channels.reduce(self._entered, said, join, timeout_s)
+        if not self._turn.acquire(blocking=False):
+            raise UsageError(
+                f"{phase!r} was called while another call of Holdfast waits for the other ranks: "
+                "one thread at a time may call what all ranks call, and no signal handler"
+            )
+        try:
+            self._entered = self._count + 1
+            said = Word(self.rank, phase, mine)
+            word = self._channels.reduce(self._entered, said, join, timeout_s)
+        except HoldfastError:
+            self._count, self._entered = self._entered, 0
+            raise
+        finally:
+            self._turn.release()
         self._count, self._entered = self._entered, 0
         if word.apart:
             raise _apart(*word.apart)
@@ -199,7 +233,7 @@ class TorchWorld:
 
     def close(self) -> None:
         """See ``World``."""
-        self._end()
+        self._channels.close()
 
 
 def _apart(rank: int, phase: str, other: int, its_phase: str) -> UsageError:
@@ -381,14 +415,34 @@ def address_of_this_host(ranks: int, store: str = "") -> str:
     """
     if address := os.environ.get(ADDRESS, "").strip():
         return address
-    if ranks == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):
+    if are_all_here(ranks):
         return ""
     store = os.environ.get("MASTER_ADDR", "") or store
-    if not store:
-        return ""
+    found = _address_towards(store) if store else ""
+    if is_loopback(found) and not is_loopback(store):
+        # A host's own name may stand for itself alone: then the address of its way to others.
+        found = _address_towards(_ELSEWHERE) or found
+    return found
+
+
+def are_all_here(ranks: int) -> bool:
+    """Returns True if all ranks are on this host: nobody else needs to reach it."""
+    return ranks == 1 or os.environ.get("LOCAL_WORLD_SIZE") == str(ranks)
+
+
+def is_loopback(address: str) -> bool:
+    """Returns True for an address by which only the host itself is reached."""
+    return address.startswith("127.") or address in ("::1", "localhost")
+
+
+#: Of the addresses for documentation (RFC 5737): where the default route leads.
+_ELSEWHERE = "192.0.2.1"
+
+
+def _address_towards(name: str) -> str:
+    """Returns the address of this host that ``name`` would see; "" when it cannot be reached."""
     try:
-        found = socket.getaddrinfo(store, 9, type=socket.SOCK_DGRAM)
-        family, kind, _, _, there = found[0]
+        family, kind, _, _, there = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asking:
             asking.connect(there)  # of a datagram socket: nothing is sent
             return str(asking.getsockname()[0])
@@ -414,6 +468,7 @@ def reduce_or_raise(
     on its kind.
     """
     cause: Exception | None = None
+    word: bytes | None = None
     try:
         try:
             mine = _Outcome(world.rank, "", "", act())
@@ -425,15 +480,19 @@ def reduce_or_raise(
     except HoldfastError:
         raise
     except BaseException as error:  # Ctrl-C: this rank goes at once, the others hear of it
-        with contextlib.suppress(HoldfastError):
-            world.leave(phase, _packed(_outcome_of(world.rank, error)))
+        if word is None:
+            with contextlib.suppress(HoldfastError):
+                world.leave(phase, _packed(_outcome_of(world.rank, error)))
         raise
-    outcome = _unpacked(word)
-    if outcome.kind and outcome.rank == world.rank and cause is not None:
-        raise cause
-    if outcome.kind:
-        raise _error_of(outcome) from cause
-    return outcome.payload
+    try:
+        outcome = _unpacked(word)
+        if outcome.kind and outcome.rank == world.rank and cause is not None:
+            raise cause
+        if outcome.kind:
+            raise _error_of(outcome) from cause
+        return outcome.payload
+    finally:
+        cause = None  # its traceback holds this frame, and with it the world
 
 
 def _outcome_of(rank: int, error: BaseException) -> _Outcome:

@@ -95,6 +95,8 @@ class Network:
             if above and not any((rank, one) in self.lines for one in self.places[rank].above):
                 self.connect(rank, above[0])
         for rank in sorted(self.alive):
+            if self.places[rank].above and not self.alive & set(self.places[rank].above):
+                self.ranks[rank].end_above()
             for child in self.places[rank].children:
                 if child not in self.alive:
                     self.ranks[rank].end(child)
@@ -169,9 +171,9 @@ def test_a_rank_that_dies_at_any_moment_is_named_to_all_others(
         if rank != dead:
             network.speak(rank, 1)
     network.deliver()
+    network.notice_deaths()
+    network.deliver()
     everybody = bytes(range(len(network.ranks)))
-    if dead == 0:  # nobody is left who could say it before the deadlines
-        network.pass_time(LATE_S)
     for rank in sorted(network.alive):
         word = network.ranks[rank].verdict_of(1)
         assert word is not None, (rank, network.hosts)
@@ -248,6 +250,20 @@ def test_a_healthy_parent_that_came_late_is_not_blamed_for_the_one_it_waits_for(
         word = network.ranks[rank].verdict_of(1)
         assert word is not None
         assert ranks_in(word.missing) == [missing], (rank, word)
+
+
+@given(networks(), st.data())
+def test_ranks_that_never_come_keep_nobody_for_ever(network: Network, data: st.DataObject) -> None:
+    stuck = data.draw(st.sets(st.sampled_from(sorted(network.alive)), min_size=1))
+    if data.draw(st.booleans()):  # one of them was interrupted, and its process lives
+        leaver = min(stuck)
+        network.ranks[leaver].leave(1, Word(leaver, "phase 1", b""))
+        network.collect(leaver)
+    for rank in sorted(network.alive - stuck):
+        network.speak(rank, 1)
+    network.pass_time(3 * LATE_S)
+    for rank in sorted(network.alive - stuck):
+        assert network.ranks[rank].verdict_of(1) is not None, (rank, stuck, network.hosts)
 
 
 @given(networks(), st.data())

@@ -120,7 +120,7 @@ class CaptureLifecycle:
         for rank, request in requests.items():
             self._requests.add(rank, request, now_s)
         by_host: dict[int, list[int]] = {}
-        for rank in agreed.order_plans(range(self.world)):
+        for rank in agreed.order_plans(range(self.world), max(now_s, self._now_s)):
             by_host.setdefault(self.hosts.get(rank, 0), []).append(rank)
         return self._send_layout(agreed.layout) + [
             PlanImages(host, agreed.layout, tuple(ranks)) for host, ranks in by_host.items()

@@ -13,6 +13,8 @@ from holdfast.geometry.layout import Layout, LeafEntry, merge, table_from_json, 
 TABLES_PER_RANK = 8
 #: Number of layouts kept with the sizes of their images.
 LAYOUTS = 2
+#: Seconds after which a host that has not planned is told again: its answer was lost by a fault.
+ORDER_AGAIN_S = 60.0
 
 
 class AgreedLayout:
@@ -21,25 +23,27 @@ class AgreedLayout:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self._plans: dict[int, ImagePlan] = {}
-        self._ordered: set[int] = set()
-        """Ranks whose hosts were told to plan, and have not answered."""
+        self._ordered_s: dict[int, float] = {}
+        """Ranks whose hosts were told to plan and have not answered, and when that was."""
 
-    def order_plans(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of these ranks whose hosts are to plan now: no host is told twice."""
-        found = [r for r in ranks if r not in self._plans and r not in self._ordered]
-        self._ordered.update(found)
+    def order_plans(self, ranks: Iterable[int], now_s: float) -> list[int]:
+        """Return those of these ranks whose hosts are to plan now: no host is told again soon."""
+        since_s = now_s - ORDER_AGAIN_S
+        told = {rank for rank, ordered_s in self._ordered_s.items() if ordered_s > since_s}
+        found = [rank for rank in ranks if rank not in self._plans and rank not in told]
+        self._ordered_s.update(dict.fromkeys(found, now_s))
         return found
 
     def forget_orders(self) -> None:
         """Have the hosts that have not answered told again, by the next save."""
-        self._ordered.clear()
+        self._ordered_s.clear()
 
     def planned(self, sizes: Mapping[int, tuple[int, int]]) -> None:
         """Record the sizes of some ranks' images, see ``image_plan.plan_sizes``."""
         for rank, (data_start, tensor_bytes) in sizes.items():
             # Without the thousands of entries: the copier computes its own plan.
             self._plans[rank] = ImagePlan((), tensor_bytes, "", data_start)
-            self._ordered.discard(rank)
+            self._ordered_s.pop(rank, None)
 
     @property
     def planned_count(self) -> int:

@@ -38,7 +38,6 @@ from holdfast.keeper.published_images import PublishedImages
 from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
-from holdfast.protocol.image_plan import plan_sizes
 from holdfast.protocol.replica_events import difference_events
 
 
@@ -166,7 +165,7 @@ class Executor:
             self.carry_out(self._coordinator.layout_not_stored(hash_, reason))
 
     async def _plan_images(self, layout: Layout, ranks: tuple[int, ...]) -> None:
-        sizes = await self._background.in_thread(plan_sizes, layout, ranks)
+        sizes = await self._background.plan_images(layout, ranks)
         now_s = time.monotonic()
         self.carry_out(self._coordinator.images_planned(layout.hash, sizes, now_s))
 

@@ -7,20 +7,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import host_of
 from holdfast.errors import PersistFailed
 from holdfast.format.manifest import Generation, Incarnation
+from holdfast.geometry.layout import Layout
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.image_writer import ImageJob, PersistJob
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.writer import RingImage
-from holdfast.protocol.image_plan import chunk_bytes
+from holdfast.protocol.image_plan import ImageSizes, chunk_bytes, plan_sizes
 
 # Stands for the images of an attempt that another host's keeper writes, toward the persister.
 
@@ -248,6 +249,13 @@ class Background:
     async def in_thread(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Run a function that may block on a helper thread, and return its result."""
         return await self._loop.run_in_executor(self._helpers, function, *arguments)
+
+    async def plan_images(self, layout: Layout | bytes, ranks: Iterable[int]) -> ImageSizes:
+        """Plan these ranks' images on a helper thread; the reason, where that is impossible."""
+        try:
+            return cast(ImageSizes, await self.in_thread(plan_sizes, layout, ranks))
+        except RuntimeError as error:  # no thread can be started
+            return ImageSizes({}, f"its images could not be planned: {error}")
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the loop; its failure is printed to the keeper's log."""

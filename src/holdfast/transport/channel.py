@@ -108,6 +108,8 @@ class ChannelBounds:
     """Interval of empty keep-alive frames."""
     silence_s: float = 15.0
     """Time without a byte after which the other side counts as gone."""
+    strangers: int = MOST_STRANGERS
+    """Connections whose caller has not proven yet that it knows the secret."""
 
 
 class SealedChannel:
@@ -263,7 +265,7 @@ class ChannelServer:
 
     async def _wait_for_room(self) -> None:
         """Wait until one more stranger is allowed; end the oldest of those that say nothing."""
-        while len(self._strangers) >= MOST_STRANGERS and not self._end_a_silent_stranger():
+        while len(self._strangers) >= self._bounds.strangers and not self._end_a_silent_stranger():
             self._stranger_left.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SPARED_S / 4):

@@ -7,11 +7,14 @@ come.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import os
 import signal
 import threading
+import time
+import weakref
 from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,13 +27,21 @@ from holdfast.transport.wire.rank_phases import Join, RankPhases, Word
 from holdfast.transport.wire.rank_tree import Place
 
 #: A rank computes for as long as it likes: silence is no sign of its end, its deadline is.
-_BOUNDS = ChannelBounds(frame_bytes=1 << 31, alive_s=60.0, silence_s=float("inf"))
+_BOUNDS = ChannelBounds(
+    frame_bytes=1 << 31,
+    unsent_bytes=1 << 32,
+    alive_s=60.0,
+    silence_s=float("inf"),
+    strangers=64,
+)
 #: Seconds in which a rank whose line broke may come back, before it counts as ended, and before a
 #: rank turns to the one above its parent.
 _RETURN_S = 2.0
 #: Seconds between two calls to a rank that does not answer.
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 0.1, 5.0
 _CLOSE_S = 15.0
+#: The phases have deadlines of their own. Beyond them by so much there is a fault.
+_FAULT_S = 120.0
 _LOOK_S = 5.0
 T = TypeVar("T")
 
@@ -51,6 +62,7 @@ class RankChannels:
         self._why = ""
         """Why no line to a rank above could be opened lately."""
         self._process = os.getpid()
+        self._is_ending = False
         self._loop = asyncio.new_event_loop()
         self._server: ChannelServer | None = None
         self._phases: RankPhases | None = None
@@ -58,11 +70,14 @@ class RankChannels:
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: dict[int, concurrent.futures.Future[Word]] = {}
         self._has_place = asyncio.Event()
+        self._refused_s: dict[int, float] = {}
+        """Ranks above that have ended, and since when calls to them are refused."""
         self._is_owed = asyncio.Event()
         """Set while this rank has spoken and the verdict has not come."""
         self._timer: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="holdfast-ranks", daemon=True)
         self._thread.start()
+        _OPEN.add(self)
 
     # ── what the rank's own thread calls ─────────────────────────────────────────────────────
 
@@ -78,27 +93,34 @@ class RankChannels:
         """Return what all ranks say in the phase ``count``; a signal's handler may interrupt it."""
         verdict: concurrent.futures.Future[Word] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._speak, count, word, join, timeout_s, verdict)
-        return self._wait(verdict)
+        return self._wait(verdict, 3 * timeout_s + _FAULT_S)
 
     def leave(self, count: int, word: Word) -> None:
         """Say the last word of this rank in the phase ``count``, and wait for nobody."""
         self._result(self._leave(count, word))
 
+    def end(self) -> None:
+        """Have the thread send what is still to be sent, close all lines, and end. Waits for
+        nothing: the garbage collector may call it on any thread, this one too.
+        """
+        if os.getpid() == self._process and not self._is_ending:
+            self._is_ending = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._begin_end)
+
     def close(self) -> None:
-        """Send what is still to be sent, and close all lines."""
-        if os.getpid() != self._process or not self._thread.is_alive():
-            return
-        with contextlib.suppress(HoldfastError):
-            self._result(self._close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CLOSE_S)
+        """End the exchange, and wait for it."""
+        self.end()
+        if os.getpid() == self._process and self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
 
     def _result(self, work: Coroutine[Any, Any, T]) -> T:
         return self._wait(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    def _wait(self, answer: concurrent.futures.Future[T]) -> T:
+    def _wait(self, answer: concurrent.futures.Future[T], most_s: float = float("inf")) -> T:
+        end_s = time.monotonic() + most_s
         while not concurrent.futures.wait([answer], _LOOK_S).done:
-            if not self._thread.is_alive():
+            if not self._thread.is_alive() or time.monotonic() > end_s:
                 raise HoldfastError(
                     "the thread that speaks with the other ranks has ended: start the ranks again"
                 )
@@ -114,6 +136,10 @@ class RankChannels:
             self._loop.close()
 
     # ── on the thread of the channels ────────────────────────────────────────────────────────
+
+    def _check_task(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(self._loop, {"message": "a line to a rank above", "exception": error})
 
     def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Hand a fault of this thread to the rank's own thread, which would wait for ever."""
@@ -138,6 +164,7 @@ class RankChannels:
             await self._server.close()
         for distance, address in enumerate(above):
             task = asyncio.create_task(self._keep_line(secret, address, distance))
+            task.add_done_callback(self._check_task)
             self._tasks.append(task)
 
     async def _leave(self, count: int, word: Word) -> None:
@@ -167,10 +194,10 @@ class RankChannels:
         """Send what is to be sent, hand out verdicts, and set the clock to the next deadline."""
         phases = self._phases
         assert phases is not None
-        for rank, frame in phases.sent:
+        sent, phases.sent = phases.sent, []
+        for rank, frame in sent:
             if line := self._lines.get(rank):
                 line.send(frame)
-        phases.sent.clear()
         if phases.has_unheard:
             self._is_owed.set()
         else:
@@ -232,12 +259,29 @@ class RankChannels:
                 )
             except HoldfastError as error:
                 self._why = str(error)
+                self._note_refusal(address.rank, error)
             else:
                 pause_s = _LEAST_PAUSE_S
+                self._refused_s.pop(address.rank, None)
                 await self._talk(address.rank, line)
                 line.close()
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+
+    def _note_refusal(self, rank: int, error: HoldfastError) -> None:
+        """Note a rank above whose host says that nobody listens there: its process has ended."""
+        assert self._phases is not None
+        if not isinstance(error.__cause__, ConnectionRefusedError):
+            self._refused_s.pop(rank, None)
+            return
+        now_s = self._loop.time()
+        self._refused_s.setdefault(rank, now_s)
+        since = [self._refused_s.get(each, now_s) for each in self._phases.place.above]
+        if not self._lines.keys() & set(self._phases.place.above) and (
+            now_s - max(since) >= _RETURN_S
+        ):
+            self._phases.end_above()
+            self._go_on()
 
     async def _wait_for_loss(self, distance: int) -> None:
         """Wait until a verdict is owed, and no line to a nearer rank was there for some time."""
@@ -249,6 +293,10 @@ class RankChannels:
             if self._is_owed.is_set() and not any(rank in self._lines for rank in nearer):
                 return
 
+    def _begin_end(self) -> None:
+        ending = asyncio.create_task(self._close())
+        ending.add_done_callback(lambda _: self._loop.stop())
+
     async def _close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -257,6 +305,15 @@ class RankChannels:
         if self._server is not None:
             await self._server.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+_OPEN: weakref.WeakSet[RankChannels] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for channels in list(_OPEN):
+        channels.close()
 
 
 def _name(rank: int | str) -> str:

@@ -31,7 +31,7 @@ from holdfast.keeper.published_images import PublishedImages
 from holdfast.keeper.slot_allocator import NullListener, SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import is_running
-from holdfast.protocol.image_plan import ImageSizes, RingNeed, plan_sizes
+from holdfast.protocol.image_plan import ImageSizes, RingNeed
 from holdfast.transport.channel import SealedChannel, call
 from holdfast.transport.client_connection import Peer
 
@@ -351,7 +351,7 @@ class Follower:
             return
 
         async def plan() -> None:
-            sizes = await self._background.in_thread(plan_sizes, data, fact.ranks)
+            sizes = await self._background.plan_images(data, fact.ranks)
             self._tell_sizes(line, fact, sizes)
 
         self._background.spawn(plan())

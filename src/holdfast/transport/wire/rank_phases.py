@@ -152,11 +152,11 @@ class RankPhases:
             if sender in self.place.children:
                 phase.heard[sender] = word
                 self._join_all(count, phase)
-        elif phase.own is None and phase.passed is None:  # it waited long enough for this rank
-            here = (self.rank, self.rank + 1)
-            self._pass(count, phase, Word(sender, word.phase, b"", missing=[here]))
-        else:
+        elif phase.own is not None:
             self._send(sender, _HERE, count, Word(self.rank, "", b""))
+        elif phase.passed is None:  # the sender waited long enough for this rank
+            here = [(self.rank, self.rank + 1)]
+            self._pass(count, phase, Word(sender, word.phase, b"", missing=here))
 
     def attach(self, rank: int) -> None:
         """A line to this rank is open. One above it hears again what has no verdict yet."""
@@ -180,6 +180,14 @@ class RankPhases:
             self._ended.add(rank)
             for count, phase in list(self._phases.items()):
                 self._join_all(count, phase)
+
+    def end_above(self) -> None:
+        """All ranks above have ended: no verdict comes any more."""
+        ended = in_ranges(self.place.above)
+        for count, phase in list(self._phases.items()):
+            if phase.passed is not None and phase.verdict is None:
+                name = phase.passed.phase
+                self._conclude(count, phase, Word(self.rank, name, b"", None, ended, ended))
 
     def tick(self, now_s: float) -> None:
         """Act on deadlines that are over."""
@@ -218,7 +226,8 @@ class RankPhases:
             return
         silent = [child for child in self.place.children if child not in phase.heard]
         ended = [child for child in silent if child in self._ended]
-        if is_over or (ended and any(self._said(phase))):
+        has_end = any(word.ended for word in phase.heard.values())
+        if is_over or has_end or (ended and any(self._said(phase))):
             missing = in_ranges(silent if is_over else ended)
         elif phase.own is None or silent:
             return
@@ -253,6 +262,7 @@ class RankPhases:
         if phase.verdict is not None:
             return
         phase.verdict = verdict
+        phase.heard.clear()
         self._newest = max(self._newest, count)
         frame = _frame(_DOWN, count, verdict)
         self.sent += [(rank, frame) for rank in self._below]
