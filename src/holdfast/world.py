@@ -36,6 +36,7 @@ from holdfast.transport.wire.rank_tree import (
     places_of,
     ranks_in,
     said_by,
+    with_column,
 )
 
 #: Default timeout for ranks that wait for each other in a call of Holdfast.
@@ -43,6 +44,8 @@ MEET_S = 600.0
 MEETING = "the call of Holdfast"
 ADDRESS = "HOLDFAST_HOST_ADDRESS"
 LOOPBACK = "127.0.0.1"
+#: Makes the word that all ranks get of what all said, on rank 0; see ``World.reduce``.
+Conclude = Callable[[bytes], bytes]
 
 
 class World(Protocol):
@@ -52,11 +55,19 @@ class World(Protocol):
     size: int
     nonce: str
 
-    def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
         """Return the words of all ranks, joined, on every rank.
 
-        No rank returns before all have spoken. DeadlineExceeded names the missing ranks, and the
-        phase.
+        No rank returns before all have spoken. ``conclude``: rank 0 makes of the joined word the
+        one that all get. DeadlineExceeded names the missing ranks, and the phase.
         """
         ...
 
@@ -77,9 +88,17 @@ class SoloWorld:
     def __init__(self) -> None:
         self.nonce = uuid.uuid4().hex
 
-    def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
         """Return the word itself."""
-        return mine
+        return mine if conclude is None else conclude(mine)
 
     def leave(self, phase: str, mine: bytes) -> None:
         """Nobody is there to hear it."""
@@ -176,11 +195,19 @@ class TorchWorld:
         answers = {f"{call}/met/{rank}": rank for rank in range(1, self.size)}
         return [answers[key] for key in self._store.missing(list(answers))]
 
-    def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
         """See ``World``. Raises UsageError when a rank is at another phase."""
         self._entered = self._count + 1
         said = Word(self.rank, phase, mine)
-        word = self._channels.reduce(self._entered, said, join, timeout_s)
+        word = self._channels.reduce(self._entered, said, join, timeout_s, conclude)
         self._count, self._entered = self._entered, 0
         if word.apart:
             raise _apart(*word.apart)
@@ -405,22 +432,47 @@ class _Outcome(msgspec.Struct, array_like=True):
 
 
 def reduce_or_raise(
-    world: World, phase: str, act: Callable[[], bytes], join: Join, *, timeout_s: float
+    world: World,
+    phase: str,
+    act: Callable[[], bytes],
+    join: Join,
+    *,
+    timeout_s: float,
+    conclude: Conclude | None = None,
 ) -> bytes:
     """Runs ``act`` on every rank and gives all its results, joined, to all, or one error to all.
+
+    ``conclude``: rank 0 makes of the joined results what all get, once every rank is well; the
+    others wait ``timeout_s`` for it. Its error is raised on all.
 
     Without the verdict, one rank's error would leave the others waiting for a message it never
     sends. Of several errors all ranks raise the one of the lowest rank: their next action depends
     on its kind.
     """
     cause: Exception | None = None
+
+    def finish(word: bytes) -> bytes:
+        nonlocal cause
+        outcome = _unpacked(word)
+        if outcome.kind or conclude is None:
+            return word
+        try:
+            return _packed(_Outcome(world.rank, "", "", conclude(outcome.payload)))
+        except Exception as error:
+            cause = error
+            return _packed(_outcome_of(world.rank, error))
+
     try:
         try:
             mine = _Outcome(world.rank, "", "", act())
         except Exception as error:  # whatever it is, the others must not wait for this rank
             cause, mine = error, _outcome_of(world.rank, error)
         word = world.reduce(
-            phase, _packed(mine), partial(_join_outcomes, join), timeout_s=timeout_s
+            phase,
+            _packed(mine),
+            partial(_join_outcomes, join),
+            timeout_s=timeout_s,
+            conclude=None if conclude is None else finish,
         )
     except HoldfastError:
         raise
@@ -484,14 +536,30 @@ def agree_or_raise(
 
 
 def all_said_or_raise(
-    world: World, phase: str, act: Callable[[], Sequence[bytes]], *, timeout_s: float
+    world: World,
+    phase: str,
+    act: Callable[[], Sequence[bytes]],
+    *,
+    timeout_s: float,
+    conclude: Callable[[list[list[Said]]], bytes] | None = None,
 ) -> list[list[Said]]:
     """Runs ``act`` on every rank and gives all its different values to all, with who said them.
 
     A column for each of the values that ``act`` returns, in the order of their lowest ranks.
+    ``conclude``: what it returns on rank 0 for these columns is the last one.
     """
+
+    def finish(word: bytes) -> bytes:
+        assert conclude is not None
+        return with_column(word, Said(conclude(all_said(word)), [(0, 1)]))
+
     return all_said(
         reduce_or_raise(
-            world, phase, lambda: said_by(world.rank, act()), join_said, timeout_s=timeout_s
+            world,
+            phase,
+            lambda: said_by(world.rank, act()),
+            join_said,
+            timeout_s=timeout_s,
+            conclude=None if conclude is None else finish,
         )
     )
