@@ -170,15 +170,17 @@ def _conclude(rank: int, world: int) -> dict[str, object]:
             raise StorageError("no disk")
         return b""
 
+    def note(word: bytes) -> bytes:
+        acted.append("it acted")
+        return word
+
     found: dict[str, object] = {"well": conclude_with(lambda: None)}
     found["refused"] = conclude_with(refuse)
     found["late"] = conclude_with(lambda: time.sleep(1.5), timeout_s=0.5)
     found["interrupted"] = conclude_with(interrupt)
     acted_before = len(acted)
     with pytest.raises(StorageError, match="no disk"):
-        reduce_or_raise(
-            ours, "failed", fail, max, timeout_s=20, conclude=lambda _: acted.append("") or b""
-        )
+        reduce_or_raise(ours, "failed", fail, max, timeout_s=20, conclude=note)
     found["acted after a failure"] = len(acted) - acted_before
     found["again"] = conclude_with(lambda: None)
     found["threads"] = set(acted)

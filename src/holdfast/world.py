@@ -160,31 +160,31 @@ class TorchWorld:
         if older:
             self._store.put({f"{older.decode()}/place/{rank}": b"" for rank in others})
         answers = [f"{call}/met/{rank}" for rank in others]
-        if not self._store.wait_for(answers, deadline):
+        told = self._store.wait_for(answers, deadline)
+        if told is None:
             raise _absent(self.rank, self._silent(call), MEETING, deadline.timeout_s)
-        said = [
-            msgspec.msgpack.decode(each, type=tuple[str, RankAddress])
-            for each in (own, *self._store.take(answers))
-        ]
+        said = [msgspec.msgpack.decode(each, type=tuple[str, RankAddress]) for each in (own, *told)]
         places = places_of([host for host, _ in said], fan_out)
         self._store.remove("call")
-        told = [(place, [said[rank][1] for rank in place.above]) for place in places]
-        self._store.put({f"{call}/place/{n}": msgspec.msgpack.encode(told[n]) for n in others})
-        self._channels.enter(call.encode(), *told[0])
+        given = [(place, [said[rank][1] for rank in place.above]) for place in places]
+        self._store.put({f"{call}/place/{n}": msgspec.msgpack.encode(given[n]) for n in others})
+        self._channels.enter(call.encode(), *given[0])
         return call
 
     def _answer(self, deadline: _Deadline) -> str:
         """On the other ranks: answers a call, and every later one, until one gives it its place."""
         call, place = "", b""
         while not place:
-            if not self._store.wait_for(["call"], deadline):
+            called = self._store.wait_for(["call"], deadline)
+            if called is None:
                 raise _absent(self.rank, [0], MEETING, deadline.timeout_s)
-            call = self._store.take(["call"])[0].decode()
+            call = called[0].decode()
             mine = f"{call}/met/{self.rank}", f"{call}/place/{self.rank}"
             self._store.put({mine[0]: self._listen(call)})
-            if not self._store.wait_for(mine[1:], deadline):
+            given = self._store.wait_for(mine[1:], deadline)
+            if given is None:
                 raise _absent(self.rank, self._silent(call) or [0], MEETING, deadline.timeout_s)
-            place = self._store.take(mine[1:])[0]
+            place = given[0]
             self._store.remove(*mine)
         told = msgspec.msgpack.decode(place, type=tuple[Place, list[RankAddress]])
         self._channels.enter(call.encode(), *told)
@@ -239,7 +239,8 @@ def _apart(rank: int, phase: str, other: int, its_phase: str) -> UsageError:
 class _StoreKeys:
     """The keys of Holdfast in the store of the process group.
 
-    A client of its own waits there: one that threads of torch share would keep them waiting.
+    A client of its own waits there: one that threads of torch share would keep them waiting. The
+    ranks are many and the store is one: a rank makes five requests to meet the others.
     """
 
     def __init__(self, store: Any) -> None:
@@ -260,20 +261,25 @@ class _StoreKeys:
     def find(self, key: str) -> bytes | None:
         """Returns the value under ``key``, or None when there is none yet."""
         with _reaching_the_store():
-            return self.take([key])[0] if self._store.check([f"holdfast/{key}"]) else None
+            is_there = self._store.check([f"holdfast/{key}"])
+            return bytes(self._store.get(f"holdfast/{key}")) if is_there else None
 
-    def wait_for(self, keys: Sequence[str], deadline: _Deadline) -> bool:
-        """Waits for values under all these keys; False if there are not by the deadline.
+    def wait_for(self, keys: Sequence[str], deadline: _Deadline) -> list[bytes] | None:
+        """Returns the values under all these keys once they are there; None if they are not by the
+        deadline.
 
         On a thread that gets no signals: the store's own wait begins anew after each signal, and
         lets no handler run before its end.
         """
-        names, ended, failed = [f"holdfast/{key}" for key in keys], threading.Event(), []
+        names, ended = [f"holdfast/{key}" for key in keys], threading.Event()
+        values: list[bytes] = []
+        failed: list[RuntimeError] = []
 
         def wait() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
-                self._waiting.wait(names, timedelta(seconds=max(deadline.left_s, 0.001)))
+                self._waiting.set_timeout(timedelta(seconds=max(deadline.left_s, 0.001)))
+                values.extend(map(bytes, self._waiting.multi_get(names) if names else ()))
             except RuntimeError as error:
                 failed.append(error)
             finally:
@@ -283,17 +289,11 @@ class _StoreKeys:
         if not ended.wait(max(deadline.left_s, 0) + _STORE_S):
             raise _lost_store(RuntimeError("no answer"))
         if not failed:
-            return True
+            return values
         if deadline.left_s > _TIMING_S:
             raise _lost_store(failed[0]) from failed[0]
         with _reaching_the_store():
-            return bool(self._store.check(names))
-
-    def take(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the values under these keys, which are there."""
-        with _reaching_the_store():
-            values = self._store.multi_get([f"holdfast/{key}" for key in keys]) if keys else []
-        return [bytes(value) for value in values]
+            return self._store.multi_get(names) if self._store.check(names) else None
 
     def missing(self, keys: list[str]) -> list[str]:
         """Returns the keys without a value; few requests if they are few."""
@@ -493,6 +493,21 @@ def _outcome_of(rank: int, error: BaseException) -> _Outcome:
     return _Outcome(rank, type(error).__name__, str(error), b"", fields)
 
 
+def outcome_of(rank: int, act: Callable[[], object]) -> bytes:
+    """Runs ``act`` on this rank; returns how it went, for ``raise_outcome`` on all ranks."""
+    try:
+        act()
+    except Exception as error:
+        return _packed(_outcome_of(rank, error))
+    return b""
+
+
+def raise_outcome(rank: int, word: bytes) -> None:
+    """Raises the error of the rank that ``word`` is of, if there was one."""
+    if word:
+        raise _error_of(_unpacked(word), is_own=_unpacked(word).rank == rank)
+
+
 def _join_outcomes(join: Join, one: bytes, other: bytes) -> bytes:
     """Joins the results of ranks; of errors the one of the lowest rank stays."""
     first, second = sorted((_unpacked(one), _unpacked(other)), key=lambda each: each.rank)
@@ -510,10 +525,11 @@ def _unpacked(word: bytes) -> _Outcome:
     return msgspec.msgpack.decode(word, type=_Outcome)
 
 
-def _error_of(outcome: _Outcome) -> HoldfastError:
+def _error_of(outcome: _Outcome, *, is_own: bool = False) -> HoldfastError:
     is_ours = hasattr(errors, outcome.kind)
     text = outcome.text if is_ours else f"{outcome.kind}: {outcome.text}"
-    return errors.error_of(outcome.kind, f"rank {outcome.rank}: {text}", outcome.fields)
+    text = text if is_own else f"rank {outcome.rank}: {text}"
+    return errors.error_of(outcome.kind, text, outcome.fields)
 
 
 def from_rank0(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> bytes:

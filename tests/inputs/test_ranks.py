@@ -43,7 +43,7 @@ def _disagree(rank: int, world: int, root: str) -> dict[str, Any]:
     holdfast.save(root, state, 4, timeout_s=30)
     checkpointer = start()
     found["calls"] = _error(
-        checkpointer.restore if rank == 0 else lambda: checkpointer._adopt(None)
+        checkpointer.restore if rank == 0 else lambda: checkpointer._begin_anew()
     )
     other = build(wide=700 if rank == 0 else 701)
     before = content(other)
