@@ -239,6 +239,7 @@ class Checkpointer:
         if restored is None:
             self._begin_anew()
         self._offers.close()
+        self._offers.forget()
         self._is_adopted, self._restored = True, restored
         self._restored_step = None if restored is None else restored.step
         return restored

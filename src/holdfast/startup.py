@@ -74,9 +74,8 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     """Agrees with the other ranks on run, host and incarnation, and joins it at the keeper."""
     timeout_s = options.timeout_s
     describer = Describer(state, world.rank, world.size, mark_frozen=True, rules=options.rules)
-    met = _meet(world, store, state, describer, options)
-    run_id, hosts = met.run_id, met.hosts
-    root_id = _root_of_host(met.seen, range(world.size) if hosts is None else hosts.own_ranks)
+    run_id, seen, hosts = _agree(world, store, state, describer, options)
+    root_id = _root_of_host(seen, range(world.size) if hosts is None else hosts.own_ranks)
     arena = arena_dir(run_id, host_id(), root_id)
     if world.rank == 0 if hosts is None else hosts.speaks_for(world.rank):
         _warn_of_copies(arena, options.root)
@@ -113,7 +112,7 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     return StartedRun(run_id, incarnation, may_restore, saver, offers)
 
 
-class _Met(NamedTuple):
+class _RunTerms(NamedTuple):
     """What the ranks agree on before there is a keeper.
 
     ``seen``: the identities of the root as the ranks see it that find it. ``hosts``: see
@@ -125,9 +124,9 @@ class _Met(NamedTuple):
     hosts: HostTable | None
 
 
-def _meet(
+def _agree(
     world: World, store: Store, state: State, describer: Describer, options: RunOptions
-) -> _Met:
+) -> _RunTerms:
     """Agrees on the settings and the root, which rank 0 opens when nothing speaks against it."""
 
     def say() -> tuple[bytes, ...]:
@@ -135,16 +134,9 @@ def _meet(
         fact = msgspec.json.encode(HostFact.of_this(world.size))
         return plan, usage, fact, secret_word(world.rank), *_identify(store)
 
-    def hosts_in(columns: Sequence[Sequence[Said]]) -> HostTable | None:
-        plans, usages, facts, *_ = columns
-        _require_one_plan(plans)
-        require_all_used([usage.value for usage in usages])
-        of_hosts = [(msgspec.json.decode(said.value, type=HostFact), said.ranks) for said in facts]
-        return hosts_of(of_hosts, world.rank, were_more=options.parity > 0)
-
     def open_root(columns: Sequence[Sequence[Said]]) -> bytes:
         try:
-            hosts_in(columns)
+            _hosts_of_one_plan(columns, world.rank, options)
         except HoldfastError:  # every rank finds the same, and raises it
             return b""
         return _open_root(store, options)
@@ -152,7 +144,7 @@ def _meet(
     said = all_said_or_raise(
         world, "start: state", say, timeout_s=options.timeout_s, conclude=open_root
     )
-    hosts = hosts_in(said)
+    hosts = _hosts_of_one_plan(said, world.rank, options)
     *_, secret, runs, identities, [opened] = said
     run_id = opened.value.decode()
     if not runs[0].value:  # rank 0 has just made the root
@@ -168,7 +160,18 @@ def _meet(
     if hosts is not None:
         of_all = common_identity(said.value.decode() for said in seen)
         hosts.take_secret(secret, f"{run_id}\n{of_all}")
-    return _Met(run_id, seen, hosts)
+    return _RunTerms(run_id, seen, hosts)
+
+
+def _hosts_of_one_plan(
+    columns: Sequence[Sequence[Said]], rank: int, options: RunOptions
+) -> HostTable | None:
+    """The hosts of the ranks; raises UsageError unless all ranks give the same settings."""
+    plans, usages, facts, *_ = columns
+    _require_one_plan(plans)
+    require_all_used([usage.value for usage in usages])
+    of_hosts = [(msgspec.json.decode(said.value, type=HostFact), said.ranks) for said in facts]
+    return hosts_of(of_hosts, rank, were_more=options.parity > 0)
 
 
 def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[bytes, bytes]:
@@ -329,11 +332,10 @@ def _join(world: World, saver: Saver, offers: RestoreSources, timeout_s: float) 
         saver.reconnect()
         return ()
 
-    def look(_: object) -> bytes:
-        return msgspec.json.encode(offers.is_there_any())
-
-    [[found]] = all_said_or_raise(world, "start: join", join, timeout_s=timeout_s, conclude=look)
-    return msgspec.json.decode(found.value, type=bool)
+    [[found]] = all_said_or_raise(
+        world, "start: join", join, timeout_s=timeout_s, conclude=lambda _: offers.survey()
+    )
+    return offers.learn(found.value)
 
 
 def _connect(
