@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 
@@ -17,7 +18,9 @@ import torch.distributed
 import holdfast
 from holdfast.errors import DeadlineExceeded, HoldfastError, StorageError, UsageError
 from holdfast.transport.wire.rank_phases import Join
+from holdfast.transport.wire.rank_tree import Said
 from holdfast.world import (
+    Conclude,
     SoloWorld,
     TorchWorld,
     agree_or_raise,
@@ -191,6 +194,70 @@ def test_calls_that_cannot_be_answered_are_refused_and_a_dropped_world_ends() ->
     assert "'inner' was called while another call of Holdfast waits" in second
 
 
+def _conclude(rank: int, world: int) -> dict[str, object]:
+    """Rank 0 makes the word of all from what they said, at once, wrongly, too late, and never."""
+    ours = TorchWorld(timeout_s=20)
+    acted: list[str] = []
+
+    def conclude_with(act: Callable[[], object], timeout_s: float = 20) -> object:
+        def conclude(columns: list[list[Said]]) -> bytes:
+            acted.append(threading.current_thread().name)
+            act()
+            return b"%d values" % len(columns[0])
+
+        def say() -> tuple[bytes]:
+            return (b"rank %d" % rank,)
+
+        try:
+            said = all_said_or_raise(ours, "told", say, timeout_s=timeout_s, conclude=conclude)
+        except (HoldfastError, KeyboardInterrupt) as error:
+            return f"{type(error).__name__}: {error}"
+        return said[1]
+
+    def refuse() -> None:
+        raise StorageError("the disk is gone")
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def fail() -> bytes:
+        if rank == 2:
+            raise StorageError("no disk")
+        return b""
+
+    def note(word: bytes) -> bytes:
+        acted.append("it acted")
+        return word
+
+    found: dict[str, object] = {"well": conclude_with(lambda: None)}
+    found["refused"] = conclude_with(refuse)
+    found["late"] = conclude_with(lambda: time.sleep(1.5), timeout_s=0.5)
+    found["interrupted"] = conclude_with(interrupt)
+    acted_before = len(acted)
+    with pytest.raises(StorageError, match="no disk"):
+        reduce_or_raise(ours, "failed", fail, max, timeout_s=20, conclude=note)
+    found["acted after a failure"] = len(acted) - acted_before
+    found["again"] = conclude_with(lambda: None)
+    found["threads"] = set(acted)
+    ours.close()
+    return found
+
+
+@pytest.mark.promise
+def test_what_rank_0_concludes_from_the_words_of_all_reaches_all_or_its_error_does() -> None:
+    ranks = run_ranks(3, _conclude)
+    for rank, found in enumerate(ranks):
+        assert found["well"] == found["again"] == [Said(b"3 values", [(0, 1)])]
+        told_by = "rank 0: " if rank else ""
+        assert found["refused"] == f"StorageError: {told_by}the disk is gone"
+        assert "DeadlineExceeded: ranks [0] did not reach 'told' within 0.5 s" in str(found["late"])
+        assert found["interrupted"] == (
+            "HoldfastError: rank 0: KeyboardInterrupt: " if rank else "KeyboardInterrupt: "
+        )
+        assert found["acted after a failure"] == 0
+        assert found["threads"] == (set() if rank else {"MainThread"})
+
+
 class Told:
     """A world in which this rank has heard what the others say before it speaks."""
 
@@ -206,6 +273,7 @@ class Told:
         join: Join,
         *,
         timeout_s: float,
+        conclude: Conclude | None = None,
     ) -> bytes:
         return reduce(join, (*self._others[: self.rank], mine, *self._others[self.rank :]))
 

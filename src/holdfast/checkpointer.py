@@ -231,26 +231,33 @@ class Checkpointer:
                 on_poison=self._poison,
                 request=request,
                 plan_again=self._offers.plan_again(),
+                adopt=self._tell_parent,
             )
         finally:
             self._offers.let_go()
         self._saver.restart()
-        self._adopt(restored.generation if restored else None)
-        self._restored = restored
+        if restored is None:
+            self._begin_anew()
+        self._offers.close()
+        self._offers.forget()
+        self._is_adopted, self._restored = True, restored
+        self._restored_step = None if restored is None else restored.step
         return restored
 
-    def _adopt(self, parent: Generation | None) -> None:
-        self._offers.close()
+    def _begin_anew(self) -> None:
+        """Begins to save with nothing restored, on all ranks together."""
 
         def tell() -> bytes:
-            pair = None if parent is None else (parent.incarnation, parent.step)
-            self._saver.request(m.Adopt(parent=pair), m.Done, timeout_s=self.timeout_s)
+            self._tell_parent(None)
             return b""
 
-        phase = "the start of saving" if parent is None else "restore: adopt"
-        from_rank0(self.world, phase, tell, timeout_s=self.timeout_s)
+        from_rank0(self.world, "the start of saving", tell, timeout_s=self.timeout_s)
         self._is_adopted = True
-        self._restored_step = None if parent is None else parent.step
+
+    def _tell_parent(self, parent: Generation | None) -> None:
+        """On rank 0: tells the keeper from which generation this start goes on."""
+        pair = None if parent is None else (parent.incarnation, parent.step)
+        self._saver.request(m.Adopt(parent=pair), m.Done, timeout_s=self.timeout_s)
 
     def _poison(self, is_poisoned: bool) -> None:
         self._is_poisoned = is_poisoned
@@ -420,7 +427,8 @@ class Checkpointer:
                     f"{self.root} holds generations of this run: call restore() before the first "
                     "save, or use another root to begin anew"
                 )
-            self._adopt(None)
+            self._offers.close()
+            self._begin_anew()
         self._require_growing(step)
         saved = self._promised.save(step, durable=durable, exact=exact, handle=handle)
         self.world.close()  # nothing that ranks agree on comes after the first save

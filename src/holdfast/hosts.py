@@ -19,16 +19,8 @@ from holdfast.policy.arguments import parity_rate
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import boot_id
 from holdfast.transport.channel import secret_from_environment
-from holdfast.transport.wire.rank_tree import Range, ranks_in
-from holdfast.world import (
-    LOOPBACK,
-    World,
-    address_of_this_host,
-    agree_or_raise,
-    all_said_or_raise,
-    from_rank0,
-    host_id,
-)
+from holdfast.transport.wire.rank_tree import Range, Said, ranks_in
+from holdfast.world import LOOPBACK, address_of_this_host, host_id
 
 DOMAIN = "HOLDFAST_FAILURE_DOMAIN"
 PARITY_RATE = "HOLDFAST_PARITY_RATE"
@@ -108,22 +100,13 @@ class HostTable:
 
     # ── agreeing ─────────────────────────────────────────────────────────────────────────
 
-    def agree_on_secret(self, world: World, timeout_s: float, run: str = "") -> None:
-        """Agrees on the secret: from the file that all hosts have, or made by rank 0 for this start
-        alone.
+    def take_secret(self, said: Sequence[Said], run: str = "") -> None:
+        """Take the secret that all have: from the file that all hosts have, or as rank 0 made it
+        for this start alone. ``said``: see ``secret_word``.
 
         ``run``: the run and its root. Each derives another secret from one file, so that no keeper
-        is mistaken for that of a copy.
+        is mistaken for that of a copy. Raises UsageError where only some have the file.
         """
-
-        def say() -> tuple[bytes]:
-            found = secret_from_environment()
-            self.secret = found or b""
-            if found is not None:  # never to other ranks: a file is for those who do not trust that
-                return (_FROM_FILE,)
-            return (secrets.token_bytes(_SECRET_BYTES) if world.rank == 0 else b"none",)
-
-        [said] = all_said_or_raise(world, "start: secret", say, timeout_s=timeout_s)
         without = [one for one in said if one.value != _FROM_FILE]
         if without and len(without) < len(said):
             ranks = sorted(rank for one in without for rank in ranks_in(one.ranks))
@@ -131,28 +114,30 @@ class HostTable:
                 f"HOLDFAST_SECRET_FILE is not set on ranks {ranks}, but on the others: set it on "
                 "every host, to a file with the same bytes, or nowhere"
             )
-        secret = self.secret or said[0].value
+        secret = said[0].value if without else secret_from_environment() or b""
         self.secret = hmac.digest(secret, _OF_RUN + run.encode(), "sha256") if run else secret
 
-    def survey(self, world: World, request: Request, timeout_s: float) -> int:
-        """Asks all keepers; returns the newest incarnation that any of them knows."""
+    def probe(self, rank: int, request: Request) -> bytes:
+        """Prepare this host's keeper for an incarnation that will begin; return what it says.
 
-        def ask() -> tuple[bytes]:
-            if not self.speaks_for(world.rank):
-                return (b"",)
-            answer = request(
-                m.ProbeHost(
-                    secret=self.secret,
-                    address=self.table[self.own].address,
-                    is_coordinator=self.own == 0,
-                ),
-                m.HostProbed,
-            )
-            assert isinstance(answer, m.HostProbed)
-            known = self.own, answer.newest, answer.port, answer.control_port
-            return (msgspec.json.encode(known),)
+        On one rank of the host; b"" on the others.
+        """
+        if not self.speaks_for(rank):
+            return b""
+        answer = request(
+            m.ProbeHost(
+                secret=self.secret,
+                address=self.table[self.own].address,
+                is_coordinator=self.own == 0,
+            ),
+            m.HostProbed,
+        )
+        assert isinstance(answer, m.HostProbed)
+        known = self.own, answer.newest, answer.port, answer.control_port
+        return msgspec.json.encode(known)
 
-        [said] = all_said_or_raise(world, "start: keepers", ask, timeout_s=timeout_s)
+    def take_ports(self, said: Sequence[Said]) -> int:
+        """Take the ports of all keepers; return the newest incarnation that any of them knows."""
         newest, table = 0, list(self.table)
         for one in said:
             if one.value:
@@ -166,27 +151,15 @@ class HostTable:
         self.table = tuple(table)
         return newest
 
-    def begin(
-        self,
-        world: World,
-        begin: Callable[[int], int],
-        request: Request,
-        newest: int,
-        timeout_s: float,
-    ) -> int:
-        """Begins an incarnation, and assigns all keepers their role in it; returns its number."""
-        begun = from_rank0(
-            world, "start: incarnation", lambda: str(begin(newest)).encode(), timeout_s=timeout_s
-        )
-        n = int(begun)
-        self.within_s = timeout_s / 2
 
-        def tell() -> None:
-            if self.own and self.speaks_for(world.rank):
-                request(self.part(n, world.nonce), m.Done)
+def secret_word(rank: int) -> bytes:
+    """Return what a rank says of the secret: one that rank 0 makes, where no file has it.
 
-        agree_or_raise(world, "start: hosts", tell, timeout_s=timeout_s)
-        return n
+    What is in a file is never told to other ranks: a file is for those who do not trust that.
+    """
+    if secret_from_environment() is not None:
+        return _FROM_FILE
+    return secrets.token_bytes(_SECRET_BYTES) if rank == 0 else b"none"
 
 
 def hosts_of(

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,12 +51,11 @@ from holdfast.state.selection import choose
 from holdfast.state.step_calls import Rest, refuse_inside
 from holdfast.storage.base import Lock, Store
 from holdfast.storage.open import open_store
-from holdfast.transport.wire.rank_tree import by_rank
+from holdfast.transport.wire.rank_tree import Said, by_rank
 from holdfast.world import (
     World,
     all_said_or_raise,
     current_world,
-    from_rank0,
     host_id,
     refuse_rank_without_group,
 )
@@ -92,13 +91,13 @@ def save(
     refuse_rank_without_group()
     store, world = open_store(path), current_world(timeout_s=timeout_s)
     rest = Rest(timeout_s)
-    described, layout = _agree_layout(world, state, rules, timeout_s)
     lock: list[Lock] = []
+    is_publishing = False
     try:
-        told = from_rank0(
-            world, "save: begin", lambda: _begin(world, store, step, lock), timeout_s=timeout_s
+        described, layout, begun = _agree_layout(
+            world, state, rules, timeout_s, lambda: _begin(world, store, step, lock)
         )
-        incarnation = msgspec.json.decode(told, type=Incarnation)
+        incarnation = msgspec.json.decode(begun, type=Incarnation)
         attempt = incarnation.nonce[:8]
         generation = Generation(incarnation.n, step)
 
@@ -108,7 +107,10 @@ def save(
             rest.check()
             return (msgspec.json.encode(ref),)
 
-        def publish() -> bytes:
+        def publish(columns: Sequence[Sequence[Said]]) -> bytes:
+            nonlocal is_publishing
+            images = tuple(msgspec.json.decode(ref, type=ImageRef) for ref in by_rank(columns[0]))
+            is_publishing = True  # from now on a manifest may name them
             try:
                 _require_images(store, images)
             except HoldfastError:
@@ -135,15 +137,14 @@ def save(
             return b""
 
         try:
-            [refs] = all_said_or_raise(
-                world, "save: write", write, timeout_s=timeout_s * _IO_PATIENCE
+            all_said_or_raise(
+                world, "save: write", write, timeout_s=timeout_s * _IO_PATIENCE, conclude=publish
             )
         except BaseException:
-            if world.rank == 0:  # before the lock is released; what another rank still writes stays
+            if world.rank == 0 and not is_publishing:
+                # Before the lock is released; what another rank still writes stays.
                 _clear(store, generation, attempt)
             raise
-        images = tuple(msgspec.json.decode(ref, type=ImageRef) for ref in by_rank(refs))
-        from_rank0(world, "save: publish", publish, timeout_s=timeout_s * _IO_PATIENCE)
     finally:
         for held in lock:
             held.release()
@@ -201,10 +202,14 @@ def _clear(store: Store, generation: Generation, attempt: str) -> None:
 
 
 def _agree_layout(
-    world: World, state: State, rules: Rules | None, timeout_s: float
-) -> tuple[Description, Layout]:
-    """Returns this rank's leaves, and all ranks' together. One rank's error is raised on all."""
+    world: World, state: State, rules: Rules | None, timeout_s: float, begin: Callable[[], bytes]
+) -> tuple[Description, Layout, bytes]:
+    """Returns this rank's leaves, and all ranks' together. One rank's error is raised on all.
+
+    ``begin``: called on rank 0 when all agree; what it returns is the last.
+    """
     described: list[Description] = []
+    layouts: list[Layout] = []
 
     def describe() -> tuple[bytes, bytes]:
         if not isinstance(state, dict) or not state:
@@ -215,10 +220,24 @@ def _agree_layout(
         described.append(describer.describe())
         return described[0].table, usage
 
-    tables, usages = all_said_or_raise(world, "save: state", describe, timeout_s=timeout_s)
+    def begin_if_agreed(columns: Sequence[Sequence[Said]]) -> bytes:
+        try:
+            layouts.append(_layout_of(*columns))
+        except HoldfastError:  # every rank finds the same, and raises it
+            return b""
+        return begin()
+
+    tables, usages, [begun] = all_said_or_raise(
+        world, "save: state", describe, timeout_s=timeout_s, conclude=begin_if_agreed
+    )
+    layout = layouts[0] if layouts else _layout_of(tables, usages)
+    return described[0], layout, begun.value
+
+
+def _layout_of(tables: Sequence[Said], usages: Sequence[Said]) -> Layout:
     require_all_used([usage.value for usage in usages])
     decoded = {table.value: table_from_json(table.value) for table in tables}
-    return described[0], merge([decoded[table] for table in by_rank(tables)])
+    return merge([decoded[table] for table in by_rank(tables)])
 
 
 def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,7 +22,7 @@ from holdfast.catalogue import ROOT, read_document
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Root
-from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of
+from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of, secret_word
 from holdfast.persist import commit
 from holdfast.policy.when import Every, Keep
 from holdfast.protocol import messages as m
@@ -37,7 +38,7 @@ from holdfast.state.objects import State
 from holdfast.storage.base import Store
 from holdfast.storage.files import common_identity
 from holdfast.transport.wire.rank_tree import Said, ranks_in
-from holdfast.world import World, agree_or_raise, all_said_or_raise, from_rank0, host_id
+from holdfast.world import World, all_said_or_raise, host_id
 
 #: Seconds for which a failed start waits for its own threads to end.
 _HANG_UP_S = 5.0
@@ -73,18 +74,7 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     """Agrees with the other ranks on run, host and incarnation, and joins it at the keeper."""
     timeout_s = options.timeout_s
     describer = Describer(state, world.rank, world.size, mark_frozen=True, rules=options.rules)
-    plans, usages, facts = all_said_or_raise(
-        world, "start: state", lambda: _plan(state, describer, options), timeout_s=timeout_s
-    )
-    _require_one_plan(plans)
-    require_all_used([usage.value for usage in usages])
-    of_hosts = [(msgspec.json.decode(said.value, type=HostFact), said.ranks) for said in facts]
-    hosts = hosts_of(of_hosts, world.rank, were_more=options.parity > 0)
-    opened = from_rank0(
-        world, "start: root", lambda: _open_root(store, options), timeout_s=timeout_s
-    )
-    run_id = opened.decode()
-    seen = _agree_on_root(world, store, run_id, options)
+    run_id, seen, hosts = _agree(world, store, state, describer, options)
     root_id = _root_of_host(seen, range(world.size) if hosts is None else hosts.own_ranks)
     arena = arena_dir(run_id, host_id(), root_id)
     if world.rank == 0 if hosts is None else hosts.speaks_for(world.rank):
@@ -100,17 +90,9 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
         else ClusterSources(store, world.rank, arena, request, hosts)
     )
     try:
-        if hosts is None:
-            begin = partial(_begin, world, saver, offers, timeout_s)
-            begun = from_rank0(world, "start: incarnation", begin, timeout_s=timeout_s)
-        else:
-            of_all = common_identity(said.value.decode() for said in seen)
-            hosts.agree_on_secret(world, timeout_s, f"{run_id}\n{of_all}")
-            begun = _begin_on_hosts(world, hosts, saver, offers, timeout_s)
-        incarnation, may_restore = msgspec.json.decode(begun, type=tuple[int, bool])
-        offers.incarnation = incarnation
+        incarnation = offers.incarnation = _begin(world, saver, hosts, timeout_s)
         saver.place = replace(place, incarnation=incarnation)
-        agree_or_raise(world, "start: join", saver.reconnect, timeout_s=timeout_s)
+        may_restore = _join(world, saver, offers, timeout_s)
     except BaseException:
         # A keeper with an open connection would hold the root against the next try.
         saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
@@ -130,9 +112,71 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     return StartedRun(run_id, incarnation, may_restore, saver, offers)
 
 
-def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[bytes, ...]:
-    """Encodes the settings that must be equal on all ranks; raises for a state that cannot be
-    saved.
+class _RunTerms(NamedTuple):
+    """What the ranks agree on before there is a keeper.
+
+    ``seen``: the identities of the root as the ranks see it that find it. ``hosts``: see
+    ``hosts_of``.
+    """
+
+    run_id: str
+    seen: list[Said]
+    hosts: HostTable | None
+
+
+def _agree(
+    world: World, store: Store, state: State, describer: Describer, options: RunOptions
+) -> _RunTerms:
+    """Agrees on the settings and the root, which rank 0 opens when nothing speaks against it."""
+
+    def say() -> tuple[bytes, ...]:
+        plan, usage = _plan(state, describer, options)
+        fact = msgspec.json.encode(HostFact.of_this(world.size))
+        return plan, usage, fact, secret_word(world.rank), *_identify(store)
+
+    def open_root(columns: Sequence[Sequence[Said]]) -> bytes:
+        try:
+            _hosts_of_one_plan(columns, world.rank, options)
+        except HoldfastError:  # every rank finds the same, and raises it
+            return b""
+        return _open_root(store, options)
+
+    said = all_said_or_raise(
+        world, "start: state", say, timeout_s=options.timeout_s, conclude=open_root
+    )
+    hosts = _hosts_of_one_plan(said, world.rank, options)
+    *_, secret, runs, identities, [opened] = said
+    run_id = opened.value.decode()
+    if not runs[0].value:  # rank 0 has just made the root
+
+        def identify() -> tuple[bytes, bytes]:
+            return _identify(store, must_find=world.rank == 0)
+
+        runs, identities = all_said_or_raise(
+            world, "start: identity", identify, timeout_s=options.timeout_s
+        )
+    _require_one_root(runs, run_id, options)
+    seen = [said for said in identities if said.value]
+    if hosts is not None:
+        of_all = common_identity(said.value.decode() for said in seen)
+        hosts.take_secret(secret, f"{run_id}\n{of_all}")
+    return _RunTerms(run_id, seen, hosts)
+
+
+def _hosts_of_one_plan(
+    columns: Sequence[Sequence[Said]], rank: int, options: RunOptions
+) -> HostTable | None:
+    """The hosts of the ranks; raises UsageError unless all ranks give the same settings."""
+    plans, usages, facts, *_ = columns
+    _require_one_plan(plans)
+    require_all_used([usage.value for usage in usages])
+    of_hosts = [(msgspec.json.decode(said.value, type=HostFact), said.ranks) for said in facts]
+    return hosts_of(of_hosts, rank, were_more=options.parity > 0)
+
+
+def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[bytes, bytes]:
+    """Encodes the settings that must be equal on all ranks, and the use of rules; raises for a
+    state that cannot be saved.
     """
     if not isinstance(state, dict) or not state:
         raise UsageError("the state is a dict from names to objects, and not empty")
@@ -150,7 +194,7 @@ def _plan(state: State, describer: Describer, options: RunOptions) -> tuple[byte
             "grace_s": str(options.grace_s),
         }
     )
-    return plan, usage, msgspec.json.encode(HostFact.of_this(describer.world))
+    return plan, usage
 
 
 def _require_one_plan(plans: Sequence[Said]) -> None:
@@ -176,25 +220,22 @@ def _open_root(store: Store, options: RunOptions) -> bytes:
     return found.run_id.encode()
 
 
-def _agree_on_root(world: World, store: Store, run_id: str, options: RunOptions) -> list[Said]:
-    """The identities of the root as the ranks see it that find it now.
+def _identify(store: Store, *, must_find: bool = False) -> tuple[bytes, bytes]:
+    """The run and the identity of the root as this rank sees it; nothing if it does not find it.
 
-    UsageError for two runs. A rank that does not find the root is let be: a network file system
-    may show it a while later.
+    That is let be: a network file system may show it a while later.
     """
+    try:
+        found = read_document(store, Root, ROOT).run_id
+        return found.encode(), store.identity().encode()
+    except HoldfastError:
+        if must_find:
+            raise
+        return b"", b""
 
-    def identify() -> tuple[bytes, bytes]:
-        try:
-            found = read_document(store, Root, ROOT).run_id
-            return found.encode(), store.identity().encode()
-        except HoldfastError:
-            if world.rank == 0:
-                raise
-            return b"", b""
 
-    runs, identities = all_said_or_raise(
-        world, "start: identity", identify, timeout_s=options.timeout_s
-    )
+def _require_one_root(runs: Sequence[Said], run_id: str, options: RunOptions) -> None:
+    """Raises UsageError when ranks see the roots of different runs."""
     for run in runs:
         if run.value not in (b"", run_id.encode()):
             raise UsageError(
@@ -202,7 +243,6 @@ def _agree_on_root(world: World, store: Store, run_id: str, options: RunOptions)
                 f"of run {run_id}, on rank {run.first} that of run {run.value.decode()}. Give a "
                 "directory that all ranks reach, and not one of each node's own."
             )
-    return [said for said in identities if said.value]
 
 
 def _root_of_host(seen: Sequence[Said], ranks: Collection[int]) -> str:
@@ -259,31 +299,43 @@ def _patience(timeout_s: float) -> Timeouts:
     )
 
 
-def _begin(world: World, saver: Saver, offers: RestoreSources, timeout_s: float) -> bytes:
-    """On rank 0: returns the number of this start, and whether there is something to restore."""
-    message = m.Begin(nonce=world.nonce, world=world.size)
-    begun = saver.request(message, m.Begun, timeout_s=timeout_s)
-    return msgspec.json.encode((begun.incarnation, offers.is_there_any()))
+def _begin(world: World, saver: Saver, hosts: HostTable | None, timeout_s: float) -> int:
+    """Begins an incarnation at rank 0's keeper, once those of all hosts listen; returns its number.
 
-
-def _begin_on_hosts(
-    world: World, hosts: HostTable, saver: Saver, offers: RestoreSources, timeout_s: float
-) -> bytes:
-    """The same where ranks are on several hosts, whose keepers are told of each other first."""
+    Other keepers get their role in it when ranks of their host join.
+    """
     request = partial(saver.request, timeout_s=timeout_s)
-    newest = hosts.survey(world, request, timeout_s)
 
-    def begin(after: int) -> int:
-        message = m.Begin(nonce=world.nonce, world=world.size, hosts=hosts.table, after=after)
-        return saver.request(message, m.Begun, timeout_s=timeout_s).incarnation
+    def probe() -> tuple[bytes]:
+        return (b"" if hosts is None else hosts.probe(world.rank, request),)
 
-    n = offers.incarnation = hosts.begin(world, begin, request, newest, timeout_s)
-    return from_rank0(
-        world,
-        "start: sources",
-        lambda: msgspec.json.encode((n, offers.is_there_any())),
-        timeout_s=timeout_s,
+    def begin(columns: Sequence[Sequence[Said]]) -> bytes:
+        message = m.Begin(nonce=world.nonce, world=world.size)
+        if hosts is not None:
+            newest = hosts.take_ports(columns[0])
+            message = msgspec.structs.replace(message, hosts=hosts.table, after=newest)
+        return str(saver.request(message, m.Begun, timeout_s=timeout_s).incarnation).encode()
+
+    known, [begun] = all_said_or_raise(
+        world, "start: keepers", probe, timeout_s=timeout_s, conclude=begin
     )
+    if hosts is not None:
+        hosts.take_ports(known)
+        hosts.within_s = timeout_s / 2
+    return int(begun.value)
+
+
+def _join(world: World, saver: Saver, offers: RestoreSources, timeout_s: float) -> bool:
+    """Joins the incarnation on every rank; returns whether there is something to restore."""
+
+    def join() -> tuple[()]:
+        saver.reconnect()
+        return ()
+
+    [[found]] = all_said_or_raise(
+        world, "start: join", join, timeout_s=timeout_s, conclude=lambda _: offers.survey()
+    )
+    return offers.learn(found.value)
 
 
 def _connect(

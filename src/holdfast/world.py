@@ -37,6 +37,7 @@ from holdfast.transport.wire.rank_tree import (
     places_of,
     ranks_in,
     said_by,
+    with_column,
 )
 
 #: Default timeout for ranks that wait for each other in a call of Holdfast.
@@ -44,6 +45,8 @@ MEET_S = 600.0
 MEETING = "the call of Holdfast"
 ADDRESS = "HOLDFAST_HOST_ADDRESS"
 LOOPBACK = "127.0.0.1"
+#: Makes the word that all ranks get of what all said, on rank 0; see ``World.reduce``.
+Conclude = Callable[[bytes], bytes]
 
 
 class World(Protocol):
@@ -53,11 +56,19 @@ class World(Protocol):
     size: int
     nonce: str
 
-    def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
         """Return the words of all ranks, joined, on every rank.
 
-        No rank returns before all have spoken. DeadlineExceeded names the missing ranks, and the
-        phase.
+        No rank returns before all have spoken. ``conclude``: rank 0 makes of the joined word the
+        one that all get. DeadlineExceeded names the missing ranks, and the phase.
         """
         ...
 
@@ -78,9 +89,17 @@ class SoloWorld:
     def __init__(self) -> None:
         self.nonce = uuid.uuid4().hex
 
-    def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
         """Return the word itself."""
-        return mine
+        return mine if conclude is None else conclude(mine)
 
     def leave(self, phase: str, mine: bytes) -> None:
         """Nobody is there to hear it."""
@@ -144,18 +163,18 @@ class TorchWorld:
         if older:
             self._store.put({f"{older.decode()}/place/{rank}": b"" for rank in others})
         answers = [f"{call}/met/{rank}" for rank in others]
-        if not self._store.wait_for(answers, deadline):
+        told = self._store.wait_for(answers, deadline)
+        if told is None:
             raise _absent(self.rank, self._silent(call), MEETING, deadline.timeout_s)
         said = [
-            msgspec.msgpack.decode(each, type=tuple[str, str, RankAddress])
-            for each in (own, *self._store.take(answers))
+            msgspec.msgpack.decode(each, type=tuple[str, str, RankAddress]) for each in (own, *told)
         ]
         places = places_of([host for host, _, _ in said], fan_out)
         why = self._why_unreachable(places, [(machine, where) for _, machine, where in said])
         self._store.remove("call")
-        told = [(place, [said[rank][2] for rank in place.above], why) for place in places]
-        self._store.put({f"{call}/place/{n}": msgspec.msgpack.encode(told[n]) for n in others})
-        self._enter(call, told[0])
+        given = [(place, [said[rank][2] for rank in place.above], why) for place in places]
+        self._store.put({f"{call}/place/{n}": msgspec.msgpack.encode(given[n]) for n in others})
+        self._enter(call, given[0])
         return call
 
     @staticmethod
@@ -182,14 +201,16 @@ class TorchWorld:
         """On the other ranks: answers a call, and every later one, until one gives it its place."""
         call, place = "", b""
         while not place:
-            if not self._store.wait_for(["call"], deadline):
+            called = self._store.wait_for(["call"], deadline)
+            if called is None:
                 raise _absent(self.rank, [0], MEETING, deadline.timeout_s)
-            call = self._store.take(["call"])[0].decode()
+            call = called[0].decode()
             mine = f"{call}/met/{self.rank}", f"{call}/place/{self.rank}"
             self._store.put({mine[0]: self._listen(call)})
-            if not self._store.wait_for(mine[1:], deadline):
+            given = self._store.wait_for(mine[1:], deadline)
+            if given is None:
                 raise _absent(self.rank, self._silent(call) or [0], MEETING, deadline.timeout_s)
-            place = self._store.take(mine[1:])[0]
+            place = given[0]
             self._store.remove(*mine)
         self._enter(call, msgspec.msgpack.decode(place, type=tuple[Place, list[RankAddress], str]))
         return call
@@ -199,7 +220,15 @@ class TorchWorld:
         answers = {f"{call}/met/{rank}": rank for rank in range(1, self.size)}
         return [answers[key] for key in self._store.missing(list(answers))]
 
-    def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
+    def reduce(
+        self,
+        phase: str,
+        mine: bytes,
+        join: Join,
+        *,
+        timeout_s: float,
+        conclude: Conclude | None = None,
+    ) -> bytes:
         """See ``World``. Raises UsageError when a rank is at another phase."""
         if not self._turn.acquire(blocking=False):
             raise UsageError(
@@ -209,7 +238,7 @@ class TorchWorld:
         try:
             self._entered = self._count + 1
             said = Word(self.rank, phase, mine)
-            word = self._channels.reduce(self._entered, said, join, timeout_s)
+            word = self._channels.reduce(self._entered, said, join, timeout_s, conclude)
         except HoldfastError:
             self._count, self._entered = self._entered, 0
             raise
@@ -246,7 +275,8 @@ def _apart(rank: int, phase: str, other: int, its_phase: str) -> UsageError:
 class _StoreKeys:
     """The keys of Holdfast in the store of the process group.
 
-    A client of its own waits there: one that threads of torch share would keep them waiting.
+    A client of its own waits there: one that threads of torch share would keep them waiting. The
+    ranks are many and the store is one: a rank makes five requests to meet the others.
     """
 
     def __init__(self, store: Any) -> None:
@@ -267,20 +297,25 @@ class _StoreKeys:
     def find(self, key: str) -> bytes | None:
         """Returns the value under ``key``, or None when there is none yet."""
         with _reaching_the_store():
-            return self.take([key])[0] if self._store.check([f"holdfast/{key}"]) else None
+            is_there = self._store.check([f"holdfast/{key}"])
+            return bytes(self._store.get(f"holdfast/{key}")) if is_there else None
 
-    def wait_for(self, keys: Sequence[str], deadline: _Deadline) -> bool:
-        """Waits for values under all these keys; False if there are not by the deadline.
+    def wait_for(self, keys: Sequence[str], deadline: _Deadline) -> list[bytes] | None:
+        """Returns the values under all these keys once they are there; None if they are not by the
+        deadline.
 
         On a thread that gets no signals: the store's own wait begins anew after each signal, and
         lets no handler run before its end.
         """
-        names, ended, failed = [f"holdfast/{key}" for key in keys], threading.Event(), []
+        names, ended = [f"holdfast/{key}" for key in keys], threading.Event()
+        values: list[bytes] = []
+        failed: list[RuntimeError] = []
 
         def wait() -> None:
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
-                self._waiting.wait(names, timedelta(seconds=max(deadline.left_s, 0.001)))
+                self._waiting.set_timeout(timedelta(seconds=max(deadline.left_s, 0.001)))
+                values.extend(map(bytes, self._waiting.multi_get(names) if names else ()))
             except RuntimeError as error:
                 failed.append(error)
             finally:
@@ -290,17 +325,11 @@ class _StoreKeys:
         if not ended.wait(max(deadline.left_s, 0) + _STORE_S):
             raise _lost_store(RuntimeError("no answer"))
         if not failed:
-            return True
+            return values
         if deadline.left_s > _TIMING_S:
             raise _lost_store(failed[0]) from failed[0]
         with _reaching_the_store():
-            return bool(self._store.check(names))
-
-    def take(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the values under these keys, which are there."""
-        with _reaching_the_store():
-            values = self._store.multi_get([f"holdfast/{key}" for key in keys]) if keys else []
-        return [bytes(value) for value in values]
+            return self._store.multi_get(names) if self._store.check(names) else None
 
     def missing(self, keys: list[str]) -> list[str]:
         """Returns the keys without a value; few requests if they are few."""
@@ -459,9 +488,18 @@ class _Outcome(msgspec.Struct, array_like=True):
 
 
 def reduce_or_raise(
-    world: World, phase: str, act: Callable[[], bytes], join: Join, *, timeout_s: float
+    world: World,
+    phase: str,
+    act: Callable[[], bytes],
+    join: Join,
+    *,
+    timeout_s: float,
+    conclude: Conclude | None = None,
 ) -> bytes:
     """Runs ``act`` on every rank and gives all its results, joined, to all, or one error to all.
+
+    ``conclude``: rank 0 makes of the joined results what all get, once every rank is well; the
+    others wait ``timeout_s`` for it. Its error is raised on all.
 
     Without the verdict, one rank's error would leave the others waiting for a message it never
     sends. Of several errors all ranks raise the one of the lowest rank: their next action depends
@@ -469,13 +507,29 @@ def reduce_or_raise(
     """
     cause: Exception | None = None
     word: bytes | None = None
+
+    def finish(word: bytes) -> bytes:
+        nonlocal cause
+        outcome = _unpacked(word)
+        if outcome.kind or conclude is None:
+            return word
+        try:
+            return _packed(_Outcome(world.rank, "", "", conclude(outcome.payload)))
+        except Exception as error:
+            cause = error
+            return _packed(_outcome_of(world.rank, error))
+
     try:
         try:
             mine = _Outcome(world.rank, "", "", act())
         except Exception as error:  # whatever it is, the others must not wait for this rank
             cause, mine = error, _outcome_of(world.rank, error)
         word = world.reduce(
-            phase, _packed(mine), partial(_join_outcomes, join), timeout_s=timeout_s
+            phase,
+            _packed(mine),
+            partial(_join_outcomes, join),
+            timeout_s=timeout_s,
+            conclude=None if conclude is None else finish,
         )
     except HoldfastError:
         raise
@@ -500,6 +554,21 @@ def _outcome_of(rank: int, error: BaseException) -> _Outcome:
     return _Outcome(rank, type(error).__name__, str(error), b"", fields)
 
 
+def outcome_of(rank: int, act: Callable[[], object]) -> bytes:
+    """Runs ``act`` on this rank; returns how it went, for ``raise_outcome`` on all ranks."""
+    try:
+        act()
+    except Exception as error:
+        return _packed(_outcome_of(rank, error))
+    return b""
+
+
+def raise_outcome(rank: int, word: bytes) -> None:
+    """Raises the error of the rank that ``word`` is of, if there was one."""
+    if word:
+        raise _error_of(_unpacked(word), is_own=_unpacked(word).rank == rank)
+
+
 def _join_outcomes(join: Join, one: bytes, other: bytes) -> bytes:
     """Joins the results of ranks; of errors the one of the lowest rank stays."""
     first, second = sorted((_unpacked(one), _unpacked(other)), key=lambda each: each.rank)
@@ -517,10 +586,11 @@ def _unpacked(word: bytes) -> _Outcome:
     return msgspec.msgpack.decode(word, type=_Outcome)
 
 
-def _error_of(outcome: _Outcome) -> HoldfastError:
+def _error_of(outcome: _Outcome, *, is_own: bool = False) -> HoldfastError:
     is_ours = hasattr(errors, outcome.kind)
     text = outcome.text if is_ours else f"{outcome.kind}: {outcome.text}"
-    return errors.error_of(outcome.kind, f"rank {outcome.rank}: {text}", outcome.fields)
+    text = text if is_own else f"rank {outcome.rank}: {text}"
+    return errors.error_of(outcome.kind, text, outcome.fields)
 
 
 def from_rank0(world: World, phase: str, act: Callable[[], bytes], *, timeout_s: float) -> bytes:
@@ -543,14 +613,30 @@ def agree_or_raise(
 
 
 def all_said_or_raise(
-    world: World, phase: str, act: Callable[[], Sequence[bytes]], *, timeout_s: float
+    world: World,
+    phase: str,
+    act: Callable[[], Sequence[bytes]],
+    *,
+    timeout_s: float,
+    conclude: Callable[[list[list[Said]]], bytes] | None = None,
 ) -> list[list[Said]]:
     """Runs ``act`` on every rank and gives all its different values to all, with who said them.
 
     A column for each of the values that ``act`` returns, in the order of their lowest ranks.
+    ``conclude``: what it returns on rank 0 for these columns is the last one.
     """
+
+    def finish(word: bytes) -> bytes:
+        assert conclude is not None
+        return with_column(word, Said(conclude(all_said(word)), [(0, 1)]))
+
     return all_said(
         reduce_or_raise(
-            world, phase, lambda: said_by(world.rank, act()), join_said, timeout_s=timeout_s
+            world,
+            phase,
+            lambda: said_by(world.rank, act()),
+            join_said,
+            timeout_s=timeout_s,
+            conclude=None if conclude is None else finish,
         )
     )

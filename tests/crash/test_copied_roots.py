@@ -343,12 +343,12 @@ def _look(rank: int, world: int, directory: str) -> str:
 
 def _own_disks(rank: int, world: int, directory: str) -> str:
     """The same path leads each rank to a directory of its own."""
-    seen = LocalStore._local
+    make = LocalStore.__init__
 
-    def elsewhere(self: LocalStore, path: str) -> str:
-        return seen(self, path).replace("/own/", f"/disk-{rank}/")
+    def elsewhere(self: LocalStore, root: Any, *rest: Any, **options: Any) -> None:
+        make(self, str(root).replace("/own", f"/disk-{rank}"), *rest, **options)
 
-    LocalStore._local = elsewhere  # type: ignore[method-assign]
+    LocalStore.__init__ = elsewhere  # type: ignore[method-assign]
     return _look(rank, world, directory)
 
 

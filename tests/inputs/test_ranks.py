@@ -43,7 +43,7 @@ def _disagree(rank: int, world: int, root: str) -> dict[str, Any]:
     holdfast.save(root, state, 4, timeout_s=30)
     checkpointer = start()
     found["calls"] = _error(
-        checkpointer.restore if rank == 0 else lambda: checkpointer._adopt(None)
+        checkpointer.restore if rank == 0 else lambda: checkpointer._begin_anew()
     )
     other = build(wide=700 if rank == 0 else 701)
     before = content(other)
@@ -93,7 +93,7 @@ def test_ranks_that_disagree_all_hear_the_same_and_go_on_together(tmp_path: Path
         assert found["state"].startswith("UnsupportedState: ")
         assert found["one-shot state"].startswith("UnsupportedState: ")
         assert "the ranks do different things" in found["calls"]
-        assert "'restore: candidates'" in found["calls"]
+        assert "'restore 1-4 from storage: matched'" in found["calls"]
         assert found["mismatch"].startswith("StateMismatch: ")
         assert "[701, 33]" in found["mismatch"]
         assert found["untouched"]

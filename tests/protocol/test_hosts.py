@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.hosts import HostFact, HostTable, hosts_of
-from holdfast.transport.wire.rank_tree import Range, Said, all_said, join_said, said_by
-from holdfast.world import World
+from holdfast.hosts import HostFact, HostTable, hosts_of, secret_word
+from holdfast.transport.wire.rank_tree import Range, all_said, join_said, said_by
 
 A = HostFact("a", "boot-1", "10.0.0.1", "rack-1")
 B = HostFact("b", "boot-2", "10.0.0.2", "rack-2")
@@ -112,29 +111,21 @@ def unknown(*_: Any, **__: Any) -> Any:
 # ── the secret ───────────────────────────────────────────────────────────────────────────────
 
 
-def agree_as(
-    monkeypatch: pytest.MonkeyPatch, rank: int, said: list[bytes]
-) -> tuple[HostTable, list[bytes]]:
+def agree_as(rank: int, said: list[bytes]) -> tuple[HostTable, list[bytes]]:
     """What rank ``rank`` says, when the others say the rest of ``said``."""
-    told: list[bytes] = []
-
-    def agree(_: World, __: str, say: Any, *, timeout_s: float) -> list[list[Said]]:
-        told.append(say()[0])
-        words = [told[-1] if n == rank else each for n, each in enumerate(said)]
-        return all_said(reduce(join_said, (said_by(n, [each]) for n, each in enumerate(words))))
-
-    monkeypatch.setattr("holdfast.hosts.all_said_or_raise", agree)
+    told = secret_word(rank)
+    words = [told if n == rank else each for n, each in enumerate(said)]
     hosts = one_of([A, B], rank)
-    world: Any = type("Of2", (), {"rank": rank, "size": 2})()
-    hosts.agree_on_secret(world, 5.0)
-    return hosts, told
+    [column] = all_said(reduce(join_said, (said_by(n, [each]) for n, each in enumerate(words))))
+    hosts.take_secret(column)
+    return hosts, [told]
 
 
 def test_rank_0_makes_a_secret_that_all_take(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOLDFAST_SECRET_FILE", raising=False)
-    first, told = agree_as(monkeypatch, 0, [b"", b"none"])
+    first, told = agree_as(0, [b"", b"none"])
     assert len(first.secret) == 32 and told == [first.secret]
-    other, told = agree_as(monkeypatch, 1, [first.secret, b""])
+    other, told = agree_as(1, [first.secret, b""])
     assert other.secret == first.secret and told == [b"none"]
 
 
@@ -146,7 +137,7 @@ def test_a_secret_from_a_file_is_told_to_nobody(
     file.chmod(0o600)
     monkeypatch.setenv("HOLDFAST_SECRET_FILE", str(file))
     for rank in (0, 1):
-        hosts, told = agree_as(monkeypatch, rank, [b"", b""])
+        hosts, told = agree_as(rank, [b"", b""])
         assert hosts.secret == b"0123456789abcdef-in-a-file" and told == [b""]
 
 
@@ -155,4 +146,4 @@ def test_hosts_of_which_some_have_a_file_are_refused(
 ) -> None:
     monkeypatch.delenv("HOLDFAST_SECRET_FILE", raising=False)
     with pytest.raises(UsageError, match="HOLDFAST_SECRET_FILE is not set on ranks"):
-        agree_as(monkeypatch, 0, [b"", b""])
+        agree_as(0, [b"", b""])

@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.catalogue import ROOT
-from holdfast.errors import PeerError, RestoreError
+from holdfast.catalogue import LEASES, ROOT, manifest_path
+from holdfast.errors import NotFound, PeerError, RestoreError
 from holdfast.format.manifest import Generation, Incarnation
 from holdfast.hosts import HostTable
 from holdfast.persist import commit
 from holdfast.protocol import messages as m
 from holdfast.restore.cluster_sources import ClusterSources
+from holdfast.restore.sources import RestoreSources
 from holdfast.storage.memory import MemoryStore
 from holdfast.transport.client_connection import Peer
 from holdfast.world import SoloWorld
@@ -93,6 +94,71 @@ def test_a_root_that_has_gone_since_the_start_is_not_taken_for_an_empty_one(
     assert offers.is_there_any()
     with pytest.raises(RestoreError, match="not there any more"):
         offers.first(SoloWorld(), None, timeout_s=5)
+    offers.close()
+
+
+@pytest.mark.promise
+def test_what_the_start_found_is_restored_first_without_asking_again_and_leased_when_it_is_opened(
+    store: MemoryStore, arena_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20):
+        save(store, Generation(1, step))
+
+    def empty(*_: Any) -> Any:
+        return m.Inventory(generations=(), parents={}, starts={})
+
+    offers = RestoreSources(store, 0, arena_dir, empty)
+    assert offers.learn(offers.survey())
+    gather = offers._gather
+    monkeypatch.setattr(offers, "_gather", never)
+    for _ in range(2):  # also when the first restore did not come so far on all ranks
+        (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+        assert found.generation == (1, 20) and store.list(LEASES) == []
+    offers.open(found)
+    assert len(store.list(LEASES)) == 1
+    offers.let_go()
+    assert store.list(LEASES) == []
+    monkeypatch.setattr(offers, "_gather", gather)
+    (found,) = offers.first(SoloWorld(), 10, timeout_s=5)
+    assert found.generation == (1, 10)
+    offers.let_go()
+
+    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    assert found.generation == (1, 20)
+    store.remove(manifest_path(found.generation))  # retention comes before the lease
+    with pytest.raises(NotFound, match="removed after the start found it") as gone:
+        offers.open(found)
+    plan_again = offers.plan_again()
+    assert plan_again is not None
+    (found,) = plan_again(found, gone.value)
+    assert found.generation == (1, 10) and len(store.list(LEASES)) == 1
+    offers.let_go()
+    offers.forget()  # it was restored: what is newest now may be another
+    save(store, Generation(1, 25))
+    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    assert found.generation == (1, 25)
+    offers.let_go()
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("nothing is asked again")
+
+
+def test_a_start_that_found_nothing_or_not_all_leaves_the_choice_to_the_restore(
+    store: MemoryStore, arena_dir: Path
+) -> None:
+    offers = offers_of(store, arena_dir, incarnation=1)
+    assert not offers.learn(offers.survey())
+    store.remove(ROOT)
+    with pytest.raises(RestoreError, match="not there any more"):
+        offers.first(SoloWorld(), None, timeout_s=5)
+    commit.open_root(store, "r")
+    save(store, Generation(1, 10))
+    offers = offers_of(store, arena_dir, incarnation=2)  # a host did not say what it holds
+    assert offers.learn(offers.survey())
+    save(store, Generation(1, 20))
+    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    assert found.generation == (1, 20)
     offers.close()
 
 

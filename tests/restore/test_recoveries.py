@@ -25,6 +25,7 @@ from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage, S
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from holdfast.transport.wire.rank_phases import Join
+from holdfast.world import Conclude
 from support.checkpoints.roots import save
 from support.peers.lost_hosts import Hosts, set_sizes
 from support.peers.peering import close_pullers
@@ -54,7 +55,9 @@ class ThreadWorld:
         join: Join,
         *,
         timeout_s: float,
+        conclude: Conclude | None = None,
     ) -> bytes:
+        assert conclude is None, "rank 0 decides before it speaks"
         self.ranks.said[self.rank] = mine
         self.ranks.barrier.wait()
         found = reduce(join, (self.ranks.said[rank] for rank in range(self.size)))

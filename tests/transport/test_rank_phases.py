@@ -56,9 +56,9 @@ class Network:
                     self.lines[rank, to] += [frame] * self.random.choice([1, 1, 1, 2])
             self.ranks[rank].sent.clear()
 
-    def speak(self, rank: int, count: int, phase: str = "") -> None:
+    def speak(self, rank: int, count: int, phase: str = "", *, is_held: bool = False) -> None:
         word = Word(rank, phase or f"phase {count}", bytes([rank]))
-        self.ranks[rank].speak(count, word, join, TIMEOUT_S, self.now_s)
+        self.ranks[rank].speak(count, word, join, TIMEOUT_S, self.now_s, is_held=is_held)
         self.collect(rank)
 
     def deliver_one(self) -> bool:
@@ -310,6 +310,38 @@ def test_the_last_word_of_a_rank_that_leaves_reaches_all(
         assert word is not None
         assert word.is_well
         assert (0xFF in word.payload) != has_passed
+
+
+@pytest.mark.promise
+@given(networks(), st.sampled_from(["settled", "late", "left"]))
+def test_what_the_root_holds_is_no_verdict_before_it_settles_or_is_late(
+    network: Network, end: str
+) -> None:
+    root, everybody = network.ranks[0], bytes(range(len(network.ranks)))
+    for count in (1, 2):
+        order = list(network.alive)
+        network.random.shuffle(order)
+        for rank in order:
+            assert root.held_of(count) is None
+            network.speak(rank, count, is_held=True)
+            network.deliver()
+        network.pass_time(TIMEOUT_S - 1)  # the others ask meanwhile whether the root is there
+        assert not any(network.verdicts(count))
+        held = root.held_of(count)
+        assert held is not None and held.payload == everybody
+        if end == "left":
+            root.leave(count, Word(0, f"phase {count}", b"\xff"))
+        elif end == "late":
+            network.pass_time(LATE_S)
+        root.settle(count, Word(0, f"phase {count}", b"settled"))
+        network.collect(0)
+        network.deliver()
+        assert root.held_of(count) is None
+        for word in network.verdicts(count):
+            assert word is not None
+            assert word.is_well == (end != "late")
+            assert word.payload == {"settled": b"settled", "left": b"\xff", "late": b""}[end]
+            assert ranks_in(word.missing) == ([0] if end == "late" else [])
 
 
 @given(networks())

@@ -20,7 +20,7 @@ from holdfast.parity.planning.record import ParityRecord
 from holdfast.protocol import messages as m
 from holdfast.restore.cluster.collect import InventoryCollector, decode_inventory, read_record
 from holdfast.restore.cluster.open import ClusterReach
-from holdfast.restore.sources import Ask, RestoreSources, slots_of
+from holdfast.restore.sources import Ask, KnownRecoveries, RestoreSources, slots_of
 from holdfast.storage.base import Store
 from holdfast.transport.client import Puller
 from holdfast.transport.client_connection import Peer
@@ -64,11 +64,9 @@ class ClusterSources(RestoreSources):
             slots=slots_of(self._arena),
         )
 
-    def is_there_any(self) -> bool:
-        """See ``RestoreSources``."""
-        is_there = super().is_there_any()
+    def _holds_any(self, known: KnownRecoveries) -> bool:
         self._answered_s = time.monotonic()
-        return is_there
+        return super()._holds_any(known)
 
     def _ask_hosts(self) -> InventoryCollector:
         """Ask all keepers at once: those that do not answer cost one deadline together.

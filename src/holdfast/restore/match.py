@@ -42,7 +42,6 @@ from holdfast.state.saved_values import (
 )
 from holdfast.state.selection import LeafSelection, refuse_different
 from holdfast.transport.wire.rank_tree import Said
-from holdfast.world import World, reduce_or_raise
 
 #: (rules used, patterns of ``only`` used) on a rank, as bits, and those patterns.
 _RequestUsage = tuple[bytes, bytes, list[str] | None]
@@ -169,34 +168,34 @@ class LeafClaims(Struct, array_like=True, frozen=True):
         )
 
 
-def find_unused(
-    world: World,
-    phase: str,
+def claims_word(
     leaves: Sequence[str],
     claimed: Collection[str],
     restoring: StateRestore,
     problems: Sequence[str],
-    *,
-    timeout_s: float,
-) -> list[str] | None:
-    """Describe what no rank restores, in words, the same on all ranks; None when all fits
-    everywhere.
+) -> bytes:
+    """Encode what this rank says for ``left_by_ranks``.
 
-    All ranks call it. ``leaves`` are the names in the layout, ``claimed`` those that this rank
-    takes, ``problems`` the mismatches it has found itself: with some, the list may be empty.
+    ``leaves`` are the names in the layout, ``claimed`` those that this rank takes, ``problems`` the
+    mismatches it has found itself: with some, the list may be empty.
     """
-
-    def ask() -> bytes:
-        return msgpack.encode((bool(problems), claims_of(leaves, claimed, restoring)))
-
-    word = reduce_or_raise(world, f"{phase}: checked", ask, _join_claims, timeout_s=timeout_s)
-    is_amiss, claims = _claims_in(word)
-    return left_by_all(leaves, [claims]) if is_amiss or claims.leaves_something else None
+    return msgpack.encode((bool(problems), claims_of(leaves, claimed, restoring)))
 
 
-def _join_claims(one: bytes, other: bytes) -> bytes:
+def join_claims(one: bytes, other: bytes) -> bytes:
+    """Join the words of ranks; b"" where one of them has not compared anything yet."""
+    if not one or not other:
+        return b""
     (is_amiss, claims), (is_other_amiss, more) = _claims_in(one), _claims_in(other)
     return msgpack.encode((is_amiss or is_other_amiss, claims.joined(more)))
+
+
+def left_by_ranks(leaves: Sequence[str], word: bytes) -> list[str] | None:
+    """Describe what no rank restores, in words, the same on all ranks; None when all fits
+    everywhere.
+    """
+    is_amiss, claims = _claims_in(word)
+    return left_by_all(leaves, [claims]) if is_amiss or claims.leaves_something else None
 
 
 def _claims_in(word: bytes) -> tuple[bool, LeafClaims]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -21,7 +21,9 @@ from msgspec import Struct, msgpack
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.geometry.layout import LeafEntry, table_from_json, table_to_json
+from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.layout import table_from_json, table_to_json
+from holdfast.restore.destinations import Destinations
 from holdfast.restore.exchange.block_exchange import (
     BlockExchange,
     BlockScatter,
@@ -42,10 +44,10 @@ from holdfast.restore.planning.block_rounds import (
     touched,
     wanted_blocks,
 )
-from holdfast.restore.planning.plan import BUDGET_BYTES, Want, plan_fetches
+from holdfast.restore.planning.plan import BUDGET_BYTES, Fetch, Want, plan_fetches
 from holdfast.restore.reading.images import Checkpoint
-from holdfast.restore.reading.read import Array, BorrowBuffer, Destination
-from holdfast.transport.wire.rank_tree import ranks_in
+from holdfast.restore.reading.read import Array, BorrowBuffer
+from holdfast.transport.wire.rank_tree import Range, in_ranges, ranks_in, union
 from holdfast.world import World, all_said_or_raise, host_id, reduce_or_raise
 
 SETTING = "HOLDFAST_EXCHANGE"
@@ -60,7 +62,7 @@ WORTH_PART = 1 / 10
 _PATIENCE_LEFT = 0.1
 
 
-class _ExchangeReply(Struct, array_like=True, frozen=True):
+class _ExchangeReply(Struct, array_like=True, frozen=True, order=True):
     """What a rank says of itself, as others of its host do."""
 
     mode: str
@@ -76,6 +78,20 @@ class _DividedReads(Struct, array_like=True, frozen=True):
     wanted: int
     spared: int
 
+    def joined(self, other: _DividedReads) -> _DividedReads:
+        return _DividedReads(self.wanted + other.wanted, self.spared + other.spared)
+
+
+class _ImageDemand(Struct, array_like=True, frozen=True):
+    """The images that ranks want most of, and the blocks they want of others, at most.
+
+    Where no image is wanted by two ranks, no more than these blocks could be read for another.
+    """
+
+    images: list[Range]
+    reads: _DividedReads
+    are_shared: bool = False
+
 
 class _ExchangeFailure(Struct, array_like=True, frozen=True, order=True):
     """The reason why a rank lacks part of what it wants; the least one is told."""
@@ -85,49 +101,105 @@ class _ExchangeFailure(Struct, array_like=True, frozen=True, order=True):
     reason: str
 
 
+def own_reply(world: int, checkpoint: Checkpoint, wants: Callable[[], Sequence[Want]]) -> bytes:
+    """Encode what this rank says of itself, and from which images it will want something.
+
+    The images are not named where too little could be read for others, whoever reads it.
+    """
+    blocks = sum(-(-file.size_bytes // BLOCK_BYTES) for file in checkpoint.files.values())
+    is_much = world * blocks * BLOCK_BYTES >= WORTH_BYTES
+    demand = _ImageDemand([], _DividedReads(0, 0))
+    if is_much:
+        try:
+            demand = _demand_of(checkpoint, wants())
+        except Exception:  # what is wrong with it is found when it is read
+            demand = _ImageDemand([], _DividedReads(0, 0), are_shared=True)
+    return msgpack.encode(([_own_reply()], demand))
+
+
+def _demand_of(checkpoint: Checkpoint, wants: Sequence[Want]) -> _ImageDemand:
+    most, wanted_bytes, others = [], 0, 0
+    for image, fetches in plan_fetches(wants, checkpoint.layout).items():
+        size = -(-checkpoint.files[image].size_bytes // BLOCK_BYTES)
+        blocks = min(size, sum(map(_most_blocks, fetches)))
+        wanted_bytes += sum(fetch.part.volume * ITEMSIZE[fetch.dtype] for fetch in fetches)
+        if 2 * blocks > size:
+            most.append(image)
+        else:
+            others += blocks
+    return _ImageDemand(in_ranges(most), _DividedReads(wanted_bytes // BLOCK_BYTES, others))
+
+
+def _most_blocks(fetch: Fetch) -> int:
+    """The blocks that a fetch reads at most, wherever its piece lies in the image."""
+    inner = fetch.part.relative_to(fetch.piece)
+    return 1 + sum(1 for _ in touched(inner, fetch.piece.shape, ITEMSIZE[fetch.dtype], 0))
+
+
+def join_replies(one: bytes, other: bytes) -> bytes:
+    """Join the replies of ranks: each different one once."""
+    (some, a), (more, b) = _replies_in(one), _replies_in(other)
+    images = union([*a.images, *b.images])
+    is_overlap = _count(images) < _count(a.images) + _count(b.images)
+    are_shared = a.are_shared or b.are_shared or is_overlap
+    demand = _ImageDemand(images, a.reads.joined(b.reads), are_shared)
+    return msgpack.encode((sorted({*some, *more}), demand))
+
+
+def _replies_in(word: bytes) -> tuple[list[_ExchangeReply], _ImageDemand]:
+    return msgpack.decode(word, type=tuple[list[_ExchangeReply], _ImageDemand])
+
+
+def _count(images: Sequence[Range]) -> int:
+    return sum(stop - first for first, stop in images)
+
+
 def read_once(
     world: World,
     phase: str,
     checkpoint: Checkpoint,
-    entries: Sequence[LeafEntry],
-    wants: Sequence[Want],
-    destinations: Mapping[int, Destination],
-    borrow: BorrowBuffer,
+    replies: bytes,
+    prepare: Callable[[], tuple[Destinations, BorrowBuffer]],
     *,
     timeout_s: float,
 ) -> Traffic | None:
     """Fill ``destinations``, each block read by one rank only; None: every rank must read for
     itself.
 
-    All ranks call it. ``entries`` are the leaves this rank wants, as it holds them; ``wants``,
-    ``destinations`` and ``borrow`` as for ``read_wants``. An error of one rank's reading is raised
+    All ranks call it. ``replies``: what all say, see ``own_reply``. ``prepare``: makes the
+    destinations, and lends memory as for ``read_wants``. An error of one rank's reading is raised
     on all ranks.
     """
     if world.size == 1:
         return None
-
-    def ask() -> tuple[bytes, ...]:
-        name = uuid.uuid4().bytes if world.rank == 0 else b""
-        return msgpack.encode(_own_reply()), table_to_json(same_demands(entries)), name
-
-    said = all_said_or_raise(world, f"{phase}: asked", ask, timeout_s=timeout_s)
-    replies = [msgpack.decode(each.value, type=_ExchangeReply) for each in said[0]]
-    if not _is_wished(replies):
+    who, demand = _replies_in(replies)
+    may_pay = demand.are_shared or _is_forced(who) or _is_worth_while(demand.reads)
+    if not _is_wished(who) or not may_pay:
         return None
-    wanted = demands([(tuple(ranks_in(t.ranks)), table_from_json(t.value)) for t in said[1]])
+    prepared: list[tuple[Destinations, BorrowBuffer]] = []
+
+    def ask() -> tuple[bytes, bytes]:
+        prepared.append(prepare())
+        name = uuid.uuid4().bytes if world.rank == 0 else b""
+        return table_to_json(same_demands(prepared[0][0].entries)), name
+
+    tables, names = all_said_or_raise(world, f"{phase}: prepared", ask, timeout_s=timeout_s)
+    wanted = demands([(tuple(ranks_in(t.ranks)), table_from_json(t.value)) for t in tables])
+    filling, borrow = prepared[0]
+    wants = filling.wants
     planned: list[tuple[BlockScatter, list[ExchangeRound]]] = []
 
     def plan() -> bytes:
-        scatter = BlockScatter(wants, destinations, borrow)
+        scatter = BlockScatter(wants, filling.destinations, borrow)
         planned.append(_plan(checkpoint, wants, scatter, wanted, world.rank))
         return msgpack.encode(_DividedReads(*counted(planned[0][1], world.rank)))
 
     divided = reduce_or_raise(world, f"{phase}: divided", plan, _join_divided, timeout_s=timeout_s)
-    if not _is_worth_while(divided, is_forced=_is_forced(replies)):
+    if not _is_worth_while(_divided_in(divided), is_forced=_is_forced(who)):
         return None
     scatter, rounds = planned[0]
     exchange = BlockExchange(checkpoint, rounds, scatter, world.rank, timeout_s=timeout_s)
-    return _run(world, f"{phase}: exchanged", exchange, said[2][0].value.hex(), timeout_s)
+    return _run(world, f"{phase}: exchanged", exchange, names[0].value.hex(), timeout_s)
 
 
 def _own_reply() -> _ExchangeReply:
@@ -151,17 +223,19 @@ def _is_forced(replies: Sequence[_ExchangeReply]) -> bool:
 
 
 def _join_divided(one: bytes, other: bytes) -> bytes:
-    a, b = (msgpack.decode(each, type=_DividedReads) for each in (one, other))
-    return msgpack.encode(_DividedReads(a.wanted + b.wanted, a.spared + b.spared))
+    return msgpack.encode(_divided_in(one).joined(_divided_in(other)))
 
 
-def _is_worth_while(divided: bytes, *, is_forced: bool) -> bool:
+def _divided_in(word: bytes) -> _DividedReads:
+    return msgpack.decode(word, type=_DividedReads)
+
+
+def _is_worth_while(blocks: _DividedReads, *, is_forced: bool = False) -> bool:
     """Return whether several ranks want enough of the same blocks.
 
     Whole blocks are counted: when a leaf is cut through columns no byte is wanted twice, but each
     block is wanted by all ranks.
     """
-    blocks = msgpack.decode(divided, type=_DividedReads)
     if is_forced:
         return blocks.spared > 0
     is_much = blocks.spared * BLOCK_BYTES >= WORTH_BYTES

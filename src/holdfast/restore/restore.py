@@ -13,8 +13,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
+from msgspec import msgpack
 
 from holdfast.errors import (
     ArenaError,
@@ -30,23 +32,32 @@ from holdfast.errors import (
 from holdfast.events import Restored as RestoredEvent
 from holdfast.events import SourceDropped, ValuesDiffer, emit
 from holdfast.format.manifest import Generation
+from holdfast.geometry.box import Box
 from holdfast.restore.destinations import Destinations, Staging
 from holdfast.restore.exchange.block_exchange import Traffic
-from holdfast.restore.match import RestoreRequest, StateMatch, find_unused
+from holdfast.restore.match import (
+    RestoreRequest,
+    StateMatch,
+    claims_word,
+    join_claims,
+    left_by_ranks,
+)
 from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.planning.plan import STAGING_BYTES
-from holdfast.restore.read_once import read_once
+from holdfast.restore.planning.plan import STAGING_BYTES, Want
+from holdfast.restore.read_once import join_replies, own_reply, read_once
 from holdfast.restore.reading.images import Checkpoint
-from holdfast.restore.reading.read import read_values, read_wants
+from holdfast.restore.reading.read import BorrowBuffer, read_values, read_wants
 from holdfast.restore.split_lists import SavedLists, divide, report_lists
 from holdfast.state.objects import State, sort_objects
 from holdfast.state.restore import refuse
 from holdfast.state.rewind import Rewind
 from holdfast.state.saved_values import keys_matched_by_name
 from holdfast.state.values import decode_items
-from holdfast.transport.wire.rank_tree import Said, by_rank
-from holdfast.world import World, all_said_or_raise
+from holdfast.transport.wire.rank_phases import Join
+from holdfast.transport.wire.rank_tree import Said, all_said, by_rank, join_said, said_by
+from holdfast.world import Conclude, World, outcome_of, raise_outcome, reduce_or_raise
 
+T = TypeVar("T")
 #: Errors of a source, not of the user's state: the next candidate is tried.
 SOURCE_ERRORS = (FormatError, StorageError, ArenaError, NotFound, PeerError, TooManyLost)
 #: Returns the candidates to try, in order, after a candidate failed with an error all ranks know.
@@ -116,6 +127,7 @@ def restore_first(
     on_poison: Callable[[bool], None],
     request: RestoreRequest | None = None,
     plan_again: PlanAgain | None = None,
+    adopt: Callable[[Generation], object] = lambda _: None,
 ) -> Restored | None:
     """Try ``candidates`` in order, on all ranks alike; None when there are none.
 
@@ -123,6 +135,7 @@ def restore_first(
     rest of ``candidates``. Each time it must have fewer (``Inventories.without``). ``request``: how
     the state maps to the checkpoint, and which part of it is wanted. ``on_poison(True)`` is called
     before the state is first changed and ``on_poison(False)`` when all ranks hold one generation.
+    ``adopt``: called on rank 0 then, before any rank returns; its error is raised on all.
     Raises StateMismatch when the state does not fit, RestoreError when no source was good.
     """
     reasons: list[str] = []
@@ -135,7 +148,7 @@ def restore_first(
             attempt = _RestoreAttempt(
                 world, state, candidate, phase, timeout_s, request or RestoreRequest()
             )
-            attempt.run(open_checkpoint, on_poison)
+            attempt.run(open_checkpoint, on_poison, adopt)
         except SOURCE_ERRORS as error:
             name = f"{candidate.where} {candidate.generation}"
             reasons.append(f"{name}: {error}")
@@ -167,6 +180,7 @@ def restore_first(
                 received_bytes=attempt.traffic.received_bytes if attempt.traffic else 0,
             )
         )
+        raise_outcome(world.rank, attempt.adopted)
         return Restored(
             candidate.step,
             candidate.where,
@@ -202,49 +216,90 @@ class _RestoreAttempt:
     ) -> None:
         self.request = request
         self.world, self.state, self.candidate = world, state, candidate
+        # Memory of one host is equally near to every rank.
+        self.is_apart = candidate.where == "storage" or candidate.is_spread
         self.phase, self.timeout_s = phase, timeout_s
         self.size_bytes = self.saved_world = 0
         self.traffic: Traffic | None = None
         self.rewind: Rewind | None = None
+        self.filling: Destinations | None = None
+        self.differing: tuple[str, ...] = ()
+        self.adopted = b""
         self.has_ended = False
 
     def run(
-        self, open_checkpoint: Callable[[Candidate], Checkpoint], on_poison: Callable[[bool], None]
+        self,
+        open_checkpoint: Callable[[Candidate], Checkpoint],
+        on_poison: Callable[[bool], None],
+        adopt: Callable[[Generation], object],
     ) -> None:
-        """Prepare, read, finish; after each phase every rank learns of errors on any rank."""
+        """Match, read, finish; after each phase every rank learns of errors on any rank."""
         with _no_collection():
-            opened = self._together("opened", lambda: self._open(open_checkpoint))
-            if any(said.value for said in opened):  # all ranks read the lists
-                self._count_lists(opened)
-            usages = self._together("compared", self._compare)
-            self.request.refuse_unused(usages)
-            self._check()
+            self._match(open_checkpoint)
             on_poison(True)
-            self._together("prepared", self._prepare)
             try:
-                # Memory of one host is equally near to every rank.
-                if self.candidate.where == "storage" or self.candidate.is_spread:
+                if self.is_apart:
                     self.traffic = self._read_once()
                 self._together("read", self._read)
             finally:
                 self._end_copies()
-        self._together("values set", self._finish)
+        self.adopted = self._together(
+            "values set", self._finish, conclude=lambda _: self._adopt(adopt)
+        )
         on_poison(False)
 
-    def _together(self, what: str, act: Callable[[], bytes | None]) -> list[Said]:
-        """Run ``act`` on every rank; return the different results."""
+    def _adopt(self, adopt: Callable[[Generation], object]) -> bytes:
+        """On rank 0, when all ranks hold the generation: an error is no fault of its source."""
+        return outcome_of(self.world.rank, lambda: adopt(self.candidate.generation))
 
-        def run() -> tuple[bytes]:
-            try:
-                return (act() or b"",)
-            except (HoldfastError, KeyboardInterrupt):
-                raise
-            except Exception as error:  # such as from load_state_dict: all ranks must know
-                raise RestoreError(f"{self.phase}: {what}: {_words(error)}") from error
+    def _together(
+        self,
+        what: str,
+        act: Callable[[], bytes | None],
+        join: Join = max,
+        conclude: Conclude | None = None,
+    ) -> bytes:
+        """Run ``act`` on every rank; return the joined results."""
+        return reduce_or_raise(
+            self.world,
+            f"{self.phase}: {what}",
+            lambda: self._telling(what, act) or b"",
+            join,
+            timeout_s=self.timeout_s,
+            conclude=conclude,
+        )
 
-        phase = f"{self.phase}: {what}"
-        [results] = all_said_or_raise(self.world, phase, run, timeout_s=self.timeout_s)
-        return results
+    def _telling(self, what: str, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except (HoldfastError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # such as from load_state_dict: all ranks must know
+            raise RestoreError(f"{self.phase}: {what}: {_words(error)}") from error
+
+    def _match(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> None:
+        """Open and compare on every rank; raise StateMismatch unless checkpoint and state fit."""
+
+        def begin() -> bytes:
+            lists = self._open(open_checkpoint)
+            if lists:  # these are compared when all know the parts of each
+                return _match_word(self.world.rank, lists, self.lists.read_share())
+            return self._compare()
+
+        word = self._together("matched", begin, _join_matches)
+        lists, parts, usages = all_said(_matches_in(word)[0])
+        if any(said.value for said in lists):
+            self._count_lists(lists, parts)
+            word = self._together("lists matched", self._compare, _join_matches)
+            usages = all_said(_matches_in(word)[0])[2]
+        self.request.refuse_unused(usages)
+        _, claims, self.replies = _matches_in(word)
+        leaves = [leaf.name for leaf in self.checkpoint.layout.leaves]
+        remaining = left_by_ranks(leaves, claims)
+        if remaining is not None:
+            self._together("checked", lambda: refuse([*self.compared.problems, *remaining]))
+        if self.differing:
+            emit(ValuesDiffer(step=self.candidate.step, rank=self.world.rank, names=self.differing))
 
     def _open(self, open_checkpoint: Callable[[Candidate], Checkpoint]) -> bytes:
         """Open the checkpoint; return whether the state of this rank has lists split over ranks."""
@@ -260,16 +315,21 @@ class _RestoreAttempt:
         choice, lists = self.request.choice, sort_objects(self.state).lists
         return report_lists({key: one for key, one in lists.items() if choice.takes_key(key)})
 
-    def _count_lists(self, taken: Sequence[Said]) -> None:
+    def _count_lists(self, taken: Sequence[Said], parts: Sequence[Said]) -> None:
         self.places = divide(by_rank(taken), self.world.rank)
-        counts = self._together("lists counted", self.lists.read_share)
-        self.lists.set_reports([said.value for said in counts])
+        if not all(said.value for said in parts):  # on some ranks the state has no list
+            word = self._together("lists counted", self._share_word, join_said)
+            [parts] = all_said(word)
+        self.lists.set_reports([said.value for said in parts])
         if self.lists.differing and self.world.rank == 0:
             emit(
                 ValuesDiffer(
                     step=self.candidate.step, rank=self.world.rank, names=self.lists.differing
                 )
             )
+
+    def _share_word(self) -> bytes:
+        return said_by(self.world.rank, [self.lists.read_share()])
 
     def _compare(self) -> bytes:
         """Find the values of everything in this state, and the mismatches."""
@@ -287,12 +347,29 @@ class _RestoreAttempt:
         )
         self.compared = comparison.compare(objects, self.request)
         if self.saved_world != self.world.size and self.world.rank == 0:
-            self._report_differing(following)
-        return self.compared.usage
+            self.differing = self._find_differing(following)
+        restoring = self.compared.restoring
+        leaves = [leaf.name for leaf in self.checkpoint.layout.leaves]
+        claims = claims_word(leaves, restoring.claimed(), restoring, self.compared.problems)
+        may_exchange = self.is_apart and self.world.size > 1
+        replies = own_reply(self.world.size, self.checkpoint, self._wants) if may_exchange else b""
+        return _match_word(self.world.rank, usage=self.compared.usage, more=(claims, replies))
 
-    def _report_differing(self, following: frozenset[str]) -> None:
-        """Report values that differed between saved ranks; on another number of ranks all take rank
-        0's.
+    def _wants(self) -> list[Want]:
+        """Return what this rank will read, before there is room for all of it."""
+        restoring = self.compared.restoring
+        likes = dict(restoring.wanted())
+        some = [(name, like) for name, like in likes.items() if like is not None]
+        whole = (
+            Want(name, Box.whole(restoring.stored[name][1]), -1)
+            for name, like in likes.items()
+            if like is None
+        )
+        return [*Destinations(some, self.world.rank, restoring.view).wants, *whole]
+
+    def _find_differing(self, following: frozenset[str]) -> tuple[str, ...]:
+        """Return the values that differed between saved ranks; on another number of ranks all take
+        rank 0's.
 
         Values that follow names are taken from the ranks that had them. Of thousands of ranks only
         some are compared, because each is an image to open.
@@ -304,40 +381,21 @@ class _RestoreAttempt:
             for name, value in read_values(self.checkpoint, rank).get("shared", {}).items()
             if name not in following and value != shared.get(name)
         }
-        if differing:
-            emit(
-                ValuesDiffer(
-                    step=self.candidate.step, rank=self.world.rank, names=tuple(sorted(differing))
-                )
-            )
+        return tuple(sorted(differing))
 
-    def _check(self) -> None:
-        """Raise StateMismatch, on all ranks, unless checkpoint and state fit."""
-        leaves, compared = [leaf.name for leaf in self.checkpoint.layout.leaves], self.compared
-        remaining = find_unused(
-            self.world,
-            self.phase,
-            leaves,
-            compared.restoring.claimed(),
-            compared.restoring,
-            compared.problems,
-            timeout_s=self.timeout_s,
-        )
-        if remaining is not None:
-            self._together("checked", lambda: refuse([*compared.problems, *remaining]))
-
-    def _prepare(self) -> None:
+    def _prepare(self) -> Destinations:
         restoring = self.compared.restoring
         items = self.lists.read_items(self.places)
         self.items = {key: decode_items(found) for key, found in items.items()}
         with torch.no_grad():
-            self.filling = Destinations(restoring.make_room(), self.world.rank, restoring.view)
-        self.size_bytes = self.filling.size_bytes
-        self.filling.copies.begin()
-        self.borrow = Staging(self.filling.copies, STAGING_BYTES).borrow
+            filling = Destinations(restoring.make_room(), self.world.rank, restoring.view)
+        self.filling, self.size_bytes = filling, filling.size_bytes
+        filling.copies.begin()
+        self.borrow = Staging(filling.copies, STAGING_BYTES).borrow
+        return filling
 
     def _read(self) -> None:
-        filling = self.filling
+        filling = self.filling or self._prepare()
         if self.traffic is None:
             with torch.no_grad():
                 read = read_wants(
@@ -355,32 +413,59 @@ class _RestoreAttempt:
         self.has_ended = True
 
     def _read_once(self) -> Traffic | None:
-        filling = self.filling
+        def prepare() -> tuple[Destinations, BorrowBuffer]:
+            return self._telling("prepared", self._prepare), self.borrow
+
         with torch.no_grad():
             return read_once(
                 self.world,
                 self.phase,
                 self.checkpoint,
-                filling.entries,
-                filling.wants,
-                filling.destinations,
-                self.borrow,
+                self.replies,
+                prepare,
                 timeout_s=self.timeout_s,
             )
 
     def _end_copies(self) -> None:
         """End all copies to devices after an error, before the error is reported."""
-        if not self.has_ended:
+        if self.filling is not None and not self.has_ended:
             with suppress(Exception):  # the earlier error is more useful
                 self.filling.copies.end()
 
     def _finish(self) -> None:
+        assert self.filling is not None
         with torch.no_grad():
             self.filling.pad()
         was_saved = self.world.rank < self.saved_world
         self.rewind = self.compared.restoring.finish(
             self.world.rank, rank_was_saved=was_saved, items=self.items
         )
+
+
+def _match_word(
+    rank: int,
+    lists: bytes = b"",
+    parts: bytes = b"",
+    usage: bytes = b"",
+    more: tuple[bytes, bytes] = (b"", b""),
+) -> bytes:
+    """Encode what a rank says of its match with a checkpoint, or of what it needs to know for one.
+
+    Its lists and the saved parts of lists it has read, its use of rules and patterns, its claims,
+    and its reply about reading.
+    """
+    return msgpack.encode((said_by(rank, [lists, parts, usage]), *more))
+
+
+def _matches_in(word: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return what was said, the claims, and the replies."""
+    return msgpack.decode(word, type=tuple[bytes, bytes, bytes])
+
+
+def _join_matches(one: bytes, other: bytes) -> bytes:
+    (said, claims, replies), (more, others, answers) = _matches_in(one), _matches_in(other)
+    joined = join_replies(replies, answers) if replies and answers else b""
+    return msgpack.encode((join_said(said, more), join_claims(claims, others), joined))
 
 
 def _words(error: Exception) -> str:

@@ -74,6 +74,9 @@ class RestoreSources:
         self._told_others: set[int] = set()
         self._silent: list[str] = []
         """The hosts that did not report their holdings."""
+        self._newest: bytes | None = None
+        """What all ranks restore unless they are asked for a step; None if that is not known."""
+        self._selection = Selection((), ())
 
     def let_go(self) -> None:
         """End the restore: release the lease, so that retention may remove what it read. Never
@@ -94,7 +97,7 @@ class RestoreSources:
         NotFound or RestoreError when there should be one and is none. Call ``let_go`` after it.
         """
         self._hold = StorageHold(self._store)
-        self._recoveries = ClusterRestore(
+        self._recoveries = restore = ClusterRestore(
             world,
             self._reach(),
             self._gather,
@@ -103,7 +106,18 @@ class RestoreSources:
             timeout_s=timeout_s,
             storage=Storage(self._hold, self._list_stored, self._nothing, self._gone),
         )
-        return self._recoveries.first()
+        if step is None and self._newest is not None:
+            return restore.begin_with(self._newest, self._selection)
+        return restore.first()
+
+    def learn(self, survey: bytes) -> bool:
+        """Take what rank 0 found at the start; return whether there is anything to restore."""
+        is_there, self._newest = msgspec.msgpack.decode(survey, type=tuple[bool, bytes | None])
+        return is_there
+
+    def forget(self) -> None:
+        """Choose anew at another restore: what is newest may follow from the last one."""
+        self._newest = None
 
     def plan_again(self) -> PlanAgain | None:
         """The function that lists what is left after a failure; None: the rest of ``first``."""
@@ -129,9 +143,25 @@ class RestoreSources:
 
     # ── on rank 0 ────────────────────────────────────────────────────────────────────────
 
+    def survey(self) -> bytes:
+        """Return whether there is anything to restore, and what is restored first of it, if a
+        restore follows: all ranks ``learn`` it with what else they are told.
+        """
+        known = self._gather()
+        is_there, newest = self._holds_any(known), None
+        if is_there and not self._silent:  # these are asked again
+            with suppress(HoldfastError):  # it is found again, and explained, by the restore
+                learnt = known.with_parity()
+                self._selection = learnt.inventories.find(None)
+                if self._selection.recoveries:
+                    newest = encode_choice(self._selection.recoveries[0])
+        return msgspec.msgpack.encode((is_there, newest))
+
     def is_there_any(self) -> bool:
         """Return whether a new run has anything to continue from, be it damaged."""
-        known = self._gather()
+        return self._holds_any(self._gather())
+
+    def _holds_any(self, known: KnownRecoveries) -> bool:
         inventories = known.gathering.with_parity(known.inventories)
         line = inventories.line
         is_there = any(not line.is_abandoned(one.generation) for one in inventories.candidates())
@@ -235,6 +265,10 @@ class KnownRecoveries(NamedTuple):
     gathering: InventoryCollector
     contents: Catalogue = Catalogue()
 
+    def with_parity(self) -> KnownRecoveries:
+        """Fetch the parity records that are needed for the inventories."""
+        return self._replace(inventories=self.gathering.with_parity(self.inventories))
+
 
 class Storage(NamedTuple):
     """On rank 0: the lease on what is read from storage, its present list, and what raises the
@@ -272,6 +306,17 @@ class ClusterRestore:
         self._known: KnownRecoveries | None = None
         self._told: set[Refusal] = set()
         self._recovery: Recovery | None = None
+        self._must_hold = False
+        """On rank 0: what was chosen before is not leased yet."""
+
+    def begin_with(self, encoded: bytes, selection: Selection) -> list[Candidate]:
+        """Return the candidate that all ranks were told at the start.
+
+        ``selection``: on rank 0, what it is of.
+        """
+        self._report(selection)
+        self._must_hold = self._world.rank == 0
+        return self._take(encoded)
 
     def first(self) -> list[Candidate]:
         """Return the best candidate that can be restored; none when there is none."""
@@ -297,16 +342,19 @@ class ClusterRestore:
         """Open the images of the last result of ``first`` or ``plan_again``."""
         recovery = self._recovery
         assert recovery is not None and recovery.candidate == candidate
+        must_hold, self._must_hold = self._must_hold, False
+        if must_hold and not self._is_held(recovery):
+            raise NotFound(f"{candidate.generation} was removed after the start found it")
         if not recovery.sources:
             return self._open_stored(candidate, None)
         return open_recovery(recovery, self._reach, partial(self._open_stored, candidate))
 
     def _less(self, candidate: Candidate, error: HoldfastError) -> KnownRecoveries:
-        assert self._known is not None  # rank 0 alone asks, and has it
-        before = self._known.inventories
+        known = self._known or self._ask().with_parity()  # what the start knew may be out of date
+        before = known.inventories
         remaining = before.without(candidate, error.told_fields)
         self._failed |= {*before.stored} - {*remaining.stored}
-        return self._listed_again(candidate, self._known._replace(inventories=remaining))
+        return self._listed_again(candidate, known._replace(inventories=remaining))
 
     def _listed_again(self, candidate: Candidate, known: KnownRecoveries) -> KnownRecoveries:
         """List storage again, if retention removed ``candidate``."""
@@ -330,11 +378,14 @@ class ClusterRestore:
             return encode_choice(next(iter(selection.recoveries), None))
 
         encoded = from_rank0(self._world, "restore: candidates", decide, timeout_s=self._timeout_s)
+        return self._take(encoded)
+
+    def _take(self, encoded: bytes) -> list[Candidate]:
         self._recovery = decode_choice(encoded, self._reach.images) if encoded else None
         return [] if self._recovery is None else [self._recovery.candidate]
 
     def _find(self, known: KnownRecoveries) -> Selection:
-        self._known = known._replace(inventories=known.gathering.with_parity(known.inventories))
+        self._known = known.with_parity()
         return self._known.inventories.find(self._wanted)
 
     def _is_held(self, best: Recovery) -> bool:

@@ -15,7 +15,8 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -89,11 +90,38 @@ class RankChannels:
         """Take the place in the tree; the lines to the ranks above are opened meanwhile."""
         self._result(self._enter(secret, place, above))
 
-    def reduce(self, count: int, word: Word, join: Join, timeout_s: float) -> Word:
-        """Return what all ranks say in the phase ``count``; a signal's handler may interrupt it."""
+    def reduce(
+        self,
+        count: int,
+        word: Word,
+        join: Join,
+        timeout_s: float,
+        conclude: Callable[[bytes], bytes] | None = None,
+    ) -> Word:
+        """Return what all ranks say in the phase ``count``; a signal's handler may interrupt it.
+
+        ``conclude``: makes the verdict of it, on the root's own thread.
+        """
+        is_held = conclude is not None and self.rank == 0
+        most_s = 3 * timeout_s + _FAULT_S
+        speak = partial(self._speak, count, word, join, timeout_s, is_held)
+        found = self._verdict(count, speak, most_s)
+        if conclude is None or not is_held or not found.is_well:
+            return found
+        verdict = msgspec.structs.replace(found, payload=conclude(found.payload))
+        return self._verdict(count, partial(self._settle, count, verdict), most_s)
+
+    def _verdict(self, count: int, begin: Callable[[], None], most_s: float) -> Word:
+        """Call ``begin`` on the thread of the channels; return what follows for this phase."""
         verdict: concurrent.futures.Future[Word] = concurrent.futures.Future()
-        self._loop.call_soon_threadsafe(self._speak, count, word, join, timeout_s, verdict)
-        return self._wait(verdict, 3 * timeout_s + _FAULT_S)
+
+        def act() -> None:
+            self._waiting = {count: verdict}
+            begin()
+            self._go_on()
+
+        self._loop.call_soon_threadsafe(act)
+        return self._wait(verdict, most_s)
 
     def leave(self, count: int, word: Word) -> None:
         """Say the last word of this rank in the phase ``count``, and wait for nobody."""
@@ -172,18 +200,14 @@ class RankChannels:
         self._phases.leave(count, word)
         self._go_on()
 
-    def _speak(
-        self,
-        count: int,
-        word: Word,
-        join: Join,
-        timeout_s: float,
-        verdict: concurrent.futures.Future[Word],
-    ) -> None:
+    def _speak(self, count: int, word: Word, join: Join, timeout_s: float, is_held: bool) -> None:
         assert self._phases is not None
-        self._waiting = {count: verdict}
-        self._phases.speak(count, word, join, timeout_s, self._loop.time())
-        self._go_on()
+        now_s = self._loop.time()
+        self._phases.speak(count, word, join, timeout_s, now_s, is_held=is_held)
+
+    def _settle(self, count: int, verdict: Word) -> None:
+        assert self._phases is not None
+        self._phases.settle(count, verdict)
 
     def _tick(self) -> None:
         assert self._phases is not None
@@ -203,7 +227,7 @@ class RankChannels:
         else:
             self._is_owed.clear()
         for count, waiting in list(self._waiting.items()):
-            verdict = phases.verdict_of(count)
+            verdict = phases.verdict_of(count) or phases.held_of(count)
             if verdict is not None:
                 del self._waiting[count]
                 if verdict.missing and not self._lines:

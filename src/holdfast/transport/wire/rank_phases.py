@@ -1,8 +1,9 @@
 """PURE. Collects the words of a rank and all below it in each phase, until the verdict is known.
 
 A rank passes one word up for itself and all below it; the root's word is the verdict, and goes down
-again. A verdict names ranks that are late or have ended. Every frame may come twice or late: a rank
-says its word again to whoever is above it after a loss, and hears a verdict again.
+again. The root may hold it, to conclude from it first. A verdict names ranks that are late or have
+ended. Every frame may come twice or late: a rank says its word again to whoever is above it after a
+loss, and hears a verdict again.
 """
 
 from __future__ import annotations
@@ -88,6 +89,8 @@ class _PhaseState:
     until_s: float = float("inf")
     """When it passes on that ranks are missing; then when it asks what is above it."""
     is_answered: bool = True
+    is_held: bool = False
+    """At the root: the word of all waits for ``settle``."""
 
 
 class RankPhases:
@@ -108,11 +111,24 @@ class RankPhases:
 
     # ── what this rank does ──────────────────────────────────────────────────────────────────
 
-    def speak(self, count: int, word: Word, join: Join, timeout_s: float, now_s: float) -> None:
+    def speak(
+        self,
+        count: int,
+        word: Word,
+        join: Join,
+        timeout_s: float,
+        now_s: float,
+        *,
+        is_held: bool = False,
+    ) -> None:
         """Begin the phase ``count`` on this rank, which waits for the others at most ``timeout_s``
         and then for what these know.
+
+        ``is_held``: the root makes no verdict of what all say before ``settle``, for which it has
+        ``timeout_s`` from then on.
         """
         phase = self._phase(count)
+        phase.is_held = is_held
         phase.own, phase.join, phase.timeout_s = word, join, timeout_s
         phase.until_s = now_s + timeout_s + GRACE_S * (self.place.height - 1)
         self._join_all(count, phase)
@@ -122,8 +138,21 @@ class RankPhases:
     def leave(self, count: int, word: Word) -> None:
         """Say the last word of a rank that waits for nobody; without effect if it has spoken."""
         phase = self._phase(count)
-        if phase.passed is None and phase.verdict is None:
+        phase.is_held, was_held = False, phase.is_held
+        if phase.verdict is None and phase.passed is None:
             self._pass(count, phase, word)
+        elif was_held and not self.place.above:
+            self._conclude(count, phase, word)
+
+    def held_of(self, count: int) -> Word | None:
+        """Return what all ranks said, where the root is to settle the phase; else None."""
+        phase = self._phases.get(count)
+        is_open = phase is not None and phase.is_held and phase.verdict is None
+        return phase.passed if phase is not None and is_open and not self.place.above else None
+
+    def settle(self, count: int, verdict: Word) -> None:
+        """Make the verdict of a phase that the root held; without effect if it came too late."""
+        self._conclude(count, self._phase(count), verdict)
 
     def verdict_of(self, count: int) -> Word | None:
         """Return what all ranks said in a phase; None while it is not known."""
@@ -150,8 +179,10 @@ class RankPhases:
             self._send(sender, _DOWN, count, phase.verdict)
         elif said.kind == _UP:
             if sender in self.place.children:
-                phase.heard[sender] = word
+                phase.heard[sender], before = word, phase.passed
                 self._join_all(count, phase)
+                if before is None and self.held_of(count) is not None:
+                    phase.until_s = now_s + self._verdict_s(phase)
         elif phase.own is not None:
             self._send(sender, _HERE, count, Word(self.rank, "", b""))
         elif phase.passed is None:  # the sender waited long enough for this rank
@@ -201,8 +232,8 @@ class RankPhases:
                 phase.is_answered, phase.until_s = False, now_s + ANSWER_S
                 self._send(min(self._above, key=self._is_far), _ASK, count, phase.own)
             else:
-                parent = self.place.above[0]
-                late = Word(self.rank, phase.own.phase, b"", missing=[(parent, parent + 1)])
+                silent = self.place.above[0] if self.place.above else self.rank
+                late = Word(self.rank, phase.own.phase, b"", missing=[(silent, silent + 1)])
                 self._conclude(count, phase, late)
 
     def next_s(self) -> float:
@@ -253,7 +284,7 @@ class RankPhases:
 
     def _pass(self, count: int, phase: _PhaseState, word: Word) -> None:
         phase.passed = word
-        if not self.place.above:
+        if not self.place.above and not (phase.is_held and word.is_well):
             self._conclude(count, phase, word)
         for rank in self._above:
             self._send(rank, _UP, count, word)
@@ -277,8 +308,10 @@ class RankPhases:
         return self.place.above.index(rank)
 
     def _verdict_s(self, phase: _PhaseState) -> float:
-        """Seconds in which a verdict comes from above, if all above have come to the phase."""
-        return phase.timeout_s + 2 * GRACE_S * _MOST_LEVELS
+        """Seconds in which a verdict comes from above, if all above have come to the phase; or in
+        which the root settles it.
+        """
+        return phase.timeout_s + (2 * GRACE_S * _MOST_LEVELS if self.place.above else 0)
 
 
 def _frame(kind: int, count: int, word: Word) -> bytes:

@@ -123,6 +123,11 @@ def all_said(word: bytes) -> list[list[Said]]:
     ]
 
 
+def with_column(word: bytes, said: Said) -> bytes:
+    """Return the word with one column more, of this value alone."""
+    return _pack([*_unpack(word), {said.value: said.ranks}])
+
+
 def by_rank(column: Iterable[Said]) -> list[bytes]:
     """Return the value of each rank; what several said is one object."""
     values = {rank: said.value for said in column for rank in ranks_in(said.ranks)}
