@@ -143,7 +143,7 @@ def test_a_rank_that_is_interrupted_or_ends_is_heard_of_at_once() -> None:
 def _call_wrongly(rank: int, world: int) -> list[str]:
     """What is raised where machines differ and a parent is at loopback; and by a second call."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("holdfast.world.boot_id", lambda: f"machine {rank}")
+        patch.setattr("holdfast.meeting.boot_id", lambda: f"machine {rank}")
         patch.setenv("HOLDFAST_HOST_ADDRESS", "127.0.0.1")
         patch.delenv("LOCAL_WORLD_SIZE", raising=False)
         with pytest.raises(UsageError) as refused:

@@ -29,6 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.events import RunStarted, Warned, emit
 from holdfast.format.manifest import Generation
+from holdfast.meeting import host_id
 from holdfast.observe.sinks import follow_run
 from holdfast.observe.text import restart_warning
 from holdfast.policy.arguments import (
@@ -53,7 +54,7 @@ from holdfast.state.objects import State
 from holdfast.state.selection import choose
 from holdfast.state.step_calls import listeners
 from holdfast.storage.open import normal_root, open_store
-from holdfast.world import World, current_world, from_rank0, host_id, refuse_rank_without_group
+from holdfast.world import World, current_world, from_rank0, refuse_rank_without_group
 
 T = TypeVar("T")
 

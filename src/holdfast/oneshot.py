@@ -32,6 +32,7 @@ from holdfast.format.image import fill_in
 from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout, merge, table_from_json
+from holdfast.meeting import host_id
 from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
@@ -52,13 +53,7 @@ from holdfast.state.step_calls import Rest, refuse_inside
 from holdfast.storage.base import Lock, Store
 from holdfast.storage.open import open_store
 from holdfast.transport.wire.rank_tree import Said, by_rank
-from holdfast.world import (
-    World,
-    all_said_or_raise,
-    current_world,
-    host_id,
-    refuse_rank_without_group,
-)
+from holdfast.world import World, all_said_or_raise, current_world, refuse_rank_without_group
 
 #: Reading and writing may take this many times as long as meeting the other ranks.
 _IO_PATIENCE = 10

@@ -23,6 +23,7 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Root
 from holdfast.hosts import LATER_S, HostFact, HostTable, hosts_of, secret_word
+from holdfast.meeting import host_id
 from holdfast.persist import commit
 from holdfast.policy.when import Every, Keep
 from holdfast.protocol import messages as m
@@ -38,7 +39,7 @@ from holdfast.state.objects import State
 from holdfast.storage.base import Store
 from holdfast.storage.files import common_identity
 from holdfast.transport.wire.rank_tree import Said, ranks_in
-from holdfast.world import World, all_said_or_raise, host_id
+from holdfast.world import World, all_said_or_raise
 
 #: Seconds for which a failed start waits for its own threads to end.
 _HANG_UP_S = 5.0

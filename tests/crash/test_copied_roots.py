@@ -23,12 +23,12 @@ from holdfast.catalogue import ROOT, read_document
 from holdfast.errors import KeeperError
 from holdfast.format.manifest import Root
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.meeting import host_id
 from holdfast.protocol.arena import SlotFile, arena_home, parse_arena_name
 from holdfast.protocol.arena import arena_dir as arena_path
 from holdfast.storage.local import LocalStore
 from holdfast.testing.faults import held
 from holdfast.testing.runs.processes import kill as end_processes
-from holdfast.world import host_id
 from support.runs.keepers import connect_to, kill_keeper
 from support.runs.launch import run_ranks
 from support.runs.leftovers import keeper_pids

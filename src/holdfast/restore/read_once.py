@@ -23,6 +23,7 @@ from holdfast.events import Warned, emit
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import table_from_json, table_to_json
+from holdfast.meeting import host_id
 from holdfast.restore.destinations import Destinations
 from holdfast.restore.exchange.block_exchange import (
     BlockExchange,
@@ -48,7 +49,7 @@ from holdfast.restore.planning.plan import BUDGET_BYTES, Fetch, Want, plan_fetch
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import Array, BorrowBuffer
 from holdfast.transport.wire.rank_tree import Range, in_ranges, ranks_in, union
-from holdfast.world import World, all_said_or_raise, host_id, reduce_or_raise
+from holdfast.world import World, all_said_or_raise, reduce_or_raise
 
 SETTING = "HOLDFAST_EXCHANGE"
 MODES = ("auto", "always", "never")

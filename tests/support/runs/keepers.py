@@ -28,6 +28,7 @@ from holdfast.geometry.layout import (
     table_hash,
     table_to_json,
 )
+from holdfast.meeting import host_id
 from holdfast.persist import commit
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import (
@@ -42,7 +43,6 @@ from holdfast.protocol.client import KeeperClient, connect_socket, find_or_start
 from holdfast.protocol.image_plan import image_items
 from holdfast.storage.local import LocalStore
 from holdfast.testing.runs.processes import kill
-from holdfast.world import host_id
 from support.runs.leftovers import keeper_pids
 
 M = TypeVar("M", bound=m.Message)
