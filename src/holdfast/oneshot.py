@@ -29,7 +29,7 @@ from holdfast.capture.copy_slot import (
 from holdfast.catalogue import LOCK, attempt_dir, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
 from holdfast.format.image import fill_in
-from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, needed
+from holdfast.format.manifest import AttemptId, Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.persist import commit
@@ -253,15 +253,8 @@ def _write_image(
 ) -> ImageRef:
     """Assembles this rank's image and streams it out while it grows."""
     plan = plan_copies(layout, world.rank, described.bindings)
-    metadata = {
-        "run": incarnation.run_id,
-        "incarnation": str(incarnation.n),
-        "step": str(generation.step),
-        "attempt": attempt,
-        "rank": str(world.rank),
-        "world": str(world.size),
-        "layout": layout.hash,
-    }
+    id_ = AttemptId(incarnation.n, generation.step, attempt, world.size, layout.hash)
+    metadata = id_.image_metadata(incarnation.run_id, world.rank)
     image = fill_in(plan.image, metadata, len(described.values))
     memory = memoryview(bytearray(image.size_bytes))
     stage(described.bindings.volatile)

@@ -108,10 +108,7 @@ class Silent:
         self.together.wait(20)  # raises where they are asked one after the other
         if peer.name in self.silent:
             raise PeerError("no answer", peer=peer.name)
-        empty = m.Holding(
-            host=peer.name, address="", port=0, parts=(), parents={}, newest_incarnation=0
-        )
-        return msgspec.msgpack.encode(empty)
+        return msgspec.msgpack.encode(m.Inventory(peer.name))
 
     def close(self) -> None: ...
 

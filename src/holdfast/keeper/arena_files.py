@@ -221,16 +221,12 @@ class ArenaFiles:
         fits = 0 < record.image_bytes <= file.capacity_bytes and 0 <= record.rank < record.world
         if record.state != "captured" or not fits or slot.is_ring:
             return slot
-        slot.state, slot.attempt, slot.rank = "captured", record.attempt, record.rank
-        slot.image_bytes = record.image_bytes
-        slot.header_xxh3, slot.table_xxh3 = record.header_xxh3, record.table_xxh3
+        slot.state, slot.attempt, slot.image = "captured", record.attempt, record.image
         said = Attempt(record.attempt, record.incarnation, record.step, record.world, record.layout)
         said.hosts, said.nonce = record.hosts, record.nonce
         attempt = attempts.setdefault(record.attempt, said)
-        same = (attempt.generation, attempt.world, attempt.layout, attempt.hosts)
-        if same != (said.generation, said.world, said.layout, said.hosts) or (
-            record.rank in attempt.slots
-        ):
+        same = (attempt.attempt_id, attempt.hosts) == (record.attempt_id, record.hosts)
+        if not same or record.rank in attempt.slots:
             # Records of one attempt id that disagree are not one attempt: images are never mixed.
             return Slot(slot_id, file.capacity_bytes, "free")
         attempt.slots[record.rank] = slot_id

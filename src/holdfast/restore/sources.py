@@ -25,11 +25,10 @@ from holdfast.geometry.layout import Layout
 from holdfast.leases import ReadLease
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
-from holdfast.restore.cluster.collect import InventoryCollector, holding_of
+from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning.candidates import Candidate, choose
 from holdfast.restore.planning.holdings import (
-    ImageIdentity,
     Recovery,
     Refusal,
     decode_choice,
@@ -187,7 +186,7 @@ class RestoreSources:
         """Return what all hosts hold: this one."""
         answer = self._ask(m.ListInventory(), m.Inventory)
         assert isinstance(answer, m.Inventory)
-        return InventoryCollector([holding_of(answer)])
+        return InventoryCollector([answer])
 
     def _warn_of_others(self, numbers: set[int]) -> None:
         for n in sorted(numbers - self._told_others):
@@ -214,10 +213,7 @@ def slots_of(arena: Path) -> dict[tuple[str, int], LocalSlot]:
         record = slot.read_record()
         slot.close()
         if record is not None and record.state == "captured":
-            image = ImageIdentity(
-                record.rank, record.image_bytes, record.header_xxh3, record.table_xxh3
-            )
-            slots[record.attempt, record.rank] = LocalSlot(str(path), image)
+            slots[record.attempt, record.rank] = LocalSlot(str(path), record.image)
     return slots
 
 

@@ -284,15 +284,7 @@ class Follower:
             case messages.SlotSealed():
                 self._writings.sealed(fact)
                 if not fact.is_ring:
-                    self._offering.publish(
-                        fact.slot,
-                        fact.attempt,
-                        fact.rank,
-                        fact.incarnation,
-                        fact.step,
-                        fact.image_bytes,
-                        fact.layout,
-                    )
+                    self._offering.publish(fact.slot, fact.attempt_id, fact.image)
 
     def _change_memory(
         self,

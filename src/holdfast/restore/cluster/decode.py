@@ -27,6 +27,7 @@ from holdfast.errors import (
 from holdfast.events import SourceDropped, emit
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, text
 from holdfast.format.image import Header, round_up
+from holdfast.format.manifest import ImageId
 from holdfast.parity.coding.backends import chosen
 from holdfast.parity.coding.codes import Coder
 from holdfast.parity.planning.placement import (
@@ -43,7 +44,6 @@ from holdfast.restore.planning.holdings import (
     CodedGroup,
     GroupCoding,
     GroupMember,
-    ImageIdentity,
 )
 from holdfast.restore.planning.plan import BATCH_BYTES
 from holdfast.restore.reading.images import ImageFile, checked_header, checked_table
@@ -447,7 +447,7 @@ class GroupAccess:
         self,
         coding: GroupCoding,
         identity: Mapping[str, str],
-        image: Callable[[GroupMember, ImageIdentity], ImageFile | None],
+        image: Callable[[GroupMember, ImageId], ImageFile | None],
         shard: Callable[[GroupMember, int, int], ParityRow | None],
     ) -> None:
         self.coding, self._identity = coding, identity

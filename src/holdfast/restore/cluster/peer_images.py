@@ -11,7 +11,8 @@ from typing import Protocol
 
 from holdfast.errors import FormatError
 from holdfast.format.image import Header, header_size
-from holdfast.restore.planning.holdings import ImageIdentity, image_name
+from holdfast.format.manifest import ImageId
+from holdfast.restore.planning.holdings import image_name
 from holdfast.restore.reading.images import checked_header, checked_table
 from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer
@@ -71,7 +72,7 @@ class PeerImage(PeerRanges):
     """An image in a slot of another host's arena: an ``ImageFile``."""
 
     def __init__(
-        self, puller: Puller, peer: Peer, attempt: str, generation: str, image: ImageIdentity
+        self, puller: Puller, peer: Peer, attempt: str, generation: str, image: ImageId
     ) -> None:
         super().__init__(
             puller,

@@ -17,7 +17,7 @@ from holdfast.errors import (
 )
 from holdfast.format.checksum import BLOCK_BYTES, checksum, text, unpack_table
 from holdfast.format.image import PART_METADATA, Header, header_size, join, parse_header
-from holdfast.format.manifest import ImageRef, Manifest
+from holdfast.format.manifest import ImageId, ImageRef, Manifest
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.protocol.arena import SlotFile
@@ -113,10 +113,10 @@ class SlotImage:
 
     is_mapped = True
 
-    def __init__(self, path: str, size: int, header: str, table: str) -> None:
+    def __init__(self, path: str, image: ImageId) -> None:
         self.slot = SlotFile.open(Path(path), writable=False)
-        self.name, self.size_bytes = path, size
-        self.header_xxh3, self.table_xxh3 = header, table
+        self.name, self.size_bytes = path, image.image_bytes
+        self.header_xxh3, self.table_xxh3 = image.header_xxh3, image.table_xxh3
         self.check_length()
 
     def check_length(self) -> None:
@@ -305,17 +305,6 @@ def _expect(actual: str, stored: str, what: str) -> None:
         )
 
 
-def _identity(source: Manifest) -> dict[str, str]:
-    """Return the metadata that every image of a generation has in its header."""
-    return {
-        "incarnation": str(source.incarnation),
-        "step": str(source.step),
-        "attempt": source.attempt,
-        "world": str(source.world),
-        "layout": source.layout,
-    }
-
-
 def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
     """Decode a layout whose bytes must have this hash."""
     _expect(table_hash(data), hash_, f"layout {where}")
@@ -332,7 +321,7 @@ def from_manifest(store: Store, manifest: Manifest, layout: Layout | None = None
     for named in manifest.images:
         image, part = _stored(store, named), parts.get(named.rank)
         files[named.rank] = image if part is None else SplitImage(image, part)
-    return Checkpoint(layout, files, manifest.world, _identity(manifest))
+    return Checkpoint(layout, files, manifest.world, manifest.attempt_id.metadata)
 
 
 def _stored(store: Store, ref: ImageRef) -> StoredImage:
