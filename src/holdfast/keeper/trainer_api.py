@@ -116,7 +116,7 @@ class TrainerApi:
         """
         assert self.role.follower is not None
         try:
-            self.role.follower.forward(connection, seq, message, body)
+            self.role.follower.forward(connection, message, body)
         except HoldfastError as error:
             if seq:
                 connection.send(_refusal(error), seq)

@@ -206,9 +206,7 @@ class Follower:
 
     # ── trainers ─────────────────────────────────────────────────────────────────────────────────
 
-    def forward(
-        self, connection: LocalConnection, seq: int, message: m.Message, body: bytes
-    ) -> None:
+    def forward(self, connection: LocalConnection, message: m.Message, body: bytes) -> None:
         """Forward a trainer's message. Raises KeeperError if the coordinator is unreachable."""
         if isinstance(message, m.Progress):
             limits.validate_message(message, 0)

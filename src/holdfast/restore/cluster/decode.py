@@ -301,7 +301,7 @@ class _OpenSources(NamedTuple):
     table: bytes
 
 
-class DegradedImage:
+class DegradedImage(ImageFile):
     """Image ``image`` of ``member`` of a group: an ``ImageFile``.
 
     ``read_head`` returns its header's bytes. Reads raise TooManyLost when too few members are left.
@@ -351,10 +351,6 @@ class DegradedImage:
         sums = checked_table(self, header, bytes(table))
         self._opened = _OpenSources(header, sums, bytes(table))
         return header, sums
-
-    def block_name(self, number: int) -> str:
-        """See ``ImageFile``."""
-        return f"block {number} of {self.name}"
 
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False

@@ -13,7 +13,7 @@ from holdfast.errors import FormatError
 from holdfast.format.image import Header, header_size
 from holdfast.format.manifest import ImageId
 from holdfast.restore.planning.holdings import image_name
-from holdfast.restore.reading.images import checked_header, checked_table
+from holdfast.restore.reading.images import ImageFile, checked_header, checked_table
 from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.wire.http import image_path
@@ -68,7 +68,7 @@ class PeerRanges:
         return view
 
 
-class PeerImage(PeerRanges):
+class PeerImage(PeerRanges, ImageFile):
     """An image in a slot of another host's arena: an ``ImageFile``."""
 
     def __init__(
@@ -97,7 +97,3 @@ class PeerImage(PeerRanges):
         header = checked_header(self, raw, expected)
         table = self.view(data_start + header.table.offset, self.size_bytes, bytearray())
         return header, checked_table(self, header, bytes(table))
-
-    def block_name(self, number: int) -> str:
-        """See ``ImageFile``."""
-        return f"block {number} of {self.name}"

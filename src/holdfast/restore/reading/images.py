@@ -44,7 +44,7 @@ class ImageFile(Protocol):
 
         Must be called before ``view``.
         """
-        ...
+        return read_head(self, expected)
 
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
@@ -57,10 +57,10 @@ class ImageFile(Protocol):
 
     def block_name(self, number: int) -> str:
         """Name a block in words, for errors about changed blocks."""
-        ...
+        return f"block {number} of {self.name}"
 
 
-class StoredImage:
+class StoredImage(ImageFile):
     """An image in a store."""
 
     is_mapped = False
@@ -68,14 +68,6 @@ class StoredImage:
     def __init__(self, store: Store, path: str, size: int, header: str, table: str) -> None:
         self.store, self.name, self.size_bytes = store, path, size
         self.header_xxh3, self.table_xxh3 = header, table
-
-    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
-        """See ``ImageFile``."""
-        return read_head(self, expected)
-
-    def block_name(self, number: int) -> str:
-        """See ``ImageFile``."""
-        return f"block {number} of {self.name}"
 
     def check_length(self) -> None:
         """See ``ImageFile``."""
@@ -108,7 +100,7 @@ class StoredImage:
             raise short_read(self.name, self.store.url, start, stop - start, have)
 
 
-class SlotImage:
+class SlotImage(ImageFile):
     """An image in a slot of this host's arena."""
 
     is_mapped = True
@@ -124,14 +116,6 @@ class SlotImage:
         if self.size_bytes > self.slot.capacity_bytes:
             raise FormatError(f"slot {self.name} is shorter than the image it is said to hold")
 
-    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
-        """See ``ImageFile``."""
-        return read_head(self, expected)
-
-    def block_name(self, number: int) -> str:
-        """See ``ImageFile``."""
-        return f"block {number} of {self.name}"
-
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
     ) -> memoryview:
@@ -139,7 +123,7 @@ class SlotImage:
         return self.slot.image[start:stop]
 
 
-class SplitImage:
+class SplitImage(ImageFile):
     """Joins an image and its frozen part, two files of a store, into the one image they were in
     memory.
 
