@@ -36,12 +36,10 @@ from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
 from holdfast.restore.match import RestoreRequest
-from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.reader import CheckpointReader
-from holdfast.restore.reading.stored import catalogue_of, choose_stored, run_id_of
+from holdfast.restore.reading.stored import catalogue_of, run_id_of
 from holdfast.restore.restore import Restored, restore_first
-from holdfast.restore.sources import Choices, StorageHold
+from holdfast.restore.sources import StoredSources
 from holdfast.rules import Rules
 from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer, Description
@@ -325,28 +323,21 @@ def load(
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
     store, world = open_store(path), current_world(timeout_s=timeout_s)
-    hold = StorageHold(store)
-    choices = Choices(
-        world, "load: candidates", hold, lambda: choose_stored(store, step)[1], timeout_s=timeout_s
-    )
-
-    def open_checkpoint(candidate: Candidate) -> Checkpoint:
-        return hold.open(candidate, world.rank)
-
+    sources = StoredSources(store, world.rank)
     try:
         restored = restore_first(
             world,
             state,
-            choices.first(),
-            open_checkpoint,
+            sources.first(world, step, timeout_s=timeout_s),
+            sources.open,
             incarnation=0,
             timeout_s=timeout_s * _IO_PATIENCE,
             on_poison=lambda _: None,
             request=request,
-            plan_again=choices.plan_again,
+            plan_again=sources.plan_again(),
         )
     finally:
-        hold.end()
+        sources.let_go()
     assert restored is not None  # there was a candidate, and no error
     return restored
 
