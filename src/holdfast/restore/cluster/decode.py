@@ -39,7 +39,7 @@ from holdfast.parity.planning.placement import (
     stored_by,
 )
 from holdfast.parity.planning.record import ParityRecord
-from holdfast.restore.cluster.peer_images import PeerRanges, Ranges
+from holdfast.restore.cluster.peer_images import PeerRanges, Ranges, staged
 from holdfast.restore.planning.holdings import (
     CodedGroup,
     GroupCoding,
@@ -358,13 +358,7 @@ class DegradedImage(ImageFile):
         """See ``ImageFile``."""
         assert self._opened is not None
         header, table = self._opened.header, self._opened.table
-        if not 0 <= start <= stop <= self.size_bytes:
-            raise FormatError(
-                f"{self.name} has {self.size_bytes} bytes; bytes {start} to {stop} were asked for"
-            )
-        if len(staging) < stop - start:
-            staging = bytearray(stop - start)
-        into = memoryview(staging)[: stop - start]
+        into = staged(self, start, stop, staging)
         data, end = self._data_start, self._data_start + header.table.offset
         for begin, known in ((0, self._head), (end, table)):
             first, last = max(start, begin), min(stop, begin + len(known))

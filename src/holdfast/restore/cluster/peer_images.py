@@ -36,6 +36,17 @@ class Ranges(Protocol):
         ...
 
 
+def staged(source: Ranges, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
+    """Return memory for these bytes of ``source``: in ``staging`` where it has room for them."""
+    if not 0 <= start <= stop <= source.size_bytes:
+        raise FormatError(
+            f"{source.name} has {source.size_bytes} bytes; bytes {start} to {stop} were asked for"
+        )
+    if len(staging) < stop - start:
+        staging = bytearray(stop - start)
+    return memoryview(staging)[: stop - start]
+
+
 class PeerRanges:
     """A resource that a peer offers under ``path``, of a generation named as in 3-1200.
 
@@ -56,13 +67,7 @@ class PeerRanges:
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
     ) -> memoryview:
         """See ``ImageFile``."""
-        if not 0 <= start <= stop <= self.size_bytes:
-            raise FormatError(
-                f"{self.name} has {self.size_bytes} bytes; bytes {start} to {stop} were asked for"
-            )
-        if len(staging) < stop - start:
-            staging = bytearray(stop - start)
-        view = memoryview(staging)[: stop - start]
+        view = staged(self, start, stop, staging)
         wanted = WantedRange(self._peer, self._path, self._generation, start, view)
         self._puller.pull([wanted])
         return view
