@@ -28,7 +28,7 @@ from benchmarks.kit.hosting import Tell, hosted
 from benchmarks.kit.options import Parser
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum
 from holdfast.format.image import fill_in
-from holdfast.format.manifest import Generation
+from holdfast.format.manifest import Generation, ImageId
 from holdfast.geometry.layout import Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.parity.coding.backends import chosen
 from holdfast.parity.coding.codes import Coder
@@ -42,13 +42,9 @@ from holdfast.parity.planning.record import (
 )
 from holdfast.protocol.arena import IMAGE_START
 from holdfast.protocol.image_plan import plan_rank
+from holdfast.protocol.messages import HoldingPart, Inventory
 from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
-from holdfast.restore.planning.holdings import (
-    HostHolding,
-    ImageHolding,
-    ImageIdentity,
-    shard_of,
-)
+from holdfast.restore.planning.holdings import shard_of
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.images import Checkpoint, StoredImage
@@ -186,7 +182,9 @@ class Ways:
             return self._stored()
         here = {"arena": "h1", "peer": "new", "decoded": "h0", "decoded anew": "new"}[way]
         lost = HOSTS[LOST] if way.startswith("decoded") else ""
-        known = Inventories(tuple(self._holding(host) for host in HOSTS if host != lost))
+        left = [host for host in HOSTS if host != lost]
+        rows = {(h, self._record_on(h).attempt_id): (shard_of(self._record_on(h)),) for h in left}
+        known = Inventories(tuple(map(self._holding, left)), rows=rows)
         (recovery,) = known.find("1-1").recoveries
         return open_recovery(recovery, self._reach(here))
 
@@ -195,15 +193,12 @@ class Ways:
         file = StoredImage(self.store, "image", fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
         return Checkpoint(self.layout, {LOST: file}, self.layout.world, {"attempt": ATTEMPT})
 
-    def _holding(self, host: str) -> HostHolding:
-        rows = (shard_of(self._record_on(host)),)
-        world, layout = self.layout.world, self.layout.hash
-        part = ImageHolding(1, 1, ATTEMPT, world, layout, (self._image(host),), rows)
-        return HostHolding(host, (part,))
+    def _holding(self, host: str) -> Inventory:
+        part = HoldingPart(self._record_on(host).attempt_id, (self._image(host),))
+        return Inventory(host, (part,))
 
-    def _image(self, host: str) -> ImageIdentity:
-        fact = self.facts[HOSTS.index(host)]
-        return ImageIdentity(fact.rank, fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
+    def _image(self, host: str) -> ImageId:
+        return self.facts[HOSTS.index(host)].image
 
     def _record_on(self, host: str) -> ParityRecord:
         return self.records[HOSTS.index(host)]  # row 0 of stripe s lies on member s

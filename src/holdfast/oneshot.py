@@ -29,7 +29,7 @@ from holdfast.capture.copy_slot import (
 from holdfast.catalogue import LOCK, attempt_dir, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
 from holdfast.format.image import fill_in
-from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, needed
+from holdfast.format.manifest import AttemptId, Generation, ImageRef, Incarnation, Manifest, needed
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.layout import Layout, merge, table_from_json
 from holdfast.meeting import host_id
@@ -37,12 +37,10 @@ from holdfast.persist import commit
 from holdfast.persist.writer import Arrival, WrittenImage, write_image
 from holdfast.policy.arguments import duration_s, step_number, wanted_step
 from holdfast.restore.match import RestoreRequest
-from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.reader import CheckpointReader
-from holdfast.restore.reading.stored import catalogue_of, choose_stored, run_id_of
+from holdfast.restore.reading.stored import catalogue_of, run_id_of
 from holdfast.restore.restore import Restored, restore_first
-from holdfast.restore.sources import Choices, StorageHold
+from holdfast.restore.sources import StoredSources
 from holdfast.rules import Rules
 from holdfast.state.bindings import Bindings
 from holdfast.state.describe import Describer, Description
@@ -268,15 +266,8 @@ def _write_image(
 ) -> ImageRef:
     """Assembles this rank's image and streams it out while it grows."""
     plan = plan_copies(layout, world.rank, described.bindings)
-    metadata = {
-        "run": incarnation.run_id,
-        "incarnation": str(incarnation.n),
-        "step": str(generation.step),
-        "attempt": attempt,
-        "rank": str(world.rank),
-        "world": str(world.size),
-        "layout": layout.hash,
-    }
+    id_ = AttemptId(incarnation.n, generation.step, attempt, world.size, layout.hash)
+    metadata = id_.image_metadata(incarnation.run_id, world.rank)
     image = fill_in(plan.image, metadata, len(described.values))
     memory = memoryview(bytearray(image.size_bytes))
     stage(described.bindings.volatile)
@@ -347,28 +338,21 @@ def load(
     check_rules("rules", rules)
     check_rules("stored_rules", stored_rules)
     store, world = open_store(path), current_world(timeout_s=timeout_s)
-    hold = StorageHold(store)
-    choices = Choices(
-        world, "load: candidates", hold, lambda: choose_stored(store, step)[1], timeout_s=timeout_s
-    )
-
-    def open_checkpoint(candidate: Candidate) -> Checkpoint:
-        return hold.open(candidate, world.rank)
-
+    sources = StoredSources(store, world.rank)
     try:
         restored = restore_first(
             world,
             state,
-            choices.first(),
-            open_checkpoint,
+            sources.first(world, step, timeout_s=timeout_s),
+            sources.open,
             incarnation=0,
             timeout_s=timeout_s * _IO_PATIENCE,
             on_poison=lambda _: None,
             request=request,
-            plan_again=choices.plan_again,
+            plan_again=sources.plan_again(),
         )
     finally:
-        hold.end()
+        sources.let_go()
         world.close()
     assert restored is not None  # there was a candidate, and no error
     return restored

@@ -295,7 +295,6 @@ def _patience(timeout_s: float) -> Timeouts:
         first_grant_s=2.5 * timeout_s,
         grant_s=min(usual.grant_s, timeout_s),
         durable_grant_s=min(usual.durable_grant_s, timeout_s),
-        keeper_s=timeout_s,
         room_s=min(usual.room_s, timeout_s),
     )
 

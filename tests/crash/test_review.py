@@ -86,7 +86,7 @@ def test_snapshots_go_on_after_a_keeper_that_was_slow_to_start(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model, state = build("plain")
     checkpointer = holdfast.Checkpointer(tmp_path / "root", state, storage=None, timeout_s=3.0)
-    checkpointer._saver.timeouts = Timeouts(grant_s=0.2, durable_grant_s=5.0, keeper_s=3.0)
+    checkpointer._saver.timeouts = Timeouts(grant_s=0.2, durable_grant_s=5.0)
     take_step(model, state, 0)
     checkpointer.save(0).wait_captured(30)
     flag.touch()

@@ -17,6 +17,7 @@ from holdfast.format.manifest import Generation
 from holdfast.keeper.hosts.network import Network
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile, arena_dir
+from holdfast.restore.sources import slots_of
 from holdfast.transport.channel import SealedChannel
 from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer
@@ -29,9 +30,13 @@ from support.runs.leftovers import keeper_pids
 
 def attempts_of(puller: Puller, peer: Peer) -> list[str]:
     """What a keeper says that it holds."""
-    holding = msgspec.msgpack.decode(puller.document(peer, INVENTORY), type=m.Holding)
-    assert (holding.host, holding.port) == (peer.name, peer.port)
-    return [part.attempt for part in holding.parts]
+    holding = msgspec.msgpack.decode(puller.document(peer, INVENTORY), type=m.Inventory)
+    assert holding.host == peer.name
+    return attempts_in(holding)
+
+
+def attempts_in(holding: m.Inventory) -> list[str]:
+    return [part.attempt_id.attempt for part in holding.parts]
 
 
 def is_gone(host: str) -> bool:
@@ -45,19 +50,21 @@ def test_a_save_on_two_hosts_is_kept_by_both_and_offered_by_each(
     run.begin()
     attempt = run.capture(1)
     held = run.ranks[1].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
-    (generation,) = held.generations
-    assert (generation.attempt, generation.world) == (attempt, 2)
-    assert [slot.host for slot in generation.slots] == ["a", "b"]
+    (part,) = held.parts
+    assert (part.attempt_id.attempt, part.attempt_id.world) == (attempt, 2)
     puller = Puller(SECRET, incarnation=run.n)
-    for place, slot in zip(run.table, generation.slots, strict=True):
-        assert Path(slot.path).is_file() and f"@{place.id}" in slot.path
+    for place, image_id in zip(run.table, part.images, strict=True):
+        (arena,) = arena_dir.glob(f"*/*@{place.id}")
+        slot = slots_of(arena)[attempt, image_id.rank]
+        assert slot.image == image_id
         peer = Peer(place.id, place.address, place.port)
         wait_for(lambda p=peer: attempt in attempts_of(puller, p), "the inventory")  # type: ignore[misc]
-        image = memoryview(bytearray(slot.image_bytes))
-        path, generation_1 = image_path(attempt, slot.rank), generation_name(Generation(run.n, 1))
+        image = memoryview(bytearray(image_id.image_bytes))
+        path = image_path(attempt, image_id.rank)
+        generation_1 = generation_name(Generation(run.n, 1))
         puller.pull([WantedRange(peer, path, generation_1, 0, image)])
         file = SlotFile.open(Path(slot.path), writable=False)
-        assert image == file.image[: slot.image_bytes]
+        assert image == file.image[: image_id.image_bytes]
         file.close()
     # Written over, it is offered no longer.
     for step in range(2, 6):
@@ -84,15 +91,18 @@ def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     skip = hear(run.ranks[0].heard, m.Skip)
     assert skip.step == 3 and skip.is_passing and "the keeper of b" in skip.reason
     inventory = run.ranks[0].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
-    assert inventory.generations == ()
+    assert inventory.parts == ()
     run.ranks[1].connect()
     run.ranks[1].take_part(run.n, run.table)
     run.ranks[1].join(run.n)
     inventory = run.ranks[0].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
-    (slot,) = (h.slots[1] for h in inventory.generations if h.attempt == attempt)
-    assert slot.port not in (0, run.table[1].port)
+    (part,) = (one for one in inventory.parts if one.attempt_id.attempt == attempt)
+    assert [image.rank for image in part.images] == [0, 1]
+    (hand,) = [pid for pid in keeper_pids(arena_dir) if _is_of(pid, "b")]
+    (port,) = _listening_ports(hand)
+    assert port != run.table[1].port
     puller = Puller(SECRET, incarnation=run.n)
-    assert attempt in attempts_of(puller, Peer("b", "127.0.0.1", slot.port))
+    assert attempt in attempts_of(puller, Peer("b", "127.0.0.1", port))
     puller.close()
     taken.close()
     run.capture(4)
@@ -116,6 +126,13 @@ def test_all_ranks_leave_in_order_however_long_the_coordinator_takes_to_free_its
     for rank in run.ranks:
         rank.line.close()
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
+
+
+def _listening_ports(pid: int) -> list[int]:
+    rows = [row.split() for row in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    links = {os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir()}
+    listening = (row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links)
+    return [int(row[1].rpartition(":")[2], 16) for row in listening]
 
 
 def _is_dead(pid: int) -> bool:
@@ -150,7 +167,7 @@ def test_a_coordinator_killed_is_replaced_and_its_hand_comes_back_to_it(
     run.ranks[1].take_part(run.n, run.table)
     run.ranks[1].join(run.n)
     inventory = run.ranks[1].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
-    assert [held.attempt for held in inventory.generations] == [attempt]
+    assert attempts_in(inventory) == [attempt]
     run.capture(2)
     run.end()
 
@@ -165,7 +182,7 @@ def test_another_coordinator_has_the_root_and_the_older_one_decides_nothing_any_
     new.begin()
     assert new.n == old.n + 1
     inventory = new.ranks[1].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
-    assert [held.attempt for held in inventory.generations] == [attempt]
+    assert attempts_in(inventory) == [attempt]
     for rank in old.ranks:
         assert hear(rank.heard, m.FencedOff).incarnation == new.n
         rank.line.close()
@@ -217,7 +234,7 @@ def test_a_coordinator_that_was_not_there_learns_what_only_its_hands_know(
     for host in "cab":
         wait_for(lambda h=host: incarnations_of(h) == {old.n, new.n}, f"what {host} knows")  # type: ignore[misc]
     inventory = new.ranks[0].line.request(m.ListInventory(), m.Inventory, timeout_s=10)
-    (held,) = inventory.generations
+    (held,) = (part.attempt_id for part in inventory.parts)
     assert held.attempt == attempt
     layout = layout_in("b", held.layout)
     assert layout.read_bytes() == layout_in("c", held.layout).read_bytes()

@@ -12,7 +12,7 @@ import pytest
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.slots import Slot, slot_id_of
 from holdfast.errors import PersistFailed
-from holdfast.format.manifest import Incarnation
+from holdfast.format.manifest import AttemptId, ImageId, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import FollowerRegistry
@@ -20,6 +20,7 @@ from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, Jobs, RemoteImages
+from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile, SlotRecord
 from holdfast.storage.local import LocalStore
 from support.runs.keepers import RUN
@@ -92,10 +93,11 @@ def test_a_slot_that_holds_another_image_is_not_written(tmp_path: Path) -> None:
     )
     said: list[Fact] = []
     for attempt, rank in (("y", 1), ("x", 0)):
-        image = messages.ImageOrder(rank=rank, slot=0, image_bytes=100, ring_bytes=0)
+        image_id = ImageId(rank, 100, "", "")
+        image = messages.ImageOrder(slot=0, image=image_id, ring_bytes=0, is_sealed=False)
         writings.start(
             messages.WriteImage(
-                directory="d", attempt=attempt, incarnation=1, step=1, layout="L", images=(image,)
+                directory="d", attempt_id=AttemptId(1, 1, attempt, 2, "L"), images=(image,)
             ),
             said.append,
         )
@@ -123,3 +125,18 @@ def test_a_host_that_does_not_stop_is_not_waited_for() -> None:
     with pytest.raises(PersistFailed, match="host b has written nothing"):
         one.write()
     assert stopped[0] == "not wanted"
+
+
+def test_a_host_that_serves_its_images_on_another_port_says_so_when_it_attaches() -> None:
+    durability = SimpleNamespace(add=lambda _: None, order=m.NO_ORDER)
+    coordinator = SimpleNamespace(attach=lambda *_: None, durability=durability)
+    nothing: Any = lambda *_: None  # noqa: E731
+    hands = FollowerRegistry(cast(Any, coordinator), nothing, nothing, nothing, nothing)
+    handover = SimpleNamespace(
+        attach_reply=lambda *_: messages.HostAttached(), current=lambda: None
+    )
+    hands.set_handover(cast(Any, handover))
+    line = SimpleNamespace(peer="b", send=lambda _: None)
+    inventory = messages.HostInventory(arena="", slots=(), next_number=0, port=77)
+    hands._attach(2, cast(Any, line), inventory)
+    assert (hands.port_of(1), hands.port_of(2)) == (0, 77)

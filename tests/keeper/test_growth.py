@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from holdfast.coordinator.actions import Action
-from holdfast.format.manifest import ImageRef, Manifest, seal, unseal
+from holdfast.format.manifest import AttemptId, ImageId, ImageRef, Manifest, seal, unseal
 from holdfast.geometry.layout import (
     REPLICATE,
     Instance,
@@ -115,13 +115,14 @@ class Server:
 def test_peers_are_offered_the_layouts_that_memory_has_and_no_older_ones(arena_dir: Path) -> None:
     memory, server = ArenaFiles(arena_dir, "run"), Server()
     offering = PublishedImages(memory)
-    offering.serve(cast(PeerServer, server), "a", "127.0.0.1", 1)
+    offering.serve(cast(PeerServer, server), "a", 1)
     used: list[str] = []
     for step in range(50):
         data = json.dumps({"step": step}).encode()
         used = [*used[-2:], table_hash(data)]
         memory.store_layout(used[-1], data, used)
-        offering.publish(step % 3, f"a{step}", 0, 1, step, 10, used[-1])
+        id_ = AttemptId(1, step, f"a{step}", 1, used[-1])
+        offering.publish(step % 3, id_, ImageId(0, 10, "h", "t"))
         offered = {path for path in server.documents if "layout" in path}
         assert {layout_path(one) for one in used} <= offered
         assert len(offered) <= len(used) + 1

@@ -31,7 +31,7 @@ from holdfast.catalogue import INCARNATIONS, catalogue
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.errors import FormatError, NotFound, RestoreError, StorageError
-from holdfast.format.manifest import Generation, Incarnation, Lineage, unseal
+from holdfast.format.manifest import AttemptId, Generation, ImageId, Incarnation, Lineage, unseal
 from holdfast.keeper import arena_files as memory_module
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
@@ -51,7 +51,7 @@ from holdfast.world import SoloWorld
 from support.runs.keeper_jobs import job_of
 
 RUN = "r"
-IMAGE = m.SlotInfo(rank=0, path="", image_bytes=1, header_xxh3="h", table_xxh3="t")
+IMAGE = ImageId(0, 1, "h", "t")
 #: How many publications storage has room for.
 ROOMS = st.sampled_from([None, None, None, 0, 0, 1, 2, 4])
 
@@ -264,13 +264,9 @@ class Lines(RuleBasedStateMachine):
 
         def ask(_: m.Message, __: Any) -> Any:
             held = tuple(
-                m.HeldGeneration(
-                    incarnation=g.incarnation,
-                    step=g.step,
-                    attempt=f"a{g.incarnation}x{g.step}",
-                    world=1,
-                    layout="l",
-                    slots=(IMAGE,),
+                m.HoldingPart(
+                    AttemptId(*g, f"a{g.incarnation}x{g.step}", 1, "l"),
+                    (IMAGE,),
                     nonce=f"nonce{g.incarnation}",
                 )
                 for g in [*self.images, *self.strays]
@@ -278,7 +274,7 @@ class Lines(RuleBasedStateMachine):
             records = lead.memory.incarnations()
             parents = {one.n: one.parent for one in records}
             starts = {one.n: (one.nonce, one.created_s) for one in records}
-            return m.Inventory(generations=held, parents=parents, starts=starts)
+            return m.Inventory("", held, parents, starts)
 
         offers = RestoreSources(self.store, 0, arena, ask)
         world = SoloWorld()

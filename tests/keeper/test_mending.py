@@ -233,7 +233,7 @@ def test_a_lost_image_is_whole_in_its_slot_and_says_so(group: Group, memory: Are
 
     asyncio.run(play())
     (fact,) = told
-    assert isinstance(fact, messages.RebuildComplete) and (fact.slot, fact.rank) == (7, 2)
+    assert isinstance(fact, messages.RebuildComplete) and (fact.slot, fact.image.rank) == (7, 2)
     assert bytes(file.image[: len(image)]) == image
     _, (attempt,) = memory.discovered()
     assert attempt.slots == {2: 7} and attempt.generation == (3, 1200)

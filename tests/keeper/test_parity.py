@@ -15,7 +15,7 @@ import pytest
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.coordinator.slots import Slot, Slots, slot_id_of
 from holdfast.format.image import plan_image
-from holdfast.format.manifest import Generation
+from holdfast.format.manifest import AttemptId, Generation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import Fact
@@ -75,16 +75,15 @@ class Keeper:
                 hosts=world,
             )
         )
-        self.published.publish(
-            number, attempt, self.rank, STEP.incarnation, step, len(image), "0" * 32
-        )
+        id_ = AttemptId(STEP.incarnation, step, attempt, world, "0" * 32)
+        self.published.publish(number, id_, fact.image)
 
     async def serve(self) -> m.HostEntry:
         await self.network.listen()
         self.network.begin(INCARNATION)
         self.parity.serve(self.network, INCARNATION)
         name, port = self.network.name, self.network.port
-        self.published.serve(self.network.peers, name, "127.0.0.1", port)
+        self.published.serve(self.network.peers, name, port)
         return m.HostEntry(id=name, ranks=(self.rank,), address="127.0.0.1", port=port)
 
     def order(self, **changes: Any) -> messages.MakeParity:
@@ -95,7 +94,7 @@ class Keeper:
             half=0,
             attempt=ATTEMPT,
             ranks=((self.rank, self.rank + 1),),
-            seals=seals_of([(self.rank, fact.header_xxh3, fact.table_xxh3)]),
+            seals=seals_of([fact.image]),
         )
         return msgspec.structs.replace(order, **changes)
 
@@ -241,7 +240,7 @@ def test_an_order_that_cannot_be_carried_out_costs_no_row(tmp_path: Path) -> Non
     async def play(keepers: list[Keeper], hosts: list[m.HostEntry]) -> None:
         await make_all(keepers, hosts)
         keeper, (fact,) = keepers[0], keepers[0].fact.images
-        other = seals_of([(0, fact.header_xxh3, "0" * 16)])
+        other = seals_of([msgspec.structs.replace(fact.image, table_xxh3="0" * 16)])
         for turn, change, why in (
             (1, {"attempt": "unknown"}, "there is no image of it here"),
             (2, {"ranks": ((0, 2),)}, "the images of ranks [1] were damaged meanwhile"),

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.coordinator.slots import Slot, Slots, number_of, slot_id_of
 from holdfast.events import Event, subscribe
+from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.parity import rebuild as replacing
@@ -471,14 +472,8 @@ def orders(play: Play) -> list[tuple[int, messages.RebuildImage]]:
 
 
 def rebuilt(order: messages.RebuildImage) -> messages.RebuildComplete:
-    return messages.RebuildComplete(
-        slot=order.slot,
-        attempt=order.attempt,
-        rank=order.rank,
-        image_bytes=8192,
-        header_xxh3="a" * 16,
-        table_xxh3="b" * 16,
-    )
+    image = ImageId(order.rank, 8192, "a" * 16, "b" * 16)
+    return messages.RebuildComplete(slot=order.slot, attempt=order.attempt, image=image)
 
 
 def free_slot(play: Play, host: int, number: int = 99) -> Slot:
@@ -637,7 +632,8 @@ def test_an_image_that_two_hosts_have_is_coded_once_where_the_coordinator_looks_
     ranks = {host: order.ranks for host, order in [(0, play.parity.orders[-1]), *play.orders()]}
     there = [((1, 3),), ()] if where == 1 else [((1, 2),), ((2, 3),)]
     assert [ranks[host] for host in range(3)] == [((0, 1),), *there]
-    subjects = {host for host, order in play.orders() if order.subject == (1, 7, 3, "l")}
+    of_it = AttemptId(1, 7, "restored", 3, "l")
+    subjects = {host for host, order in play.orders() if order.attempt_id == of_it}
     assert subjects == ({2} if where == 1 else set()), "who has no image is told of what it is"
 
 

@@ -17,13 +17,13 @@ from holdfast.cli.checkpoints import OpenedRoot
 from holdfast.cli.ls import records
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.errors import UsageError
-from holdfast.format.manifest import Generation, Incarnation
+from holdfast.format.manifest import Generation, ImageId, Incarnation
 from holdfast.persist import commit
 from holdfast.persist.removal import plan, removable, remove
 from holdfast.policy.arguments import require_beyond
 from holdfast.policy.when import Keep
+from holdfast.protocol.messages import HoldingPart, Inventory
 from holdfast.restore.planning.candidates import Candidate, choose
-from holdfast.restore.planning.holdings import HostHolding, ImageHolding, ImageIdentity
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.stored import stored
 from holdfast.storage.memory import MemoryStore
@@ -138,14 +138,11 @@ class History:
             assert newest is not None
             assert newest.generation == [one for one in self.line if one in held][-1]
 
-    def holding(self) -> HostHolding:
+    def holding(self) -> Inventory:
         parts = tuple(
-            ImageHolding(
-                a.incarnation, a.step, a.id, 1, "l", images=(ImageIdentity(0, 1, a.id, a.id),)
-            )
-            for a in self.memory.complete()
+            HoldingPart(a.attempt_id, (ImageId(0, 1, a.id, a.id),)) for a in self.memory.complete()
         )
-        return HostHolding("h", parts, parents=self.parents)
+        return Inventory("h", parts, parents=self.parents)
 
     def check_removed(self, found: Catalogue, durable: list[Generation]) -> None:
         for last in (1, 2, 3):

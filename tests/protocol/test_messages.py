@@ -24,9 +24,14 @@ def messages(kind: type[m.Message]) -> st.SearchStrategy[m.Message]:
     if kind is m.Refused:
         told = st.dictionaries(st.text(), st.none() | st.booleans() | st.text() | st.floats(0, 1))
         return st.builds(m.Refused, kind=st.text(), reason=st.text(), fields=told)
-    if kind is m.Inventory:  # its default is made anew for each
-        starts = st.dictionaries(st.integers(0, 9), st.tuples(st.text(), st.floats(0, 9)))
-        return st.builds(m.Inventory, starts=starts)
+    if kind is m.Inventory:  # its defaults are made anew for each
+        numbers = st.integers(0, 9)
+        return st.builds(
+            m.Inventory,
+            parts=st.lists(st.from_type(m.HoldingPart)).map(tuple),
+            parents=st.dictionaries(numbers, st.none() | st.tuples(numbers, numbers)),
+            starts=st.dictionaries(numbers, st.tuples(st.text(), st.floats(0, 9))),
+        )
     return st.from_type(kind)
 
 

@@ -21,14 +21,20 @@ from holdfast import oneshot
 from holdfast.catalogue import LEASES, NEW_LISTS, catalogue, manifest_path
 from holdfast.cli.checkpoints import hold_checkpoint, open_root
 from holdfast.errors import NotFound, RestoreError, StorageError
+from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.leases import LEASE_S
+from holdfast.protocol.messages import HoldingPart, Inventory
+from holdfast.restore.cluster.collect import InventoryCollector
+from holdfast.restore.cluster.open import ClusterReach
 from holdfast.restore.planning.candidates import Candidate
+from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.verify import verify
-from holdfast.restore.sources import Choices, StorageHold
+from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage, StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 from holdfast.testing.faults import PassingStore
+from holdfast.transport.client import Puller
 from holdfast.world import SoloWorld
 from support.checkpoints.roots import Clock, Retention, whole
 from support.runs.launch import run_ranks
@@ -246,11 +252,22 @@ def test_storage_that_fails_in_the_middle_leaves_what_is_in_memory(run: Run) -> 
 
     store = Broken(LocalStore(run.root))
     stored = Candidate(1, 10, "storage", "a", "s")
-    held = Candidate(1, 9, "memory", "b")
-    choices = Choices(SoloWorld(), "test", StorageHold(store), lambda: [stored, held], timeout_s=10)
-    assert choices.first() == [stored, held]
+    part = HoldingPart(AttemptId(1, 9, "b", 1, "l"), (ImageId(0, 1, "h", "t"),))
+    inventory = Inventory("", (part,), {1: None})
+    known = Inventories((inventory,), (stored,))
+    restore = ClusterRestore(
+        SoloWorld(),
+        ClusterReach("", run.root, Puller(bytes(32), incarnation=1), {}, {}),
+        lambda: KnownRecoveries(known, InventoryCollector([inventory])),
+        lambda *_: pytest.fail("nothing is opened"),
+        wanted=None,
+        timeout_s=10,
+        storage=Storage(StorageHold(store), lambda _: pytest.fail("storage is not listed again")),
+    )
+    assert restore.first() == [stored]
     store.is_broken = True
-    assert choices.plan_again(stored, StorageError("the disk fails")) == [held]
+    (held,) = restore.plan_again(stored, StorageError("the disk fails"))
+    assert (held.step, held.where) == (9, "memory")
 
 
 READER = """

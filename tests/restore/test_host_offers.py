@@ -105,7 +105,7 @@ def test_what_the_start_found_is_restored_first_without_asking_again_and_leased_
         save(store, Generation(1, step))
 
     def empty(*_: Any) -> Any:
-        return m.Inventory(generations=(), parents={}, starts={})
+        return m.Inventory(host="here")
 
     offers = RestoreSources(store, 0, arena_dir, empty)
     assert offers.learn(offers.survey())
@@ -174,10 +174,7 @@ class Silent:
         self.together.wait(20)  # raises where they are asked one after the other
         if peer.name in self.silent:
             raise PeerError("no answer", peer=peer.name)
-        empty = m.Holding(
-            host=peer.name, address="", port=0, parts=(), parents={}, newest_incarnation=0
-        )
-        return msgspec.msgpack.encode(empty)
+        return msgspec.msgpack.encode(m.Inventory(peer.name))
 
     def close(self) -> None: ...
 

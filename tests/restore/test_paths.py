@@ -23,8 +23,6 @@ from holdfast.format.manifest import Generation
 from holdfast.geometry.box import Box
 from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Layout
-from holdfast.protocol.arena import SlotFile
-from holdfast.protocol.messages import HeldGeneration, SlotInfo
 from holdfast.restore.destinations import DeviceTensor, Staging
 from holdfast.restore.planning import plan
 from holdfast.restore.planning.plan import Want
@@ -43,7 +41,7 @@ from support.checkpoints.images import (
     images_of,
     publish_checkpoint,
     random_leaf,
-    seals,
+    slots_in,
     split_leaf,
 )
 
@@ -86,31 +84,8 @@ def in_store(directory: Path, layout: Layout, leaves: dict[str, Array], kind: st
 
 def in_arena(_directory: Path, layout: Layout, leaves: dict[str, Array], _: str) -> Source:
     arena = Path(os.environ["HOLDFAST_ARENA_DIR"]) / f"arena-{next(_numbers)}"
-    (arena / "layouts").mkdir(parents=True)
-    (arena / "layouts" / f"{layout.hash}.json").write_bytes(layout.to_json())
-    infos, slots = [], []
-    for rank, image in images_of(layout, leaves, generation=Generation(1, 3)).items():
-        slot = SlotFile.create(arena / f"{rank:05}.slot", len(image))
-        slot.image[: len(image)] = image
-        slots.append(slot)
-        header, table = seals(image)
-        infos.append(
-            SlotInfo(
-                rank=rank,
-                path=str(slot.path),
-                image_bytes=len(image),
-                header_xxh3=header,
-                table_xxh3=table,
-            )
-        )
-    held = HeldGeneration(
-        incarnation=1,
-        step=3,
-        attempt="a0",
-        world=layout.world,
-        layout=layout.hash,
-        slots=tuple(infos),
-    )
+    images = images_of(layout, leaves, generation=Generation(1, 3))
+    held, slots = slots_in(arena, layout, images, Generation(1, 3))
 
     def flip(rank: int, at: int) -> None:
         slots[rank].image[from_memory(arena, held).header(rank).data_start + at] ^= 4

@@ -31,7 +31,7 @@ from holdfast.geometry.layout import Layout
 from holdfast.geometry.ownership import Owned
 from holdfast.protocol.arena import IMAGE_START, SlotFile
 from holdfast.protocol.image_plan import image_items
-from holdfast.protocol.messages import HeldGeneration, SlotInfo
+from holdfast.protocol.messages import HoldingPart
 from holdfast.restore.planning import plan
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.reading import read
@@ -47,7 +47,7 @@ from support.checkpoints.images import (
     images_of,
     publish_checkpoint,
     random_leaf,
-    seals,
+    slots_in,
     split_leaf,
 )
 from support.models.layouts import layouts
@@ -420,33 +420,14 @@ def test_a_layout_file_put_in_the_place_of_another_is_refused() -> None:
 @dataclasses.dataclass
 class Held:
     directory: Path
-    generation: HeldGeneration
+    generation: HoldingPart
     slots: list[SlotFile]
 
 
 @pytest.fixture
 def held(arena_dir: Path) -> Held:
     images = images_of(SMALL, random_leaves(SMALL), generation=Generation(1, 3))
-    (arena_dir / "layouts").mkdir()
-    (arena_dir / "layouts" / f"{SMALL.hash}.json").write_bytes(SMALL.to_json())
-    infos, slots = [], []
-    for rank, image in images.items():
-        slot = SlotFile.create(arena_dir / f"{rank:05}.slot", len(image))
-        slot.image[: len(image)] = image
-        header, table = seals(image)
-        infos.append(
-            SlotInfo(
-                rank=rank,
-                path=str(slot.path),
-                image_bytes=len(image),
-                header_xxh3=header,
-                table_xxh3=table,
-            )
-        )
-        slots.append(slot)
-    generation = HeldGeneration(
-        incarnation=1, step=3, attempt="a0", world=2, layout=SMALL.hash, slots=tuple(infos)
-    )
+    generation, slots = slots_in(arena_dir, SMALL, images, Generation(1, 3))
     return Held(arena_dir, generation, slots)
 
 
@@ -474,10 +455,10 @@ def test_a_slot_filled_anew_with_another_step_is_refused(held: Held) -> None:
 
 
 def test_a_slot_shorter_than_its_image_is_refused(held: Held) -> None:
-    first, second = held.generation.slots
+    first, second = held.generation.images
     room = held.slots[1].capacity_bytes
     longer = msgspec.structs.replace(second, image_bytes=room + 1)
-    claimed = msgspec.structs.replace(held.generation, slots=(first, longer))
+    claimed = msgspec.structs.replace(held.generation, images=(first, longer))
     with pytest.raises(FormatError, match="shorter than the image"):
         from_memory(held.directory, claimed)
     assert held.slots[1].path.stat().st_size == IMAGE_START + room

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast import events
@@ -18,6 +19,7 @@ from holdfast.geometry.layout import Layout
 from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.planning.candidates import Candidate
+from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import catalogue_of
 from holdfast.restore.reading.stored import stored as stored_in
@@ -81,7 +83,10 @@ def hosts(arena_dir: Path) -> Iterator[Hosts]:
 
 
 def list_of(store: Store) -> Storage:
-    return Storage(StorageHold(store), lambda: tuple(stored_in(catalogue_of(store))))
+    def listed(known: Inventories) -> Inventories:
+        return msgspec.structs.replace(known, stored=tuple(stored_in(catalogue_of(store))))
+
+    return Storage(StorageHold(store), listed)
 
 
 class Restore:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 import holdfast
 from holdfast import events
@@ -65,7 +66,8 @@ class Run:
         self.tried: list[str] = []
 
     def restore(self, here: str = "h2") -> tuple[Restored | None, dict[str, Any]]:
-        self.known = Inventories(self.hosts.known().holdings, self.stored, self.parents)
+        known = self.hosts.known()
+        self.known = replace(known, stored=self.stored, parents=self.parents)
         state: dict[str, Any] = {"w": torch.zeros(ROOM), "notes": {"n": 0}}
 
         def open_checkpoint(candidate: Candidate) -> Checkpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from itertools import combinations, product
 from typing import Any
 
@@ -12,15 +13,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from holdfast.errors import FormatError, NotFound, PeerError
+from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.parity.planning.placement import stored_by
+from holdfast.protocol.messages import HoldingPart, Inventory
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.planning.holdings import (
     CodedGroup,
     GroupCoding,
     GroupMember,
-    HostHolding,
-    ImageHolding,
-    ImageIdentity,
     Recovery,
     ShardHolding,
     decode_choice,
@@ -32,13 +32,33 @@ from holdfast.restore.planning.selection import Inventories, find_all
 BLOCK = 1 << 20
 
 
-def image(rank: int, blocks: int = 3, seal: str = "a") -> ImageIdentity:
-    return ImageIdentity(
+class Part(HoldingPart, frozen=True):
+    """A part with the parity shards that its host holds, as their records describe them."""
+
+    rows: tuple[ShardHolding, ...] = ()
+
+
+def rows_of(part: HoldingPart) -> tuple[ShardHolding, ...]:
+    return part.rows if isinstance(part, Part) else ()
+
+
+def known_of(
+    holdings: Iterable[Inventory], stored: Iterable[Candidate] = (), **line: Any
+) -> Inventories:
+    """What is known when the records of all parity shards are read."""
+    there = tuple(holdings)
+    parts = [(one.host, part) for one in there for part in one.parts]
+    rows = {(host, part.attempt_id): rows_of(part) for host, part in parts}
+    return Inventories(there, tuple(stored), rows=rows, **line)
+
+
+def image(rank: int, blocks: int = 3, seal: str = "a") -> ImageId:
+    return ImageId(
         rank, 4096 + blocks * BLOCK - 4096 * (rank % 3), f"h{seal}{rank}", f"t{seal}{rank}"
     )
 
 
-def coding(hosts: dict[str, list[ImageIdentity]], parity: int) -> GroupCoding:
+def coding(hosts: dict[str, list[ImageId]], parity: int) -> GroupCoding:
     members = (
         GroupMember(host, tuple(CodedGroup(one, 4096) for one in images))
         for host, images in sorted(hosts.items())
@@ -47,13 +67,13 @@ def coding(hosts: dict[str, list[ImageIdentity]], parity: int) -> GroupCoding:
 
 
 def group(
-    hosts: dict[str, list[ImageIdentity]],
+    hosts: dict[str, list[ImageId]],
     parity: int,
     *,
     step: int = 7,
     attempt: str = "a7",
     world: int = 0,
-) -> list[HostHolding]:
+) -> list[Inventory]:
     """What the hosts of one group hold when all is well."""
     made = coding(hosts, parity)
     holdings = []
@@ -62,15 +82,15 @@ def group(
             ShardHolding(made, kept.stripe, kept.row) for kept in stored_by(made.placement, number)
         )
         count = world or sum(map(len, hosts.values()))
-        part = ImageHolding(1, step, attempt, count, "layout", tuple(images), rows)
-        holdings.append(HostHolding(host, (part,), {1: None}))
+        part = Part(AttemptId(1, step, attempt, count, "layout"), tuple(images), rows=rows)
+        holdings.append(Inventory(host, (part,), {1: None}))
     return holdings
 
 
-def groups(*shapes: tuple[int, int], per_host: int = 1) -> list[HostHolding]:
+def groups(*shapes: tuple[int, int], per_host: int = 1) -> list[Inventory]:
     """Groups of (hosts, parity), with images of so many ranks on each host."""
     world = per_host * sum(size for size, _ in shapes)
-    ranks, found = iter(range(world)), list[HostHolding]()
+    ranks, found = iter(range(world)), list[Inventory]()
     for number, (size, parity) in enumerate(shapes):
         hosts = {
             f"{chr(97 + number)}{n}": [image(next(ranks)) for _ in range(per_host)]
@@ -80,45 +100,47 @@ def groups(*shapes: tuple[int, int], per_host: int = 1) -> list[HostHolding]:
     return found
 
 
-def find(holdings: list[HostHolding], *stored: Candidate) -> list[Recovery]:
-    return list(Inventories(tuple(holdings), stored, {1: None}).find().recoveries)
+def find(holdings: list[Inventory], *stored: Candidate) -> list[Recovery]:
+    return list(known_of(holdings, stored, parents={1: None}).find().recoveries)
 
 
-def less(holdings: list[HostHolding], lost: Any) -> list[HostHolding]:
+def less(holdings: list[Inventory], lost: Any) -> list[Inventory]:
     return [one for one in holdings if one.host not in lost]
 
 
-def without_images(holding: HostHolding, *ranks: int) -> HostHolding:
+def without_images(holding: Inventory, *ranks: int) -> Inventory:
     (part,) = holding.parts
     kept = tuple(one for one in part.images if one.rank not in ranks)
     return replace(holding, parts=(replace(part, images=kept),))
 
 
-def told(recovery: Recovery, holdings: list[HostHolding]) -> tuple[Recovery, list[str]]:
+def told(recovery: Recovery, holdings: list[Inventory]) -> tuple[Recovery, list[str]]:
     """The recovery as another rank has it from rank 0 and from hosts, and the hosts it asks."""
     asked: list[str] = []
 
-    def ask(host: str, attempt: str) -> dict[int, ImageIdentity]:
+    def ask(host: str, attempt: str) -> dict[int, ImageId]:
         asked.append(host)
         parts = [part for one in holdings if one.host == host for part in one.parts]
-        return {i.rank: i for part in parts if part.attempt == attempt for i in part.images}
+        return {
+            i.rank: i for part in parts if part.attempt_id.attempt == attempt for i in part.images
+        }
 
     return decode_choice(encode_choice(recovery), ask), asked
 
 
-def check_told(recovery: Recovery, holdings: list[HostHolding]) -> None:
+def check_told(recovery: Recovery, holdings: list[Inventory]) -> None:
     found, _ = told(recovery, holdings)
     assert replace(found, sources=tuple(found.sources)) == recovery
 
 
-def check_sources(recovery: Recovery, holdings: list[HostHolding]) -> None:
+def check_sources(recovery: Recovery, holdings: list[Inventory]) -> None:
     """Every image comes from where it is, or from enough that is there, all of one attempt."""
     check_told(recovery, holdings)
     there = {one.host: one for one in holdings}
     part_of = {
-        host: next(p for p in one.parts if p.attempt == recovery.candidate.attempt)
+        host: next(p for p in one.parts if p.attempt_id.attempt == recovery.candidate.attempt)
         for host, one in there.items()
-        if any(p.attempt == recovery.candidate.attempt for p in one.parts)
+        if any(p.attempt_id.attempt == recovery.candidate.attempt for p in one.parts)
     }
     assert set(recovery.holders) == part_of.keys()
     assert [one.rank for one in recovery.sources] == list(range(recovery.world))
@@ -133,7 +155,7 @@ def check_sources(recovery: Recovery, holdings: list[HostHolding]) -> None:
         assert way.member in way.absent
         for row in way.rows:
             for host in row.hosts:
-                assert ShardHolding(way.coding, row.stripe, row.row) in part_of[host].rows
+                assert ShardHolding(way.coding, row.stripe, row.row) in rows_of(part_of[host])
         placement = way.coding.placement
         kept = {(row.stripe, row.row) for row in way.rows}
         for stripe in range(placement.members):
@@ -178,7 +200,7 @@ def test_of_every_set_of_lost_hosts_just_those_within_parity_are_survived(
                 sum(host.startswith(chr(97 + n)) for host in lost) for n in range(len(shape))
             ]
             holds = all(k <= m for k, (_, m) in zip(of_group, shape, strict=True))
-            found = find_all(left, [])
+            found = find_all(known_of(left))
             assert bool(found.recoveries) == holds, (lost, found)
             if left:
                 assert bool(found.refusals) != holds
@@ -190,7 +212,7 @@ def test_of_every_set_of_lost_hosts_just_those_within_parity_are_survived(
 
 
 def test_a_second_loss_is_the_same_question_with_one_host_fewer() -> None:
-    known = Inventories(tuple(groups((5, 2))), (), {1: None})
+    known = known_of(groups((5, 2)), parents={1: None})
     (first,) = known.find().recoveries
     assert (first.survives, first.text) == (2, "1-7: 5 of 5 images from memory")
     for lost in ("a1", "a3"):
@@ -222,31 +244,31 @@ def test_what_is_said_to_be_survived_is(data: st.DataObject) -> None:
             assert find(less(holdings, lost)), (lost, recovery)
 
 
-def _with_gaps(holding: HostHolding, draw: random.Random, *, share: float) -> HostHolding:
+def _with_gaps(holding: Inventory, draw: random.Random, *, share: float) -> Inventory:
     (part,) = holding.parts
     images = tuple(one for one in part.images if draw.random() > share)
-    rows = tuple(one for one in part.rows if draw.random() > share)
+    rows = tuple(one for one in rows_of(part) if draw.random() > share)
     return replace(holding, parts=(replace(part, images=images, rows=rows),))
 
 
-def _with_images(holding: HostHolding, images: tuple[ImageIdentity, ...]) -> HostHolding:
+def _with_images(holding: Inventory, images: tuple[ImageId, ...]) -> Inventory:
     (part,) = holding.parts
     both = tuple(dict.fromkeys((*part.images, *images)))
     return replace(holding, parts=(replace(part, images=both),))
 
 
 def test_a_copy_on_another_host_survives_one_loss_without_parity() -> None:
-    both = ImageHolding(1, 7, "a7", 1, "layout", (image(0),))
-    (found,) = find([HostHolding("a", (both,)), HostHolding("b", (both,))])
+    both = Part(AttemptId(1, 7, "a7", 1, "layout"), (image(0),))
+    (found,) = find([Inventory("a", (both,)), Inventory("b", (both,))])
     assert (found.sources[0].hosts, found.survives) == (("a", "b"), 1)
     assert not found.candidate.is_spread
 
 
 def test_an_image_that_lies_on_one_host_of_two_is_not_near_to_all_ranks() -> None:
-    part = ImageHolding(1, 7, "a7", 1, "layout", (image(0),))
-    (found,) = find([HostHolding("a", (part,)), HostHolding("b")])
+    part = Part(AttemptId(1, 7, "a7", 1, "layout"), (image(0),))
+    (found,) = find([Inventory("a", (part,)), Inventory("b")])
     assert found.candidate.is_spread
-    (found,) = find([HostHolding("a", (part,))])
+    (found,) = find([Inventory("a", (part,))])
     assert not found.candidate.is_spread
 
 
@@ -265,7 +287,7 @@ def test_a_row_that_is_lost_counts_in_its_stripe_alone() -> None:
     holdings[2] = replace(holdings[2], parts=(replace(part, rows=()),))
     (found,) = find(holdings)
     assert found.survives == 0
-    made = part.rows[0].coding
+    made = rows_of(part)[0].coding
     for lost in (0, 1, 2):
         # What is in stripe 2, whose parity was on host 2, cannot be decoded.
         needs = {n for n in range(3) if made.placement.number(lost, n) < 2}
@@ -284,11 +306,11 @@ def test_a_host_alone_with_its_parity_elsewhere_survives_the_loss_of_any_one() -
     holdings = group({"a": [image(0)], "b": []}, 1)
     (found,) = find(holdings)
     assert found.survives == 1
-    made = holdings[1].parts[0].rows[0].coding
+    made = rows_of(holdings[1].parts[0])[0].coding
     assert [made.row_bytes(stripe) for stripe in (0, 1)] == [0, image(0).image_bytes - 4096]
     (found,) = find(holdings[1:])
     assert (found.candidate.held, found.candidate.where) == (0, "memory")
-    known = Inventories(tuple(holdings[1:]), (), {1: None})
+    known = known_of(holdings[1:], parents={1: None})
     assert known.without(found.candidate, {}).find().recoveries == ()
 
 
@@ -297,17 +319,15 @@ def test_of_two_codings_of_one_attempt_rows_are_not_mixed_and_the_better_is_take
     holdings = groups((4, 1))
     second = {f"a{n}": [image(n)] for n in (0, 1, 2)} | {"e0": [image(3)]}
     again = {one.host: one.parts[0] for one in group(second, 2, world=4)}
+    more = {host: rows_of(part) for host, part in again.items()}
     both = [
-        HostHolding(
+        Inventory(
             host,
-            tuple(
-                replace(part, rows=(*part.rows, *(again[host].rows if host in again else ())))
-                for part in one.parts
-            ),
+            tuple(replace(part, rows=(*rows_of(part), *more.get(host, ()))) for part in one.parts),
         )
         for one in holdings
         for host in [one.host]
-    ] + [HostHolding("e0", (again["e0"],))]
+    ] + [Inventory("e0", (again["e0"],))]
     for lost in combinations(["a0", "a1", "a2"], 2):  # too many for the first, not for the second
         left = less(both, lost)
         (found,) = find(left)
@@ -325,7 +345,7 @@ def test_images_and_parity_of_two_attempts_never_meet() -> None:
     before, after = group(old, 1, attempt="old"), group(new, 1, attempt="new")
     for lost in product([False, True], repeat=6):
         holdings = [
-            HostHolding(
+            Inventory(
                 f"a{n}",
                 (*(() if lost[n] else before[n].parts), *(() if lost[n + 3] else after[n].parts)),
             )
@@ -342,16 +362,16 @@ def test_images_and_parity_of_two_attempts_never_meet() -> None:
 
 
 def test_parts_that_contradict_each_other_are_different_attempts() -> None:
-    first = ImageHolding(1, 7, "a7", 2, "layout", (image(0),))
+    first = Part(AttemptId(1, 7, "a7", 2, "layout"), (image(0),))
     for other in (
-        replace(first, layout="another"),
-        replace(first, step=8),
-        replace(first, incarnation=2),
-        replace(first, world=3),
+        replace(first.attempt_id, layout="another"),
+        replace(first.attempt_id, step=8),
+        replace(first.attempt_id, incarnation=2),
+        replace(first.attempt_id, world=3),
     ):
         holdings = [
-            HostHolding("a", (first,)),
-            HostHolding("b", (replace(other, images=(image(1),)),)),
+            Inventory("a", (first,)),
+            Inventory("b", (Part(other, (image(1),)),)),
         ]
         assert find(holdings) == []
 
@@ -362,7 +382,7 @@ def test_images_of_one_rank_that_differ_are_both_left_alone() -> None:
     (part,) = holdings[0].parts
     holdings[0] = replace(holdings[0], parts=(replace(part, images=(image(1, seal="x"),)),))
     assert find(holdings) == []
-    (refusal,) = find_all(holdings, []).refusals
+    (refusal,) = find_all(known_of(holdings)).refusals
     assert refusal.reason.endswith("a0, a1 hold different images of rank 1")
 
 
@@ -431,7 +451,7 @@ def test_what_cannot_be_decoded_comes_from_storage_if_it_is_of_this_attempt() ->
 
 def test_abandoned_generations_are_left_out_and_can_be_asked_for_by_name() -> None:
     holdings = tuple(groups((3, 1)))
-    known = Inventories(holdings, (stored(6, "a6"),), {1: None, 2: (1, 6)})
+    known = known_of(holdings, (stored(6, "a6"),), parents={1: None, 2: (1, 6)})
     assert [one.candidate.step for one in known.find().recoveries] == [6]
     assert [one.candidate.step for one in known.find("1-7").recoveries] == [7]
     assert known.find(7).recoveries == ()
@@ -450,9 +470,9 @@ def test_the_line_is_known_by_storage_first_and_by_every_host() -> None:
         holdings[2],
     ]
     for order in (told, told[::-1]):
-        assert len(Inventories(tuple(order)).find().recoveries) == 1
-        assert (1, 7) in Inventories(tuple(order)).line
-    by_storage = Inventories(tuple(told), (), {2: (1, 6)})
+        assert len(known_of(order).find().recoveries) == 1
+        assert (1, 7) in known_of(order).line
+    by_storage = known_of(told, parents={2: (1, 6)})
     assert not by_storage.find().recoveries
     assert by_storage.line.is_abandoned((1, 7))
     assert Inventories(parents={1: None}, unreadable=(2,)).line.missing == 2
@@ -463,22 +483,22 @@ def test_the_answer_is_the_same_in_any_order_of_what_is_told(draw: random.Random
     holdings = less(groups((4, 2), (3, 1), per_host=2), [draw.choice(["a0", "b1", "a3"])])
     older = group({f"a{n}": [image(n)] for n in range(4)}, 1, step=6, attempt="a6")
     listed = [stored(6, "a6"), stored(7, "x"), stored(4, "a4")]
-    first = Inventories((*holdings, *older), tuple(listed), {1: None}).find()
+    first = known_of((*holdings, *older), listed, parents={1: None}).find()
     assert len(first.recoveries) == 5
     shuffled = [_shuffled(one, draw) for one in draw.sample([*holdings, *older], len(holdings) + 4)]
     draw.shuffle(listed)
-    again = Inventories(tuple(shuffled), tuple(listed), {1: None}).find()
+    again = known_of(shuffled, listed, parents={1: None}).find()
     assert again == first
     for recovery in first.recoveries:
         check_told(recovery, [*holdings, *older])
 
 
-def _shuffled(holding: HostHolding, draw: random.Random) -> HostHolding:
+def _shuffled(holding: Inventory, draw: random.Random) -> Inventory:
     parts = [
         replace(
             part,
             images=tuple(draw.sample(part.images, len(part.images))),
-            rows=tuple(draw.sample(part.rows, len(part.rows))),
+            rows=tuple(draw.sample(rows_of(part), len(rows_of(part)))),
         )
         for part in holding.parts
     ]
@@ -489,7 +509,7 @@ def _shuffled(holding: HostHolding, draw: random.Random) -> HostHolding:
 
 
 def test_an_image_whose_bytes_are_wrong_is_decoded_instead() -> None:
-    known = Inventories(tuple(groups((3, 1))), (), {1: None})
+    known = known_of(groups((3, 1)), parents={1: None})
     (first,) = known.find().recoveries
     name = image_name("a1", "a7", 1)
     for key in ("image", "path"):
@@ -499,7 +519,7 @@ def test_an_image_whose_bytes_are_wrong_is_decoded_instead() -> None:
 
 
 def test_a_host_that_has_an_image_no_more_is_not_dropped_with_it() -> None:
-    known = Inventories(tuple(groups((3, 1))), (), {1: None})
+    known = known_of(groups((3, 1)), parents={1: None})
     (first,) = known.find().recoveries
     fields = {"peer": "a1", "path": "/images/a7/1"}
     # 503: it never had a place for a connection, see tests/transport/test_lines.py
@@ -515,7 +535,7 @@ def test_a_host_that_has_an_image_no_more_is_not_dropped_with_it() -> None:
 def test_an_error_that_names_nothing_speaks_against_all_of_the_candidate() -> None:
     holdings = groups((3, 1)) + groups((3, 1))
     old = group({f"a{n}": [image(n)] for n in range(3)}, 1, step=6, attempt="a6")
-    known = Inventories((*holdings, *old), (stored(7, "a7"),), {1: None})
+    known = known_of((*holdings, *old), (stored(7, "a7"),), parents={1: None})
     steps = []
     while found := known.find().recoveries:
         candidate = found[0].candidate
@@ -525,7 +545,7 @@ def test_an_error_that_names_nothing_speaks_against_all_of_the_candidate() -> No
 
 
 def test_what_failed_in_part_from_storage_is_tried_from_storage_alone() -> None:
-    known = Inventories(tuple(less(groups((3, 1)), ["a0", "a1"])), (stored(7, "a7"),), {1: None})
+    known = known_of(less(groups((3, 1)), ["a0", "a1"]), (stored(7, "a7"),), parents={1: None})
     (mixed, alone) = known.find().recoveries
     known = known.without(mixed.candidate, {})
     assert known.find().recoveries == (alone,)
@@ -535,7 +555,7 @@ def test_what_failed_in_part_from_storage_is_tried_from_storage_alone() -> None:
 @settings(max_examples=60)
 @given(st.data())
 def test_there_is_always_less_than_before(data: st.DataObject) -> None:
-    known = Inventories(tuple(groups((4, 2))), (stored(7, "a7"), stored(3, "a3")), {1: None})
+    known = known_of(groups((4, 2)), (stored(7, "a7"), stored(3, "a3")), parents={1: None})
     names = [None, "a0", "a1", "a2", "nobody"]
     images = [None, image_name("a1", "a7", 1), image_name("a1", "a7", 2), "elsewhere"]
     for _ in range(20):
@@ -558,7 +578,7 @@ def test_there_is_always_less_than_before(data: st.DataObject) -> None:
 def test_the_reason_names_the_hosts_that_are_missing_and_what_parity_replaces() -> None:
     holdings = less(groups((4, 1)), ["a1"])
     holdings[0] = without_images(holdings[0], 0)
-    (refusal,) = find_all(holdings, []).refusals
+    (refusal,) = find_all(known_of(holdings)).refusals
     assert refusal.reason == (
         "the image of rank 0 was on a0; of its group (a0, a1, a2, a3) a1 did not answer and a0 no "
         "longer had what was captured there, and its parity replaces 1; the image of rank 1 was on "
@@ -568,9 +588,8 @@ def test_the_reason_names_the_hosts_that_are_missing_and_what_parity_replaces() 
 
 
 def test_the_reason_says_when_there_is_no_parity_at_all_and_does_not_go_on_for_ever() -> None:
-    (refusal,) = find_all(
-        [HostHolding("a", (ImageHolding(1, 7, "a7", 10**15, "layout", (image(0),)),))], []
-    ).refusals
+    part = Part(AttemptId(1, 7, "a7", 10**15, "layout"), (image(0),))
+    (refusal,) = find_all(known_of([Inventory("a", (part,))])).refusals
     assert "rank 1 was in the memory of no host that answered, and no parity" in refusal.reason
     assert refusal.reason.endswith("; and so on")
 
@@ -579,8 +598,8 @@ def test_the_reason_says_when_it_is_parity_that_is_lacking() -> None:
     holdings = [without_images(one, 0) for one in groups((3, 1))]
     for at, holding in enumerate(holdings):
         (part,) = holding.parts
-        holdings[at] = replace(holding, parts=(replace(part, rows=part.rows[: at == 0]),))
-    (refusal,) = find_all(holdings, []).refusals
+        holdings[at] = replace(holding, parts=(replace(part, rows=rows_of(part)[: at == 0]),))
+    (refusal,) = find_all(known_of(holdings)).refusals
     assert refusal.reason.endswith(
         "of its group (a0, a1, a2) a0 no longer had what was captured there and too little of its "
         "parity was left, and its parity replaces 1"
@@ -588,7 +607,7 @@ def test_the_reason_says_when_it_is_parity_that_is_lacking() -> None:
 
 
 def test_a_part_of_no_ranks_is_nothing() -> None:
-    assert find([HostHolding("a", (ImageHolding(1, 7, "a7", 0, "layout"),))]) == []
+    assert find([Inventory("a", (Part(AttemptId(1, 7, "a7", 0, "layout")),))]) == []
 
 
 @pytest.mark.parametrize(
@@ -615,11 +634,11 @@ def test_the_choice_for_16384_ranks_is_told_in_less_than_50_kb() -> None:
     holdings = []
     for n in range(2048):
         images = tuple(
-            ImageIdentity(rank, 10**9 + rank * 4096, *(f"{hash((rank, x)):016x}" for x in "ht"))
+            ImageId(rank, 10**9 + rank * 4096, *(f"{hash((rank, x)):016x}" for x in "ht"))
             for rank in range(8 * n, 8 * n + 8)
         )
-        part = ImageHolding(1, 7, "a7", 16384, "f" * 16, images)
-        holdings.append(HostHolding(f"gpu-node-{n:05}", (part,), {1: None}))
+        part = Part(AttemptId(1, 7, "a7", 16384, "f" * 16), images)
+        holdings.append(Inventory(f"gpu-node-{n:05}", (part,), {1: None}))
     (recovery,) = find(holdings)
     size_bytes = len(encode_choice(recovery))
     assert size_bytes <= 50_000
@@ -635,7 +654,7 @@ def test_the_choice_for_16384_ranks_is_told_in_less_than_50_kb() -> None:
 def test_a_host_that_has_other_images_than_rank_0_chose_is_not_read_from() -> None:
     holdings = groups((3, 1), per_host=2)
     (recovery,) = find(holdings)
-    known = Inventories(tuple(holdings))
+    known = known_of(holdings)
     changed = [_with_images(holdings[0], (image(0), image(1, seal="b"))), *holdings[1:]]
     with pytest.raises(PeerError, match="no longer has the images of attempt a7") as raised:
         _ = told(recovery, changed)[0].sources[0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import StorageError
-from holdfast.format.manifest import Generation, Incarnation
+from holdfast.format.manifest import AttemptId, Generation, ImageId, Incarnation
 from holdfast.persist import commit
+from holdfast.protocol.messages import HoldingPart, Inventory
 from holdfast.restore.planning.candidates import (
     Candidate,
     StartRecords,
@@ -14,7 +15,6 @@ from holdfast.restore.planning.candidates import (
     join_parents,
     replaced_starts,
 )
-from holdfast.restore.planning.holdings import HostHolding, ImageHolding, ImageIdentity
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.stored import catalogue_of, stored_starts
 from holdfast.storage.memory import MemoryStore
@@ -79,13 +79,13 @@ def test_records_that_do_not_tell_who_made_them_count_behind_storage() -> None:
 
 
 def test_of_several_hosts_one_tells_for_all_that_an_attempt_is_of_another_start() -> None:
-    def part(rank: int, nonce: str) -> ImageHolding:
-        images = (ImageIdentity(rank, 1, "h", f"{rank}"),)
-        return ImageHolding(2, 60, "a", 2, "l", images, nonce=nonce)
+    def part(rank: int, nonce: str) -> HoldingPart:
+        images = (ImageId(rank, 1, "h", f"{rank}"),)
+        return HoldingPart(AttemptId(2, 60, "a", 2, "l"), images, nonce=nonce)
 
     holdings = (
-        HostHolding("x", (part(0, "mine"),), MEMORY.parents, starts=MEMORY.starts),
-        HostHolding("y", (part(1, ""),)),
+        Inventory("x", (part(0, "mine"),), MEMORY.parents, starts=MEMORY.starts),
+        Inventory("y", (part(1, ""),)),
     )
     stored = (Candidate(2, 40, "storage", "b"),)
     there = Inventories(holdings, stored, STORED.parents, (), STORED.starts)

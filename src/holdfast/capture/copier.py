@@ -24,6 +24,7 @@ from holdfast.capture.replica_samples import ReplicaSample, ReplicaSampler, sum_
 from holdfast.capture.task import CaptureTask, RankIdentity, unmap
 from holdfast.events import ImageCaptured, ImagePassed, emit
 from holdfast.format.image import Image, fill_in
+from holdfast.format.manifest import AttemptId
 from holdfast.geometry.layout import Layout
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile, SlotRecord, boot_id, process_start
@@ -178,15 +179,8 @@ class Copier:
 
 def metadata(place: RankIdentity, grant: m.Grant) -> dict[str, str]:
     """Return the metadata of the image's header."""
-    return {
-        "run": place.run_id,
-        "incarnation": str(place.incarnation),
-        "step": str(grant.step),
-        "attempt": grant.attempt,
-        "rank": str(place.rank),
-        "world": str(place.world),
-        "layout": grant.layout,
-    }
+    id_ = AttemptId(place.incarnation, grant.step, grant.attempt, place.world, grant.layout)
+    return id_.image_metadata(place.run_id, place.rank)
 
 
 def _progress(

@@ -124,7 +124,6 @@ class Timeouts:
     grant_s: float = 5.0
     durable_grant_s: float = 60.0
     copy_s: float = 600.0
-    keeper_s: float = 30.0
     room_s: float = 60.0
     """Longest time without a write by storage while a copy waits for ring space."""
 

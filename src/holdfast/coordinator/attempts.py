@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from holdfast.format.manifest import AttemptId
 from holdfast.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -66,13 +67,7 @@ class Attempt:
         Two hosts may have the image of one rank: one host was lost and came back, and another had
         decoded the image meanwhile. Both images are equal; either is used.
         """
-        mine = (self.incarnation, self.step, self.world, self.layout)
-        if self.phase == "complete" and mine == (
-            part.incarnation,
-            part.step,
-            part.world,
-            part.layout,
-        ):
+        if self.phase == "complete" and self.attempt_id == part.attempt_id:
             for rank, slot in part.slots.items():
                 self.slots.setdefault(rank, slot)
             self.sealed |= set(part.slots)
@@ -102,6 +97,11 @@ class Attempt:
     def generation(self) -> tuple[int, int]:
         """Return (incarnation, step)."""
         return self.incarnation, self.step
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        """Return what all images of the attempt have in common."""
+        return AttemptId(self.incarnation, self.step, self.id, self.world, self.layout)
 
 
 class Attempts(dict[str, Attempt]):

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from holdfast.coordinator.actions import Action, AllocateRings, AllocateSlots, RemoveSlot
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.format.image import round_up
+from holdfast.format.manifest import ImageId
 from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed
 
 SLOTS_PER_IMAGE = 3
@@ -91,6 +92,16 @@ class Slot:
     is_ring: bool = False
     """True if images only pass through the slot on their way to storage."""
     ring_bytes: int = 0
+
+    @property
+    def image(self) -> ImageId:
+        """The captured image."""
+        return ImageId(self.rank, self.image_bytes, self.header_xxh3, self.table_xxh3)
+
+    @image.setter
+    def image(self, image: ImageId) -> None:
+        self.rank, self.image_bytes = image.rank, image.image_bytes
+        self.header_xxh3, self.table_xxh3 = image.header_xxh3, image.table_xxh3
 
     @property
     def is_spare(self) -> bool:

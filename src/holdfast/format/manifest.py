@@ -48,6 +48,47 @@ class Generation(NamedTuple):
         return f"{self.incarnation}-{self.step}"
 
 
+class AttemptId(msgspec.Struct, frozen=True, order=True):
+    """Identifies one attempt to capture a generation: what the headers of all its images share."""
+
+    incarnation: int
+    step: int
+    attempt: str
+    world: int
+    layout: str
+
+    @property
+    def generation(self) -> Generation:
+        """(incarnation, step)."""
+        return Generation(self.incarnation, self.step)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata in the header of every image of the attempt."""
+        return {name: str(value) for name, value in msgspec.structs.asdict(self).items()}
+
+    def image_metadata(self, run_id: str, rank: int) -> dict[str, str]:
+        """Return the metadata in the header of one image, in their order."""
+        return {
+            "run": run_id,
+            "incarnation": str(self.incarnation),
+            "step": str(self.step),
+            "attempt": self.attempt,
+            "rank": str(rank),
+            "world": str(self.world),
+            "layout": self.layout,
+        }
+
+
+class ImageId(msgspec.Struct, frozen=True, order=True):
+    """Identifies one image of an attempt, by the checksums of its header and its block table."""
+
+    rank: int
+    image_bytes: int
+    header_xxh3: str
+    table_xxh3: str
+
+
 class ImageRef(msgspec.Struct, frozen=True, kw_only=True):
     """An image a manifest names; the checksums cover its header and its block table."""
 
@@ -81,6 +122,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def generation(self) -> Generation:
         """(incarnation, step)."""
         return Generation(self.incarnation, self.step)
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        """The attempt that it publishes."""
+        return AttemptId(self.incarnation, self.step, self.attempt, self.world, self.layout)
 
     @property
     def size_bytes(self) -> int:

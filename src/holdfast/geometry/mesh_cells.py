@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.geometry.box import Box
+from holdfast.geometry.index import flat
 from holdfast.geometry.mesh import MeshCut, Range, applied_order, local_ranges
 
 Numbers = np.ndarray[Any, Any]
@@ -133,7 +134,7 @@ class MeshCells:
         if found is None:
             at = _unravel(cell, self.extents)
             ranges = [
-                dim.ranges(_ravel([at[m] for m in by], dim.parts))
+                dim.ranges(flat([at[m] for m in by], dim.parts))
                 for dim, by in zip(self.dims, self._by_dim, strict=True)
             ]
             found = self._boxes[cell] = tuple(
@@ -183,10 +184,3 @@ def _unravel(number: int, extents: Sequence[int]) -> list[int]:
         number, at = divmod(number, extent)
         backwards.append(at)
     return backwards[::-1]
-
-
-def _ravel(at: Sequence[int], extents: Sequence[int]) -> int:
-    number = 0
-    for index, extent in zip(at, extents, strict=True):
-        number = number * extent + index
-    return number

@@ -221,16 +221,12 @@ class ArenaFiles:
         fits = 0 < record.image_bytes <= file.capacity_bytes and 0 <= record.rank < record.world
         if record.state != "captured" or not fits or slot.is_ring:
             return slot
-        slot.state, slot.attempt, slot.rank = "captured", record.attempt, record.rank
-        slot.image_bytes = record.image_bytes
-        slot.header_xxh3, slot.table_xxh3 = record.header_xxh3, record.table_xxh3
+        slot.state, slot.attempt, slot.image = "captured", record.attempt, record.image
         said = Attempt(record.attempt, record.incarnation, record.step, record.world, record.layout)
         said.hosts, said.nonce = record.hosts, record.nonce
         attempt = attempts.setdefault(record.attempt, said)
-        same = (attempt.generation, attempt.world, attempt.layout, attempt.hosts)
-        if same != (said.generation, said.world, said.layout, said.hosts) or (
-            record.rank in attempt.slots
-        ):
+        same = (attempt.attempt_id, attempt.hosts) == (record.attempt_id, record.hosts)
+        if not same or record.rank in attempt.slots:
             # Records of one attempt id that disagree are not one attempt: images are never mixed.
             return Slot(slot_id, file.capacity_bytes, "free")
         attempt.slots[record.rank] = slot_id
@@ -256,7 +252,7 @@ class ArenaFiles:
         """
         layouts = self.directory / "layouts"
         if not _holds(layouts / f"{hash_}.json", data):  # a full arena still keeps what it has
-            self._write(layouts / f"{hash_}.json", data)
+            write_whole(layouts / f"{hash_}.json", data)
         for path in layouts.iterdir():
             if path.stem != hash_ and path.stem not in used:
                 path.unlink(missing_ok=True)
@@ -288,7 +284,7 @@ class ArenaFiles:
         path, data = self.directory / "incarnations" / f"{incarnation.n}.json", seal(incarnation)
         try:
             if not _holds(path, data):  # a full arena has room for what is there
-                self._write(path, data)
+                write_whole(path, data)
         except OSError:
             path.unlink(missing_ok=True)  # what it said before is not so any more
             raise
@@ -317,11 +313,11 @@ class ArenaFiles:
         doctor`).
         """
         with contextlib.suppress(OSError):  # possibly full: no reason to discard what is there
-            self._write(self.directory / ROOT_NAME, os.fsencode(path))
+            write_whole(self.directory / ROOT_NAME, os.fsencode(path))
 
     def store_begun(self, n: int) -> None:
         """Record that incarnation ``n`` began; its parent is not known yet."""
-        self._write(self.directory / BEGUN, str(n).encode())
+        write_whole(self.directory / BEGUN, str(n).encode())
 
     def begun(self) -> int:
         """Return the newest recorded incarnation that began; 0 for none.
@@ -340,7 +336,7 @@ class ArenaFiles:
         """Record what this incarnation has still to make durable, for a keeper started later."""
         with contextlib.suppress(OSError):  # a full arena: the ranks repeat it when they join
             record = incarnation, nonce, order.first, order.last
-            self._write(self.directory / ORDER, msgspec.json.encode(record))
+            write_whole(self.directory / ORDER, msgspec.json.encode(record))
 
     def order(self, incarnation: int, nonce: str) -> m.StandingOrder:
         """Return the recorded order of this incarnation; none if it is damaged or of another."""
@@ -374,15 +370,16 @@ class ArenaFiles:
                     emit(Warned(message=f"{error}. What storage says of it counts."))
         return list(found.values())
 
-    @staticmethod
-    def _write(path: Path, data: bytes) -> None:
-        temporary = path.with_suffix(f".{os.getpid()}")
-        try:
-            temporary.write_bytes(data)
-            temporary.rename(path)
-        except OSError:  # a full arena: leave no partial file in it
-            temporary.unlink(missing_ok=True)
-            raise
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that other processes see whole, or as it was before. OSError."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        temporary.rename(path)
+    except OSError:  # a full arena: leave no partial file in it
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _holds(path: Path, data: bytes) -> bool:

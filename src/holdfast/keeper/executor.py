@@ -196,13 +196,15 @@ class Executor:
             self.followers.send_to_slot_host(
                 slot_id, messages.StampSlot(slot=number_of(slot_id), record=record)
             )
+            path = self.followers.slot_path(slot_id)
         else:
             self.published.withdraw(slot_id)
             self._memory.stamp(slot_id, record)
+            path = str(self._memory.slot_path(slot_id))
         grant = m.Grant(
             step=attempt.step,
             attempt=attempt_id,
-            slot=self.path_of(slot_id),
+            slot=path,
             durable=attempt.durable,
             layout=attempt.layout,
             ring_bytes=slot.ring_bytes,
@@ -211,12 +213,6 @@ class Executor:
             compare=self._coordinator.replica_check.part(attempt_id),
         )
         self._ranks.send(grant, rank)
-
-    def path_of(self, slot_id: int) -> str:
-        """Return the path of a slot, on its own host."""
-        if host_of(slot_id):
-            return self.followers.slot_path(slot_id)
-        return str(self._memory.slot_path(slot_id))
 
     def captured(self, attempt_id: str, rank: int) -> None:
         """Handle a sealed image: writer and peers may read it."""
@@ -228,15 +224,7 @@ class Executor:
         if host_of(slot.id):
             self.followers.sealed(attempt, rank)
         elif not slot.is_ring:
-            self.published.publish(
-                slot.id,
-                attempt_id,
-                rank,
-                attempt.incarnation,
-                attempt.step,
-                slot.image_bytes,
-                attempt.layout,
-            )
+            self.published.publish(slot.id, attempt.attempt_id, slot.image)
 
     def _report_outcome(self, note: ReportOutcome) -> None:
         coordinator = self._coordinator

@@ -15,7 +15,7 @@ from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import host_of
 from holdfast.errors import PersistFailed
-from holdfast.format.manifest import Generation, Incarnation
+from holdfast.format.manifest import Generation, ImageId, Incarnation
 from holdfast.geometry.layout import Layout
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.image_writer import ImageJob, PersistJob
@@ -167,8 +167,7 @@ class Jobs:
         return image_job(
             self._memory,
             slot_id,
-            rank,
-            slot.image_bytes,
+            slot.image,
             slot.ring_bytes,
             lambda size_bytes: self._freed(attempt.id, rank, size_bytes),
         )
@@ -220,20 +219,19 @@ class Jobs:
 def image_job(
     memory: ArenaFiles,
     number: int,
-    rank: int,
-    image_bytes: int,
+    image: ImageId,
     ring_bytes: int,
     freed: Callable[[int], None],
 ) -> ImageJob:
     """Return the write job for the image in a slot of this host; ``freed`` as in ``RingImage``."""
     file = memory.files[number]
     if not ring_bytes:
-        return ImageJob(rank, file.image[:image_bytes])
+        return ImageJob(image.rank, file.image[: image.image_bytes])
     start = file.capacity_bytes - ring_bytes
     ring = RingImage(
-        file.image[:start], file.image[start : file.capacity_bytes], image_bytes, freed
+        file.image[:start], file.image[start : file.capacity_bytes], image.image_bytes, freed
     )
-    return ImageJob(rank, memoryview(b""), ring=ring, chunk_bytes=chunk_bytes(ring_bytes))
+    return ImageJob(image.rank, memoryview(b""), ring=ring, chunk_bytes=chunk_bytes(ring_bytes))
 
 
 # Runs blocking work beside the keeper's event loop, and returns its results to the loop.

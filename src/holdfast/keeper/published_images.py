@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.slots import Slot
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Generation
+from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import IMAGE_START
@@ -32,7 +35,7 @@ class PublishedImages:
         self._paths: dict[int, str] = {}
         self._layouts: set[str] = set()
         self._is_stale = False
-        self._host, self._address, self._port = "", "", 0
+        self._host, self._port = "", 0
 
     @property
     def port(self) -> int:
@@ -41,13 +44,11 @@ class PublishedImages:
         """
         return self._port
 
-    def serve(
-        self, server: PeerServer | None, host: str = "", address: str = "", port: int = 0
-    ) -> None:
+    def serve(self, server: PeerServer | None, host: str = "", port: int = 0) -> None:
         """Publish all images in memory through this server, or nothing more (None)."""
         self._server, self._paths = server, {}
         self._layouts.clear()
-        self._host, self._address, self._port = host, address, port
+        self._host, self._port = host, port
         if server is None:
             return
         slots, attempts = self._memory.discovered()
@@ -55,31 +56,14 @@ class PublishedImages:
         for slot in slots:
             attempt = by_id.get(slot.attempt)
             if attempt is not None and attempt.slots.get(slot.rank) == slot.id:
-                self._publish_image(
-                    slot.id,
-                    slot.attempt,
-                    slot.rank,
-                    attempt.incarnation,
-                    attempt.step,
-                    slot.image_bytes,
-                )
-                self._publish_layout(attempt.layout)
+                self.publish(slot.id, attempt.attempt_id, slot.image)
         self._publish_inventory()
 
-    def publish(
-        self,
-        slot: int,
-        attempt: str,
-        rank: int,
-        incarnation: int,
-        step: int,
-        image_bytes: int,
-        layout: str = "",
-    ) -> None:
+    def publish(self, slot: int, attempt_id: AttemptId, image: ImageId) -> None:
         """Publish the captured image in this slot."""
         if self._server is not None:
-            self._publish_image(slot, attempt, rank, incarnation, step, image_bytes)
-            self._publish_layout(layout)
+            self._publish_image(self._server, slot, attempt_id, image)
+            self._publish_layout(attempt_id.layout)
             self._is_stale = True
 
     def refresh(self) -> None:
@@ -99,17 +83,16 @@ class PublishedImages:
             self._server.withdraw(path)
 
     def _publish_image(
-        self, slot: int, attempt: str, rank: int, incarnation: int, step: int, image_bytes: int
+        self, server: PeerServer, slot: int, attempt_id: AttemptId, image: ImageId
     ) -> None:
-        assert self._server is not None
-        path = image_path(attempt, rank)
+        path = image_path(attempt_id.attempt, image.rank)
         try:
-            self._server.offer_file(
+            server.offer_file(
                 path,
                 self._memory.slot_path(slot),
                 offset_bytes=IMAGE_START,
-                length_bytes=image_bytes,
-                generation=generation_name(Generation(incarnation, step)),
+                length_bytes=image.image_bytes,
+                generation=generation_name(attempt_id.generation),
             )
         except HoldfastError as error:  # the arena was removed, for example
             emit(Warned(message=f"an image is not offered to peers: {error}"))
@@ -141,57 +124,38 @@ class PublishedImages:
             self._server.offer_document(INVENTORY, msgspec.msgpack.encode(self.inventory()))
             self._is_stale = False
 
-    def inventory(self) -> m.Holding:
+    def inventory(self) -> m.Inventory:
         """Return this host's inventory, from the records of its slots."""
         slots, attempts = self._memory.discovered()
         by_id = {slot.id: slot for slot in slots}
-        records = self._memory.incarnations()
-        parity = self._parity()
-        parts = [
-            m.HoldingPart(
-                incarnation=attempt.incarnation,
-                step=attempt.step,
-                attempt=attempt.id,
-                world=attempt.world,
-                layout=attempt.layout,
-                images=tuple(
-                    m.HoldingImage(
-                        rank=rank,
-                        image_bytes=by_id[slot].image_bytes,
-                        header_xxh3=by_id[slot].header_xxh3,
-                        table_xxh3=by_id[slot].table_xxh3,
-                    )
-                    for rank, slot in sorted(attempt.slots.items())
-                ),
-                parity=parity.pop(attempt.id).parity if attempt.id in parity else (),
-                nonce=attempt.nonce,
-            )
-            for attempt in attempts
-        ]
-        parts += parity.values()
-        return m.Holding(
-            host=self._host,
-            address=self._address,
-            port=self._port,
-            parts=tuple(parts),
-            parents={each.n: each.parent for each in records},
-            newest_incarnation=max([self._memory.begun(), *(each.n for each in records)]),
-            starts={each.n: (each.nonce, each.created_s) for each in records},
-        )
+        return inventory(self._host, self._memory, by_id, attempts, self.shards())
 
-    def _parity(self) -> dict[str, m.HoldingPart]:
-        """Return the stored parity of each attempt, as parts without images."""
-        found: dict[str, m.HoldingPart] = {}
-        for row in self.shards():
-            record, at = row.record, (row.record.stripe, row.record.row)
-            before = found[record.attempt].parity if record.attempt in found else ()
-            found[record.attempt] = m.HoldingPart(
-                incarnation=record.incarnation,
-                step=record.step,
-                attempt=record.attempt,
-                world=record.world,
-                layout=record.layout,
-                images=(),
-                parity=tuple(sorted({*before, at})),
-            )
-        return found
+
+def inventory(
+    host: str,
+    memory: ArenaFiles,
+    slots: Mapping[int, Slot],
+    attempts: Iterable[Attempt],
+    shards: Iterable[StoredParity] = (),
+) -> m.Inventory:
+    """Return the inventory of these attempts, whose images are in ``slots``, and parity shards."""
+    rows: defaultdict[AttemptId, set[tuple[int, int]]] = defaultdict(set)
+    for one in shards:
+        rows[one.record.attempt_id].add((one.record.stripe, one.record.row))
+    parts = [
+        m.HoldingPart(
+            attempt.attempt_id,
+            tuple(slots[slot].image for _, slot in sorted(attempt.slots.items())),
+            tuple(sorted(rows.pop(attempt.attempt_id, ()))),
+            attempt.nonce,
+        )
+        for attempt in attempts
+    ]
+    parts += [m.HoldingPart(id_, parity=tuple(sorted(there))) for id_, there in rows.items()]
+    records = memory.incarnations()
+    return m.Inventory(
+        host,
+        tuple(parts),
+        {each.n: each.parent for each in records},
+        {each.n: (each.nonce, each.created_s) for each in records},
+    )

@@ -281,23 +281,12 @@ class Repairer:
             for start, piece in data.items():
                 file.image[start : start + len(piece)] = piece
             file.write_record(record)
-            self._offer(damage.slot, record)
+            self._offering.publish(damage.slot, record.attempt_id, record.image)
+            self._offering.refresh()
         else:
             self._role.image_lost(damage.slot, record.attempt)
         size = sum(stop - start for start, stop in damage.spans)
         self._report("image", record, f"rank {record.rank}", size, why)
-
-    def _offer(self, slot: int, record: SlotRecord) -> None:
-        self._offering.publish(
-            slot,
-            record.attempt,
-            record.rank,
-            record.incarnation,
-            record.step,
-            record.image_bytes,
-            record.layout,
-        )
-        self._offering.refresh()
 
     # ── parity shards ────────────────────────────────────────────────────────────────────────────
 
@@ -369,7 +358,7 @@ def _decode_image(
     said, group = damage.record, open_group(record, reach())
     member, n = group.place_of(said.rank)
     fact = record.members[member].images[n]
-    if (fact.header_xxh3, fact.table_xxh3) != (said.header_xxh3, said.table_xxh3):
+    if fact.image != said.image:
         raise NotFound(f"the parity kept here is not of this image of rank {said.rank}")
     image = decode_image(group, record, said.rank)
     spans = ((0, fact.data_start) if span == HEADER else span for span in damage.spans)

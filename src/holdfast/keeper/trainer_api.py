@@ -15,9 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from holdfast.coordinator.actions import SendMessage
-from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.slots import host_of
 from holdfast.errors import ArenaError, Fenced, FormatError, HoldfastError, UsageError
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
@@ -32,6 +30,7 @@ from holdfast.keeper.connections import (
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Incarnations, RootAccess
+from holdfast.keeper.published_images import inventory
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
 
@@ -117,7 +116,7 @@ class TrainerApi:
         """
         assert self.role.follower is not None
         try:
-            self.role.follower.forward(connection, seq, message, body)
+            self.role.follower.forward(connection, message, body)
         except HoldfastError as error:
             if seq:
                 connection.send(_refusal(error), seq)
@@ -284,39 +283,8 @@ class TrainerApi:
         return True
 
     async def _inventory(self, *_: object) -> m.Message:
-        held = tuple(self._held(a) for a in self.coordinator.attempts.complete())
-        records = self.memory.incarnations()
-        return m.Inventory(
-            generations=held,
-            parents={i.n: i.parent for i in records},
-            starts={i.n: (i.nonce, i.created_s) for i in records},
-        )
-
-    def _held(self, attempt: Attempt) -> m.HeldGeneration:
-        slots = [(rank, self.coordinator.slots[s]) for rank, s in sorted(attempt.slots.items())]
-        return m.HeldGeneration(
-            incarnation=attempt.incarnation,
-            step=attempt.step,
-            attempt=attempt.id,
-            world=attempt.world,
-            layout=attempt.layout,
-            nonce=attempt.nonce,
-            slots=tuple(
-                m.SlotInfo(
-                    rank=rank,
-                    path=self.executor.path_of(slot.id),
-                    host=self.executor.followers.name_of(host_of(slot.id)),
-                    port=self._port_of(host_of(slot.id)),
-                    image_bytes=slot.image_bytes,
-                    header_xxh3=slot.header_xxh3,
-                    table_xxh3=slot.table_xxh3,
-                )
-                for rank, slot in slots
-            ),
-        )
-
-    def _port_of(self, host: int) -> int:
-        return self.executor.followers.port_of(host) if host else self.executor.published.port
+        coordinator = self.coordinator
+        return inventory("", self.memory, coordinator.slots, coordinator.attempts.complete())
 
     async def _pin(self, _: TrainerConnection, message: m.PinAttempt, __: int) -> m.Message:
         if not self.coordinator.pin(message.attempt):

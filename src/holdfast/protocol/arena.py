@@ -25,6 +25,7 @@ import msgspec
 
 from holdfast.errors import ArenaError, UsageError
 from holdfast.format.checksum import checksum, text
+from holdfast.format.manifest import AttemptId, ImageId
 
 PAGE_BYTES = 4096
 IMAGE_START = 2 * PAGE_BYTES
@@ -70,6 +71,16 @@ class SlotRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Identity of the root that the slot belongs to (``Store.identity``); a copied root has the
     same run id.
     """
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        """The attempt that the image is of."""
+        return AttemptId(self.incarnation, self.step, self.attempt, self.world, self.layout)
+
+    @property
+    def image(self) -> ImageId:
+        """The image in the slot."""
+        return ImageId(self.rank, self.image_bytes, self.header_xxh3, self.table_xxh3)
 
 
 def boot_id() -> str:

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import FormatError
+from holdfast.format.manifest import AttemptId, ImageId
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_FRAME_BYTES = 256 << 20
 
 NOTHING_TO_SAY = -2
@@ -302,80 +303,28 @@ class Refused(Message, frozen=True, kw_only=True):
     fields: dict[str, Any] = {}
 
 
-class SlotInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One image in memory."""
+class HoldingPart(msgspec.Struct, frozen=True):
+    """What one host holds of an attempt."""
 
-    rank: int
-    path: str
-    image_bytes: int
-    header_xxh3: str
-    table_xxh3: str
-    host: str = ""
-    """Host whose memory holds the image; "" for the requester's own host."""
-    port: int = 0
-    """Port where that host's keeper serves the image; 0: the port agreed on at the start."""
-
-
-class HeldGeneration(msgspec.Struct, frozen=True, kw_only=True):
-    """A generation whose images are all in memory."""
-
-    incarnation: int
-    step: int
-    attempt: str
-    world: int
-    layout: str
-    slots: tuple[SlotInfo, ...]
-    nonce: str = ""
-    """Of the start that captured it."""
-
-
-class Inventory(Message, frozen=True, kw_only=True):
-    """Answer to ``ListInventory``: generations, and parents of known incarnations."""
-
-    generations: tuple[HeldGeneration, ...]
-    parents: dict[int, tuple[int, int] | None]
-    starts: dict[int, tuple[str, float]] = {}
-    """Of the records that tell the parents: the nonce of the start, and when they were made."""
-
-
-# ── keeper to keeper ─────────────────────────────────────────────────────────────────────
-
-
-class HoldingImage(msgspec.Struct, frozen=True, kw_only=True):
-    """One image in a host's memory."""
-
-    rank: int
-    image_bytes: int
-    header_xxh3: str
-    table_xxh3: str
-
-
-class HoldingPart(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of an attempt that one host holds."""
-
-    incarnation: int
-    step: int
-    attempt: str
-    world: int
-    layout: str
-    images: tuple[HoldingImage, ...]
+    attempt_id: AttemptId
+    images: tuple[ImageId, ...] = ()
     parity: tuple[tuple[int, int], ...] = ()
     """(stripe, row) of each row of parity."""
     nonce: str = ""
     """Of the start that captured it; "" where only parity is left."""
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole inventory of one host, as its keeper serves it to its peers."""
+class Inventory(Message, frozen=True):
+    """What a host holds. Its keeper answers ``ListInventory`` with all that is complete, and gives
+    other hosts what lies in its own memory.
+    """
 
     host: str
-    address: str
-    port: int
-    parts: tuple[HoldingPart, ...]
-    parents: dict[int, tuple[int, int] | None]
-    newest_incarnation: int
+    parts: tuple[HoldingPart, ...] = ()
+    parents: dict[int, tuple[int, int] | None] = {}
+    """The parents of known incarnations."""
     starts: dict[int, tuple[str, float]] = {}
-    """As in an ``Inventory``."""
+    """Of the records that tell the parents: the nonce of the start, and when they were made."""
 
 
 class Grant(Message, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ class ClusterSources(RestoreSources):
     ) -> None:
         super().__init__(store, rank, arena, ask)
         self._hosts = hosts
-        self._answers: dict[str, m.Holding] = {}
+        self._answers: dict[str, m.Inventory] = {}
         self._answered_s = 0.0
 
     @cached_property
@@ -90,12 +90,12 @@ class ClusterSources(RestoreSources):
                     reason=why,
                 )
             )
-        self._answers = known | {n: h for n, h in answers.items() if isinstance(h, m.Holding)}
+        self._answers = known | {n: h for n, h in answers.items() if isinstance(h, m.Inventory)}
         self._silent = [*silent] if self.incarnation != 1 else []  # at the first start none has any
         asked = [self._answers[name] for name in names if name in self._answers]
         return InventoryCollector(asked, self._fetch)
 
-    def _ask_host(self, name: str) -> m.Holding | str:
+    def _ask_host(self, name: str) -> m.Inventory | str:
         """Return the holdings of a host, or why they are not known."""
         try:
             data = self._puller.document(self._peers[name], INVENTORY)

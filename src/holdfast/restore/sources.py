@@ -8,7 +8,7 @@ is removed from the holdings, and the selection runs again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,11 +25,10 @@ from holdfast.geometry.layout import Layout
 from holdfast.leases import ReadLease
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
-from holdfast.restore.cluster.collect import InventoryCollector, holding_of
+from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning.candidates import Candidate, choose
 from holdfast.restore.planning.holdings import (
-    ImageIdentity,
     Recovery,
     Refusal,
     decode_choice,
@@ -40,6 +39,7 @@ from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import (
     broken_manifests,
     catalogue_of,
+    choose_stored,
     nothing_fits,
     open_stored,
     require_there,
@@ -61,6 +61,8 @@ class RestoreSources:
     """The sources of a run on one host, the table of one: ``ask`` queries its keeper, whose slots
     lie in ``arena``.
     """
+
+    phase = "restore: candidates"
 
     def __init__(self, store: Store, rank: int, arena: Path, ask: Ask[m.Message]) -> None:
         self.incarnation = 0
@@ -103,6 +105,7 @@ class RestoreSources:
             self._gather,
             self._open_stored,
             wanted=step,
+            phase=self.phase,
             timeout_s=timeout_s,
             storage=Storage(self._hold, self._list_stored, self._nothing, self._gone),
         )
@@ -134,9 +137,10 @@ class RestoreSources:
 
     def _reach(self) -> ClusterReach:
         alone = Puller(os.urandom(32), incarnation=self.incarnation)  # there is nobody to ask
-        return ClusterReach(
-            host="", arena=self._arena, puller=alone, peers={}, slots=slots_of(self._arena)
-        )
+        return ClusterReach(host="", arena=self._arena, puller=alone, peers={}, slots=self._slots())
+
+    def _slots(self) -> Mapping[tuple[str, int], LocalSlot]:
+        return slots_of(self._arena)
 
     def _open_stored(self, candidate: Candidate, layout: Layout | None) -> Checkpoint:
         return self._hold.open(candidate, self._rank, layout)
@@ -194,8 +198,8 @@ class RestoreSources:
             why = nothing_fits(self._store, contents, step)
             raise gone_meanwhile(why, candidate, error) if isinstance(why, NotFound) else why
 
-    def _list_stored(self) -> tuple[Candidate, ...]:
-        return tuple(stored(catalogue_of(self._store)))
+    def _list_stored(self, known: Inventories) -> Inventories:
+        return replace(known, stored=tuple(stored(catalogue_of(self._store))))
 
     def _gather(self) -> KnownRecoveries:
         contents = catalogue_of(self._store)
@@ -217,7 +221,7 @@ class RestoreSources:
         """Return what all hosts hold: this one."""
         answer = self._ask(m.ListInventory(), m.Inventory)
         assert isinstance(answer, m.Inventory)
-        return InventoryCollector([holding_of(answer)])
+        return InventoryCollector([answer])
 
     def _warn_of_others(self, numbers: set[int]) -> None:
         for n in sorted(numbers - self._told_others):
@@ -244,10 +248,7 @@ def slots_of(arena: Path) -> dict[tuple[str, int], LocalSlot]:
         record = slot.read_record()
         slot.close()
         if record is not None and record.state == "captured":
-            image = ImageIdentity(
-                record.rank, record.image_bytes, record.header_xxh3, record.table_xxh3
-            )
-            slots[record.attempt, record.rank] = LocalSlot(str(path), image)
+            slots[record.attempt, record.rank] = LocalSlot(str(path), record.image)
     return slots
 
 
@@ -271,12 +272,12 @@ class KnownRecoveries(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """On rank 0: the lease on what is read from storage, its present list, and what raises the
-    error when nothing was found, or is left.
+    """On rank 0: the lease on what is read from storage, what brings the list of it up to date, and
+    what raises the error when nothing was found, or is left.
     """
 
     hold: StorageHold
-    list: Callable[[], tuple[Candidate, ...]]
+    list: Callable[[Inventories], Inventories]
     nothing: Callable[[KnownRecoveries, int | str | None], None] = lambda *_: None
     gone: Callable[[int | str | None, Candidate, HoldfastError], None] = lambda *_: None
 
@@ -296,11 +297,12 @@ class ClusterRestore:
         *,
         wanted: int | str | None,
         timeout_s: float,
+        phase: str = "restore: candidates",
         storage: Storage | None = None,
     ) -> None:
         self._world, self._reach, self._ask = world, reach, ask
         self._open_stored, self._wanted, self._timeout_s = open_stored, wanted, timeout_s
-        self._storage = storage
+        self._phase, self._storage = phase, storage
         self._failed: set[Candidate] = set()
         """Candidates listed in storage that must not be tried again."""
         self._known: KnownRecoveries | None = None
@@ -361,8 +363,9 @@ class ClusterRestore:
         if self._storage is None or not self._storage.hold.should_list_again(candidate):
             return known
         with suppress(StorageError):  # storage fails: try what is known
-            remaining = tuple(one for one in self._storage.list() if one not in self._failed)
-            return known._replace(inventories=replace(known.inventories, stored=remaining))
+            listed = self._storage.list(known.inventories)
+            remaining = tuple(one for one in listed.stored if one not in self._failed)
+            return known._replace(inventories=replace(listed, stored=remaining))
         return known
 
     def _decide(
@@ -377,7 +380,7 @@ class ClusterRestore:
                 explain()
             return encode_choice(next(iter(selection.recoveries), None))
 
-        encoded = from_rank0(self._world, "restore: candidates", decide, timeout_s=self._timeout_s)
+        encoded = from_rank0(self._world, self._phase, decide, timeout_s=self._timeout_s)
         return self._take(encoded)
 
     def _take(self, encoded: bytes) -> list[Candidate]:
@@ -474,73 +477,37 @@ class StorageHold:
             return False
 
 
-class Choices:
-    """The candidates of a restore, best first, the same on all ranks, which make the same calls.
+class StoredSources(RestoreSources):
+    """The checkpoints in storage alone, of which there must be one."""
 
-    ``find`` lists them; only rank 0 calls it. Its NotFound is raised on all ranks.
-    """
+    phase = "load: candidates"
 
-    def __init__(
-        self,
-        world: World,
-        phase: str,
-        hold: StorageHold,
-        find: Callable[[], Sequence[Candidate]],
-        *,
-        timeout_s: float,
-    ) -> None:
-        self._world, self._phase, self._timeout_s = world, phase, timeout_s
-        self._hold, self._find = hold, find
-        self._candidates: Sequence[Candidate] = ()
-        self._failed: set[Candidate] = set()
+    def __init__(self, store: Store, rank: int) -> None:
+        super().__init__(store, rank, Path(), lambda *_: m.Inventory(""))
 
-    def first(self) -> list[Candidate]:
-        """Return all candidates; the best one is leased."""
+    def _slots(self) -> Mapping[tuple[str, int], LocalSlot]:
+        return {}  # there is no arena
 
-        def choose() -> list[Candidate]:
-            self._candidates = self._find()
-            return self._held()
+    def _list_stored(self, known: Inventories) -> Inventories:
+        contents = catalogue_of(self._store)  # others go on saving: there may be new incarnations
+        return replace(
+            known,
+            stored=tuple(stored(contents)),
+            parents=dict(contents.parents),
+            unreadable=contents.unreadable,
+        )
 
-        return self._tell(choose)
+    def _nothing(self, known: KnownRecoveries, step: int | str | None) -> None:
+        contents = catalogue_of(self._store)
+        require_whole_line(self._store, stored(contents), contents.line, step)
+        raise nothing_fits(self._store, contents, step)
 
-    def plan_again(self, candidate: Candidate, error: HoldfastError) -> list[Candidate]:
-        """Return the candidates left after ``candidate`` failed with ``error``, which all ranks
-        share.
-        """
-
-        def choose() -> list[Candidate]:
-            self._failed.add(candidate)
+    def _gone(self, step: int | str | None, candidate: Candidate, error: HoldfastError) -> None:
+        with suppress(StorageError):
             try:
-                if self._hold.should_list_again(candidate):
-                    self._list_again()
-                return self._held()
+                choose_stored(self._store, step)
             except NotFound as gone:
                 raise gone_meanwhile(gone, candidate, error) from error
-
-        return self._tell(choose)
-
-    def _held(self) -> list[Candidate]:
-        while remaining := [one for one in self._candidates if one not in self._failed]:
-            if self._hold.acquire(remaining[0]):
-                return remaining
-            if self._hold.should_list_again(remaining[0]):
-                self._list_again()
-            else:
-                self._failed.add(remaining[0])
-        return []
-
-    def _list_again(self) -> None:
-        with suppress(StorageError):  # storage fails: try what is in memory
-            self._candidates = self._find()
-
-    def _tell(self, choose: Callable[[], list[Candidate]]) -> list[Candidate]:
-        encoded = from_rank0(
-            self._world,
-            self._phase,
-            lambda: msgspec.json.encode(choose()),
-            timeout_s=self._timeout_s,
-        )
-        return msgspec.json.decode(encoded, type=list[Candidate])
 
 
 def gone_meanwhile(gone: NotFound, candidate: Candidate, error: HoldfastError) -> NotFound:

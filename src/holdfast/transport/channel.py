@@ -22,7 +22,7 @@ from holdfast.transport.client_connection import Peer, failed
 from holdfast.transport.wire import frame_seals as sealing
 from holdfast.transport.wire.frame_seals import ChannelHello, FrameMac, Keys, is_same
 from holdfast.transport.wire.http import check_peer
-from holdfast.transport.wire.signing import LEAST_SECRET_BYTES
+from holdfast.transport.wire.signing import check_secret
 
 if TYPE_CHECKING:
     from holdfast.transport.server import SocketListener
@@ -228,7 +228,7 @@ class ChannelServer:
         on_refused: Callable[[str], None] | None = None,
     ) -> None:
         check_peer(name)
-        _check_secret(secret)
+        check_secret(secret)
         self.name, self.incarnation = name, incarnation
         self.refusals: Counter[str] = Counter()
         """Refused callers by kind: they did not know the secret, or meant another host or
@@ -373,7 +373,7 @@ async def call(
     PeerError when no keeper answers, or it does not know the secret. Fenced when this incarnation
     is over there.
     """
-    _check_secret(secret)
+    check_secret(secret)
     bounds = bounds or ChannelBounds()
     writer: asyncio.StreamWriter | None = None
     try:
@@ -421,14 +421,6 @@ async def _call(
             raise Fenced(f"incarnation {incarnation} is over, says keeper {peer}: {reason}")
         raise failed(peer, None, "answer", reason)
     return SealedChannel(reader, writer, peer.name, keys.to_server(), keys.to_caller(), bounds)
-
-
-def _check_secret(secret: bytes) -> None:
-    if len(secret) < LEAST_SECRET_BYTES:
-        raise UsageError(
-            f"the run's secret has {len(secret)} bytes, it needs {LEAST_SECRET_BYTES} or more. "
-            "Make one with: head -c 32 /dev/urandom | base64"
-        )
 
 
 def _stay_awake(writer: asyncio.StreamWriter) -> None:

@@ -21,17 +21,24 @@ from holdfast.format.image import (
     piece_name,
     split,
 )
-from holdfast.format.manifest import Generation, ImageRef, Incarnation, Manifest, needed
+from holdfast.format.manifest import (
+    AttemptId,
+    Generation,
+    ImageId,
+    ImageRef,
+    Incarnation,
+    Manifest,
+    needed,
+)
 from holdfast.geometry.codec import has_listings
 from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.persist import commit
 from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotFile
 from holdfast.protocol.image_plan import plan_rank
-from holdfast.restore.cluster.collect import InventoryCollector, holding_of
 from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
-from holdfast.restore.planning.holdings import ImageIdentity
-from holdfast.restore.planning.selection import find_all
+from holdfast.restore.planning.selection import Inventories, find_all
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import CARRIERS
 from holdfast.storage.base import Store
@@ -186,15 +193,32 @@ def _publish_image(store: Store, path: str, rank: int, image: bytes) -> ImageRef
     )
 
 
-def from_memory(arena: Path, held: m.HeldGeneration) -> Checkpoint:
-    """Open a generation in the arena of the only host, as its keeper tells of it."""
-    told = holding_of(m.Inventory(generations=(held,), parents={}))
-    (recovery,) = find_all(InventoryCollector([told]).holdings, ()).recoveries
+def from_memory(arena: Path, part: m.HoldingPart) -> Checkpoint:
+    """Open a generation in the arena of the only host, as its keeper tells of it: each image is in
+    the slot that has the number of its rank.
+    """
+    (recovery,) = find_all(Inventories((m.Inventory("", (part,)),))).recoveries
     slots = {
-        (held.attempt, one.rank): LocalSlot(
-            one.path, ImageIdentity(one.rank, one.image_bytes, one.header_xxh3, one.table_xxh3)
-        )
-        for one in held.slots
+        (part.attempt_id.attempt, one.rank): LocalSlot(str(arena / f"{one.rank:05}.slot"), one)
+        for one in part.images
     }
     nobody = Puller(bytes(32), incarnation=1)
     return open_recovery(recovery, ClusterReach("", arena, nobody, {}, slots))
+
+
+def slots_in(
+    arena: Path, layout: Layout, images: Mapping[int, bytearray], generation: Generation
+) -> tuple[m.HoldingPart, list[SlotFile]]:
+    """Put images of attempt a0 into an arena, each into the slot that has the number of its rank:
+    what its keeper holds then, and the slots.
+    """
+    (arena / "layouts").mkdir(parents=True)
+    (arena / "layouts" / f"{layout.hash}.json").write_bytes(layout.to_json())
+    slots = []
+    for rank, image in images.items():
+        slot = SlotFile.create(arena / f"{rank:05}.slot", len(image))
+        slot.image[: len(image)] = image
+        slots.append(slot)
+    id_ = AttemptId(*generation, "a0", layout.world, layout.hash)
+    there = (ImageId(rank, len(image), *seals(image)) for rank, image in images.items())
+    return m.HoldingPart(id_, tuple(there)), slots

@@ -16,7 +16,7 @@ from holdfast.format import checksum as checksums
 from holdfast.format import image as tables
 from holdfast.format.checksum import blocks, checksum
 from holdfast.format.image import PAGE_BYTES, header_size
-from holdfast.format.manifest import Generation
+from holdfast.format.manifest import AttemptId, Generation, ImageId
 from holdfast.geometry.box import Box
 from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import Layout
@@ -37,13 +37,7 @@ from holdfast.restore.cluster import decode as decoding
 from holdfast.restore.cluster import decode as degraded
 from holdfast.restore.cluster.open import ClusterReach, LocalSlot, open_recovery
 from holdfast.restore.planning import holdings, plan
-from holdfast.restore.planning.holdings import (
-    HostHolding,
-    ImageHolding,
-    ImageIdentity,
-    Recovery,
-    shard_of,
-)
+from holdfast.restore.planning.holdings import Recovery, shard_of
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading import read
@@ -300,60 +294,36 @@ class Hosts:
 
     # ── restoring ────────────────────────────────────────────────────────────────────────
 
-    def images_on(self, host: str) -> tuple[ImageIdentity, ...]:
+    def images_on(self, host: str) -> tuple[ImageId, ...]:
         return tuple(
-            ImageIdentity(rank, len(self.images[rank]), *seals(self.images[rank]))
+            ImageId(rank, len(self.images[rank]), *seals(self.images[rank]))
             for rank in self.ranks[host]
         )
 
-    def holding(self, host: str) -> HostHolding:
-        images = self.images_on(host)
-        rows = tuple(
-            shard_of(record)
-            for group in self.groups
-            for owner, _, record in group.rows.values()
-            if owner == host
-        )
-        part = ImageHolding(
-            *self.generation, self.attempt, self.layout.world, self.layout.hash, images, rows
-        )
-        return HostHolding(host, (part,), {self.generation.incarnation: None})
-
     def known(self, *, lost: Collection[str] = ()) -> Inventories:
-        return Inventories(tuple(self.holding(host) for host in self.names if host not in lost))
+        """What is known of hosts when the records of all their parity shards are read."""
+        left = [host for host in self.names if host not in lost]
+        rows = {
+            (host, self.attempt_id): tuple(map(shard_of, self._records_of(host))) for host in left
+        }
+        return Inventories(tuple(map(self.inventory, left)), rows=rows)
 
-    def told(self, *lost: str) -> list[m.Holding]:
+    def told(self, *lost: str) -> list[m.Inventory]:
         """Their inventories, as keepers tell them."""
         return [self.inventory(host) for host in self.names if host not in lost]
 
-    def inventory(self, host: str) -> m.Holding:
-        (part,) = self.holding(host).parts
-        images = (
-            m.HoldingImage(
-                rank=one.rank,
-                image_bytes=one.image_bytes,
-                header_xxh3=one.header_xxh3,
-                table_xxh3=one.table_xxh3,
-            )
-            for one in part.images
-        )
-        shown = m.HoldingPart(
-            incarnation=part.incarnation,
-            step=part.step,
-            attempt=part.attempt,
-            world=part.world,
-            layout=part.layout,
-            images=tuple(images),
-            parity=tuple((row.stripe, row.row) for row in part.rows),
-        )
-        return m.Holding(
-            host=host,
-            address="",
-            port=0,
-            parts=(shown,),
-            parents={self.generation.incarnation: None},
-            newest_incarnation=self.generation.incarnation,
-        )
+    def inventory(self, host: str) -> m.Inventory:
+        rows = tuple((one.stripe, one.row) for one in self._records_of(host))
+        part = m.HoldingPart(self.attempt_id, self.images_on(host), rows)
+        return m.Inventory(host, (part,), {self.generation.incarnation: None})
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        return AttemptId(*self.generation, self.attempt, self.layout.world, self.layout.hash)
+
+    def _records_of(self, host: str) -> list[ParityRecord]:
+        rows = (row for group in self.groups for row in group.rows.values())
+        return [record for owner, _, record in rows if owner == host]
 
     def reach(self, here: str, asking: Puller | None = None) -> ClusterReach:
         """From a host of these, or from one that holds nothing."""

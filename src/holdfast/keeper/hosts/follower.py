@@ -206,9 +206,7 @@ class Follower:
 
     # ── trainers ─────────────────────────────────────────────────────────────────────────────────
 
-    def forward(
-        self, connection: LocalConnection, seq: int, message: m.Message, body: bytes
-    ) -> None:
+    def forward(self, connection: LocalConnection, message: m.Message, body: bytes) -> None:
         """Forward a trainer's message. Raises KeeperError if the coordinator is unreachable."""
         if isinstance(message, m.Progress):
             limits.validate_message(message, 0)
@@ -284,15 +282,7 @@ class Follower:
             case messages.SlotSealed():
                 self._writings.sealed(fact)
                 if not fact.is_ring:
-                    self._offering.publish(
-                        fact.slot,
-                        fact.attempt,
-                        fact.rank,
-                        fact.incarnation,
-                        fact.step,
-                        fact.image_bytes,
-                        fact.layout,
-                    )
+                    self._offering.publish(fact.slot, fact.attempt_id, fact.image)
 
     def _change_memory(
         self,

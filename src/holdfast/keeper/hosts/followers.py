@@ -148,10 +148,6 @@ class FollowerRegistry:
         if self.parity_scheduler is not None:
             self.parity_scheduler.begin(hosts)
 
-    def name_of(self, host: int) -> str:
-        """Return a host's name; "" in a run on one host."""
-        return self._hosts[host].id if host < len(self._hosts) else ""
-
     def port_of(self, host: int) -> int:
         """Return the port where a host's keeper serves images now; 0 if unknown."""
         follower = self._by_host.get(host)
@@ -224,7 +220,7 @@ class FollowerRegistry:
 
     def share(self, job: PersistJob, host: int, ranks: frozenset[int]) -> RemoteImages:
         """Return the proxy for the images of ``job`` that another host must write."""
-        name = self.name_of(host) or f"number {host}"
+        name = self._hosts[host].id if host < len(self._hosts) else f"number {host}"
 
         def begin() -> None:
             self._background.from_thread(lambda: self._order(job, host, share))
@@ -249,25 +245,18 @@ class FollowerRegistry:
         follower.shares[job.directory] = share
         orders = []
         for rank in sorted(share.ranks):
-            slot, is_sealed = slots[attempt.slots[rank]], rank in attempt.sealed
+            slot = slots[attempt.slots[rank]]
             orders.append(
                 messages.ImageOrder(
-                    rank=rank,
                     slot=number_of(slot.id),
-                    image_bytes=slot.image_bytes,
+                    image=slot.image,
                     ring_bytes=slot.ring_bytes if slot.is_ring else 0,
-                    header_xxh3=slot.header_xxh3 if is_sealed else "",
-                    table_xxh3=slot.table_xxh3 if is_sealed else "",
+                    is_sealed=rank in attempt.sealed,
                 )
             )
         follower.send(
             messages.WriteImage(
-                directory=job.directory,
-                attempt=job.attempt,
-                incarnation=job.generation.incarnation,
-                step=job.generation.step,
-                layout=job.layout,
-                images=tuple(orders),
+                directory=job.directory, attempt_id=attempt.attempt_id, images=tuple(orders)
             )
         )
 
@@ -281,14 +270,8 @@ class FollowerRegistry:
             messages.SlotSealed(
                 slot=number_of(slot.id),
                 is_ring=slot.is_ring,
-                attempt=attempt.id,
-                rank=rank,
-                incarnation=attempt.incarnation,
-                step=attempt.step,
-                layout=attempt.layout,
-                image_bytes=slot.image_bytes,
-                header_xxh3=slot.header_xxh3,
-                table_xxh3=slot.table_xxh3,
+                attempt_id=attempt.attempt_id,
+                image=slot.image,
             ),
         )
 

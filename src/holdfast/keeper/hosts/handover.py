@@ -13,7 +13,7 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
 from holdfast.errors import ArenaError, FormatError, HoldfastError
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Incarnation, seal, unseal
+from holdfast.format.manifest import AttemptId, Incarnation, seal, unseal
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
@@ -129,23 +129,17 @@ def describe(slots: list[Slot], attempts: list[Attempt]) -> tuple[messages.SlotI
     found = []
     for slot in slots:
         attempt = by_id.get(slot.attempt)
+        unknown = AttemptId(slot.incarnation, -1, slot.attempt, 0, "")
         writer = slot.writer or SlotWriter(0, 0)
         found.append(
             messages.SlotInventory(
                 number=slot.id,
                 capacity_bytes=slot.capacity_bytes,
                 state=slot.state,
-                attempt=slot.attempt,
-                rank=slot.rank,
-                image_bytes=slot.image_bytes,
-                header_xxh3=slot.header_xxh3,
-                table_xxh3=slot.table_xxh3,
+                attempt_id=attempt.attempt_id if attempt else unknown,
+                image=slot.image,
                 writer_pid=writer.pid,
                 writer_start=writer.start,
-                incarnation=attempt.incarnation if attempt else slot.incarnation,
-                step=attempt.step if attempt else -1,
-                world=attempt.world if attempt else 0,
-                layout=attempt.layout if attempt else "",
                 is_ring=slot.is_ring,
                 ring_bytes=slot.ring_bytes,
                 nonce=attempt.nonce if attempt else "",
@@ -167,16 +161,13 @@ def from_inventory(
         if one.state not in ("captured", "quarantined"):
             slot.state = "free"
             continue
-        slot.attempt, slot.rank = one.attempt, one.rank
+        of, slot.image = one.attempt_id, one.image
+        slot.attempt = of.attempt
         if one.state == "quarantined":
-            slot.writer, slot.incarnation = (
-                SlotWriter(one.writer_pid, one.writer_start),
-                one.incarnation,
-            )
+            slot.writer = SlotWriter(one.writer_pid, one.writer_start)
+            slot.incarnation = of.incarnation
             continue
-        slot.image_bytes = one.image_bytes
-        slot.header_xxh3, slot.table_xxh3 = one.header_xxh3, one.table_xxh3
-        said = Attempt(one.attempt, one.incarnation, one.step, one.world, one.layout)
+        said = Attempt(of.attempt, of.incarnation, of.step, of.world, of.layout)
         said.nonce = one.nonce
-        attempts.setdefault(one.attempt, said).slots.setdefault(one.rank, slot.id)
+        attempts.setdefault(said.id, said).slots.setdefault(slot.rank, slot.id)
     return slots, list(attempts.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.errors import FormatError
-from holdfast.format.manifest import ImageRef
+from holdfast.format.manifest import AttemptId, ImageId, ImageRef
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
 
@@ -28,31 +28,22 @@ class SlotInventory(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     capacity_bytes: int
     state: str
-    attempt: str = ""
-    rank: int = -1
-    image_bytes: int = 0
-    header_xxh3: str = ""
-    table_xxh3: str = ""
+    attempt_id: AttemptId
+    image: ImageId
     writer_pid: int = 0
     writer_start: int = 0
-    incarnation: int = 0
-    step: int = -1
-    world: int = 0
-    layout: str = ""
     is_ring: bool = False
     ring_bytes: int = 0
     nonce: str = ""
 
 
 class ImageOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Orders one image to be written; without checksums while it is not sealed."""
+    """Orders one image to be written; while it is not sealed, its checksums mean nothing."""
 
-    rank: int
     slot: int
-    image_bytes: int
+    image: ImageId
     ring_bytes: int
-    header_xxh3: str = ""
-    table_xxh3: str = ""
+    is_sealed: bool
 
 
 # ── follower to coordinator ──────────────────────────────────────────────────────────────────────
@@ -286,24 +277,15 @@ class SlotSealed(Fact, frozen=True, kw_only=True):
 
     slot: int
     is_ring: bool
-    attempt: str
-    rank: int
-    incarnation: int
-    step: int
-    layout: str
-    image_bytes: int
-    header_xxh3: str
-    table_xxh3: str
+    attempt_id: AttemptId
+    image: ImageId
 
 
 class WriteImage(Fact, frozen=True, kw_only=True):
     """Orders images to be written into an attempt's directory."""
 
     directory: str
-    attempt: str
-    incarnation: int
-    step: int
-    layout: str
+    attempt_id: AttemptId
     images: tuple[ImageOrder, ...]
 
 
@@ -390,10 +372,7 @@ class RebuildComplete(Fact, frozen=True, kw_only=True):
 
     slot: int
     attempt: str
-    rank: int
-    image_bytes: int
-    header_xxh3: str
-    table_xxh3: str
+    image: ImageId
 
 
 class RebuildFailed(Fact, frozen=True, kw_only=True):
@@ -437,8 +416,8 @@ class MakeParity(Fact, frozen=True, kw_only=True, tag="make"):
     """Checksum of the seals of these images, as they were captured; see ``seals_of``."""
     rate_bytes_s: int | None = None
     """Limit in bytes per second that each host of the group pulls, and sends; None: no limit."""
-    subject: tuple[int, int, int, str] | None = None
-    """Incarnation, step, world and layout of the attempt, for a host without an image of it."""
+    attempt_id: AttemptId | None = None
+    """The attempt, for a host without an image of it."""
 
 
 class DropParity(Fact, frozen=True, kw_only=True):

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from holdfast.errors import ArenaError, HoldfastError
-from holdfast.format.manifest import Generation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import Fact
@@ -25,8 +24,8 @@ class RemoteWrite:
     def __init__(
         self, order: messages.WriteImage, images: dict[int, ImageJob], layout_data: bytes
     ) -> None:
-        self.attempt, self.directory = order.attempt, order.directory
-        self.generation = Generation(order.incarnation, order.step)
+        self.attempt, self.directory = order.attempt_id.attempt, order.directory
+        self.generation = order.attempt_id.generation
         self.layout_data = layout_data
         self.images = images
 
@@ -91,35 +90,27 @@ class RemoteWriteService:
     def _prepare(self, order: messages.WriteImage, report: Report) -> RemoteWrite:
         images: dict[int, ImageJob] = {}
         for each in order.images:
-            images[each.rank] = self._image(order, each, report)
-        return RemoteWrite(order, images, self._memory.layout(order.layout))
+            images[each.image.rank] = self._image(order.attempt_id.attempt, each, report)
+        return RemoteWrite(order, images, self._memory.layout(order.attempt_id.layout))
 
-    def _image(
-        self, order: messages.WriteImage, each: messages.ImageOrder, report: Report
-    ) -> ImageJob:
-        file = self._memory.files[each.slot]
+    def _image(self, attempt: str, each: messages.ImageOrder, report: Report) -> ImageJob:
+        file, rank = self._memory.files[each.slot], each.image.rank
         record = file.read_record()
-        if record is None or (record.attempt, record.rank) != (order.attempt, each.rank):
-            raise ArenaError(
-                f"slot {each.slot} holds no image of rank {each.rank} in attempt {order.attempt}"
-            )
+        if record is None or (record.attempt, record.rank) != (attempt, rank):
+            raise ArenaError(f"slot {each.slot} holds no image of rank {rank} in attempt {attempt}")
         capacity_bytes = file.capacity_bytes
         if not (0 <= each.ring_bytes < capacity_bytes) or (
-            not each.ring_bytes and each.image_bytes > capacity_bytes
+            not each.ring_bytes and each.image.image_bytes > capacity_bytes
         ):
             raise ArenaError(f"slot {each.slot} has no room for the image it is said to hold")
 
         def freed(size_bytes: int) -> None:
-            message = messages.RingFreed(
-                attempt=order.attempt, rank=each.rank, size_bytes=size_bytes
-            )
+            message = messages.RingFreed(attempt=attempt, rank=rank, size_bytes=size_bytes)
             self._background.from_thread(lambda: report(message))
 
-        image = image_job(
-            self._memory, each.slot, each.rank, each.image_bytes, each.ring_bytes, freed
-        )
-        if each.header_xxh3:
-            image.seal(each.header_xxh3, each.table_xxh3)
+        image = image_job(self._memory, each.slot, each.image, each.ring_bytes, freed)
+        if each.is_sealed:
+            image.seal(each.image.header_xxh3, each.image.table_xxh3)
         return image
 
     def _run(self, writing: RemoteWrite, report: Report) -> None:
@@ -151,9 +142,10 @@ class RemoteWriteService:
 
     def sealed(self, fact: messages.SlotSealed) -> None:
         """Record that an image is captured."""
+        image = fact.image
         for writing in self._under_way.values():
-            if writing.attempt == fact.attempt and fact.rank in writing.images:
-                writing.images[fact.rank].seal(fact.header_xxh3, fact.table_xxh3)
+            if writing.attempt == fact.attempt_id.attempt and image.rank in writing.images:
+                writing.images[image.rank].seal(image.header_xxh3, image.table_xxh3)
 
     def stop(self, directory: str, reason: str) -> None:
         """Cancel the write into this directory."""

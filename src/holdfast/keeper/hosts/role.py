@@ -136,9 +136,7 @@ class HostRole:
         if network is not None:
             network.begin(incarnation)
             self._ensure_parity().serve(network, incarnation)
-            self._executor.published.serve(
-                network.peers, self._host_id, network.address, network.port
-            )
+            self._executor.published.serve(network.peers, self._host_id, network.port)
 
     @property
     def parity(self) -> ParityWorker | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from holdfast.errors import ArenaError
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum
+from holdfast.format.manifest import ImageId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.parity.store import StoredParity, shard_path
 from holdfast.parity.planning.record import ParityRecord
@@ -29,7 +30,7 @@ from holdfast.restore.cluster.decode import (
     sums_of,
 )
 from holdfast.restore.cluster.peer_images import PeerImage
-from holdfast.restore.planning.holdings import GroupMember, ImageIdentity, checked_record, shard_of
+from holdfast.restore.planning.holdings import GroupMember, checked_record, shard_of
 from holdfast.restore.planning.plan import BATCH_BYTES
 from holdfast.restore.reading.images import ImageFile, SlotImage
 from holdfast.transport.client import Puller
@@ -101,11 +102,11 @@ def open_group(
         if row.record.attempt == attempt and row.record.members == record.members
     }
 
-    def image(member: GroupMember, image: ImageIdentity) -> ImageFile | None:
+    def image(member: GroupMember, image: ImageId) -> ImageFile | None:
         host = member.host if places is None else places.get(image.rank, "")
         if host == reach.own and image.rank in reach.slots:
             path = reach.memory.slot_path(reach.slots[image.rank])
-            return SlotImage(str(path), image.image_bytes, image.header_xxh3, image.table_xxh3)
+            return SlotImage(str(path), image)
         if host not in reach.peers:
             return None
         return PeerImage(reach.puller, reach.peers[host], attempt, generation, image)
@@ -126,14 +127,7 @@ def open_group(
         size_bytes = coding.row_bytes(stripe)
         return peer_shard(puller, peer, attempt, generation, size_bytes, (stripe, row), known)
 
-    identity = {
-        "incarnation": str(record.incarnation),
-        "step": str(record.step),
-        "attempt": attempt,
-        "world": str(record.world),
-        "layout": record.layout,
-    }
-    return GroupAccess(coding, identity, image, shard)
+    return GroupAccess(coding, record.attempt_id.metadata, image, shard)
 
 
 def decode_image(group: GroupAccess, record: ParityRecord, rank: int) -> DegradedImage:

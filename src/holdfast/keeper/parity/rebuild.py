@@ -169,8 +169,7 @@ class RebuildCoordinator:
             return False
         self._lost.remove(one)
         attempts, attempt = self._coordinator.attempts, self._coordinator.attempts[self._attempt]
-        slot.state, slot.image_bytes = "captured", fact.image_bytes
-        slot.header_xxh3, slot.table_xxh3 = fact.header_xxh3, fact.table_xxh3
+        slot.state, slot.image = "captured", fact.image
         attempt.slots[one.rank] = slot.id
         attempt.sealed.add(one.rank)
         attempts.recount()
@@ -345,15 +344,7 @@ class RebuildWorker:
         if failure:
             run.tell(messages.RebuildFailed(slot=order.slot, attempt=order.attempt, reason=failure))
         else:
-            self._offering.publish(
-                order.slot,
-                order.attempt,
-                fact.rank,
-                record.incarnation,
-                record.step,
-                fact.image_bytes,
-                record.layout,
-            )
+            self._offering.publish(order.slot, record.attempt_id, fact.image)
             self._offering.refresh()
             emit(
                 ImageRebuilt(
@@ -366,14 +357,7 @@ class RebuildWorker:
                 )
             )
             run.tell(
-                messages.RebuildComplete(
-                    slot=order.slot,
-                    attempt=order.attempt,
-                    rank=fact.rank,
-                    image_bytes=fact.image_bytes,
-                    header_xxh3=fact.header_xxh3,
-                    table_xxh3=fact.table_xxh3,
-                )
+                messages.RebuildComplete(slot=order.slot, attempt=order.attempt, image=fact.image)
             )
         self._go_on()
 

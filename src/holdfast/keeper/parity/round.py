@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.coordinator.slots import Slot, host_of
-from holdfast.format.manifest import Generation
+from holdfast.format.manifest import Generation, ImageId
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import ParityShards
 from holdfast.parity.planning.groups import (
@@ -56,11 +56,11 @@ class RoundOrders:
 
     def __init__(self, attempt: Attempt, slots: Mapping[int, Slot]) -> None:
         self._attempt = attempt
-        self._images: dict[int, list[tuple[int, str, str]]] = {}
+        self._images: dict[int, list[ImageId]] = {}
         sizes: Counter[int] = Counter()
-        for rank, number in sorted(attempt.slots.items()):
+        for _, number in sorted(attempt.slots.items()):
             host, slot = host_of(number), slots[number]
-            self._images.setdefault(host, []).append((rank, slot.header_xxh3, slot.table_xxh3))
+            self._images.setdefault(host, []).append(slot.image)
             sizes[host] += slot.image_bytes
         self.largest_bytes = max(sizes.values(), default=0)
         """The images of the host that has the most: each host reads that much."""
@@ -69,12 +69,11 @@ class RoundOrders:
         """Return the order for a host, by its number."""
         attempt, images = self._attempt, self._images.get(host, [])
         ranges: list[tuple[int, int]] = []
-        for rank, _, _ in images:
-            if ranges and ranges[-1][1] == rank:
-                ranges[-1] = ranges[-1][0], rank + 1
+        for image in images:
+            if ranges and ranges[-1][1] == image.rank:
+                ranges[-1] = ranges[-1][0], image.rank + 1
             else:
-                ranges.append((rank, rank + 1))
-        subject = attempt.incarnation, attempt.step, attempt.world, attempt.layout
+                ranges.append((image.rank, image.rank + 1))
         return messages.MakeParity(
             round_id=state.round_id,
             half=state.coding_half,
@@ -82,7 +81,7 @@ class RoundOrders:
             ranks=tuple(ranges),
             seals=seals_of(images),
             rate_bytes_s=rate_bytes_s,
-            subject=None if images else subject,
+            attempt_id=None if images else attempt.attempt_id,
         )
 
 

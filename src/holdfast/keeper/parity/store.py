@@ -7,14 +7,13 @@ before their buffer is written, and written when all of it is complete.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.errors import ArenaError, FormatError
 from holdfast.events import Warned, emit
-from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.arena_files import ArenaFiles, write_whole
 from holdfast.parity.planning.budget import capacity, check_room
 from holdfast.parity.planning.groups import Division, GroupHost, HostGroup
 from holdfast.parity.planning.placement import StoredShard
@@ -202,13 +201,7 @@ class ShardFiles:
         found = []
         for offset, data in rows:
             path = self._record_path(half, offset)
-            temporary = path.with_suffix(f".{os.getpid()}")
-            try:
-                temporary.write_bytes(data)
-                temporary.rename(path)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+            write_whole(path, data)
             found.append(StoredParity(half, offset, unseal(data, str(path)), data))
         return found
 

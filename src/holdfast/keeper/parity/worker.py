@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, NotFound, NotProtected
 from holdfast.format.image import header_size
-from holdfast.format.manifest import Generation
+from holdfast.format.manifest import AttemptId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import Fact
@@ -121,8 +121,7 @@ class ParityWorker:
         there = {rank: slots[n] for rank, n in self._slots_of(order.attempt).items()}
         if lacking := sorted(wanted - there.keys()):
             raise NotFound(f"the images of ranks {lacking[:4]} were damaged meanwhile")
-        sealed = ((rank, there[rank].header_xxh3, there[rank].table_xxh3) for rank in wanted)
-        if seals_of(sealed) != order.seals:
+        if seals_of(there[rank].image for rank in wanted) != order.seals:
             raise NotFound("the images here are not those that were captured")
         images = []
         for rank in sorted(wanted):
@@ -170,12 +169,12 @@ class ParityWorker:
         group, server = self._group, self._server
         if group is None or server is None:
             raise NotProtected("this keeper was told no group")
-        subject = order.subject
-        if subject is None:
+        attempt_id = order.attempt_id
+        if attempt_id is None:
             attempts = (one for one in self._memory.discovered()[1] if one.id == order.attempt)
             if (one := next(attempts, None)) is None:
                 raise NotFound("there is no image of it here")
-            subject = one.incarnation, one.step, one.world, one.layout
+            attempt_id = one.attempt_id
         member, half = self.member(order), 1 - order.half
         records = [row.record for row in self.store.all() if row.half == half]
         earlier = {
@@ -184,7 +183,7 @@ class ParityWorker:
             for one in record.members
             for image in one.images
         }
-        run = _ParityRun(order, group, subject, member, heads_of(records), tell)
+        run = _ParityRun(order, group, attempt_id, member, heads_of(records), tell)
         server.offer_document(run.path, list_of(member, earlier), generation=run.generation)
         return run
 
@@ -305,7 +304,6 @@ class ParityWorker:
         def patience() -> float:
             return PATIENCE_S
 
-        incarnation, step, world, layout = run.subject
         members = TermsReader(
             run.member,
             [peer for peer in run.group.members if peer.name != self._own],
@@ -319,10 +317,10 @@ class ParityWorker:
         ).run()
         terms = RecordTerms(
             self._memory.run_id,
-            Generation(incarnation, step),
-            order.attempt,
-            world,
-            layout,
+            run.attempt_id.generation,
+            run.attempt_id.attempt,
+            run.attempt_id.world,
+            run.attempt_id.layout,
             run.group.parity,
             members,
             order.round_id,
@@ -455,14 +453,14 @@ class _ParityRun:
         self,
         order: messages.MakeParity,
         group: ParityGroup,
-        subject: tuple[int, int, int, str],
+        attempt_id: AttemptId,
         member: MemberFact,
         heads: Mapping[str, bytes],
         tell: Told,
     ) -> None:
-        self.order, self.group, self.subject, self.member = order, group, subject, member
+        self.order, self.group, self.attempt_id, self.member = order, group, attempt_id, member
         self.heads, self.tell = heads, tell
-        self.generation = generation_name(Generation(*subject[:2]))
+        self.generation = generation_name(attempt_id.generation)
         self.path = members_path(order.attempt, order.round_id)
         self.why = ""
         """Reason for its cancellation; "" while it is not cancelled."""

@@ -21,7 +21,13 @@ import msgspec
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
 from holdfast.format.checksum import BLOCK_BYTES, Buffer, block_count, checksum, text
 from holdfast.format.image import MAX_HEADER_BYTES, PAGE_BYTES, table_offset
-from holdfast.format.manifest import MAX_IMAGE_BYTES, MAX_NUMBER, Generation
+from holdfast.format.manifest import (
+    MAX_IMAGE_BYTES,
+    MAX_NUMBER,
+    AttemptId,
+    Generation,
+    ImageId,
+)
 from holdfast.geometry.mesh import MAX_RANKS
 from holdfast.parity.planning.groups import MAX_GROUP
 from holdfast.parity.planning.placement import StoredShard, StripePlacement, stored_by
@@ -51,6 +57,11 @@ class ImageFact(msgspec.Struct, frozen=True):
     """The header itself. It keeps the metadata wherever the data can be rebuilt."""
 
     @property
+    def image(self) -> ImageId:
+        """The identity of the image."""
+        return ImageId(self.rank, self.image_bytes, self.header_xxh3, self.table_xxh3)
+
+    @property
     def coded_bytes(self) -> int:
         """Bytes of the data and their block table."""
         return self.image_bytes - self.data_start
@@ -63,8 +74,8 @@ class MemberFact(msgspec.Struct, frozen=True):
     images: tuple[ImageFact, ...]
 
 
-def seals_of(images: Iterable[tuple[int, str, str]]) -> int:
-    """Return one checksum of many seals: rank, header's and table's checksum of each image."""
+def seals_of(images: Iterable[ImageId]) -> int:
+    """Return one checksum of the identities of many images."""
     return checksum(msgspec.msgpack.encode(sorted(images)))
 
 
@@ -92,6 +103,11 @@ class ParityRecord(msgspec.Struct, frozen=True):
     def generation(self) -> Generation:
         """Return (incarnation, step)."""
         return Generation(self.incarnation, self.step)
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        """Return the attempt that the shard is of."""
+        return AttemptId(self.incarnation, self.step, self.attempt, self.world, self.layout)
 
     @property
     def placement(self) -> StripePlacement:

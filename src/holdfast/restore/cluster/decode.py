@@ -27,6 +27,7 @@ from holdfast.errors import (
 from holdfast.events import SourceDropped, emit
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, text
 from holdfast.format.image import Header, round_up
+from holdfast.format.manifest import ImageId
 from holdfast.parity.coding.backends import chosen
 from holdfast.parity.coding.codes import Coder
 from holdfast.parity.planning.placement import (
@@ -38,12 +39,11 @@ from holdfast.parity.planning.placement import (
     stored_by,
 )
 from holdfast.parity.planning.record import ParityRecord
-from holdfast.restore.cluster.peer_images import PeerRanges, Ranges
+from holdfast.restore.cluster.peer_images import PeerRanges, Ranges, staged
 from holdfast.restore.planning.holdings import (
     CodedGroup,
     GroupCoding,
     GroupMember,
-    ImageIdentity,
 )
 from holdfast.restore.planning.plan import BATCH_BYTES
 from holdfast.restore.reading.images import ImageFile, checked_header, checked_table
@@ -301,7 +301,7 @@ class _OpenSources(NamedTuple):
     table: bytes
 
 
-class DegradedImage:
+class DegradedImage(ImageFile):
     """Image ``image`` of ``member`` of a group: an ``ImageFile``.
 
     ``read_head`` returns its header's bytes. Reads raise TooManyLost when too few members are left.
@@ -352,23 +352,13 @@ class DegradedImage:
         self._opened = _OpenSources(header, sums, bytes(table))
         return header, sums
 
-    def block_name(self, number: int) -> str:
-        """See ``ImageFile``."""
-        return f"block {number} of {self.name}"
-
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
     ) -> memoryview:
         """See ``ImageFile``."""
         assert self._opened is not None
         header, table = self._opened.header, self._opened.table
-        if not 0 <= start <= stop <= self.size_bytes:
-            raise FormatError(
-                f"{self.name} has {self.size_bytes} bytes; bytes {start} to {stop} were asked for"
-            )
-        if len(staging) < stop - start:
-            staging = bytearray(stop - start)
-        into = memoryview(staging)[: stop - start]
+        into = staged(self, start, stop, staging)
         data, end = self._data_start, self._data_start + header.table.offset
         for begin, known in ((0, self._head), (end, table)):
             first, last = max(start, begin), min(stop, begin + len(known))
@@ -447,7 +437,7 @@ class GroupAccess:
         self,
         coding: GroupCoding,
         identity: Mapping[str, str],
-        image: Callable[[GroupMember, ImageIdentity], ImageFile | None],
+        image: Callable[[GroupMember, ImageId], ImageFile | None],
         shard: Callable[[GroupMember, int, int], ParityRow | None],
     ) -> None:
         self.coding, self._identity = coding, identity

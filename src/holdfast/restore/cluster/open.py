@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import ArenaError, ChecksumMismatch, HoldfastError, NotFound
-from holdfast.format.manifest import Generation
+from holdfast.format.manifest import AttemptId, Generation, ImageId
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.parity.planning.record import ParityRecord
@@ -30,7 +30,6 @@ from holdfast.restore.planning.holdings import (
     Decoding,
     GroupCoding,
     GroupMember,
-    ImageIdentity,
     ImageOrigin,
     Recovery,
     ShardSource,
@@ -51,7 +50,7 @@ class LocalSlot(NamedTuple):
     """A slot of this host's arena: its path, and the image in it."""
 
     path: str
-    image: ImageIdentity
+    image: ImageId
 
 
 @dataclass(frozen=True)
@@ -76,16 +75,16 @@ class ClusterReach:
             raise NotFound(f"nobody told where the keeper of {host} is asked; take another source")
         return self.peers[host]
 
-    def images(self, host: str, attempt: str) -> dict[int, ImageIdentity]:
+    def images(self, host: str, attempt: str) -> dict[int, ImageId]:
         """Return the images of an attempt in a host's memory, by rank. PeerError or NotFound."""
         if host == self.host:
             return {rank: slot.image for (of, rank), slot in self.slots.items() if of == attempt}
         data = self.puller.document(self.peer(host), INVENTORY)
         return {
-            one.rank: ImageIdentity(one.rank, one.image_bytes, one.header_xxh3, one.table_xxh3)
+            image.rank: image
             for part in decode_inventory(data, host).parts
-            if part.attempt == attempt
-            for one in part.images
+            if part.attempt_id.attempt == attempt
+            for image in part.images
         }
 
     def record(
@@ -152,13 +151,8 @@ class ImageOpener:
         candidate = recovery.candidate
         self._attempt = candidate.attempt
         self._generation = generation_name(candidate.generation)
-        self.identity = {
-            "incarnation": str(candidate.incarnation),
-            "step": str(candidate.step),
-            "attempt": candidate.attempt,
-            "world": str(recovery.world),
-            "layout": recovery.layout,
-        }
+        id_ = AttemptId(*candidate.generation, candidate.attempt, recovery.world, recovery.layout)
+        self.identity = id_.metadata
         self.files = _ImageFiles(recovery.world, self._open)
         self.stored: Checkpoint | None = None
         self._groups: dict[GroupCoding, GroupAccess] = {}
@@ -218,7 +212,7 @@ class ImageOpener:
         name = image_name(here, self._attempt, image.rank)
         try:
             path = self._reach.slots[self._attempt, image.rank].path
-            file = SlotImage(path, image.image_bytes, image.header_xxh3, image.table_xxh3)
+            file = SlotImage(path, image)
         except (ArenaError, KeyError) as error:
             raise NotFound(f"{name} is no longer in this host's memory: {error}", path=name) from (
                 error
@@ -242,7 +236,7 @@ class ImageOpener:
 
         return GroupAccess(coding, self.identity, self._image, shard)
 
-    def _image(self, _: GroupMember, image: ImageIdentity) -> ImageFile | None:
+    def _image(self, _: GroupMember, image: ImageId) -> ImageFile | None:
         source = self._recovery.sources[image.rank]
         return self.files[image.rank] if source.hosts and source.image == image else None
 

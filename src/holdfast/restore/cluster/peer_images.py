@@ -11,8 +11,9 @@ from typing import Protocol
 
 from holdfast.errors import FormatError
 from holdfast.format.image import Header, header_size
-from holdfast.restore.planning.holdings import ImageIdentity, image_name
-from holdfast.restore.reading.images import checked_header, checked_table
+from holdfast.format.manifest import ImageId
+from holdfast.restore.planning.holdings import image_name
+from holdfast.restore.reading.images import ImageFile, checked_header, checked_table
 from holdfast.transport.client import Puller, WantedRange
 from holdfast.transport.client_connection import Peer
 from holdfast.transport.wire.http import image_path
@@ -35,6 +36,17 @@ class Ranges(Protocol):
         ...
 
 
+def staged(source: Ranges, start: int, stop: int, staging: bytearray | memoryview) -> memoryview:
+    """Return memory for these bytes of ``source``: in ``staging`` where it has room for them."""
+    if not 0 <= start <= stop <= source.size_bytes:
+        raise FormatError(
+            f"{source.name} has {source.size_bytes} bytes; bytes {start} to {stop} were asked for"
+        )
+    if len(staging) < stop - start:
+        staging = bytearray(stop - start)
+    return memoryview(staging)[: stop - start]
+
+
 class PeerRanges:
     """A resource that a peer offers under ``path``, of a generation named as in 3-1200.
 
@@ -55,23 +67,17 @@ class PeerRanges:
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
     ) -> memoryview:
         """See ``ImageFile``."""
-        if not 0 <= start <= stop <= self.size_bytes:
-            raise FormatError(
-                f"{self.name} has {self.size_bytes} bytes; bytes {start} to {stop} were asked for"
-            )
-        if len(staging) < stop - start:
-            staging = bytearray(stop - start)
-        view = memoryview(staging)[: stop - start]
+        view = staged(self, start, stop, staging)
         wanted = WantedRange(self._peer, self._path, self._generation, start, view)
         self._puller.pull([wanted])
         return view
 
 
-class PeerImage(PeerRanges):
+class PeerImage(PeerRanges, ImageFile):
     """An image in a slot of another host's arena: an ``ImageFile``."""
 
     def __init__(
-        self, puller: Puller, peer: Peer, attempt: str, generation: str, image: ImageIdentity
+        self, puller: Puller, peer: Peer, attempt: str, generation: str, image: ImageId
     ) -> None:
         super().__init__(
             puller,
@@ -96,7 +102,3 @@ class PeerImage(PeerRanges):
         header = checked_header(self, raw, expected)
         table = self.view(data_start + header.table.offset, self.size_bytes, bytearray())
         return header, checked_table(self, header, bytes(table))
-
-    def block_name(self, number: int) -> str:
-        """See ``ImageFile``."""
-        return f"block {number} of {self.name}"

@@ -1,7 +1,7 @@
-"""PURE. Data types: what hosts hold of generations, and the chosen origin of each image.
+"""PURE. Data types: how groups coded images, and the chosen origin of each image.
 
-The same facts as in the keepers' inventories and in the parity records, reduced to what the choice
-of a source needs. All are values: equal ones are the same thing, whichever host reported it.
+The same facts as in the parity records, reduced to what the choice of a source needs. All are
+values: equal ones are the same thing, whichever host reported it.
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ from msgspec import Struct, msgpack
 
 from holdfast.errors import FormatError, NotFound, PeerError
 from holdfast.format.checksum import BLOCK_BYTES, block_count, checksum
+from holdfast.format.manifest import ImageId
 from holdfast.parity.planning.placement import StripePlacement, stripes
 from holdfast.parity.planning.record import ParityRecord
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.transport.wire.http import image_path
 
 
-class ImageIdentity(Struct, frozen=True, order=True):
-    """Identifies one image by its checksums."""
-
-    rank: int
-    image_bytes: int
-    header_xxh3: str
-    table_xxh3: str
-
-
 class CodedGroup(Struct, frozen=True, order=True):
     """An image as a group codes it: from ``data_start`` on."""
 
-    image: ImageIdentity
+    image: ImageId
     data_start: int
 
     @property
@@ -85,30 +77,6 @@ class ShardHolding(Struct, frozen=True, order=True):
     row: int
 
 
-class ImageHolding(Struct, frozen=True, order=True):
-    """The holdings of one host of one attempt."""
-
-    incarnation: int
-    step: int
-    attempt: str
-    world: int
-    layout: str
-    images: tuple[ImageIdentity, ...] = ()
-    rows: tuple[ShardHolding, ...] = ()
-    nonce: str = ""
-
-
-class HostHolding(Struct, frozen=True):
-    """All holdings of one host, and the address of its keeper."""
-
-    host: str
-    parts: tuple[ImageHolding, ...] = ()
-    parents: dict[int, tuple[int, int] | None] = {}
-    address: str = ""
-    port: int = 0
-    starts: dict[int, tuple[str, float]] = {}
-
-
 class ShardSource(Struct, frozen=True, order=True):
     """A parity shard, and the hosts that hold it."""
 
@@ -135,7 +103,7 @@ class ImageOrigin(Struct, frozen=True):
     """The origin of one image: ``hosts`` that hold it, else ``decoding``, else storage."""
 
     rank: int
-    image: ImageIdentity | None = None
+    image: ImageId | None = None
     hosts: tuple[str, ...] = ()
     decoding: Decoding | None = None
 
@@ -189,7 +157,7 @@ def image_name(host: str, attempt: str, rank: int) -> str:
 # those of a host binds the inventory that a rank asks for to the one that rank 0 chose by.
 
 #: Returns the images of an attempt that a host says it has, by rank.
-ImagesOf = Callable[[str], Mapping[int, ImageIdentity]]
+ImagesOf = Callable[[str], Mapping[int, ImageId]]
 
 
 class _HostShare(Struct, frozen=True, array_like=True):
@@ -217,7 +185,7 @@ def encode_choice(recovery: Recovery | None) -> bytes:
     """Encode the chosen recovery for all ranks: tens of bytes for each host with its own images."""
     if recovery is None:
         return b""
-    alone: dict[str, list[ImageIdentity]] = {host: [] for host in recovery.holders}
+    alone: dict[str, list[ImageId]] = {host: [] for host in recovery.holders}
     others: list[ImageOrigin] = []
     for one in recovery.sources:
         if len(one.hosts) == 1 and one.image is not None and one.decoding is None:
@@ -236,7 +204,7 @@ def encode_choice(recovery: Recovery | None) -> bytes:
     return zlib.compress(msgpack.encode(choice))
 
 
-def decode_choice(data: bytes, ask: Callable[[str, str], Mapping[int, ImageIdentity]]) -> Recovery:
+def decode_choice(data: bytes, ask: Callable[[str, str], Mapping[int, ImageId]]) -> Recovery:
     """Decode what rank 0 chose. ``ask`` returns the images of an attempt that a host has, and is
     called for the hosts that this rank needs.
     """
@@ -252,7 +220,7 @@ def decode_choice(data: bytes, ask: Callable[[str, str], Mapping[int, ImageIdent
     )
 
 
-def _runs(images: Sequence[ImageIdentity]) -> tuple[tuple[int, int], ...]:
+def _runs(images: Sequence[ImageId]) -> tuple[tuple[int, int], ...]:
     runs: list[tuple[int, int]] = []
     for image in images:
         if runs and sum(runs[-1]) == image.rank:
@@ -262,7 +230,7 @@ def _runs(images: Sequence[ImageIdentity]) -> tuple[tuple[int, int], ...]:
     return tuple(runs)
 
 
-def _seal(images: Iterable[ImageIdentity]) -> bytes:
+def _seal(images: Iterable[ImageId]) -> bytes:
     return checksum(msgpack.encode([*images])).to_bytes(8, "little")
 
 
@@ -276,7 +244,7 @@ class _ToldSources(Sequence[ImageOrigin]):
         runs = ((*run, share.host) for share in choice.shares for run in share.runs)
         self._runs = sorted(runs)
         self._size = len(self._others) + sum(count for _, count, _ in self._runs)
-        self._images: dict[str, Mapping[int, ImageIdentity]] = {}
+        self._images: dict[str, Mapping[int, ImageId]] = {}
 
     def __len__(self) -> int:
         return self._size
@@ -298,7 +266,7 @@ class _ToldSources(Sequence[ImageOrigin]):
             self._images[host] = self._asked(self._shares[host])
         return ImageOrigin(rank, self._images[host][rank], (host,))
 
-    def _asked(self, share: _HostShare) -> Mapping[int, ImageIdentity]:
+    def _asked(self, share: _HostShare) -> Mapping[int, ImageId]:
         """Return the images of a host, which are those that rank 0 chose; NotFound or PeerError."""
         there = self._ask(share.host)
         ranks = [rank for first, count in share.runs for rank in range(first, first + count)]
@@ -324,14 +292,7 @@ def shard_of(record: ParityRecord) -> ShardHolding:
     """
     members = (
         GroupMember(
-            member.host,
-            tuple(
-                CodedGroup(
-                    ImageIdentity(one.rank, one.image_bytes, one.header_xxh3, one.table_xxh3),
-                    one.data_start,
-                )
-                for one in member.images
-            ),
+            member.host, tuple(CodedGroup(one.image, one.data_start) for one in member.images)
         )
         for member in record.members
     )

@@ -15,6 +15,7 @@ from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Entry, Header, piece_name, volume
 from holdfast.geometry.box import Box, cover_fault
+from holdfast.geometry.index import flat
 from holdfast.geometry.layout import Layout
 
 #: The largest staging buffer of one reader thread, including the blocks at both ends.
@@ -192,8 +193,8 @@ def _spans(fetch: Fetch, want: Want, entry: Entry) -> list[ByteSpan] | None:
     length = volume(shape[last:]) * item
     if length < RUN_BYTES and volume(shape[:last]) > 1:
         return None
-    first = entry.offset + _flat(part.relative_to(piece).start, stored) * item
-    at = _flat(part.relative_to(box).start, wanted) * item
+    first = entry.offset + flat(part.relative_to(piece).start, stored) * item
+    at = flat(part.relative_to(box).start, wanted) * item
     # Strides of the other dimensions in bytes, in the destination and in the piece.
     there = [volume(stored[dim + 1 :]) * item for dim in range(last)]
     here = [volume(wanted[dim + 1 :]) * item for dim in range(last)]
@@ -213,7 +214,7 @@ def _slabs(fetch: Fetch, offset: int, size_bytes: int) -> Iterator[Slab]:
     for rows in _row_ranges(whole, inner, max(1, BATCH_BYTES // 2 // max(1, item))):
         part = rows.intersect(inner)
         assert part is not None  # every range overlaps the wanted part
-        start = _flat(rows.start, whole.shape) * item
+        start = flat(rows.start, whole.shape) * item
         yield Slab(
             fetch,
             offset + start,
@@ -221,13 +222,6 @@ def _slabs(fetch: Fetch, offset: int, size_bytes: int) -> Iterator[Slab]:
             rows,
             part.shift(fetch.piece.start),
         )
-
-
-def _flat(at: Sequence[int], shape: Sequence[int]) -> int:
-    number = 0
-    for index, size in zip(at, shape, strict=True):
-        number = number * size + index
-    return number
 
 
 def _row_ranges(whole: Box, inner: Box, limit: int, dim: int = 0) -> Iterator[Box]:
@@ -240,18 +234,11 @@ def _row_ranges(whole: Box, inner: Box, limit: int, dim: int = 0) -> Iterator[Bo
     row = whole.volume // (whole.stop[dim] - whole.start[dim])
     if row > limit:
         for index in range(inner.start[dim], inner.stop[dim]):
-            yield from _row_ranges(_with(whole, dim, index, index + 1), inner, limit, dim + 1)
+            yield from _row_ranges(whole.between(dim, index, index + 1), inner, limit, dim + 1)
         return
     step = max(1, limit // row)
     for start in range(inner.start[dim], inner.stop[dim], step):
-        yield _with(whole, dim, start, min(start + step, inner.stop[dim]))
-
-
-def _with(box: Box, dim: int, start: int, stop: int) -> Box:
-    return Box(
-        (*box.start[:dim], start, *box.start[dim + 1 :]),
-        (*box.stop[:dim], stop, *box.stop[dim + 1 :]),
-    )
+        yield whole.between(dim, start, min(start + step, inner.stop[dim]))
 
 
 def _group(rank: int, items: Sequence[ByteSpan | Slab]) -> Iterator[ReadBatch]:

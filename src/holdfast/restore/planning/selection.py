@@ -10,14 +10,15 @@ selection runs with one host fewer.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.format.manifest import Lineage
+from holdfast.format.manifest import AttemptId, ImageId, Lineage
+from holdfast.protocol.messages import HoldingPart, Inventory
 from holdfast.restore.planning.candidates import (
     Candidate,
     StartRecords,
@@ -29,12 +30,10 @@ from holdfast.restore.planning.candidates import (
 from holdfast.restore.planning.holdings import (
     Decoding,
     GroupCoding,
-    HostHolding,
-    ImageHolding,
-    ImageIdentity,
     ImageOrigin,
     Recovery,
     Refusal,
+    ShardHolding,
     ShardSource,
     image_name,
 )
@@ -56,14 +55,16 @@ class Inventories(Struct, frozen=True):
     incarnations.
 
     ``parents`` and ``starts`` are as storage has them, and join what hosts say as ``join_parents``
-    does; ``unreadable`` are the incarnations whose records there cannot be read.
+    does; ``unreadable`` are the incarnations whose records there cannot be read. ``rows`` are the
+    parity shards of which the records are known, by host and attempt.
     """
 
-    holdings: tuple[HostHolding, ...] = ()
+    holdings: tuple[Inventory, ...] = ()
     stored: tuple[Candidate, ...] = ()
     parents: dict[int, tuple[int, int] | None] = {}
     unreadable: tuple[int, ...] = ()
     starts: dict[int, tuple[str, float]] = {}
+    rows: dict[tuple[str, AttemptId], tuple[ShardHolding, ...]] = {}
 
     @property
     def line(self) -> Lineage:
@@ -72,11 +73,11 @@ class Inventories(Struct, frozen=True):
 
     def candidates(self) -> list[Candidate]:
         """All that can be restored, of all lines of incarnations."""
-        return [one.candidate for one in find_all(self.holdings, self.stored).recoveries]
+        return [one.candidate for one in find_all(self).recoveries]
 
     def find(self, wanted: int | str | None = None) -> Selection:
         """Select for ``wanted``, as ``choose`` takes it: what can be restored, and what cannot."""
-        selection, parents = find_all(self.holdings, self.stored), self._parents()
+        selection, parents = find_all(self), self._parents()
         can = {one.candidate: one for one in selection.recoveries}
         cannot = {
             Candidate(one.incarnation, one.step, "memory", one.attempt): one
@@ -117,9 +118,10 @@ class Inventories(Struct, frozen=True):
             memory = StartRecords(holding.parents, holding.starts)
             replaced = replaced_starts(memory, stored)
             for part in holding.parts:
-                if is_replaced(part.incarnation, part.nonce, memory, stored, replaced):
-                    attempts.add(part.attempt)
-                    numbers.add(part.incarnation)
+                id_ = part.attempt_id
+                if is_replaced(id_.incarnation, part.nonce, memory, stored, replaced):
+                    attempts.add(id_.attempt)
+                    numbers.add(id_.incarnation)
         if not attempts:
             return self, numbers
         left = self.holdings
@@ -128,15 +130,16 @@ class Inventories(Struct, frozen=True):
         return replace(self, holdings=left), numbers
 
 
-def _less_attempt(holding: HostHolding, attempt: str) -> HostHolding:
-    return replace(holding, parts=tuple(p for p in holding.parts if p.attempt != attempt))
+def _less_attempt(holding: Inventory, attempt: str) -> Inventory:
+    kept = (part for part in holding.parts if part.attempt_id.attempt != attempt)
+    return replace(holding, parts=tuple(kept))
 
 
-def _less_images(holding: HostHolding, attempt: str, names: Collection[object]) -> HostHolding:
+def _less_images(holding: Inventory, attempt: str, names: Collection[object]) -> Inventory:
     """Return a holding without the images of this attempt that errors name so."""
     parts = []
     for part in holding.parts:
-        if part.attempt == attempt:
+        if part.attempt_id.attempt == attempt:
             called = {one: image_name(holding.host, attempt, one.rank) for one in part.images}
             kept = tuple(one for one, name in called.items() if name not in names)
             part = replace(part, images=kept)
@@ -147,31 +150,19 @@ def _less_images(holding: HostHolding, attempt: str, names: Collection[object]) 
 # ── one attempt ──────────────────────────────────────────────────────────────────────────────
 
 
-class _Key(NamedTuple):
-    """The facts that all parts of an attempt must share."""
-
-    incarnation: int
-    step: int
-    attempt: str
-    world: int
-    layout: str
-
-
-def find_all(holdings: Iterable[HostHolding], stored: Iterable[Candidate]) -> Selection:
+def find_all(known: Inventories) -> Selection:
     """Find, for every attempt anywhere, whether it can be restored. All lines of incarnations."""
-    attempts: defaultdict[_Key, list[tuple[str, ImageHolding]]] = defaultdict(list)
+    attempts: defaultdict[AttemptId, list[tuple[str, HoldingPart]]] = defaultdict(list)
     hosts = set()
-    for holding in sorted(holdings, key=lambda one: one.host):
+    for holding in sorted(known.holdings, key=lambda one: one.host):
         hosts.add(holding.host)
         for part in holding.parts:
-            if part.world > 0:
-                key = _Key(part.incarnation, part.step, part.attempt, part.world, part.layout)
-                attempts[key].append((holding.host, part))
-    in_storage = list(stored)
-    recoveries, refusals = [Recovery(one) for one in in_storage], []
+            if part.attempt_id.world > 0:
+                attempts[part.attempt_id].append((holding.host, part))
+    recoveries, refusals = [Recovery(one) for one in known.stored], []
     for key, parts in sorted(attempts.items(), key=lambda one: one[0], reverse=True):
-        attempt = _AttemptSources(key, parts, hosts)
-        manifest = min((one for one in in_storage if _is_of(one, key)), default=None)
+        attempt = _AttemptSources(key, parts, known.rows, hosts)
+        manifest = min((one for one in known.stored if _is_of(one, key)), default=None)
         if not attempt.missing:
             recoveries.append(attempt.recovery(None))
             continue
@@ -181,7 +172,7 @@ def find_all(holdings: Iterable[HostHolding], stored: Iterable[Candidate]) -> Se
     return Selection(tuple(recoveries), tuple(refusals))
 
 
-def _is_of(candidate: Candidate, key: _Key) -> bool:
+def _is_of(candidate: Candidate, key: AttemptId) -> bool:
     return (*candidate.generation, candidate.attempt) == (key.incarnation, key.step, key.attempt)
 
 
@@ -189,16 +180,20 @@ class _AttemptSources:
     """One attempt, and what all hosts together have of it."""
 
     def __init__(
-        self, key: _Key, parts: Sequence[tuple[str, ImageHolding]], answered: set[str]
+        self,
+        key: AttemptId,
+        parts: Sequence[tuple[str, HoldingPart]],
+        known_rows: Mapping[tuple[str, AttemptId], Sequence[ShardHolding]],
+        answered: set[str],
     ) -> None:
         self._key, self._answered = key, answered
         self._holders = tuple(dict.fromkeys(host for host, _ in parts))
-        held: dict[int, dict[ImageIdentity, set[str]]] = {}
+        held: dict[int, dict[ImageId, set[str]]] = {}
         rows: dict[GroupCoding, dict[tuple[int, int], set[str]]] = {}
         for host, part in parts:
             for image in part.images:
                 held.setdefault(image.rank, {}).setdefault(image, set()).add(host)
-            for row in part.rows:
+            for row in known_rows.get((host, key), ()):
                 at = row.stripe, row.row
                 rows.setdefault(row.coding, {}).setdefault(at, set()).add(host)
         # Of two different ones, one is not what was captured, and it is unknown which.
@@ -302,7 +297,7 @@ class GroupSurvivors:
     def __init__(
         self,
         coding: GroupCoding,
-        held: Mapping[ImageIdentity, Hosts],
+        held: Mapping[ImageId, Hosts],
         rows: Mapping[tuple[int, int], Hosts],
         answered: Hosts,
     ) -> None:
@@ -325,7 +320,7 @@ class GroupSurvivors:
         self._slack = [self._slack_of(stripe) for stripe in range(self._placement.members)]
         self.least = min(self._slack)
 
-    def image_of(self, rank: int) -> ImageIdentity:
+    def image_of(self, rank: int) -> ImageId:
         """The image of this rank, as this group coded it."""
         member, image = self.places[rank]
         return self.coding.members[member].images[image].image

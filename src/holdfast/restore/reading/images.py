@@ -17,7 +17,7 @@ from holdfast.errors import (
 )
 from holdfast.format.checksum import BLOCK_BYTES, checksum, text, unpack_table
 from holdfast.format.image import PART_METADATA, Header, header_size, join, parse_header
-from holdfast.format.manifest import ImageRef, Manifest
+from holdfast.format.manifest import ImageId, ImageRef, Manifest
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.protocol.arena import SlotFile
@@ -44,7 +44,7 @@ class ImageFile(Protocol):
 
         Must be called before ``view``.
         """
-        ...
+        return read_head(self, expected)
 
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
@@ -57,10 +57,10 @@ class ImageFile(Protocol):
 
     def block_name(self, number: int) -> str:
         """Name a block in words, for errors about changed blocks."""
-        ...
+        return f"block {number} of {self.name}"
 
 
-class StoredImage:
+class StoredImage(ImageFile):
     """An image in a store."""
 
     is_mapped = False
@@ -68,14 +68,6 @@ class StoredImage:
     def __init__(self, store: Store, path: str, size: int, header: str, table: str) -> None:
         self.store, self.name, self.size_bytes = store, path, size
         self.header_xxh3, self.table_xxh3 = header, table
-
-    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
-        """See ``ImageFile``."""
-        return read_head(self, expected)
-
-    def block_name(self, number: int) -> str:
-        """See ``ImageFile``."""
-        return f"block {number} of {self.name}"
 
     def check_length(self) -> None:
         """See ``ImageFile``."""
@@ -108,29 +100,21 @@ class StoredImage:
             raise short_read(self.name, self.store.url, start, stop - start, have)
 
 
-class SlotImage:
+class SlotImage(ImageFile):
     """An image in a slot of this host's arena."""
 
     is_mapped = True
 
-    def __init__(self, path: str, size: int, header: str, table: str) -> None:
+    def __init__(self, path: str, image: ImageId) -> None:
         self.slot = SlotFile.open(Path(path), writable=False)
-        self.name, self.size_bytes = path, size
-        self.header_xxh3, self.table_xxh3 = header, table
+        self.name, self.size_bytes = path, image.image_bytes
+        self.header_xxh3, self.table_xxh3 = image.header_xxh3, image.table_xxh3
         self.check_length()
 
     def check_length(self) -> None:
         """See ``ImageFile``: a slot may be longer."""
         if self.size_bytes > self.slot.capacity_bytes:
             raise FormatError(f"slot {self.name} is shorter than the image it is said to hold")
-
-    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
-        """See ``ImageFile``."""
-        return read_head(self, expected)
-
-    def block_name(self, number: int) -> str:
-        """See ``ImageFile``."""
-        return f"block {number} of {self.name}"
 
     def view(
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
@@ -139,7 +123,7 @@ class SlotImage:
         return self.slot.image[start:stop]
 
 
-class SplitImage:
+class SplitImage(ImageFile):
     """Joins an image and its frozen part, two files of a store, into the one image they were in
     memory.
 
@@ -305,17 +289,6 @@ def _expect(actual: str, stored: str, what: str) -> None:
         )
 
 
-def _identity(source: Manifest) -> dict[str, str]:
-    """Return the metadata that every image of a generation has in its header."""
-    return {
-        "incarnation": str(source.incarnation),
-        "step": str(source.step),
-        "attempt": source.attempt,
-        "world": str(source.world),
-        "layout": source.layout,
-    }
-
-
 def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
     """Decode a layout whose bytes must have this hash."""
     _expect(table_hash(data), hash_, f"layout {where}")
@@ -332,7 +305,7 @@ def from_manifest(store: Store, manifest: Manifest, layout: Layout | None = None
     for named in manifest.images:
         image, part = _stored(store, named), parts.get(named.rank)
         files[named.rank] = image if part is None else SplitImage(image, part)
-    return Checkpoint(layout, files, manifest.world, _identity(manifest))
+    return Checkpoint(layout, files, manifest.world, manifest.attempt_id.metadata)
 
 
 def _stored(store: Store, ref: ImageRef) -> StoredImage:

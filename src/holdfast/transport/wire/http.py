@@ -212,7 +212,7 @@ def _headers(lines: list[str]) -> dict[str, str] | None:
 
 
 INVENTORY = "/inventory"
-"""A document: ``holdfast.protocol.messages.Holding``, as MessagePack."""
+"""A document: ``holdfast.protocol.messages.Inventory``, as MessagePack."""
 
 
 def generation_name(generation: Generation) -> str:

@@ -92,17 +92,22 @@ class HttpAnswer:
         return "\n".join(lines).encode()
 
 
+def check_secret(secret: bytes) -> None:
+    """Raise UsageError for a secret that is too short."""
+    if len(secret) < LEAST_SECRET_BYTES:
+        raise UsageError(
+            f"the run's secret has {len(secret)} bytes, it needs {LEAST_SECRET_BYTES} or more. "
+            "Make one with: head -c 32 /dev/urandom | base64"
+        )
+
+
 class Signer:
     """Signs with the secret of the run, and never shows it."""
 
     __slots__ = ("_secret",)
 
     def __init__(self, secret: bytes) -> None:
-        if len(secret) < LEAST_SECRET_BYTES:
-            raise UsageError(
-                f"the run's secret has {len(secret)} bytes, it needs {LEAST_SECRET_BYTES} or more. "
-                "Make one with: head -c 32 /dev/urandom | base64"
-            )
+        check_secret(secret)
         self._secret = bytes(secret)
 
     def of_request(self, request: HttpRequest) -> str:
