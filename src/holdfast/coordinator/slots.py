@@ -483,6 +483,11 @@ class Slots(dict[int, Slot]):
         held = Counter(s.rank for s in self.quarantined() if s.incarnation == incarnation)
         return sorted(rank for rank, count in held.items() if count >= self.per_image)
 
+    @property
+    def has_quarantined(self) -> bool:
+        """Return True if slots were quarantined, and it is not known that all are free again."""
+        return bool(self._quarantined)
+
     def quarantined(self) -> list[Slot]:
         """Return the slots of failed captures that a rank may still write to."""
         return [slot for rank in sorted(self._quarantined) for slot in self._quarantined_of(rank)]

@@ -7,6 +7,8 @@ of their connections there.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from holdfast.errors import FormatError
@@ -20,6 +22,11 @@ class Fact(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True)
 
     Those of every parity round have short kinds: a host's take 200 bytes of the coordinator's line.
     """
+
+
+T = TypeVar("T")
+#: One field of several reports: the distinct values, and which is whose; () if there is one.
+Column = tuple[tuple[T, ...], tuple[int, ...]]
 
 
 class SlotInventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +93,32 @@ class TrainerMessage(Fact, frozen=True, kw_only=True):
 
     line: int
     body: bytes
+
+
+class HostRequests(Fact, frozen=True, kw_only=True, tag="asks"):
+    """Capture requests for one step of several trainers, in columns; see ``host_reports``."""
+
+    lines: tuple[int, ...]
+    step: int
+    table: Column[str]
+    values_bytes: Column[int]
+    durable: Column[bool]
+    exact: Column[bool]
+    request_number: Column[int]
+    updates: Column[tuple[tuple[str, int], ...]]
+    is_copying: Column[bool]
+
+
+class HostCaptured(Fact, frozen=True, kw_only=True, tag="captured"):
+    """Images of one attempt that several trainers captured, in columns; see ``host_reports``."""
+
+    lines: tuple[int, ...]
+    attempt: str
+    image_bytes: Column[int]
+    seals: bytes
+    """Checksums of header and block table, 8 bytes each, of one image after the other."""
+    sums: Column[tuple[bytes, ...]]
+    same_since: Column[int]
 
 
 class TrainerGone(Fact, frozen=True, kw_only=True):
@@ -189,9 +222,7 @@ class Superseded(Fact, frozen=True, kw_only=True):
 
 
 class Stopping(Fact, frozen=True, kw_only=True):
-    """The follower was told to stop: the newest snapshot must be saved, then ``StopAllowed``
-    sent.
-    """
+    """The follower was told to stop: the newest snapshot must be saved before ``StopAllowed``."""
 
 
 # ── coordinator to follower ──────────────────────────────────────────────────────────────────────
@@ -204,10 +235,10 @@ class HostAttached(Fact, frozen=True, kw_only=True):
     tell_incarnations: tuple[int, ...] = ()
 
 
-class ForwardMessage(Fact, frozen=True, kw_only=True):
-    """A packed frame for a trainer."""
+class ForwardMessage(Fact, frozen=True, kw_only=True, tag="say"):
+    """A packed frame for each of these trainers."""
 
-    line: int
+    lines: tuple[int, ...]
     frame: bytes
 
 
@@ -237,11 +268,18 @@ class DeleteSlot(Fact, frozen=True, kw_only=True):
     slot: int
 
 
-class StampSlot(Fact, frozen=True, kw_only=True):
-    """Orders the slot's record to be written, before any rank writes to it."""
+class GrantSlots(Fact, frozen=True, kw_only=True, tag="grant"):
+    """Orders the records of these slots to be written, then each trainer to be sent its grant."""
 
-    slot: int
     record: SlotRecord
+    """What the records have in common."""
+    lines: tuple[int, ...]
+    ranks: tuple[int, ...]
+    slots: tuple[int, ...]
+    ring_bytes: Column[int]
+    request_number: Column[int]
+    durable: bool
+    compare: tuple[int, int | None] | None
 
 
 class RecordLayout(Fact, frozen=True, kw_only=True):
@@ -267,33 +305,31 @@ class SizeImages(Fact, frozen=True, kw_only=True):
 
 
 class RecordIncarnation(Fact, frozen=True, kw_only=True):
-    """Orders an incarnation and its parent to be recorded.
-
-    ``is_recorded``: storage has its line, and older ones may be forgotten, but for those ``held``.
-    ``parent``: the record of the start it went on from, if it is known: a hand may have that of
-    another start of the same number.
-    """
+    """Orders an incarnation and its parent to be recorded."""
 
     n: int
     data: bytes
     held: tuple[int, ...]
+    """Incarnations whose records must stay."""
     is_recorded: bool = False
+    """True if storage has the record, and older ones may be forgotten."""
     parent: bytes = b""
+    """Record of the parent, if known: the host may have another start's of the same number."""
 
 
-class SlotSealed(Fact, frozen=True, kw_only=True):
-    """The image in this slot is captured, or has passed through its ring."""
+class SlotsSealed(Fact, frozen=True, kw_only=True, tag="sealed"):
+    """The images in these slots are captured, or have passed through their rings."""
 
-    slot: int
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
     is_ring: bool
     attempt: str
-    rank: int
     incarnation: int
     step: int
     layout: str
-    image_bytes: int
-    header_xxh3: str
-    table_xxh3: str
+    image_bytes: Column[int]
+    seals: bytes
+    """As in ``HostCaptured``."""
 
 
 class WriteImage(Fact, frozen=True, kw_only=True):
@@ -378,9 +414,7 @@ class ImageLost(Fact, frozen=True, kw_only=True):
 
 
 class ShardLost(Fact, frozen=True, kw_only=True):
-    """A parity shard was damaged, and could not be made again: the attempt's parity is
-    incomplete.
-    """
+    """A parity shard was damaged and not made again: the attempt's parity is incomplete."""
 
     attempt: str
 
@@ -491,6 +525,8 @@ ToCoordinator = (
     HostInventory
     | TrainerConnected
     | TrainerMessage
+    | HostRequests
+    | HostCaptured
     | TrainerGone
     | SlotCreated
     | SlotFailed
@@ -522,12 +558,12 @@ ToFollower = (
     | CreateSlot
     | CreateRings
     | DeleteSlot
-    | StampSlot
+    | GrantSlots
     | RecordLayout
     | RecordOrder
     | SizeImages
     | RecordIncarnation
-    | SlotSealed
+    | SlotsSealed
     | WriteImage
     | CancelWrite
     | WatchWriter

@@ -149,11 +149,11 @@ class RemoteWriteService:
             if writing.attempt == attempt and rank in writing.images:
                 writing.images[rank].arrival.copied(size_bytes)
 
-    def sealed(self, fact: messages.SlotSealed) -> None:
+    def sealed(self, attempt: str, rank: int, header_xxh3: str, table_xxh3: str) -> None:
         """Record that an image is captured."""
         for writing in self._under_way.values():
-            if writing.attempt == fact.attempt and fact.rank in writing.images:
-                writing.images[fact.rank].seal(fact.header_xxh3, fact.table_xxh3)
+            if writing.attempt == attempt and rank in writing.images:
+                writing.images[rank].seal(header_xxh3, table_xxh3)
 
     def stop(self, directory: str, reason: str) -> None:
         """Cancel the write into this directory."""

@@ -1,0 +1,67 @@
+"""Joins the reports of this host's ranks on the keeper's loop: ``HostJoiner`` with a clock."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from holdfast.coordinator.host_joiner import HostJoiner, HostReports, RankReport
+from holdfast.errors import UsageError
+from holdfast.keeper import message_limits as limits
+from holdfast.keeper.connections import LocalConnection
+from holdfast.protocol import messages as m
+
+JoinedReports = Sequence[tuple[LocalConnection, RankReport]]
+
+
+class ReportJoiner:
+    """Holds the reports of ``count`` ranks, and calls ``deliver`` with what is joined."""
+
+    def __init__(self, count: int, deliver: Callable[[JoinedReports], None]) -> None:
+        self._joiner = HostJoiner(count)
+        self._deliver = deliver
+        self._connections: dict[int, LocalConnection] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def take(self, connection: LocalConnection, seq: int, message: m.Message) -> bool:
+        """Take over a report and return True; False for another message, which goes next."""
+        if not (isinstance(message, RankReport) and _is_joined(connection, seq, message)):
+            self.flush()
+            return False
+        number = connection.number
+        joined = self._joiner.add(number, message, time.monotonic())
+        self._connections[number] = connection
+        self._pass_on(joined)
+        return True
+
+    def flush(self) -> None:
+        """Deliver what is held."""
+        self._pass_on(self._joiner.flush())
+
+    def drop(self) -> None:
+        """Drop what is held: nobody can be told of it."""
+        self._joiner.flush()
+        self._pass_on(())
+
+    def _pass_on(self, joined: Iterable[HostReports]) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for reports in joined:
+            self._deliver([(self._connections[number], each) for number, each in reports.items()])
+        if self._joiner.due_s < math.inf:
+            wait_s = self._joiner.due_s - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self.flush)
+        else:
+            self._connections.clear()
+
+
+def _is_joined(connection: LocalConnection, seq: int, report: RankReport) -> bool:
+    """Return False for a report that may have to be refused with a reason of its own."""
+    try:
+        limits.validate_message(report, 0)
+    except UsageError:
+        return False
+    return not seq and connection.rank is not None
