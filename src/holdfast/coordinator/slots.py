@@ -166,7 +166,10 @@ class Slots(dict[int, Slot]):
 
     def on(self, host: int) -> HostMemory:
         """Return the memory state of this host."""
-        return self._hosts.setdefault(host, HostMemory())
+        found = self._hosts.get(host)
+        if found is None:
+            found = self._hosts[host] = HostMemory()
+        return found
 
     @property
     def allocation_error(self) -> str:

@@ -18,10 +18,7 @@ from holdfast.protocol.arena import SlotRecord
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Base class of all messages between keepers of one run; every message carries its kind.
-
-    Those of every parity round have short kinds: a host's take 200 bytes of the coordinator's line.
-    """
+    """Base class of all messages between keepers of one run; those of every save are short."""
 
 
 T = TypeVar("T")
@@ -448,7 +445,7 @@ class ShardsDropped(Fact, frozen=True, kw_only=True):
 
 
 class JoinGroup(Fact, frozen=True, kw_only=True):
-    """Tells a host its parity group: the members' numbers in the table of hosts, by host id."""
+    """Tells a host its parity group: numbers in the table of hosts, in the order of their ids."""
 
     hosts: tuple[int, ...]
     ports: tuple[int, ...]
@@ -457,10 +454,7 @@ class JoinGroup(Fact, frozen=True, kw_only=True):
 
 
 class MakeParity(Fact, frozen=True, kw_only=True, tag="make"):
-    """Orders parity of an attempt, in this one of the two buffers, as soon as all have memory.
-
-    The members of a group read from each other of which images.
-    """
+    """Orders parity of an attempt, whose images the members of a group read from each other."""
 
     round_id: int
     half: int
@@ -500,17 +494,15 @@ class DropShards(Fact, frozen=True, kw_only=True):
 
 
 class RebuildImage(Fact, frozen=True, kw_only=True):
-    """Orders the image of ``rank`` to be decoded into this slot, which nobody else writes to.
-
-    ``half``: the buffer with the complete shards. ``places``: the hosts that have the images of
-    its group, by rank.
-    """
+    """Orders the image of ``rank`` to be decoded into this slot, which nobody else writes to."""
 
     slot: int
     attempt: str
     rank: int
     half: int
+    """The buffer with the complete shards."""
     places: dict[int, str]
+    """Hosts that have the images of its group, by rank."""
     ports: dict[str, int] = msgspec.field(default_factory=dict)
     """Ports where hosts serve images now, if they differ from those agreed on at the start."""
 
