@@ -59,6 +59,7 @@ def test_nobody_waits_for_a_rank_that_reported_before() -> None:
     assert joiner.add(2, seal("a"), 2.0) == [{1: seal("a"), 2: seal("a")}]
 
 
+@pytest.mark.promise
 def test_a_rank_that_asks_for_another_step_or_once_more_is_told_apart() -> None:
     joiner = HostJoiner(3)
     joiner.add(0, ask(7), 1.0)
@@ -234,6 +235,7 @@ def end_well(world: JoinedWorld, story: Story) -> None:
     assert newest.generation == (world.incarnation, len(world.saves) - 1)
 
 
+@pytest.mark.promise
 def test_two_hosts_of_two_ranks_in_any_order_with_any_mishap() -> None:
     assert play_all(JoinedWorld, 2, 2, all_orders=False) > 250
 

@@ -46,6 +46,7 @@ seals = st.builds(
 )
 
 
+@pytest.mark.promise
 @given(
     st.dictionaries(st.integers(0, 99), asks, min_size=1)
     | st.dictionaries(st.integers(0, 99), seals, min_size=1)
@@ -91,6 +92,7 @@ def joined_by(count: int) -> tuple[ReportJoiner, list[list[int]]]:
     return ReportJoiner(count, lambda got: heard.append([c.number for c, _ in got])), heard
 
 
+@pytest.mark.promise
 def test_what_is_held_goes_before_any_other_message_of_the_host() -> None:
     async def play() -> None:
         joiner, heard = joined_by(3)
@@ -107,6 +109,7 @@ def test_what_is_held_goes_before_any_other_message_of_the_host() -> None:
     asyncio.run(play())
 
 
+@pytest.mark.promise
 def test_a_host_that_is_not_complete_says_what_it_has_within_a_moment() -> None:
     async def play() -> None:
         joiner, heard = joined_by(3)
@@ -149,6 +152,7 @@ class Trainer(TrainerConnection):
         self.heard.append(message)
 
 
+@pytest.mark.promise
 def test_a_joined_report_overtakes_nothing_that_its_ranks_said_before() -> None:
     handled: list[str] = []
 
