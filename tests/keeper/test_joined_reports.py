@@ -19,7 +19,7 @@ from holdfast.keeper.connections import ForwardedConnection, Ranks, TrainerConne
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import MOST_SAID, FollowerRegistry, FollowerSession, _Trainer
 from holdfast.keeper.hosts.host_reports import decode_reports, encode_reports
-from holdfast.keeper.report_joiner import ReportJoiner
+from holdfast.keeper.report_joiner import MOST_BYTES, ReportJoiner
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
 
@@ -96,15 +96,16 @@ def joined_by(count: int) -> tuple[ReportJoiner, list[list[int]]]:
 def test_what_is_held_goes_before_any_other_message_of_the_host() -> None:
     async def play() -> None:
         joiner, heard = joined_by(3)
-        assert joiner.take(connection(0), 0, ASK)
+        assert joiner.take(connection(0), 0, ASK, 100)
         assert not heard
-        assert not joiner.take(connection(1), 0, m.CancelRequest(step=7))
+        assert not joiner.take(connection(1), 0, m.CancelRequest(step=7), 100)
         assert heard == [[0]]
         unclear = m.RequestCapture(step=-1, table="t", values_bytes=1, durable=False)
-        assert joiner.take(connection(0), 0, SEAL)
-        assert not joiner.take(connection(1), 0, unclear)
-        assert not joiner.take(SimpleNamespace(number=2, rank=None), 0, ASK)  # type: ignore[arg-type]
+        assert joiner.take(connection(0), 0, SEAL, 100)
+        assert not joiner.take(connection(1), 0, unclear, 100)
+        assert not joiner.take(SimpleNamespace(number=2, rank=None), 0, ASK, 100)  # type: ignore[arg-type]
         assert heard == [[0], [0]]
+        assert not joiner.take(connection(1), 0, SEAL, MOST_BYTES + 1), "too long to be joined"
 
     asyncio.run(play())
 
@@ -115,13 +116,13 @@ def test_a_host_that_is_not_complete_says_what_it_has_within_a_moment() -> None:
         joiner, heard = joined_by(3)
         began_s = time.monotonic()
         for number in (0, 1):
-            joiner.take(connection(number), 0, ASK)
+            joiner.take(connection(number), 0, ASK, 100)
         while not heard:
             await asyncio.sleep(0.01)
         assert time.monotonic() - began_s >= REQUESTS_HELD_S
-        assert joiner.take(connection(2), 0, ASK)
+        assert joiner.take(connection(2), 0, ASK, 100)
         assert heard == [[0, 1], [2]], "the last one does not wait"
-        joiner.take(connection(0), 0, SEAL)
+        joiner.take(connection(0), 0, SEAL, 100)
         joiner.drop()
         joiner.flush()
         assert len(heard) == 2

@@ -13,6 +13,8 @@ from holdfast.keeper import message_limits as limits
 from holdfast.keeper.connections import LocalConnection
 from holdfast.protocol import messages as m
 
+#: Limit of a report that is joined: those of a host must fit into one frame.
+MOST_BYTES = 1 << 20
 JoinedReports = Sequence[tuple[LocalConnection, RankReport]]
 
 
@@ -25,16 +27,17 @@ class ReportJoiner:
         self._connections: dict[int, LocalConnection] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def take(self, connection: LocalConnection, seq: int, message: m.Message) -> bool:
+    def take(
+        self, connection: LocalConnection, seq: int, message: m.Message, size_bytes: int
+    ) -> bool:
         """Take over a report and return True; False for another message, which goes next."""
-        if not (isinstance(message, RankReport) and _is_joined(connection, seq, message)):
-            self.flush()
-            return False
-        number = connection.number
-        joined = self._joiner.add(number, message, time.monotonic())
-        self._connections[number] = connection
-        self._pass_on(joined)
-        return True
+        is_short = not seq and size_bytes <= MOST_BYTES
+        if isinstance(message, RankReport) and is_short and _is_joined(connection, message):
+            self._connections[connection.number] = connection
+            self._pass_on(self._joiner.add(connection.number, message, time.monotonic()))
+            return True
+        self.flush()
+        return False
 
     def flush(self) -> None:
         """Deliver what is held."""
@@ -58,10 +61,10 @@ class ReportJoiner:
             self._connections.clear()
 
 
-def _is_joined(connection: LocalConnection, seq: int, report: RankReport) -> bool:
+def _is_joined(connection: LocalConnection, report: RankReport) -> bool:
     """Return False for a report that may have to be refused with a reason of its own."""
     try:
         limits.validate_message(report, 0)
     except UsageError:
         return False
-    return not seq and connection.rank is not None
+    return connection.rank is not None

@@ -98,7 +98,7 @@ class TrainerApi:
                 self.admission.spoke(connection)
                 if self.role.follower is not None and not isinstance(message, _FOR_THIS_HOST):
                     self._forward(connection, seq, message, body)
-                elif not self._reports.take(connection, seq, message):
+                elif not self._reports.take(connection, seq, message, size):
                     await self.handle(connection, seq, message)
         except (FormatError, TimeoutError):
             self.admission.refused(SOCKET, "malformed")

@@ -236,7 +236,7 @@ class Follower:
             line.send(messages.pack(came))
         if isinstance(message, m.Join):
             connection.rank = message.rank
-        if not self._reports.take(connection, seq, message):
+        if not self._reports.take(connection, seq, message, len(body)):
             line.send(messages.pack(messages.TrainerMessage(line=connection.number, body=body)))
 
     def _report(self, reports: JoinedReports) -> None:
