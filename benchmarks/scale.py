@@ -2,7 +2,7 @@
 
 The real coordinator, executor and codec, and hosts of 8 ranks, whose lines only collect frames and
 whose ranks answer at once; what they say is joined as their keepers do it. Times are thread CPU
-time of the coordinator's keeper alone, without the seals of frames.
+time of the coordinator's keeper alone, with the seals of frames.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
+from holdfast.transport.wire.frame_seals import FrameMac
 
 RANKS_PER_HOST = 8
 X = "0123456789abcdef"
@@ -53,10 +54,12 @@ class Line:
         self.peer = peer
         self.frames: list[bytes] = []
         self.sent = self.sent_bytes = 0
+        self.incoming, self.outgoing = FrameMac(bytes(32)), FrameMac(bytes(32))
 
     def send(self, frame: bytes) -> None:
         self.sent += 1
         self.sent_bytes += len(frame)
+        self.outgoing.frame(frame)
         if len(frame) < MOST_KEPT_BYTES:
             self.frames.append(frame)
 
@@ -138,7 +141,7 @@ class Run:
         self.lines = [Line(entry.id) for entry in entries]
         with self.counted("hosts"):
             self.executor.followers.begin(1, entries)
-            self.executor.carry_out(self.coordinator.begin(1, "00000001", self.world, entries))
+            self.executor.carry_out(self.coordinator.begin(1, X, self.world, entries))
             self.sessions: list[FollowerSession] = [
                 self.executor.followers._attach(
                     host,
@@ -189,6 +192,12 @@ class Run:
         elif isinstance(order, messages.GrantSlots):
             self.granted |= dict.fromkeys(order.ranks, order.record.attempt)
 
+    def hear(self, host: int, frame: bytes) -> None:
+        """The coordinator's part when a host has sent a frame."""
+        session = self.sessions[host]
+        cast(Any, session.line).incoming.next(frame)
+        self.executor.followers._handle(session, messages.from_follower(frame))
+
     def joined(self, host: int, reports: Sequence[RankReport]) -> bytes:
         """The one frame of a host whose ranks report this."""
         joiner = HostJoiner(self.per_host)
@@ -212,7 +221,6 @@ class Run:
         self.heard.clear()
         for line in self.lines:
             line.sent = line.sent_bytes = 0
-        handle = self.executor.followers._handle
         request = m.RequestCapture(
             step=self.step,
             table=table_hash(self.table),
@@ -224,7 +232,7 @@ class Run:
         *frames, _ = [self.joined(host, [request] * self.per_host) for host in range(self.hosts)]
         with self.counted(phase("asks")):
             for host, frame in enumerate(frames):
-                handle(self.sessions[host], messages.from_follower(frame))
+                self.hear(host, frame)
         with self.counted(phase("decide")):
             last = dict.fromkeys(range(self.world - self.per_host, self.world), request)
             actions = self.coordinator.request_captures(last, 0.0)
@@ -243,7 +251,7 @@ class Run:
         frames = [self.joined(host, there) for host, there in enumerate(of_host)]
         with self.counted(phase("captured")):
             for host, frame in enumerate(frames):
-                handle(self.sessions[host], messages.from_follower(frame))
+                self.hear(host, frame)
         assert attempt.phase == "complete"
         self.take_frames()
 

@@ -7,13 +7,14 @@ coordinator, in every order in which their ranks ask, with every mishap at every
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import permutations, product
 
 import pytest
 
-from holdfast.coordinator.actions import Action
+from holdfast.coordinator.actions import Action, GrantSlot
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.host_joiner import (
     CAPTURED_HELD_S,
@@ -23,8 +24,9 @@ from holdfast.coordinator.host_joiner import (
     RankReport,
 )
 from holdfast.coordinator.requests import CaptureRequests
+from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
-from support.coordinator.coordinators import GRANT_S
+from support.coordinator.coordinators import GRANT_S, Keeper, table
 from support.coordinator.handoff_facts import Process, Save
 from support.coordinator.handoff_hosts import HostedWorld
 
@@ -245,6 +247,76 @@ def test_two_hosts_of_two_ranks_in_any_order_with_any_mishap() -> None:
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (3, 2), (4, 1)])
 def test_more_hosts_and_ranks_in_any_order_with_any_mishap(hosts: int, per_host: int) -> None:
     assert play_all(JoinedWorld, hosts, per_host, all_orders=True) > 1000
+
+
+# ── as one after the other ───────────────────────────────────────────────────────────────────
+
+
+class OneByOne(Coordinator):
+    """Takes joined requests apart."""
+
+    def request_captures(
+        self, requests: Mapping[int, m.RequestCapture], now_s: float
+    ) -> list[Action]:
+        one_by_one = (self.request_capture(r, each, now_s) for r, each in requests.items())
+        return [action for actions in one_by_one for action in actions]
+
+
+WORLD, MOVES = 4, ("ask", "ask", "ask", "seal", "seal", "abort", "cancel", "tick", "lose")
+
+
+def random_story(keeper: Keeper, seed: int) -> Iterator[list[Action]]:
+    """What a coordinator answers to moves that the seed chooses: the same for the same answers."""
+    chance, now_s, step = random.Random(seed), 0.0, 0
+    for _ in range(40):
+        now_s += chance.choice([0.01, 0.01, GRANT_S])
+        move, rank = chance.choice(MOVES), chance.randrange(WORLD)
+        open_ = [a.id for a in keeper.c.attempts.values() if a.is_open]
+        match move:
+            case "ask":
+                step += chance.random() < 0.6
+                ranks = chance.choice([range(WORLD), (0, 1), (2, 3), (3,)])
+                durable, is_copying = chance.random() < 0.3, chance.random() < 0.5
+                request = m.RequestCapture(
+                    step=step - (chance.random() < 0.1),
+                    table=table_hash(table(WORLD)),
+                    values_bytes=10,
+                    durable=durable,
+                    exact=durable,
+                    is_copying=is_copying,
+                )
+                asks = {r: request for r in ranks if chance.random() < 0.95}
+                if asks:
+                    yield keeper.with_memory(keeper.c.request_captures(asks, now_s))
+            case "seal" if open_:
+                for each in range(WORLD):
+                    yield keeper.seal(each, open_[-1], now_s)
+            case "abort" if open_:
+                gone = m.AbortCapture(attempt=open_[0], reason="r", has_stopped=rank > 1)
+                yield keeper.c.abort_capture(rank, gone)
+            case "cancel":
+                yield keeper.c.cancel_request(rank, step)
+            case "tick":
+                yield keeper.with_memory(keeper.c.tick(now_s))
+            case "lose":
+                yield keeper.c.lost(rank)
+                yield keeper.c.join(rank, keeper.writer(rank), is_copying=rank > 1)
+
+
+def test_joined_requests_are_decided_as_if_they_came_one_after_the_other() -> None:
+    granted = 0
+    for seed in range(200):
+        joined, apart = Keeper(WORLD), Keeper(WORLD)
+        apart.c.__class__ = OneByOne
+        for keeper in (joined, apart):
+            for rank in range(WORLD):
+                keeper.c.table(rank, table_hash(table(WORLD)), table(WORLD))
+        answers = zip(random_story(joined, seed), random_story(apart, seed), strict=True)
+        for move, (one, other) in enumerate(answers):
+            assert one == other, (seed, move)
+            granted += any(isinstance(action, GrantSlot) for action in one)
+        assert joined.states() == apart.states()
+    assert granted > 200
 
 
 # ── the search finds what it is there to find ────────────────────────────────────────────────

@@ -190,8 +190,6 @@ class Executor:
         attempt = self._coordinator.attempts[attempt_id]
         record = SlotRecord(
             state="writing",
-            boot_id=self._memory.boot_id,
-            run_id=self._memory.run_id,
             incarnation=attempt.incarnation,
             nonce=self._coordinator.nonce,
             step=attempt.step,
@@ -199,7 +197,6 @@ class Executor:
             world=attempt.world,
             layout=attempt.layout,
             hosts=attempt.hosts,
-            root_id=self._memory.root_id,
         )
         for host, there in by_host.items():
             order = self._order_of(attempt, record, there)
