@@ -404,9 +404,7 @@ class TrainerApi:
             declined = self.coordinator.decline(rank, message.step, str(error))
             self.executor.carry_out([SendMessage(skip, rank), *declined])
             return
-        if self.executor.followers.parity_scheduler is not None:
-            self.executor.followers.parity_scheduler.on_step(rank, message.step)
-        self.executor.carry_out(self.coordinator.request_capture(rank, message, time.monotonic()))
+        self._request_captures({rank: message})
 
     async def _progress(self, connection: TrainerConnection, message: m.Progress, _: int) -> None:
         rank = self.ranks.require(connection)
@@ -414,8 +412,7 @@ class TrainerApi:
 
     async def _captured(self, connection: TrainerConnection, message: m.Captured, _: int) -> None:
         rank = self.ranks.require(connection)
-        self.executor.carry_out(self.coordinator.captured(rank, message, time.monotonic()))
-        self.executor.captured(message.attempt, (rank,))
+        self._captured_all({rank: message})
 
     async def _abort_capture(
         self, connection: TrainerConnection, message: m.AbortCapture, _: int
