@@ -1,7 +1,8 @@
 """Fit the coordinator's cost of a save over the number of ranks: t = a N^b, without sockets.
 
 The real coordinator, executor and codec, and hosts of 8 ranks, whose lines only collect frames and
-whose ranks answer at once. Times are thread CPU time of the coordinator's keeper alone.
+whose ranks answer at once; what they say is joined as their keepers do it. Times are thread CPU
+time of the coordinator's keeper alone, with the seals of frames.
 """
 
 from __future__ import annotations
@@ -18,21 +19,30 @@ from typing import Any, cast
 from benchmarks.kit import markdown
 from benchmarks.kit.options import Parser
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.host_joiner import HostJoiner, HostReports, RankReport
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.geometry.layout import Instance, LeafEntry, Mesh, Placement, table_hash, table_to_json
 from holdfast.keeper.connections import ForwardedConnection, Ranks
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.followers import FollowerSession
+from holdfast.keeper.hosts.followers import FollowerSession, _Trainer
+from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.jobs import Background
+from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
+from holdfast.transport.wire.frame_seals import FrameMac
 
 RANKS_PER_HOST = 8
+X = "0123456789abcdef"
 MOST_KEPT_BYTES = 1024
+PER_HOST = (1, 2, 8, 16)
 SIZES = (256, 1024, 4096, 16384, 65536)
 PHASES = ("hosts", "first save", "asks", "decide", "grants", "captured")
 #: One save: what is done at each, once slots and layout are there.
 STEADY = PHASES[2:]
+#: What hosts say of a save, and what they are told.
+HEARD = (messages.HostRequests, messages.HostCaptured)
+TOLD = (messages.GrantSlots, messages.SlotsSealed, messages.ForwardMessage)
 
 
 class Line:
@@ -44,10 +54,12 @@ class Line:
         self.peer = peer
         self.frames: list[bytes] = []
         self.sent = self.sent_bytes = 0
+        self.incoming, self.outgoing = FrameMac(bytes(32)), FrameMac(bytes(32))
 
     def send(self, frame: bytes) -> None:
         self.sent += 1
         self.sent_bytes += len(frame)
+        self.outgoing.frame(frame)
         if len(frame) < MOST_KEPT_BYTES:
             self.frames.append(frame)
 
@@ -87,10 +99,16 @@ class Run:
     """A coordinator's keeper, and hosts that do at once what it orders."""
 
     def __init__(
-        self, world: int, leaves: int, clock: Callable[[], float] = time.thread_time
+        self,
+        world: int,
+        leaves: int,
+        clock: Callable[[], float] = time.thread_time,
+        per_host: int = RANKS_PER_HOST,
     ) -> None:
         self.clock = clock
-        self.world, self.hosts = world, world // RANKS_PER_HOST
+        self.world, self.hosts, self.per_host = world, world // per_host, per_host
+        self.heard: Counter[str] = Counter()
+        """Messages of each kind from and to the hosts, and their bytes, of the last save."""
         self.table = leaf_table(world, leaves)
         self.cpu_s: Counter[str] = Counter()
         self.coordinator = Coordinator(keeper="k", grant_deadline_s=60, capture_deadline_s=600)
@@ -99,8 +117,13 @@ class Run:
             self.coordinator, cast(Any, NoFiles()), self.ranks, Background(), lambda _: None
         )
         self.executor.connect(cast(Any, None), cast(Any, NoIncarnations()))
+        nothing: Any = None
+        self.api = TrainerApi(
+            self.coordinator, nothing, self.ranks, self.executor, nothing, nothing, nothing, nothing
+        )
         self.step = 0
-        self.steps_granted: dict[int, m.Grant] = {}
+        self.granted: dict[int, str] = {}
+        """The attempt that each rank was granted a slot for."""
 
     @contextmanager
     def counted(self, phase: str) -> Iterator[None]:
@@ -111,16 +134,14 @@ class Run:
 
     def start(self) -> None:
         """All hosts attach, all ranks join."""
-        per_host = [
-            tuple(range(n, n + RANKS_PER_HOST)) for n in range(0, self.world, RANKS_PER_HOST)
-        ]
+        per_host = [tuple(range(n, n + self.per_host)) for n in range(0, self.world, self.per_host)]
         entries = [
             m.HostEntry(id=f"h{n:05}", ranks=ranks) for n, ranks in enumerate([(), *per_host])
         ]
         self.lines = [Line(entry.id) for entry in entries]
         with self.counted("hosts"):
             self.executor.followers.begin(1, entries)
-            self.executor.carry_out(self.coordinator.begin(1, "00000001", self.world, entries))
+            self.executor.carry_out(self.coordinator.begin(1, X, self.world, entries))
             self.sessions: list[FollowerSession] = [
                 self.executor.followers._attach(
                     host,
@@ -130,9 +151,10 @@ class Run:
                 for host in range(1, len(entries))
             ]
             for rank in range(self.world):
-                line = cast(Any, self.lines[1 + rank // RANKS_PER_HOST])
+                host, number = divmod(rank, self.per_host)
                 process = SlotWriter(10 + rank, 1)
-                connection = ForwardedConnection(line, rank % RANKS_PER_HOST, process)
+                connection = ForwardedConnection(cast(Any, self.lines[1 + host]), number, process)
+                self.sessions[host].trainers[number] = _Trainer(connection)
                 self.ranks.take_place(connection, rank)
                 joined = self.coordinator.join(rank, process, is_copying=False)
                 self.executor.carry_out(joined)
@@ -151,7 +173,9 @@ class Run:
             for host, frames in orders:
                 self.lines[host].frames = []
                 for frame in frames:
-                    self.obey(host, messages.from_coordinator(frame))
+                    order = messages.from_coordinator(frame)
+                    self.count(type(order).__name__, frame)
+                    self.obey(host, order)
 
     def obey(self, host: int, order: object) -> None:
         if isinstance(order, messages.CreateSlot):
@@ -165,15 +189,36 @@ class Run:
             )
             with self.counted("first save"):
                 self.executor.followers._handle(self.sessions[host - 1], planned)
-        elif isinstance(order, messages.ForwardMessage):
-            said = m.unpack(order.frame[4:])[1]
-            if isinstance(said, m.Grant):
-                self.steps_granted[(host - 1) * RANKS_PER_HOST + order.line] = said
+        elif isinstance(order, messages.GrantSlots):
+            self.granted |= dict.fromkeys(order.ranks, order.record.attempt)
+
+    def hear(self, host: int, frame: bytes) -> None:
+        """The coordinator's part when a host has sent a frame."""
+        session = self.sessions[host]
+        cast(Any, session.line).incoming.next(frame)
+        self.executor.followers._handle(session, messages.from_follower(frame))
+
+    def joined(self, host: int, reports: Sequence[RankReport]) -> bytes:
+        """The one frame of a host whose ranks report this."""
+        joiner = HostJoiner(self.per_host)
+        found: list[HostReports] = []
+        for number, report in enumerate(reports):
+            found += joiner.add(number, report, 0.0)
+        (whole,) = found
+        fact = encode_reports(whole)
+        frame = messages.pack(fact)
+        self.count(type(fact).__name__, frame)
+        return frame
+
+    def count(self, kind: str, frame: bytes) -> None:
+        self.heard[kind] += 1
+        self.heard[f"{kind} bytes"] += len(frame)
 
     def save(self, phase: Callable[[str], str]) -> None:
         """One save of all ranks; ``phase`` maps each part of it to where it is counted."""
         self.step += 1
-        self.steps_granted.clear()
+        self.granted.clear()
+        self.heard.clear()
         for line in self.lines:
             line.sent = line.sent_bytes = 0
         request = m.RequestCapture(
@@ -182,45 +227,71 @@ class Run:
             values_bytes=100,
             durable=False,
             is_copying=False,
+            updates=(("", self.step),),
         )
+        *frames, _ = [self.joined(host, [request] * self.per_host) for host in range(self.hosts)]
         with self.counted(phase("asks")):
-            for rank in range(self.world - 1):
-                self.executor.carry_out(self.coordinator.request_capture(rank, request, 0.0))
+            for host, frame in enumerate(frames):
+                self.hear(host, frame)
         with self.counted(phase("decide")):
-            actions = self.coordinator.request_capture(self.world - 1, request, 0.0)
+            last = dict.fromkeys(range(self.world - self.per_host, self.world), request)
+            actions = self.coordinator.request_captures(last, 0.0)
         with self.counted(phase("grants")):
             self.executor.carry_out(actions)
         self.take_frames()
-        assert len(self.steps_granted) == self.world, len(self.steps_granted)
-        attempt = self.coordinator.attempts[self.steps_granted[0].attempt]
+        assert len(self.granted) == self.world, len(self.granted)
+        attempt = self.coordinator.attempts[self.granted[0]]
         slots = self.coordinator.slots
         sizes = [slots[attempt.slots[rank]].image_bytes for rank in range(self.world)]
+        seals = [
+            m.Captured(attempt=attempt.id, image_bytes=size, header_xxh3=X, table_xxh3=X)
+            for size in sizes
+        ]
+        of_host = [seals[n : n + self.per_host] for n in range(0, self.world, self.per_host)]
+        frames = [self.joined(host, there) for host, there in enumerate(of_host)]
         with self.counted(phase("captured")):
-            for rank, size_bytes in enumerate(sizes):
-                seal = m.Captured(
-                    attempt=attempt.id, image_bytes=size_bytes, header_xxh3="", table_xxh3=""
-                )
-                self.executor.carry_out(self.coordinator.captured(rank, seal, 0.0))
-                self.executor.captured(attempt.id, rank)
+            for host, frame in enumerate(frames):
+                self.hear(host, frame)
         assert attempt.phase == "complete"
         self.take_frames()
 
 
 async def measure(
-    world: int, leaves: int, saves: int, clock: Callable[[], float] = time.thread_time
+    world: int,
+    leaves: int,
+    saves: int,
+    clock: Callable[[], float] = time.thread_time,
+    per_host: int = RANKS_PER_HOST,
 ) -> dict[str, float]:
     """CPU seconds of each phase, of one save where there are several, and what was sent."""
-    run = Run(world, leaves, clock)
+    run = await steady(world, leaves, saves, clock, per_host)
+    found = {name: run.cpu_s[name] / (saves if name in STEADY else 1) for name in PHASES}
+    found["a save"] = sum(found[name] for name in STEADY)
+    sent = {"messages out": [line.sent for line in run.lines]}
+    sent["bytes out"] = [line.sent_bytes for line in run.lines]
+    heard = (
+        [run.heard[kind.__name__] for kind in HEARD],
+        [run.heard[f"{kind.__name__} bytes"] for kind in HEARD],
+    )
+    sent |= {"messages in": heard[0], "bytes in": heard[1]}
+    return found | {name: sum(counts) for name, counts in sent.items()}
+
+
+async def steady(
+    world: int,
+    leaves: int,
+    saves: int,
+    clock: Callable[[], float] = time.thread_time,
+    per_host: int = RANKS_PER_HOST,
+) -> Run:
+    """A run behind so many saves that found slots and layout there."""
+    run = Run(world, leaves, clock, per_host)
     run.start()
     run.save(lambda _: "first save")
     run.save(lambda _: "first save")  # the spare slots are there now
     for _ in range(saves):
         run.save(lambda phase: phase)
-    found = {name: run.cpu_s[name] / (saves if name in STEADY else 1) for name in PHASES}
-    found["a save"] = sum(found[name] for name in STEADY)
-    sent = {"messages out": [line.sent for line in run.lines]}
-    sent["bytes out"] = [line.sent_bytes for line in run.lines]
-    return found | {name: sum(counts) for name, counts in sent.items()}
+    return run
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> float:
@@ -246,6 +317,16 @@ def main(arguments: Sequence[str]) -> int:
     if len(sizes) > 1:
         fits = [fitted([(n, found[n][c]) for n in sizes]) for c in columns]
         rows.append(["b", *(f"{b:.2f}" for b in fits)])
-    print("CPU s, and of the last save messages and bytes to the hosts:\n")
+    print("CPU s, and of the last save messages and bytes of all hosts:\n")
     print(markdown.table(["ranks", *columns], rows))
+    print("\nMessages and bytes a host and save, by the ranks of a host:\n")
+    kinds = [kind.__name__ for kind in (*HEARD, *TOLD)]
+    told = []
+    for per_host in PER_HOST:
+        run = asyncio.run(steady(16 * per_host, options.leaves, 1, per_host=per_host))
+        told.append(
+            [str(per_host)]
+            + [f"{run.heard[k] / 16:g} / {run.heard[f'{k} bytes'] / 16:.0f}" for k in kinds]
+        )
+    print(markdown.table(["ranks a host", *kinds], told))
     return 0

@@ -118,7 +118,7 @@ def test_whoever_coordinates_hears_of_each_step_that_a_rank_asks_for() -> None:
     protecting = SimpleNamespace(on_step=lambda rank, step: heard.append((rank, step)))
     asked: Any = TrainerApi.__new__(TrainerApi)
     asked.ranks = SimpleNamespace(require=lambda rank: rank)
-    asked.coordinator = SimpleNamespace(world=4, request_capture=lambda *_: [])
+    asked.coordinator = SimpleNamespace(world=4, request_captures=lambda *_: [])
     asked.executor = SimpleNamespace(
         carry_out=lambda _: None, followers=SimpleNamespace(parity_scheduler=protecting)
     )

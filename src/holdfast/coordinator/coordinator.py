@@ -8,7 +8,7 @@ module keeps one rule in every state; ``slots`` keeps those of the slots:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.coordinator.actions import Action, ReportOutcome, SendMessage, skip, skip_all
 from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE, PLANNING, AttemptLifecycle
@@ -319,6 +319,24 @@ class Coordinator(AttemptLifecycle):
         freed = [] if request.is_copying else self._free_slots_of(rank)
         return freed + self._decide_request(rank, request, now_s)
 
+    def request_captures(
+        self, requests: Mapping[int, m.RequestCapture], now_s: float
+    ) -> list[Action]:
+        """Handle requests of several ranks for one step, as if they came one after the other."""
+        step = next(iter(requests.values())).step
+        is_plain = requests.keys() <= self._joined.keys() and self._requests.is_new(step, requests)
+        if not is_plain or self._leaving or self.away or self.absence.is_any:
+            one_by_one = (self.request_capture(r, each, now_s) for r, each in requests.items())
+            return [action for actions in one_by_one for action in actions]
+        self._now_s = now_s
+        if any(request.durable for request in requests.values()):
+            self.durability.add(m.StandingOrder(step, step))
+        for rank, request in requests.items() if self.slots.has_quarantined else ():
+            if not request.is_copying:
+                self.slots.writer_stopped_all(self._joined[rank], rank, self.incarnation)
+        self._requests.add_all(step, requests, now_s)
+        return self._decide_if_all_requested(step, now_s)
+
     def _free_slots_of(self, rank: int) -> list[Action]:
         """Free what is quarantined because of a rank that has stopped copying."""
         self.slots.writer_stopped_all(self._joined[rank], rank, self.incarnation)
@@ -472,6 +490,11 @@ class Coordinator(AttemptLifecycle):
         elapsed_s = now_s - attempt.started_s
         note = ReportOutcome(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)
         return [*actions, SendMessage(done), note, *self.durability.start_next()]
+
+    def captured_all(self, seals: Mapping[int, m.Captured], now_s: float) -> list[Action]:
+        """Handle sealed images of several ranks of one attempt, as if they came one by one."""
+        one_by_one = (self.captured(rank, seal, now_s) for rank, seal in seals.items())
+        return [action for actions in one_by_one for action in actions]
 
     def abort_capture(self, rank: int, message: m.AbortCapture) -> list[Action]:
         """Handle a rank that will never seal its image."""

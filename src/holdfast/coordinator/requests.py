@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.protocol import messages as m
@@ -33,6 +33,8 @@ def state_mismatch(asks: Mapping[int, m.RequestCapture]) -> str:
 
     Ranks may have different optimizers: only the common ones are compared.
     """
+    if len({request.updates for request in asks.values()}) == 1:
+        return ""
     counts: dict[str, dict[int, int]] = {}
     for rank in sorted(asks):
         for key, count in asks[rank].updates:
@@ -66,6 +68,18 @@ class CaptureRequests:
         """Add a rank's capture request; the rank must wait for no other step (``step_of``)."""
         self._by_step.setdefault(request.step, _StepRequests(now_s)).by_rank[rank] = request
         self._step_of[rank] = request.step
+
+    def is_new(self, step: int, ranks: Collection[int]) -> bool:
+        """Return True if the step is open, and nothing waits for a slot or for these ranks."""
+        is_open = step >= self.newest and step not in self._declined
+        return is_open and not self._deferred and self._step_of.keys().isdisjoint(ranks)
+
+    def add_all(self, step: int, requests: Mapping[int, m.RequestCapture], now_s: float) -> None:
+        """Add the requests of several ranks for a step for which ``is_new`` is true."""
+        self._by_step.setdefault(step, _StepRequests(now_s)).by_rank.update(requests)
+        self._step_of.update(dict.fromkeys(requests, step))
+        self._last_of.update(dict.fromkeys(requests, step))
+        self.newest = step
 
     def note(self, rank: int, step: int) -> None:
         """Record the latest step that a rank has reached."""
@@ -244,6 +258,11 @@ class Absence:
         """Reset for a new start of all ranks."""
         self._lost.clear()
         self._silent.clear()
+
+    @property
+    def is_any(self) -> bool:
+        """Return True if the ranks do not wait for some of them."""
+        return bool(self._lost or self._silent)
 
     @property
     def has_lost(self) -> bool:

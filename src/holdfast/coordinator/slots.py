@@ -134,6 +134,11 @@ class HostMemory:
     """Reason why the last slot that a save waited for could not be allocated; "" if it could."""
     look_again_s: float = 0.0
 
+    def fits(self, slot: Slot) -> bool:
+        """Return True if the slot fits the current images without wasting much memory."""
+        is_of_size = self.needed_bytes <= slot.capacity_bytes <= 2 * self.capacity_bytes
+        return is_of_size and not slot.is_ring
+
 
 class Slots(dict[int, Slot]):
     """All slots by id; ``attempts`` tells how valuable their images are.
@@ -177,7 +182,10 @@ class Slots(dict[int, Slot]):
 
     def on(self, host: int) -> HostMemory:
         """Return the memory state of this host."""
-        return self._hosts.setdefault(host, HostMemory())
+        found = self._hosts.get(host)
+        if found is None:
+            found = self._hosts[host] = HostMemory()
+        return found
 
     @property
     def allocation_error(self) -> str:
@@ -277,9 +285,8 @@ class Slots(dict[int, Slot]):
     ) -> dict[int, Slot]:
         """Return slots of this host for its ranks, with actions that create missing ones."""
         free, count = self._reusable(host), len(ranks)
-        usable = sum(
-            self._fits(slot) and slot.state != "quarantined" for slot in self.on_host(host)
-        )
+        there = filter(self.on(host).fits, self.on_host(host))
+        usable = sum(slot.state != "quarantined" for slot in there)
         missing = max(0, count - len(free))
         is_first = usable <= count - missing
         leave = heads_bytes + count * LEAST_RING_BYTES if is_first else 0
@@ -360,7 +367,7 @@ class Slots(dict[int, Slot]):
         actions: list[Action] = []
         for host, count in ranks.items():
             if self.on(host).capacity_bytes:
-                usable = sum(map(self._fits, self.on_host(host)))
+                usable = sum(map(self.on(host).fits, self.on_host(host)))
                 missing = self.per_image * count - usable
                 actions += [self._make(host)[1] for _ in range(missing)]
         return actions
@@ -371,7 +378,7 @@ class Slots(dict[int, Slot]):
         memory.needed_bytes = needed_bytes
         memory.capacity_bytes = slot_capacity(needed_bytes)
         whole = (s for s in self.on_host(host) if not s.is_ring)
-        unfit = [s for s in whole if not self._fits(s) and not self.is_retained(s)]
+        unfit = [s for s in whole if not memory.fits(s) and not self.is_retained(s)]
         return [self._remove(slot) for slot in unfit]
 
     def _reusable(self, host: int) -> list[Slot]:
@@ -389,12 +396,6 @@ class Slots(dict[int, Slot]):
         """
         held = (s for s in self.on_host(host) if s.state == "captured" and not s.is_ring)
         return len({slot.attempt for slot in held if self.is_retained(slot)})
-
-    def _fits(self, slot: Slot) -> bool:
-        """Return True if the slot fits the current images without wasting much memory."""
-        memory = self.on(host_of(slot.id))
-        is_of_size = memory.needed_bytes <= slot.capacity_bytes <= 2 * memory.capacity_bytes
-        return is_of_size and not slot.is_ring
 
     def _worth(self, slot: Slot) -> tuple[int, int, int, int]:
         """Return the sort key of a slot's value: empty slots first, then the oldest generation."""
@@ -493,6 +494,11 @@ class Slots(dict[int, Slot]):
         """
         held = Counter(s.rank for s in self.quarantined() if s.incarnation == incarnation)
         return sorted(rank for rank, count in held.items() if count >= self.per_image)
+
+    @property
+    def has_quarantined(self) -> bool:
+        """Return True if slots were quarantined, and it is not known that all are free again."""
+        return bool(self._quarantined)
 
     def quarantined(self) -> list[Slot]:
         """Return the slots of failed captures that a rank may still write to."""

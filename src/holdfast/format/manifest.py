@@ -48,7 +48,7 @@ class Generation(NamedTuple):
         return f"{self.incarnation}-{self.step}"
 
 
-class AttemptId(msgspec.Struct, frozen=True, order=True):
+class AttemptId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Identifies one attempt to capture a generation: what the headers of all its images share."""
 
     incarnation: int
@@ -80,7 +80,7 @@ class AttemptId(msgspec.Struct, frozen=True, order=True):
         }
 
 
-class ImageId(msgspec.Struct, frozen=True, order=True):
+class ImageId(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Identifies one image of an attempt, by the checksums of its header and its block table."""
 
     rank: int

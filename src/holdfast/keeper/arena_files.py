@@ -151,7 +151,9 @@ class ArenaFiles:
         file.touch_end()
         # Boot and root as this host sees them: with those of the host that coordinates, the next
         # keeper here would take the slot for a stranger's, and a living writer's memory for free.
-        ours = msgspec.structs.replace(record, boot_id=self.boot_id, root_id=self.root_id)
+        ours = msgspec.structs.replace(
+            record, boot_id=self.boot_id, run_id=self.run_id, root_id=self.root_id
+        )
         file.write_record(ours)
         self._given[slot_id] = time.monotonic()
 

@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from holdfast.coordinator.slots import SlotWriter
@@ -30,8 +31,10 @@ SO_PEERPIDFD = 77
 class TrainerConnection:
     """One trainer that messages can be sent to."""
 
-    def __init__(self, process: SlotWriter) -> None:
+    def __init__(self, process: SlotWriter, number: int = -1) -> None:
         self.process = process
+        self.number = number
+        """Identifies the connection on its host, also to a coordinator on another host."""
         self.rank: int | None = None
         self.said_goodbye = False
 
@@ -57,10 +60,8 @@ class LocalConnection(TrainerConnection):
     """A trainer of this host, connected by a unix socket."""
 
     def __init__(self, writer: asyncio.StreamWriter, process: SlotWriter, number: int) -> None:
-        super().__init__(process)
+        super().__init__(process, number)
         self.writer = writer
-        self.number = number
-        """Identifies the connection to a coordinator on another host."""
         self._pidfd: int | None = None
         self._longest_bytes = 0
         self.reads_nothing = False
@@ -133,13 +134,13 @@ class ForwardedConnection(TrainerConnection):
     """A trainer of another host, whose keeper forwards the messages."""
 
     def __init__(self, line: SealedChannel, number: int, process: SlotWriter) -> None:
-        super().__init__(process)
-        self._line, self._number = line, number
+        super().__init__(process, number)
+        self.line = line
 
     def send(self, message: m.Message, seq: int = 0) -> None:
         """Queue a message; see ``TrainerConnection``."""
-        self._line.send(
-            messages.pack(messages.ForwardMessage(line=self._number, frame=m.pack(message, seq)))
+        self.line.send(
+            messages.pack(messages.ForwardMessage(lines=(self.number,), frame=m.pack(message, seq)))
         )
 
     async def drain(self) -> None:
@@ -147,7 +148,22 @@ class ForwardedConnection(TrainerConnection):
 
     def disconnect(self) -> None:
         """Close the connection; see ``TrainerConnection``."""
-        self._line.send(messages.pack(messages.HangUp(line=self._number)))
+        self.line.send(messages.pack(messages.HangUp(line=self.number)))
+
+
+def send_to_all(connections: Iterable[TrainerConnection], message: m.Message) -> None:
+    """Queue a message for many trainers: it is packed once, and sent once to each other host."""
+    frame = m.pack(message)
+    by_line: dict[SealedChannel, list[int]] = {}
+    for connection in connections:
+        if isinstance(connection, LocalConnection):
+            connection.send_frame(frame)
+        elif isinstance(connection, ForwardedConnection):
+            by_line.setdefault(connection.line, []).append(connection.number)
+        else:
+            connection.send(message)
+    for line, numbers in by_line.items():
+        line.send(messages.pack(messages.ForwardMessage(lines=tuple(numbers), frame=frame)))
 
 
 class Ranks:
@@ -200,12 +216,16 @@ class Ranks:
         """Return True if this connection is that of a rank."""
         return connection.rank is not None and self._by_rank.get(connection.rank) is connection
 
+    def connection_of(self, rank: int) -> TrainerConnection | None:
+        """Return the connection of a rank, if it is connected."""
+        return self._by_rank.get(rank)
+
     def send(self, message: m.Message, rank: int | None) -> None:
         """Send to one rank, if it is connected, or to all (None)."""
-        receivers = self._by_rank.values() if rank is None else [self._by_rank.get(rank)]
-        for connection in receivers:
-            if connection is not None:
-                connection.send(message)
+        if rank is None:
+            send_to_all(self._by_rank.values(), message)
+        elif rank in self._by_rank:
+            self._by_rank[rank].send(message)
 
     def send_here(self, message: m.Message) -> None:
         """Send to all ranks of this host."""

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import cast
+
+import msgspec
 
 from holdfast.coordinator.actions import (
     AbortPersist,
@@ -23,15 +27,17 @@ from holdfast.coordinator.actions import (
 )
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.slots import SlotWriter, host_of, number_of
+from holdfast.coordinator.slots import host_of, number_of
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
 from holdfast.geometry.layout import Layout
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
+from holdfast.keeper.grants import grant_slots
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.handover import StateHandover
+from holdfast.keeper.hosts.host_reports import to_column
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background, Jobs
 from holdfast.keeper.published_images import PublishedImages
@@ -83,6 +89,13 @@ class Executor:
     def carry_out(self, actions: Sequence[Action]) -> None:
         """Execute all actions, in order."""
         self._record_order()  # before anybody is told what follows from it
+        for attempt, same in groupby(actions, lambda a: isinstance(a, GrantSlot) and a.attempt):
+            if not attempt:
+                self._carry_out(same)
+            elif attempt in self._coordinator.attempts:  # its layout could be stored
+                self._grant(attempt, cast(Iterable[GrantSlot], same))
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
         held = self._coordinator.attempts
         for action in actions:
             match action:
@@ -92,12 +105,9 @@ class Executor:
                     self._change_memory(action)
                 case StoreLayout() | PlanImages():
                     self._use_layout(action)
-                case GrantSlot(_, _, attempt) | StartPersist(attempt) if attempt not in held:
-                    pass  # its layout could not be stored
-                case GrantSlot(slot, rank, attempt):
-                    self._grant(slot, rank, attempt)
                 case StartPersist(attempt):
-                    self._start_job(held[attempt])
+                    if attempt in held:  # its layout could be stored
+                        self._start_job(held[attempt])
                 case AbortPersist(attempt):
                     self._abort_job(attempt)
                 case ReportOutcome():
@@ -171,60 +181,75 @@ class Executor:
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────────
 
-    def _grant(self, slot_id: int, rank: int, attempt_id: str) -> None:
+    def _grant(self, attempt_id: str, grants: Iterable[GrantSlot]) -> None:
+        """Grant slots of an attempt: one order for each host."""
+        by_host: dict[int, list[GrantSlot]] = {}
+        for grant in grants:
+            by_host.setdefault(host_of(grant.slot), []).append(grant)
         attempt = self._coordinator.attempts[attempt_id]
-        slot = self._coordinator.slots[slot_id]
-        writer = slot.writer or SlotWriter(0, 0)
         record = SlotRecord(
             state="writing",
-            boot_id=self._memory.boot_id,
-            run_id=self._memory.run_id,
             incarnation=attempt.incarnation,
             nonce=self._coordinator.nonce,
             step=attempt.step,
             attempt=attempt_id,
-            rank=rank,
             world=attempt.world,
             layout=attempt.layout,
-            writer_pid=writer.pid,
-            writer_start=writer.start,
-            ring_bytes=slot.ring_bytes,
             hosts=attempt.hosts,
-            root_id=self._memory.root_id,
         )
-        if host_of(slot_id):
-            self.followers.send_to_slot_host(
-                slot_id, messages.StampSlot(slot=number_of(slot_id), record=record)
+        for host, there in by_host.items():
+            order = self._order_of(attempt, record, there)
+            if host:
+                self.followers.send_to_host(host, order)
+                continue
+            writers = {grant.rank: self._coordinator.slots[grant.slot].writer for grant in there}
+            by_rank = msgspec.structs.replace(order, lines=order.ranks)
+            grant_slots(
+                by_rank, self._memory, self.published, writers.get, self._ranks.connection_of
             )
-            path = self.followers.slot_path(slot_id)
-        else:
-            self.published.withdraw(slot_id)
-            self._memory.stamp(slot_id, record)
-            path = str(self._memory.slot_path(slot_id))
-        grant = m.Grant(
-            step=attempt.step,
-            attempt=attempt_id,
-            slot=path,
-            durable=attempt.durable,
-            layout=attempt.layout,
-            ring_bytes=slot.ring_bytes,
-            request_number=attempt.requests[rank].request_number,
-            hosts=attempt.hosts,
-            compare=self._coordinator.replica_check.part(attempt_id),
-        )
-        self._ranks.send(grant, rank)
 
-    def captured(self, attempt_id: str, rank: int) -> None:
-        """Handle a sealed image: writer and peers may read it."""
+    def _order_of(
+        self, attempt: Attempt, record: SlotRecord, grants: Sequence[GrantSlot]
+    ) -> messages.GrantSlots:
+        slots = [self._coordinator.slots[grant.slot] for grant in grants]
+        ranks = tuple(grant.rank for grant in grants)
+        connections = [self._ranks.connection_of(rank) for rank in ranks]
+        return messages.GrantSlots(
+            record=record,
+            lines=tuple(-1 if each is None else each.number for each in connections),
+            ranks=ranks,
+            slots=tuple(number_of(slot.id) for slot in slots),
+            ring_bytes=to_column([slot.ring_bytes for slot in slots]),
+            request_number=to_column([attempt.requests[rank].request_number for rank in ranks]),
+            durable=attempt.durable,
+            compare=self._coordinator.replica_check.part(attempt.id),
+        )
+
+    def path_of(self, slot_id: int) -> str:
+        """Return the path of a slot, on its own host."""
+        if host_of(slot_id):
+            return self.followers.slot_path(slot_id)
+        return str(self._memory.slot_path(slot_id))
+
+    def captured(self, attempt_id: str, ranks: Iterable[int]) -> None:
+        """Handle sealed images: writer and peers may read them."""
         self.jobs.sealed(attempt_id)
         attempt = self._coordinator.attempts.get(attempt_id)
-        if attempt is None or rank not in attempt.sealed:
+        if attempt is None:
             return
+        by_host: dict[int, list[int]] = {}
+        for rank in attempt.sealed.intersection(ranks):
+            by_host.setdefault(host_of(attempt.slots[rank]), []).append(rank)
+        for host, there in by_host.items():
+            if host:
+                self.followers.sealed(attempt, host, there)
+            elif not attempt.is_ring:
+                for rank in there:
+                    self._publish(attempt, rank)
+
+    def _publish(self, attempt: Attempt, rank: int) -> None:
         slot = self._coordinator.slots[attempt.slots[rank]]
-        if host_of(slot.id):
-            self.followers.sealed(attempt, rank)
-        elif not slot.is_ring:
-            self.published.publish(slot.id, attempt.attempt_id, slot.image)
+        self.published.publish(slot.id, attempt.attempt_id, slot.image)
 
     def _report_outcome(self, note: ReportOutcome) -> None:
         coordinator = self._coordinator

@@ -6,6 +6,8 @@ another version, or a faulty one, from crashing the keeper or corrupting another
 
 from __future__ import annotations
 
+import re
+
 from holdfast.errors import UsageError
 from holdfast.policy.arguments import MAX_PARITY
 from holdfast.protocol import messages as m
@@ -24,6 +26,7 @@ MOST_STARTS_AHEAD = 1 << 16
 FRAME_S = 60.0
 """Timeout for the rest of a message that has begun."""
 MAX_OPTIMIZERS = 1 << 20
+_CHECKSUM = re.compile("[0-9a-f]{16}")
 
 
 def validate_message(message: m.Message, world: int) -> None:
@@ -74,8 +77,8 @@ def _check_saving(message: m.Message) -> None:
         case m.Captured():
             _within("image_bytes", message.image_bytes, 1, MAX_BYTES)
             for checksum in (message.header_xxh3, message.table_xxh3):
-                if len(checksum) != 16:
-                    raise UsageError(f"a checksum has 16 digits, not {len(checksum)}")
+                if not _CHECKSUM.fullmatch(checksum):
+                    raise UsageError(f"a checksum has 16 digits, not {checksum[:MAX_TEXT]!r}")
             _within("same_since", message.same_since, -2, MAX_STEP)
             _within("the size of the sums", sum(map(len, message.sums)), 0, MAX_SUMS_BYTES)
         case m.Announce():

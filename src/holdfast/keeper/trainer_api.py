@@ -11,11 +11,12 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.coordinator.actions import SendMessage
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.host_joiner import RankReport
 from holdfast.errors import ArenaError, Fenced, FormatError, HoldfastError, UsageError
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
@@ -31,6 +32,7 @@ from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.published_images import inventory
+from holdfast.keeper.report_joiner import ReportJoiner
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
 
@@ -64,6 +66,7 @@ class TrainerApi:
         self._beginning = asyncio.Lock()
         self._traces: set[str] = set()
         self._numbers = itertools.count(1)
+        self._reports = ReportJoiner(1, self.handle_joined)
         executor.followers.connect(self)
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────
@@ -94,7 +97,7 @@ class TrainerApi:
                 self.admission.spoke(connection)
                 if self.role.follower is not None and not isinstance(message, _FOR_THIS_HOST):
                     self._forward(connection, seq, message, body)
-                else:
+                elif not self._reports.take(connection, seq, message, size):
                     await self.handle(connection, seq, message)
         except (FormatError, TimeoutError):
             self.admission.refused(SOCKET, "malformed")
@@ -106,6 +109,7 @@ class TrainerApi:
             writer.close()
             if self.role.follower is not None:
                 self.role.follower.trainer_gone(connection)
+            self._reports.flush()
             self.disconnected(connection)
 
     def _forward(
@@ -116,7 +120,7 @@ class TrainerApi:
         """
         assert self.role.follower is not None
         try:
-            self.role.follower.forward(connection, message, body)
+            self.role.follower.forward(connection, seq, message, body)
         except HoldfastError as error:
             if seq:
                 connection.send(_refusal(error), seq)
@@ -166,12 +170,46 @@ class TrainerApi:
         except Exception as error:
             self._log_once(traceback.format_exc())
             answer = m.Refused(kind="KeeperError", reason=f"{type(error).__name__}: {error}")
-        if isinstance(message, m.RequestCapture) and isinstance(
-            answer, m.Refused
-        ):  # a caller waits for the answer
-            connection.send(m.Skip(step=message.step, reason=answer.reason))
+        if isinstance(answer, m.Refused):
+            _skip(connection, message, answer.reason)
         if seq and answer is not None:
             connection.send(answer, seq)
+
+    def handle_joined(self, reports: Sequence[tuple[TrainerConnection, RankReport]]) -> None:
+        """Handle reports of several ranks of one host about one step or attempt."""
+        requests: dict[int, m.RequestCapture] = {}
+        captured: dict[int, m.Captured] = {}
+        for connection, report in reports:
+            try:
+                rank = self.ranks.require(connection)
+            except Fenced as error:
+                _skip(connection, report, str(error))
+                continue
+            if isinstance(report, m.RequestCapture):
+                requests[rank] = report
+            else:
+                captured[rank] = report
+        try:
+            if requests:
+                self._request_captures(requests)
+            if captured:
+                self._captured_all(captured)
+        except Exception as error:
+            self._log_once(traceback.format_exc())
+            for connection, report in reports:
+                _skip(connection, report, f"{type(error).__name__}: {error}")
+
+    def _request_captures(self, requests: Mapping[int, m.RequestCapture]) -> None:
+        if self.executor.followers.parity_scheduler is not None:
+            for rank, request in requests.items():
+                self.executor.followers.parity_scheduler.on_step(rank, request.step)
+        actions = self.coordinator.request_captures(requests, time.monotonic())
+        self.executor.carry_out(actions)
+
+    def _captured_all(self, captured: Mapping[int, m.Captured]) -> None:
+        attempt = next(iter(captured.values())).attempt
+        self.executor.carry_out(self.coordinator.captured_all(captured, time.monotonic()))
+        self.executor.captured(attempt, captured)
 
     def _log_once(self, trace: str) -> None:
         """Log each trace once, and few in total: the log lies in shared memory."""
@@ -215,6 +253,7 @@ class TrainerApi:
                 await self.root.open()
             begun = self.coordinator.begin(n, message.nonce, message.world, message.hosts)
             self.executor.carry_out(begun)
+            self._join_reports()
             self.executor.allocator.drop_spares()
             return m.Begun(incarnation=n)
 
@@ -280,7 +319,13 @@ class TrainerApi:
             self.memory.order(mine.n, mine.nonce),
         )
         self.executor.carry_out(actions)
+        self._join_reports()
         return True
+
+    def _join_reports(self) -> None:
+        """Join the reports of all ranks of this host from now on."""
+        here = sum(host == 0 for host in self.coordinator.hosts.values())
+        self._reports = ReportJoiner(here, self.handle_joined)
 
     async def _inventory(self, *_: object) -> m.Message:
         coordinator = self.coordinator
@@ -327,9 +372,7 @@ class TrainerApi:
             declined = self.coordinator.decline(rank, message.step, str(error))
             self.executor.carry_out([SendMessage(skip, rank), *declined])
             return
-        if self.executor.followers.parity_scheduler is not None:
-            self.executor.followers.parity_scheduler.on_step(rank, message.step)
-        self.executor.carry_out(self.coordinator.request_capture(rank, message, time.monotonic()))
+        self._request_captures({rank: message})
 
     async def _progress(self, connection: TrainerConnection, message: m.Progress, _: int) -> None:
         rank = self.ranks.require(connection)
@@ -337,8 +380,7 @@ class TrainerApi:
 
     async def _captured(self, connection: TrainerConnection, message: m.Captured, _: int) -> None:
         rank = self.ranks.require(connection)
-        self.executor.carry_out(self.coordinator.captured(rank, message, time.monotonic()))
-        self.executor.captured(message.attempt, rank)
+        self._captured_all({rank: message})
 
     async def _abort_capture(
         self, connection: TrainerConnection, message: m.AbortCapture, _: int
@@ -378,6 +420,12 @@ class TrainerApi:
 
 def _refusal(error: HoldfastError) -> m.Refused:
     return m.Refused(kind=type(error).__name__, reason=str(error), fields=error.told_fields)
+
+
+def _skip(connection: TrainerConnection, message: m.Message, reason: str) -> None:
+    """Answer a capture request that came to nothing: a caller waits for the answer."""
+    if isinstance(message, m.RequestCapture):
+        connection.send(m.Skip(step=message.step, reason=reason))
 
 
 #: Limit of different traces written to the log.

@@ -16,6 +16,8 @@ from holdfast.format.manifest import AttemptId, ImageId
 
 PROTOCOL = 9
 MAX_FRAME_BYTES = 256 << 20
+LENGTH_BYTES = 4
+"""Bytes of a frame before its body."""
 
 NOTHING_TO_SAY = -2
 """``Captured.same_since`` of a rank without parameters, or without an optimizer step since its last
@@ -532,7 +534,7 @@ _decoder = msgspec.msgpack.Decoder(_Frame)
 def pack(message: Message, seq: int = 0) -> bytes:
     """Encode one frame. ``seq`` 0: not part of a request."""
     body = _encoder.encode((seq, message))
-    return len(body).to_bytes(4, "little") + body
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 def unpack(body: bytes) -> tuple[int, Message]:

@@ -81,6 +81,7 @@ class HostedWorld(CheckedWorld):
 
     def lose_host(self, host: int, *, is_stored: bool) -> None:
         """Its line breaks; its ranks have nobody to speak to, and some of them still copy."""
+        self.joiners.pop(host, None)
         for process in self.trainers(lambda p: self.place_of(p) == host):
             self.hang_up(process)
         self.forget_what_is_made(host)

@@ -23,6 +23,7 @@ from holdfast.coordinator.actions import (
 )
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.host_joiner import HostJoiner, HostReports, RankReport
 from holdfast.coordinator.slots import Slot, Slots, host_of
 from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
@@ -41,6 +42,7 @@ class RealWorld:
 
     coordinator: type[Coordinator] = Coordinator
     slots: type[Slots] = Slots
+    joiner: type[HostJoiner] = HostJoiner
     is_broken = True
     """Before it has started, and when the coordinator said something that cannot be done."""
 
@@ -54,6 +56,8 @@ class RealWorld:
         """What the keeper did since the last disaster: two at once show nothing new."""
         self.next_pid = 100
         self.processes: list[Process] = []
+        self.joiners: dict[int, HostJoiner] = {}
+        """What each host's keeper holds of its ranks' reports."""
         self.saves: list[Save] = []
         self.contents: dict[int, Content] = {}
         self.records: dict[int, Record] = {}
@@ -91,13 +95,14 @@ class RealWorld:
 
     def begin(self, world: int) -> None:
         """All ranks start anew; whoever is left of the old ones is not listened to any more."""
+        for process in self.processes:
+            self.hang_up(process)
+        self.joiners.clear()
         self.world = world
         self.incarnation += 1
         self.saves.clear()
         self.owed.clear()
         self.ordered = m.NO_ORDER
-        for process in self.processes:
-            self.hang_up(process)
         self.begin_incarnation()
         self.pinned = self.newest
         for rank in range(world):
@@ -115,6 +120,9 @@ class RealWorld:
         return ()
 
     def join(self, process: Process) -> None:
+        self.pass_on(self.place_of(process))
+        told = process.order.pay(self.newest_published())
+        self.ordered = self.ordered.join(told)
         process.connected = True
         process.inbox.clear()
         is_copying = any(process.pid in pids for pids in self.may_write.values())
@@ -123,7 +131,40 @@ class RealWorld:
         )
         self.carry_out(joined)
 
+    def place_of(self, _: Process) -> int:
+        """The host of a process."""
+        return 0
+
+    def report(self, process: Process, report: RankReport) -> None:
+        """Tell the keeper of this host what it joins with the reports of its other ranks."""
+        host = self.place_of(process)
+        if host not in self.joiners:
+            count = sum(self.place_of(p) == host for p in self.current())
+            self.joiners[host] = self.joiner(count)
+        self.take_reports(self.joiners[host].add(process.rank, report, self.now_s))
+
+    def pass_on(self, host: int) -> None:
+        """Something else is said there: what is held goes first."""
+        if host in self.joiners:
+            self.take_reports(self.joiners[host].flush())
+
+    def take_reports(self, joined: Sequence[HostReports]) -> None:
+        """The coordinator hears them."""
+        for reports in joined:
+            asks = {r: each for r, each in reports.items() if isinstance(each, m.RequestCapture)}
+            seals = {r: each for r, each in reports.items() if isinstance(each, m.Captured)}
+            for ask in asks.values():
+                if ask.durable:
+                    order = m.StandingOrder(ask.step, ask.step).pay(self.newest_published())
+                    self.ordered = self.ordered.join(order)
+            if asks:
+                self.carry_out(self.keeper.request_captures(asks, self.now_s))
+            if seals:
+                self.carry_out(self.keeper.captured_all(seals, self.now_s))
+
     def hang_up(self, process: Process) -> None:
+        if process.connected:
+            self.pass_on(self.place_of(process))
         process.connected = False
         for message in process.inbox:
             if isinstance(message, Grant):  # it never hears of it
@@ -310,6 +351,8 @@ class RealWorld:
 
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
+        for host in [host for host, each in self.joiners.items() if each.due_s <= self.now_s]:
+            self.pass_on(host)
         self.carry_out(self.keeper.tick(self.now_s))
         living = {p.writer for p in self.processes if p.alive}
         for slot in list(self.keeper.slots.values()):
@@ -324,6 +367,7 @@ class RealWorld:
 
     def restart_keeper(self) -> None:
         """Another takes over what the slots say of themselves, in the same incarnation."""
+        self.joiners.clear()
         for process in self.trainers():
             self.hang_up(process)
         self.allocating.clear()
@@ -385,9 +429,12 @@ class RealWorld:
     def trainers(self, want: Callable[[Process], Any] = lambda _: True) -> list[Process]:
         return [p for p in self.processes if p.connected and p.alive and want(p)]
 
+    def current(self) -> list[Process]:
+        """The processes of this start, one for each rank."""
+        return [p for p in self.processes if p.incarnation == self.incarnation]
+
     def away(self) -> list[Process]:
-        current = [p for p in self.processes if p.alive and p.incarnation == self.incarnation]
-        return [p for p in current if not p.connected]
+        return [p for p in self.current() if p.alive and not p.connected]
 
     def zombies(self) -> list[Process]:
         return [p for p in self.processes if p.alive and not p.connected]
@@ -408,7 +455,7 @@ class RealWorld:
         process.updates, process.is_ahead = 2 * step + process.is_ahead, False
         if save.durable:
             self.owed[process.pid, step] = save.exact
-            self.make_order(process, step)
+            process.order = process.order.join(m.StandingOrder(step, step))
         data = table(self.world)
         self.keeper.table(process.rank, table_hash(data), data)
         ask = m.RequestCapture(
@@ -420,7 +467,7 @@ class RealWorld:
             updates=(("optimizer", process.updates),),
             is_copying=any(process.pid in pids for pids in self.may_write.values()),
         )
-        self.carry_out(self.keeper.request_capture(process.rank, ask, self.now_s))
+        self.report(process, ask)
 
     def take_messages(self, process: Process) -> None:
         while process.inbox:
@@ -434,6 +481,7 @@ class RealWorld:
             case Grant(_, attempt, slot):  # too late
                 self.stop_writing(process, slot)
                 told = m.AbortCapture(attempt=attempt, reason="given up")
+                self.pass_on(self.place_of(process))
                 self.carry_out(self.keeper.abort_capture(process.rank, told))
             case m.Skip(step=step) | m.Aborted(step=step) if process.waits_for == step:
                 process.waits_for = None
@@ -457,7 +505,7 @@ class RealWorld:
         told = m.Captured(
             attempt=attempt, image_bytes=record.image_bytes, header_xxh3="h", table_xxh3="t"
         )
-        self.carry_out(self.keeper.captured(process.rank, told, self.now_s))
+        self.report(process, told)
 
     def stop_writing(self, process: Process, slot: int) -> None:
         self.may_write.get(slot, set()).discard(process.pid)
@@ -490,11 +538,13 @@ class RealWorld:
         step, process.waits_for = process.waits_for, None
         assert step is not None
         self.owed.pop((process.pid, step), None)  # it gave up by itself, and says so
+        self.pass_on(self.place_of(process))
         self.carry_out(self.keeper.cancel_request(process.rank, step))
 
     def ask_durable(self, process: Process) -> None:
         step = process.done - 1
         self.owed[process.pid, step] = True
+        self.pass_on(self.place_of(process))
         self.make_order(process, step)
         self.carry_out(self.keeper.make_durable(step))
 
@@ -506,5 +556,6 @@ class RealWorld:
         attempt, process.writes = process.writes, None
         assert attempt is not None
         self.stop_writing(process, process.slot)
+        self.pass_on(self.place_of(process))
         told = m.AbortCapture(attempt=attempt, reason="given up", leaf=leaf)
         self.carry_out(self.keeper.abort_capture(process.rank, told))

@@ -15,19 +15,23 @@ import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 from holdfast.coordinator.actions import Action
+from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import Fenced, FormatError, HoldfastError, KeeperError, PeerError
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Incarnation, unseal
+from holdfast.format.manifest import ImageId, Incarnation, unseal
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection
+from holdfast.keeper.grants import grant_slots
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.handover import answer_handover, describe
+from holdfast.keeper.hosts.host_reports import encode_reports, from_column, seals_from_bytes
 from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.worker import ParityWorker, protect, stored_shards
 from holdfast.keeper.published_images import PublishedImages
+from holdfast.keeper.report_joiner import JoinedReports, ReportJoiner
 from holdfast.keeper.slot_allocator import NullListener, SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import is_running
@@ -75,6 +79,9 @@ class Follower:
         self._is_attached = asyncio.Event()
         self._pauses = pauses()
         self._trainers: dict[int, LocalConnection] = {}
+        self._writers: dict[int, SlotWriter] = {}
+        """Processes of all trainers that the coordinator was told of, by connection."""
+        self._reports = ReportJoiner(len(part.hosts[part.host].ranks), self._report)
         self._watched: dict[int, tuple[str, int, int]] = {}
         self._why = "it was not tried yet"
         self._layout_error = ""
@@ -159,6 +166,7 @@ class Follower:
     def _detached(self) -> None:
         """Disconnect all trainers, as if their keeper had gone."""
         self._line = None
+        self._reports.drop()
         self._is_attached.clear()
         self._watched.clear()
         self._writings.stop_all("the coordinator is out of reach")
@@ -168,6 +176,7 @@ class Follower:
         for connection in list(self._trainers.values()):
             connection.disconnect()
         self._trainers.clear()
+        self._writers.clear()
 
     async def leave(self, incarnation: int) -> None:
         """Leave for a newer incarnation: tell the coordinator, and wait until it has released the
@@ -206,7 +215,9 @@ class Follower:
 
     # ── trainers ─────────────────────────────────────────────────────────────────────────────────
 
-    def forward(self, connection: LocalConnection, message: m.Message, body: bytes) -> None:
+    def forward(
+        self, connection: LocalConnection, seq: int, message: m.Message, body: bytes
+    ) -> None:
         """Forward a trainer's message. Raises KeeperError if the coordinator is unreachable."""
         if isinstance(message, m.Progress):
             limits.validate_message(message, 0)
@@ -218,17 +229,23 @@ class Follower:
             raise Fenced(self.fenced) if self.fenced else self._out_of_reach()
         if connection.number not in self._trainers:
             self._trainers[connection.number] = connection
-            process = connection.process
+            process = self._writers[connection.number] = connection.process
             came = messages.TrainerConnected(
                 line=connection.number, pid=process.pid, start=process.start
             )
             line.send(messages.pack(came))
         if isinstance(message, m.Join):
             connection.rank = message.rank
-        line.send(messages.pack(messages.TrainerMessage(line=connection.number, body=body)))
+        if not self._reports.take(connection, seq, message, len(body)):
+            line.send(messages.pack(messages.TrainerMessage(line=connection.number, body=body)))
+
+    def _report(self, reports: JoinedReports) -> None:
+        """Send joined reports of trainers to the coordinator."""
+        self.send(encode_reports({line.number: report for line, report in reports}))
 
     def trainer_gone(self, connection: LocalConnection) -> None:
         """Report that a trainer's connection broke."""
+        self._reports.flush()
         if self._trainers.pop(connection.number, None) is not None and self._line is not None:
             self._line.send(messages.pack(messages.TrainerGone(line=connection.number)))
 
@@ -243,9 +260,9 @@ class Follower:
                 self._pauses = pauses()
                 if self.is_stopping:
                     line.send(messages.pack(messages.Stopping()))
-            case messages.ForwardMessage(line=number, frame=frame):
-                if number in self._trainers:
-                    self._trainers[number].send_frame(frame)
+            case messages.ForwardMessage(lines=lines, frame=frame):
+                for connection in filter(None, map(self._trainers.get, lines)):
+                    connection.send_frame(frame)
             case messages.HangUp(line=number):
                 if number in self._trainers:
                     self._trainers[number].disconnect()
@@ -264,7 +281,7 @@ class Follower:
                 | messages.CancelRebuild()
             ):
                 protect(self._parity, fact, self.role.hosts, lambda s: line.send(messages.pack(s)))
-            case messages.WriteImage() | messages.CancelWrite() | messages.SlotSealed():
+            case messages.WriteImage() | messages.CancelWrite() | messages.SlotsSealed():
                 self._write(line, fact)
             case _:
                 self._change_memory(line, fact)
@@ -272,17 +289,25 @@ class Follower:
     def _write(
         self,
         line: SealedChannel,
-        fact: messages.WriteImage | messages.CancelWrite | messages.SlotSealed,
+        fact: messages.WriteImage | messages.CancelWrite | messages.SlotsSealed,
     ) -> None:
         match fact:
             case messages.WriteImage():
                 self._writings.start(fact, lambda said: line.send(messages.pack(said)))
             case messages.CancelWrite(directory=directory, reason=reason):
                 self._writings.stop(directory, reason)
-            case messages.SlotSealed():
-                self._writings.sealed(fact)
-                if not fact.is_ring:
-                    self._offering.publish(fact.slot, fact.attempt_id, fact.image)
+            case messages.SlotsSealed():
+                self._publish(fact)
+
+    def _publish(self, fact: messages.SlotsSealed) -> None:
+        """Have captured images written without waiting, and serve them to other hosts."""
+        sizes = from_column(fact.image_bytes, len(fact.slots))
+        seals = seals_from_bytes(fact.seals)
+        for slot, rank, size, seal in zip(fact.slots, fact.ranks, sizes, seals, strict=True):
+            image = ImageId(rank, size, *seal)
+            self._writings.sealed(fact.attempt_id, image)
+            if not fact.is_ring:
+                self._offering.publish(slot, fact.attempt_id, image)
 
     def _change_memory(
         self,
@@ -290,7 +315,7 @@ class Follower:
         fact: messages.CreateSlot
         | messages.CreateRings
         | messages.DeleteSlot
-        | messages.StampSlot
+        | messages.GrantSlots
         | messages.RecordLayout
         | messages.RecordOrder
         | messages.SizeImages
@@ -307,9 +332,10 @@ class Follower:
             case messages.DeleteSlot(slot=slot):
                 self._offering.withdraw(slot)
                 self._maker.remove(slot)
-            case messages.StampSlot(slot=slot, record=record):
-                self._offering.withdraw(slot)
-                self._memory.stamp(slot, record)
+            case messages.GrantSlots():
+                grant_slots(
+                    fact, self._memory, self._offering, self._writers.get, self._trainers.get
+                )
             case messages.RecordLayout():
                 self._store_layout(line, fact)
             case messages.RecordOrder(order=order):

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.host_joiner import HostReports, RankReport
 from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slot_id_of
 from holdfast.errors import FormatError, HoldfastError, PeerError
 from holdfast.events import Warned, emit
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.handover import StateHandover, from_inventory
+from holdfast.keeper.hosts.host_reports import decode_reports, seals_to_bytes, to_column
 from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
@@ -69,6 +71,10 @@ class TrainerDispatcher(Protocol):
         """Handle and answer one message."""
         ...
 
+    def handle_joined(self, reports: Sequence[tuple[TrainerConnection, RankReport]]) -> None:
+        """Handle reports of several trainers of one host about one step or attempt."""
+        ...
+
     def connected(self, connection: TrainerConnection) -> None:
         """Handle a new connection."""
         ...
@@ -83,7 +89,20 @@ class _Trainer:
 
     def __init__(self, connection: ForwardedConnection) -> None:
         self.connection = connection
-        self.inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.inbox: asyncio.Queue[bytes | RankReport | None] = asyncio.Queue()
+        self.is_handling = False
+
+    @property
+    def is_idle(self) -> bool:
+        """True if all of its messages are handled."""
+        return self.inbox.empty() and not self.is_handling
+
+    def queue(self, said: bytes | RankReport) -> None:
+        """Queue a message or a report of this trainer."""
+        if self.inbox.qsize() < MOST_SAID:
+            self.inbox.put_nowait(said)
+        else:  # its keeper reports the trainer's loss once this connection is closed
+            self.connection.disconnect()
 
 
 class FollowerSession:
@@ -260,20 +279,20 @@ class FollowerRegistry:
             )
         )
 
-    def sealed(self, attempt: Attempt, rank: int) -> None:
-        """Tell a rank's host that its image is captured: it may be served, and written without
-        waiting.
+    def sealed(self, attempt: Attempt, host: int, ranks: Sequence[int]) -> None:
+        """Tell a host that these images of its ranks are captured: they may be served, and written
+        without waiting.
         """
-        slot = self._coordinator.slots[attempt.slots[rank]]
-        self.send_to_slot_host(
-            slot.id,
-            messages.SlotSealed(
-                slot=number_of(slot.id),
-                is_ring=slot.is_ring,
-                attempt_id=attempt.attempt_id,
-                image=slot.image,
-            ),
+        slots = [self._coordinator.slots[attempt.slots[rank]] for rank in ranks]
+        sealed = messages.SlotsSealed(
+            slots=tuple(number_of(slot.id) for slot in slots),
+            ranks=tuple(ranks),
+            is_ring=attempt.is_ring,
+            attempt_id=attempt.attempt_id,
+            image_bytes=to_column([slot.image_bytes for slot in slots]),
+            seals=seals_to_bytes([(slot.header_xxh3, slot.table_xxh3) for slot in slots]),
         )
+        self.send_to_host(host, sealed)
 
     # ── receiving ────────────────────────────────────────────────────────────────────────────────
 
@@ -351,6 +370,8 @@ class FollowerRegistry:
         match fact:
             case messages.TrainerConnected() | messages.TrainerMessage() | messages.TrainerGone():
                 self._handle_trainer(follower, fact)
+            case messages.HostRequests() | messages.HostCaptured():
+                self._handle_joined(follower, decode_reports(fact))
             case messages.ImageWritten() | messages.WriteEnded() | messages.RingFreed():
                 self._handle_writing(follower, fact)
             case (
@@ -395,22 +416,31 @@ class FollowerRegistry:
                 trainer = follower.trainers[number] = _Trainer(connection)
                 self._background.spawn(self._talk(trainer))
             case messages.TrainerMessage(body=body) if trainer is not None:
-                if trainer.inbox.qsize() < MOST_SAID:
-                    trainer.inbox.put_nowait(body)
-                else:  # its keeper reports the trainer's loss once this connection is closed
-                    trainer.connection.disconnect()
+                trainer.queue(body)
             case messages.TrainerGone(line=number) if trainer is not None:
                 del follower.trainers[number]
                 trainer.inbox.put_nowait(None)
+
+    def _handle_joined(self, follower: FollowerSession, reports: HostReports) -> None:
+        """Handle joined reports, each after all that its trainer sent before."""
+        found = [(follower.trainers.get(line), report) for line, report in reports.items()]
+        known = [(trainer, report) for trainer, report in found if trainer is not None]
+        if self._dispatcher is not None and all(trainer.is_idle for trainer, _ in known):
+            self._dispatcher.handle_joined([(t.connection, report) for t, report in known])
+            return
+        for trainer, report in known:
+            trainer.queue(report)
 
     async def _talk(self, trainer: _Trainer) -> None:
         dispatcher, connection = self._dispatcher, trainer.connection
         assert dispatcher is not None
         dispatcher.connected(connection)
         try:
-            while (body := await trainer.inbox.get()) is not None:
-                seq, message = m.unpack(body)
+            while (said := await trainer.inbox.get()) is not None:
+                seq, message = m.unpack(said) if isinstance(said, bytes) else (0, said)
+                trainer.is_handling = True
                 await dispatcher.handle(connection, seq, message)
+                trainer.is_handling = False
         except HoldfastError:
             connection.disconnect()  # the trainer sent an invalid message
         finally:

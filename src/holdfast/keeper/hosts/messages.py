@@ -7,6 +7,8 @@ of their connections there.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from holdfast.errors import FormatError
@@ -16,10 +18,12 @@ from holdfast.protocol.arena import SlotRecord
 
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Base class of all messages between keepers of one run; every message carries its kind.
+    """Base class of all messages between keepers of one run; those of every save are short."""
 
-    Those of every parity round have short kinds: a host's take 200 bytes of the coordinator's line.
-    """
+
+T = TypeVar("T")
+#: One field of several reports: the distinct values, and which is whose; () if there is one.
+Column = tuple[tuple[T, ...], tuple[int, ...]]
 
 
 class SlotInventory(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +81,32 @@ class TrainerMessage(Fact, frozen=True, kw_only=True):
 
     line: int
     body: bytes
+
+
+class HostRequests(Fact, frozen=True, kw_only=True, tag="asks"):
+    """Capture requests for one step of several trainers, in columns; see ``host_reports``."""
+
+    lines: tuple[int, ...]
+    step: int
+    table: Column[str]
+    values_bytes: Column[int]
+    durable: Column[bool]
+    exact: Column[bool]
+    request_number: Column[int]
+    updates: Column[tuple[tuple[str, int], ...]]
+    is_copying: Column[bool]
+
+
+class HostCaptured(Fact, frozen=True, kw_only=True, tag="captured"):
+    """Images of one attempt that several trainers captured, in columns; see ``host_reports``."""
+
+    lines: tuple[int, ...]
+    attempt: str
+    image_bytes: Column[int]
+    seals: bytes
+    """Checksums of header and block table, 8 bytes each, of one image after the other."""
+    sums: Column[tuple[bytes, ...]]
+    same_since: Column[int]
 
 
 class TrainerGone(Fact, frozen=True, kw_only=True):
@@ -180,9 +210,7 @@ class Superseded(Fact, frozen=True, kw_only=True):
 
 
 class Stopping(Fact, frozen=True, kw_only=True):
-    """The follower was told to stop: the newest snapshot must be saved, then ``StopAllowed``
-    sent.
-    """
+    """The follower was told to stop: the newest snapshot must be saved before ``StopAllowed``."""
 
 
 # ── coordinator to follower ──────────────────────────────────────────────────────────────────────
@@ -195,10 +223,10 @@ class HostAttached(Fact, frozen=True, kw_only=True):
     tell_incarnations: tuple[int, ...] = ()
 
 
-class ForwardMessage(Fact, frozen=True, kw_only=True):
-    """A packed frame for a trainer."""
+class ForwardMessage(Fact, frozen=True, kw_only=True, tag="say"):
+    """A packed frame for each of these trainers."""
 
-    line: int
+    lines: tuple[int, ...]
     frame: bytes
 
 
@@ -228,11 +256,18 @@ class DeleteSlot(Fact, frozen=True, kw_only=True):
     slot: int
 
 
-class StampSlot(Fact, frozen=True, kw_only=True):
-    """Orders the slot's record to be written, before any rank writes to it."""
+class GrantSlots(Fact, frozen=True, kw_only=True, tag="grant"):
+    """Orders the records of these slots to be written, then each trainer to be sent its grant."""
 
-    slot: int
     record: SlotRecord
+    """What the records have in common."""
+    lines: tuple[int, ...]
+    ranks: tuple[int, ...]
+    slots: tuple[int, ...]
+    ring_bytes: Column[int]
+    request_number: Column[int]
+    durable: bool
+    compare: tuple[int, int | None] | None
 
 
 class RecordLayout(Fact, frozen=True, kw_only=True):
@@ -258,27 +293,28 @@ class SizeImages(Fact, frozen=True, kw_only=True):
 
 
 class RecordIncarnation(Fact, frozen=True, kw_only=True):
-    """Orders an incarnation and its parent to be recorded.
-
-    ``is_recorded``: storage has its line, and older ones may be forgotten, but for those ``held``.
-    ``parent``: the record of the start it went on from, if it is known: a hand may have that of
-    another start of the same number.
-    """
+    """Orders an incarnation and its parent to be recorded."""
 
     n: int
     data: bytes
     held: tuple[int, ...]
+    """Incarnations whose records must stay."""
     is_recorded: bool = False
+    """True if storage has the record, and older ones may be forgotten."""
     parent: bytes = b""
+    """Record of the parent, if known: the host may have another start's of the same number."""
 
 
-class SlotSealed(Fact, frozen=True, kw_only=True):
-    """The image in this slot is captured, or has passed through its ring."""
+class SlotsSealed(Fact, frozen=True, kw_only=True, tag="sealed"):
+    """The images in these slots are captured, or have passed through their rings."""
 
-    slot: int
+    slots: tuple[int, ...]
+    ranks: tuple[int, ...]
     is_ring: bool
     attempt_id: AttemptId
-    image: ImageId
+    image_bytes: Column[int]
+    seals: bytes
+    """As in ``HostCaptured``."""
 
 
 class WriteImage(Fact, frozen=True, kw_only=True):
@@ -360,9 +396,7 @@ class ImageLost(Fact, frozen=True, kw_only=True):
 
 
 class ShardLost(Fact, frozen=True, kw_only=True):
-    """A parity shard was damaged, and could not be made again: the attempt's parity is
-    incomplete.
-    """
+    """A parity shard was damaged and not made again: the attempt's parity is incomplete."""
 
     attempt: str
 
@@ -393,7 +427,7 @@ class ShardsDropped(Fact, frozen=True, kw_only=True):
 
 
 class JoinGroup(Fact, frozen=True, kw_only=True):
-    """Tells a host its parity group: the members' numbers in the table of hosts, by host id."""
+    """Tells a host its parity group: numbers in the table of hosts, in the order of their ids."""
 
     hosts: tuple[int, ...]
     ports: tuple[int, ...]
@@ -402,10 +436,7 @@ class JoinGroup(Fact, frozen=True, kw_only=True):
 
 
 class MakeParity(Fact, frozen=True, kw_only=True, tag="make"):
-    """Orders parity of an attempt, in this one of the two buffers, as soon as all have memory.
-
-    The members of a group read from each other of which images.
-    """
+    """Orders parity of an attempt, whose images the members of a group read from each other."""
 
     round_id: int
     half: int
@@ -445,17 +476,15 @@ class DropShards(Fact, frozen=True, kw_only=True):
 
 
 class RebuildImage(Fact, frozen=True, kw_only=True):
-    """Orders the image of ``rank`` to be decoded into this slot, which nobody else writes to.
-
-    ``half``: the buffer with the complete shards. ``places``: the hosts that have the images of
-    its group, by rank.
-    """
+    """Orders the image of ``rank`` to be decoded into this slot, which nobody else writes to."""
 
     slot: int
     attempt: str
     rank: int
     half: int
+    """The buffer with the complete shards."""
     places: dict[int, str]
+    """Hosts that have the images of its group, by rank."""
     ports: dict[str, int] = msgspec.field(default_factory=dict)
     """Ports where hosts serve images now, if they differ from those agreed on at the start."""
 
@@ -470,6 +499,8 @@ ToCoordinator = (
     HostInventory
     | TrainerConnected
     | TrainerMessage
+    | HostRequests
+    | HostCaptured
     | TrainerGone
     | SlotCreated
     | SlotFailed
@@ -501,12 +532,12 @@ ToFollower = (
     | CreateSlot
     | CreateRings
     | DeleteSlot
-    | StampSlot
+    | GrantSlots
     | RecordLayout
     | RecordOrder
     | SizeImages
     | RecordIncarnation
-    | SlotSealed
+    | SlotsSealed
     | WriteImage
     | CancelWrite
     | WatchWriter

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from holdfast.errors import ArenaError, HoldfastError
+from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import Fact
@@ -140,11 +141,10 @@ class RemoteWriteService:
             if writing.attempt == attempt and rank in writing.images:
                 writing.images[rank].arrival.copied(size_bytes)
 
-    def sealed(self, fact: messages.SlotSealed) -> None:
+    def sealed(self, attempt_id: AttemptId, image: ImageId) -> None:
         """Record that an image is captured."""
-        image = fact.image
         for writing in self._under_way.values():
-            if writing.attempt == fact.attempt_id.attempt and image.rank in writing.images:
+            if writing.attempt == attempt_id.attempt and image.rank in writing.images:
                 writing.images[image.rank].seal(image.header_xxh3, image.table_xxh3)
 
     def stop(self, directory: str, reason: str) -> None:

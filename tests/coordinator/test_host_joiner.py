@@ -1,0 +1,394 @@
+"""What the ranks of a host report is joined, and the coordinator hears all of it, in its order.
+
+The joiner alone, in every order of short stories; then hosts with their joiners around a
+coordinator, in every order in which their ranks ask, with every mishap at every moment.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import permutations, product
+
+import pytest
+
+from holdfast.coordinator.actions import Action, GrantSlot
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.host_joiner import (
+    CAPTURED_HELD_S,
+    REQUESTS_HELD_S,
+    HostJoiner,
+    HostReports,
+    RankReport,
+)
+from holdfast.coordinator.requests import CaptureRequests
+from holdfast.geometry.layout import table_hash
+from holdfast.protocol import messages as m
+from support.coordinator.coordinators import GRANT_S, Keeper, table
+from support.coordinator.handoff_facts import Process, Save
+from support.coordinator.handoff_hosts import HostedWorld
+
+SAVE = Save(durable=False, exact=False, values_bytes=10)
+
+
+def ask(step: int) -> m.RequestCapture:
+    return m.RequestCapture(step=step, table="t", values_bytes=10, durable=False)
+
+
+def seal(attempt: str) -> m.Captured:
+    return m.Captured(attempt=attempt, image_bytes=1, header_xxh3="h", table_xxh3="t")
+
+
+# ── the joiner alone ─────────────────────────────────────────────────────────────────────────
+
+
+def test_the_last_rank_of_a_host_sends_the_reports_of_all_at_once() -> None:
+    joiner = HostJoiner(3)
+    assert joiner.add(0, ask(7), 1.0) == joiner.add(2, ask(7), 1.01) == []
+    assert joiner.due_s == 1.0 + REQUESTS_HELD_S
+    assert joiner.add(1, ask(7), 1.02) == [{0: ask(7), 2: ask(7), 1: ask(7)}]
+    assert joiner.due_s == math.inf and joiner.flush() == []
+
+
+def test_nobody_waits_for_a_rank_that_reported_before() -> None:
+    joiner = HostJoiner(3)
+    joiner.add(0, seal("a"), 1.0)
+    assert joiner.due_s == 1.0 + CAPTURED_HELD_S
+    assert joiner.flush() == [{0: seal("a")}]
+    assert joiner.add(1, seal("a"), 2.0) == []
+    assert joiner.add(2, seal("a"), 2.0) == [{1: seal("a"), 2: seal("a")}]
+
+
+@pytest.mark.promise
+def test_a_rank_that_asks_for_another_step_or_once_more_is_told_apart() -> None:
+    joiner = HostJoiner(3)
+    joiner.add(0, ask(7), 1.0)
+    assert joiner.add(1, ask(8), 1.0) == [{0: ask(7)}]
+    assert joiner.add(1, ask(8), 1.0) == [{1: ask(8)}]
+    assert joiner.add(1, seal("a"), 1.0) == [{1: ask(8)}]
+    assert joiner.flush() == [{1: seal("a")}]
+
+
+REPORTS: tuple[RankReport, ...] = (ask(1), ask(2), seal("a"))
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 3), (2, 4), (3, 3)])
+def test_nothing_is_lost_repeated_or_reordered_whatever_is_reported(
+    count: int, length: int
+) -> None:
+    moves = [*product(range(count), REPORTS), (-1, REPORTS[0])]
+    for story in product(moves, repeat=length):
+        joiner, heard = HostJoiner(count), list[tuple[int, RankReport]]()
+        for now, (rank, report) in enumerate(story):
+            joined = joiner.flush() if rank < 0 else joiner.add(rank, report, now)
+            for reports in joined:
+                assert len({type(each) for each in reports.values()}) == 1
+                heard += reports.items()
+            assert joiner.due_s <= now + CAPTURED_HELD_S or joiner.due_s == math.inf
+        heard += [each for reports in joiner.flush() for each in reports.items()]
+        assert heard == [move for move in story if move[0] >= 0]
+
+
+# ── around a coordinator ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Story:
+    """One order in which ranks ask, when time passes between two of them, and one mishap."""
+
+    asks: tuple[int, ...]
+    pauses: frozenset[int] = frozenset()
+    mishap: str = ""
+    at: int = 0
+
+
+MISHAPS = ("withdraws", "declines", "dies", "is cut off", "host", "saves twice", "update")
+PAUSE_S = 2 * REQUESTS_HELD_S
+
+
+class JoinedWorld(HostedWorld):
+    """Plays a story: one save before it is healthy, and one after it."""
+
+    def begin_with(self, hosts: int, per_host: int) -> None:
+        self.hosts = hosts
+        self.granted: list[set[int]] = []
+        self.told: list[tuple[int, str]] = []
+        self.start(hosts * per_host)
+        self.go_on()
+
+    def by_rank(self, rank: int) -> Process:
+        return next(p for p in self.current() if p.rank == rank)
+
+    def _carry_out(self, actions: object) -> None:
+        super()._carry_out(actions)
+        assert isinstance(actions, (list, tuple))
+        skips = [a.message for a in actions if hasattr(a, "message")]
+        self.told += [(s.step, s.reason) for s in skips if isinstance(s, m.Skip)]
+
+    def go_on(self) -> None:
+        """A whole save, of all that are there."""
+        for process in self.trainers():
+            process.done = len(self.saves)
+        for process in self.trainers():
+            self.make_ask(process, SAVE)
+        self.finish()
+
+    def finish(self) -> None:
+        for slot in list(self.allocating):
+            self.end_allocation(slot, is_there=True)
+        for process in self.trainers():
+            self.take_messages(process)
+            if process.writes is not None:
+                self.finish_image(process)
+
+    def play(self, story: Story) -> None:
+        for number, rank in enumerate(story.asks):
+            if number in story.pauses:
+                self.pass_time(PAUSE_S)
+            if story.mishap and story.at == number:
+                self.befall(self.by_rank(story.asks[number - 1]), story.mishap)
+            process = self.by_rank(rank)
+            if process.connected and process.waits_for is None and process.writes is None:
+                self.make_ask(process, SAVE)
+            self.check()
+        self.pass_time(PAUSE_S)
+        self.check()
+
+    def befall(self, process: Process, mishap: str) -> None:
+        """Something happens to the rank that asked last, or that will ask last."""
+        if mishap == "withdraws" and process.waits_for is not None:
+            self.wait_no_longer(process)
+        elif mishap == "declines":
+            self.pass_on(self.place_of(process))
+            process.waits_for = None
+            step = len(self.saves) - 1
+            self.carry_out(self.keeper.decline(process.rank, step, "it could not"))
+        elif mishap in ("dies", "is cut off"):
+            process.alive = mishap != "dies"
+            self.hang_up(process)
+            self.carry_out(self.keeper.lost(process.rank))
+        elif mishap == "host":
+            self.lose_host(self.hosts - 1, is_stored=False)
+        elif mishap == "saves twice" and process.waits_for is not None:
+            process.waits_for = None  # it gave that up, and asks for the next step
+            self.make_ask(process, SAVE)
+        elif mishap == "update":
+            process.is_ahead = True
+
+    def check(self) -> None:
+        self.check_complete()
+        self.check_newest()
+        self.check_slots()
+        self.check_waits()
+        self.check_order()
+
+
+def stories(world: int, mishaps: tuple[str, ...], *, all_orders: bool) -> Iterator[Story]:
+    orders = [(0, *rest) for rest in permutations(range(1, world))]
+    for asks in permutations(range(world)) if all_orders else orders:
+        yield from (Story(asks, frozenset({n})) for n in range(world))
+        yield Story(asks, frozenset(range(world)))
+        for mishap, at in product(mishaps, range(1, world)):
+            yield Story(asks, frozenset(), mishap, at)
+            yield Story(asks, frozenset({at}), mishap, at)
+
+
+def play_all(kind: type[JoinedWorld], hosts: int, per_host: int, *, all_orders: bool) -> int:
+    played = 0
+    for story in stories(hosts * per_host, MISHAPS, all_orders=all_orders):
+        world = kind()
+        world.begin_with(hosts, per_host)
+        try:
+            world.play(story)
+            end_well(world, story)
+        except Exception as error:
+            error.add_note(str(story))
+            raise
+        played += 1
+    return played
+
+
+def end_well(world: JoinedWorld, story: Story) -> None:
+    """All that asked are answered, and as if nothing had been joined; the next save is healthy."""
+    world.finish()
+    world.pass_time(CAPTURED_HELD_S)
+    newest = world.keeper.attempts.newest_complete()
+    if not story.mishap:
+        assert newest is not None and newest.step == len(world.saves) - 1, "nothing was captured"
+    elif story.mishap in ("dies", "is cut off", "declines"):
+        culprit = story.asks[story.at - 1]
+        assert all(str(culprit) in reason for _, reason in world.told), world.told
+    world.pass_time(GRANT_S + 1)
+    assert story.mishap or not world.told, "somebody was waited for, though all have asked"
+    for process in world.trainers():
+        world.take_messages(process)
+    assert not [p.rank for p in world.trainers(lambda p: p.waits_for is not None)]
+    world.ranks_are_there()
+    world.go_on()
+    world.pass_time(CAPTURED_HELD_S)
+    world.check()
+    if world.keeper.absence.reason or world.told:  # who was waited for in vain is back when it asks
+        world.go_on()
+        world.pass_time(CAPTURED_HELD_S)
+    newest = world.keeper.attempts.newest_complete()
+    assert newest is not None
+    assert newest.generation == (world.incarnation, len(world.saves) - 1)
+
+
+@pytest.mark.promise
+def test_two_hosts_of_two_ranks_in_any_order_with_any_mishap() -> None:
+    assert play_all(JoinedWorld, 2, 2, all_orders=False) > 250
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (3, 2), (4, 1)])
+def test_more_hosts_and_ranks_in_any_order_with_any_mishap(hosts: int, per_host: int) -> None:
+    """Of six ranks the first to ask is always rank 0: another order of its host's is no other."""
+    assert play_all(JoinedWorld, hosts, per_host, all_orders=hosts * per_host < 6) > 1000
+
+
+# ── as one after the other ───────────────────────────────────────────────────────────────────
+
+
+class OneByOne(Coordinator):
+    """Takes joined requests apart."""
+
+    def request_captures(
+        self, requests: Mapping[int, m.RequestCapture], now_s: float
+    ) -> list[Action]:
+        one_by_one = (self.request_capture(r, each, now_s) for r, each in requests.items())
+        return [action for actions in one_by_one for action in actions]
+
+
+WORLD, MOVES = 4, ("ask", "ask", "ask", "seal", "seal", "abort", "cancel", "tick", "lose")
+
+
+def random_story(keeper: Keeper, seed: int) -> Iterator[list[Action]]:
+    """What a coordinator answers to moves that the seed chooses: the same for the same answers."""
+    chance, now_s, step = random.Random(seed), 0.0, 0
+    for _ in range(40):
+        now_s += chance.choice([0.01, 0.01, GRANT_S])
+        move, rank = chance.choice(MOVES), chance.randrange(WORLD)
+        open_ = [a.id for a in keeper.c.attempts.values() if a.is_open]
+        match move:
+            case "ask":
+                step += chance.random() < 0.6
+                ranks = chance.choice([range(WORLD), (0, 1), (2, 3), (3,)])
+                durable, is_copying = chance.random() < 0.3, chance.random() < 0.5
+                request = m.RequestCapture(
+                    step=step - (chance.random() < 0.1),
+                    table=table_hash(table(WORLD)),
+                    values_bytes=10,
+                    durable=durable,
+                    exact=durable,
+                    is_copying=is_copying,
+                )
+                asks = {r: request for r in ranks if chance.random() < 0.95}
+                if asks:
+                    yield keeper.with_memory(keeper.c.request_captures(asks, now_s))
+            case "seal" if open_:
+                for each in range(WORLD):
+                    yield keeper.seal(each, open_[-1], now_s)
+            case "abort" if open_:
+                gone = m.AbortCapture(attempt=open_[0], reason="r", has_stopped=rank > 1)
+                yield keeper.c.abort_capture(rank, gone)
+            case "cancel":
+                yield keeper.c.cancel_request(rank, step)
+            case "tick":
+                yield keeper.with_memory(keeper.c.tick(now_s))
+            case "lose":
+                yield keeper.c.lost(rank)
+                yield keeper.c.join(rank, keeper.writer(rank), is_copying=rank > 1)
+
+
+def test_joined_requests_are_decided_as_if_they_came_one_after_the_other() -> None:
+    granted = 0
+    for seed in range(200):
+        joined, apart = Keeper(WORLD), Keeper(WORLD)
+        apart.c.__class__ = OneByOne
+        for keeper in (joined, apart):
+            for rank in range(WORLD):
+                keeper.c.table(rank, table_hash(table(WORLD)), table(WORLD))
+        answers = zip(random_story(joined, seed), random_story(apart, seed), strict=True)
+        for move, (one, other) in enumerate(answers):
+            assert one == other, (seed, move)
+            granted += any(isinstance(action, GrantSlot) for action in one)
+        assert joined.states() == apart.states()
+    assert granted > 200
+
+
+# ── the search finds what it is there to find ────────────────────────────────────────────────
+
+
+class LosesAReport(HostJoiner):
+    def flush(self) -> list[HostReports]:
+        return [dict(list(reports.items())[:1]) for reports in super().flush()]
+
+
+class WaitsForAll(HostJoiner):
+    """Holds what is held until the last rank has reported, however long that takes."""
+
+    def flush(self) -> list[HostReports]:
+        return super().flush() if len(self._reported) in (0, self._count) else []
+
+
+class SaysAllAgain(HostJoiner):
+    """What was passed on is passed on with the next reports too."""
+
+    def flush(self) -> list[HostReports]:
+        before, now = getattr(self, "last", []), super().flush()
+        self.last = now or before
+        return now and before + now
+
+
+@pytest.mark.parametrize("broken", [LosesAReport, WaitsForAll, SaysAllAgain])
+def test_a_joiner_with_a_known_mistake_is_found_out(broken: type[HostJoiner]) -> None:
+    class Broken(JoinedWorld):
+        joiner = broken
+
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        play_all(Broken, 2, 2, all_orders=False)
+
+
+class CountsAHostTwice(CaptureRequests):
+    def add_all(self, step: int, requests: Mapping[int, m.RequestCapture], now_s: float) -> None:
+        super().add_all(step, requests, now_s)
+        for rank, request in requests.items():
+            super().add_all(step, {(rank + 1) % self._world: request}, now_s)
+
+
+class GrantsWhenAllButOneHaveAsked(CaptureRequests):
+    def pop_complete(self, step: int) -> dict[int, m.RequestCapture] | None:
+        requested = self._by_step.get(step)
+        if requested is None or len(requested.by_rank) < self._world - 1:
+            return None
+        missing = set(range(self._world)) - requested.by_rank.keys()
+        any_request = next(iter(requested.by_rank.values()))
+        self._pop(step)
+        return requested.by_rank | dict.fromkeys(missing, any_request)
+
+
+@pytest.mark.parametrize("broken", [CountsAHostTwice, GrantsWhenAllButOneHaveAsked])
+def test_a_coordinator_that_miscounts_joined_reports_is_found_out(
+    broken: type[CaptureRequests],
+) -> None:
+    class Miscounts(Coordinator):
+        def begin(
+            self,
+            incarnation: int,
+            nonce: str,
+            world: int,
+            hosts: object = (),
+        ) -> list[Action]:
+            actions = super().begin(incarnation, nonce, world, hosts)  # type: ignore[arg-type]
+            self._requests = broken(world)
+            return actions
+
+    class Broken(JoinedWorld):
+        coordinator = Miscounts
+
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        play_all(Broken, 2, 2, all_orders=False)
