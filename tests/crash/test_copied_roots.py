@@ -345,8 +345,8 @@ def _own_disks(rank: int, world: int, directory: str) -> str:
     """The same path leads each rank to a directory of its own."""
     make = LocalStore.__init__
 
-    def elsewhere(self: LocalStore, root: Any, *rest: Any, **options: Any) -> None:
-        make(self, str(root).replace("/own", f"/disk-{rank}"), *rest, **options)
+    def elsewhere(self: LocalStore, root: str | os.PathLike[str]) -> None:
+        make(self, os.fspath(root).replace("/own", f"/disk-{rank}"))
 
     LocalStore.__init__ = elsewhere  # type: ignore[method-assign]
     return _look(rank, world, directory)

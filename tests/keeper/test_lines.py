@@ -279,7 +279,7 @@ class Lines(RuleBasedStateMachine):
         offers = RestoreSources(self.store, 0, arena, ask)
         world = SoloWorld()
         best = parse_generation(wanted) if isinstance(wanted, str) else self.best(wanted)
-        is_told = offers.is_there_any()
+        is_told = offers.learn(offers.survey())
         refused = ""
         try:
             found = offers.first(world, wanted, timeout_s=1)

@@ -263,13 +263,14 @@ class _RestoreAttempt:
         return reduce_or_raise(
             self.world,
             f"{self.phase}: {what}",
-            lambda: self._telling(what, act) or b"",
+            lambda: self._report_errors(what, act) or b"",
             join,
             timeout_s=self.timeout_s,
             conclude=conclude,
         )
 
-    def _telling(self, what: str, act: Callable[[], T]) -> T:
+    def _report_errors(self, what: str, act: Callable[[], T]) -> T:
+        """Raise RestoreError, which all ranks know, for any other error of ``act``."""
         try:
             return act()
         except (HoldfastError, KeyboardInterrupt):
@@ -414,7 +415,7 @@ class _RestoreAttempt:
 
     def _read_once(self) -> Traffic | None:
         def prepare() -> tuple[Destinations, BorrowBuffer]:
-            return self._telling("prepared", self._prepare), self.borrow
+            return self._report_errors("prepared", self._prepare), self.borrow
 
         with torch.no_grad():
             return read_once(

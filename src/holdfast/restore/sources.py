@@ -148,26 +148,21 @@ class RestoreSources:
     # ── on rank 0 ────────────────────────────────────────────────────────────────────────
 
     def survey(self) -> bytes:
-        """Return whether there is anything to restore, and what is restored first of it, if a
-        restore follows: all ranks ``learn`` it with what else they are told.
+        """Return whether there is anything to restore, and what a restore that follows takes
+        first; all ranks ``learn`` it.
         """
-        known = self._gather()
+        known = self._gather().with_parity()
         is_there, newest = self._holds_any(known), None
         if is_there and not self._silent:  # these are asked again
             with suppress(HoldfastError):  # it is found again, and explained, by the restore
-                learnt = known.with_parity()
-                self._selection = learnt.inventories.find(None)
+                self._selection = known.inventories.find(None)
                 if self._selection.recoveries:
                     newest = encode_choice(self._selection.recoveries[0])
         return msgspec.msgpack.encode((is_there, newest))
 
-    def is_there_any(self) -> bool:
-        """Return whether a new run has anything to continue from, be it damaged."""
-        return self._holds_any(self._gather())
-
     def _holds_any(self, known: KnownRecoveries) -> bool:
-        inventories = known.gathering.with_parity(known.inventories)
-        line = inventories.line
+        """Return whether a new run has anything to continue from, be it damaged."""
+        inventories, line = known.inventories, known.inventories.line
         is_there = any(not line.is_abandoned(one.generation) for one in inventories.candidates())
         is_broken = bool(broken_manifests(known.contents))
         return is_there or is_broken or bool(self._silent) or not is_root(self._store)
