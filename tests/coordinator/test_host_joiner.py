@@ -259,8 +259,23 @@ class OneByOne(Coordinator):
     def request_captures(
         self, requests: Mapping[int, m.RequestCapture], now_s: float
     ) -> list[Action]:
+        for rank in requests.keys() & self._joined.keys():
+            self.absence.end(rank)
         one_by_one = (self.request_capture(r, each, now_s) for r, each in requests.items())
         return [action for actions in one_by_one for action in actions]
+
+
+def test_a_rank_that_is_back_is_waited_for_by_those_of_its_host_that_asked_before_it() -> None:
+    keeper = Keeper(2)
+    keeper.ask(0, 1)
+    keeper.c.tick(GRANT_S + 1)
+    assert keeper.c.absence.reason
+    request = m.RequestCapture(
+        step=2, table=table_hash(table(2)), values_bytes=10, durable=False, is_copying=False
+    )
+    keeper.c.table(1, request.table, table(2))
+    actions = keeper.with_memory(keeper.c.request_captures({0: request, 1: request}, 40.0))
+    assert any(isinstance(action, GrantSlot) for action in actions)
 
 
 WORLD, MOVES = 4, ("ask", "ask", "ask", "seal", "seal", "abort", "cancel", "tick", "lose")

@@ -322,8 +322,12 @@ class Coordinator(AttemptLifecycle):
     def request_captures(
         self, requests: Mapping[int, m.RequestCapture], now_s: float
     ) -> list[Action]:
-        """Handle requests of several ranks for one step, as if they came one after the other."""
+        """Handle requests of several ranks for one step, as if they came one after the other, and
+        no rank among them were absent.
+        """
         step = next(iter(requests.values())).step
+        for rank in requests.keys() & self._joined.keys() if self.absence.is_any else ():
+            self.absence.end(rank)
         is_plain = requests.keys() <= self._joined.keys() and self._requests.is_new(step, requests)
         if not is_plain or self._leaving or self.away or self.absence.is_any:
             one_by_one = (self.request_capture(r, each, now_s) for r, each in requests.items())
