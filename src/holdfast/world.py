@@ -51,6 +51,8 @@ class World(Protocol):
     rank: int
     size: int
     nonce: str
+    address: str
+    """By which the other ranks reach this process."""
 
     def reduce(self, phase: str, mine: bytes, join: Join, *, timeout_s: float) -> bytes:
         """Return the words of all ranks, joined, on every rank.
@@ -72,7 +74,7 @@ class World(Protocol):
 class SoloWorld:
     """The world of one process."""
 
-    rank, size = 0, 1
+    rank, size, address = 0, 1, LOOPBACK
 
     def __init__(self) -> None:
         self.nonce = uuid.uuid4().hex
@@ -122,7 +124,7 @@ class TorchWorld:
 
     def _listen(self, call: str) -> bytes:
         """Returns where this rank listens for those that know the call."""
-        host = address_of_this_host(self.size, self._store.host) or LOOPBACK
+        self.address = host = address_of_this_host(self.size, self._store.host) or LOOPBACK
         try:
             port = self._channels.listen(call.encode(), host)
         except OSError as error:
