@@ -388,7 +388,7 @@ def _check_readers(
                 assert reader in ranks and hosts[reader] == host
                 read[block] += 1
                 loads[sets[ranks], "host", host] += 1
-                loads[ranks, "rank", reader] += 1
+                loads[_on_host(ranks, hosts, host), "rank", reader] += 1
                 [run] = one.outbox.runs(np.array([slot]))
                 assert run == SlotRun(BlockRange(block[0], block[1], block[1] + 1), slot)
     assert read == Counter(pool_of.keys())
@@ -396,8 +396,13 @@ def _check_readers(
         of_hosts = [loads[members, "host", host] for host in members]
         assert max(of_hosts) - min(of_hosts) <= 1
         for host in members:
-            here = [loads[ranks, "rank", rank] for rank in ranks if hosts[rank] == host]
-            assert max(here) - min(here) <= 1
+            here = _on_host(ranks, hosts, host)
+            of_ranks = [loads[here, "rank", rank] for rank in here]
+            assert max(of_ranks) - min(of_ranks) <= 1
+
+
+def _on_host(ranks: Ranks, hosts: Sequence[int], host: int) -> Ranks:
+    return tuple(rank for rank in ranks if hosts[rank] == host)
 
 
 def _blocks(table: SlotTable) -> list[tuple[int, int]]:
