@@ -361,6 +361,22 @@ def test_rounds_keep_the_budget_share_alike_and_are_the_same_on_every_host(
                 assert _blocks_of(of_host[number].inbox, share) == offered[share.host, share.name]
 
 
+def test_a_few_blocks_that_many_hosts_want_are_read_by_one_of_each_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sharing, "MOST_TAKERS", 2)
+    few = BlockPool((0, 1, 2, 3, 4), (BlockRange(0, 0, 4),))
+    much = BlockPool((0, 1, 2, 3, 4), (BlockRange(0, 0, 5),))
+    for pool, groups in ((few, [{0, 1}, {2, 3}, {4}]), (much, [{0, 1, 2, 3, 4}])):
+        read: Counter[tuple[int, int]] = Counter()
+        for host in range(5):
+            rounds = HostRounds([pool], range(5), host, 2)
+            assert any({host, *rounds.peers} == group for group in groups)
+            for one in rounds.rounds():
+                read.update(_blocks(one.outbox))
+        assert set(read.values()) == {len(groups)}
+
+
 def _check_room(
     rounds: Sequence[HostRound], pools: sharing.Slots, room_blocks: int, count: int
 ) -> None:

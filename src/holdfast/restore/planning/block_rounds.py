@@ -260,6 +260,9 @@ def join_pools(packed: Iterable[bytes]) -> list[BlockPool]:
 # the hosts read an equal share of its blocks. They lie in slots of one block each: those that a
 # host reads in its outbox, those that it takes from other hosts in its inbox.
 
+#: A pool with fewer blocks than hosts is read once for each so many of its hosts: all of thousands
+#: would else ask one of them for the same block.
+MOST_TAKERS = 64
 Slots = np.ndarray[Any, np.dtype[np.int64]]
 _IMAGE = 1 << 40  # a block as one number: of which image times this, and its own
 
@@ -402,9 +405,16 @@ class HostRounds:
         self._turns: dict[Ranks, int] = {}
         groups: dict[Ranks, _HostPools] = {}
         for number, pool in enumerate(pools):
-            on = tuple(sorted({hosts[rank] for rank in pool.ranks}))
+            on = self._sharing(sorted({hosts[rank] for rank in pool.ranks}), pool.size)
             groups.setdefault(on, _HostPools(on, rounds)).add(number, pool)
         self._groups = [group for _, group in sorted(groups.items())]
+
+    def _sharing(self, hosts: Sequence[int], size: int) -> Ranks:
+        """Return the hosts that share the reading of a pool of this size with this one."""
+        if size >= len(hosts) or len(hosts) <= MOST_TAKERS:
+            return tuple(hosts)
+        first = bisect_left(hosts, self.host) // MOST_TAKERS * MOST_TAKERS
+        return tuple(hosts[first : first + MOST_TAKERS])
 
     @property
     def peers(self) -> list[int]:
