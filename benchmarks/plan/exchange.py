@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from benchmarks.plan.meshes import Kind
@@ -53,7 +54,7 @@ def count_reads(kind: Kind, layout: Layout, leaves: int, host_ranks: int = 8) ->
     pool_s, of_ranks = [], []
     for rank in range(host_ranks):
         headers = _headers(layout, tables[kind.table_of(rank)][1], rank)
-        seconds, pools = timed(lambda r=rank, h=headers: wanted_pools(r, h, layout, wanted))
+        seconds, pools = timed(partial(wanted_pools, rank, headers, layout, wanted))
         pool_s.append(seconds)
         of_ranks.append(pools)
     count = max(rounds_needed(counted(pools)[0], BUDGET_BYTES // BLOCK_BYTES) for pools in of_ranks)
