@@ -261,7 +261,7 @@ def test_what_rank_0_concludes_from_the_words_of_all_reaches_all_or_its_error_do
 class Told:
     """A world in which this rank has heard what the others say before it speaks."""
 
-    nonce = "n"
+    nonce, address = "n", "127.0.0.1"
 
     def __init__(self, rank: int, *others: bytes) -> None:
         self.rank, self.size, self._others = rank, len(others) + 1, others

@@ -6,13 +6,13 @@ what it would compute is timed.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from benchmarks.kit import machine, markdown, results, series
 from benchmarks.kit.options import Parser
+from benchmarks.plan.exchange import count_reads, timed
 from benchmarks.plan.meshes import Kind, kinds
 from holdfast.coordinator.layouts import LayoutRegistry
 from holdfast.format.image import fill_in, parse_header, plan_image
@@ -24,14 +24,6 @@ from holdfast.restore.planning.plan import Want, plan_batches, plan_fetches
 #: Seconds and bytes of issue 4: the first plan of a rank, its restore plan, the layout.
 FIRST_S, RESTORE_S, LAYOUT_BYTES = 0.5, 1.0, 1 << 20
 HOST_RANKS, RESTORED_WORLD = 8, 512
-T = TypeVar("T")
-
-
-def timed(act: Callable[[], T]) -> tuple[float, T]:
-    """Processor seconds of this process, and what came of it."""
-    began = time.process_time()
-    found = act()
-    return time.process_time() - began, found
 
 
 def measure(kind: Kind, leaves: int) -> dict[str, Any]:
@@ -66,6 +58,8 @@ def measure(kind: Kind, leaves: int) -> dict[str, Any]:
         found[f"restore_{'same' if world == kind.world else world}"] = _restore(
             data, rank * world // kind.world, world, kind
         )
+    if kind.name.startswith("HSDP"):
+        found["exchange"] = count_reads(kind, agreed.layout, leaves)
     return found
 
 
@@ -192,8 +186,17 @@ def shown(found: dict[str, dict[str, Any]], documents: dict[str, Any], world: in
                 f"{same['fetches']}, {other['fetches']}",
             ]
         )
+    counts = [
+        f"{name}, ranks reading for each other: {one['read_over_unique']:.3f} times the bytes "
+        f"({one['alone_over_unique']:.0f} each for itself), "
+        f"{one['peers']} of {one['hosts'] - 1} other hosts met, {one['at_once']} connections of a "
+        f"host at most, {ms(1e3 * one['plan_s'])} ms of planning a rank.\n\n"
+        for name, one in (
+            (name, each["exchange"]) for name, each in found.items() if "exchange" in each
+        )
+    ]
     return (
-        f"{markdown.table(head, rows)}\n\n"
+        f"{markdown.table(head, rows)}\n\n{''.join(counts)}"
         f"A manifest of {world} images: {documents['bytes'] / 1e6:.1f} MB, written in "
         f"{ms(1e3 * documents['seal_s'])} ms, read in {ms(1e3 * documents['unseal_s'])} ms."
     )

@@ -34,6 +34,8 @@ class RankMeeting:
     def __init__(self, rank: int, size: int, channels: RankChannels, store: Any) -> None:
         self._rank, self._size, self._channels = rank, size, channels
         self._store = _StoreKeys(store)
+        self.address = LOOPBACK
+        """By which the other ranks reach this process."""
 
     def meet(self, timeout_s: float, fan_out: int) -> str:
         """Returns a name for this meeting of just these processes, chosen by rank 0, once this rank
@@ -51,6 +53,7 @@ class RankMeeting:
         """Returns where this rank listens for those that know the call."""
         is_reached = not are_all_here(self._size)
         host = (is_reached and address_of_this_host(self._size, self._store.host)) or LOOPBACK
+        self.address = host
         try:
             port = self._channels.listen(call.encode(), host)
         except OSError as error:

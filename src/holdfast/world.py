@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from holdfast import errors
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
-from holdfast.meeting import MEETING, RankMeeting, absent
+from holdfast.meeting import LOOPBACK, MEETING, RankMeeting, absent
 from holdfast.transport.rank_channels import RankChannels
 from holdfast.transport.wire.rank_phases import Join, Word
 from holdfast.transport.wire.rank_tree import (
@@ -46,6 +46,8 @@ class World(Protocol):
     rank: int
     size: int
     nonce: str
+    address: str
+    """By which the other ranks reach this process."""
 
     def reduce(
         self,
@@ -75,7 +77,7 @@ class World(Protocol):
 class SoloWorld:
     """The world of one process."""
 
-    rank, size = 0, 1
+    rank, size, address = 0, 1, LOOPBACK
 
     def __init__(self) -> None:
         self.nonce = uuid.uuid4().hex
@@ -118,6 +120,7 @@ class TorchWorld:
             store = dist.distributed_c10d._get_default_store()
             meeting = RankMeeting(self.rank, self.size, self._channels, store)
             self.nonce = meeting.meet(timeout_s, fan_out)
+            self.address = meeting.address
         except BaseException:
             self._channels.end()
             raise

@@ -21,8 +21,8 @@ import holdfast
 from holdfast import events, oneshot
 from holdfast.catalogue import catalogue
 from holdfast.restore import read_once as together
-from holdfast.restore.exchange.block_exchange import BlockExchange, Pending, Traffic, Wire
-from holdfast.restore.read_once import GlooWire
+from holdfast.restore.exchange.block_exchange import BlockExchange
+from holdfast.restore.planning.block_rounds import BlockRange
 from holdfast.restore.reading.images import from_manifest
 from holdfast.restore.reading.read import Array
 from holdfast.storage.local import LocalStore
@@ -113,7 +113,7 @@ class Run:
 def _noting_reads(reads: list[tuple[str, int, int]]) -> Iterator[None]:
     """Every read of a store's file while ranks exchange."""
     is_on = False
-    real_read, real_run = LocalStore.read_into, BlockExchange.run
+    real_read, real_step = LocalStore.read_into, BlockExchange.step
 
     def read_into(
         store: LocalStore, path: str, offset_bytes: int, buffer: memoryview, **how: bool
@@ -122,23 +122,24 @@ def _noting_reads(reads: list[tuple[str, int, int]]) -> Iterator[None]:
             reads.append((path, offset_bytes, len(buffer)))
         real_read(store, path, offset_bytes, buffer, **how)
 
-    def run(exchange: BlockExchange, wire: Wire) -> Traffic:
+    def step(exchange: BlockExchange) -> None:
         nonlocal is_on
         is_on = True
         try:
-            return real_run(exchange, wire)
+            real_step(exchange)
         finally:
             is_on = False
 
     with (
         mock.patch.object(LocalStore, "read_into", read_into),
-        mock.patch.object(BlockExchange, "run", run),
+        mock.patch.object(BlockExchange, "step", step),
     ):
         yield
 
 
-def _reads_once(rank: int, world: int, root: str) -> dict[str, Any]:
+def _reads_once(rank: int, world: int, root: str, hosts: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    os.environ["HOLDFAST_HOST_ID"] = f"host-{rank * hosts // world}"
     for layout in ("ddp", "hsdp", "tp_dp", "fsdp"):
         run = Run(f"{root}/{layout}", layout)
         run.save(1)
@@ -180,8 +181,11 @@ def _stored_blocks(root: Path) -> dict[tuple[str, int], int]:
     return found
 
 
-def test_every_block_is_read_by_one_rank_and_every_rank_has_it_bit_for_bit(tmp_path: Path) -> None:
-    ranks = run_ranks(4, _reads_once, str(tmp_path))
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_every_block_is_read_by_one_rank_and_every_rank_has_it_bit_for_bit(
+    hosts: int, tmp_path: Path
+) -> None:
+    ranks = run_ranks(4, _reads_once, str(tmp_path), hosts)
     for layout in ranks[0]:
         stored = _stored_blocks(tmp_path / layout.split()[0])
         read: dict[tuple[str, int], int] = {}
@@ -206,49 +210,40 @@ def test_every_block_is_read_by_one_rank_and_every_rank_has_it_bit_for_bit(tmp_p
 
 
 class Tampering:
-    """The connections of one rank, with something done to the ``nth`` message it sends."""
+    """The exchange of one rank, with something done in the middle of its ``nth`` step."""
 
     def __init__(self, nth: int, trouble: Callable[[], None]) -> None:
         self.left, self.trouble = nth, trouble
-        self.real_send, self.real_receive = GlooWire.send, GlooWire.receive
 
     def __enter__(self) -> None:
-        def send(wire: GlooWire, rank: int, message: Array) -> Pending:
+        real = BlockExchange._read
+
+        def read(exchange: BlockExchange, *round_: Any) -> Any:
             self.left -= 1
             if self.left == 0:
                 self.trouble()
-            return self.real_send(wire, rank, message)
+            return real(exchange, *round_)
 
-        self.patch = mock.patch.object(GlooWire, "send", send)
+        self.patch = mock.patch.object(BlockExchange, "_read", read)
         self.patch.start()
 
     def __exit__(self, *_: object) -> None:
         self.patch.stop()
 
 
-class FlipsOnArrival:
-    """A message that is changed behind the sender's back."""
-
-    def __init__(self, pending: Pending, message: Array) -> None:
-        self.pending, self.message = pending, message
-
-    def wait(self, timeout_s: float) -> None:
-        self.pending.wait(timeout_s)
-        self.message[len(self.message) // 2] ^= 4
-
-
 @contextmanager
 def _flipped_on_the_way() -> Iterator[None]:
-    """One bit of one message that this rank receives is another on arrival."""
-    real, count = GlooWire.receive, 0
+    """One bit of what this rank finds is another than was read."""
+    real, count = BlockExchange._verify, 0
 
-    def receive(wire: GlooWire, rank: int, message: Array) -> Pending:
+    def verify(exchange: BlockExchange, run: BlockRange, data: Array, sender: str) -> None:
         nonlocal count
         count += 1
-        pending = real(wire, rank, message)
-        return FlipsOnArrival(pending, message) if count == 5 else pending
+        if count == 5:
+            data[MIB // 2] ^= 4
+        real(exchange, run, data, sender)
 
-    with mock.patch.object(GlooWire, "receive", receive):
+    with mock.patch.object(BlockExchange, "_verify", verify):
         yield
 
 

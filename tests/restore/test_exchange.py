@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import queue
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +16,9 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from msgspec import msgpack
 
+from holdfast import events
 from holdfast.errors import ChecksumMismatch, CoverageError, StorageError
 from holdfast.format import checksum
 from holdfast.geometry.box import Box
@@ -37,25 +39,24 @@ from holdfast.restore import read_once as together
 from holdfast.restore.cluster.decode import GroupReader
 from holdfast.restore.destinations import DeviceTensor, Staging, StreamCopies
 from holdfast.restore.exchange import block_exchange as exchange
-from holdfast.restore.exchange.block_exchange import (
-    BlockExchange,
-    BlockScatter,
-    ExchangeBroke,
-    OtherFailed,
-    Pending,
-    RankLost,
-    Traffic,
-)
+from holdfast.restore.exchange import host_memory
+from holdfast.restore.exchange.block_exchange import BlockExchange, BlockScatter, Traffic
 from holdfast.restore.planning import block_rounds as sharing
 from holdfast.restore.planning import plan
 from holdfast.restore.planning.block_rounds import (
+    BlockPool,
     BlockRange,
     Demand,
-    ExchangeRound,
+    HostRound,
+    HostRounds,
     Ranks,
+    SlotRun,
+    SlotTable,
     counted,
     demands,
-    plan_rounds,
+    join_pools,
+    pack_pools,
+    rounds_needed,
     same_demands,
     touched,
 )
@@ -64,66 +65,29 @@ from holdfast.restore.reading import read
 from holdfast.restore.reading.images import Checkpoint, from_manifest
 from holdfast.restore.reading.read import CARRIERS, Destination
 from holdfast.storage.memory import MemoryStore
+from holdfast.transport.server import ThreadSafeServer
+from holdfast.world import reduce_or_raise
 from support.checkpoints.images import Array, images_of, publish_checkpoint, random_leaf, split_leaf
 from support.models.layouts import instances, layouts, mesh, on, unhurried
 from support.peers.lost_hosts import Hosts, set_sizes
 from support.peers.peering import close_pullers
+from support.runs.thread_worlds import Ranks as WorldOfThreads
+from support.runs.thread_worlds import ThreadWorld
 
 BLOCK = 256
 WAIT_S = 20.0
+SECRET = b"s" * 32
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (checksum, plan, read, sharing, exchange, together):
+        for module in (checksum, plan, read, sharing, exchange, host_memory, together):
             patch.setattr(module, "BLOCK_BYTES", BLOCK)
         yield
 
 
 # ── ranks as threads ─────────────────────────────────────────────────────────────────────────
-
-
-class Lines:
-    """Messages between ranks that are threads, and how they may be spoilt."""
-
-    def __init__(self) -> None:
-        self.queues: dict[tuple[int, int], queue.Queue[bytes]] = {}
-
-    def between(self, sender: int, receiver: int) -> queue.Queue[bytes]:
-        return self.queues.setdefault((sender, receiver), queue.Queue())
-
-
-class Sent:
-    def wait(self, timeout_s: float) -> None:
-        """It was copied."""
-
-
-class Coming:
-    def __init__(self, source: queue.Queue[bytes], message: Array) -> None:
-        self.source, self.message = source, message
-
-    def wait(self, timeout_s: float) -> None:
-        try:
-            data = self.source.get(timeout=timeout_s)
-        except queue.Empty:
-            raise RankLost("nothing came") from None
-        self.message[:] = np.frombuffer(data, np.uint8)
-
-
-class ThreadWire:
-    def __init__(self, lines: Lines, rank: int) -> None:
-        self.lines, self.rank = lines, rank
-
-    def send(self, rank: int, message: Array) -> Pending:
-        self.lines.between(self.rank, rank).put(message.tobytes())
-        return Sent()
-
-    def receive(self, rank: int, message: Array) -> Pending:
-        return Coming(self.lines.between(rank, self.rank), message)
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class NotingStore(MemoryStore):
@@ -181,33 +145,41 @@ class Reader:
 
 def planned(
     checkpoint: Checkpoint, readers: Sequence[Reader]
-) -> list[tuple[BlockScatter, list[ExchangeRound]]]:
+) -> list[tuple[BlockScatter, list[BlockPool]]]:
     """What each rank plans, from tables that went over the wire."""
     tables: dict[bytes, list[int]] = {}
     for reader in readers:
         tables.setdefault(table_to_json(same_demands(reader.entries)), []).append(reader.rank)
     wanted = demands([(tuple(r), table_from_json(table)) for table, r in tables.items()])
-    return [together._plan(checkpoint, r.wants, r.scatter, wanted, r.rank) for r in readers]
+    scatters = [reader.scatter for reader in readers]
+    return [
+        (scatter, together._plan(checkpoint, r.wants, scatter, wanted, r.rank))
+        for r, scatter in zip(readers, scatters, strict=True)
+    ]
 
 
 def take_turns(
     checkpoints: Sequence[Checkpoint],
     readers: Sequence[Reader],
-    plans: Sequence[tuple[BlockScatter, list[ExchangeRound]]],
-    lines: Lines | None = None,
-) -> list[Traffic | BaseException]:
-    """What came of the exchange on each rank."""
-    lines = lines or Lines()
+    plans: Sequence[tuple[BlockScatter, list[BlockPool]]],
+    hosts: Sequence[int] = (),
+) -> list[Traffic | BaseException | None]:
+    """What came of the exchange on each rank: None where all were to read for themselves."""
+    ranks, hosts = WorldOfThreads(len(readers)), hosts or range(len(readers))
 
-    def run(reader: Reader) -> Traffic | BaseException:
-        scatter, rounds = plans[reader.rank]
-        one = BlockExchange(
-            checkpoints[reader.rank], rounds, scatter, reader.rank, timeout_s=WAIT_S
-        )
-        try:
-            return one.run(ThreadWire(lines, reader.rank))
-        except Exception as error:
-            return error
+    def run(reader: Reader) -> Traffic | BaseException | None:
+        world = ThreadWorld(ranks, reader.rank)
+        scatter, pools = plans[reader.rank]
+        with together._ExchangeSetup(world, hosts, SECRET) as setup:
+            said = reduce_or_raise(
+                world, "", lambda: setup.divide(pools), together._join_divided, timeout_s=WAIT_S
+            )
+            setup.divided = msgpack.decode(said, type=together._DividedReads)
+            checkpoint = checkpoints[reader.rank]
+            try:
+                return together._run(world, "exchanged", setup, checkpoint, scatter, WAIT_S)
+            except Exception as error:
+                return error
 
     with ThreadPoolExecutor(len(readers)) as pool:
         return list(pool.map(run, readers))
@@ -241,11 +213,12 @@ def readings(draw: st.DrawFn) -> tuple[Layout, list[list[LeafEntry]]]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(readings(), st.sampled_from([4, 5, 40]))
+@given(readings(), st.sampled_from([4, 5, 40]), st.data())
 def test_every_wanted_block_is_read_once_and_every_rank_gets_all_it_wants(
-    case: tuple[Layout, list[list[LeafEntry]]], room_blocks: int
+    case: tuple[Layout, list[list[LeafEntry]]], room_blocks: int, data: st.DataObject
 ) -> None:
     layout, tables = case
+    hosts = _numbered(data.draw(st.lists(st.integers(0, 3), min_size=5, max_size=5)))
     leaves = {
         leaf.name: random_leaf(leaf.dtype, leaf.shape, number)
         for number, leaf in enumerate(layout.leaves)
@@ -257,7 +230,7 @@ def test_every_wanted_block_is_read_once_and_every_rank_gets_all_it_wants(
         patch.setattr(together, "BUDGET_BYTES", room_blocks * BLOCK)
         plans = planned(checkpoint, readers)
         store.reads.clear()
-        traffics = take_turns([checkpoint] * len(readers), readers, plans)
+        traffics = take_turns([checkpoint] * len(readers), readers, plans, hosts[: len(readers)])
     assert [one for one in traffics if not isinstance(one, Traffic)] == []
     assert [reader.wrong(leaves) for reader in readers] == [[] for _ in readers]
     starts = Counter(
@@ -269,6 +242,12 @@ def test_every_wanted_block_is_read_once_and_every_rank_gets_all_it_wants(
     assert {start for start, _ in _blocks_of_wants(checkpoint, readers)} == set(starts)
     read = sum(one.read_bytes for one in traffics if isinstance(one, Traffic))
     assert read == sum(size for _, _, size in store.reads)
+
+
+def _numbered(hosts: Sequence[int]) -> list[int]:
+    """The hosts of ranks, numbered in the order of their lowest ranks."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+    return [numbers[host] for host in hosts]
 
 
 def _blocks_of_wants(
@@ -325,72 +304,130 @@ def test_what_is_lost_is_decoded_once_for_all_ranks(
 
 
 @st.composite
-def wanted_maps(draw: st.DrawFn) -> tuple[int, dict[int, dict[int, Ranks]]]:
+def wanted_maps(draw: st.DrawFn) -> tuple[list[int], dict[Ranks, list[tuple[int, int]]]]:
+    """The host of each rank, and the blocks that sets of ranks want."""
     world = draw(st.integers(1, 9))
+    hosts = _numbered([draw(st.integers(0, 4)) for _ in range(world)])
     some = st.sets(st.integers(0, world - 1), min_size=1).map(lambda s: tuple(sorted(s)))
     choices = draw(st.lists(some, min_size=1, max_size=3))
-    found = {}
+    found: dict[Ranks, list[tuple[int, int]]] = {}
     for image in range(draw(st.integers(1, 3))):
-        found[image] = draw(
-            st.dictionaries(st.integers(0, 80), st.sampled_from(choices), max_size=60)
-        )
-    return world, found
+        wanted = draw(st.dictionaries(st.integers(0, 80), st.sampled_from(choices), max_size=60))
+        for block, ranks in sorted(wanted.items()):
+            found.setdefault(ranks, []).append((image, block))
+    return hosts, found
 
 
 @unhurried
 @given(wanted_maps(), st.integers(4, 30))
-def test_turns_keep_the_budget_share_alike_and_are_the_same_on_every_rank(
-    case: tuple[int, dict[int, dict[int, Ranks]]], room_blocks: int
+def test_rounds_keep_the_budget_share_alike_and_are_the_same_on_every_host(
+    case: tuple[list[int], dict[Ranks, list[tuple[int, int]]]], room_blocks: int
 ) -> None:
-    world, blocks = case
-    plans = [plan_rounds(blocks, rank, room_blocks=room_blocks) for rank in range(world)]
-    for rank, rounds in enumerate(plans):
-        for other, theirs in enumerate(plans):  # the same turns, in the same order
-            mine = [round_ for round_ in rounds if other in round_.ranks]
-            assert mine == [round_ for round_ in theirs if rank in round_.ranks]
-        shares = [_count(round_.share_of(rank)) for round_ in rounds]
-        count = sum(rank in ranks for wanted in blocks.values() for ranks in wanted.values())
-        assert counted(rounds, rank) == (count, count - sum(shares))
-        coming = [
-            sum(map(_count, round_.shares)) - own
-            for round_, own in zip(rounds, shares, strict=True)
-        ]
-        assert 2 * max(shares, default=0) + max(coming, default=0) <= room_blocks
-        assert all(list(share) == sorted(share) for round_ in rounds for share in round_.shares)
-    _take_in_order(plans)
-    told = Counter(
-        (run.image, block)
-        for rank, rounds in enumerate(plans)
-        for round_ in rounds
-        for run in round_.share_of(rank)
-        for block in range(run.first, run.stop)
+    hosts, wanted = case
+    pools = [BlockPool(ranks, sharing._runs(blocks)) for ranks, blocks in wanted.items()]
+    of_rank = [[pool for pool in pools if rank in pool.ranks] for rank in range(len(hosts))]
+    counts = [counted(some) for some in of_rank]
+    assert round(sum(spared for _, spared in counts)) == sum(
+        (len(pool.ranks) - 1) * pool.size for pool in pools
     )
-    expected = {(image, block) for image, wanted in blocks.items() for block in wanted}
-    assert told == Counter(expected)
-    for ranks in {ranks for wanted in blocks.values() for ranks in wanted.values()}:
-        loads = [
-            sum(_count(round_.share_of(rank)) for round_ in plans[rank] if round_.ranks == ranks)
-            for rank in ranks
-        ]
-        assert max(loads) - min(loads) <= 1
+    count = max(rounds_needed(wanted, room_blocks) for wanted, _ in counts)
+    hosted = []
+    for host in range(max(hosts) + 1):
+        known = join_pools(
+            pack_pools(some) for rank, some in enumerate(of_rank) if hosts[rank] == host
+        )
+        hosted.append(HostRounds(known, hosts, host, count))
+        partners = {hosts[rank] for pool in known for rank in pool.ranks}
+        assert hosted[-1].peers == sorted(partners - {host})
+    plans = [list(rounds.rounds()) for rounds in hosted]
+    for rounds, rounds_of_host in zip(hosted, plans, strict=True):
+        assert rounds.slots() == (
+            max(one.outbox.count for one in rounds_of_host),
+            max(one.inbox.count for one in rounds_of_host),
+        )
+        for rank in rounds.ranks:
+            _check_room(rounds_of_host, rounds.wanted_by(rank), room_blocks, len(of_rank[rank]))
+        come = [b for one in rounds_of_host for b in (*_blocks(one.outbox), *_blocks(one.inbox))]
+        assert len(come) == len(set(come))  # to one host, whoever wants it there
+    _check_readers(plans, hosts, wanted)
+    for number in range(count):  # what one host offers, others take
+        offered = {
+            (share.host, share.name): _blocks_of(of_host[number].outbox, share)
+            for of_host in plans
+            for share in of_host[number].outbox.shares
+        }
+        for of_host in plans:
+            for share in of_host[number].inbox.shares:
+                assert _blocks_of(of_host[number].inbox, share) == offered[share.host, share.name]
 
 
-def _take_in_order(plans: Sequence[Sequence[ExchangeRound]]) -> None:
-    """Every rank takes its turns one after the other: none waits for one that waits for it."""
-    left = {rank: [*rounds] for rank, rounds in enumerate(plans)}
-    while any(left.values()):
-        ready = [
-            rounds[0]
-            for rounds in left.values()
-            if rounds and all(left[rank][:1] == rounds[:1] for rank in rounds[0].ranks)
-        ]
-        assert ready, "ranks wait for each other in a circle"
-        for rank in ready[0].ranks:
-            left[rank].pop(0)
+def test_a_few_blocks_that_many_hosts_want_are_read_by_one_of_each_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sharing, "MOST_TAKERS", 2)
+    few = BlockPool((0, 1, 2, 3, 4), (BlockRange(0, 0, 4),))
+    much = BlockPool((0, 1, 2, 3, 4), (BlockRange(0, 0, 5),))
+    for pool, groups in ((few, [{0, 1}, {2, 3}, {4}]), (much, [{0, 1, 2, 3, 4}])):
+        read: Counter[tuple[int, int]] = Counter()
+        for host in range(5):
+            rounds = HostRounds([pool], range(5), host, 2)
+            assert any({host, *rounds.peers} == group for group in groups)
+            for one in rounds.rounds():
+                read.update(_blocks(one.outbox))
+        assert set(read.values()) == {len(groups)}
 
 
-def _count(share: Sequence[BlockRange]) -> int:
-    return sum(run.stop - run.first for run in share)
+def _check_room(
+    rounds: Sequence[HostRound], pools: sharing.Slots, room_blocks: int, count: int
+) -> None:
+    """Two rounds fit into the room of a rank; of each of its pools one more block may come."""
+    for one in rounds:
+        held = len(one.outbox.of_pools(pools)) + len(one.inbox.of_pools(pools))
+        assert 2 * held <= room_blocks + 2 * count
+
+
+def _check_readers(
+    plans: Sequence[Sequence[HostRound]],
+    hosts: Sequence[int],
+    wanted: dict[Ranks, list[tuple[int, int]]],
+) -> None:
+    """Each block is read once, by a rank that wants it; hosts and ranks read alike."""
+    pool_of = {block: ranks for ranks, blocks in wanted.items() for block in blocks}
+    sets = {ranks: tuple(sorted({hosts[rank] for rank in ranks})) for ranks in wanted}
+    read: Counter[tuple[int, int]] = Counter()
+    loads: Counter[tuple[Ranks, str, int]] = Counter()
+    for host, rounds in enumerate(plans):
+        for one in rounds:
+            pairs = zip(_blocks(one.outbox), one.readers.tolist(), strict=True)
+            for slot, (block, reader) in enumerate(pairs):
+                ranks = pool_of[block]
+                assert reader in ranks and hosts[reader] == host
+                read[block] += 1
+                loads[sets[ranks], "host", host] += 1
+                loads[_on_host(ranks, hosts, host), "rank", reader] += 1
+                [run] = one.outbox.runs(np.array([slot]))
+                assert run == SlotRun(BlockRange(block[0], block[1], block[1] + 1), slot)
+    assert read == Counter(pool_of.keys())
+    for ranks, members in sets.items():
+        of_hosts = [loads[members, "host", host] for host in members]
+        assert max(of_hosts) - min(of_hosts) <= 1
+        for host in members:
+            here = _on_host(ranks, hosts, host)
+            of_ranks = [loads[here, "rank", rank] for rank in here]
+            assert max(of_ranks) - min(of_ranks) <= 1
+
+
+def _on_host(ranks: Ranks, hosts: Sequence[int], host: int) -> Ranks:
+    return tuple(rank for rank in ranks if hosts[rank] == host)
+
+
+def _blocks(table: SlotTable) -> list[tuple[int, int]]:
+    """In the order of slots."""
+    return [divmod(one, sharing._IMAGE) for part in table.blocks for one in part.tolist()]
+
+
+def _blocks_of(table: SlotTable, share: sharing.HostShare) -> list[tuple[int, int]]:
+    return _blocks(table)[share.slot : share.slot + share.length]
 
 
 @unhurried
@@ -465,9 +502,23 @@ class Refusing(MemoryStore):
         super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
 
 
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    """What was warned of."""
+    messages: list[str] = []
+    stop = events.subscribe(
+        lambda event, _: (
+            messages.append(event.message) if isinstance(event, events.Warned) else None
+        )
+    )
+    yield messages
+    stop()
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 2), (0, 1, 1)])
 @pytest.mark.parametrize("reads", [0, 1, 3])
 def test_a_rank_that_cannot_read_says_so_and_the_others_wait_for_nothing(
-    reads: int, monkeypatch: pytest.MonkeyPatch
+    reads: int, hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(together, "BUDGET_BYTES", 5 * BLOCK)
     monkeypatch.setattr(exchange, "_READ_BLOCKS", 1)
@@ -478,10 +529,9 @@ def test_a_rank_that_cannot_read_says_so_and_the_others_wait_for_nothing(
     for image in bad.files:
         bad.header(image)
     store.left = reads
-    found = take_turns([good, bad, good], readers, plans)
-    assert isinstance(found[1], StorageError)
-    assert [str(found[0]), str(found[2])] == ["rank 1 could not go on"] * 2
-    assert isinstance(found[0], OtherFailed) and isinstance(found[2], OtherFailed)
+    for rank, one in enumerate(take_turns([good, bad, good], readers, plans, hosts)):
+        assert isinstance(one, StorageError)
+        assert str(one) == ("the disk is gone" if rank == 1 else "rank 1: the disk is gone")
 
 
 def test_trouble_in_one_group_of_ranks_reaches_those_it_shares_a_rank_with() -> None:
@@ -499,65 +549,91 @@ def test_trouble_in_one_group_of_ranks_reaches_those_it_shares_a_rank_with() -> 
     for image in bad.files:
         bad.header(image)
     store.left = 0
-    found = take_turns([bad, good, good], readers, plans)
-    assert isinstance(found[0], StorageError)
-    assert isinstance(found[1], OtherFailed)
-    assert isinstance(found[2], OtherFailed)
+    for one in take_turns([bad, good, good], readers, plans):
+        assert isinstance(one, StorageError)
 
 
-class Flipping(Lines):
-    """Changes one bit of the ``nth`` message from rank 0 to rank 1."""
+@contextmanager
+def _flipped(rank: int, nth: int, at: int) -> Iterator[None]:
+    """One bit of the ``nth`` run of blocks that a rank finds is another than was read."""
+    real, count = BlockExchange._verify, 0
 
-    def __init__(self, nth: int, at: int) -> None:
-        super().__init__()
-        self.nth, self.at = nth, at
+    def verify(self: BlockExchange, run: BlockRange, data: Array, sender: str) -> None:
+        nonlocal count
+        if self._rank == rank:
+            count += 1
+            if count == nth:
+                data[at] ^= 1
+        real(self, run, data, sender)
 
-    def between(self, sender: int, receiver: int) -> queue.Queue[bytes]:
-        found = super().between(sender, receiver)
-        if (sender, receiver) == (0, 1) and not isinstance(found, _FlippingQueue):
-            found = self.queues[sender, receiver] = _FlippingQueue(self.nth, self.at)
-        return found
-
-
-class _FlippingQueue(queue.Queue[bytes]):
-    def __init__(self, nth: int, at: int) -> None:
-        super().__init__()
-        self.left, self.at = nth, at
-
-    def put(self, item: bytes, block: bool = True, timeout: float | None = None) -> None:
-        self.left -= 1
-        if self.left == 0:
-            data = bytearray(item)
-            data[self.at] ^= 1
-            item = bytes(data)
-        super().put(item, block, timeout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockExchange, "_verify", verify)
+        yield
+    assert count >= nth
 
 
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 2), (0, 1, 1)])
 @pytest.mark.parametrize("nth", [1, 2, 4])
-@pytest.mark.parametrize("at", [0, 100, BLOCK - 1, -1])
+@pytest.mark.parametrize("at", [0, 100, BLOCK - 1])
 def test_a_bit_that_changes_between_two_ranks_is_found_and_not_used(
-    nth: int, at: int, monkeypatch: pytest.MonkeyPatch
+    nth: int,
+    at: int,
+    hosts: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    warned: list[str],
 ) -> None:
     monkeypatch.setattr(together, "BUDGET_BYTES", 6 * BLOCK)
     good, readers = _stored(), _everybody(3)
-    found = take_turns([good] * 3, readers, planned(good, readers), Flipping(nth, at))
-    assert isinstance(found[1], ExchangeBroke)
-    assert "was changed on its way from rank 0 to rank 1" in str(found[1])
-    assert not any(isinstance(one, RankLost) for one in found)
+    with _flipped(1, nth, at):
+        assert take_turns([good] * 3, readers, planned(good, readers), hosts) == [None] * 3
+    [message] = warned
+    assert "was changed on its way from " in message and "to rank " in message
+    assert "every rank reads all that it wants by itself" in message
     # Rank 1 took nothing after it, and nothing of it.
     for want in readers[1].wants:
         got, whole = readers[1].arrays[want.key], LEAVES[want.leaf]
         assert not np.any((got != whole) & (got != 0))
 
 
-def test_a_rank_that_lacks_something_at_the_end_does_not_say_that_all_is_well() -> None:
+def test_a_rank_that_lacks_something_at_the_end_does_not_say_that_all_is_well(
+    warned: list[str],
+) -> None:
     good, readers = _stored(), _everybody(2)
     plans = planned(good, readers)
-    for _, rounds in plans:
-        del rounds[-1]  # as if the plan had lost a turn
-    for rank, found in enumerate(take_turns([good] * 2, readers, plans)):
-        assert isinstance(found, ExchangeBroke)
-        assert f"rank {rank} lacks" in str(found)
+    for _, pools in plans:
+        pools[-1] = pools[-1]._replace(runs=pools[-1].runs[:-1])  # as if the plan had lost some
+    assert take_turns([good] * 2, readers, plans) == [None] * 2
+    assert "rank 0 lacks" in warned[0]
+
+
+def test_a_host_that_serves_nothing_is_named_and_every_rank_reads_for_itself(
+    monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    monkeypatch.setattr(ThreadSafeServer, "offer_file", lambda *_, **__: None)
+    good, readers = _stored(), _everybody(3)
+    assert take_turns([good] * 3, readers, planned(good, readers), (0, 1, 1)) == [None] * 3
+    assert "keeper host-" in warned[0] and "it has nothing of that name" in warned[0]
+
+
+def test_a_host_that_cannot_be_listened_at_makes_every_rank_read_for_itself(
+    monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    monkeypatch.setattr(ThreadWorld, "address", "192.0.2.1")  # of no machine
+    good, readers = _stored(), _everybody(3)
+    assert take_turns([good] * 3, readers, planned(good, readers), (0, 1, 1)) == [None] * 3
+    assert "rank 0 cannot serve blocks: [Errno 99]" in warned[0]
+
+
+def test_memory_that_cannot_be_shared_makes_every_rank_read_for_itself(
+    monkeypatch: pytest.MonkeyPatch, warned: list[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    good, readers = _stored(), _everybody(2)
+    assert take_turns([good] * 2, readers, planned(good, readers), (0, 0)) == [None] * 2
+    assert "there is no memory to share blocks in" in warned[0]
 
 
 def test_damage_is_found_by_the_rank_that_reads_it() -> None:
@@ -573,9 +649,8 @@ def test_damage_is_found_by_the_rank_that_reads_it() -> None:
     sink.write(0, memoryview(data))
     sink.finish()
     bad, readers = from_manifest(store, manifest), _everybody(2)
-    found = take_turns([bad] * 2, readers, planned(bad, readers))
-    assert isinstance(found[0], ChecksumMismatch) and "block 0" in str(found[0])
-    assert isinstance(found[1], OtherFailed)
+    for one in take_turns([bad] * 2, readers, planned(bad, readers)):
+        assert isinstance(one, ChecksumMismatch) and "block 0" in str(one)
 
 
 def test_an_image_without_what_its_layout_names_is_refused_before_anything_is_read() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
 from pathlib import Path
 
 import msgspec
@@ -26,51 +24,12 @@ from holdfast.restore.reading.stored import stored as stored_in
 from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage, StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
-from holdfast.transport.wire.rank_phases import Join
-from holdfast.world import Conclude
 from support.checkpoints.roots import save
 from support.peers.lost_hosts import Hosts, set_sizes
 from support.peers.peering import close_pullers
+from support.runs.thread_worlds import Ranks, ThreadWorld
 
 HERE = ("h0", "h3", "new")
-
-
-class Ranks:
-    """What ranks that are threads tell each other."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.barrier = threading.Barrier(size, timeout=30)
-        self.said: dict[int, bytes] = {}
-
-
-class ThreadWorld:
-    nonce = "n"
-
-    def __init__(self, ranks: Ranks, rank: int) -> None:
-        self.ranks, self.rank, self.size = ranks, rank, ranks.size
-
-    def reduce(
-        self,
-        phase: str,
-        mine: bytes,
-        join: Join,
-        *,
-        timeout_s: float,
-        conclude: Conclude | None = None,
-    ) -> bytes:
-        assert conclude is None, "rank 0 decides before it speaks"
-        self.ranks.said[self.rank] = mine
-        self.ranks.barrier.wait()
-        found = reduce(join, (self.ranks.said[rank] for rank in range(self.size)))
-        self.ranks.barrier.wait()
-        return found
-
-    def leave(self, phase: str, mine: bytes) -> None:
-        raise AssertionError("no rank is interrupted")
-
-    def close(self) -> None:
-        raise AssertionError("no rank closes it")
 
 
 @pytest.fixture

@@ -8,14 +8,10 @@ every rank reads what it wants for itself, as if nothing had been tried.
 from __future__ import annotations
 
 import os
-import uuid
+import secrets
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
-from functools import partial
-from typing import Any
+from contextlib import ExitStack, closing
 
-import torch
-import torch.distributed as dist
 from msgspec import Struct, msgpack
 
 from holdfast.errors import UsageError
@@ -25,42 +21,42 @@ from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import table_from_json, table_to_json
 from holdfast.meeting import host_id
 from holdfast.restore.destinations import Destinations
-from holdfast.restore.exchange.block_exchange import (
-    BlockExchange,
-    BlockScatter,
+from holdfast.restore.exchange.block_exchange import BlockExchange, BlockScatter, Traffic
+from holdfast.restore.exchange.host_memory import (
     ExchangeBroke,
-    OtherFailed,
-    Pending,
-    RankLost,
-    Traffic,
+    ExchangeMemory,
+    HostLead,
+    HostServer,
+    OfferedBlocks,
 )
 from holdfast.restore.planning.block_rounds import (
+    BlockPool,
     Demand,
-    ExchangeRound,
+    HostRounds,
     counted,
     demands,
     find_entry,
-    plan_rounds,
+    join_pools,
+    pack_pools,
+    rounds_needed,
     same_demands,
     touched,
-    wanted_blocks,
+    wanted_pools,
 )
 from holdfast.restore.planning.plan import BUDGET_BYTES, Fetch, Want, plan_fetches
 from holdfast.restore.reading.images import Checkpoint
-from holdfast.restore.reading.read import Array, BorrowBuffer
-from holdfast.transport.wire.rank_tree import Range, in_ranges, ranks_in, union
+from holdfast.restore.reading.read import BorrowBuffer
+from holdfast.transport.wire.rank_tree import Range, Said, by_rank, in_ranges, ranks_in, union
 from holdfast.world import World, all_said_or_raise, reduce_or_raise
 
 SETTING = "HOLDFAST_EXCHANGE"
 MODES = ("auto", "always", "never")
-#: Below this many blocks, connecting the ranks costs more than reading again.
+#: Below this many bytes, connecting the hosts costs more than reading again.
 WORTH_BYTES = 64 << 20
 #: The smallest part of all reads that must be shared: a rank that reads for itself reads straight
 #: into its tensors.
 WORTH_PART = 1 / 10
-#: The part of the timeout that a rank waits for the rest after it has lost another: most often the
-#: other one has died and does not return.
-_PATIENCE_LEFT = 0.1
+_SECRET_BYTES = 32
 
 
 class _ExchangeReply(Struct, array_like=True, frozen=True, order=True):
@@ -68,19 +64,27 @@ class _ExchangeReply(Struct, array_like=True, frozen=True, order=True):
 
     mode: str
     host: str
-    can_connect: bool
 
 
 class _DividedReads(Struct, array_like=True, frozen=True):
     """The number of blocks that ranks want, and how many of them other ranks would read for
-    them.
+    them; the rounds that the one needs which wants most; the size of the largest note.
     """
 
     wanted: int
-    spared: int
+    spared: float
+    rounds: int = 0
+    note_bytes: int = 0
+    leads: list[HostLead] = []
 
     def joined(self, other: _DividedReads) -> _DividedReads:
-        return _DividedReads(self.wanted + other.wanted, self.spared + other.spared)
+        return _DividedReads(
+            self.wanted + other.wanted,
+            self.spared + other.spared,
+            max(self.rounds, other.rounds),
+            max(self.note_bytes, other.note_bytes),
+            sorted([*self.leads, *other.leads]),
+        )
 
 
 class _ImageDemand(Struct, array_like=True, frozen=True):
@@ -97,7 +101,6 @@ class _ImageDemand(Struct, array_like=True, frozen=True):
 class _ExchangeFailure(Struct, array_like=True, frozen=True, order=True):
     """The reason why a rank lacks part of what it wants; the least one is told."""
 
-    is_of_another: bool
     rank: int
     reason: str
 
@@ -179,28 +182,28 @@ def read_once(
         return None
     prepared: list[tuple[Destinations, BorrowBuffer]] = []
 
-    def ask() -> tuple[bytes, bytes]:
+    def ask() -> tuple[bytes, ...]:
         prepared.append(prepare())
-        name = uuid.uuid4().bytes if world.rank == 0 else b""
-        return table_to_json(same_demands(prepared[0][0].entries)), name
+        secret = secrets.token_bytes(_SECRET_BYTES) if world.rank == 0 else b""
+        return table_to_json(same_demands(prepared[0][0].entries)), secret, host_id().encode()
 
-    tables, names = all_said_or_raise(world, f"{phase}: prepared", ask, timeout_s=timeout_s)
+    tables, keys, hosts = all_said_or_raise(world, f"{phase}: prepared", ask, timeout_s=timeout_s)
     wanted = demands([(tuple(ranks_in(t.ranks)), table_from_json(t.value)) for t in tables])
     filling, borrow = prepared[0]
-    wants = filling.wants
-    planned: list[tuple[BlockScatter, list[ExchangeRound]]] = []
+    scatter = BlockScatter(filling.wants, filling.destinations, borrow)
+    secret = next(each.value for each in keys if each.value)
+    with _ExchangeSetup(world, _numbers_of(hosts), secret) as setup:
 
-    def plan() -> bytes:
-        scatter = BlockScatter(wants, filling.destinations, borrow)
-        planned.append(_plan(checkpoint, wants, scatter, wanted, world.rank))
-        return msgpack.encode(_DividedReads(*counted(planned[0][1], world.rank)))
+        def plan() -> bytes:
+            return setup.divide(_plan(checkpoint, filling.wants, scatter, wanted, world.rank))
 
-    divided = reduce_or_raise(world, f"{phase}: divided", plan, _join_divided, timeout_s=timeout_s)
-    if not _is_worth_while(_divided_in(divided), is_forced=_is_forced(who)):
-        return None
-    scatter, rounds = planned[0]
-    exchange = BlockExchange(checkpoint, rounds, scatter, world.rank, timeout_s=timeout_s)
-    return _run(world, f"{phase}: exchanged", exchange, names[0].value.hex(), timeout_s)
+        divided = _divided_in(
+            reduce_or_raise(world, f"{phase}: divided", plan, _join_divided, timeout_s=timeout_s)
+        )
+        if not _is_worth_while(divided, is_forced=_is_forced(who)):
+            return None
+        setup.divided = divided
+        return _run(world, f"{phase}: exchanged", setup, checkpoint, scatter, timeout_s)
 
 
 def _own_reply() -> _ExchangeReply:
@@ -209,18 +212,25 @@ def _own_reply() -> _ExchangeReply:
         raise UsageError(
             f"HOLDFAST_EXCHANGE is {mode!r}: say auto, always or never, or leave it unset"
         )
-    return _ExchangeReply(mode, host_id(), can_connect())
+    return _ExchangeReply(mode, host_id())
 
 
 def _is_wished(replies: Sequence[_ExchangeReply]) -> bool:
-    """Return whether the exchange is possible and useful; one host shares its page cache anyway."""
-    if any(one.mode == "never" or not one.can_connect for one in replies):
+    """Return whether the exchange is useful; one host shares its page cache anyway."""
+    if any(one.mode == "never" for one in replies):
         return False
     return _is_forced(replies) or len({one.host for one in replies}) > 1
 
 
 def _is_forced(replies: Sequence[_ExchangeReply]) -> bool:
     return any(one.mode == "always" for one in replies)
+
+
+def _numbers_of(hosts: Sequence[Said]) -> list[int]:
+    """Return the host of each rank, by number."""
+    names = by_rank(hosts)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return [numbers[name] for name in names]
 
 
 def _join_divided(one: bytes, other: bytes) -> bytes:
@@ -249,8 +259,11 @@ def _plan(
     scatter: BlockScatter,
     wanted: Mapping[str, Demand],
     rank: int,
-) -> tuple[BlockScatter, list[ExchangeRound]]:
-    """Plan where each fetch goes and who reads it. CoverageError when the images lack something."""
+) -> list[BlockPool]:
+    """Plan where each fetch goes, and find who wants the same blocks.
+
+    CoverageError when the images lack something.
+    """
     layout = checkpoint.layout
     shapes = {leaf.name: leaf.shape for leaf in layout.leaves}
     fetches = plan_fetches(wants, layout)
@@ -262,158 +275,152 @@ def _plan(
             inner = fetch.part.relative_to(fetch.piece)
             item = wanted[leaf].item_bytes
             scatter.add(fetch, entry.offset, touched(inner, fetch.piece.shape, item, entry.offset))
-    blocks = {
-        image: wanted_blocks(image, checkpoint.header(image), layout, wanted) for image in fetches
-    }
-    return scatter, plan_rounds(blocks, rank, room_blocks=max(4, BUDGET_BYTES // BLOCK_BYTES))
+    headers = {image: checkpoint.header(image) for image in fetches}
+    return wanted_pools(rank, headers, layout, wanted)
+
+
+class _ExchangeSetup:
+    """What one rank has open for the exchange. A context: closed when all ranks have ended it."""
+
+    def __init__(self, world: World, hosts: Sequence[int], secret: bytes) -> None:
+        self._world, self._hosts, self._secret = world, hosts, secret
+        self._host = hosts[world.rank]
+        self._ranks = [rank for rank, host in enumerate(hosts) if host == self._host]
+        self._note = b""
+        self._why = "another rank of this host cannot serve blocks"
+        self._server: HostServer | None = None
+        self._open = ExitStack()
+        self.divided: _DividedReads
+
+    def __enter__(self) -> _ExchangeSetup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    @property
+    def are_several(self) -> bool:
+        """True if there is another host."""
+        return max(self._hosts) > 0
+
+    def divide(self, pools: Sequence[BlockPool]) -> bytes:
+        """Return this rank's word of ``_DividedReads``; the first of a host makes its memory."""
+        self._note = pack_pools(pools)
+        if self._world.rank == self._ranks[0]:
+            self._serve()
+        wanted, spared = counted(pools)
+        rounds = rounds_needed(wanted, BUDGET_BYTES // BLOCK_BYTES)
+        leads = [self._server.lead] if self._server else []
+        return msgpack.encode(_DividedReads(wanted, spared, rounds, len(self._note), leads))
+
+    def _serve(self) -> None:
+        try:
+            server = HostServer(
+                self._host, self._world.address, self._secret, are_several=self.are_several
+            )
+        except OSError as error:
+            self._why = f"rank {self._world.rank} cannot serve blocks: {error}"
+        else:
+            self._server = self._open.enter_context(closing(server))
+
+    def share_memory(self) -> None:
+        """Open the memory of this host, and tell its ranks what this one wants."""
+        place = self._ranks.index(self._world.rank)
+        lead = next((lead for lead in self.divided.leads if lead.host == self._host), None)
+        if lead is None:
+            raise ExchangeBroke(self._why)
+        memory = ExchangeMemory(lead, place, len(self._ranks), self.divided.note_bytes)
+        self._memory = self._open.enter_context(closing(memory))
+        self._memory.write_note(self._note)
+
+    def begin(self, checkpoint: Checkpoint, scatter: BlockScatter) -> BlockExchange:
+        """Plan the rounds from what all ranks of this host want."""
+        pools = join_pools(self._memory.notes())
+        rounds = HostRounds(pools, self._hosts, self._host, self.divided.rounds)
+        self._memory.grow(*rounds.slots())
+        offered = None
+        if rounds.peers:
+            leads = {lead.host: lead for lead in self.divided.leads if lead.host in rounds.peers}
+            offers = self._server.offers if self._server else None
+            place = self._ranks.index(self._world.rank)
+            offered = self._open.enter_context(
+                closing(
+                    OfferedBlocks(
+                        self._memory,
+                        self._secret,
+                        leads,
+                        offers,
+                        place=place,
+                        ranks=len(self._ranks),
+                    )
+                )
+            )
+        rank = self._world.rank
+        exchange = BlockExchange(checkpoint, rounds, scatter, rank, self._memory, offered)
+        return self._open.enter_context(exchange)
 
 
 def _run(
-    world: World, phase: str, exchange: BlockExchange, name: str, timeout_s: float
+    world: World,
+    phase: str,
+    setup: _ExchangeSetup,
+    checkpoint: Checkpoint,
+    scatter: BlockScatter,
+    timeout_s: float,
 ) -> Traffic | None:
-    """Run the exchange and collect the result of all ranks; None when one of them lacks
-    something.
+    """Run the exchange step by step; None when a rank lacks something.
+
+    Each round is read in one step, and taken and applied in the next; what comes from other hosts
+    is applied one step later.
     """
-    lines: list[GlooWire] = []
-    try:
-        outcome = _attempt(world, exchange, lines, name, timeout_s)
-        patience_s, was_connected = timeout_s, bool(lines)
-        if not isinstance(outcome, Traffic):
-            _close_all(lines)  # ranks that wait for this one must learn that it has given up
-        if isinstance(outcome, RankLost) and was_connected:  # else others still try to connect
-            patience_s *= _PATIENCE_LEFT
-        failure = reduce_or_raise(
-            world,
-            phase,
-            partial(_encode_failure, outcome, world.rank),
-            _join_failures,
-            timeout_s=patience_s,
-        )
-    finally:
-        _close_all(lines)
-    if failure and world.rank == 0:
+    failure = _together(world, phase, setup.share_memory, timeout_s)
+    begun: list[BlockExchange] = []
+    steps = setup.divided.rounds + (2 if setup.are_several else 1)
+    for number in range(steps):
+        if failure:
+            break
+
+        def step(is_last: bool = number == steps - 1) -> None:
+            if not begun:
+                begun.append(setup.begin(checkpoint, scatter))
+            begun[0].step()
+            if is_last:
+                begun[0].finish()
+
+        failure = _together(world, phase, step, timeout_s)
+    if failure is None:
+        return begun[0].finish()
+    if world.rank == 0:
         emit(
             Warned(
                 rank=0,
-                message=f"{phase}: {_failure_in(failure).reason}. Nothing that came this way is "
+                message=f"{phase}: {failure.reason}. Nothing that came this way is "
                 "used: every rank reads all that it wants by itself.",
             )
         )
-    return outcome if isinstance(outcome, Traffic) and not failure else None
+    return None
 
 
-def _attempt(
-    world: World, exchange: BlockExchange, lines: list[GlooWire], name: str, timeout_s: float
-) -> Traffic | BaseException:
-    try:
-        lines.append(GlooWire(world.rank, world.size, name, timeout_s))
-        return exchange.run(lines[0])
-    except BaseException as error:  # Ctrl-C, too: it is raised after the others were told
-        return error
+def _together(
+    world: World, phase: str, act: Callable[[], None], timeout_s: float
+) -> _ExchangeFailure | None:
+    """Run ``act`` on every rank; return why the exchange broke on one of them, or None."""
 
-
-def _encode_failure(outcome: Traffic | BaseException, rank: int) -> bytes:
-    if isinstance(outcome, BaseException) and not isinstance(outcome, ExchangeBroke):
-        raise outcome
-    if isinstance(outcome, Traffic):
+    def run() -> bytes:
+        try:
+            act()
+        except ExchangeBroke as broke:
+            return msgpack.encode(_ExchangeFailure(world.rank, str(broke)))
         return b""
-    return msgpack.encode(_ExchangeFailure(isinstance(outcome, OtherFailed), rank, str(outcome)))
+
+    word = reduce_or_raise(world, phase, run, _join_failures, timeout_s=timeout_s)
+    return _failure_in(word) if word else None
 
 
 def _join_failures(one: bytes, other: bytes) -> bytes:
-    """Join the failures of ranks, b"" for none: one is told."""
+    """Join the failures of ranks, b"" for none: that of the lowest is told."""
     return min(one, other, key=_failure_in) if one and other else one or other
 
 
 def _failure_in(word: bytes) -> _ExchangeFailure:
     return msgpack.decode(word, type=_ExchangeFailure)
-
-
-def _close_all(lines: list[GlooWire]) -> None:
-    while lines:
-        lines.pop().close()
-
-
-# Connects ranks over gloo connections of Holdfast's own.
-#
-# The connections are made for one restore and closed with it, so they share no tags, no order and
-# no failure with the traffic of the training, and none stays open during training. They use gloo,
-# between the addresses given by GLOO_SOCKET_IFNAME or the host names, whatever backend the training
-# uses: the bytes lie in host memory, where they were read and are verified.
-
-
-#: Timeout for connecting; without connections each rank reads for itself.
-CONNECT_S = 30.0
-
-
-def can_connect() -> bool:
-    """Return whether this torch has the needed functions."""
-    return dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
-
-
-class GlooWire:
-    """Connections between all ranks. All ranks make one, with the same ``name``, used only once."""
-
-    def __init__(self, rank: int, size: int, name: str, timeout_s: float) -> None:
-        self._under_way: list[_ExchangeStart] = []
-        store = dist.PrefixStore(
-            f"holdfast/exchange/{name}", dist.distributed_c10d._get_default_store()
-        )
-        try:
-            # Not dist.new_group: it counts groups, and ranks whose counts differ, because one of
-            # them failed before, could never make another.
-            self._group: Any = dist.ProcessGroupGloo(
-                store, rank, size, timeout=timedelta(seconds=min(timeout_s, CONNECT_S))
-            )
-        except RuntimeError as error:
-            raise RankLost(f"rank {rank} cannot reach all ranks: {error}") from error
-
-    def send(self, rank: int, message: Array) -> Pending:
-        """See ``Wire``."""
-        return self._begin(_ExchangeStart(self._group.send, message, rank))
-
-    def receive(self, rank: int, message: Array) -> Pending:
-        """See ``Wire``."""
-        return self._begin(_ExchangeStart(self._group.recv, message, rank))
-
-    def _begin(self, message: _ExchangeStart) -> Pending:
-        self._under_way = [other for other in self._under_way if not other.is_over]
-        self._under_way.append(message)
-        return message
-
-    def close(self) -> None:
-        """See ``Wire``."""
-        # Neither shutdown() nor abort() of gloo closes a connection: only the destruction of the
-        # last object that refers to it does, and messages under way refer to it.
-        for message in self._under_way:
-            message.drop()
-        self._group = None
-
-
-class _ExchangeStart:
-    """One message; an error at its start is also raised by ``wait``."""
-
-    def __init__(self, begin: Any, message: Array, rank: int) -> None:
-        self._work: Any = None
-        self._error: RuntimeError | None = None
-        try:
-            self._work = begin([torch.from_numpy(message)], rank, 0)
-        except RuntimeError as error:
-            self._error = error
-
-    @property
-    def is_over(self) -> bool:
-        return self._work is None
-
-    def drop(self) -> None:
-        self._work = None
-
-    def wait(self, timeout_s: float) -> None:
-        """See ``Pending``."""
-        try:
-            if self._error is not None:
-                raise self._error
-            self._work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise RankLost(str(error)) from error
-        self.drop()

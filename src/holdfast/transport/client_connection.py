@@ -10,6 +10,7 @@ import itertools
 import random
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections import Counter, defaultdict, deque
@@ -25,6 +26,8 @@ _READ_BYTES = 2048
 """Size of one read of a head. A head is about 300 bytes; body bytes read with it are copied again.
 """
 _MOST_HEAD_BYTES = 8192
+_PIECE_BYTES = 1 << 20
+"""Bytes of a body that one call waits for: shorter calls cost a thread more than the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class ClientConnection:
                 self._wait(until_s)
                 data = self._socket.recv(_READ_BYTES)
             except OSError as error:
-                if isinstance(error, TimeoutError):
+                if isinstance(error, _TIMED_OUT):
                     raise ConnectionBroken("answer", "no answer in time") from error
                 raise _broken("answer", error) from error
             if not data:
@@ -122,7 +125,8 @@ class ClientConnection:
         try:
             while at < size:
                 self._wait(until_s)
-                got = self._socket.recv_into(into[at:])
+                piece = into[at : at + _PIECE_BYTES]
+                got = self._socket.recv_into(piece, 0, socket.MSG_WAITALL)
                 if not got:
                     raise ConnectionBroken("body", f"it ended after {at} of {size} bytes")
                 at += got
@@ -139,11 +143,14 @@ class ClientConnection:
 
     def _set_patience(self, seconds: float) -> None:
         if seconds != self._patience_s:  # each change is a system call
-            self._socket.settimeout(seconds)
+            # Not ``settimeout``, after which no call waits for more than the first bytes.
+            self._socket.settimeout(None)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(seconds))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(seconds))
             self._patience_s = seconds
 
     def _why(self, error: OSError, until_s: float) -> str:
-        if not isinstance(error, TimeoutError):
+        if not isinstance(error, _TIMED_OUT):
             return _reason(error)
         if time.monotonic() >= until_s:
             return "its time was over"
@@ -166,13 +173,21 @@ class ClientConnection:
         self._socket.close()
 
 
+#: What a call raises whose time is over; the second where the kernel counts it.
+_TIMED_OUT = (TimeoutError, BlockingIOError)
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))
+
+
 def _broken(phase: str, error: OSError) -> ConnectionBroken:
     is_ended = isinstance(error, ConnectionError)
     return (ConnectionEnded if is_ended else ConnectionBroken)(phase, _reason(error))
 
 
 def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+    return "timed out" if isinstance(error, _TIMED_OUT) else error.strerror or str(error)
 
 
 # Signs requests with the run's secret and accepts only signed answers.
