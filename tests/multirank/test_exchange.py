@@ -240,6 +240,7 @@ def _flipped_on_the_way() -> Iterator[None]:
         nonlocal count
         count += 1
         if count == 5:
+            data = data.copy()  # not for the other ranks, which share the memory
             data[MIB // 2] ^= 4
         real(exchange, run, data, sender)
 
