@@ -23,12 +23,12 @@ from holdfast.world import (
     Conclude,
     SoloWorld,
     TorchWorld,
-    agree_or_raise,
     all_said_or_raise,
     current_world,
     from_rank0,
     reduce_or_raise,
 )
+from support.runs.agreement import agree_or_raise
 from support.runs.launch import run_ranks
 
 

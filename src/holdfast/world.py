@@ -337,18 +337,6 @@ def from_rank0(world: World, phase: str, act: Callable[[], bytes], *, timeout_s:
     )
 
 
-def agree_or_raise(
-    world: World, phase: str, act: Callable[[], object], *, timeout_s: float
-) -> None:
-    """Runs ``act`` on every rank; all return when all are well, or raise one error."""
-
-    def run() -> bytes:
-        act()
-        return b""
-
-    reduce_or_raise(world, phase, run, max, timeout_s=timeout_s)
-
-
 def all_said_or_raise(
     world: World,
     phase: str,

@@ -154,7 +154,8 @@ def test_a_source_that_one_rank_cannot_read_is_dropped_by_all(tmp_path: Path) ->
 
 
 def _mixed_errors(rank: int, world: int) -> list[str]:
-    from holdfast.world import agree_or_raise, current_world
+    from holdfast.world import current_world
+    from support.runs.agreement import agree_or_raise
 
     ours = current_world(timeout_s=30)
     assert isinstance(ours, (TorchWorld, SoloWorld))

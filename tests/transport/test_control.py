@@ -309,12 +309,11 @@ def test_strangers_who_say_nothing_are_sent_away_in_time() -> None:
 @pytest.fixture
 def few_strangers(monkeypatch: pytest.MonkeyPatch) -> int:
     """So many may be at the door at once, and each is spared for a short time."""
-    monkeypatch.setattr(channel, "MOST_STRANGERS", 64)
     monkeypatch.setattr(channel, "SPARED_S", 0.2)
-    return 64
+    return PATIENT.strangers
 
 
-PATIENT = replace(QUICK, greeting_s=20.0)
+PATIENT = replace(QUICK, greeting_s=20.0, strangers=64)
 
 
 def test_who_knows_the_secret_comes_in_however_many_do_not(few_strangers: int) -> None:

@@ -225,12 +225,6 @@ class Executor:
             compare=self._coordinator.replica_check.part(attempt.id),
         )
 
-    def path_of(self, slot_id: int) -> str:
-        """Return the path of a slot, on its own host."""
-        if host_of(slot_id):
-            return self.followers.slot_path(slot_id)
-        return str(self._memory.slot_path(slot_id))
-
     def captured(self, attempt_id: str, ranks: Iterable[int]) -> None:
         """Handle sealed images: writer and peers may read them."""
         self.jobs.sealed(attempt_id)
