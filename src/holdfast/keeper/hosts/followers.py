@@ -197,11 +197,6 @@ class FollowerRegistry:
         if current is not None:
             self.broadcast(current)
 
-    def slot_path(self, slot_id: int) -> str:
-        """Return the path of another host's slot on that host."""
-        follower = self._by_host.get(host_of(slot_id))
-        return f"{follower.arena if follower else ''}/{number_of(slot_id):05d}{SLOT_SUFFIX}"
-
     def watch(self, slot: Slot) -> None:
         """Ask the slot's host to report when nobody can write to the slot any more."""
         follower, key = self._by_host.get(host_of(slot.id)), (slot.id, slot.attempt)
