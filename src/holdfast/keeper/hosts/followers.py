@@ -30,7 +30,6 @@ from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import SLOT_SUFFIX
 from holdfast.protocol.image_plan import ImageSizes
 
 if TYPE_CHECKING:  # a run on one host does not need it
