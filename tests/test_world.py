@@ -280,6 +280,9 @@ class Told:
     def leave(self, phase: str, mine: bytes) -> None:
         raise AssertionError("nobody is interrupted")
 
+    def end(self) -> None:
+        raise AssertionError("nobody ends it")
+
     def close(self) -> None:
         raise AssertionError("nobody closes it")
 

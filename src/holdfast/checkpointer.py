@@ -431,9 +431,11 @@ class Checkpointer:
             self._offers.close()
             self._begin_anew()
         self._require_growing(step)
-        saved = self._promised.save(step, durable=durable, exact=exact, handle=handle)
-        self.world.close()  # nothing that ranks agree on comes after the first save
-        return saved
+        if self._promised.last_step is not None:
+            # Nothing that ranks agree on comes after the first save, and all are past what came
+            # before it: a step is saved by all together.
+            self.world.end()
+        return self._promised.save(step, durable=durable, exact=exact, handle=handle)
 
     def before_update(self) -> None:
         """Wait until an update may overwrite the state: for loops without a torch optimizer.

@@ -69,8 +69,12 @@ class World(Protocol):
         """Say the last word of a rank that waits for nobody: the others hear no more of it."""
         ...
 
+    def end(self) -> None:
+        """End the exchange, and wait for nothing. Without effect the second time."""
+        ...
+
     def close(self) -> None:
-        """End the exchange. Without effect the second time."""
+        """End the exchange, and wait until what was said is sent."""
         ...
 
 
@@ -96,6 +100,9 @@ class SoloWorld:
 
     def leave(self, phase: str, mine: bytes) -> None:
         """Nobody is there to hear it."""
+
+    def end(self) -> None:
+        """Nothing is open."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -164,6 +171,10 @@ class TorchWorld:
         self._count = self._entered or self._count + 1
         self._entered = 0
         self._channels.leave(self._count, Word(self.rank, phase, mine))
+
+    def end(self) -> None:
+        """See ``World``."""
+        self._channels.end()
 
     def close(self) -> None:
         """See ``World``."""

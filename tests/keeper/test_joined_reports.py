@@ -16,12 +16,14 @@ from holdfast.coordinator.host_joiner import REQUESTS_HELD_S, RankReport
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import Fenced, FormatError
 from holdfast.keeper.connections import ForwardedConnection, Ranks, TrainerConnection, send_to_all
+from holdfast.keeper.grants import grant_slots
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import MOST_SAID, FollowerRegistry, FollowerSession, _Trainer
-from holdfast.keeper.hosts.host_reports import decode_reports, encode_reports
+from holdfast.keeper.hosts.host_reports import decode_reports, encode_reports, to_column
 from holdfast.keeper.report_joiner import MOST_BYTES, ReportJoiner
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
+from holdfast.protocol.arena import SlotRecord
 
 small, digits = st.integers(0, 3), st.text("0123456789abcdef", min_size=16, max_size=16)
 asks = st.builds(
@@ -256,3 +258,28 @@ def test_a_trainer_that_says_too_much_is_cut_off() -> None:
     for _ in range(MOST_SAID + 1):
         trainer.queue(b"")
     assert hung_up == [1] and not trainer.is_idle
+
+
+def test_a_slot_that_nobody_can_write_to_is_stamped_free() -> None:
+    """Its rank is gone when the grant is made: no writer's end would ever be heard of."""
+    stamped: dict[int, SlotRecord] = {}
+    memory: Any = SimpleNamespace(stamp=stamped.__setitem__, slot_path=lambda slot: f"/{slot}")
+    published: Any = SimpleNamespace(withdraw=lambda slot: None)
+    record = SlotRecord(state="writing", incarnation=1, step=3, attempt="a", world=2, layout="l")
+    sent: list[m.Message] = []
+    trainer: Any = SimpleNamespace(send=sent.append)
+    order = messages.GrantSlots(
+        record=record,
+        lines=(7, -1),
+        ranks=(0, 1),
+        slots=(4, 5),
+        ring_bytes=to_column([0, 0]),
+        request_number=to_column([1, 1]),
+        durable=False,
+        compare=None,
+    )
+    writers, trainers = {7: SlotWriter(11, 12)}, {7: trainer}
+    grant_slots(order, memory, published, writers.get, trainers.get)
+    assert (stamped[4].state, stamped[4].writer_pid) == ("writing", 11)
+    assert (stamped[5].state, stamped[5].rank) == ("free", 1)
+    assert [message.slot for message in sent if isinstance(message, m.Grant)] == ["/4"]

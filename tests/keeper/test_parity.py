@@ -378,9 +378,9 @@ def test_a_header_that_is_not_the_one_of_its_seal_makes_no_parity(tmp_path: Path
         for keeper in keepers:
             keeper.make()
         await until(lambda: said(keepers, messages.ParityFailed), "their end")
-        for keeper in keepers:
-            assert "the header of the image of rank 1 is not the one" in failure(keeper)
-            assert not keeper.parity.shards()
+        reasons = [failure(keeper) for keeper in keepers]  # one may hear that the other gave up
+        assert any("the header of the image of rank 1 is not the one" in why for why in reasons)
+        assert not any(keeper.parity.shards() for keeper in keepers)
 
     asyncio.run(with_keepers(tmp_path, [MIB] * 2, play))
 

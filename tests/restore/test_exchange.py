@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -713,3 +715,36 @@ def test_a_rank_alone_on_its_mesh_wants_the_whole_leaf_whichever_it_is() -> None
     [same] = same_demands([entry])
     assert same == same_demands([replace(entry, instance=on(0))])[0]
     assert demands([((3,), [same])])["w"].boxes == {Box((0,), (8,)): (3,)}
+
+
+@pytest.mark.promise
+def test_a_file_that_is_not_the_memory_of_the_host_is_left_as_it_is(tmp_path: Path) -> None:
+    """Under the number of the memory another process may have anything: the log of the run, say."""
+    path = tmp_path / "log"
+    path.write_bytes(b"precious" * 100)
+    before = len(os.listdir("/proc/self/fd"))
+    with path.open("rb") as file:
+        lead = host_memory.HostLead(0, "", 0, os.getpid(), file.fileno(), "holdfast-exchange-1")
+        with pytest.raises(host_memory.ExchangeBroke, match="does not have the memory"):
+            host_memory.ExchangeMemory(lead, 0, 1, 100)
+    assert path.read_bytes() == b"precious" * 100
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_a_rank_says_of_itself_opens_no_image() -> None:
+    """In a restore from memory each image that is opened asks a host for all that it has."""
+    leaf = LeafEntry("w", "F32", (4096, 4096), "split", Instance(mesh(2), (Placement(0),)))
+
+    class Files(dict[int, Any]):
+        def __len__(self) -> int:
+            return 16384
+
+        def values(self) -> Any:
+            raise AssertionError("all images are opened")
+
+        def __getitem__(self, image: int) -> Any:
+            raise AssertionError(f"image {image} is opened")
+
+    checkpoint: Any = SimpleNamespace(layout=SimpleNamespace(leaves=[leaf]), files=Files())
+    reply = together.own_reply(1, checkpoint, list)
+    assert together.join_replies(reply, reply)

@@ -350,7 +350,8 @@ def test_strangers_that_say_a_little_now_and_then_keep_nobody_out(few_strangers:
 
             dripping = asyncio.create_task(drip())
             (await line_to(peer, bounds=PATIENT)).close()
-            assert heard.server.refusals["crowded"] > few_strangers
+            # Most for being too many; a few may have said enough meanwhile to be refused for that.
+            assert heard.server.refused > few_strangers
             dripping.cancel()
             for _, writer in crowd:
                 writer.transport.abort()

@@ -27,7 +27,12 @@ def grant_slots(
     rings, numbers = from_column(order.ring_bytes, count), from_column(order.request_number, count)
     rows = zip(order.lines, order.ranks, order.slots, rings, numbers, strict=True)
     for line, rank, slot, ring_bytes, request_number in rows:
-        writer, trainer = writer_of(line) or SlotWriter(0, 0), trainer_of(line)
+        found, trainer = writer_of(line), trainer_of(line)
+        if found is None and trainer is None:  # nobody writes there: nobody's end is waited for
+            published.withdraw(slot)
+            memory.stamp(slot, msgspec.structs.replace(record, rank=rank, state="free"))
+            continue
+        writer = found or SlotWriter(0, 0)
         stamped = msgspec.structs.replace(
             record,
             rank=rank,

@@ -324,6 +324,7 @@ class TrainerApi:
 
     def _join_reports(self) -> None:
         """Join the reports of all ranks of this host from now on."""
+        self._reports.flush()
         here = sum(host == 0 for host in self.coordinator.hosts.values())
         self._reports = ReportJoiner(here, self.handle_joined)
 

@@ -7,6 +7,7 @@ every rank reads what it wants for itself, as if nothing had been tried.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from holdfast.restore.exchange.host_memory import (
     HostLead,
     HostServer,
     OfferedBlocks,
+    memory_domain,
 )
 from holdfast.restore.planning.block_rounds import (
     BlockPool,
@@ -110,8 +112,10 @@ def own_reply(world: int, checkpoint: Checkpoint, wants: Callable[[], Sequence[W
 
     The images are not named where too little could be read for others, whoever reads it.
     """
-    blocks = sum(-(-file.size_bytes // BLOCK_BYTES) for file in checkpoint.files.values())
-    is_much = world * blocks * BLOCK_BYTES >= WORTH_BYTES
+    # From the layout: to open all images would ask every host for them.
+    leaves = checkpoint.layout.leaves
+    size_bytes = sum(math.prod(leaf.shape) * ITEMSIZE[leaf.dtype] for leaf in leaves)
+    is_much = world * (size_bytes + len(checkpoint.files) * BLOCK_BYTES) >= WORTH_BYTES
     demand = _ImageDemand([], _DividedReads(0, 0))
     if is_much:
         try:
@@ -185,7 +189,7 @@ def read_once(
     def ask() -> tuple[bytes, ...]:
         prepared.append(prepare())
         secret = secrets.token_bytes(_SECRET_BYTES) if world.rank == 0 else b""
-        return table_to_json(same_demands(prepared[0][0].entries)), secret, host_id().encode()
+        return table_to_json(same_demands(prepared[0][0].entries)), secret, memory_domain()
 
     tables, keys, hosts = all_said_or_raise(world, f"{phase}: prepared", ask, timeout_s=timeout_s)
     wanted = demands([(tuple(ranks_in(t.ranks)), table_from_json(t.value)) for t in tables])
@@ -227,7 +231,7 @@ def _is_forced(replies: Sequence[_ExchangeReply]) -> bool:
 
 
 def _numbers_of(hosts: Sequence[Said]) -> list[int]:
-    """Return the host of each rank, by number."""
+    """Return the host of each rank, by number: of the ranks that can share memory."""
     names = by_rank(hosts)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return [numbers[name] for name in names]
@@ -318,7 +322,7 @@ class _ExchangeSetup:
             server = HostServer(
                 self._host, self._world.address, self._secret, are_several=self.are_several
             )
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # no descriptor, no thread
             self._why = f"rank {self._world.rank} cannot serve blocks: {error}"
         else:
             self._server = self._open.enter_context(closing(server))

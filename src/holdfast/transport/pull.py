@@ -7,6 +7,7 @@ client asks the peer whether that offer is still valid.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import Counter, deque
@@ -60,6 +61,8 @@ class PullShare:
 
     def work(self) -> None:
         """Send requests and receive until none is left; the loop of one thread."""
+        # A signal would begin the kernel's wait for a piece of a body anew.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         fresh = False
         pauses = RetryPauses(self._caller.patience, self._until_s)
         try:
@@ -216,8 +219,16 @@ class PullOperation:
             for share in shares
             for _ in range(share.threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        started: list[threading.Thread] = []
+        try:
+            for thread in self._threads:
+                thread.start()
+                started.append(thread)
+        except BaseException:  # whoever has begun writes into memory no more
+            self.cancel()
+            for thread in started:
+                thread.join()
+            raise
 
     @property
     def received_bytes(self) -> int:

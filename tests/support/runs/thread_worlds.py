@@ -45,5 +45,8 @@ class ThreadWorld:
     def leave(self, phase: str, mine: bytes) -> None:
         raise AssertionError("no rank is interrupted")
 
+    def end(self) -> None:
+        raise AssertionError("nobody ends it")
+
     def close(self) -> None:
         raise AssertionError("no rank closes it")

@@ -205,6 +205,7 @@ class Follower:
 
     def send(self, fact: Fact) -> None:
         """Send to the coordinator if it is reachable: a later one asks for the state anyway."""
+        self._reports.flush()  # what is held was said before
         if self._line is not None:
             self._line.send(messages.pack(fact))
 
@@ -229,19 +230,22 @@ class Follower:
             raise Fenced(self.fenced) if self.fenced else self._out_of_reach()
         if connection.number not in self._trainers:
             self._trainers[connection.number] = connection
-            process = self._writers[connection.number] = connection.process
+            process = connection.process
             came = messages.TrainerConnected(
                 line=connection.number, pid=process.pid, start=process.start
             )
             line.send(messages.pack(came))
         if isinstance(message, m.Join):
             connection.rank = message.rank
+            self._writers[connection.number] = connection.process
         if not self._reports.take(connection, seq, message, len(body)):
             line.send(messages.pack(messages.TrainerMessage(line=connection.number, body=body)))
 
     def _report(self, reports: JoinedReports) -> None:
         """Send joined reports of trainers to the coordinator."""
-        self.send(encode_reports({line.number: report for line, report in reports}))
+        if self._line is not None:
+            joined = encode_reports({line.number: report for line, report in reports})
+            self._line.send(messages.pack(joined))
 
     def trainer_gone(self, connection: LocalConnection) -> None:
         """Report that a trainer's connection broke."""

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.host_joiner import HostReports, RankReport
+from holdfast.coordinator.host_joiner import RankReport
 from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slot_id_of
 from holdfast.errors import FormatError, HoldfastError, PeerError
 from holdfast.events import Warned, emit
+from holdfast.keeper import message_limits as limits
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.handover import StateHandover, from_inventory
@@ -102,6 +103,10 @@ class _Trainer:
             self.inbox.put_nowait(said)
         else:  # its keeper reports the trainer's loss once this connection is closed
             self.connection.disconnect()
+
+
+#: No host has more ranks.
+_MOST_JOINED = 4096
 
 
 class FollowerSession:
@@ -365,7 +370,7 @@ class FollowerRegistry:
             case messages.TrainerConnected() | messages.TrainerMessage() | messages.TrainerGone():
                 self._handle_trainer(follower, fact)
             case messages.HostRequests() | messages.HostCaptured():
-                self._handle_joined(follower, decode_reports(fact))
+                self._handle_joined(follower, fact)
             case messages.ImageWritten() | messages.WriteEnded() | messages.RingFreed():
                 self._handle_writing(follower, fact)
             case (
@@ -415,8 +420,15 @@ class FollowerRegistry:
                 del follower.trainers[number]
                 trainer.inbox.put_nowait(None)
 
-    def _handle_joined(self, follower: FollowerSession, reports: HostReports) -> None:
+    def _handle_joined(
+        self, follower: FollowerSession, fact: messages.HostRequests | messages.HostCaptured
+    ) -> None:
         """Handle joined reports, each after all that its trainer sent before."""
+        if len(fact.lines) > _MOST_JOINED:
+            raise FormatError(f"one message with the reports of {len(fact.lines)} ranks")
+        reports = decode_reports(fact)
+        for report in {id(report): report for report in reports.values()}.values():
+            limits.validate_message(report, 0)
         found = [(follower.trainers.get(line), report) for line, report in reports.items()]
         known = [(trainer, report) for trainer, report in found if trainer is not None]
         if self._dispatcher is not None and all(trainer.is_idle for trainer, _ in known):

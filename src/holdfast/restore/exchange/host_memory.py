@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
+from holdfast.errors import HoldfastError
 from holdfast.format.checksum import BLOCK_BYTES
+from holdfast.meeting import host_id
+from holdfast.protocol.arena import boot_id
 from holdfast.restore.planning.block_rounds import HostShare, SlotTable
 from holdfast.restore.reading.read import Array
 from holdfast.transport.client import Puller, WantedRange
@@ -46,6 +50,8 @@ class HostLead(Struct, array_like=True, frozen=True, order=True):
     port: int
     process: int
     descriptor: int
+    name: str
+    """Of the memory, by chance: no other file is taken for it."""
 
     @property
     def peer(self) -> Peer:
@@ -71,7 +77,23 @@ class ExchangeMemory:
                 f"the memory of process {lead.process} cannot be shared: {error.strerror}"
             ) from error
         self._outbox = self._inbox = 0
-        self._data = self._map(self._start)
+        try:
+            self._require_memory(lead)
+            self._data = self._map(self._start)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+
+    def _require_memory(self, lead: HostLead) -> None:
+        """Raises ExchangeBroke for any other file: the process may have closed it, and have opened
+        another under its number, or be another process.
+        """
+        opened = os.readlink(f"/proc/self/fd/{self.descriptor}")
+        if opened.removesuffix(" (deleted)") != f"/memfd:{lead.name}":
+            raise ExchangeBroke(
+                f"process {lead.process} does not have the memory that its host's ranks share: "
+                "its number is that of another process here, or it has given the exchange up"
+            )
 
     def _map(self, size_bytes: int) -> Array:
         try:
@@ -127,9 +149,14 @@ class HostServer:
     """
 
     def __init__(self, host: int, address: str, secret: bytes, *, are_several: bool) -> None:
-        self._descriptor = os.memfd_create("holdfast-exchange", os.MFD_CLOEXEC)
         self._host, self._address, self._port = host, address, 0
         self._loop = asyncio.new_event_loop()
+        self._name = f"holdfast-exchange-{secrets.token_hex(16)}"
+        try:
+            self._descriptor = os.memfd_create(self._name, os.MFD_CLOEXEC)
+        except OSError:
+            self._loop.close()
+            raise
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="holdfast-blocks", daemon=True
         )
@@ -145,7 +172,8 @@ class HostServer:
     @property
     def lead(self) -> HostLead:
         """What the other ranks need to know."""
-        return HostLead(self._host, self._address, self._port, os.getpid(), self._descriptor)
+        where = self._address, self._port, os.getpid(), self._descriptor
+        return HostLead(self._host, *where, self._name)
 
     @property
     def offers(self) -> ThreadSafeServer | None:
@@ -198,24 +226,33 @@ class OfferedBlocks:
         self._is_cancelled = False
 
     def offer(self, outbox: SlotTable, number: int) -> None:
-        """Offer the outbox of a round, of which everything is read when this step has ended."""
+        """Offer the outbox of a round, of which everything is read when this step has ended.
+
+        Raises ExchangeBroke.
+        """
         if self._offers is None:
             return
-        for share in outbox.shares:
-            self._offers.offer_file(
-                _path(share, number),
-                self._memory.descriptor,
-                offset_bytes=self._memory.outbox_offset(number, share.slot),
-                length_bytes=share.length * BLOCK_BYTES,
-                generation=str(number),
-            )
+        try:
+            for share in outbox.shares:
+                self._offers.offer_file(
+                    _path(share, number),
+                    self._memory.descriptor,
+                    offset_bytes=self._memory.outbox_offset(number, share.slot),
+                    length_bytes=share.length * BLOCK_BYTES,
+                    generation=str(number),
+                )
+        except (HoldfastError, OSError, RuntimeError) as error:
+            raise ExchangeBroke(f"blocks cannot be offered to other hosts: {error}") from error
 
     def take(self, inbox: SlotTable, number: int) -> None:
         """Take this rank's part of a round into the inbox. Raises ExchangeBroke."""
         part = self._part(inbox, number)
         for at in range(0, len(part), self._at_once):
             some = [wanted for of_host in part[at : at + self._at_once] for wanted in of_host]
-            self._pull = self._puller.begin(some)
+            try:
+                self._pull = self._puller.begin(some)
+            except (OSError, RuntimeError) as error:  # no thread can be started
+                raise ExchangeBroke(f"blocks cannot be pulled: {error}") from error
             if self._is_cancelled:
                 self._pull.cancel()
             for failure in self._pull.wait().values():
@@ -249,6 +286,15 @@ class OfferedBlocks:
     def close(self) -> None:
         """Close the connections to other hosts."""
         self._puller.close()
+
+
+def memory_domain() -> bytes:
+    """Name those processes that can share memory: of one host, one kernel, one PID namespace."""
+    try:
+        processes = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        processes = 0
+    return f"{host_id()} {boot_id()} {processes}".encode()
 
 
 def _path(share: HostShare, number: int) -> str:
