@@ -146,7 +146,7 @@ class _StoreKeys:
     """The keys of Holdfast in the store of the process group.
 
     A client of its own waits there: one that threads of torch share would keep them waiting. The
-    ranks are many and the store is one: a rank makes five requests to meet the others.
+    ranks are many and the store is one: a rank calls it five times to meet the others.
     """
 
     def __init__(self, store: Any) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +88,25 @@ def test_a_run_is_restored_after_few_rounds_of_its_ranks(
             assert len(phases) <= MOST_ROUNDS, (source, phases)
         print(found)
     assert rows == 1 or rows * 3 * 3 * MIB > read_once.WORTH_BYTES
+
+
+def _save_twice(rank: int, world: int, root: str) -> list[str]:
+    checkpointer = holdfast.Checkpointer(root, _state(rank, world, 1), storage=None, timeout_s=30)
+    for step in (1, 2):
+        checkpointer.save(step).wait_captured(30)
+    end_s = time.monotonic() + 20
+    while (left := _threads_of_ranks()) and time.monotonic() < end_s:
+        time.sleep(0.01)  # the end is not waited for while training
+    checkpointer.close()
+    return left
+
+
+def _threads_of_ranks() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name == "holdfast-ranks"]
+
+
+def test_a_training_that_goes_on_keeps_no_line_between_its_ranks(tmp_path: Path) -> None:
+    assert run_ranks(2, _save_twice, str(tmp_path / "run")) == [[], []]
 
 
 class CountedStore:

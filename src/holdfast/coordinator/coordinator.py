@@ -495,11 +495,6 @@ class Coordinator(AttemptLifecycle):
         note = ReportOutcome(attempt.id, attempt.step, "complete", elapsed_s=elapsed_s)
         return [*actions, SendMessage(done), note, *self.durability.start_next()]
 
-    def captured_all(self, seals: Mapping[int, m.Captured], now_s: float) -> list[Action]:
-        """Handle sealed images of several ranks of one attempt, as if they came one by one."""
-        one_by_one = (self.captured(rank, seal, now_s) for rank, seal in seals.items())
-        return [action for actions in one_by_one for action in actions]
-
     def abort_capture(self, rank: int, message: m.AbortCapture) -> list[Action]:
         """Handle a rank that will never seal its image."""
         attempt = self.attempts.get(message.attempt)

@@ -208,7 +208,8 @@ class TrainerApi:
 
     def _captured_all(self, captured: Mapping[int, m.Captured]) -> None:
         attempt = next(iter(captured.values())).attempt
-        self.executor.carry_out(self.coordinator.captured_all(captured, time.monotonic()))
+        for rank, seal in captured.items():  # what follows of one rank, whatever another's does
+            self.executor.carry_out(self.coordinator.captured(rank, seal, time.monotonic()))
         self.executor.captured(attempt, captured)
 
     def _log_once(self, trace: str) -> None:

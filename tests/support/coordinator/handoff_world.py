@@ -159,8 +159,8 @@ class RealWorld:
                     self.ordered = self.ordered.join(order)
             if asks:
                 self.carry_out(self.keeper.request_captures(asks, self.now_s))
-            if seals:
-                self.carry_out(self.keeper.captured_all(seals, self.now_s))
+            for rank, seal in seals.items():
+                self.carry_out(self.keeper.captured(rank, seal, self.now_s))
 
     def hang_up(self, process: Process) -> None:
         if process.connected:
