@@ -276,11 +276,14 @@ class TestProcesses:
             "import os, signal, sys\n"
             "from holdfast.storage import LocalStore\n"
             "lock = LocalStore(sys.argv[1]).lock('root', 'the one to be killed')\n"
+            "begun, begins = os.pipe()\n"
             "child = os.fork()\n"
             "if child == 0:\n"
             "    lock.release()\n"  # which is not its own
             "    os.close(1)\n"
+            "    os.write(begins, b'!')\n"
             "    signal.pause()\n"
+            "os.read(begun, 1)\n"  # before it, the child may not have run at all
             "print(child, flush=True)\n"
             "sys.stdin.readline()\n"
         )

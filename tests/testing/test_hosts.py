@@ -129,6 +129,17 @@ def test_a_number_that_passed_on_to_another_process_is_not_fired_at(
     assert not opened
 
 
+def test_a_process_is_found_while_its_program_is_only_being_loaded(hosts: Hosts) -> None:
+    forever = [sys.executable, "-S", "-c", "import time; time.sleep(100)"]
+    for _ in range(40):
+        started = subprocess.Popen(forever, env=hosts.environment("a"))
+        try:
+            assert hosts.trainers("a") == [started.pid]
+        finally:
+            started.kill()
+            started.wait()
+
+
 def test_a_number_that_was_added_stands_for_the_process_that_had_it_then(
     hosts: Hosts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 ARENA, HOST = "HOLDFAST_ARENA_DIR", "HOLDFAST_HOST_ID"
 _FOREIGN = ("HOLDFAST_", "TORCHELASTIC_", "MASTER_", "PET_")
 _TAIL_BYTES = 4000
+_LOADED_WITHIN_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 Popen = subprocess.Popen[bytes]
@@ -183,12 +184,28 @@ def find(is_wanted: Callable[[FoundProcess], bool]) -> list[FoundProcess]:
 
 
 def _words(pid: int, name: str) -> tuple[str, ...]:
-    """Reads a file of the process in /proc as words; () when it has ended, or is another user's."""
+    """Reads a file of the process in /proc as words; () when it has ended, or is another user's.
+
+    Waits for a process whose program is only being loaded: it shows no words until it runs.
+    """
+    deadline_s = time.monotonic() + _LOADED_WITHIN_S
     try:
-        data = Path(f"/proc/{pid}/{name}").read_bytes()
+        while not (data := Path(f"/proc/{pid}/{name}").read_bytes()):
+            if not _is_being_loaded(pid) or time.monotonic() > deadline_s:
+                # It may have been loaded between the two looks.
+                data = Path(f"/proc/{pid}/{name}").read_bytes()
+                break
+            time.sleep(0.001)
     except OSError:
         return ()
     return tuple(data.decode(errors="replace").rstrip("\0").split("\0")) if data else ()
+
+
+def _is_being_loaded(pid: int) -> bool:
+    """Returns True while ``execve`` has given the process its memory, and no environment yet."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    state, memory_bytes, environment_end = words[0], words[20], words[48]
+    return state not in "ZX" and memory_bytes != "0" and environment_end == "0"
 
 
 # ── ending ───────────────────────────────────────────────────────────────────────────────────
