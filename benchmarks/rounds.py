@@ -23,8 +23,7 @@ import torch.multiprocessing
 from benchmarks.kit import markdown
 from benchmarks.kit.options import Parser
 from benchmarks.scale import fitted
-from holdfast.transport.wire.rank_phases import RankPhases, Word
-from holdfast.transport.wire.rank_tree import join_said, places_of, said_by
+from holdfast.transport.wire.rank_tree import RankPhases, Word, join_said, places_of, said_by
 from holdfast.world import TorchWorld
 
 SIZES = (256, 1024, 4096, 16384, 65536)

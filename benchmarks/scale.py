@@ -19,7 +19,7 @@ from typing import Any, cast
 from benchmarks.kit import markdown
 from benchmarks.kit.options import Parser
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.host_joiner import HostJoiner, HostReports, RankReport
+from holdfast.coordinator.requests import HostJoiner, HostReports, RankReport
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.geometry.layout import Instance, LeafEntry, Mesh, Placement, table_hash, table_to_json
 from holdfast.keeper.connections import ForwardedConnection, Ranks

@@ -17,8 +17,7 @@ import torch.distributed
 
 import holdfast
 from holdfast.errors import DeadlineExceeded, HoldfastError, StorageError, UsageError
-from holdfast.transport.wire.rank_phases import Join
-from holdfast.transport.wire.rank_tree import Said
+from holdfast.transport.wire.rank_tree import Join, Said
 from holdfast.world import (
     Conclude,
     SoloWorld,

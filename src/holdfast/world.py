@@ -23,10 +23,11 @@ from holdfast import errors
 from holdfast.errors import DeadlineExceeded, HoldfastError, UsageError
 from holdfast.meeting import LOOPBACK, MEETING, RankMeeting, absent
 from holdfast.transport.rank_channels import RankChannels
-from holdfast.transport.wire.rank_phases import Join, Word
 from holdfast.transport.wire.rank_tree import (
     FAN_OUT,
+    Join,
     Said,
+    Word,
     all_said,
     join_said,
     ranks_in,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from holdfast.cli.leaf_reader import bits, element, has_numbers, numbers, short_text
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE
 
 SMALL = {
     "F8_E4M3": torch.float8_e4m3fn,

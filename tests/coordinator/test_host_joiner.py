@@ -16,14 +16,14 @@ import pytest
 
 from holdfast.coordinator.actions import Action, GrantSlot
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.host_joiner import (
+from holdfast.coordinator.requests import (
     CAPTURED_HELD_S,
     REQUESTS_HELD_S,
+    CaptureRequests,
     HostJoiner,
     HostReports,
     RankReport,
 )
-from holdfast.coordinator.requests import CaptureRequests
 from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
 from support.coordinator.coordinators import GRANT_S, Keeper, table

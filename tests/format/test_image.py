@@ -29,8 +29,7 @@ from holdfast.format.image import (
     piece_name,
     plan_image,
 )
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
+from holdfast.geometry.box import ITEMSIZE, STORED_AS_BYTES, Box
 from support.checkpoints.images import assemble
 from support.checkpoints.items import Item, contents_of, items_lists, parse
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE
 from holdfast.geometry.layout import Layout
 from holdfast.storage.local import LocalStore
 from support.checkpoints.forge import GENERATION, LEAVES, copy_of, make_good

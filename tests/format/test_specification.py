@@ -25,7 +25,7 @@ from holdfast.geometry import codec, leaves
 from holdfast.geometry import mesh as placements
 from holdfast.geometry import ownership as owners
 from holdfast.geometry import partition as cutting
-from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
+from holdfast.geometry.box import ITEMSIZE, STORED_AS_BYTES
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh
 from holdfast.persist.pins import pin
 from holdfast.storage.open import open_store

@@ -23,8 +23,8 @@ from holdfast.geometry.layout import (
     Piece,
     Placement,
 )
+from holdfast.geometry.leaf_classes import DimCuts, MeshCells
 from holdfast.geometry.mesh import MeshCut, holders, local_ranges
-from holdfast.geometry.mesh_cells import DimCuts, MeshCells
 from holdfast.geometry.ownership import WriteOwners, balance
 from support.models.layouts import instances, irregular, mesh, placed, shapes, unhurried
 from support.runs import slow_owners

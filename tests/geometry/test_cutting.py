@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.geometry import box as boxes
 from holdfast.geometry import partition as cutting
 from holdfast.geometry.box import Box
-from holdfast.geometry.irregular import Part
+from holdfast.geometry.leaves import Part
 from holdfast.geometry.partition import MAX_OVERLAP, common_elements, partition
 from support.checkpoints import conformance
 

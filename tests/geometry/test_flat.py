@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import Box, runs
-from holdfast.geometry.index import flat_boxes
+from holdfast.geometry.box import Box, flat_boxes, runs
 from support.models.layouts import unhurried
 
 

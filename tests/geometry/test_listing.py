@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from holdfast.errors import FormatError, StateMismatch, UsageError
 from holdfast.geometry import codec
-from holdfast.geometry.box import Box, cover_fault
+from holdfast.geometry.box import Box, cover_fault, flat_boxes
 from holdfast.geometry.codec import has_listings
-from holdfast.geometry.index import flat_boxes
 from holdfast.geometry.layout import (
     REPLICATE,
     BoxList,

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.geometry.index import between, flat
+from holdfast.geometry.box import between, flat
 
 
 @given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())

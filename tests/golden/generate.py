@@ -34,8 +34,7 @@ from torch.distributed.tensor.parallel import (
 import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.format.manifest import Generation
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import flat_boxes
+from holdfast.geometry.box import Box, flat_boxes
 from holdfast.geometry.layout import HolderBoxes, LeafEntry, merge
 from holdfast.persist.commit import open_root
 from holdfast.persist.pins import pin

@@ -12,15 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordinator.host_joiner import REQUESTS_HELD_S, RankReport
+from holdfast.coordinator.requests import REQUESTS_HELD_S, RankReport
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import Fenced, FormatError
 from holdfast.keeper.connections import ForwardedConnection, Ranks, TrainerConnection, send_to_all
-from holdfast.keeper.grants import grant_slots
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import MOST_SAID, FollowerRegistry, FollowerSession, _Trainer
 from holdfast.keeper.hosts.host_reports import decode_reports, encode_reports, to_column
-from holdfast.keeper.report_joiner import MOST_BYTES, ReportJoiner
+from holdfast.keeper.rank_relay import MOST_BYTES, ReportJoiner, grant_slots
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord

@@ -23,8 +23,7 @@ from msgspec import msgpack
 from holdfast import events
 from holdfast.errors import ChecksumMismatch, CoverageError, StorageError
 from holdfast.format import checksum
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import (
     REPLICATE,
     HolderBoxes,

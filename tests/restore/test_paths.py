@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from holdfast.errors import ChecksumMismatch, StorageError
 from holdfast.format import checksum
 from holdfast.format.manifest import Generation
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import Layout
 from holdfast.restore.destinations import DeviceTensor, Staging
 from holdfast.restore.planning import plan

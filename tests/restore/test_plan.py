@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Header, fill_in, parse_header, piece_name, plan_image
-from holdfast.geometry.box import Box, cover_fault
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box, cover_fault
 from holdfast.geometry.layout import Layout
 from holdfast.geometry.ownership import Owned
 from holdfast.protocol.image_plan import image_items

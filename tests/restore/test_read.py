@@ -25,8 +25,7 @@ from holdfast.format import checksum
 from holdfast.format.image import fill_in, plan_image
 from holdfast.format.manifest import Generation, Manifest
 from holdfast.geometry import leaf_classes as forms
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import Layout
 from holdfast.geometry.ownership import Owned
 from holdfast.protocol.arena import IMAGE_START, SlotFile

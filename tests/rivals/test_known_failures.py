@@ -22,8 +22,7 @@ from holdfast import errors
 from holdfast.catalogue import catalogue
 from holdfast.errors import CoverageError, HoldfastError, StorageError
 from holdfast.format.image import piece_name, plan_image
-from holdfast.geometry.box import Box, cover_fault
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box, cover_fault
 from holdfast.geometry.layout import Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.protocol.image_plan import image_items
 from holdfast.restore.planning.plan import Want

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel
 
 import holdfast
 from holdfast.errors import StateMismatch
-from holdfast.state import module_views as forwarding
+from holdfast.state import modules as forwarding
 from support.models.models import differences
 
 

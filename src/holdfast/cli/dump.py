@@ -42,8 +42,7 @@ from holdfast.cli.leaf_reader import (
 from holdfast.cli.output import SlowProgress, plain_table, stdout
 from holdfast.cli.pictures import box_text, parse_box
 from holdfast.errors import StorageError, UsageError
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
+from holdfast.geometry.box import ITEMSIZE, STORED_AS_BYTES, Box
 from holdfast.geometry.layout import LeafSpec
 from holdfast.observe.text import NOTHING, printable, size_text
 from holdfast.restore.planning.plan import Want

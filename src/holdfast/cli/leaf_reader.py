@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import Layout
 from holdfast.restore.planning.plan import Want
 from holdfast.restore.reading.images import Checkpoint

@@ -27,9 +27,8 @@ import msgspec
 from holdfast.errors import ChecksumMismatch, FormatError, NewerFormat, UsageError
 from holdfast.format.checksum import BLOCK_BYTES, Buffer, block_count, checksum, text, unpack_table
 from holdfast.format.manifest import PARTS, unknown_features
-from holdfast.geometry.box import Box
+from holdfast.geometry.box import ITEMSIZE, STORED_AS_BYTES, Box
 from holdfast.geometry.codec import unique
-from holdfast.geometry.index import ITEMSIZE, STORED_AS_BYTES
 from holdfast.geometry.leaves import MAX_DIMS
 
 PAGE_BYTES = 4096

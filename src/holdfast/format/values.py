@@ -45,8 +45,8 @@ from holdfast.format.native_types import (
     torch_dtype,
     whole,
 )
+from holdfast.geometry.box import ITEMSIZE
 from holdfast.geometry.codec import refuse_twice
-from holdfast.geometry.index import ITEMSIZE
 
 #: The limit of nested containers: written values must be readable on any stack (and a list that
 #: contains itself has no end).

@@ -6,8 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from holdfast.errors import StateMismatch
-from holdfast.geometry.irregular import BoxList, HolderBoxes, list_parts
-from holdfast.geometry.leaves import MIN_FROZEN_BYTES, LeafEntry, LeafSpec
+from holdfast.geometry.leaves import (
+    MIN_FROZEN_BYTES,
+    BoxList,
+    HolderBoxes,
+    LeafEntry,
+    LeafSpec,
+    list_parts,
+)
 from holdfast.geometry.mesh import REPLICATE, Instance, Mesh
 
 #: Differences written out in the message; all of them are in the error's fields.

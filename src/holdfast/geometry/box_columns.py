@@ -19,13 +19,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import between, flat
-from holdfast.geometry.irregular import BoxList, HolderBoxes
-from holdfast.geometry.leaves import MAX_DIMS, MAX_LEAF_BYTES
+from holdfast.geometry.box import Box, between, flat
+from holdfast.geometry.leaves import MAX_DIMS, MAX_LEAF_BYTES, BoxList, HolderBoxes
 
 if TYPE_CHECKING:
-    from holdfast.geometry.irregular import Ranks
+    from holdfast.geometry.leaves import Ranks
 
 Shape = tuple[int, ...]
 Column = list[int]

@@ -33,8 +33,7 @@ import xxhash
 
 from holdfast.errors import FormatError, NewerFormat, UsageError
 from holdfast.geometry.box_columns import ColumnReader, ColumnWriter, ListingRow, read_held
-from holdfast.geometry.irregular import BoxList, HolderBoxes
-from holdfast.geometry.leaves import LeafEntry, LeafSpec
+from holdfast.geometry.leaves import BoxList, HolderBoxes, LeafEntry, LeafSpec
 from holdfast.geometry.mesh import Instance, Mesh, Placement, known
 
 #: Readers of version 1 do not know box lists.

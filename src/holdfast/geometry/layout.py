@@ -24,8 +24,7 @@ from holdfast.geometry.codec import (
     table_hash,
     table_to_json,
 )
-from holdfast.geometry.irregular import BoxList, HolderBoxes, with_memory
-from holdfast.geometry.leaves import LeafEntry, LeafSpec
+from holdfast.geometry.leaves import BoxList, HolderBoxes, LeafEntry, LeafSpec, with_memory
 from holdfast.geometry.mesh import (
     MAX_RANKS,
     REPLICATE,

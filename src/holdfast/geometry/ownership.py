@@ -16,9 +16,15 @@ from itertools import groupby
 import numpy as np
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.leaf_classes import PART_BYTES, LeafClass, ReplicaGroup, ReplicaGroups
+from holdfast.geometry.leaf_classes import (
+    PART_BYTES,
+    LeafClass,
+    Numbers,
+    ReplicaGroup,
+    ReplicaGroups,
+    exact,
+)
 from holdfast.geometry.leaves import LeafSpec
-from holdfast.geometry.mesh_cells import Numbers, exact
 
 __all__ = ["PART_BYTES", "Owned", "WriteOwners"]
 

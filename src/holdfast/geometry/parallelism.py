@@ -15,8 +15,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import flat
+from holdfast.geometry.box import Box, flat
 from holdfast.geometry.layout import Layout
 from holdfast.geometry.leaves import LeafSpec
 from holdfast.geometry.mesh import (

@@ -15,9 +15,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from holdfast.geometry.box import Box, apart
-from holdfast.geometry.index import between
-from holdfast.geometry.irregular import Part, Ranks
+from holdfast.geometry.box import Box, apart, between
+from holdfast.geometry.leaves import Part, Ranks
 
 #: Overlapping boxes are cut at each other's ends as long as the cells, each counted once for every
 #: box it is in, are at most this many per box; otherwise some are stored first.

@@ -16,8 +16,7 @@ from itertools import islice
 import numpy as np
 
 from holdfast.geometry.box import Box
-from holdfast.geometry.leaf_classes import LeafClass, ReplicaGroup
-from holdfast.geometry.mesh_cells import Numbers
+from holdfast.geometry.leaf_classes import LeafClass, Numbers, ReplicaGroup
 
 #: The size of a tile: small, so that the tiles of a turn come from all over the state, and yet so
 #: large that checksumming its bytes costs more than the call.

@@ -33,7 +33,6 @@ from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
 from holdfast.geometry.layout import Layout
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
-from holdfast.keeper.grants import grant_slots
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.handover import StateHandover
@@ -41,6 +40,7 @@ from holdfast.keeper.hosts.host_reports import to_column
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background, Jobs
 from holdfast.keeper.published_images import PublishedImages
+from holdfast.keeper.rank_relay import grant_slots
 from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord

@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.coordinator.actions import SendMessage
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.host_joiner import RankReport
+from holdfast.coordinator.requests import RankReport
 from holdfast.errors import ArenaError, Fenced, FormatError, HoldfastError, UsageError
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
@@ -32,7 +32,7 @@ from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts.role import HostRole
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.published_images import inventory
-from holdfast.keeper.report_joiner import ReportJoiner
+from holdfast.keeper.rank_relay import ReportJoiner
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
 

@@ -18,7 +18,7 @@ import msgspec
 from holdfast import events
 from holdfast.catalogue import ROOT
 from holdfast.events import Event, subscribe
-from holdfast.observe.trails import PART_BYTES, set_aside
+from holdfast.observe.log import PART_BYTES, set_aside
 
 
 def follow_run(root: str, rank: int) -> Callable[[float], None]:

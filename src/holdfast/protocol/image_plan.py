@@ -13,7 +13,7 @@ from typing import NamedTuple
 from holdfast.errors import HoldfastError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import ImagePlan, Item, piece_name, plan_image
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE
 from holdfast.geometry.layout import Layout
 from holdfast.geometry.leaves import MIN_FROZEN_BYTES
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import HAVE_A_MEAN, ITEMSIZE
+from holdfast.geometry.box import HAVE_A_MEAN, ITEMSIZE, Box
 from holdfast.geometry.layout import HolderBoxes, LeafEntry
 from holdfast.geometry.mesh import REPLICATE, Instance
 from holdfast.restore.averages import AveragedCopies as StoredCopies

@@ -18,7 +18,7 @@ from msgspec import Struct, msgpack
 from holdfast.errors import UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE
 from holdfast.geometry.layout import table_from_json, table_to_json
 from holdfast.meeting import host_id
 from holdfast.restore.destinations import Destinations

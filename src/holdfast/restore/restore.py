@@ -49,12 +49,10 @@ from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.read import BorrowBuffer, read_values, read_wants
 from holdfast.restore.split_lists import SavedLists, divide, report_lists
 from holdfast.state.objects import State, sort_objects
-from holdfast.state.restore import refuse
-from holdfast.state.rewind import Rewind
+from holdfast.state.restore import Rewind, refuse
 from holdfast.state.saved_values import keys_matched_by_name
 from holdfast.state.values import decode_items
-from holdfast.transport.wire.rank_phases import Join
-from holdfast.transport.wire.rank_tree import Said, all_said, by_rank, join_said, said_by
+from holdfast.transport.wire.rank_tree import Join, Said, all_said, by_rank, join_said, said_by
 from holdfast.world import Conclude, World, outcome_of, raise_outcome, reduce_or_raise
 
 T = TypeVar("T")

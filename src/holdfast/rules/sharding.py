@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import between
+from holdfast.geometry.box import Box, between
 from holdfast.geometry.leaf_maps import (
     LocalPatch,
     Patch,

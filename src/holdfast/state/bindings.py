@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
-from holdfast.geometry.irregular import HolderBoxes
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import LeafEntry
+from holdfast.geometry.leaves import HolderBoxes
 from holdfast.state.mapped.shards import View
 from holdfast.state.mapped.tensor_parts import LeafPart, TensorMapping
 from holdfast.state.tensors import DTYPE_NAMES, TINY_BYTES

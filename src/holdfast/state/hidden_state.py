@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.errors import UnsupportedState
-from holdfast.state.claimed_memory import Spans, extent
+from holdfast.state.identity import Spans, extent
 from holdfast.state.mapped.shards import declared
 
 #: Attributes in which torch's own layers keep the sizes of their parameters.

@@ -2,21 +2,27 @@
 
 ``torch.compile``, activation checkpointing, DDP and their like put a component of their own into
 every name; a checkpoint must not depend on them.
+
+Hooks of a ``state_dict`` rename parameters, cut them, or reorder their rows, so that checkpoints of
+other programs fit. Stored are the parameters themselves, and nothing is lost by that. Elements that
+the ``state_dict`` shows beside them are elements that nothing else holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from holdfast.errors import UnsupportedState
 from holdfast.state.hidden_state import has_elements, refuse_emptied
-from holdfast.state.module_views import beside, spoken_for
+from holdfast.state.identity import Spans
 
 _INSERTED = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 RENORMALISING = (nn.Embedding, nn.EmbeddingBag)
@@ -149,3 +155,149 @@ def with_extra_state(module: nn.Module, *, is_old: bool = False) -> Iterator[tup
         if has_own and id(part) not in seen:
             seen.add(id(part))
             yield prefix, part
+
+
+#: The integer type in which elements of a given size are compared.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def beside(shown: Mapping[str, Any], held: Sequence[torch.Tensor]) -> list[str]:
+    """Returns the names in ``shown`` of tensors whose elements are in none of the tensors ``held``.
+
+    A view of a held tensor is in it. The others count as held together if they have the elements of
+    exactly those held tensors that are not shown.
+    """
+    known = {id(tensor) for tensor in held}
+    others = {
+        name: value
+        for name, value in shown.items()
+        if id(value) not in known and not name.endswith("_extra_state") and value is not None
+    }
+    if not others:
+        return []
+    memory = Spans(filter(_is_dense, held))
+    views = {n for n, v in others.items() if _is_plain(v) and memory.has_all_of(v)}
+    copies = {name: value for name, value in others.items() if name not in views}
+    seen = {*map(id, shown.values())}
+    in_views = Spans(others[name] for name in views)
+    left_out = [t for t in held if id(t) not in seen and not in_views.has_some_of(t)]
+    return [] if _are_the_same(list(copies.values()), left_out) else sorted(copies)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if all memory from the tensor's first element to its last is its own."""
+    if not _is_plain(tensor) or tensor.layout is not torch.strided:
+        return False
+    extent = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return extent + 1 == tensor.numel()
+
+
+def _are_the_same(shown: Sequence[Any], held: Collection[torch.Tensor]) -> bool:
+    """True if both have the same elements, in whatever order and however cut."""
+    if not all(isinstance(value, torch.Tensor) for value in shown):
+        return False
+    dtypes = {tensor.dtype for tensor in (*shown, *held)}
+    return all(
+        _are_alike([t for t in shown if t.dtype == dtype], [t for t in held if t.dtype == dtype])
+        for dtype in dtypes
+    )
+
+
+def _are_alike(shown: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> bool:
+    """Compares the number of elements; where all are here, also sums that do not depend on their
+    order.
+
+    A hook shows other shards of a sharded tensor than are here, or the whole tensor.
+    """
+    if sum(tensor.numel() for tensor in shown) != sum(tensor.numel() for tensor in held):
+        return False
+    if any(tensor.layout is not torch.strided for tensor in (*shown, *held)):
+        return False
+    if any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in (*shown, *held)):
+        return True
+    return _sums(shown) == _sums(held)
+
+
+def _sums(tensors: Sequence[torch.Tensor]) -> tuple[int, int, int]:
+    """Returns the sum, the least and the greatest of all elements, read as integers."""
+    found = [_as_numbers(tensor) for tensor in tensors if tensor.numel()]
+    if not found:
+        return 0, 0, 0
+    total = sum(int(bits.sum(dtype=torch.int64)) for bits in found)
+    bounds = [int(bound) for bits in found for bound in bits.aminmax()]
+    return total % (1 << 64), min(bounds), max(bounds)
+
+
+def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = torch.view_as_real(plain) if plain.is_complex() else plain
+    kind = _BITS[plain.element_size()]
+    return plain.view(kind) if plain.is_contiguous() else plain.contiguous().view(kind)
+
+
+# Recognizes wrapper modules that return a child's ``state_dict`` as their own, so that names leave
+# the wrapper out.
+#
+# The name of a wrapper, and its name for the module inside, are not the author's. A wrapper is not
+# recognized by its class or its names, but by its own ``state_dict``: it has the very tensors of
+# one child, under the child's names. A module with any other ``state_dict`` keeps its names.
+
+
+#: Module -> the children it was checked for, and the name of the child it wraps.
+_asked: WeakKeyDictionary[nn.Module, tuple[list[int], str | None]] = WeakKeyDictionary()
+
+
+def spoken_for(module: nn.Module) -> str | None:
+    """Returns the name of the child whose state is this module's; None for a module with its own
+    state.
+    """
+    own = type(module)
+    if own.state_dict is nn.Module.state_dict or not module._modules:
+        return None
+    children = [id(child) for child in module._modules.values()]
+    known = _asked.get(module)
+    if known is None or known[0] != children:
+        known = _asked[module] = children, _find(module)
+    return known[1]
+
+
+def _find(module: nn.Module) -> str | None:
+    has_extra = type(module).get_extra_state is not nn.Module.get_extra_state
+    if has_extra or any(tensor is not None for tensor in _own_tensors(module)):
+        return None
+    shown = _shown(module)
+    for name, child in module._modules.items():
+        if shown and child is not None and _shown(child) == shown and _has_all(child, module):
+            return name
+    return None
+
+
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor | None]:
+    yield from module._parameters.values()
+    for name, buffer in module._buffers.items():
+        if name not in module._non_persistent_buffers_set:
+            yield buffer
+
+
+def _shown(module: nn.Module) -> dict[str, int]:
+    """Returns the names in the module's state_dict and the ids of their tensors; {} where it cannot
+    be called.
+    """
+    try:
+        found: dict[str, Any] = module.state_dict(keep_vars=True)
+    except Exception:  # whatever its own code raises: check_storable says so by name
+        return {}
+    return {
+        name: id(value) if isinstance(value, torch.Tensor) else 0 for name, value in found.items()
+    }
+
+
+def _has_all(child: nn.Module, module: nn.Module) -> bool:
+    """True if everything that the other children hold belongs to this child too."""
+    inside, around = ({*map(id, m.parameters()), *map(id, m.buffers())} for m in (child, module))
+    own = {id(buffer) for buffer in module._buffers.values()}
+    return around - own <= inside

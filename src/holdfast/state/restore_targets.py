@@ -11,7 +11,7 @@ import torch
 from holdfast.errors import FormatError
 from holdfast.format import values as codec
 from holdfast.state import optimizers
-from holdfast.state.claimed_memory import ClaimedMemory, made_anew
+from holdfast.state.identity import ClaimedMemory, made_anew
 from holdfast.state.mapped.checkpoint_view import CheckpointView
 from holdfast.state.mapped.mapper import Spec
 from holdfast.state.modules import extra_state

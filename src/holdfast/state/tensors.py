@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format.values import SmallTensor
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import (
     REPLICATE,
     Instance,

@@ -24,8 +24,7 @@ import msgspec
 from holdfast.errors import HoldfastError, PeerError
 from holdfast.transport.channel import ChannelBounds, ChannelServer, SealedChannel, call
 from holdfast.transport.client_connection import Peer
-from holdfast.transport.wire.rank_phases import Join, RankPhases, Word
-from holdfast.transport.wire.rank_tree import Place
+from holdfast.transport.wire.rank_tree import Join, Place, RankPhases, Word
 
 #: A rank computes for as long as it likes: silence is no sign of its end, its deadline is.
 _BOUNDS = ChannelBounds(

@@ -17,8 +17,7 @@ import holdfast
 from holdfast.catalogue import catalogue
 from holdfast.errors import FormatError
 from holdfast.format.manifest import Generation
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import flat_boxes
+from holdfast.geometry.box import Box, flat_boxes
 from holdfast.geometry.layout import (
     REPLICATE,
     HolderBoxes,

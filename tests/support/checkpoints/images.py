@@ -30,8 +30,8 @@ from holdfast.format.manifest import (
     Manifest,
     needed,
 )
+from holdfast.geometry.box import ITEMSIZE
 from holdfast.geometry.codec import has_listings
-from holdfast.geometry.index import ITEMSIZE
 from holdfast.geometry.layout import REPLICATE, Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.persist import commit
 from holdfast.protocol import messages as m

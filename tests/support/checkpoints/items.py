@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from holdfast.format.image import METADATA, RESERVED, Header, header_size, parse_header
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE
 
 Item = tuple[str, str, tuple[int, ...]]
 

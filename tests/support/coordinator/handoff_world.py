@@ -23,7 +23,7 @@ from holdfast.coordinator.actions import (
 )
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.host_joiner import HostJoiner, HostReports, RankReport
+from holdfast.coordinator.requests import HostJoiner, HostReports, RankReport
 from holdfast.coordinator.slots import Slot, Slots, host_of
 from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m

@@ -9,9 +9,7 @@ from itertools import pairwise
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE, flat_boxes
-from holdfast.geometry.irregular import list_parts
+from holdfast.geometry.box import ITEMSIZE, Box, flat_boxes
 from holdfast.geometry.layout import (
     REPLICATE,
     BoxList,
@@ -22,6 +20,7 @@ from holdfast.geometry.layout import (
     Mesh,
     Placement,
 )
+from holdfast.geometry.leaves import list_parts
 
 unhurried = settings(deadline=None)  # a busy machine is no fault of the code
 

@@ -17,8 +17,7 @@ from holdfast.format import image as tables
 from holdfast.format.checksum import blocks, checksum
 from holdfast.format.image import PAGE_BYTES, header_size
 from holdfast.format.manifest import AttemptId, Generation, ImageId
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import Layout
 from holdfast.parity.coding.backends import chosen
 from holdfast.parity.coding.codes import Coder

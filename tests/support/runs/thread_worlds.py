@@ -6,7 +6,7 @@ import threading
 from functools import reduce
 
 from holdfast.meeting import LOOPBACK
-from holdfast.transport.wire.rank_phases import Join
+from holdfast.transport.wire.rank_tree import Join
 from holdfast.world import Conclude
 
 

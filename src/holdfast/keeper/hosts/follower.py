@@ -22,7 +22,6 @@ from holdfast.format.manifest import ImageId, Incarnation, unseal
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection
-from holdfast.keeper.grants import grant_slots
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.handover import answer_handover, describe
 from holdfast.keeper.hosts.host_reports import encode_reports, from_column, seals_from_bytes
@@ -31,7 +30,7 @@ from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.worker import ParityWorker, protect, stored_shards
 from holdfast.keeper.published_images import PublishedImages
-from holdfast.keeper.report_joiner import JoinedReports, ReportJoiner
+from holdfast.keeper.rank_relay import JoinedReports, ReportJoiner, grant_slots
 from holdfast.keeper.slot_allocator import NullListener, SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import is_running

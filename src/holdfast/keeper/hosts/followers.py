@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.host_joiner import RankReport
+from holdfast.coordinator.requests import RankReport
 from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slot_id_of
 from holdfast.errors import FormatError, HoldfastError, PeerError
 from holdfast.events import Warned, emit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, cast
 
-from holdfast.coordinator.host_joiner import HostReports
+from holdfast.coordinator.requests import HostReports
 from holdfast.errors import FormatError
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import Column

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE, between, flat
+from holdfast.geometry.box import ITEMSIZE, Box, between, flat
 from holdfast.restore.exchange.host_memory import ExchangeBroke, ExchangeMemory, OfferedBlocks
 from holdfast.restore.planning.block_rounds import (
     BlockRange,

@@ -22,8 +22,7 @@ from msgspec import msgpack
 from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES, checksum
 from holdfast.format.image import Entry, Header, piece_name
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE, flat
+from holdfast.geometry.box import ITEMSIZE, Box, flat
 from holdfast.geometry.layout import HolderBoxes, Instance, Layout, LeafEntry
 from holdfast.geometry.mesh import holders
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from holdfast.errors import CoverageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import Entry, Header, piece_name, volume
-from holdfast.geometry.box import Box, cover_fault
-from holdfast.geometry.index import flat
+from holdfast.geometry.box import Box, cover_fault, flat
 from holdfast.geometry.layout import Layout
 
 #: The largest staging buffer of one reader thread, including the blocks at both ends.

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from holdfast.format.checksum import BLOCK_BYTES
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.parallelism import NamedLayout
 from holdfast.restore.planning.plan import (
     BATCH_BYTES,

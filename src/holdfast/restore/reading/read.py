@@ -20,8 +20,7 @@ import numpy as np
 from holdfast.errors import ChecksumMismatch, FormatError
 from holdfast.format.checksum import BLOCK_BYTES, checksum
 from holdfast.format.values import values_of
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.restore.planning.plan import (
     BATCH_BYTES,
     ByteSpan,

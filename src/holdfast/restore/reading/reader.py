@@ -19,8 +19,7 @@ from holdfast.catalogue import NEW_LISTS
 from holdfast.errors import NotFound, UsageError
 from holdfast.format import values as codec
 from holdfast.format.manifest import Manifest
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import ITEMSIZE
+from holdfast.geometry.box import ITEMSIZE, Box
 from holdfast.geometry.layout import Layout
 from holdfast.leases import ReadLease
 from holdfast.restore.planning.plan import Want

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import HAVE_A_MEAN
-from holdfast.state.claimed_memory import shares_its_own
+from holdfast.geometry.box import HAVE_A_MEAN, Box
 from holdfast.state.hidden_state import memory_gone
-from holdfast.state.identity import MASTER, TensorNames, TensorOwner
+from holdfast.state.identity import MASTER, TensorNames, TensorOwner, shares_its_own
 from holdfast.state.mapped.mapper import RuleMapper, Spec, StateView, shard_sight
 from holdfast.state.mapped.tensor_parts import LeafPart, TensorMapping
 from holdfast.state.tensors import DTYPE_NAMES

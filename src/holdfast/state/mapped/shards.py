@@ -16,8 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holdfast.errors import UsageError
-from holdfast.geometry.box import Box
-from holdfast.geometry.index import flat_boxes
+from holdfast.geometry.box import Box, flat_boxes
 from holdfast.geometry.leaf_maps import LocalPatch
 
 Shape = tuple[int, ...]
