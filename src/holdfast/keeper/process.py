@@ -36,8 +36,7 @@ from holdfast.keeper.jobs import Background
 from holdfast.keeper.loop_watch import LoopWatch
 from holdfast.keeper.scrub import PAUSE_S, Repairer, Scrubber
 from holdfast.keeper.trainer_api import TrainerApi
-from holdfast.observe.log import PART_BYTES
-from holdfast.observe.sinks import JsonlSink
+from holdfast.observe.sinks import PART_BYTES, JsonlSink
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import is_running, remove_arena
 

@@ -19,7 +19,7 @@ import msgspec
 from holdfast import events
 from holdfast.errors import NotFound
 from holdfast.events import AnyEvent
-from holdfast.observe.log import divergence_of, open_parts, size_bytes, trails
+from holdfast.observe.log import divergence_of
 from holdfast.observe.report import (
     Damage,
     KeeperLoss,
@@ -30,6 +30,7 @@ from holdfast.observe.report import (
     Save,
     Start,
 )
+from holdfast.observe.sinks import open_parts, size_bytes, trails
 
 Progress = Callable[[int, int], None]
 
