@@ -88,6 +88,7 @@ def test_flipped_bits_in_a_slot_and_in_a_row_are_found_and_made_anew_from_peers(
         half, offset, record = row_of(arena_of(arena_dir, "a"), step)
         image, row = bytes(slot.image), bytes(half.image)
         slot.image[9000] ^= 1
+        wait_damage(root, 1)  # one parity repairs one host's damage at a time: each needs the other
         half.image[offset + record.size_bytes // 2] ^= 1
         found = wait_damage(root, 2)
         assert [(e["what"], e["host"], e["outcome"]) for e in found] == [

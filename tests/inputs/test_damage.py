@@ -245,4 +245,4 @@ def test_a_flipped_bit_in_every_slot_leads_to_storage_and_without_it_to_a_list(
             call(5)
     third.close()
     with pytest.raises(holdfast.HoldfastError):
-        first.save(2)
+        first.save(2).wait_captured(30)  # or at once, if it was told already that others began

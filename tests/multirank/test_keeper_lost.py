@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import Every, events
 from holdfast.capture.copier import Copier
+from holdfast.errors import KeeperError
 from holdfast.protocol import client
 from holdfast.testing.faults import Hosts
 from support.models.models import build, train
@@ -78,6 +80,24 @@ class Asked(Moment):
             self.kill()
 
 
+class Refused(Asked):
+    """The same, and rank 0 does not reach the next keeper at its first try."""
+
+    def save(self, checkpointer: holdfast.Checkpointer, patch: pytest.MonkeyPatch) -> None:
+        tried = threading.Event()
+
+        def refuse(*_: object) -> None:
+            patch.undo()
+            tried.set()
+            raise KeeperError("it does not answer yet")
+
+        is_refused = self.rank == 0 and self._loses == "a"  # else its own keeper lives
+        if is_refused:
+            patch.setattr(checkpointer._saver, "_connect", refuse)
+        super().save(checkpointer, patch)
+        assert not is_refused or tried.wait(60)
+
+
 class Idle(Moment):
     """Nothing is under way, and all saves are those that rank 0's clock makes due."""
 
@@ -89,7 +109,12 @@ class Idle(Moment):
         self.wait_killed()
 
 
-MOMENTS: dict[str, type[Moment]] = {"sealed": Sealed, "asked": Asked, "idle": Idle}
+MOMENTS: dict[str, type[Moment]] = {
+    "sealed": Sealed,
+    "asked": Asked,
+    "refused": Refused,
+    "idle": Idle,
+}
 
 
 HOSTS = pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from holdfast.capture.task import (
     RankIdentity,
     Reading,
     Timeouts,
+    call_later,
     finalize_weakly,
     run_worker,
     stop_worker,
@@ -553,15 +554,17 @@ class Saver:
 
     def _replace_keeper(self) -> None:
         """Connect to a new keeper before the next save, as other ranks may wait for this rank's
-        request.
+        request; if that fails, again after a pause.
         """
-        with contextlib.suppress(Exception):  # no memory for a process, say: the worker survives
+        try:
             client = self._session.ensure_for_save()
             lost = self._current
             known = NO_CAPTURE if lost is None else lost.known
             if lost is not None and known.keeper_lost and not isinstance(known.answer, m.Grant):
                 reason = "its keeper went away"
                 client.send(m.DeclineStep(step=lost.step, reason=reason, is_passing=True))
+        except Exception:  # no memory for a process, say: the worker survives
+            call_later(self._session.retry_in_s, self.keep_in_touch)
 
     def _join_keeper(self) -> KeeperClient:
         try:

@@ -88,7 +88,12 @@ class KeeperSession:
         """Return True if a connection attempt failed recently: frequent saves must not each
         retry.
         """
-        return not self.is_open and time.monotonic() < self._next_try_s
+        return not self.is_open and self.retry_in_s > 0
+
+    @property
+    def retry_in_s(self) -> float:
+        """Return how long to wait, after a failed connection attempt, before the next one."""
+        return max(0.0, self._next_try_s - time.monotonic())
 
     @property
     def should_reconnect(self) -> bool:

@@ -293,6 +293,20 @@ def weakly(method: Callable[[T], None]) -> Callable[[T], None]:
     return call
 
 
+def call_later(wait_s: float, method: Callable[[], object]) -> None:
+    """Call ``method`` after a while on a thread of its own, if its object lives then."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        living = reference()
+        if living is not None:
+            living()
+
+    timer = threading.Timer(wait_s, call)
+    timer.daemon = True
+    timer.start()
+
+
 def finalize_weakly(
     thing: T, act: Callable[P, object], *arguments: P.args, **options: P.kwargs
 ) -> weakref.finalize[P, T]:
