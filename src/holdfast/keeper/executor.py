@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import cast
 
-import msgspec
-
 from holdfast.coordinator.actions import (
     AbortPersist,
     Action,
@@ -30,18 +28,16 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import host_of, number_of
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
-from holdfast.geometry.layout import Layout
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
 from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.handover import StateHandover
 from holdfast.keeper.hosts.host_reports import to_column
+from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background, Jobs
-from holdfast.keeper.published_images import PublishedImages
-from holdfast.keeper.rank_relay import grant_slots
-from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
 from holdfast.protocol.replica_events import difference_events
@@ -65,23 +61,28 @@ class Executor:
         self._memory = memory
         self._ranks = ranks
         self._background = background
+        self.agent = HostAgent(memory, background)
         self.followers = FollowerRegistry(
             coordinator, background, self.carry_out, self._report_ring, superseded
         )
         self.jobs = Jobs(
             memory, coordinator, self._ring_freed, self._write_broke, self.followers.share
         )
-        self.allocator = SlotAllocator(coordinator, memory, background, self.carry_out)
-        self.published = PublishedImages(memory)
         self._recorded = "", m.NO_ORDER
         self.refusals: dict[str, str] = {}
         """Reasons why storage refused an attempt that is still in memory."""
+        self.serve_own_host()
+
+    def serve_own_host(self) -> None:
+        """Coordinate this host, which another keeper may have coordinated before."""
+        self.followers.serve_own(self.agent, self._ranks.connection_of)
 
     def connect(self, root: RootAccess, incarnations: Incarnations) -> None:
         """Set the root that jobs are written to, and the incarnations. (The root's persister
         reports to this object.)
         """
         self._root, self._incarnations = root, incarnations
+        self.agent.writes = RemoteWriteService(self._memory, root.store, self._background)
         self.followers.set_handover(
             StateHandover(self._memory, self._coordinator, incarnations, self._background)
         )
@@ -125,26 +126,19 @@ class Executor:
             self.followers.broadcast(messages.RecordOrder(order=order))
 
     def _change_memory(self, action: AllocateSlots | AllocateRings | RemoveSlot) -> None:
+        order: messages.Fact
         match action:
-            case AllocateSlots(slot, capacity, leave) if host_of(slot):
-                self.followers.send_to_slot_host(
-                    slot,
-                    messages.CreateSlot(
-                        slot=number_of(slot), capacity_bytes=capacity, leave_bytes=leave
-                    ),
+            case AllocateSlots(slot, capacity_bytes, leave_bytes):
+                order = messages.CreateSlot(
+                    slot=number_of(slot), capacity_bytes=capacity_bytes, leave_bytes=leave_bytes
                 )
-            case AllocateSlots(slot, capacity, leave):
-                self.allocator.make(slot, capacity, leave)
-            case AllocateRings(needs) if host_of(needs[0].slot):
-                made = tuple((number_of(n.slot), n.head_bytes, n.data_bytes) for n in needs)
-                self.followers.send_to_slot_host(needs[0].slot, messages.CreateRings(needs=made))
             case AllocateRings(needs):
-                self.allocator.make_rings(needs)
-            case RemoveSlot(slot) if host_of(slot):
-                self.followers.send_to_slot_host(slot, messages.DeleteSlot(slot=number_of(slot)))
+                slot = needs[0].slot
+                rings = tuple((number_of(n.slot), n.head_bytes, n.data_bytes) for n in needs)
+                order = messages.CreateRings(needs=rings)
             case RemoveSlot(slot):
-                self.published.withdraw(slot)
-                self.allocator.remove(slot)
+                order = messages.DeleteSlot(slot=number_of(slot))
+        self.followers.send_to_host(host_of(slot), order)
 
     def _abort_job(self, attempt_id: str) -> None:
         if not self.jobs.abort(attempt_id):  # storage never began with it
@@ -155,29 +149,17 @@ class Executor:
             case StoreLayout(hash_, data):
                 self._store_layout(hash_, data)
             case PlanImages(0, layout, ranks):
-                self._background.spawn(self._plan_images(layout, ranks))
+                self.agent.plan_images(layout.hash, layout, ranks)
             case PlanImages(host, layout, ranks):
                 order = messages.SizeImages(layout=layout.hash, ranks=ranks)
                 self.followers.send_to_host(host, order)
 
     def _store_layout(self, hash_: str, data: bytes) -> None:
-        used = {one.layout for one in self._coordinator.attempts.values()}
+        used = tuple({one.layout for one in self._coordinator.attempts.values()})
         deflated = zlib.compress(data, 1)
-        self.followers.broadcast(
-            messages.RecordLayout(hash=hash_, deflated=deflated, used=tuple(used))
-        )
+        self.followers.broadcast(messages.RecordLayout(hash=hash_, deflated=deflated, used=used))
         self._ranks.send_here(m.LayoutAgreed(hash=hash_, data=data))
-        try:
-            self._memory.store_layout(hash_, data, used)
-        except OSError as error:
-            where = self._memory.directory
-            reason = f"no room for the layout: {error.strerror}. Free some in {where}"
-            self.carry_out(self._coordinator.layout_not_stored(hash_, reason))
-
-    async def _plan_images(self, layout: Layout, ranks: tuple[int, ...]) -> None:
-        sizes = await self._background.plan_images(layout, ranks)
-        now_s = time.monotonic()
-        self.carry_out(self._coordinator.images_planned(layout.hash, sizes, now_s))
+        self.agent.store_layout(hash_, data, used)
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────────
 
@@ -198,25 +180,19 @@ class Executor:
             hosts=attempt.hosts,
         )
         for host, there in by_host.items():
-            order = self._order_of(attempt, record, there)
-            if host:
-                self.followers.send_to_host(host, order)
-                continue
-            writers = {grant.rank: self._coordinator.slots[grant.slot].writer for grant in there}
-            by_rank = msgspec.structs.replace(order, lines=order.ranks)
-            grant_slots(
-                by_rank, self._memory, self.published, writers.get, self._ranks.connection_of
-            )
+            self.followers.send_to_host(host, self._order_of(host, attempt, record, there))
 
     def _order_of(
-        self, attempt: Attempt, record: SlotRecord, grants: Sequence[GrantSlot]
+        self, host: int, attempt: Attempt, record: SlotRecord, grants: Sequence[GrantSlot]
     ) -> messages.GrantSlots:
         slots = [self._coordinator.slots[grant.slot] for grant in grants]
-        ranks = tuple(grant.rank for grant in grants)
-        connections = [self._ranks.connection_of(rank) for rank in ranks]
+        lines = ranks = tuple(grant.rank for grant in grants)
+        if host:  # by rank on this host
+            connections = [self._ranks.connection_of(rank) for rank in ranks]
+            lines = tuple(-1 if each is None else each.number for each in connections)
         return messages.GrantSlots(
             record=record,
-            lines=tuple(-1 if each is None else each.number for each in connections),
+            lines=lines,
             ranks=ranks,
             slots=tuple(number_of(slot.id) for slot in slots),
             ring_bytes=to_column([slot.ring_bytes for slot in slots]),
@@ -235,15 +211,7 @@ class Executor:
         for rank in attempt.sealed.intersection(ranks):
             by_host.setdefault(host_of(attempt.slots[rank]), []).append(rank)
         for host, there in by_host.items():
-            if host:
-                self.followers.sealed(attempt, host, there)
-            elif not attempt.is_ring:
-                for rank in there:
-                    self._publish(attempt, rank)
-
-    def _publish(self, attempt: Attempt, rank: int) -> None:
-        slot = self._coordinator.slots[attempt.slots[rank]]
-        self.published.publish(slot.id, attempt.attempt_id, slot.image)
+            self.followers.sealed(attempt, host, there)
 
     def _report_outcome(self, note: ReportOutcome) -> None:
         coordinator = self._coordinator

@@ -255,7 +255,7 @@ class TrainerApi:
             begun = self.coordinator.begin(n, message.nonce, message.world, message.hosts)
             self.executor.carry_out(begun)
             self._join_reports()
-            self.executor.allocator.drop_spares()
+            self.executor.agent.allocator.drop_spares(self.coordinator.drop_spare)
             return m.Begun(incarnation=n)
 
     async def _probe_host(self, _: TrainerConnection, message: m.ProbeHost, __: int) -> m.Message:

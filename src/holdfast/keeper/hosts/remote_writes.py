@@ -10,13 +10,11 @@ from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact
+from holdfast.keeper.hosts.messages import Report
 from holdfast.keeper.image_writer import IMAGES_AT_ONCE, ImageJob, ImageWriter, shown_values
 from holdfast.keeper.jobs import Background, image_job
 from holdfast.persist import commit
 from holdfast.storage.base import Store
-
-Report = Callable[[Fact], None]
 
 
 class RemoteWrite:
