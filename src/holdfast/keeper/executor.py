@@ -28,6 +28,7 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import host_of, number_of
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
+from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
 from holdfast.keeper.hosts import messages
@@ -36,8 +37,9 @@ from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.handover import StateHandover
 from holdfast.keeper.hosts.host_reports import to_column
 from holdfast.keeper.hosts.remote_writes import RemoteWriteService
+from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.incarnations import Incarnations, RootAccess
-from holdfast.keeper.jobs import Background, Jobs
+from holdfast.keeper.jobs import Background
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
 from holdfast.protocol.replica_events import difference_events
@@ -65,9 +67,7 @@ class Executor:
         self.followers = FollowerRegistry(
             coordinator, background, self.carry_out, self._report_ring, superseded
         )
-        self.jobs = Jobs(
-            memory, coordinator, self._ring_freed, self._write_broke, self.followers.share
-        )
+        self._jobs: dict[str, PersistJob] = {}
         self._recorded = "", m.NO_ORDER
         self.refusals: dict[str, str] = {}
         """Reasons why storage refused an attempt that is still in memory."""
@@ -141,7 +141,9 @@ class Executor:
         self.followers.send_to_host(host_of(slot), order)
 
     def _abort_job(self, attempt_id: str) -> None:
-        if not self.jobs.abort(attempt_id):  # storage never began with it
+        if attempt_id in self._jobs:
+            self._jobs[attempt_id].abort("the capture came to nothing")
+        else:  # storage never began with it
             self.carry_out(self._coordinator.persist_ended(attempt_id))
 
     def _use_layout(self, action: StoreLayout | PlanImages) -> None:
@@ -203,7 +205,6 @@ class Executor:
 
     def captured(self, attempt_id: str, ranks: Iterable[int]) -> None:
         """Handle sealed images: writer and peers may read them."""
-        self.jobs.sealed(attempt_id)
         attempt = self._coordinator.attempts.get(attempt_id)
         if attempt is None:
             return
@@ -212,6 +213,8 @@ class Executor:
             by_host.setdefault(host_of(attempt.slots[rank]), []).append(rank)
         for host, there in by_host.items():
             self.followers.sealed(attempt, host, there)
+        if attempt_id in self._jobs and attempt.phase in ("complete", "draining"):
+            self._jobs[attempt_id].is_complete.set()
 
     def _report_outcome(self, note: ReportOutcome) -> None:
         coordinator = self._coordinator
@@ -255,9 +258,42 @@ class Executor:
         try:
             if persister is None or incarnation is None:
                 raise ArenaError(f"it is not known how incarnation {attempt.incarnation} began")
-            persister.submit(self.jobs.start(attempt, incarnation))
+            persister.submit(self._job_of(attempt, incarnation))
         except HoldfastError as error:
             self.persist_ended(attempt.id, str(error))
+
+    def _job_of(self, attempt: Attempt, incarnation: Incarnation) -> PersistJob:
+        """Return the job to write ``attempt``: own images, and one share for each other host."""
+        by_host: dict[int, set[int]] = {}
+        for rank, slot_id in attempt.slots.items():
+            by_host.setdefault(host_of(slot_id), set()).add(rank)
+        order = self.followers.write_order("", attempt, by_host.pop(0, set()))
+        job = PersistJob(
+            attempt=attempt.id,
+            generation=Generation(attempt.incarnation, attempt.step),
+            layout_data=self._memory.layout(attempt.layout),
+            images=self.agent.writes.images(order, self.agent.report),
+            incarnation=incarnation,
+            world=attempt.world,
+            layout=attempt.layout,
+            is_ring=attempt.is_ring,
+        )
+        job.shares = [self.followers.share(job, host, ranks) for host, ranks in by_host.items()]
+        job.broke = lambda reason: self._write_broke(attempt.id, reason)
+        if attempt.phase in ("complete", "draining"):
+            job.is_complete.set()
+        self._jobs[attempt.id] = job
+        self.agent.writes.begin(job)
+        return job
+
+    def abort_jobs(self, reason: str, *, shared_only: bool = False) -> None:
+        """Cancel jobs: hosts are renumbered, or another keeper decides from now on.
+
+        ``shared_only``: only those with images on other hosts.
+        """
+        for job in self._jobs.values():
+            if (job.shares or not shared_only) and not job.is_publishing:
+                job.abort(reason)
 
     def persist_ended(self, attempt_id: str, reason: str | None) -> None:
         """Record the result of a write (None: success); called on the persister's thread."""
@@ -270,7 +306,8 @@ class Executor:
         )
 
     def _settle(self, attempt_id: str, reason: str | None) -> None:
-        self.jobs.ended(attempt_id)
+        if attempt_id in self._jobs:
+            self.agent.writes.end(self._jobs.pop(attempt_id))
         held = self._coordinator.attempts
         self.refusals = {id_: why for id_, why in self.refusals.items() if id_ in held}
         if attempt_id not in held:
@@ -283,11 +320,8 @@ class Executor:
 
     # ── rings ────────────────────────────────────────────────────────────────────────────────────
 
-    def _ring_freed(self, attempt_id: str, rank: int, size_bytes: int) -> None:
-        """Report on a writer's thread that the beginning of an image is stored."""
-        self._background.from_thread(lambda: self._report_ring(attempt_id, rank, size_bytes))
-
     def _report_ring(self, attempt_id: str, rank: int, size_bytes: int) -> None:
+        """Report that the beginning of an image is stored."""
         self._coordinator.ring_progressed(attempt_id, time.monotonic())
         self._ranks.send(m.RingSpaceFreed(attempt=attempt_id, size_bytes=size_bytes), rank)
 

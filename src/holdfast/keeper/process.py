@@ -370,7 +370,7 @@ class Keeper:
         now_s, attempts = time.monotonic(), coordinator.attempts
         leads = follower is None and not role.is_bystander
         is_attached = follower is not None and follower.is_attached
-        is_needed = self.executor.agent.writes.is_busy
+        is_needed = not leads and self.executor.agent.writes.is_busy
         if self.trainer_api.open or (not leads and (is_attached or is_needed)):
             self._alone_since = now_s
         if self._life.phase == "stopping" and follower is not None:

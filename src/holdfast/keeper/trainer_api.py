@@ -378,7 +378,7 @@ class TrainerApi:
 
     async def _progress(self, connection: TrainerConnection, message: m.Progress, _: int) -> None:
         rank = self.ranks.require(connection)
-        self.executor.jobs.copied(message.attempt, rank, message.size_bytes)
+        self.executor.agent.writes.copied(message.attempt, rank, message.size_bytes)
 
     async def _captured(self, connection: TrainerConnection, message: m.Captured, _: int) -> None:
         rank = self.ranks.require(connection)

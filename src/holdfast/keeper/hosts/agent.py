@@ -101,7 +101,7 @@ class HostAgent:
         seals = seals_from_bytes(fact.seals)
         for slot, rank, size, seal in zip(fact.slots, fact.ranks, sizes, seals, strict=True):
             image = ImageId(rank, size, *seal)
-            self.writes.sealed(fact.attempt_id, image)
+            self.writes.sealed(fact.attempt_id.attempt, image)
             if not fact.is_ring:
                 self.published.publish(slot, fact.attempt_id, image)
 

@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -276,16 +276,21 @@ class FollowerRegistry:
 
     def _order(self, job: PersistJob, host: int, share: RemoteImages) -> None:
         follower, attempt = self._by_host.get(host), self._coordinator.attempts.get(job.attempt)
-        slots = self._coordinator.slots
         where = attempt.slots.items() if attempt is not None else ()
         there = {rank for rank, slot in where if host_of(slot) == host}
         if job.aborted or follower is None or attempt is None or not share.ranks <= there:
             share.end(job.aborted or "its keeper is out of reach")
             return
         follower.shares[job.directory] = share
+        follower.send(self.write_order(job.directory, attempt, share.ranks))
+
+    def write_order(
+        self, directory: str, attempt: Attempt, ranks: Iterable[int]
+    ) -> messages.WriteImage:
+        """Return the order to write the images of these ranks, which one host has."""
         orders = []
-        for rank in sorted(share.ranks):
-            slot = slots[attempt.slots[rank]]
+        for rank in sorted(ranks):
+            slot = self._coordinator.slots[attempt.slots[rank]]
             orders.append(
                 messages.ImageOrder(
                     slot=number_of(slot.id),
@@ -294,11 +299,8 @@ class FollowerRegistry:
                     is_sealed=rank in attempt.sealed,
                 )
             )
-        follower.send(
-            messages.WriteImage(
-                directory=job.directory, attempt_id=attempt.attempt_id, images=tuple(orders)
-            )
-        )
+        images, attempt_id = tuple(orders), attempt.attempt_id
+        return messages.WriteImage(directory=directory, attempt_id=attempt_id, images=images)
 
     def sealed(self, attempt: Attempt, host: int, ranks: Sequence[int]) -> None:
         """Tell a host that these images of its ranks are captured: they may be served, and written

@@ -100,8 +100,9 @@ class HostRole:
                 )
             if prepared is not None and not hosts:  # prepared for a start that failed
                 await prepared.close()
-            self._executor.jobs.abort_shared(
-                f"incarnation {incarnation} began before the keepers of all hosts had written it"
+            self._executor.abort_jobs(
+                f"incarnation {incarnation} began before the keepers of all hosts had written it",
+                shared_only=True,
             )
             self._executor.followers.begin(incarnation, hosts)
             await self._use(prepared if hosts else None, incarnation)
@@ -257,7 +258,7 @@ class HostRole:
         self._executor.agent.serve(messages.ignore)
         self._coordinator.start_over((), (), 0)
         self._coordinator.begin(incarnation, "", 0)  # no rank has a place here any more
-        self._executor.jobs.abort_all(f"incarnation {incarnation} has begun elsewhere")
+        self._executor.abort_jobs(f"incarnation {incarnation} has begun elsewhere")
         self._root.may_open = False  # writes on their way there were decided before
         await self._background.in_thread(self._root.release)
         self._executor.followers.begin(0, ())  # the followers wait for this
