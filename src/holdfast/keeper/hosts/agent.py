@@ -41,6 +41,7 @@ class HostAgent:
         self.allocator = SlotAllocator(memory, background)
         self.parity: ParityWorker | None = None
         self.hosts: Sequence[m.HostEntry] = ()
+        """Hosts of the incarnation that this keeper has a part in, or will take over."""
         self.serve(ignore)
 
     def serve(

@@ -61,6 +61,7 @@ class Follower:
     ) -> None:
         self.role = part
         self._memory, self._agent = memory, agent
+        agent.hosts = part.hosts
         self._ended = ended
         self._line: SealedChannel | None = None
         self._is_attached = asyncio.Event()
@@ -126,7 +127,6 @@ class Follower:
 
     async def _serve(self, line: SealedChannel) -> None:
         self._line = line
-        self._agent.hosts = self.role.hosts
         self._agent.serve(
             lambda fact: line.send(messages.pack(fact)), self._writers.get, self._trainers.get
         )

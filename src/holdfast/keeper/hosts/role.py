@@ -54,8 +54,7 @@ class HostRole:
         self._executor, self._incarnations, self._root = executor, incarnations, root
         self._background, self._admission = background, doors
         self._ended = ended
-        self.hosts: Sequence[m.HostEntry] = ()
-        """Hosts of the incarnation that this keeper coordinates, or will take over."""
+        self._agent = executor.agent
         self.follower: Follower | None = None
         self.is_bystander = False
         """True if the run continues elsewhere, without this host."""
@@ -109,7 +108,7 @@ class HostRole:
             if self._executor.followers.parity_scheduler is not None:
                 self._executor.followers.parity_scheduler.begin(hosts)
             self._root.may_open = True
-            self.hosts = hosts
+            self._agent.hosts = hosts
 
     async def _take_over_memory(self, incarnation: int) -> None:
         """Take the arena back from a coordinator elsewhere, if there was one."""
@@ -125,7 +124,7 @@ class HostRole:
     async def _use(self, network: Network | None, incarnation: int) -> None:
         """Listen on this network only, from now on."""
         old, self._network = self._network, network
-        published, parity = self._executor.agent.published, self.parity
+        published, parity = self._agent.published, self.parity
         published.serve(None)
         if parity is not None:
             parity.serve(None, incarnation)
@@ -139,14 +138,13 @@ class HostRole:
     @property
     def parity(self) -> ParityWorker | None:
         """Return this host's parity worker; None in a run on one host."""
-        return self._executor.agent.parity
+        return self._agent.parity
 
     def group_access(self, attempt: str) -> Callable[[], KeeperReach] | None:
         """Return a function that locates the other parts of an attempt; None in a run on one
         host.
         """
-        hosts = self.hosts if self.follower is None else self.follower.role.hosts
-        return None if self.parity is None else self.parity.group_access(attempt, hosts)
+        return self.parity and self.parity.group_access(attempt, self._agent.hosts)
 
     def decode_access(
         self, attempt: str, rank: int
@@ -160,24 +158,24 @@ class HostRole:
 
     def report(self, fact: messages.Fact) -> None:
         """Report damage on this host to its coordinator, after what was said before."""
-        (self._executor.agent if self.follower is None else self.follower).report(fact)
+        (self._agent if self.follower is None else self.follower).report(fact)
 
     def _ensure_parity(self) -> ParityWorker:
         """Return the parity worker, created with the stored shards when there are other hosts."""
         executor = self._executor
-        if executor.agent.parity is None:
+        if self._agent.parity is None:
             from holdfast.keeper.parity.scheduler import ParityScheduler
             from holdfast.keeper.parity.worker import (
                 ParityWorker,  # a run on one host does not need it
             )
 
-            published = executor.agent.published
-            parity = executor.agent.parity = ParityWorker(self._memory, self._background, published)
+            published = self._agent.published
+            parity = self._agent.parity = ParityWorker(self._memory, self._background, published)
             published.shards = parity.shards
             executor.followers.parity_scheduler = ParityScheduler(
                 self._coordinator, self._ranks, executor.followers, parity, executor.carry_out
             )
-        return executor.agent.parity
+        return self._agent.parity
 
     # ── following ────────────────────────────────────────────────────────────────────────────────
 
@@ -209,7 +207,7 @@ class HostRole:
     async def _listen_as_successor(self, message: m.AssignRole) -> None:
         """Listen for followers, if a coordinator's keeper died and this one is its successor."""
         if self._coordinator.incarnation == message.incarnation or (
-            self._network is not None and self.hosts == message.hosts
+            self._network is not None and self._agent.hosts == message.hosts
         ):
             return
         own = message.hosts[0]
@@ -217,7 +215,7 @@ class HostRole:
         await network.listen(own.port)
         await network.listen_for_followers(self._executor.followers.welcome, own.control_port)
         await self._use(network, message.incarnation)
-        self.hosts = message.hosts
+        self._agent.hosts = message.hosts
         self._executor.followers.begin(message.incarnation, message.hosts)
 
     async def _follow(self, message: m.AssignRole) -> Follower:
@@ -245,7 +243,7 @@ class HostRole:
         self.follower = Follower(
             message,
             self._memory,
-            self._executor.agent,
+            self._agent,
             self._ended,
         )
         return self.follower
@@ -255,14 +253,14 @@ class HostRole:
     async def _step_down(self, incarnation: int) -> None:
         """Stop deciding: another keeper coordinates a newer incarnation."""
         self._ranks.fence_off(incarnation)
-        self._executor.agent.serve(messages.ignore)
+        self._agent.serve(messages.ignore)
         self._coordinator.start_over((), (), 0)
         self._coordinator.begin(incarnation, "", 0)  # no rank has a place here any more
         self._executor.abort_jobs(f"incarnation {incarnation} has begun elsewhere")
         self._root.may_open = False  # writes on their way there were decided before
         await self._background.in_thread(self._root.release)
         self._executor.followers.begin(0, ())  # the followers wait for this
-        self.hosts = ()
+        self._agent.hosts = ()
 
     def superseded(self, incarnation: int) -> None:
         """Handle a follower's report that the run continues elsewhere."""
