@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ class RemoteImages:
     def __init__(
         self,
         host: str,
-        ranks: frozenset[int],
+        ranks: Set[int],
         begin: Callable[[], None],
         stop: Callable[[str], None],
         *,

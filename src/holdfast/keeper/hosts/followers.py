@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -176,7 +176,7 @@ class FollowerRegistry:
 
         def writer_of(rank: int) -> SlotWriter | None:
             trainer = trainer_of(rank)
-            return trainer and trainer.process
+            return None if trainer is None else trainer.process
 
         own = self._own = HostSession(0, "", agent.do)
         is_awaited = self._coordinator.is_awaited
@@ -260,7 +260,7 @@ class FollowerRegistry:
 
     # ── storage ──────────────────────────────────────────────────────────────────────────────────
 
-    def share(self, job: PersistJob, host: int, ranks: frozenset[int]) -> RemoteImages:
+    def share(self, job: PersistJob, host: int, ranks: Set[int]) -> RemoteImages:
         """Return the proxy for the images of ``job`` that another host must write."""
         name = self._hosts[host].id if host < len(self._hosts) else f"number {host}"
 
@@ -502,16 +502,7 @@ class FollowerRegistry:
                     share.progressed()
                 self._ring_freed(fact.attempt, fact.rank, fact.size_bytes)
 
-    def _memory_changed(
-        self,
-        session: HostSession,
-        fact: messages.SlotCreated
-        | messages.SlotFailed
-        | messages.RingsCreated
-        | messages.RingsFailed
-        | messages.WriterGone
-        | messages.LayoutFailed,
-    ) -> list[Action]:
+    def _memory_changed(self, session: HostSession, fact: Fact) -> list[Action]:
         coordinator, host = self._coordinator, session.host
         match fact:
             case messages.LayoutFailed(hash=hash_, reason=reason):

@@ -144,7 +144,7 @@ class HostRole:
         """Return a function that locates the other parts of an attempt; None in a run on one
         host.
         """
-        return self.parity and self.parity.group_access(attempt, self._agent.hosts)
+        return None if self.parity is None else self.parity.group_access(attempt, self._agent.hosts)
 
     def decode_access(
         self, attempt: str, rank: int

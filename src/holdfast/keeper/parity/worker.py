@@ -413,7 +413,7 @@ class ParityWorker:
                 self.rebuilding.cancel(reason)
 
 
-def stored_shards(parity: ParityWorker) -> tuple[messages.ParityShards, ...]:
+def stored_shards(parity: ParityWorker | None) -> tuple[messages.ParityShards, ...]:
     """Return the stored shards as a message for the coordinator."""
     return tuple(
         messages.ParityShards(
@@ -423,7 +423,7 @@ def stored_shards(parity: ParityWorker) -> tuple[messages.ParityShards, ...]:
             parity=row.record.parity,
             images=row.images,
         )
-        for row in parity.shards()
+        for row in (parity.shards() if parity is not None else ())
     )
 
 
