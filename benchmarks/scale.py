@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from benchmarks.kit import markdown
@@ -116,7 +117,8 @@ class Run:
         self.executor = Executor(
             self.coordinator, cast(Any, NoFiles()), self.ranks, Background(), lambda _: None
         )
-        self.executor.connect(cast(Any, None), cast(Any, NoIncarnations()))
+        root = SimpleNamespace(store=None)
+        self.executor.connect(cast(Any, root), cast(Any, NoIncarnations()))
         nothing: Any = None
         self.api = TrainerApi(
             self.coordinator, nothing, self.ranks, self.executor, nothing, nothing, nothing, nothing

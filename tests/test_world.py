@@ -20,8 +20,8 @@ from holdfast.errors import DeadlineExceeded, HoldfastError, StorageError, Usage
 from holdfast.transport.wire.rank_tree import Join, Said
 from holdfast.world import (
     Conclude,
-    SoloWorld,
     TorchWorld,
+    World,
     all_said_or_raise,
     current_world,
     from_rank0,
@@ -39,14 +39,14 @@ def _talk(rank: int, world: int) -> list[object]:
 
     def act() -> None:
         if rank == 1:
-            raise StorageError("the disk is gone", path="a", tried={1, 2}, disk=SoloWorld)
+            raise StorageError("the disk is gone", path="a", tried={1, 2}, disk=World)
 
     with pytest.raises(StorageError, match="the disk is gone") as failed:
         agree_or_raise(ours, "act", act, timeout_s=20)
     if rank != 1:  # its facts come along; what is not plain as text
         assert failed.value.fields["path"] == "a"
         assert failed.value.fields["tried"] == [1, 2]
-        assert "SoloWorld" in failed.value.fields["disk"]
+        assert "World" in failed.value.fields["disk"]
     if rank != 2:  # it never comes to this phase
         with pytest.raises(DeadlineExceeded, match=r"ranks \[2\] did not reach 'late'") as caught:
             ours.reduce("late", b"", max, timeout_s=0.5)
@@ -307,7 +307,7 @@ def test_no_rank_goes_on_when_another_failed(failed: int) -> None:
 
 
 def test_a_process_alone_is_a_world_of_one() -> None:
-    world = SoloWorld()
+    world = World()
     said = reduce_or_raise(world, "any", lambda: b"x", max, timeout_s=1)
     assert said == b"x"
     with pytest.raises(UsageError, match="no"):

@@ -159,11 +159,15 @@ class Checkpointer:
         # For a Checkpointer that nobody closes; its Saver ends by itself as well. The garbage
         # collector may run this on any thread, which must not wait.
         weakref.finalize(self, self._stop_tracing, 0.0).atexit = False
+        self._report_start(run.run_id)
+        listeners.add(self._saver)
+
+    def _report_start(self, run_id: str) -> None:
         emit(
             RunStarted(
                 incarnation=self.incarnation,
                 rank=self.world.rank,
-                run_id=run.run_id,
+                run_id=run_id,
                 world=self.world.size,
                 host=host_id(),
                 pid=os.getpid(),
@@ -172,7 +176,6 @@ class Checkpointer:
         warning = restart_warning(torch.__version__, os.environ)
         if warning and self.world.rank == 0:
             emit(Warned(message=warning))
-        listeners.add(self._saver)
 
     @property
     def state(self) -> State:

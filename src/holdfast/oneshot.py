@@ -111,22 +111,7 @@ def save(
                 raise
             commit.record_incarnation(store, incarnation)
             commit.write_layout(store, layout.hash, layout.to_json())
-            commit.publish(
-                store,
-                Manifest(
-                    run_id=incarnation.run_id,
-                    incarnation=incarnation.n,
-                    step=step,
-                    attempt=attempt,
-                    parent=incarnation.parent,
-                    world=world.size,
-                    layout=layout.hash,
-                    images=images,
-                    requires=needed(parts=False, listings=has_listings(layout.to_json())),
-                    created_s=time.time(),
-                    **_shown(described.values),
-                ),
-            )
+            commit.publish(store, _manifest_of(incarnation, step, layout, images, described))
             return b""
 
         try:
@@ -142,6 +127,28 @@ def save(
         for held in lock:
             held.release()
         world.close()
+
+
+def _manifest_of(
+    incarnation: Incarnation,
+    step: int,
+    layout: Layout,
+    images: tuple[ImageRef, ...],
+    described: Description,
+) -> Manifest:
+    return Manifest(
+        run_id=incarnation.run_id,
+        incarnation=incarnation.n,
+        step=step,
+        attempt=incarnation.nonce[:8],
+        parent=incarnation.parent,
+        world=incarnation.world,
+        layout=layout.hash,
+        images=images,
+        requires=needed(parts=False, listings=has_listings(layout.to_json())),
+        created_s=time.time(),
+        **_shown(described.values),
+    )
 
 
 def _shown(values: bytes) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -41,46 +41,11 @@ MEET_S = 600.0
 Conclude = Callable[[bytes], bytes]
 
 
-class World(Protocol):
-    """The ranks of a run, and the exchange of small messages between them."""
+class World:
+    """The ranks of a run, and the exchange of small messages between them: by itself, one process.
 
-    rank: int
-    size: int
-    nonce: str
-    address: str
-    """By which the other ranks reach this process."""
-
-    def reduce(
-        self,
-        phase: str,
-        mine: bytes,
-        join: Join,
-        *,
-        timeout_s: float,
-        conclude: Conclude | None = None,
-    ) -> bytes:
-        """Return the words of all ranks, joined, on every rank.
-
-        No rank returns before all have spoken. ``conclude``: rank 0 makes of the joined word the
-        one that all get. DeadlineExceeded names the missing ranks, and the phase.
-        """
-        ...
-
-    def leave(self, phase: str, mine: bytes) -> None:
-        """Say the last word of a rank that waits for nobody: the others hear no more of it."""
-        ...
-
-    def end(self) -> None:
-        """End the exchange, and wait for nothing. Without effect the second time."""
-        ...
-
-    def close(self) -> None:
-        """End the exchange, and wait until what was said is sent."""
-        ...
-
-
-class SoloWorld:
-    """The world of one process."""
+    ``address``: by which the other ranks reach this process.
+    """
 
     rank, size, address = 0, 1, LOOPBACK
 
@@ -96,20 +61,24 @@ class SoloWorld:
         timeout_s: float,
         conclude: Conclude | None = None,
     ) -> bytes:
-        """Return the word itself."""
+        """Return the words of all ranks, joined, on every rank.
+
+        No rank returns before all have spoken. ``conclude``: rank 0 makes of the joined word the
+        one that all get. DeadlineExceeded names the missing ranks, and the phase.
+        """
         return mine if conclude is None else conclude(mine)
 
     def leave(self, phase: str, mine: bytes) -> None:
-        """Nobody is there to hear it."""
+        """Say the last word of a rank that waits for nobody: the others hear no more of it."""
 
     def end(self) -> None:
-        """Nothing is open."""
+        """End the exchange, and wait for nothing. Without effect the second time."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """End the exchange, and wait until what was said is sent."""
 
 
-class TorchWorld:
+class TorchWorld(World):
     """The ranks of torch.distributed's default process group, connected within ``timeout_s``.
 
     ``fan_out``: the most hosts that speak to one.
@@ -210,7 +179,7 @@ def current_world(*, timeout_s: float = MEET_S) -> World:
     """
     if dist.is_available() and dist.is_initialized():
         return TorchWorld(timeout_s=timeout_s)
-    return SoloWorld()
+    return World()
 
 
 def refuse_rank_without_group() -> None:

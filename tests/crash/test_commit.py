@@ -44,7 +44,7 @@ def job_at(
     for rank, image in images.items():
         jobs[rank].seal(*seals(image))
     record = Incarnation(run_id="r", n=incarnation, nonce=f"n{incarnation}", parent=parent)
-    job = PersistJob(attempt, generation, record, 2, layout.hash, layout.to_json(), jobs)
+    job = PersistJob(attempt, generation, layout.to_json(), jobs, record, 2, layout.hash)
     job.is_complete.set()
     return job
 

@@ -14,12 +14,13 @@ from holdfast.coordinator.slots import Slot, slot_id_of
 from holdfast.errors import PersistFailed
 from holdfast.format.manifest import AttemptId, ImageId, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.image_writer import PersistJob
-from holdfast.keeper.jobs import Background, Jobs, RemoteImages
+from holdfast.keeper.jobs import Background, RemoteImages
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile, SlotRecord
 from holdfast.storage.local import LocalStore
@@ -48,18 +49,19 @@ class Mind:
         by_host = vars(self.hands)["_by_host"]
         for n in (1, 2):
             by_host[n] = SimpleNamespace(host=n, shares={}, send=self.said.append)
-        memory = SimpleNamespace(layout=lambda _: b"")
-        self.jobs = Jobs(
-            cast(Any, memory),
-            cast(Any, coordinator),
-            lambda *_: None,
-            lambda *_: None,
-            self.hands.share,
+        nothing_here = SimpleNamespace(images=lambda *_: {}, begin=lambda _: None)
+        self.executor: Any = Executor.__new__(Executor)
+        vars(self.executor).update(
+            _memory=SimpleNamespace(layout=lambda _: b""),
+            _jobs={},
+            followers=self.hands,
+            agent=SimpleNamespace(writes=nothing_here, report=None),
         )
 
     def start(self) -> PersistJob:
         incarnation = Incarnation(run_id=RUN, n=1, nonce="n", parent=None, world=1, created_s=0.0)
-        return self.jobs.start(self.attempt, incarnation)
+        job: PersistJob = self.executor._job_of(self.attempt, incarnation)
+        return job
 
 
 def test_what_waits_for_storage_is_let_go_when_the_hosts_are_numbered_anew() -> None:
@@ -67,7 +69,7 @@ def test_what_waits_for_storage_is_let_go_when_the_hosts_are_numbered_anew() -> 
     assert not job.aborted
     mind = Mind(1)
     job = mind.start()
-    mind.jobs.abort_shared("a newer one began")
+    mind.executor.abort_jobs("a newer one began", shared_only=True)
     assert job.aborted == "a newer one began"
     mind.said.clear()
     with pytest.raises(PersistFailed, match="a newer one began"):

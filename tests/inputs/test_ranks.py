@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import holdfast
-from holdfast.world import SoloWorld, TorchWorld
+from holdfast.world import World
 from support.runs.launch import run_ranks
 from support.runs.mishaps import build, content, dropped, flip, listening, train
 
@@ -158,7 +158,7 @@ def _mixed_errors(rank: int, world: int) -> list[str]:
     from support.runs.agreement import agree_or_raise
 
     ours = current_world(timeout_s=30)
-    assert isinstance(ours, (TorchWorld, SoloWorld))
+    assert isinstance(ours, World)
 
     def act() -> None:
         if rank == 1:

@@ -47,7 +47,7 @@ from holdfast.restore.sources import RestoreSources
 from holdfast.storage.base import os_failure
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore
-from holdfast.world import SoloWorld
+from holdfast.world import World
 from support.runs.keeper_jobs import job_of
 
 RUN = "r"
@@ -277,7 +277,7 @@ class Lines(RuleBasedStateMachine):
             return m.Inventory("", held, parents, starts)
 
         offers = RestoreSources(self.store, 0, arena, ask)
-        world = SoloWorld()
+        world = World()
         best = parse_generation(wanted) if isinstance(wanted, str) else self.best(wanted)
         is_told = offers.learn(offers.survey())
         refused = ""

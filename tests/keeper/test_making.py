@@ -14,6 +14,8 @@ import pytest
 from holdfast.coordinator.actions import AllocateSlots
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.slot_allocator import SlotAllocator
 from holdfast.protocol import messages as m
@@ -91,7 +93,14 @@ def test_the_keeper_listens_while_memory_is_given_back_and_makes_no_slot_before(
             keeper="k", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S
         )
         memory, made = ArenaFiles(arena_dir, "run"), asyncio.Event()
-        maker = SlotAllocator(coordinator, memory, Background(), lambda _: made.set())
+        maker = SlotAllocator(memory, Background())
+
+        def report(fact: Fact) -> None:
+            assert isinstance(fact, messages.SlotCreated)
+            coordinator.allocated(fact.slot)
+            made.set()
+
+        maker.serve(report, coordinator.is_awaited)
         memory.files[90] = memory.create(90, PAGE_BYTES)
         maker.remove(90)
         assert not memory.slot_path(90).exists()
@@ -124,7 +133,14 @@ def test_whatever_keeps_a_slot_from_being_made_nobody_waits_for_it_for_ever(
         )
         memory, told = ArenaFiles(arena_dir, "run"), asyncio.Event()
         monkeypatch.setattr(memory, "create", fail)
-        maker = SlotAllocator(coordinator, memory, Background(), lambda _: told.set())
+        maker = SlotAllocator(memory, Background())
+
+        def report(fact: Fact) -> None:
+            assert isinstance(fact, messages.SlotFailed)
+            coordinator.allocation_failed(fact.slot, fact.reason)
+            told.set()
+
+        maker.serve(report, coordinator.is_awaited)
         coordinator.slots.on(0).capacity_bytes = PAGE_BYTES
         (spare,) = of(coordinator.slots.preallocate({0: 1}), AllocateSlots)[:1]
         maker.make(spare.slot, spare.capacity_bytes)

@@ -23,7 +23,7 @@ from holdfast.keeper.hosts.network import LIMITS, Network
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity import worker
 from holdfast.keeper.parity.scheduler import ParityScheduler
-from holdfast.keeper.parity.worker import ParityWorker, protect
+from holdfast.keeper.parity.worker import ParityWorker
 from holdfast.keeper.published_images import PublishedImages
 from holdfast.parity.exchange.shard_exchange import PATIENCE_S
 from holdfast.parity.planning.record import MemberFact, seals_of
@@ -449,11 +449,12 @@ class Lines:
         self.scheduler.configure(1)
 
     def send(self, host: int, fact: Fact) -> None:
-        order = messages.from_coordinator(self.sealed(host, fact))
-        protect(self.keepers[host].parity, order, self.hosts, lambda said: self.hear(host, said))
+        order = messages.from_coordinator(self.sealed(host, fact)) if host else fact
+        self.keepers[host].parity.do(order, self.hosts, lambda said: self.hear(host, said))
 
     def hear(self, host: int, fact: Fact) -> None:
-        self.scheduler.handle(self.hosts[host].id, messages.from_follower(self.sealed(host, fact)))
+        said = messages.from_follower(self.sealed(host, fact)) if host else fact
+        self.scheduler.handle(self.hosts[host].id, said)
 
     def sealed(self, host: int, fact: Fact) -> bytes:
         frame = FrameMac(b"key").frame(messages.pack(fact))

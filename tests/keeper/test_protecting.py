@@ -18,6 +18,7 @@ from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.parity import rebuild as replacing
 from holdfast.keeper.parity.scheduler import ParityScheduler
+from holdfast.keeper.parity.worker import ParityWorker
 from holdfast.protocol import messages as m
 
 HOSTS = tuple(m.HostEntry(id=f"h{n}", ranks=(n,)) for n in range(3))
@@ -59,6 +60,8 @@ class FakeParity:
 
     def drop_buffer(self, half: int) -> None:
         self.dropped.append(half)
+
+    do = ParityWorker.do
 
     def keep(self, attempt: str, half: int, *members: str) -> None:
         record = SimpleNamespace(attempt=attempt, parity=1)
@@ -108,7 +111,10 @@ class Play:
         self.protecting.captured(id_)
 
     def send(self, host: int, fact: Fact) -> None:
-        """What another host is told; its group apart."""
+        """What a host is told: this one does it at once, of another its group is kept apart."""
+        if host == 0:
+            self.parity.do(fact, HOSTS, lambda said: self.protecting.handle("h0", said))  # type: ignore[arg-type]
+            return
         (self.groups if isinstance(fact, messages.JoinGroup) else self.said).append((host, fact))
 
     def orders(self) -> list[tuple[int, messages.MakeParity]]:

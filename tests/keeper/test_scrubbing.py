@@ -16,6 +16,8 @@ from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.image import header_size
 from holdfast.keeper import scrub as scrubbing
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.store import ShardFiles, StoredParity
 from holdfast.keeper.published_images import PublishedImages
@@ -238,8 +240,9 @@ class AlonePart:
     def decode_access(self, *_: object) -> None:
         return None
 
-    def image_lost(self, slot: int, attempt: str) -> None:
-        self.lost.append((slot, attempt))
+    def report(self, fact: Fact) -> None:
+        assert isinstance(fact, messages.ImageLost)
+        self.lost.append((fact.slot, fact.attempt))
 
 
 def test_an_image_that_nobody_can_repair_is_dropped_and_told(memory: ArenaFiles) -> None:

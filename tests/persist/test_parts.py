@@ -57,7 +57,7 @@ def job_at(
     for rank, image in images.items():
         jobs[rank].seal(*seals(image))
     record = Incarnation(run_id="r", n=incarnation, nonce=f"n{incarnation}", parent=parent)
-    job = PersistJob(attempt, generation, record, 2, layout.hash, layout.to_json(), jobs)
+    job = PersistJob(attempt, generation, layout.to_json(), jobs, record, 2, layout.hash)
     job.is_complete.set()
     return job
 
@@ -494,14 +494,14 @@ def test_no_byte_of_an_image_in_two_files_is_written_before_it_arrived(is_stored
     job = PersistJob(
         final.attempt,
         final.generation,
-        final.incarnation,
-        2,
-        LAYOUT.hash,
         final.layout_data,
         {
             rank: ImageJob(rank, memoryview(bytearray(len(one.memory))))
             for rank, one in final.images.items()
         },
+        final.incarnation,
+        2,
+        LAYOUT.hash,
     )
 
     def copy() -> None:

@@ -35,7 +35,7 @@ from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
 from holdfast.testing.faults import PassingStore
 from holdfast.transport.client import Puller
-from holdfast.world import SoloWorld
+from holdfast.world import World
 from support.checkpoints.roots import Clock, Retention, whole
 from support.runs.launch import run_ranks
 
@@ -256,7 +256,7 @@ def test_storage_that_fails_in_the_middle_leaves_what_is_in_memory(run: Run) -> 
     inventory = Inventory("", (part,), {1: None})
     known = Inventories((inventory,), (stored,))
     restore = ClusterRestore(
-        SoloWorld(),
+        World(),
         ClusterReach("", run.root, Puller(bytes(32), incarnation=1), {}, {}),
         lambda: KnownRecoveries(known, InventoryCollector([inventory])),
         lambda *_: pytest.fail("nothing is opened"),

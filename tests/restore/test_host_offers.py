@@ -20,7 +20,7 @@ from holdfast.restore.cluster_sources import ClusterSources
 from holdfast.restore.sources import RestoreSources
 from holdfast.storage.memory import MemoryStore
 from holdfast.transport.client_connection import Peer
-from holdfast.world import SoloWorld
+from holdfast.world import World
 from support.checkpoints.roots import save
 from support.peers.peering import SECRET
 
@@ -58,10 +58,10 @@ def test_a_run_does_not_begin_anew_while_a_host_does_not_say_what_it_holds(
 ) -> None:
     offers = offers_of(store, arena_dir)
     with pytest.raises(RestoreError, match="memory of gone is not known"):
-        offers.first(SoloWorld(), None, timeout_s=5)
+        offers.first(World(), None, timeout_s=5)
     assert is_there_any(offers)
     save(store, Generation(1, 10))
-    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    (found,) = offers.first(World(), None, timeout_s=5)
     assert found.generation == (1, 10)
     offers.close()
 
@@ -70,7 +70,7 @@ def test_at_the_first_start_of_all_nobody_has_anything_to_say(
     store: MemoryStore, arena_dir: Path
 ) -> None:
     offers = offers_of(store, arena_dir, incarnation=1)
-    assert offers.first(SoloWorld(), None, timeout_s=5) == []
+    assert offers.first(World(), None, timeout_s=5) == []
     assert not is_there_any(offers)
     offers.close()
 
@@ -84,9 +84,9 @@ def test_hosts_take_nothing_past_a_lost_record_but_by_its_name(
     offers = offers_of(store, arena_dir)
     for step in (None, 10):
         with pytest.raises(RestoreError, match=r"incarnations/2\.json"):
-            offers.first(SoloWorld(), step, timeout_s=5)
+            offers.first(World(), step, timeout_s=5)
     assert is_there_any(offers)
-    (found,) = offers.first(SoloWorld(), "1-10", timeout_s=5)
+    (found,) = offers.first(World(), "1-10", timeout_s=5)
     assert found.generation == (1, 10)
     offers.close()
 
@@ -99,7 +99,7 @@ def test_a_root_that_has_gone_since_the_start_is_not_taken_for_an_empty_one(
     store.remove(ROOT)
     assert is_there_any(offers)
     with pytest.raises(RestoreError, match="not there any more"):
-        offers.first(SoloWorld(), None, timeout_s=5)
+        offers.first(World(), None, timeout_s=5)
     offers.close()
 
 
@@ -118,18 +118,18 @@ def test_what_the_start_found_is_restored_first_without_asking_again_and_leased_
     gather = offers._gather
     monkeypatch.setattr(offers, "_gather", never)
     for _ in range(2):  # also when the first restore did not come so far on all ranks
-        (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+        (found,) = offers.first(World(), None, timeout_s=5)
         assert found.generation == (1, 20) and store.list(LEASES) == []
     offers.open(found)
     assert len(store.list(LEASES)) == 1
     offers.let_go()
     assert store.list(LEASES) == []
     monkeypatch.setattr(offers, "_gather", gather)
-    (found,) = offers.first(SoloWorld(), 10, timeout_s=5)
+    (found,) = offers.first(World(), 10, timeout_s=5)
     assert found.generation == (1, 10)
     offers.let_go()
 
-    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    (found,) = offers.first(World(), None, timeout_s=5)
     assert found.generation == (1, 20)
     store.remove(manifest_path(found.generation))  # retention comes before the lease
     with pytest.raises(NotFound, match="removed after the start found it") as gone:
@@ -141,7 +141,7 @@ def test_what_the_start_found_is_restored_first_without_asking_again_and_leased_
     offers.let_go()
     offers.forget()  # it was restored: what is newest now may be another
     save(store, Generation(1, 25))
-    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    (found,) = offers.first(World(), None, timeout_s=5)
     assert found.generation == (1, 25)
     offers.let_go()
 
@@ -157,13 +157,13 @@ def test_a_start_that_found_nothing_or_not_all_leaves_the_choice_to_the_restore(
     assert not offers.learn(offers.survey())
     store.remove(ROOT)
     with pytest.raises(RestoreError, match="not there any more"):
-        offers.first(SoloWorld(), None, timeout_s=5)
+        offers.first(World(), None, timeout_s=5)
     commit.open_root(store, "r")
     save(store, Generation(1, 10))
     offers = offers_of(store, arena_dir, incarnation=2)  # a host did not say what it holds
     assert offers.learn(offers.survey())
     save(store, Generation(1, 20))
-    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    (found,) = offers.first(World(), None, timeout_s=5)
     assert found.generation == (1, 20)
     offers.close()
 
@@ -202,10 +202,10 @@ def test_all_hosts_are_asked_at_once_and_those_that_answered_only_once(
     assert sorted(puller.asked) == sorted(names)
     puller.asked, puller.together = [], threading.Barrier(2)
     save(store, Generation(1, 10))
-    (found,) = offers.first(SoloWorld(), None, timeout_s=5)
+    (found,) = offers.first(World(), None, timeout_s=5)
     assert found.generation == (1, 10)
     assert sorted(puller.asked) == ["h3", "h7"]
     puller.asked, puller.together = [], threading.Barrier(20)
-    offers.first(SoloWorld(), None, timeout_s=5)
+    offers.first(World(), None, timeout_s=5)
     assert sorted(puller.asked) == sorted(names)  # later than that anything may have changed
     offers.close()

@@ -25,7 +25,7 @@ from holdfast.restore.reading.stored import catalogue_of, open_stored, stored
 from holdfast.restore.restore import Restored, restore_first
 from holdfast.storage.base import Store
 from holdfast.storage.open import open_store
-from holdfast.world import SoloWorld
+from holdfast.world import World
 from support.peers.lost_hosts import Hosts
 from support.peers.peering import close_pullers
 
@@ -82,7 +82,7 @@ class Run:
             return self.candidates()
 
         restored = restore_first(
-            SoloWorld(),
+            World(),
             state,
             self.candidates(),
             open_checkpoint,

@@ -150,8 +150,8 @@ def _cut(memory: torch.Tensor, inside: Box) -> torch.Tensor:
 #: Bytes per segment, a whole number of blocks, that one thread copies at a time. Longer segments
 #: make other threads wait longer at the end; shorter ones cost more interpreter time.
 SEGMENT_BYTES = 4 << 20
-_libc = ctypes.CDLL(None)
-_libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+libc = ctypes.CDLL(None)
+libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class SharedCopy:
         at = segment.start
         for moves in segment.blocks:
             for move in moves:
-                _libc.memcpy(self._base + move.offset, move.address, move.size_bytes)
+                libc.memcpy(self._base + move.offset, move.address, move.size_bytes)
             if at + BLOCK_BYTES <= segment.stop:
                 sums.append(checksum(self._data[at : at + BLOCK_BYTES]))
             at += BLOCK_BYTES

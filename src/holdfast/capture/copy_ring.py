@@ -7,7 +7,6 @@ gathered piece by piece, never as a whole.
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from holdfast.capture.copy_plan import SEGMENT_BYTES, SMALL_BYTES, CopyPlan, TensorCopy
+from holdfast.capture.copy_plan import SEGMENT_BYTES, SMALL_BYTES, CopyPlan, TensorCopy, libc
 from holdfast.capture.copy_slot import (
     CopyProgress,
     ImageSeal,
@@ -27,9 +26,6 @@ from holdfast.capture.replica_samples import ReplicaSample
 from holdfast.format.checksum import BLOCK_BYTES, block_count, blocks, checksum, pack_table, text
 from holdfast.format.image import Image
 from holdfast.protocol.image_plan import chunk_bytes
-
-_libc = ctypes.CDLL(None)
-_libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Move(Protocol):
@@ -77,7 +73,7 @@ class ContiguousRun:
         return self.source.device
 
     def run(self) -> None:
-        _libc.memcpy(self.address, self.source.data_ptr() + self.begin, self.size_bytes)
+        libc.memcpy(self.address, self.source.data_ptr() + self.begin, self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,9 @@ STILL_WRITTEN = "slots for captures that came to nothing may still be written to
 END_THEM = "no memory is made instead of more of them; end these processes"
 
 
-class CaptureLifecycle:
-    """Starts attempts from the ranks' requests and allocates their slots, each on the rank's own
-    host.
+class AttemptLifecycle:
+    """Starts attempts from the ranks' requests, allocates their slots, each on the rank's own host,
+    and follows them until they are stored and released.
 
     ``keeper`` is a string unique among the keepers of the run: attempt names of a later keeper must
     not collide with those it discovers.
@@ -56,6 +56,8 @@ class CaptureLifecycle:
         self._now_s = 0.0
         self._decided_now = ""
         """The attempt of the last decision, whose grants are not sent yet; "" if it made none."""
+        self._knows_hosts = False
+        """True if the images of lost hosts may be decoded from the parity of others."""
 
     # ── deciding requests ────────────────────────────────────────────────────────────────────────
 
@@ -88,7 +90,7 @@ class CaptureLifecycle:
         chosen, actions = self.slots.allocate(sizes, self._now_s, heads)
         is_ring = chosen == NO_ROOM and durable
         if is_ring and not self.durability.is_storage_busy:
-            needs = {r: _ring_need(agreed.data_start(r), sizes[r]) for r in requests}
+            needs = {r: RingNeed(-1, head, sizes[r] - head) for r, head in heads.items()}
             chosen, more = self.slots.allocate_rings(needs)
             actions += more
         if isinstance(chosen, str):
@@ -299,24 +301,9 @@ class CaptureLifecycle:
         del self.attempts[attempt.id]
         return actions + abort(attempt.id, attempt.step, reason, leaf, is_lost=is_lost)
 
-
-def _ring_need(data_start: int, size_bytes: int) -> RingNeed:
-    return RingNeed(-1, data_start, size_bytes - data_start)
-
-
-# Stages of an attempt after capture: made durable, refused by storage, or damaged. Memory that
-# storage reads stays until storage is done with it, even if it is not worth keeping.
-
-
-class AttemptLifecycle(CaptureLifecycle):
-    """Adds to ``CaptureLifecycle`` the stages of an attempt after its capture."""
-
-    def __init__(self, keeper: str) -> None:
-        super().__init__(keeper)
-        self._knows_hosts = False
-        """True if the images of lost hosts may be decoded from the parity of others."""
-
     # ── making durable ───────────────────────────────────────────────────────────────────────────
+    # Memory that storage reads stays until storage is done with it, even if it is not worth
+    # keeping.
 
     def make_durable(self, step: int) -> list[Action]:
         """Make a step durable that was saved to memory only."""

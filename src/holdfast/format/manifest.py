@@ -99,15 +99,30 @@ class ImageRef(msgspec.Struct, frozen=True, kw_only=True):
     table_xxh3: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The document that makes a checkpoint: a checkpoint exists when its manifest does."""
+class _Document(msgspec.Struct, frozen=True, kw_only=True):
+    """What all documents of a root begin with."""
 
     format_version: int = FORMAT_VERSION
     requires: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     run_id: str
+
+
+class _OfGeneration(_Document, frozen=True, kw_only=True):
+    """A document about one generation."""
+
     incarnation: int
     step: int
+
+    @property
+    def generation(self) -> Generation:
+        """(incarnation, step)."""
+        return Generation(self.incarnation, self.step)
+
+
+class Manifest(_OfGeneration, frozen=True, kw_only=True):
+    """The document that makes a checkpoint: a checkpoint exists when its manifest does."""
+
     attempt: str
     parent: tuple[int, int] | None = None
     world: int
@@ -117,11 +132,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     aliases: dict[str, str] = {}
     created_s: float = 0.0
     parts: tuple[ImageRef, ...] = ()
-
-    @property
-    def generation(self) -> Generation:
-        """(incarnation, step)."""
-        return Generation(self.incarnation, self.step)
 
     @property
     def attempt_id(self) -> AttemptId:
@@ -152,13 +162,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return {one.path.rpartition("/")[0] for one in (*self.images, *self.parts)}
 
 
-class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
+class Incarnation(_Document, frozen=True, kw_only=True):
     """One start of the training processes, and the generation it restored."""
 
-    format_version: int = FORMAT_VERSION
-    requires: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    run_id: str
     n: int
     nonce: str
     parent: tuple[int, int] | None = None
@@ -166,61 +172,35 @@ class Incarnation(msgspec.Struct, frozen=True, kw_only=True):
     created_s: float = 0.0
 
 
-class Root(msgspec.Struct, frozen=True, kw_only=True):
+class Root(_Document, frozen=True, kw_only=True):
     """``holdfast.json``: the identity of a directory of checkpoints."""
 
-    format_version: int = FORMAT_VERSION
-    requires: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    run_id: str
     created_s: float = 0.0
 
 
-class Pin(msgspec.Struct, frozen=True, kw_only=True):
+class Pin(_OfGeneration, frozen=True, kw_only=True):
     """A user's request to keep a checkpoint; see ``holdfast.persist.pins``.
 
     ``manifest`` is the pinned manifest, byte for byte: with it a removal that was killed halfway
     can be undone.
     """
 
-    format_version: int = FORMAT_VERSION
-    requires: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    run_id: str
-    incarnation: int
-    step: int
     manifest: str
     note: str = ""
     created_s: float = 0.0
 
-    @property
-    def generation(self) -> Generation:
-        """(incarnation, step)."""
-        return Generation(self.incarnation, self.step)
 
-
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
+class Lease(_OfGeneration, frozen=True, kw_only=True):
     """A reader's claim on a checkpoint it reads; see ``holdfast.leases``.
 
     ``renewals`` changes while the reader lives: that, and not the reader's clock, keeps the lease.
     """
 
-    format_version: int = FORMAT_VERSION
-    requires: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    run_id: str
-    incarnation: int
-    step: int
     directories: tuple[str, ...]
     layout: str
     reader: str = ""
     renewals: int = 0
     created_s: float = 0.0
-
-    @property
-    def generation(self) -> Generation:
-        """(incarnation, step)."""
-        return Generation(self.incarnation, self.step)
 
 
 Document = Manifest | Incarnation | Root | Pin | Lease

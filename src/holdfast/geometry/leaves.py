@@ -157,7 +157,15 @@ MIN_FROZEN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LeafEntry:
+class _Leaf:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    spread: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeafEntry(_Leaf):
     """A leaf as one rank declares it, with the instance that this rank is in.
 
     None: a plain tensor, whole on this rank. It does not say which rank that is, so that
@@ -165,10 +173,6 @@ class LeafEntry:
     rank has, where no mesh tells which these are.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    spread: str
     instance: Instance | HolderBoxes | None = None
     is_frozen: bool = False
     """Whether nothing is known to change it. A hint where to store it, and never more."""
@@ -194,7 +198,7 @@ class LeafEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class LeafSpec:
+class LeafSpec(_Leaf):
     """A leaf as all ranks agreed on it.
 
     ``instances`` are disjoint sets of ranks that each hold the whole leaf: with FSDP2 and tensor
@@ -203,10 +207,6 @@ class LeafSpec:
     ``is_frozen`` if every rank that has the leaf said so.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    spread: str
     instances: tuple[Instance | BoxList, ...]
     is_frozen: bool = False
 

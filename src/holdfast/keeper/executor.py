@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import cast
 
-import msgspec
-
 from holdfast.coordinator.actions import (
     AbortPersist,
     Action,
@@ -30,18 +28,18 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.slots import host_of, number_of
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
-from holdfast.geometry.layout import Layout
+from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
 from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.handover import StateHandover
 from holdfast.keeper.hosts.host_reports import to_column
+from holdfast.keeper.hosts.remote_writes import RemoteWriteService
+from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.incarnations import Incarnations, RootAccess
-from holdfast.keeper.jobs import Background, Jobs
-from holdfast.keeper.published_images import PublishedImages
-from holdfast.keeper.rank_relay import grant_slots
-from holdfast.keeper.slot_allocator import SlotAllocator
+from holdfast.keeper.jobs import Background
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
 from holdfast.protocol.replica_events import difference_events
@@ -65,23 +63,26 @@ class Executor:
         self._memory = memory
         self._ranks = ranks
         self._background = background
+        self.agent = HostAgent(memory, background)
         self.followers = FollowerRegistry(
             coordinator, background, self.carry_out, self._report_ring, superseded
         )
-        self.jobs = Jobs(
-            memory, coordinator, self._ring_freed, self._write_broke, self.followers.share
-        )
-        self.allocator = SlotAllocator(coordinator, memory, background, self.carry_out)
-        self.published = PublishedImages(memory)
+        self._jobs: dict[str, PersistJob] = {}
         self._recorded = "", m.NO_ORDER
         self.refusals: dict[str, str] = {}
         """Reasons why storage refused an attempt that is still in memory."""
+        self.serve_own_host()
+
+    def serve_own_host(self) -> None:
+        """Coordinate this host, which another keeper may have coordinated before."""
+        self.followers.serve_own(self.agent, self._ranks.connection_of)
 
     def connect(self, root: RootAccess, incarnations: Incarnations) -> None:
         """Set the root that jobs are written to, and the incarnations. (The root's persister
         reports to this object.)
         """
         self._root, self._incarnations = root, incarnations
+        self.agent.writes = RemoteWriteService(self._memory, root.store, self._background)
         self.followers.set_handover(
             StateHandover(self._memory, self._coordinator, incarnations, self._background)
         )
@@ -125,29 +126,24 @@ class Executor:
             self.followers.broadcast(messages.RecordOrder(order=order))
 
     def _change_memory(self, action: AllocateSlots | AllocateRings | RemoveSlot) -> None:
+        order: messages.Fact
         match action:
-            case AllocateSlots(slot, capacity, leave) if host_of(slot):
-                self.followers.send_to_slot_host(
-                    slot,
-                    messages.CreateSlot(
-                        slot=number_of(slot), capacity_bytes=capacity, leave_bytes=leave
-                    ),
+            case AllocateSlots(slot, capacity_bytes, leave_bytes):
+                order = messages.CreateSlot(
+                    slot=number_of(slot), capacity_bytes=capacity_bytes, leave_bytes=leave_bytes
                 )
-            case AllocateSlots(slot, capacity, leave):
-                self.allocator.make(slot, capacity, leave)
-            case AllocateRings(needs) if host_of(needs[0].slot):
-                made = tuple((number_of(n.slot), n.head_bytes, n.data_bytes) for n in needs)
-                self.followers.send_to_slot_host(needs[0].slot, messages.CreateRings(needs=made))
             case AllocateRings(needs):
-                self.allocator.make_rings(needs)
-            case RemoveSlot(slot) if host_of(slot):
-                self.followers.send_to_slot_host(slot, messages.DeleteSlot(slot=number_of(slot)))
+                slot = needs[0].slot
+                rings = tuple((number_of(n.slot), n.head_bytes, n.data_bytes) for n in needs)
+                order = messages.CreateRings(needs=rings)
             case RemoveSlot(slot):
-                self.published.withdraw(slot)
-                self.allocator.remove(slot)
+                order = messages.DeleteSlot(slot=number_of(slot))
+        self.followers.send_to_host(host_of(slot), order)
 
     def _abort_job(self, attempt_id: str) -> None:
-        if not self.jobs.abort(attempt_id):  # storage never began with it
+        if attempt_id in self._jobs:
+            self._jobs[attempt_id].abort("the capture came to nothing")
+        else:  # storage never began with it
             self.carry_out(self._coordinator.persist_ended(attempt_id))
 
     def _use_layout(self, action: StoreLayout | PlanImages) -> None:
@@ -155,29 +151,17 @@ class Executor:
             case StoreLayout(hash_, data):
                 self._store_layout(hash_, data)
             case PlanImages(0, layout, ranks):
-                self._background.spawn(self._plan_images(layout, ranks))
+                self.agent.plan_images(layout.hash, layout, ranks)
             case PlanImages(host, layout, ranks):
                 order = messages.SizeImages(layout=layout.hash, ranks=ranks)
                 self.followers.send_to_host(host, order)
 
     def _store_layout(self, hash_: str, data: bytes) -> None:
-        used = {one.layout for one in self._coordinator.attempts.values()}
+        used = tuple({one.layout for one in self._coordinator.attempts.values()})
         deflated = zlib.compress(data, 1)
-        self.followers.broadcast(
-            messages.RecordLayout(hash=hash_, deflated=deflated, used=tuple(used))
-        )
+        self.followers.broadcast(messages.RecordLayout(hash=hash_, deflated=deflated, used=used))
         self._ranks.send_here(m.LayoutAgreed(hash=hash_, data=data))
-        try:
-            self._memory.store_layout(hash_, data, used)
-        except OSError as error:
-            where = self._memory.directory
-            reason = f"no room for the layout: {error.strerror}. Free some in {where}"
-            self.carry_out(self._coordinator.layout_not_stored(hash_, reason))
-
-    async def _plan_images(self, layout: Layout, ranks: tuple[int, ...]) -> None:
-        sizes = await self._background.plan_images(layout, ranks)
-        now_s = time.monotonic()
-        self.carry_out(self._coordinator.images_planned(layout.hash, sizes, now_s))
+        self.agent.store_layout(hash_, data, used)
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────────
 
@@ -198,25 +182,19 @@ class Executor:
             hosts=attempt.hosts,
         )
         for host, there in by_host.items():
-            order = self._order_of(attempt, record, there)
-            if host:
-                self.followers.send_to_host(host, order)
-                continue
-            writers = {grant.rank: self._coordinator.slots[grant.slot].writer for grant in there}
-            by_rank = msgspec.structs.replace(order, lines=order.ranks)
-            grant_slots(
-                by_rank, self._memory, self.published, writers.get, self._ranks.connection_of
-            )
+            self.followers.send_to_host(host, self._order_of(host, attempt, record, there))
 
     def _order_of(
-        self, attempt: Attempt, record: SlotRecord, grants: Sequence[GrantSlot]
+        self, host: int, attempt: Attempt, record: SlotRecord, grants: Sequence[GrantSlot]
     ) -> messages.GrantSlots:
         slots = [self._coordinator.slots[grant.slot] for grant in grants]
-        ranks = tuple(grant.rank for grant in grants)
-        connections = [self._ranks.connection_of(rank) for rank in ranks]
+        lines = ranks = tuple(grant.rank for grant in grants)
+        if host:  # by rank on this host
+            connections = [self._ranks.connection_of(rank) for rank in ranks]
+            lines = tuple(-1 if each is None else each.number for each in connections)
         return messages.GrantSlots(
             record=record,
-            lines=tuple(-1 if each is None else each.number for each in connections),
+            lines=lines,
             ranks=ranks,
             slots=tuple(number_of(slot.id) for slot in slots),
             ring_bytes=to_column([slot.ring_bytes for slot in slots]),
@@ -227,7 +205,6 @@ class Executor:
 
     def captured(self, attempt_id: str, ranks: Iterable[int]) -> None:
         """Handle sealed images: writer and peers may read them."""
-        self.jobs.sealed(attempt_id)
         attempt = self._coordinator.attempts.get(attempt_id)
         if attempt is None:
             return
@@ -235,15 +212,9 @@ class Executor:
         for rank in attempt.sealed.intersection(ranks):
             by_host.setdefault(host_of(attempt.slots[rank]), []).append(rank)
         for host, there in by_host.items():
-            if host:
-                self.followers.sealed(attempt, host, there)
-            elif not attempt.is_ring:
-                for rank in there:
-                    self._publish(attempt, rank)
-
-    def _publish(self, attempt: Attempt, rank: int) -> None:
-        slot = self._coordinator.slots[attempt.slots[rank]]
-        self.published.publish(slot.id, attempt.attempt_id, slot.image)
+            self.followers.sealed(attempt, host, there)
+        if attempt_id in self._jobs and attempt.phase in ("complete", "draining"):
+            self._jobs[attempt_id].is_complete.set()
 
     def _report_outcome(self, note: ReportOutcome) -> None:
         coordinator = self._coordinator
@@ -287,9 +258,42 @@ class Executor:
         try:
             if persister is None or incarnation is None:
                 raise ArenaError(f"it is not known how incarnation {attempt.incarnation} began")
-            persister.submit(self.jobs.start(attempt, incarnation))
+            persister.submit(self._job_of(attempt, incarnation))
         except HoldfastError as error:
             self.persist_ended(attempt.id, str(error))
+
+    def _job_of(self, attempt: Attempt, incarnation: Incarnation) -> PersistJob:
+        """Return the job to write ``attempt``: own images, and one share for each other host."""
+        by_host: dict[int, set[int]] = {}
+        for rank, slot_id in attempt.slots.items():
+            by_host.setdefault(host_of(slot_id), set()).add(rank)
+        order = self.followers.write_order("", attempt, by_host.pop(0, set()))
+        job = PersistJob(
+            attempt=attempt.id,
+            generation=Generation(attempt.incarnation, attempt.step),
+            layout_data=self._memory.layout(attempt.layout),
+            images=self.agent.writes.images(order, self.agent.report),
+            incarnation=incarnation,
+            world=attempt.world,
+            layout=attempt.layout,
+            is_ring=attempt.is_ring,
+        )
+        job.shares = [self.followers.share(job, host, ranks) for host, ranks in by_host.items()]
+        job.broke = lambda reason: self._write_broke(attempt.id, reason)
+        if attempt.phase in ("complete", "draining"):
+            job.is_complete.set()
+        self._jobs[attempt.id] = job
+        self.agent.writes.begin(job)
+        return job
+
+    def abort_jobs(self, reason: str, *, shared_only: bool = False) -> None:
+        """Cancel jobs: hosts are renumbered, or another keeper decides from now on.
+
+        ``shared_only``: only those with images on other hosts.
+        """
+        for job in self._jobs.values():
+            if (job.shares or not shared_only) and not job.is_publishing:
+                job.abort(reason)
 
     def persist_ended(self, attempt_id: str, reason: str | None) -> None:
         """Record the result of a write (None: success); called on the persister's thread."""
@@ -302,7 +306,8 @@ class Executor:
         )
 
     def _settle(self, attempt_id: str, reason: str | None) -> None:
-        self.jobs.ended(attempt_id)
+        if attempt_id in self._jobs:
+            self.agent.writes.end(self._jobs.pop(attempt_id))
         held = self._coordinator.attempts
         self.refusals = {id_: why for id_, why in self.refusals.items() if id_ in held}
         if attempt_id not in held:
@@ -315,11 +320,8 @@ class Executor:
 
     # ── rings ────────────────────────────────────────────────────────────────────────────────────
 
-    def _ring_freed(self, attempt_id: str, rank: int, size_bytes: int) -> None:
-        """Report on a writer's thread that the beginning of an image is stored."""
-        self._background.from_thread(lambda: self._report_ring(attempt_id, rank, size_bytes))
-
     def _report_ring(self, attempt_id: str, rank: int, size_bytes: int) -> None:
+        """Report that the beginning of an image is stored."""
         self._coordinator.ring_progressed(attempt_id, time.monotonic())
         self._ranks.send(m.RingSpaceFreed(attempt=attempt_id, size_bytes=size_bytes), rank)
 

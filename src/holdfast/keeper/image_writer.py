@@ -5,15 +5,16 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from holdfast.catalogue import image_path, part_path
 from holdfast.errors import ChecksumMismatch
 from holdfast.events import ImageDurable, emit
 from holdfast.format.manifest import Generation, ImageRef, Incarnation
 from holdfast.geometry.codec import has_frozen
+from holdfast.keeper.jobs import RemoteImages
 from holdfast.persist.frozen_parts import FrozenParts, SplitWrite, StoredPart, halves_of
 from holdfast.persist.writer import (
     MAX_VALUES_BYTES,
@@ -57,36 +58,42 @@ class ImageJob:
         self.arrival.copied(self.size_bytes)
 
 
-class RemotePart(Protocol):
-    """The images of an attempt that another host's keeper writes."""
-
-    @property
-    def values(self) -> bytes:
-        """Values of rank 0's image, if it is among them; known when all is written."""
-        ...
-
-    def write(self) -> list[StoredPart]:
-        """Have the images written; blocks. Raises PersistFailed on failure."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """Cancel the write: ``write`` then ends soon, in another thread."""
-        ...
-
-
-@dataclass(slots=True)
-class PersistJob:
-    """One attempt to be written to storage."""
+@dataclass
+class HostWrite:
+    """The images of one attempt in the memory of one host, to be written to storage."""
 
     attempt: str
     generation: Generation
+    layout_data: bytes
+    images: dict[int, ImageJob]
+    directory: str
+
+    @property
+    def at_once(self) -> int:
+        """Return how many images are written at once: of rings all, as each holds up its rank."""
+        has_rings = any(image.ring is not None for image in self.images.values())
+        return len(self.images) if has_rings else min(IMAGES_AT_ONCE, len(self.images))
+
+    def stop(self, reason: str) -> None:
+        """Stop writing."""
+        for image in self.images.values():
+            image.arrival.abort(reason)
+
+    def fail(self, error: BaseException) -> None:
+        """Stop writing, because one image cannot be written."""
+        self.stop(f"another image failed: {error}")
+
+
+@dataclass
+class PersistJob(HostWrite):
+    """One attempt to be written to storage; ``images`` are those of this host."""
+
+    #: Unique to this write: an earlier one, ended by a kill, may have left files.
+    directory: str = field(init=False)
     incarnation: Incarnation
     world: int
     layout: str
-    layout_data: bytes
-    images: dict[int, ImageJob]
-    """The images that this keeper writes itself."""
-    shares: Sequence[RemotePart] = ()
+    shares: Sequence[RemoteImages] = ()
     """The images of other hosts, which their keepers write."""
     is_ring: bool = False
     is_complete: threading.Event = field(default_factory=threading.Event)
@@ -94,16 +101,9 @@ class PersistJob:
     is_publishing: bool = False
     broke: Callable[[str], None] = lambda _: None
     """Called at once when an image cannot be written: a copier may wait for space in its ring."""
-    #: Unique to this write: an earlier one, ended by a kill, may have left files.
-    directory: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.directory = f"{self.attempt}{secrets.token_hex(3)}"
-
-    @property
-    def has_rings(self) -> bool:
-        """Return True if an image passes through a ring: its rank is held until it is written."""
-        return self.is_ring or any(image.ring is not None for image in self.images.values())
 
     def abort(self, reason: str) -> None:
         """Cancel the job because the attempt failed."""
@@ -112,24 +112,29 @@ class PersistJob:
         self.stop(reason)
 
     def stop(self, reason: str) -> None:
-        """Stop writing."""
-        for image in self.images.values():
-            image.arrival.abort(reason)
+        """Stop writing, here and on other hosts."""
+        super().stop(reason)
         for share in self.shares:
             share.abort(reason)
 
+    def fail(self, error: BaseException) -> None:
+        """Stop writing, and report it before all writers have ended."""
+        super().fail(error)
+        self.broke(str(error))
 
-class Writable(Protocol):
-    """The facts about an attempt that an image's writer needs."""
 
-    @property
-    def generation(self) -> Generation: ...
-
-    @property
-    def directory(self) -> str: ...
-
-    @property
-    def layout_data(self) -> bytes: ...
+def write_together(
+    job: HostWrite, writes: Iterable[Callable[[], list[StoredPart]]], at_once: int
+) -> list[StoredPart]:
+    """Run all ``writes`` of a job; raises the first error. Blocks."""
+    with ThreadPoolExecutor(at_once) as pool:
+        futures = [pool.submit(write) for write in writes]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        failures = [error for future in done if (error := future.exception()) is not None]
+        if failures:
+            job.fail(failures[0])
+            raise failures[0]
+        return [one for future in futures for one in future.result()]
 
 
 class ImageWriter:
@@ -139,7 +144,7 @@ class ImageWriter:
         self._store = store
         self.parts = FrozenParts(store)
 
-    def write(self, job: Writable, image: ImageJob) -> StoredPart:
+    def write(self, job: HostWrite, image: ImageJob) -> list[StoredPart]:
         """Write one image; raises storage errors, or an error if the image is not the sealed
         one.
         """
@@ -150,7 +155,7 @@ class ImageWriter:
         apart = image.ring is None and has_frozen(job.layout_data)
         halves = halves_of(image, where) if apart else None
         if halves is not None:
-            return self._write_halves(job, image, halves, path, where)
+            return [self._write_halves(job, image, halves, path, where)]
         sink = self._store.create(path, image.size_bytes)
         try:
             written = write_image(
@@ -169,10 +174,10 @@ class ImageWriter:
             table_xxh3=image.table_xxh3,
         )
         _tell_durable(job, ref, started_s)
-        return StoredPart(ref)
+        return [StoredPart(ref)]
 
     def _write_halves(
-        self, job: Writable, image: ImageJob, halves: SplitWrite, path: str, where: str
+        self, job: HostWrite, image: ImageJob, halves: SplitWrite, path: str, where: str
     ) -> StoredPart:
         """Store an image in two files; an identical frozen part that is already stored is
         reused.
@@ -207,7 +212,7 @@ def _require_sealed(image: ImageJob, written: WrittenImage, where: str) -> None:
         )
 
 
-def _tell_durable(job: Writable, ref: ImageRef, started_s: float) -> None:
+def _tell_durable(job: HostWrite, ref: ImageRef, started_s: float) -> None:
     emit(
         ImageDurable(
             incarnation=job.generation.incarnation,

@@ -1,4 +1,4 @@
-"""Persist jobs in progress: creates them, and passes on progress and seals of captures."""
+"""Work beside the keeper's loop: images that other hosts write, and blocking calls on threads."""
 
 from __future__ import annotations
 
@@ -7,21 +7,14 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
-from holdfast.coordinator.attempts import Attempt
-from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.slots import host_of
 from holdfast.errors import PersistFailed
-from holdfast.format.manifest import Generation, ImageId, Incarnation
 from holdfast.geometry.layout import Layout
-from holdfast.keeper.arena_files import ArenaFiles
-from holdfast.keeper.image_writer import ImageJob, PersistJob
 from holdfast.persist.frozen_parts import StoredPart
-from holdfast.persist.writer import RingImage
-from holdfast.protocol.image_plan import ImageSizes, chunk_bytes, plan_sizes
+from holdfast.protocol.image_plan import ImageSizes, plan_sizes
 
 # Stands for the images of an attempt that another host's keeper writes, toward the persister.
 
@@ -41,7 +34,7 @@ class RemoteImages:
     def __init__(
         self,
         host: str,
-        ranks: frozenset[int],
+        ranks: Set[int],
         begin: Callable[[], None],
         stop: Callable[[str], None],
         *,
@@ -60,9 +53,7 @@ class RemoteImages:
         self._failure = ""
 
     def write(self) -> list[StoredPart]:
-        """Have the images written; see ``image_writer.RemotePart``. On a thread of the
-        persister.
-        """
+        """Have the images written; blocks, on a thread of the persister. Raises PersistFailed."""
         self.progressed()
         self._begin()
         self._wait()
@@ -93,7 +84,7 @@ class RemoteImages:
         self._moved_s = time.monotonic()
 
     def abort(self, reason: str) -> None:
-        """Cancel the write; see ``image_writer.RemotePart``."""
+        """Cancel the write: ``write`` then ends soon, in another thread."""
         if not self._ended.is_set():
             if not self._is_aborted:
                 self._is_aborted = True
@@ -112,126 +103,6 @@ class RemoteImages:
         if not self._ended.is_set():
             self._failure = f"host {self.host}: {reason}" if reason else ""
             self._ended.set()
-
-
-MakeShare = Callable[[PersistJob, int, frozenset[int]], RemoteImages]
-
-
-class Jobs:
-    """Jobs between coordinator and persister; lives on the keeper's loop.
-
-    ``share(job, host, ranks)`` creates the proxy for the images of another host.
-    """
-
-    def __init__(
-        self,
-        memory: ArenaFiles,
-        coordinator: Coordinator,
-        freed: Callable[[str, int, int], None],
-        broke: Callable[[str, str], None],
-        share: MakeShare,
-    ) -> None:
-        self._memory = memory
-        self._coordinator = coordinator
-        self._freed, self._broke = freed, broke
-        self._share = share
-        self._jobs: dict[str, PersistJob] = {}
-
-    def start(self, attempt: Attempt, incarnation: Incarnation) -> PersistJob:
-        """Create a job for ``attempt``, with the seals of images that are sealed already."""
-        images = {}
-        far: dict[int, set[int]] = {}
-        for rank, slot_id in attempt.slots.items():
-            if host_of(slot_id):
-                far.setdefault(host_of(slot_id), set()).add(rank)
-            else:
-                images[rank] = self._image(attempt, rank, slot_id)
-        job = PersistJob(
-            attempt=attempt.id,
-            generation=Generation(attempt.incarnation, attempt.step),
-            incarnation=incarnation,
-            world=attempt.world,
-            layout=attempt.layout,
-            layout_data=self._memory.layout(attempt.layout),
-            images=images,
-            is_ring=attempt.is_ring,
-        )
-        job.shares = [self._share(job, host, frozenset(ranks)) for host, ranks in far.items()]
-        job.broke = lambda reason: self._broke(attempt.id, reason)
-        self._jobs[attempt.id] = job
-        self.sealed(attempt.id)
-        return job
-
-    def _image(self, attempt: Attempt, rank: int, slot_id: int) -> ImageJob:
-        slot = self._coordinator.slots[slot_id]
-        return image_job(
-            self._memory,
-            slot_id,
-            slot.image,
-            slot.ring_bytes,
-            lambda size_bytes: self._freed(attempt.id, rank, size_bytes),
-        )
-
-    def copied(self, attempt_id: str, rank: int, size_bytes: int) -> None:
-        """Record that the beginning of one image is final."""
-        job = self._jobs.get(attempt_id)
-        if job is not None and rank in job.images:
-            job.images[rank].arrival.copied(size_bytes)
-
-    def sealed(self, attempt_id: str) -> None:
-        """Pass the seals of newly sealed images to the attempt's job."""
-        job, attempt = self._jobs.get(attempt_id), self._coordinator.attempts.get(attempt_id)
-        if job is None or attempt is None:
-            return
-        for rank in attempt.sealed & job.images.keys():
-            slot = self._coordinator.slots[attempt.slots[rank]]
-            job.images[rank].seal(slot.header_xxh3, slot.table_xxh3)
-        if attempt.phase in ("complete", "draining"):
-            job.is_complete.set()
-
-    def abort(self, attempt_id: str) -> bool:
-        """Cancel the job of a failed capture; return True if storage had begun with it."""
-        job = self._jobs.get(attempt_id)
-        if job is not None:
-            job.abort("the capture came to nothing")
-        return job is not None
-
-    def abort_all(self, reason: str) -> None:
-        """Cancel all jobs, because another keeper decides from now on."""
-        for job in self._jobs.values():
-            if not job.is_publishing:
-                job.abort(reason)
-
-    def abort_shared(self, reason: str) -> None:
-        """Cancel all jobs with images on other hosts, because hosts are renumbered."""
-        for job in self._jobs.values():
-            if job.shares and not job.is_publishing:
-                job.abort(reason)
-
-    def ended(self, attempt_id: str) -> None:
-        """Forget a job that the persister has finished; its views of the slots are released."""
-        job = self._jobs.pop(attempt_id, None)
-        if job is not None:
-            for image in job.images.values():
-                image.source.release()
-
-
-def image_job(
-    memory: ArenaFiles,
-    number: int,
-    image: ImageId,
-    ring_bytes: int,
-    freed: Callable[[int], None],
-) -> ImageJob:
-    """Return the write job for the image in a slot of this host; ``freed`` as in ``RingImage``."""
-    file = memory.files[number]
-    if not ring_bytes:
-        return ImageJob(image.rank, file.image[: image.image_bytes])
-    start = file.capacity_bytes - ring_bytes
-    ring = RingImage(
-        file.image[:start], file.image[start : file.capacity_bytes], image.image_bytes, freed
-    )
-    return ImageJob(image.rank, memoryview(b""), ring=ring, chunk_bytes=chunk_bytes(ring_bytes))
 
 
 # Runs blocking work beside the keeper's event loop, and returns its results to the loop.

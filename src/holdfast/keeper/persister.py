@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 from holdfast.catalogue import (
@@ -28,14 +28,12 @@ from holdfast.format.manifest import Generation, Incarnation, Manifest, needed, 
 from holdfast.format.values import from_bytes
 from holdfast.geometry.codec import has_listings
 from holdfast.keeper.image_writer import (
-    IMAGES_AT_ONCE,
-    ImageJob,
     ImageWriter,
     PersistJob,
     shown_values,
+    write_together,
 )
 from holdfast.persist import commit
-from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
 from holdfast.storage.base import Store
@@ -117,16 +115,9 @@ class Persister:
         started_s = time.monotonic()
         self._record(job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
-        with ThreadPoolExecutor(_images_at_once(job)) as pool:
-            futures = [pool.submit(share.write) for share in job.shares]
-            futures += [pool.submit(self._persist_image, job, i) for i in job.images.values()]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failures = [error for future in done if (error := future.exception()) is not None]
-            if failures:
-                job.stop(f"another image failed: {failures[0]}")
-                job.broke(str(failures[0]))
-                raise failures[0]
-            stored = [one for future in futures for one in future.result()]
+        writes = [share.write for share in job.shares]
+        writes += [partial(self._images.write, job, image) for image in job.images.values()]
+        stored = write_together(job, writes, job.at_once + len(job.shares))
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
         document = _values_document(job)
@@ -165,9 +156,6 @@ class Persister:
             commit.record_incarnation(self.store, incarnation)
         elif commit.record_line(self.store, incarnation, self._remembered()) is None:
             self._recorded.add(incarnation.n)
-
-    def _persist_image(self, job: PersistJob, image: ImageJob) -> list[StoredPart]:
-        return [self._images.write(job, image)]
 
     def _is_published(self, job: PersistJob) -> bool:
         """Return True if an earlier keeper published this attempt. PersistFailed if it was another
@@ -242,14 +230,6 @@ class Persister:
             first = min(lineage[-self.keep.last :])
             condemned += [g for g in found.abandoned if g < first and g not in spared]
         return condemned
-
-
-def _images_at_once(job: PersistJob) -> int:
-    """Return how many images are written at once: all rings, since each rank is held until its own
-    is written.
-    """
-    own = len(job.images) if job.has_rings else min(IMAGES_AT_ONCE, len(job.images))
-    return own + len(job.shares)
 
 
 def _values_document(job: PersistJob) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from typing import Literal
 
 from holdfast.catalogue import ROOT
 from holdfast.coordinator.coordinator import Coordinator
-from holdfast.coordinator.slots import host_of
 from holdfast.errors import HoldfastError
 from holdfast.events import KeeperStarted, KeeperStopped, emit, subscribe
 from holdfast.keeper.arena_files import ArenaFiles
@@ -38,7 +37,7 @@ from holdfast.keeper.scrub import PAUSE_S, Repairer, Scrubber
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.observe.sinks import PART_BYTES, JsonlSink
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import is_running, remove_arena
+from holdfast.protocol.arena import remove_arena
 
 GRANT_DEADLINE_S = 30.0
 CAPTURE_DEADLINE_S = 600.0
@@ -251,11 +250,11 @@ class Keeper:
 
     def _look_for_damage(self, scrub_s: float) -> None:
         self.repairer = Repairer(
-            self.host_id, self.memory, self.background, self.executor.published, self.role
+            self.host_id, self.memory, self.background, self.executor.agent.published, self.role
         )
         self.scrubber = Scrubber(
             self.memory,
-            lambda: self.executor.published.shards(),
+            lambda: self.executor.agent.published.shards(),
             self.repairer.on_damage,
             pause_s=scrub_s,
         )
@@ -332,22 +331,17 @@ class Keeper:
     async def _tick(self) -> None:
         self.executor.carry_out(self.coordinator.tick(time.monotonic()))
         for slot in self.coordinator.slots.quarantined():
-            if host_of(slot.id):
-                self.executor.followers.watch(slot)
-                continue
-            is_sealed = self.memory.is_sealed(slot.id, slot.attempt)
-            if is_sealed or (slot.writer and not is_running(*slot.writer)):
-                self.executor.carry_out(self.coordinator.writer_gone(slot.id))
+            self.executor.followers.watch(slot)
+        self.executor.agent.tick()
         if self._life.phase == "serving" and self._is_homeless():
             self._begin_to_stop(f"its arena {self.arena} was removed")
-        if self.role.follower is not None:
-            self.role.follower.tick()
-        elif self.executor.followers.parity_scheduler is not None:
-            self.executor.followers.parity_scheduler.poll()
+        parity_scheduler = self.executor.followers.parity_scheduler
+        if self.role.follower is None and parity_scheduler is not None:
+            parity_scheduler.poll()
         self.scrubber.is_busy = self._is_working()
         self._ticks += 1
         if self._ticks % REFRESH_TICKS == 0:
-            self.executor.published.refresh()
+            self.executor.agent.published.refresh()
             self.admission.report(time.monotonic())
         await self._live_on()
 
@@ -355,7 +349,7 @@ class Keeper:
         """Return True if something is being captured, encoded or written here."""
         part = self.role
         is_coding = part.parity is not None and part.parity.is_busy
-        is_writing = part.remote_writes.is_busy or self.memory.is_being_filled()
+        is_writing = self.executor.agent.writes.is_busy or self.memory.is_being_filled()
         return is_coding or is_writing or self.coordinator.is_busy()
 
     def _is_homeless(self) -> bool:
@@ -375,7 +369,7 @@ class Keeper:
         now_s, attempts = time.monotonic(), coordinator.attempts
         leads = follower is None and not role.is_bystander
         is_attached = follower is not None and follower.is_attached
-        is_needed = role.remote_writes.is_busy
+        is_needed = not leads and self.executor.agent.writes.is_busy
         if self.trainer_api.open or (not leads and (is_attached or is_needed)):
             self._alone_since = now_s
         if self._life.phase == "stopping" and follower is not None:

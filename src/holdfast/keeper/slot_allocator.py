@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any
 
-from holdfast.coordinator.actions import Action
 from holdfast.errors import ArenaError
 from holdfast.events import Warned, emit
 from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.messages import Fact, Report, ignore
 from holdfast.keeper.jobs import Background
 from holdfast.protocol.arena import SlotFile
 from holdfast.protocol.image_plan import RingNeed
@@ -25,74 +26,12 @@ from holdfast.protocol.image_plan import RingNeed
 _AT_ONCE = 2
 
 
-class AllocationListener(Protocol):
-    """The receiver of allocation results: the coordinator, or the connection to one on another
-    host.
-    """
-
-    def is_awaited(self, slot_id: int, /) -> bool:
-        """Return True if a save waits for this slot."""
-        ...
-
-    def drop_spare(self, slot_id: int, /) -> bool:
-        """Forget a slot that is not being created yet, if no save waits for it; return True if
-        forgotten.
-        """
-        ...
-
-    def allocated(self, slot_id: int, /) -> list[Action]:
-        """Handle a created slot."""
-        ...
-
-    def allocation_failed(self, slot_id: int, reason: str, /) -> list[Action]:
-        """Handle a slot that could not be created: not enough memory."""
-        ...
-
-    def rings_made(self, made: Mapping[int, tuple[int, int]], /) -> list[Action]:
-        """Handle created rings: (capacity, ring bytes) by slot."""
-        ...
-
-    def rings_not_made(self, slot_ids: Iterable[int], reason: str, /) -> list[Action]:
-        """Handle rings that could not be created: not enough memory."""
-        ...
-
-
-class NullListener:
-    """Ignores results for a listener that decides no more (``SlotAllocator.serve``)."""
-
-    def is_awaited(self, _: int) -> bool:
-        return False
-
-    def drop_spare(self, _: int) -> bool:
-        return False
-
-    def allocated(self, _: int) -> list[Action]:
-        return []
-
-    def allocation_failed(self, _: int, __: str) -> list[Action]:
-        return []
-
-    def rings_made(self, _: Mapping[int, tuple[int, int]]) -> list[Action]:
-        return []
-
-    def rings_not_made(self, _: Iterable[int], __: str) -> list[Action]:
-        return []
-
-
 class SlotAllocator:
-    """Creates and removes slots for its listener, and reports to it; lives on the keeper's loop."""
+    """Creates and removes slots of this host, and reports it; lives on the keeper's loop."""
 
-    def __init__(
-        self,
-        coordinator: AllocationListener,
-        memory: ArenaFiles,
-        background: Background,
-        carry_out: Callable[[Sequence[Action]], None],
-    ) -> None:
-        self._coordinator = coordinator
+    def __init__(self, memory: ArenaFiles, background: Background) -> None:
         self._memory = memory
         self._background = background
-        self._carry_out = carry_out
         self._loop = asyncio.get_running_loop()
         self._helpers = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="holdfast-memory")
         self._queued: dict[int, tuple[int, int]] = {}
@@ -106,6 +45,16 @@ class SlotAllocator:
         self._spare = -1
         """The slot in ``_being_made`` that was a spare when its creation began."""
         self._unmapping = 0
+        self.serve(ignore)
+
+    def serve(self, report: Report, is_awaited: Callable[[int], bool] = lambda _: True) -> None:
+        """Report to another coordinator: what is created for the previous one is removed again.
+
+        ``is_awaited``: True for a slot that a save waits for.
+        """
+        self._report, self._is_awaited = report, is_awaited
+        self._queued.clear()
+        self._rings.clear()
 
     def make(self, slot_id: int, capacity_bytes: int, leave_bytes: int = 0) -> None:
         """Queue a slot to be created."""
@@ -126,29 +75,11 @@ class SlotAllocator:
             self._unmapping += 1
             self._background.spawn(self._unmap(file))
 
-    def drop_spares(self) -> None:
-        """Drop queued slots of an old incarnation."""
+    def drop_spares(self, drop: Callable[[int], bool]) -> None:
+        """Drop queued slots of an old incarnation, as far as the coordinator drops them, too."""
         for slot_id in list(self._queued):
-            if self._coordinator.drop_spare(slot_id):
+            if drop(slot_id):
                 del self._queued[slot_id]
-
-    def serve(self, coordinator: AllocationListener) -> None:
-        """Set a new listener: results for the previous one are discarded."""
-        self._coordinator = coordinator
-        self._queued.clear()
-        self._rings.clear()
-
-    def _is_unwanted(self, asker: AllocationListener, files: Sequence[SlotFile]) -> bool:
-        """Return True if the requester of these files decides no more; the files are then
-        removed.
-        """
-        if asker is self._coordinator:
-            return False
-        for file in files:
-            file.path.unlink(missing_ok=True)
-            self._unmapping += 1
-            self._background.spawn(self._unmap(file))
-        return True
 
     def _go_on(self) -> None:
         if self._is_making_rings:
@@ -166,60 +97,50 @@ class SlotAllocator:
             self._background.spawn(self._make(slot_id, *self._queued.pop(slot_id)))
 
     def _next(self) -> int | None:
-        awaited = next((s for s in self._queued if self._coordinator.is_awaited(s)), None)
+        awaited = next((s for s in self._queued if self._is_awaited(s)), None)
         if awaited is not None or self._spare in self._being_made:
             return awaited
         self._spare = next(iter(self._queued), -1)
         return self._spare if self._queued else None
 
     async def _make(self, slot_id: int, capacity_bytes: int, leave_bytes: int) -> None:
-        asker = self._coordinator
-        actions: list[Action] = []
-        try:
-            file: SlotFile = await self._loop.run_in_executor(
-                self._helpers, self._memory.create, slot_id, capacity_bytes, leave_bytes
-            )
-        except Exception as error:  # a save may wait for this slot, whatever the error is
-            reason = str(error) if isinstance(error, ArenaError) else repr(error)
-            if not self._is_unwanted(asker, []):
-                actions = asker.allocation_failed(slot_id, reason)
-            emit(Warned(message=reason))
-        else:
-            if self._is_unwanted(asker, [file]):
-                self._memory.unlink(slot_id)
-            else:
-                self._memory.files[slot_id] = file
-                actions = asker.allocated(slot_id)
+        asker, create = self._report, self._memory.create
+        file, reason = await self._create(create, slot_id, capacity_bytes, leave_bytes)
         self._being_made.discard(slot_id)
-        self._carry_out(actions)
-        self._go_on()
+        fact: Fact = messages.SlotFailed(slot=slot_id, reason=reason)
+        if not reason:
+            self._memory.files[slot_id] = file
+            fact = messages.SlotCreated(slot=slot_id)
+        self._settle(asker, fact, [slot_id])
 
     async def _make_rings(self, needs: tuple[RingNeed, ...]) -> None:
-        asker = self._coordinator
-        actions: list[Action] = []
-        try:
-            made: dict[int, tuple[SlotFile, int]] = await self._loop.run_in_executor(
-                self._helpers, self._memory.create_rings, needs
-            )
-        except Exception as error:  # a save may wait for these rings, whatever the error is
-            reason = str(error) if isinstance(error, ArenaError) else repr(error)
-            if not self._is_unwanted(asker, []):
-                actions = asker.rings_not_made([need.slot for need in needs], reason)
-            emit(Warned(message=reason))
-        else:
-            if not self._is_unwanted(asker, [file for file, _ in made.values()]):
-                actions = self._rings_made(asker, made)
+        asker, slot_ids = self._report, tuple(need.slot for need in needs)
+        made, reason = await self._create(self._memory.create_rings, needs)
         self._is_making_rings = False
-        self._carry_out(actions)
-        self._go_on()
+        fact: Fact = messages.RingsFailed(slots=slot_ids, reason=reason)
+        if not reason:
+            self._memory.files |= {slot_id: file for slot_id, (file, _) in made.items()}
+            sizes = {n: (file.capacity_bytes, ring_bytes) for n, (file, ring_bytes) in made.items()}
+            fact = messages.RingsCreated(made=sizes)
+        self._settle(asker, fact, slot_ids)
 
-    def _rings_made(
-        self, asker: AllocationListener, made: Mapping[int, tuple[SlotFile, int]]
-    ) -> list[Action]:
-        for slot_id, (file, _) in made.items():
-            self._memory.files[slot_id] = file
-        sizes = {slot_id: (file.capacity_bytes, ring) for slot_id, (file, ring) in made.items()}
-        return asker.rings_made(sizes)
+    async def _create(self, create: Callable[..., Any], *arguments: object) -> tuple[Any, str]:
+        """Create files on a thread; return them, or the reason why that is impossible."""
+        try:
+            return await self._loop.run_in_executor(self._helpers, create, *arguments), ""
+        except Exception as error:  # a save may wait for them, whatever the error is
+            reason = str(error) if isinstance(error, ArenaError) else repr(error)
+            emit(Warned(message=reason))
+            return None, reason
+
+    def _settle(self, asker: Report, fact: Fact, slot_ids: Iterable[int]) -> None:
+        """Report what became of these slots; those of an asker that decides no more are removed."""
+        if asker is self._report:
+            asker(fact)
+        else:
+            for slot_id in slot_ids:
+                self.remove(slot_id)
+        self._go_on()
 
     async def _unmap(self, file: SlotFile) -> None:
         try:

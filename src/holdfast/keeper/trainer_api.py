@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from holdfast.coordinator.actions import SendMessage
+from holdfast.coordinator.actions import Action, SendMessage
 from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.requests import RankReport
 from holdfast.errors import ArenaError, Fenced, FormatError, HoldfastError, UsageError
@@ -255,14 +255,8 @@ class TrainerApi:
             begun = self.coordinator.begin(n, message.nonce, message.world, message.hosts)
             self.executor.carry_out(begun)
             self._join_reports()
-            self.executor.allocator.drop_spares()
+            self.executor.agent.allocator.drop_spares(self.coordinator.drop_spare)
             return m.Begun(incarnation=n)
-
-    async def _probe_host(self, _: TrainerConnection, message: m.ProbeHost, __: int) -> m.Message:
-        return await self.role.probe(message)
-
-    async def _assign_role(self, _: TrainerConnection, message: m.AssignRole, __: int) -> m.Message:
-        return await self.role.follow(message)
 
     async def _join(self, connection: TrainerConnection, message: m.Join, _: int) -> m.Message:
         async with self._beginning:  # ranks that discover a new keeper must not each begin anew
@@ -316,7 +310,7 @@ class TrainerApi:
             mine.world,
             mine.parent,
             time.monotonic(),
-            self.role.hosts,
+            self.executor.agent.hosts,
             self.memory.order(mine.n, mine.nonce),
         )
         self.executor.carry_out(actions)
@@ -378,40 +372,16 @@ class TrainerApi:
 
     async def _progress(self, connection: TrainerConnection, message: m.Progress, _: int) -> None:
         rank = self.ranks.require(connection)
-        self.executor.jobs.copied(message.attempt, rank, message.size_bytes)
+        self.executor.agent.writes.copied(message.attempt, rank, message.size_bytes)
 
     async def _captured(self, connection: TrainerConnection, message: m.Captured, _: int) -> None:
         rank = self.ranks.require(connection)
         self._captured_all({rank: message})
 
-    async def _abort_capture(
-        self, connection: TrainerConnection, message: m.AbortCapture, _: int
-    ) -> None:
+    async def _event(self, connection: TrainerConnection, message: m.Message, _: int) -> None:
+        """Handle a message that is one event of the coordinator."""
         rank = self.ranks.require(connection)
-        self.executor.carry_out(self.coordinator.abort_capture(rank, message))
-
-    async def _decline(self, connection: TrainerConnection, message: m.DeclineStep, _: int) -> None:
-        rank = self.ranks.require(connection)
-        self.executor.carry_out(
-            self.coordinator.decline(
-                rank, message.step, message.reason, is_passing=message.is_passing
-            )
-        )
-
-    async def _cancel_request(
-        self, connection: TrainerConnection, message: m.CancelRequest, _: int
-    ) -> None:
-        rank = self.ranks.require(connection)
-        self.executor.carry_out(self.coordinator.cancel_request(rank, message.step))
-
-    async def _make_durable(self, _: TrainerConnection, message: m.MakeDurable, __: int) -> None:
-        if message.newest:
-            self.executor.carry_out(self.coordinator.persist_newest())
-        else:
-            self.executor.carry_out(self.coordinator.make_durable(message.step))
-
-    async def _announce(self, _: TrainerConnection, message: m.Announce, __: int) -> None:
-        self.executor.carry_out(self.coordinator.announce(message.step, message.which))
+        self.executor.carry_out(_EVENTS[type(message)](self.coordinator, rank, message))
 
     async def _explain(self, _: TrainerConnection, message: m.Explain, __: int) -> m.Message:
         step = message.step
@@ -435,12 +405,23 @@ _MOST_TRACES = 64
 _ANYBODY = (m.Hello, m.Begin, m.Join, m.ListInventory, m.ProbeHost, m.AssignRole)
 #: Messages that a keeper answers itself, whichever host coordinates.
 _FOR_THIS_HOST = (m.Hello, m.Begin, m.ProbeHost, m.AssignRole)
+_EVENTS: dict[type[m.Message], Callable[[Coordinator, int, Any], list[Action]]] = {
+    m.AbortCapture: Coordinator.abort_capture,
+    m.CancelRequest: lambda c, rank, message: c.cancel_request(rank, message.step),
+    m.DeclineStep: lambda c, rank, message: c.decline(
+        rank, message.step, message.reason, is_passing=message.is_passing
+    ),
+    m.MakeDurable: lambda c, _, message: (
+        c.persist_newest() if message.newest else c.make_durable(message.step)
+    ),
+    m.Announce: lambda c, _, message: c.announce(message.step, message.which),
+}
 _Handler = Callable[[TrainerApi, TrainerConnection, Any, int], Awaitable[m.Message | None]]
 _HANDLERS: dict[type[m.Message], _Handler] = {
     m.Hello: TrainerApi._hello,
     m.Begin: TrainerApi._begin,
-    m.ProbeHost: TrainerApi._probe_host,
-    m.AssignRole: TrainerApi._assign_role,
+    m.ProbeHost: lambda api, _, message, __: api.role.probe(message),
+    m.AssignRole: lambda api, _, message, __: api.role.follow(message),
     m.Join: TrainerApi._join,
     m.ListInventory: TrainerApi._inventory,
     m.PinAttempt: TrainerApi._pin,
@@ -449,11 +430,7 @@ _HANDLERS: dict[type[m.Message], _Handler] = {
     m.RequestCapture: TrainerApi._request_capture,
     m.Progress: TrainerApi._progress,
     m.Captured: TrainerApi._captured,
-    m.AbortCapture: TrainerApi._abort_capture,
-    m.CancelRequest: TrainerApi._cancel_request,
-    m.DeclineStep: TrainerApi._decline,
-    m.MakeDurable: TrainerApi._make_durable,
-    m.Announce: TrainerApi._announce,
     m.Explain: TrainerApi._explain,
     m.Goodbye: TrainerApi._goodbye,
+    **dict.fromkeys(_EVENTS, TrainerApi._event),
 }

@@ -140,12 +140,8 @@ def restore_first(
     remaining = deque(candidates)
     while remaining:
         candidate = remaining.popleft()
-        started_s = time.monotonic()
-        phase = f"restore {candidate.incarnation}-{candidate.step} from {candidate.where}"
+        attempt = _RestoreAttempt(world, state, candidate, timeout_s, request or RestoreRequest())
         try:
-            attempt = _RestoreAttempt(
-                world, state, candidate, phase, timeout_s, request or RestoreRequest()
-            )
             attempt.run(open_checkpoint, on_poison, adopt)
         except SOURCE_ERRORS as error:
             name = f"{candidate.where} {candidate.generation}"
@@ -161,32 +157,8 @@ def restore_first(
             )
             if plan_again is not None:
                 remaining = deque(plan_again(candidate, error))
-            continue
-        elapsed_s = time.monotonic() - started_s
-        emit(
-            RestoredEvent(
-                incarnation=incarnation,
-                step=candidate.step,
-                rank=world.rank,
-                source=candidate.where,
-                elapsed_s=elapsed_s,
-                size_bytes=attempt.size_bytes,
-                saved_world=attempt.saved_world,
-                world=world.size,
-                parent_incarnation=candidate.incarnation,
-                read_bytes=attempt.traffic.read_bytes if attempt.traffic else 0,
-                received_bytes=attempt.traffic.received_bytes if attempt.traffic else 0,
-            )
-        )
-        raise_outcome(world.rank, attempt.adopted)
-        return Restored(
-            candidate.step,
-            candidate.where,
-            elapsed_s,
-            candidate.generation,
-            attempt.size_bytes,
-            attempt.rewind,
-        )
+        else:
+            return attempt.restored(incarnation)
     if reasons:
         raise RestoreError("no generation could be restored:\n  " + "\n  ".join(reasons))
     return None
@@ -208,15 +180,15 @@ class _RestoreAttempt:
         world: World,
         state: State,
         candidate: Candidate,
-        phase: str,
         timeout_s: float,
         request: RestoreRequest,
     ) -> None:
-        self.request = request
+        self.request, self.started_s = request, time.monotonic()
         self.world, self.state, self.candidate = world, state, candidate
         # Memory of one host is equally near to every rank.
         self.is_apart = candidate.where == "storage" or candidate.is_spread
-        self.phase, self.timeout_s = phase, timeout_s
+        self.phase = f"restore {candidate.generation} from {candidate.where}"
+        self.timeout_s = timeout_s
         self.size_bytes = self.saved_world = 0
         self.traffic: Traffic | None = None
         self.rewind: Rewind | None = None
@@ -245,6 +217,35 @@ class _RestoreAttempt:
             "values set", self._finish, conclude=lambda _: self._adopt(adopt)
         )
         on_poison(False)
+
+    def restored(self, incarnation: int) -> Restored:
+        """Report the restore; raise an error of ``adopt``, which all ranks share."""
+        candidate, elapsed_s = self.candidate, time.monotonic() - self.started_s
+        traffic = self.traffic or Traffic(0, 0)
+        emit(
+            RestoredEvent(
+                incarnation=incarnation,
+                step=candidate.step,
+                rank=self.world.rank,
+                source=candidate.where,
+                elapsed_s=elapsed_s,
+                size_bytes=self.size_bytes,
+                saved_world=self.saved_world,
+                world=self.world.size,
+                parent_incarnation=candidate.incarnation,
+                read_bytes=traffic.read_bytes,
+                received_bytes=traffic.received_bytes,
+            )
+        )
+        raise_outcome(self.world.rank, self.adopted)
+        return Restored(
+            candidate.step,
+            candidate.where,
+            elapsed_s,
+            candidate.generation,
+            self.size_bytes,
+            self.rewind,
+        )
 
     def _adopt(self, adopt: Callable[[Generation], object]) -> bytes:
         """On rank 0, when all ranks hold the generation: an error is no fault of its source."""

@@ -16,6 +16,6 @@ def job_of(generation: Generation, record: Incarnation) -> PersistJob:
     jobs = {rank: ImageJob(rank, memoryview(image)) for rank, image in images.items()}
     for rank, image in images.items():
         jobs[rank].seal(*seals(image))
-    job = PersistJob(attempt, generation, record, 2, LAYOUT.hash, LAYOUT.to_json(), jobs)
+    job = PersistJob(attempt, generation, LAYOUT.to_json(), jobs, record, 2, LAYOUT.hash)
     job.is_complete.set()
     return job

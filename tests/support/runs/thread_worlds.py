@@ -7,7 +7,7 @@ from functools import reduce
 
 from holdfast.meeting import LOOPBACK
 from holdfast.transport.wire.rank_tree import Join
-from holdfast.world import Conclude
+from holdfast.world import Conclude, World
 
 
 class Ranks:
@@ -19,7 +19,7 @@ class Ranks:
         self.said: dict[int, bytes] = {}
 
 
-class ThreadWorld:
+class ThreadWorld(World):
     nonce = "n"
     address = LOOPBACK
 

@@ -125,15 +125,11 @@ class SampleStep(NamedTuple):
 
         Parts differ in size by at most one sample.
         """
-        total = sum(stretch.size for stretch in self.stretches)
-        first, last = total * rank // world, total * (rank + 1) // world
-        found, before = [], 0
-        for epoch, start, stop in self.stretches:
-            begin, end = max(first - before, 0), min(last - before, stop - start)
-            if begin < end:
-                found.append(Stretch(epoch, start + begin, start + end))
-            before += stop - start
-        return found
+        stretches = self.stretches
+        return [
+            Stretch(stretches[n].epoch, stretches[n].start + begin, stretches[n].start + end)
+            for n, begin, end in _equal_part([one.size for one in stretches], rank, world)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +232,10 @@ def pieces(sizes: Sequence[int], rank: int, world: int) -> list[SplitPiece]:
     """
     if len(sizes) == world:
         return [SplitPiece(rank, 0, sizes[rank])]
+    return _equal_part(sizes, rank, world)
+
+
+def _equal_part(sizes: Sequence[int], rank: int, world: int) -> list[SplitPiece]:
     total = sum(sizes)
     first, last = total * rank // world, total * (rank + 1) // world
     found, before = [], 0

@@ -12,29 +12,23 @@ import random
 import sys
 import traceback
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 
-from holdfast.coordinator.actions import Action
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import Fenced, FormatError, HoldfastError, KeeperError, PeerError
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import ImageId, Incarnation, unseal
+from holdfast.format.manifest import Incarnation, unseal
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection
 from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.handover import answer_handover, describe
-from holdfast.keeper.hosts.host_reports import encode_reports, from_column, seals_from_bytes
+from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.hosts.messages import Fact
-from holdfast.keeper.hosts.remote_writes import RemoteWriteService
-from holdfast.keeper.jobs import Background
-from holdfast.keeper.parity.worker import ParityWorker, protect, stored_shards
-from holdfast.keeper.published_images import PublishedImages
-from holdfast.keeper.rank_relay import JoinedReports, ReportJoiner, grant_slots
-from holdfast.keeper.slot_allocator import NullListener, SlotAllocator
+from holdfast.keeper.parity.worker import stored_shards
+from holdfast.keeper.rank_relay import JoinedReports, ReportJoiner
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import is_running
-from holdfast.protocol.image_plan import ImageSizes, RingNeed
 from holdfast.transport.channel import SealedChannel, call
 from holdfast.transport.client_connection import Peer
 
@@ -62,17 +56,12 @@ class Follower:
         self,
         part: m.AssignRole,
         memory: ArenaFiles,
-        maker: SlotAllocator,
-        offering: PublishedImages,
-        writings: RemoteWriteService,
-        parity: ParityWorker,
-        background: Background,
+        agent: HostAgent,
         ended: Callable[[bool], Awaitable[None]],
     ) -> None:
         self.role = part
-        self._memory, self._maker = memory, maker
-        self._offering, self._writings, self._parity = offering, writings, parity
-        self._background = background
+        self._memory, self._agent = memory, agent
+        agent.hosts = part.hosts
         self._ended = ended
         self._line: SealedChannel | None = None
         self._is_attached = asyncio.Event()
@@ -81,9 +70,7 @@ class Follower:
         self._writers: dict[int, SlotWriter] = {}
         """Processes of all trainers that the coordinator was told of, by connection."""
         self._reports = ReportJoiner(len(part.hosts[part.host].ranks), self._report)
-        self._watched: dict[int, tuple[str, int, int]] = {}
         self._why = "it was not tried yet"
-        self._layout_error = ""
         self.is_stopping = self.may_stop = False
         """Set when this keeper was told to stop, and when the coordinator has saved what it
         must.
@@ -140,7 +127,9 @@ class Follower:
 
     async def _serve(self, line: SealedChannel) -> None:
         self._line = line
-        self._maker.serve(_Reports(line))
+        self._agent.serve(
+            lambda fact: line.send(messages.pack(fact)), self._writers.get, self._trainers.get
+        )
         slots, attempts = self._memory.discovered()
         line.send(
             messages.pack(
@@ -148,8 +137,8 @@ class Follower:
                     arena=str(self._memory.directory),
                     slots=describe(slots, attempts),
                     next_number=self._memory.next_number,
-                    port=self._offering.port,
-                    shards=stored_shards(self._parity),
+                    port=self._agent.published.port,
+                    shards=stored_shards(self._agent.parity),
                     incarnations=tuple(sorted(one.n for one in self._memory.incarnations())),
                     order=self._memory.order(self.role.incarnation, self.role.nonce),
                 )
@@ -167,11 +156,7 @@ class Follower:
         self._line = None
         self._reports.drop()
         self._is_attached.clear()
-        self._watched.clear()
-        self._writings.stop_all("the coordinator is out of reach")
-        self._parity.cancel("the coordinator is out of reach")
-        self._parity.rebuilding.cancel("the coordinator is out of reach")
-        self._maker.serve(NullListener())
+        self._agent.stop("the coordinator is out of reach")
         for connection in list(self._trainers.values()):
             connection.disconnect()
         self._trainers.clear()
@@ -202,7 +187,7 @@ class Follower:
                 self._line.send(messages.pack(messages.Stopping()))
         return self.is_attached and not self.may_stop
 
-    def send(self, fact: Fact) -> None:
+    def report(self, fact: Fact) -> None:
         """Send to the coordinator if it is reachable: a later one asks for the state anyway."""
         self._reports.flush()  # what is held was said before
         if self._line is not None:
@@ -222,7 +207,7 @@ class Follower:
         if isinstance(message, m.Progress):
             limits.validate_message(message, 0)
             if connection.rank is not None:
-                self._writings.copied(message.attempt, connection.rank, message.size_bytes)
+                self._agent.writes.copied(message.attempt, connection.rank, message.size_bytes)
             return
         line = self._line
         if line is None or not self.is_attached:
@@ -273,117 +258,24 @@ class Follower:
                 self.may_stop = True
             case messages.EndKeeper(keep_arena=keep_arena):
                 await self._ended(keep_arena)
-            case (
-                messages.JoinGroup()
-                | messages.MakeParity()
-                | messages.BeginParity()
-                | messages.CancelParity()
-                | messages.DropParity()
-                | messages.DropShards()
-                | messages.RebuildImage()
-                | messages.CancelRebuild()
-            ):
-                protect(self._parity, fact, self.role.hosts, lambda s: line.send(messages.pack(s)))
-            case messages.WriteImage() | messages.CancelWrite() | messages.SlotsSealed():
-                self._write(line, fact)
+            case messages.RecordLayout() | messages.RecordOrder() | messages.RecordIncarnation():
+                self._record(fact)
             case _:
-                self._change_memory(line, fact)
+                self._agent.do(fact)
 
-    def _write(
-        self,
-        line: SealedChannel,
-        fact: messages.WriteImage | messages.CancelWrite | messages.SlotsSealed,
+    def _record(
+        self, fact: messages.RecordLayout | messages.RecordOrder | messages.RecordIncarnation
     ) -> None:
         match fact:
-            case messages.WriteImage():
-                self._writings.start(fact, lambda said: line.send(messages.pack(said)))
-            case messages.CancelWrite(directory=directory, reason=reason):
-                self._writings.stop(directory, reason)
-            case messages.SlotsSealed():
-                self._publish(fact)
-
-    def _publish(self, fact: messages.SlotsSealed) -> None:
-        """Have captured images written without waiting, and serve them to other hosts."""
-        sizes = from_column(fact.image_bytes, len(fact.slots))
-        seals = seals_from_bytes(fact.seals)
-        for slot, rank, size, seal in zip(fact.slots, fact.ranks, sizes, seals, strict=True):
-            image = ImageId(rank, size, *seal)
-            self._writings.sealed(fact.attempt_id, image)
-            if not fact.is_ring:
-                self._offering.publish(slot, fact.attempt_id, image)
-
-    def _change_memory(
-        self,
-        line: SealedChannel,
-        fact: messages.CreateSlot
-        | messages.CreateRings
-        | messages.DeleteSlot
-        | messages.GrantSlots
-        | messages.RecordLayout
-        | messages.RecordOrder
-        | messages.SizeImages
-        | messages.RecordIncarnation
-        | messages.WatchWriter,
-    ) -> None:
-        match fact:
-            case messages.CreateSlot(
-                slot=slot, capacity_bytes=capacity_bytes, leave_bytes=leave_bytes
-            ):
-                self._maker.make(slot, capacity_bytes, leave_bytes)
-            case messages.CreateRings(needs=needs):
-                self._maker.make_rings(tuple(RingNeed(*need) for need in needs))
-            case messages.DeleteSlot(slot=slot):
-                self._offering.withdraw(slot)
-                self._maker.remove(slot)
-            case messages.GrantSlots():
-                grant_slots(
-                    fact, self._memory, self._offering, self._writers.get, self._trainers.get
-                )
             case messages.RecordLayout():
-                self._store_layout(line, fact)
+                data = zlib.decompress(fact.deflated)
+                for connection in self._trainers.values():
+                    connection.send(m.LayoutAgreed(hash=fact.hash, data=data))
+                self._agent.store_layout(fact.hash, data, fact.used)
             case messages.RecordOrder(order=order):
                 self._memory.store_order(self.role.incarnation, self.role.nonce, order)
-            case messages.SizeImages():
-                self._plan_images(line, fact)
             case messages.RecordIncarnation():
                 self._store_incarnation(fact)
-            case messages.WatchWriter(slot=slot, attempt=attempt, pid=pid, start=start):
-                self._watched[slot] = attempt, pid, start
-
-    def _store_layout(self, line: SealedChannel, fact: messages.RecordLayout) -> None:
-        data, self._layout_error = zlib.decompress(fact.deflated), ""
-        for connection in self._trainers.values():
-            connection.send(m.LayoutAgreed(hash=fact.hash, data=data))
-        try:
-            self._memory.store_layout(fact.hash, data, fact.used)
-        except OSError as error:
-            where = self._memory.directory
-            reason = f"no room for the layout: {error.strerror}. Free some in {where}"
-            self._layout_error = reason
-            line.send(messages.pack(messages.LayoutFailed(hash=fact.hash, reason=reason)))
-
-    def _plan_images(self, line: SealedChannel, fact: messages.SizeImages) -> None:
-        try:
-            data = self._memory.layout(fact.layout)
-        except HoldfastError as error:
-            self._tell_sizes(line, fact, ImageSizes({}, self._layout_error or str(error)))
-            return
-
-        async def plan() -> None:
-            sizes = await self._background.plan_images(data, fact.ranks)
-            self._tell_sizes(line, fact, sizes)
-
-        self._background.spawn(plan())
-
-    @staticmethod
-    def _tell_sizes(line: SealedChannel, fact: messages.SizeImages, sizes: ImageSizes) -> None:
-        planned = messages.ImagesPlanned(
-            layout=fact.layout,
-            sizes=sizes.by_rank,
-            reason=sizes.reason,
-            is_passing=sizes.is_passing,
-        )
-        line.send(messages.pack(planned))
 
     def _store_incarnation(self, fact: messages.RecordIncarnation) -> None:
         try:
@@ -396,42 +288,3 @@ class Follower:
                 self._memory.forget_incarnations(fact.held)
         except (OSError, HoldfastError) as error:  # storage has the record too
             emit(Warned(message=f"incarnation {fact.n} is not remembered here: {error}"))
-
-    def tick(self) -> None:
-        """Report watched slots that nobody can write to any more."""
-        line = self._line
-        if line is None:
-            return
-        for slot, (attempt, pid, start) in list(self._watched.items()):
-            if self._memory.is_sealed(slot, attempt) or (pid and not is_running(pid, start)):
-                del self._watched[slot]
-                line.send(messages.pack(messages.WriterGone(slot=slot, attempt=attempt)))
-
-
-class _Reports:
-    """Reports the results of slot allocation to the coordinator."""
-
-    def __init__(self, line: SealedChannel) -> None:
-        self._line = line
-
-    def is_awaited(self, _: int) -> bool:
-        return True
-
-    def drop_spare(self, _: int) -> bool:
-        return False
-
-    def allocated(self, slot_id: int) -> list[Action]:
-        self._line.send(messages.pack(messages.SlotCreated(slot=slot_id)))
-        return []
-
-    def allocation_failed(self, slot_id: int, reason: str) -> list[Action]:
-        self._line.send(messages.pack(messages.SlotFailed(slot=slot_id, reason=reason)))
-        return []
-
-    def rings_made(self, made: Mapping[int, tuple[int, int]]) -> list[Action]:
-        self._line.send(messages.pack(messages.RingsCreated(made=dict(made))))
-        return []
-
-    def rings_not_made(self, slot_ids: Iterable[int], reason: str) -> list[Action]:
-        self._line.send(messages.pack(messages.RingsFailed(slots=tuple(slot_ids), reason=reason)))
-        return []

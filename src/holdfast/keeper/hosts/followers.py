@@ -11,7 +11,8 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from holdfast.coordinator.actions import Action
@@ -24,6 +25,7 @@ from holdfast.events import Warned, emit
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.handover import StateHandover, from_inventory
 from holdfast.keeper.hosts.host_reports import decode_reports, seals_to_bytes, to_column
 from holdfast.keeper.hosts.messages import Fact
@@ -109,21 +111,28 @@ class _Trainer:
 _MOST_JOINED = 4096
 
 
-class FollowerSession:
+class HostSession:
+    """A host of this incarnation; ``send`` passes an order to its agent."""
+
+    def __init__(self, host: int, name: str, send: Callable[[Fact], None], where: str = "") -> None:
+        self.host, self.name, self.send, self.where = host, name, send, where
+        self.shares: dict[str, RemoteImages] = {}
+        self.watched: dict[int, str] = {}
+        """Attempts whose writers are watched, by slot."""
+
+
+class FollowerSession(HostSession):
     """One follower's connection, from its acceptance until it breaks."""
 
     def __init__(self, host: int, line: SealedChannel, arena: str) -> None:
-        self.host, self.name, self.arena = host, line.peer, arena
-        self.line = line
+        def send(fact: Fact) -> None:
+            line.send(messages.pack(fact))  # its reader notices a broken connection
+
+        super().__init__(host, line.peer, send, f"on host {line.peer}: ")
+        self.line, self.arena = line, arena
         self.trainers: dict[int, _Trainer] = {}
-        self.shares: dict[str, RemoteImages] = {}
-        self.watched: set[tuple[int, str]] = set()
         self.is_stopping = False
         self.port = 0
-
-    def send(self, fact: Fact) -> None:
-        """Queue a message; its reader notices a broken connection."""
-        self.line.send(messages.pack(fact))
 
 
 class FollowerRegistry:
@@ -148,6 +157,7 @@ class FollowerRegistry:
         """Hosts that may connect, by name."""
         self._incarnation = 0
         self._by_host: dict[int, FollowerSession] = {}
+        self._own = HostSession(0, "", messages.ignore)
         self.parity_scheduler: ParityScheduler | None = None
         """Scheduler of parity for all hosts; None in a run on one host."""
 
@@ -159,9 +169,23 @@ class FollowerRegistry:
         """Set the handover that stores what followers report."""
         self._handover = handover
 
+    def serve_own(
+        self, agent: HostAgent, trainer_of: Callable[[int], TrainerConnection | None]
+    ) -> None:
+        """Coordinate this host, too: its agent is called directly. ``trainer_of``: by rank."""
+
+        def writer_of(rank: int) -> SlotWriter | None:
+            trainer = trainer_of(rank)
+            return None if trainer is None else trainer.process
+
+        own = self._own = HostSession(0, "", agent.do)
+        is_awaited = self._coordinator.is_awaited
+        agent.serve(partial(self._handle_report, own), writer_of, trainer_of, is_awaited)
+
     def begin(self, incarnation: int, hosts: Sequence[m.HostEntry]) -> None:
         """Begin an incarnation: expect its followers, and disconnect those of an older one."""
         self._incarnation, self._hosts = incarnation, hosts
+        self._own.name = hosts[0].id if hosts else ""
         self._numbers = {host.id: number for number, host in enumerate(hosts) if number}
         if hosts:
             allow_open_files(len(hosts))
@@ -178,15 +202,15 @@ class FollowerRegistry:
 
     # ── sending ──────────────────────────────────────────────────────────────────────────────────
 
-    def send_to_slot_host(self, slot_id: int, fact: Fact) -> None:
-        """Send to the follower of a slot's host, if it is reachable."""
-        self.send_to_host(host_of(slot_id), fact)
+    def _session(self, host: int) -> HostSession | None:
+        """Return the session of this host, if it is reachable."""
+        return self._by_host.get(host) if host else self._own
 
     def send_to_host(self, host: int, fact: Fact) -> None:
-        """Send to the follower of this host, if it is reachable."""
-        follower = self._by_host.get(host)
-        if follower is not None:
-            follower.send(fact)
+        """Send to the agent of this host, if it is reachable."""
+        session = self._session(host)
+        if session is not None:
+            session.send(fact)
 
     def broadcast(self, fact: Fact) -> None:
         """Send to all reachable followers."""
@@ -203,11 +227,11 @@ class FollowerRegistry:
 
     def watch(self, slot: Slot) -> None:
         """Ask the slot's host to report when nobody can write to the slot any more."""
-        follower, key = self._by_host.get(host_of(slot.id)), (slot.id, slot.attempt)
-        if follower is not None and key not in follower.watched:
-            follower.watched.add(key)
+        host = self._session(host_of(slot.id))
+        if host is not None and host.watched.get(slot.id) != slot.attempt:
+            host.watched[slot.id] = slot.attempt
             writer = slot.writer or SlotWriter(0, 0)
-            follower.send(
+            host.send(
                 messages.WatchWriter(
                     slot=number_of(slot.id),
                     attempt=slot.attempt,
@@ -236,7 +260,7 @@ class FollowerRegistry:
 
     # ── storage ──────────────────────────────────────────────────────────────────────────────────
 
-    def share(self, job: PersistJob, host: int, ranks: frozenset[int]) -> RemoteImages:
+    def share(self, job: PersistJob, host: int, ranks: Set[int]) -> RemoteImages:
         """Return the proxy for the images of ``job`` that another host must write."""
         name = self._hosts[host].id if host < len(self._hosts) else f"number {host}"
 
@@ -245,25 +269,28 @@ class FollowerRegistry:
 
         def stop(reason: str) -> None:
             stopping = messages.CancelWrite(directory=job.directory, reason=reason)
-            self._background.from_thread(
-                lambda: self.send_to_slot_host(slot_id_of(host, 0), stopping)
-            )
+            self._background.from_thread(lambda: self.send_to_host(host, stopping))
 
         share = RemoteImages(name, ranks, begin, stop)
         return share
 
     def _order(self, job: PersistJob, host: int, share: RemoteImages) -> None:
         follower, attempt = self._by_host.get(host), self._coordinator.attempts.get(job.attempt)
-        slots = self._coordinator.slots
         where = attempt.slots.items() if attempt is not None else ()
         there = {rank for rank, slot in where if host_of(slot) == host}
         if job.aborted or follower is None or attempt is None or not share.ranks <= there:
             share.end(job.aborted or "its keeper is out of reach")
             return
         follower.shares[job.directory] = share
+        follower.send(self.write_order(job.directory, attempt, share.ranks))
+
+    def write_order(
+        self, directory: str, attempt: Attempt, ranks: Iterable[int]
+    ) -> messages.WriteImage:
+        """Return the order to write the images of these ranks, which one host has."""
         orders = []
-        for rank in sorted(share.ranks):
-            slot = slots[attempt.slots[rank]]
+        for rank in sorted(ranks):
+            slot = self._coordinator.slots[attempt.slots[rank]]
             orders.append(
                 messages.ImageOrder(
                     slot=number_of(slot.id),
@@ -272,11 +299,8 @@ class FollowerRegistry:
                     is_sealed=rank in attempt.sealed,
                 )
             )
-        follower.send(
-            messages.WriteImage(
-                directory=job.directory, attempt_id=attempt.attempt_id, images=tuple(orders)
-            )
-        )
+        images, attempt_id = tuple(orders), attempt.attempt_id
+        return messages.WriteImage(directory=directory, attempt_id=attempt_id, images=images)
 
     def sealed(self, attempt: Attempt, host: int, ranks: Sequence[int]) -> None:
         """Tell a host that these images of its ranks are captured: they may be served, and written
@@ -371,8 +395,22 @@ class FollowerRegistry:
                 self._handle_trainer(follower, fact)
             case messages.HostRequests() | messages.HostCaptured():
                 self._handle_joined(follower, fact)
+            case messages.LayoutReply() | messages.IncarnationReply():
+                self._handover.store_reply(follower.name, fact)
+            case messages.Superseded(incarnation=n):
+                self._superseded(n)
+            case messages.Stopping():
+                follower.is_stopping = True
+            case messages.HostInventory():
+                raise FormatError("a hand tells once what it holds")
+            case _:
+                self._handle_report(follower, fact)
+
+    def _handle_report(self, host: HostSession, fact: Fact) -> None:
+        """Handle what the agent of a host reports."""
+        match fact:
             case messages.ImageWritten() | messages.WriteEnded() | messages.RingFreed():
-                self._handle_writing(follower, fact)
+                self._handle_writing(host, fact)
             case (
                 messages.ParityReady()
                 | messages.ParityComplete()
@@ -383,25 +421,17 @@ class FollowerRegistry:
                 | messages.ShardLost()
             ):
                 if self.parity_scheduler is not None:
-                    self.parity_scheduler.handle(follower.name, fact)
+                    self.parity_scheduler.handle(host.name, fact)
             case messages.ImagesPlanned(layout=layout, sizes=by_rank):
-                reason = fact.reason and f"on host {follower.name}: {fact.reason}"
+                reason = fact.reason and host.where + fact.reason
                 sizes = ImageSizes(by_rank, reason, fact.is_passing)
                 now_s = time.monotonic()
                 self._carry_out(self._coordinator.images_planned(layout, sizes, now_s))
-            case messages.LayoutReply() | messages.IncarnationReply():
-                self._handover.store_reply(follower.name, fact)
-            case messages.Superseded(incarnation=n):
-                self._superseded(n)
             case messages.ImageLost(slot=number, attempt=attempt):
-                lost = slot_id_of(follower.host, number)
+                lost = slot_id_of(host.host, number)
                 self._carry_out(self._coordinator.image_lost(lost, attempt))
-            case messages.Stopping():
-                follower.is_stopping = True
-            case messages.HostInventory():
-                raise FormatError("a hand tells once what it holds")
             case _:
-                self._carry_out(self._memory_changed(follower, fact))
+                self._carry_out(self._memory_changed(host, fact))
 
     def _handle_trainer(
         self,
@@ -454,40 +484,29 @@ class FollowerRegistry:
 
     def _handle_writing(
         self,
-        follower: FollowerSession,
+        session: HostSession,
         fact: messages.ImageWritten | messages.WriteEnded | messages.RingFreed,
     ) -> None:
         match fact:
             case messages.ImageWritten(directory=directory):
-                share = follower.shares.get(directory)
+                share = session.shares.get(directory)
                 if share is not None:
                     stored = StoredPart(fact.image, fact.part, fact.is_reused)
                     share.receive(stored, fact.values)
             case messages.WriteEnded(directory=directory, reason=reason):
-                share = follower.shares.pop(directory, None)
+                share = session.shares.pop(directory, None)
                 if share is not None:
                     share.end(reason)
             case messages.RingFreed():
-                for share in follower.shares.values():
+                for share in session.shares.values():
                     share.progressed()
                 self._ring_freed(fact.attempt, fact.rank, fact.size_bytes)
 
-    def _memory_changed(
-        self,
-        follower: FollowerSession,
-        fact: messages.SlotCreated
-        | messages.SlotFailed
-        | messages.RingsCreated
-        | messages.RingsFailed
-        | messages.WriterGone
-        | messages.LayoutFailed,
-    ) -> list[Action]:
-        coordinator, host = self._coordinator, follower.host
+    def _memory_changed(self, session: HostSession, fact: Fact) -> list[Action]:
+        coordinator, host = self._coordinator, session.host
         match fact:
             case messages.LayoutFailed(hash=hash_, reason=reason):
-                return coordinator.layout_not_stored(
-                    hash_, f"on host {follower.name}: {reason}", host
-                )
+                return coordinator.layout_not_stored(hash_, session.where + reason, host)
             case messages.RingsCreated(made=made):
                 if self._are_made(host, list(made)):
                     return coordinator.rings_made(
@@ -496,10 +515,10 @@ class FollowerRegistry:
             case messages.RingsFailed(slots=numbers, reason=reason):
                 if self._are_made(host, numbers):
                     ids = [slot_id_of(host, number) for number in numbers]
-                    return coordinator.rings_not_made(ids, f"on host {follower.name}: {reason}")
+                    return coordinator.rings_not_made(ids, session.where + reason)
             case messages.WriterGone(slot=number, attempt=attempt):
                 slot = coordinator.slots.get(slot_id_of(host, number))
-                follower.watched.discard((slot_id_of(host, number), attempt))
+                session.watched.pop(slot_id_of(host, number), None)
                 if slot is not None and slot.attempt == attempt:
                     return coordinator.writer_gone(slot.id)
             case messages.SlotCreated(slot=number):
@@ -507,8 +526,8 @@ class FollowerRegistry:
                     return coordinator.allocated(slot_id_of(host, number))
             case messages.SlotFailed(slot=number, reason=reason):
                 if self._are_made(host, [number]):
-                    why = f"on host {follower.name}: {reason}"
-                    return coordinator.allocation_failed(slot_id_of(host, number), why)
+                    slot_id = slot_id_of(host, number)
+                    return coordinator.allocation_failed(slot_id, session.where + reason)
         return []
 
     def _are_made(self, host: int, numbers: Sequence[int]) -> bool:

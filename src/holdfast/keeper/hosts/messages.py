@@ -7,6 +7,7 @@ of their connections there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -19,6 +20,14 @@ from holdfast.protocol.arena import SlotRecord
 
 class Fact(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
     """Base class of all messages between keepers of one run; those of every save are short."""
+
+
+#: Receives what an agent reports to its coordinator.
+Report = Callable[[Fact], None]
+
+
+def ignore(_: Fact) -> None:
+    """Report to nobody."""
 
 
 T = TypeVar("T")

@@ -3,62 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 
 from holdfast.errors import ArenaError, HoldfastError
-from holdfast.format.manifest import AttemptId, ImageId
+from holdfast.format.manifest import ImageId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact
-from holdfast.keeper.image_writer import IMAGES_AT_ONCE, ImageJob, ImageWriter, shown_values
-from holdfast.keeper.jobs import Background, image_job
+from holdfast.keeper.hosts.messages import Fact, Report
+from holdfast.keeper.image_writer import (
+    HostWrite,
+    ImageJob,
+    ImageWriter,
+    shown_values,
+    write_together,
+)
+from holdfast.keeper.jobs import Background
 from holdfast.persist import commit
+from holdfast.persist.frozen_parts import StoredPart
+from holdfast.persist.writer import RingImage
+from holdfast.protocol.image_plan import chunk_bytes
 from holdfast.storage.base import Store
-
-Report = Callable[[Fact], None]
-
-
-class RemoteWrite:
-    """The images of one attempt that are being written."""
-
-    def __init__(
-        self, order: messages.WriteImage, images: dict[int, ImageJob], layout_data: bytes
-    ) -> None:
-        self.attempt, self.directory = order.attempt_id.attempt, order.directory
-        self.generation = order.attempt_id.generation
-        self.layout_data = layout_data
-        self.images = images
-
-    def stop(self, reason: str) -> None:
-        """Stop writing."""
-        for image in self.images.values():
-            image.arrival.abort(reason)
-
-    def run(self, writer: ImageWriter, written: Callable[[messages.ImageWritten], None]) -> None:
-        """Write all images; raises the first error. Blocks."""
-        has_rings = any(image.ring is not None for image in self.images.values())
-        count = len(self.images) if has_rings else min(IMAGES_AT_ONCE, len(self.images))
-
-        def write(image: ImageJob) -> None:
-            stored = writer.write(self, image)
-            written(
-                messages.ImageWritten(
-                    directory=self.directory,
-                    image=stored.image,
-                    part=stored.part,
-                    is_reused=stored.is_reused,
-                    values=b"" if image.rank else shown_values(image),
-                )
-            )
-
-        with ThreadPoolExecutor(count) as pool:
-            futures = [pool.submit(write, image) for image in self.images.values()]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failures = [error for future in done if (error := future.exception()) is not None]
-            if failures:
-                self.stop(f"another image failed: {failures[0]}")
-                raise failures[0]
 
 
 class RemoteWriteService:
@@ -67,93 +31,120 @@ class RemoteWriteService:
     def __init__(self, memory: ArenaFiles, store: Store, background: Background) -> None:
         self._memory, self._store, self._background = memory, store, background
         self._writer = ImageWriter(store)
-        self._under_way: dict[str, RemoteWrite] = {}
+        self._under_way: dict[str, HostWrite] = {}
 
     @property
     def is_busy(self) -> bool:
         """Return True if anything is being written."""
         return bool(self._under_way)
 
+    def begin(self, job: HostWrite) -> None:
+        """Pass on to ``job`` what becomes of its images in memory, until it ends."""
+        self._under_way[job.directory] = job
+
+    def end(self, job: HostWrite) -> None:
+        """Release a job's views of its slots: nobody reads them any more."""
+        self._under_way.pop(job.directory, None)
+        for image in job.images.values():
+            image.source.release()
+
     def start(self, order: messages.WriteImage, report: Report) -> None:
         """Start writing these images; ``report`` is called for each image, and for the end."""
+        of = order.attempt_id
         try:
-            writing = self._prepare(order, report)
+            images, layout_data = self.images(order, report), self._memory.layout(of.layout)
         except (HoldfastError, KeyError) as error:
             reason = str(error) if isinstance(error, HoldfastError) else "a slot of it is not there"
             report(messages.WriteEnded(directory=order.directory, reason=reason))
             return
-        self._under_way[order.directory] = writing
+        job = HostWrite(of.attempt, of.generation, layout_data, images, order.directory)
+        self.begin(job)
         thread = threading.Thread(
-            target=self._run, args=(writing, report), name="holdfast-persist", daemon=True
+            target=self._run, args=(job, report), name="holdfast-persist", daemon=True
         )
         thread.start()
 
-    def _prepare(self, order: messages.WriteImage, report: Report) -> RemoteWrite:
-        images: dict[int, ImageJob] = {}
-        for each in order.images:
-            images[each.image.rank] = self._image(order.attempt_id.attempt, each, report)
-        return RemoteWrite(order, images, self._memory.layout(order.attempt_id.layout))
+    def images(self, order: messages.WriteImage, report: Report) -> dict[int, ImageJob]:
+        """Return the images to be written, by rank; ``report`` is called with space freed in rings.
+
+        Raises ArenaError for a slot that holds another image.
+        """
+        attempt = order.attempt_id.attempt
+        return {each.image.rank: self._image(attempt, each, report) for each in order.images}
 
     def _image(self, attempt: str, each: messages.ImageOrder, report: Report) -> ImageJob:
         file, rank = self._memory.files[each.slot], each.image.rank
         record = file.read_record()
         if record is None or (record.attempt, record.rank) != (attempt, rank):
             raise ArenaError(f"slot {each.slot} holds no image of rank {rank} in attempt {attempt}")
-        capacity_bytes = file.capacity_bytes
-        if not (0 <= each.ring_bytes < capacity_bytes) or (
-            not each.ring_bytes and each.image.image_bytes > capacity_bytes
-        ):
+        size_bytes, start = each.image.image_bytes, file.capacity_bytes - each.ring_bytes
+        if not 0 < start <= file.capacity_bytes or (not each.ring_bytes and size_bytes > start):
             raise ArenaError(f"slot {each.slot} has no room for the image it is said to hold")
 
         def freed(size_bytes: int) -> None:
             message = messages.RingFreed(attempt=attempt, rank=rank, size_bytes=size_bytes)
             self._background.from_thread(lambda: report(message))
 
-        image = image_job(self._memory, each.slot, each.image, each.ring_bytes, freed)
+        if each.ring_bytes:
+            halves = file.image[:start], file.image[start : file.capacity_bytes]
+            ring = RingImage(*halves, size_bytes, freed)
+            chunk = chunk_bytes(each.ring_bytes)
+            image = ImageJob(rank, memoryview(b""), ring=ring, chunk_bytes=chunk)
+        else:
+            image = ImageJob(rank, file.image[:size_bytes])
         if each.is_sealed:
             image.seal(each.image.header_xxh3, each.image.table_xxh3)
         return image
 
-    def _run(self, writing: RemoteWrite, report: Report) -> None:
+    def _run(self, job: HostWrite, report: Report) -> None:
         """Write the images and report the end; on a thread."""
+
+        def tell(fact: Fact) -> None:
+            self._background.from_thread(lambda: report(fact))
+
+        def write(image: ImageJob) -> list[StoredPart]:
+            (stored,) = self._writer.write(job, image)
+            tell(
+                messages.ImageWritten(
+                    directory=job.directory,
+                    image=stored.image,
+                    part=stored.part,
+                    is_reused=stored.is_reused,
+                    values=b"" if image.rank else shown_values(image),
+                )
+            )
+            return [stored]
+
         reason = ""
         try:
             # The first file of an image must not recreate a root that has vanished.
             commit.require_root(self._store, self._memory.run_id, self._memory.root_id)
             self._writer.parts.forget()
-            writing.run(
-                self._writer, lambda said: self._background.from_thread(lambda: report(said))
-            )
+            write_together(job, [partial(write, one) for one in job.images.values()], job.at_once)
         except Exception as error:
             known = isinstance(error, HoldfastError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
-        self._background.from_thread(lambda: self._settle(writing, reason, report))
-
-    def _settle(self, writing: RemoteWrite, reason: str, report: Report) -> None:
-        self._under_way.pop(writing.directory, None)
-        for image in writing.images.values():
-            image.source.release()
-        report(messages.WriteEnded(directory=writing.directory, reason=reason))
+        self._background.from_thread(lambda: self.end(job))
+        tell(messages.WriteEnded(directory=job.directory, reason=reason))
 
     def copied(self, attempt: str, rank: int, size_bytes: int) -> None:
         """Record that the beginning of an image is final."""
-        for writing in self._under_way.values():
-            if writing.attempt == attempt and rank in writing.images:
-                writing.images[rank].arrival.copied(size_bytes)
+        for job in self._under_way.values():
+            if job.attempt == attempt and rank in job.images:
+                job.images[rank].arrival.copied(size_bytes)
 
-    def sealed(self, attempt_id: AttemptId, image: ImageId) -> None:
+    def sealed(self, attempt: str, image: ImageId) -> None:
         """Record that an image is captured."""
-        for writing in self._under_way.values():
-            if writing.attempt == attempt_id.attempt and image.rank in writing.images:
-                writing.images[image.rank].seal(image.header_xxh3, image.table_xxh3)
+        for job in self._under_way.values():
+            if job.attempt == attempt and image.rank in job.images:
+                job.images[image.rank].seal(image.header_xxh3, image.table_xxh3)
 
     def stop(self, directory: str, reason: str) -> None:
         """Cancel the write into this directory."""
-        writing = self._under_way.get(directory)
-        if writing is not None:
-            writing.stop(reason)
+        if directory in self._under_way:
+            self._under_way[directory].stop(reason)
 
     def stop_all(self, reason: str) -> None:
         """Cancel all writes."""
-        for directory in self._under_way:
-            self.stop(directory, reason)
+        for job in self._under_way.values():
+            job.stop(reason)

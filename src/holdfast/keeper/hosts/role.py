@@ -19,10 +19,8 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import AdmissionCounters, Ranks
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
-from holdfast.keeper.slot_allocator import NullListener
 from holdfast.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -56,13 +54,10 @@ class HostRole:
         self._executor, self._incarnations, self._root = executor, incarnations, root
         self._background, self._admission = background, doors
         self._ended = ended
-        self.hosts: Sequence[m.HostEntry] = ()
-        """Hosts of the incarnation that this keeper coordinates, or will take over."""
+        self._agent = executor.agent
         self.follower: Follower | None = None
         self.is_bystander = False
         """True if the run continues elsewhere, without this host."""
-        self.remote_writes = RemoteWriteService(memory, root.store, background)
-        self._parity: ParityWorker | None = None
         self._network: Network | None = None
         self._prepared: Network | None = None
         self._changing = asyncio.Lock()
@@ -104,15 +99,16 @@ class HostRole:
                 )
             if prepared is not None and not hosts:  # prepared for a start that failed
                 await prepared.close()
-            self._executor.jobs.abort_shared(
-                f"incarnation {incarnation} began before the keepers of all hosts had written it"
+            self._executor.abort_jobs(
+                f"incarnation {incarnation} began before the keepers of all hosts had written it",
+                shared_only=True,
             )
             self._executor.followers.begin(incarnation, hosts)
             await self._use(prepared if hosts else None, incarnation)
             if self._executor.followers.parity_scheduler is not None:
                 self._executor.followers.parity_scheduler.begin(hosts)
             self._root.may_open = True
-            self.hosts = hosts
+            self._agent.hosts = hosts
 
     async def _take_over_memory(self, incarnation: int) -> None:
         """Take the arena back from a coordinator elsewhere, if there was one."""
@@ -120,7 +116,7 @@ class HostRole:
         if follower is not None:
             await follower.leave(incarnation)
         if follower is not None or self.is_bystander:
-            self._executor.allocator.serve(self._coordinator)
+            self._executor.serve_own_host()
             slots, attempts = self._memory.discovered()
             self._coordinator.start_over(slots, attempts, self._memory.next_number)
         self.is_bystander = False
@@ -128,27 +124,27 @@ class HostRole:
     async def _use(self, network: Network | None, incarnation: int) -> None:
         """Listen on this network only, from now on."""
         old, self._network = self._network, network
-        self._executor.published.serve(None)
-        if self._parity is not None:
-            self._parity.serve(None, incarnation)
+        published, parity = self._agent.published, self.parity
+        published.serve(None)
+        if parity is not None:
+            parity.serve(None, incarnation)
         if old is not None:
             await old.close()
         if network is not None:
             network.begin(incarnation)
             self._ensure_parity().serve(network, incarnation)
-            self._executor.published.serve(network.peers, self._host_id, network.port)
+            published.serve(network.peers, self._host_id, network.port)
 
     @property
     def parity(self) -> ParityWorker | None:
         """Return this host's parity worker; None in a run on one host."""
-        return self._parity
+        return self._agent.parity
 
     def group_access(self, attempt: str) -> Callable[[], KeeperReach] | None:
         """Return a function that locates the other parts of an attempt; None in a run on one
         host.
         """
-        hosts = self.hosts if self.follower is None else self.follower.role.hosts
-        return None if self._parity is None else self._parity.group_access(attempt, hosts)
+        return None if self.parity is None else self.parity.group_access(attempt, self._agent.hosts)
 
     def decode_access(
         self, attempt: str, rank: int
@@ -157,39 +153,29 @@ class HostRole:
         here.
         """
         reach = self.group_access(attempt)
-        record = None if self._parity is None else self._parity.record_of(attempt, rank)
+        record = None if self.parity is None else self.parity.record_of(attempt, rank)
         return None if reach is None or record is None else (record, reach)
 
-    def image_lost(self, slot: int, attempt: str) -> None:
-        """Report that the image in a slot of this host is discarded."""
-        if self.follower is not None:
-            self.follower.send(messages.ImageLost(slot=slot, attempt=attempt))
-        elif not self.is_bystander:
-            self._executor.carry_out(self._coordinator.image_lost(slot, attempt))
-
-    def shard_lost(self, attempt: str) -> None:
-        """Report that an attempt's parity is incomplete on this host."""
-        protecting = self._executor.followers.parity_scheduler
-        if self.follower is not None:
-            self.follower.send(messages.ShardLost(attempt=attempt))
-        elif not self.is_bystander and protecting is not None:
-            protecting.shard_lost(attempt)
+    def report(self, fact: messages.Fact) -> None:
+        """Report damage on this host to its coordinator, after what was said before."""
+        (self._agent if self.follower is None else self.follower).report(fact)
 
     def _ensure_parity(self) -> ParityWorker:
         """Return the parity worker, created with the stored shards when there are other hosts."""
-        if self._parity is None:
+        executor = self._executor
+        if self._agent.parity is None:
             from holdfast.keeper.parity.scheduler import ParityScheduler
             from holdfast.keeper.parity.worker import (
                 ParityWorker,  # a run on one host does not need it
             )
 
-            executor = self._executor
-            self._parity = ParityWorker(self._memory, self._background, executor.published)
-            executor.published.shards = self._parity.shards
+            published = self._agent.published
+            parity = self._agent.parity = ParityWorker(self._memory, self._background, published)
+            published.shards = parity.shards
             executor.followers.parity_scheduler = ParityScheduler(
-                self._coordinator, self._ranks, executor.followers, self._parity, executor.carry_out
+                self._coordinator, self._ranks, executor.followers, parity, executor.carry_out
             )
-        return self._parity
+        return self._agent.parity
 
     # ── following ────────────────────────────────────────────────────────────────────────────────
 
@@ -221,7 +207,7 @@ class HostRole:
     async def _listen_as_successor(self, message: m.AssignRole) -> None:
         """Listen for followers, if a coordinator's keeper died and this one is its successor."""
         if self._coordinator.incarnation == message.incarnation or (
-            self._network is not None and self.hosts == message.hosts
+            self._network is not None and self._agent.hosts == message.hosts
         ):
             return
         own = message.hosts[0]
@@ -229,7 +215,7 @@ class HostRole:
         await network.listen(own.port)
         await network.listen_for_followers(self._executor.followers.welcome, own.control_port)
         await self._use(network, message.incarnation)
-        self.hosts = message.hosts
+        self._agent.hosts = message.hosts
         self._executor.followers.begin(message.incarnation, message.hosts)
 
     async def _follow(self, message: m.AssignRole) -> Follower:
@@ -257,11 +243,7 @@ class HostRole:
         self.follower = Follower(
             message,
             self._memory,
-            self._executor.allocator,
-            self._executor.published,
-            self.remote_writes,
-            self._ensure_parity(),
-            self._background,
+            self._agent,
             self._ended,
         )
         return self.follower
@@ -271,14 +253,14 @@ class HostRole:
     async def _step_down(self, incarnation: int) -> None:
         """Stop deciding: another keeper coordinates a newer incarnation."""
         self._ranks.fence_off(incarnation)
-        self._executor.allocator.serve(NullListener())
+        self._agent.serve(messages.ignore)
         self._coordinator.start_over((), (), 0)
         self._coordinator.begin(incarnation, "", 0)  # no rank has a place here any more
-        self._executor.jobs.abort_all(f"incarnation {incarnation} has begun elsewhere")
+        self._executor.abort_jobs(f"incarnation {incarnation} has begun elsewhere")
         self._root.may_open = False  # writes on their way there were decided before
         await self._background.in_thread(self._root.release)
         self._executor.followers.begin(0, ())  # the followers wait for this
-        self.hosts = ()
+        self._agent.hosts = ()
 
     def superseded(self, incarnation: int) -> None:
         """Handle a follower's report that the run continues elsewhere."""

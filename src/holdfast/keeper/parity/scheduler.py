@@ -35,7 +35,7 @@ from holdfast.keeper.parity.round import (
     newest_whole,
     protected_shards,
 )
-from holdfast.keeper.parity.worker import ParityWorker, protect, stored_shards
+from holdfast.keeper.parity.worker import ParityWorker, stored_shards
 from holdfast.parity.planning.budget import LEAST, StepPacing
 from holdfast.parity.planning.protection import CaptureDone, Protection
 from holdfast.protocol import messages as m
@@ -60,8 +60,8 @@ class ParityScheduler:
         carry_out: Callable[[Sequence[Action]], None],
     ) -> None:
         self._coordinator, self._ranks = coordinator, ranks
-        self._hands, self._parity = followers, parity
-        self._rebuilding = RebuildCoordinator(coordinator, self._send_number, self._port, carry_out)
+        self._hands, self._parity, self._send = followers, parity, followers.send_to_host
+        self._rebuilding = RebuildCoordinator(coordinator, self._send, self._port, carry_out)
         self._hosts: Sequence[m.HostEntry] = ()
         self._asked = 0
         self._state: Protection | None = None
@@ -121,7 +121,7 @@ class ParityScheduler:
         self._shards[host] = shards
         self._is_dropped = False  # the host may not have received the order to delete parity
         if self._dropping is not None and host in self._dropping.hosts:
-            self._send_number(self._numbers[host], self._dropping.order)
+            self._send(self._numbers[host], self._dropping.order)
         for number in self._joined.get(self._numbers[host], ()):  # it may listen elsewhere now
             self._tell_group(number)
         self._check_shards(host)
@@ -231,7 +231,7 @@ class ParityScheduler:
         group = self._joined[number]
         ports = tuple(map(self._port, group))
         joined = messages.JoinGroup(hosts=group, ports=ports, parity=self._parity_of_group)
-        self._send_number(number, joined)
+        self._send(number, joined)
 
     # ── one round ────────────────────────────────────────────────────────────────────────────────
 
@@ -261,7 +261,7 @@ class ParityScheduler:
         for number in range(len(self._hosts)):
             if self._state is coding:  # no host has refused
                 order = orders.order(number, coding, self._rate(self._joined[number]))
-                self._send_number(number, order)
+                self._send(number, order)
 
     def _rate(self, group: Sequence[int]) -> int | None:
         """Return the common rate of a group's hosts: no host finishes before the slowest."""
@@ -270,17 +270,8 @@ class ParityScheduler:
         return min([*rates, *([] if own is None else [own])], default=None)
 
     def _broadcast(self, fact: Fact) -> None:
-        for number, place in enumerate(self._hosts):
-            self._send(number, place.id, fact)
-
-    def _send(self, number: int, host: str, fact: Fact) -> None:
-        if number:
-            self._hands.send_to_host(number, fact)
-        else:
-            protect(self._parity, fact, self._hosts, lambda said: self.handle(host, said))
-
-    def _send_number(self, number: int, fact: Fact) -> None:
-        self._send(number, self._hosts[number].id, fact)
+        for number in range(len(self._hosts)):
+            self._send(number, fact)
 
     def handle(self, host: str, fact: Fact) -> None:
         """Handle a host's report about this round, an earlier one, or damage."""

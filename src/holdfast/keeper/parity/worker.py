@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from holdfast.errors import HoldfastError, NotFound, NotProtected
 from holdfast.format.image import header_size
 from holdfast.format.manifest import AttemptId
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.messages import Fact
+from holdfast.keeper.hosts.messages import Report
 from holdfast.keeper.hosts.network import Network
 from holdfast.keeper.jobs import Background
 from holdfast.keeper.parity.rebuild import RebuildWorker
@@ -46,7 +46,6 @@ if TYPE_CHECKING:  # needed only after a loss
     from holdfast.keeper.parity.group_access import KeeperReach
 
 T = TypeVar("T")
-Told = Callable[[Fact], None]
 READY_S = 600.0
 """Timeout for the memory of all hosts; the coordinator gives up sooner, and names the hosts without
 it.
@@ -149,7 +148,7 @@ class ParityWorker:
             group.parity,
         )
 
-    def make(self, order: messages.MakeParity, tell: Told) -> None:
+    def make(self, order: messages.MakeParity, tell: Report) -> None:
         """Make the shards of this host, cancelling another round. An order is obeyed once."""
         if order.round_id == self._round_id:
             return
@@ -164,7 +163,7 @@ class ParityWorker:
         self._next = run
         self._begin()
 
-    def _prepare(self, order: messages.MakeParity, tell: Told) -> _ParityRun:
+    def _prepare(self, order: messages.MakeParity, tell: Report) -> _ParityRun:
         """Look for the images of an order, and list them for the other members."""
         group, server = self._group, self._server
         if group is None or server is None:
@@ -193,7 +192,7 @@ class ParityWorker:
             self._run.may_begin.set()
 
     def rebuild(
-        self, order: messages.RebuildImage, hosts: Sequence[m.HostEntry], tell: Told
+        self, order: messages.RebuildImage, hosts: Sequence[m.HostEntry], tell: Report
     ) -> None:
         """Decode an image that no host has, from the surviving members of its group."""
         record = self.record_of(order.attempt, order.rank, order.half)
@@ -392,35 +391,29 @@ class ParityWorker:
         self._begin()
         self._drop_if_idle()
 
-
-def protect(
-    parity: ParityWorker,
-    fact: Fact,
-    hosts: Sequence[m.HostEntry],
-    tell: Callable[[Fact], None],
-) -> None:
-    """Execute a parity order of the coordinator; ``tell`` is called with the results."""
-    match fact:
-        case messages.JoinGroup():
-            parity.join(fact, hosts)
-        case messages.MakeParity():
-            parity.make(fact, tell)
-        case messages.BeginParity(round_id=round_id):
-            parity.begin(round_id)
-        case messages.CancelParity(reason=reason):
-            parity.cancel(reason)
-        case messages.DropParity():
-            parity.drop()
-        case messages.DropShards(round_id=round_id, half=half):
-            parity.drop_buffer(half)
-            tell(messages.ShardsDropped(round_id=round_id))
-        case messages.RebuildImage():
-            parity.rebuild(fact, hosts, tell)
-        case messages.CancelRebuild(reason=reason):
-            parity.rebuilding.cancel(reason)
+    def do(self, fact: Any, hosts: Sequence[m.HostEntry], tell: Report) -> None:
+        """Carry out a parity order of the coordinator; ``tell`` is called with the results."""
+        match fact:
+            case messages.JoinGroup():
+                self.join(fact, hosts)
+            case messages.MakeParity():
+                self.make(fact, tell)
+            case messages.BeginParity(round_id=round_id):
+                self.begin(round_id)
+            case messages.CancelParity(reason=reason):
+                self.cancel(reason)
+            case messages.DropParity():
+                self.drop()
+            case messages.DropShards(round_id=round_id, half=half):
+                self.drop_buffer(half)
+                tell(messages.ShardsDropped(round_id=round_id))
+            case messages.RebuildImage():
+                self.rebuild(fact, hosts, tell)
+            case messages.CancelRebuild(reason=reason):
+                self.rebuilding.cancel(reason)
 
 
-def stored_shards(parity: ParityWorker) -> tuple[messages.ParityShards, ...]:
+def stored_shards(parity: ParityWorker | None) -> tuple[messages.ParityShards, ...]:
     """Return the stored shards as a message for the coordinator."""
     return tuple(
         messages.ParityShards(
@@ -430,7 +423,7 @@ def stored_shards(parity: ParityWorker) -> tuple[messages.ParityShards, ...]:
             parity=row.record.parity,
             images=row.images,
         )
-        for row in parity.shards()
+        for row in (parity.shards() if parity is not None else ())
     )
 
 
@@ -456,7 +449,7 @@ class _ParityRun:
         attempt_id: AttemptId,
         member: MemberFact,
         heads: Mapping[str, bytes],
-        tell: Told,
+        tell: Report,
     ) -> None:
         self.order, self.group, self.attempt_id, self.member = order, group, attempt_id, member
         self.heads, self.tell = heads, tell

@@ -17,7 +17,7 @@ from holdfast.errors import DeadlineExceeded, PeerError
 from holdfast.format.checksum import checksum, text
 from holdfast.format.image import MAX_HEADER_BYTES
 from holdfast.parity.exchange.windows import BudgetedPuller, CancelScope
-from holdfast.parity.planning.record import ImageFact, MemberFact, ParityRecord
+from holdfast.parity.planning.record import ImageFact, MemberFact, MemberImage, ParityRecord
 from holdfast.transport.client import WantedRange
 from holdfast.transport.client_connection import Peer, SignedRequest, failed
 from holdfast.transport.wire import admission as refusals
@@ -27,18 +27,13 @@ _SOON_S, _LATER_S = 0.001, 0.05
 """Delay between two requests of a list: longer each time that its host has not begun."""
 
 
-class ListedImage(msgspec.Struct, frozen=True, array_like=True):
+class ListedImage(MemberImage, frozen=True, array_like=True):
     """An image without its header.
 
     With ``base``, the checksum of an earlier header, the header begins with that one's first
     ``same_before`` bytes, goes on with ``middle``, and ends with that one's last ``same_after``.
     """
 
-    rank: int
-    image_bytes: int
-    data_start: int
-    header_xxh3: str
-    table_xxh3: str
     base: str = ""
     same_before: int = 0
     middle: bytes = b""

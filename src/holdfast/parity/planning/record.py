@@ -45,16 +45,14 @@ _SUM = re.compile(r"[0-9a-f]{16}")
 _MAX_RUN_ID = 256
 
 
-class ImageFact(msgspec.Struct, frozen=True):
-    """One image of a member. Everything behind its header is coded."""
+class MemberImage(msgspec.Struct, frozen=True):
+    """One image of a member, without its header. Everything behind that is coded."""
 
     rank: int
     image_bytes: int
     data_start: int
     header_xxh3: str
     table_xxh3: str
-    head: bytes
-    """The header itself. It keeps the metadata wherever the data can be rebuilt."""
 
     @property
     def image(self) -> ImageId:
@@ -65,6 +63,13 @@ class ImageFact(msgspec.Struct, frozen=True):
     def coded_bytes(self) -> int:
         """Bytes of the data and their block table."""
         return self.image_bytes - self.data_start
+
+
+class ImageFact(MemberImage, frozen=True):
+    """One image of a member."""
+
+    head: bytes
+    """The header itself. It keeps the metadata wherever the data can be rebuilt."""
 
 
 class MemberFact(msgspec.Struct, frozen=True):
