@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.fleet.meter import Meter, Usage, report_all_holds
+from benchmarks.fleet.meter import Meter, report_all_holds
 from benchmarks.fleet.players import PlayedHost
 from benchmarks.fleet.run import RANKS_PER_HOST, Fleet
 from benchmarks.fleet.trainers import Host
@@ -52,8 +52,7 @@ class Story:
 
     def __init__(self, fleet: Fleet, saves: int) -> None:
         self.fleet, self.saves = fleet, saves
-        self.found: list[Usage] = []
-        self.meter: Meter | None = None
+        self.meter = Meter()
         self.traffic: dict[str, Counter[str]] = {}
         self.last_ask: list[tuple[float, float]] = []
         """Wall and processor time from the last host's request to the last grant."""
@@ -68,13 +67,12 @@ class Story:
         await self.start("a start with parity")
         await self.protecting()
         await self.rack_lost()
-        self.found += self.meter.found
 
     async def start(self, what: str, parent: tuple[int, int] | None = None, pin: str = "") -> None:
         """All attach and join."""
-        fleet = self.fleet
+        fleet, meter = self.fleet, self.meter
         await fleet.announce()
-        meter = self.meter = self.meter or Meter(fleet.hosts[0].pid)
+        meter.pid = fleet.hosts[0].pid
         with meter.phase(f"{what}: all hosts call"):
             await fleet.follow()
         with meter.phase(f"{what}: all ranks join"):
@@ -117,12 +115,12 @@ class Story:
     async def last_host_late(self) -> None:
         """A save whose last host asks when all others have, and nobody else says anything."""
         fleet, meter = self.fleet, self.meter
-        request, late = fleet.request(), fleet.played[-1]
-        for host in (*fleet.hosts, *fleet.played[:-1]):
-            host.ask(request)
+        request = fleet.request()
+        for asks in fleet.asks()[:-1]:
+            asks(request)
         await asyncio.sleep(SETTLED_S)
         began_s, used_s = time.monotonic(), meter.loop_s()
-        late.ask(request)
+        fleet.asks()[-1](request)
         save = fleet.save_now
         while save.granted < fleet.world:
             await asyncio.sleep(0.002)
@@ -147,14 +145,13 @@ class Story:
     async def killed(self) -> None:
         """The coordinator is killed, and started by its ranks; all hosts call it."""
         fleet = self.fleet
-        self.found += self.meter.found
         coordinator = fleet.hosts[0]
         await coordinator.kill()
         await asyncio.gather(*(_until_not(played.attached) for played in fleet.played))
         for host in fleet.hosts[1:]:
             host.hang_up()
         await coordinator.connect(range(RANKS_PER_HOST))
-        self.meter = Meter(coordinator.pid)
+        self.meter.pid = coordinator.pid
         what = "coordinator killed"
         with self.meter.phase(f"{what}: all hosts call"):
             await coordinator.assign(0)
@@ -213,7 +210,7 @@ def shown(story: Story, hosts: int) -> str:
             f"{usage.wall_s:.2f}",
             f"{usage.memory_bytes / 1e6:.0f}",
         ]
-        for usage in story.found
+        for usage in story.meter.found
     ]
     head = ["what happens", "loop, CPU s", "all threads, CPU s", "wall s", "memory, MB"]
     parts = [markdown.table(head, rows)]
@@ -266,6 +263,4 @@ async def told(story: Story) -> None:
     try:
         await story.tell()
     finally:
-        if story.meter.found and story.meter.found[-1] not in story.found:
-            story.found += story.meter.found
         story.fleet.end()

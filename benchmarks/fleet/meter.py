@@ -34,10 +34,10 @@ class Usage:
 
 
 class Meter:
-    """Reads a keeper's use phase by phase."""
+    """Reads a keeper's use phase by phase; ``pid`` is that of the keeper now."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
+    def __init__(self) -> None:
+        self.pid = 0
         self.found: list[Usage] = []
 
     @contextmanager

@@ -150,7 +150,8 @@ class PlayedHost:
         """All ranks tell their leaves, once a line."""
         if self._tell_table:
             self._tell_table = False
-            table = m.LeafTable(hash=self.fleet.table_hash, data=self.fleet.leaf_table)
+            # A keeper looks only at the first table of a hash: the others are left out here.
+            table = m.LeafTable(hash=self.fleet.table_hash, data=b"")
             for number in range(self.count):
                 self._say(number, table)
             await self._all_answered()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import msgspec
@@ -139,7 +139,10 @@ class Fleet:
         self.world = count * RANKS_PER_HOST
         for number, played in enumerate(self.played, start=len(self.hosts)):
             played.place(number)
-        self.table = tuple(host.entry() for host in (*self.hosts, *self.played))
+        self.table = (
+            *(host.entry() for host in self.hosts),
+            *(played.entry() for played in self.played),
+        )
         self.leaf_table = leaf_table(self.world, self.leaves)
         self.table_hash = table_hash(self.leaf_table)
         if self.delay is not None:
@@ -177,6 +180,7 @@ class Fleet:
 
     async def tell_tables(self) -> None:
         """All ranks tell their leaves."""
+        await self.hosts[0].ranks[0].tell_table()
         await within(host.tell_tables() for host in self.hosts)
         await within(played.tell_tables() for played in self.played)
 
@@ -200,11 +204,13 @@ class Fleet:
     async def save(self, *, durable: bool = False) -> Save:
         """One save of all ranks, up to the word that all have captured."""
         request = self.request(durable=durable)
-        for host in self.hosts:
-            host.ask(request)
-        for played in self.played:
-            played.ask(request)
+        for ask in self.asks():
+            ask(request)
         return await self.ended()
+
+    def asks(self) -> list[Callable[[m.RequestCapture], None]]:
+        """For each host, what has all its ranks ask for a slot."""
+        return [host.ask for host in self.hosts] + [played.ask for played in self.played]
 
     async def ended(self) -> Save:
         """The save under way, when all ranks have heard what became of it."""

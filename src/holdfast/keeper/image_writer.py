@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from holdfast.catalogue import image_path, part_path
 from holdfast.errors import ChecksumMismatch
@@ -24,6 +24,9 @@ from holdfast.persist.writer import (
     write_image,
 )
 from holdfast.storage.base import Store
+
+if TYPE_CHECKING:
+    from holdfast.keeper.jobs import RemoteImages
 
 IMAGES_AT_ONCE = 4
 
@@ -57,23 +60,6 @@ class ImageJob:
         self.arrival.copied(self.size_bytes)
 
 
-class RemotePart(Protocol):
-    """The images of an attempt that another host's keeper writes."""
-
-    @property
-    def values(self) -> bytes:
-        """Values of rank 0's image, if it is among them; known when all is written."""
-        ...
-
-    def write(self) -> list[StoredPart]:
-        """Have the images written; blocks. Raises PersistFailed on failure."""
-        ...
-
-    def abort(self, reason: str) -> None:
-        """Cancel the write: ``write`` then ends soon, in another thread."""
-        ...
-
-
 @dataclass(slots=True)
 class PersistJob:
     """One attempt to be written to storage."""
@@ -86,7 +72,7 @@ class PersistJob:
     layout_data: bytes
     images: dict[int, ImageJob]
     """The images that this keeper writes itself."""
-    shares: Sequence[RemotePart] = ()
+    shares: Sequence[RemoteImages] = ()
     """The images of other hosts, which their keepers write."""
     is_ring: bool = False
     is_complete: threading.Event = field(default_factory=threading.Event)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 from holdfast.catalogue import (
@@ -34,6 +35,7 @@ from holdfast.keeper.image_writer import (
     PersistJob,
     shown_values,
 )
+from holdfast.keeper.jobs import write_all
 from holdfast.persist import commit
 from holdfast.persist.frozen_parts import StoredPart
 from holdfast.persist.pins import mend, pinned
@@ -118,13 +120,12 @@ class Persister:
         self._record(job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
         with ThreadPoolExecutor(_images_at_once(job)) as pool:
-            futures = [pool.submit(share.write) for share in job.shares]
+            futures = [pool.submit(write_all, job.shares, partial(_fail, job))]
             futures += [pool.submit(self._persist_image, job, i) for i in job.images.values()]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             failures = [error for future in done if (error := future.exception()) is not None]
             if failures:
-                job.stop(f"another image failed: {failures[0]}")
-                job.broke(str(failures[0]))
+                _fail(job, str(failures[0]))
                 raise failures[0]
             stored = [one for future in futures for one in future.result()]
         if not job.is_complete.wait(self._stall_s) or job.aborted:
@@ -249,7 +250,13 @@ def _images_at_once(job: PersistJob) -> int:
     is written.
     """
     own = len(job.images) if job.has_rings else min(IMAGES_AT_ONCE, len(job.images))
-    return own + len(job.shares)
+    return own + 1  # which waits for all other hosts
+
+
+def _fail(job: PersistJob, reason: str) -> None:
+    """Stop writing, because an image could not be written."""
+    job.stop(f"another image failed: {reason}")
+    job.broke(reason)
 
 
 def _values_document(job: PersistJob) -> dict[str, Any]:
