@@ -2,7 +2,8 @@
 
 A few hosts have real keepers, the others are played: each is a sealed line to the coordinator's
 keeper that says what a keeper says. A whole life of a run: all attach, join, save, the coordinator
-is killed, a rack is lost and its images are made anew.
+is killed, a rack is lost and its images are made anew. Where all keepers are real (``--real`` as
+many as ``--hosts``), hosts and a rack are lost in truth, and what was captured is compared.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.fleet.meter import Meter, report_all_holds
+from benchmarks.fleet.losses import Losses, racks
+from benchmarks.fleet.meter import Hold, Meter, holds_in, report_all_holds
 from benchmarks.fleet.players import PlayedHost
 from benchmarks.fleet.run import RANKS_PER_HOST, Fleet
 from benchmarks.fleet.trainers import Host
 from benchmarks.kit import markdown, processes
 from benchmarks.kit.options import Parser
-from holdfast.events import LoopHeld
-from holdfast.observe.log import read_events
 
 RACK = 16
 #: What the keeper does when nobody asks for anything is watched for so long.
@@ -35,7 +35,13 @@ SETTLED_S = 1.0
 
 
 def make(root: Path, options: Namespace) -> Fleet:
-    """The hosts of the run: those that are real are one group of parity."""
+    """The hosts of the run: those that are real are one group of parity, if some are played."""
+    if options.real >= options.hosts:
+        fleet = Fleet(root, leaves=options.leaves, parity=options.parity)
+        for number, rack in enumerate(racks(options.hosts)):
+            address = f"127.0.{number // 200 + 1}.{number % 200 + 1}"
+            fleet.hosts.append(Host(fleet, f"n{number:05}", address, rack))
+        return fleet
     fleet = Fleet(root, leaves=options.leaves)
     stride = options.hosts // options.real
     for number in range(options.hosts):
@@ -148,25 +154,19 @@ class Story:
         coordinator = fleet.hosts[0]
         await coordinator.kill()
         await asyncio.gather(*(_until_not(played.attached) for played in fleet.played))
-        for host in fleet.hosts[1:]:
-            host.hang_up()
+        others = range(1, len(fleet.hosts))
+        what = "coordinator killed"
         await coordinator.connect(range(RANKS_PER_HOST))
         self.meter.pid = coordinator.pid
-        what = "coordinator killed"
         with self.meter.phase(f"{what}: all hosts call"):
             await coordinator.assign(0)
             await coordinator.join()
             await asyncio.gather(*(played.attached.wait() for played in fleet.played))
-            await asyncio.gather(*(self.back(n, h) for n, h in enumerate(fleet.hosts) if n))
+            await asyncio.gather(*map(fleet.call_again, others))
         with self.meter.phase(f"{what}: all ranks join"):
             await asyncio.gather(*(host.join() for host in fleet.hosts[1:]))
             await asyncio.gather(*(played.join() for played in fleet.played))
         await self.first_saves(what)
-
-    async def back(self, number: int, host: Host) -> None:
-        """The ranks of a host call their keeper again."""
-        await host.connect(range(number * RANKS_PER_HOST, (number + 1) * RANKS_PER_HOST))
-        await host.assign(number)
 
     async def rack_lost(self) -> None:
         """A rack is lost at once; a start without it makes its images anew."""
@@ -200,24 +200,32 @@ async def _until_not(event: asyncio.Event) -> None:
         await asyncio.sleep(0.05)
 
 
-def shown(story: Story, hosts: int) -> str:
-    """The tables."""
-    rows = [
-        [
-            usage.phase,
-            f"{usage.loop_s:.3f}",
-            f"{usage.all_s:.2f}",
-            f"{usage.wall_s:.2f}",
-            f"{usage.memory_bytes / 1e6:.0f}",
-        ]
-        for usage in story.meter.found
-    ]
+def shown(meter: Meter, holds: Sequence[Hold]) -> str:
+    """The table of what the coordinator's keeper used, and how long the loop of any was held."""
+    rows, since_s = [], 0.0
+    for usage in meter.found:
+        there = [hold.held_s for hold in holds if since_s < hold.ended_s <= usage.ended_s]
+        since_s = usage.ended_s
+        rows.append(
+            [
+                usage.phase,
+                f"{usage.loop_s:.3f}",
+                f"{usage.all_s:.2f}",
+                f"{usage.wall_s:.2f}",
+                f"{usage.memory_bytes / 1e6:.0f}",
+                f"{len(there)}, {max(there):.2f}" if there else "",
+            ]
+        )
     head = ["what happens", "loop, CPU s", "all threads, CPU s", "wall s", "memory, MB"]
-    parts = [markdown.table(head, rows)]
-    parts.append(
+    return markdown.table([*head, "loops held, s"], rows)
+
+
+def shown_traffic(story: Story, hosts: int) -> str:
+    """What was said in saves, and how long the last host's request took to become a grant."""
+    parts = [
         "From the last host's request to the last grant, wall s and CPU s of the loop: "
         + ", ".join(f"{wall:.3f} {used:.3f}" for wall, used in story.last_ask)
-    )
+    ]
     for what, traffic in story.traffic.items():
         kinds = [kind for kind in traffic if not kind.endswith(" bytes")]
         rows = []
@@ -230,6 +238,15 @@ def shown(story: Story, hosts: int) -> str:
     return "\n\n".join(parts)
 
 
+def shown_holds(holds: Sequence[Hold], ticks: float) -> str:
+    """How often loops were held, and how long."""
+    longest = max((hold.held_s for hold in holds), default=0.0)
+    return (
+        f"Loops were held for more than 50 ms {len(holds)} times in {ticks:.0f} ticks of all real "
+        f"keepers, {longest:.3f} s at most."
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     """1 where a save came to nothing that should not."""
     parser = Parser("fleet", __doc__, quick="128 hosts", quick_settings={"hosts": 128, "saves": 2})
@@ -237,6 +254,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--real", type=int, default=8, help="how many have real keepers (8)")
     parser.add_argument("--leaves", type=int, default=16, help="of the state (16)")
     parser.add_argument("--saves", type=int, default=5, help="of each kind (5)")
+    parser.add_argument("--parity", type=int, default=2, help="where all keepers are real (2)")
     options = parser.parse(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -244,21 +262,27 @@ def main(arguments: Sequence[str]) -> int:
         os.environ["HOLDFAST_ARENA_DIR"] = f"{directory}/arena"
         os.environ["PYTHONPATH"] = report_all_holds(Path(directory, "changes"))
         fleet = make(Path(directory, "root"), options)
-        story = Story(fleet, options.saves)
+        are_real = not fleet.played
+        story = Losses(fleet, options.saves) if are_real else Story(fleet, options.saves)
+        began_s = time.monotonic()
         try:
             asyncio.run(told(story))
         finally:
             processes.end_descendants(0)
-            holds = list(read_events(fleet.root, LoopHeld))
-            print(shown(story, options.hosts))
-    for hold in holds:
-        print(f"held: {hold.host} {hold.times} {hold.longest_s:.3f}")
+            holds = holds_in(fleet.root)
+            print(
+                f"{options.hosts} hosts, {options.leaves} leaves:\n\n{shown(story.meter, holds)}\n"
+            )
+            if isinstance(story, Story):
+                print(f"{shown_traffic(story, options.hosts)}\n")
+            ticks = (time.monotonic() - began_s) / 0.1 * len(fleet.hosts)
+            print(shown_holds(holds, ticks))
     for reason in fleet.aborted:
         print(f"came to nothing: {reason}", file=sys.stderr)
     return int(bool(fleet.aborted))
 
 
-async def told(story: Story) -> None:
+async def told(story: Story | Losses) -> None:
     """The story, to its end or its failure."""
     try:
         await story.tell()

@@ -97,7 +97,7 @@ class Fleet:
         """Agreed layouts by hash."""
         self.incarnation = 0
         self.nonce = ""
-        self.step = 0
+        self.step = self.world = 0
         self.save_now = Save(-1, 0)
         self.traffic: Counter[str] = Counter()
         """Messages between played hosts and the coordinator by kind, and their bytes."""
@@ -183,6 +183,23 @@ class Fleet:
         await self.hosts[0].ranks[0].tell_table()
         await within(host.tell_tables() for host in self.hosts)
         await within(played.tell_tables() for played in self.played)
+
+    async def back(self, number: int) -> None:
+        """The ranks of a real host call their keeper again, and take their places."""
+        await self.call_again(number)
+        await self.hosts[number].join()
+
+    async def call_again(self, number: int) -> None:
+        """The ranks of a real host call their keeper again, and it has its role again."""
+        host, first = self.hosts[number], number * RANKS_PER_HOST
+        await host.connect(range(first, first + RANKS_PER_HOST))
+        await host.assign(number)
+
+    async def coordinator_killed(self) -> None:
+        """Kill the coordinator; its ranks start another keeper, and all real hosts are back."""
+        await self.hosts[0].kill()
+        await self.back(0)
+        await within(self.back(number) for number in range(1, len(self.hosts)))
 
     # ── saves ────────────────────────────────────────────────────────────────────────────────────
 
