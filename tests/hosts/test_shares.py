@@ -20,7 +20,7 @@ from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.image_writer import PersistJob
-from holdfast.keeper.jobs import Background, RemoteImages
+from holdfast.keeper.jobs import Background, RemoteImages, write_all
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotFile, SlotRecord
 from holdfast.storage.local import LocalStore
@@ -73,7 +73,7 @@ def test_what_waits_for_storage_is_let_go_when_the_hosts_are_numbered_anew() -> 
     assert job.aborted == "a newer one began"
     mind.said.clear()
     with pytest.raises(PersistFailed, match="a newer one began"):
-        job.shares[0].write()
+        write_all(job.shares)
     assert mind.said == []
 
 
@@ -82,7 +82,7 @@ def test_no_host_is_told_to_write_what_lies_on_another() -> None:
     job = mind.start()
     mind.attempt.slots = {0: slot_id_of(2, 0)}
     with pytest.raises(PersistFailed, match="out of reach"):
-        job.shares[0].write()
+        write_all(job.shares)
     assert mind.said == []
 
 
@@ -117,7 +117,7 @@ def share(**limits: float) -> tuple[RemoteImages, list[str]]:
 def test_a_host_that_writes_nothing_for_long_is_named() -> None:
     one, stopped = share(stall_s=0.2)
     with pytest.raises(PersistFailed, match="host b has written nothing"):
-        one.write()
+        write_all([one])
     assert stopped
 
 
@@ -125,8 +125,35 @@ def test_a_host_that_does_not_stop_is_not_waited_for() -> None:
     one, stopped = share(end_s=0.2)
     threading.Timer(0.1, one.abort, ["not wanted"]).start()
     with pytest.raises(PersistFailed, match="host b has written nothing"):
-        one.write()
+        write_all([one])
     assert stopped[0] == "not wanted"
+
+
+def test_one_thread_waits_for_all_hosts_and_the_first_failure_stops_the_others() -> None:
+    shares = [RemoteImages(f"h{n}", frozenset({n}), lambda: None, lambda _: None) for n in range(9)]
+    told: list[str] = []
+
+    def failed(reason: str) -> None:
+        told.append(reason)
+        for other in shares:
+            other.abort(reason)
+        for other in shares[:7]:
+            other.end("it was stopped")
+
+    threads = threading.active_count()
+    threading.Timer(0.1, shares[7].end, ["no room"]).start()
+    threading.Timer(0.3, shares[8].end).start()
+    with pytest.raises(PersistFailed, match="host h7: no room"):
+        write_all(shares, failed)
+    assert told == ["host h7: no room"]
+    assert threading.active_count() <= threads + 1
+
+
+def test_a_host_that_ends_without_a_receipt_has_not_written() -> None:
+    one, _ = share()
+    threading.Timer(0.1, one.end).start()
+    with pytest.raises(PersistFailed, match="no receipt for ranks"):
+        write_all([one])
 
 
 def test_a_host_that_serves_its_images_on_another_port_says_so_when_it_attaches() -> None:

@@ -235,8 +235,8 @@ class Ranks:
 
     def have_all_left(self, world: int) -> bool:
         """Return True if every rank of the run said goodbye."""
-        there = [self._by_rank[rank] for rank in range(world) if rank in self._by_rank]
-        return world > 0 and len(there) == world and all(c.said_goodbye for c in there)
+        there = self._by_rank.values()
+        return 0 < world == len(there) and all(c.said_goodbye for c in there)
 
 
 def peer_of(writer: asyncio.StreamWriter) -> SlotWriter | None:

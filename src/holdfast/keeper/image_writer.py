@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from holdfast.catalogue import image_path, part_path
 from holdfast.errors import ChecksumMismatch
@@ -25,6 +26,9 @@ from holdfast.persist.writer import (
     write_image,
 )
 from holdfast.storage.base import Store
+
+if TYPE_CHECKING:
+    from holdfast.keeper.jobs import RemoteImages
 
 IMAGES_AT_ONCE = 4
 
@@ -79,9 +83,9 @@ class HostWrite:
         for image in self.images.values():
             image.arrival.abort(reason)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, reason: str) -> None:
         """Stop writing, because one image cannot be written."""
-        self.stop(f"another image failed: {error}")
+        self.stop(f"another image failed: {reason}")
 
 
 @dataclass
@@ -117,10 +121,10 @@ class PersistJob(HostWrite):
         for share in self.shares:
             share.abort(reason)
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, reason: str) -> None:
         """Stop writing, and report it before all writers have ended."""
-        super().fail(error)
-        self.broke(str(error))
+        super().fail(reason)
+        self.broke(reason)
 
 
 def write_together(
@@ -132,7 +136,7 @@ def write_together(
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         failures = [error for future in done if (error := future.exception()) is not None]
         if failures:
-            job.fail(failures[0])
+            job.fail(str(failures[0]))
             raise failures[0]
         return [one for future in futures for one in future.result()]
 

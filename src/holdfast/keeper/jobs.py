@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterable, Set
+from collections.abc import Callable, Collection, Coroutine, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -48,44 +48,46 @@ class RemoteImages:
         self._begin, self._stop = begin, stop
         self._stall_s, self._end_s = stall_s, end_s
         self._moved_s = time.monotonic()
-        self._is_aborted = False
-        self._ended = threading.Event()
+        self._is_aborted = self._has_ended = False
+        self._ended: Callable[[RemoteImages], None] = lambda _: None
         self._failure = ""
 
-    def write(self) -> list[StoredPart]:
-        """Have the images written; blocks, on a thread of the persister. Raises PersistFailed."""
+    def write(self, ended: Callable[[RemoteImages], None]) -> None:
+        """Have the images written; ``ended`` is called with this object when that is over. On a
+        thread of the persister.
+        """
+        self._ended = ended
         self.progressed()
         self._begin()
-        self._wait()
-        if self._failure:
-            raise PersistFailed(self._failure)
-        if self.stored.keys() != self.ranks:
-            missing = sorted(self.ranks - self.stored.keys())
-            raise PersistFailed(f"host {self.host} gave no receipt for ranks {missing}")
-        return list(self.stored.values())
 
-    def _wait(self) -> None:
-        """Wait until all is written, or no progress is made for too long: a keeper may live and yet
+    def failure(self) -> str:
+        """Return why the write that ended is incomplete, "" if it is complete."""
+        if self._failure or self.stored.keys() == self.ranks:
+            return self._failure
+        return (
+            f"host {self.host} gave no receipt for ranks {sorted(self.ranks - self.stored.keys())}"
+        )
+
+    def stalled(self) -> str:
+        """Return why this host is waited for no longer, "" while it is: a keeper may live and yet
         hang.
-
-        Raises PersistFailed on a stall.
         """
-        while not self._ended.wait(_LOOK_S):
-            quiet_s = time.monotonic() - self._moved_s
-            if quiet_s > (self._end_s if self._is_aborted else self._stall_s):
-                self._stop("nothing was heard of it for too long")
-                raise PersistFailed(
-                    f"host {self.host} has written nothing for {quiet_s:.0f} s: look at its keeper "
-                    "and at its way to storage"
-                )
+        quiet_s = time.monotonic() - self._moved_s
+        if quiet_s <= (self._end_s if self._is_aborted else self._stall_s):
+            return ""
+        self._stop("nothing was heard of it for too long")
+        return (
+            f"host {self.host} has written nothing for {quiet_s:.0f} s: look at its keeper and at "
+            "its way to storage"
+        )
 
     def progressed(self) -> None:
         """Record progress."""
         self._moved_s = time.monotonic()
 
     def abort(self, reason: str) -> None:
-        """Cancel the write: ``write`` then ends soon, in another thread."""
-        if not self._ended.is_set():
+        """Cancel the write; see ``write_all``."""
+        if not self._has_ended:
             if not self._is_aborted:
                 self._is_aborted = True
                 self.progressed()  # restarts the timeout: a short time remains to end
@@ -100,9 +102,38 @@ class RemoteImages:
 
     def end(self, reason: str = "") -> None:
         """Handle the end of the write; ``reason``: why it is incomplete, "" if it is complete."""
-        if not self._ended.is_set():
+        if not self._has_ended:
             self._failure = f"host {self.host}: {reason}" if reason else ""
-            self._ended.set()
+            self._has_ended = True
+            self._ended(self)
+
+
+def write_all(
+    shares: Collection[RemoteImages], failed: Callable[[str], None] = lambda _: None
+) -> list[StoredPart]:
+    """Have the images of all these hosts written; blocks. One thread waits for thousands of hosts.
+
+    The first failure is told to ``failed``, which aborts the others, and raised as PersistFailed
+    when all have ended.
+    """
+    ended: queue.SimpleQueue[RemoteImages] = queue.SimpleQueue()
+    waiting, reasons = dict.fromkeys(shares), list[str]()
+    for share in shares:
+        share.write(ended.put)
+    while waiting:
+        try:
+            over = ended.get(timeout=_LOOK_S)
+            found = {over: over.failure()}
+        except queue.Empty:
+            found = {share: why for share in waiting if (why := share.stalled())}
+        for share, why in found.items():
+            waiting.pop(share, None)
+            reasons += [why] if why else []
+            if why and len(reasons) == 1:
+                failed(why)
+    if reasons:
+        raise PersistFailed(reasons[0])
+    return [stored for share in shares for stored in share.stored.values()]
 
 
 # Runs blocking work beside the keeper's event loop, and returns its results to the loop.

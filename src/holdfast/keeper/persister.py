@@ -33,6 +33,7 @@ from holdfast.keeper.image_writer import (
     shown_values,
     write_together,
 )
+from holdfast.keeper.jobs import write_all
 from holdfast.persist import commit
 from holdfast.persist.pins import mend, pinned
 from holdfast.policy.when import Keep
@@ -115,9 +116,10 @@ class Persister:
         started_s = time.monotonic()
         self._record(job.incarnation)
         commit.write_layout(self.store, job.layout, job.layout_data)
-        writes = [share.write for share in job.shares]
-        writes += [partial(self._images.write, job, image) for image in job.images.values()]
-        stored = write_together(job, writes, job.at_once + len(job.shares))
+        writes = [partial(self._images.write, job, image) for image in job.images.values()]
+        if job.shares:
+            writes.append(partial(write_all, job.shares, job.fail))
+        stored = write_together(job, writes, job.at_once + bool(job.shares))
         if not job.is_complete.wait(self._stall_s) or job.aborted:
             raise PersistFailed(job.aborted or "the generation was never complete on all ranks")
         document = _values_document(job)

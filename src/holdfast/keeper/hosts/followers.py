@@ -276,9 +276,9 @@ class FollowerRegistry:
 
     def _order(self, job: PersistJob, host: int, share: RemoteImages) -> None:
         follower, attempt = self._by_host.get(host), self._coordinator.attempts.get(job.attempt)
-        where = attempt.slots.items() if attempt is not None else ()
-        there = {rank for rank, slot in where if host_of(slot) == host}
-        if job.aborted or follower is None or attempt is None or not share.ranks <= there:
+        where = attempt.slots if attempt is not None else {}
+        are_there = all(rank in where and host_of(where[rank]) == host for rank in share.ranks)
+        if job.aborted or follower is None or attempt is None or not are_there:
             share.end(job.aborted or "its keeper is out of reach")
             return
         follower.shares[job.directory] = share

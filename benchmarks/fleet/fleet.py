@@ -1,0 +1,290 @@
+"""Measure what a run of very many hosts costs its coordinator, over real sockets.
+
+A few hosts have real keepers, the others are played: each is a sealed line to the coordinator's
+keeper that says what a keeper says. A whole life of a run: all attach, join, save, the coordinator
+is killed, a rack is lost and its images are made anew. Where all keepers are real (``--real`` as
+many as ``--hosts``), hosts and a rack are lost in truth, and what was captured is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.fleet.losses import Losses, racks
+from benchmarks.fleet.meter import Hold, Meter, holds_in, report_all_holds
+from benchmarks.fleet.players import PlayedHost
+from benchmarks.fleet.run import RANKS_PER_HOST, Fleet
+from benchmarks.fleet.trainers import Host
+from benchmarks.kit import markdown, processes
+from benchmarks.kit.options import Parser
+
+RACK = 16
+#: What the keeper does when nobody asks for anything is watched for so long.
+IDLE_S = 5.0
+SETTLED_S = 1.0
+
+
+def make(root: Path, options: Namespace) -> Fleet:
+    """The hosts of the run: those that are real are one group of parity, if some are played."""
+    if options.real >= options.hosts:
+        fleet = Fleet(root, leaves=options.leaves, parity=options.parity)
+        for number, rack in enumerate(racks(options.hosts)):
+            address = f"127.0.{number // 200 + 1}.{number % 200 + 1}"
+            fleet.hosts.append(Host(fleet, f"n{number:05}", address, rack))
+        return fleet
+    fleet = Fleet(root, leaves=options.leaves)
+    stride = options.hosts // options.real
+    for number in range(options.hosts):
+        name, rack = f"n{number:05}", f"rack{number // RACK:04}"
+        if number % stride == 0 and len(fleet.hosts) < options.real:
+            fleet.hosts.append(Host(fleet, name, "127.0.0.1", rack))
+        else:
+            fleet.played.append(PlayedHost(fleet, name, RANKS_PER_HOST, rack))
+    return fleet
+
+
+class Story:
+    """One life of a run, and what its coordinator used in each phase."""
+
+    def __init__(self, fleet: Fleet, saves: int) -> None:
+        self.fleet, self.saves = fleet, saves
+        self.meter = Meter()
+        self.traffic: dict[str, Counter[str]] = {}
+        self.last_ask: list[tuple[float, float]] = []
+        """Wall and processor time from the last host's request to the last grant."""
+
+    async def tell(self) -> None:
+        """The whole life."""
+        fleet = self.fleet
+        await self.start("the first start")
+        await self.saving()
+        await self.killed()
+        fleet.parity = 1
+        await self.start("a start with parity")
+        await self.protecting()
+        await self.rack_lost()
+
+    async def start(self, what: str, parent: tuple[int, int] | None = None, pin: str = "") -> None:
+        """All attach and join."""
+        fleet, meter = self.fleet, self.meter
+        await fleet.announce()
+        meter.pid = fleet.hosts[0].pid
+        with meter.phase(f"{what}: all hosts call"):
+            await fleet.follow()
+        with meter.phase(f"{what}: all ranks join"):
+            await fleet.join()
+            await fleet.adopt(parent, pin)
+        await self.first_saves(what)
+
+    async def first_saves(self, what: str) -> None:
+        """The leaves are told; slots are made ahead of need after the first saves."""
+        fleet, meter = self.fleet, self.meter
+        with meter.phase(f"{what}: all ranks tell their leaves"):
+            await fleet.tell_tables()
+        with meter.phase(f"{what}: first save"):
+            await fleet.save()
+            await self.protected()
+        for _ in range(3):
+            await fleet.save()
+            await self.protected()
+            await asyncio.sleep(SETTLED_S)  # slots are made ahead of need
+
+    async def saving(self) -> None:
+        """Steady saves, one whose last host is late, one that is stored, and none."""
+        fleet, meter = self.fleet, self.meter
+        for _ in range(self.saves):
+            gc.collect()
+            fleet.traffic.clear()
+            with meter.phase("steady save"):
+                await fleet.save()
+                await asyncio.sleep(SETTLED_S)
+        self.traffic["steady save"] = Counter(fleet.traffic)
+        for _ in range(self.saves):
+            await self.last_host_late()
+        with meter.phase(f"nothing, for {IDLE_S:g} s"):
+            await asyncio.sleep(IDLE_S)
+        with meter.phase("durable save"):
+            save = await fleet.save(durable=True)
+            await save.stored.wait()
+        assert save.is_durable, save.reasons
+
+    async def last_host_late(self) -> None:
+        """A save whose last host asks when all others have, and nobody else says anything."""
+        fleet, meter = self.fleet, self.meter
+        request = fleet.request()
+        for asks in fleet.asks()[:-1]:
+            asks(request)
+        await asyncio.sleep(SETTLED_S)
+        began_s, used_s = time.monotonic(), meter.loop_s()
+        fleet.asks()[-1](request)
+        save = fleet.save_now
+        while save.granted < fleet.world:
+            await asyncio.sleep(0.002)
+        self.last_ask.append((save.granted_s - began_s, meter.loop_s() - used_s))
+        await fleet.ended()
+
+    async def protected(self) -> None:
+        """Wait until hosts keep parity of the last save, if they do."""
+        if self.fleet.parity:
+            await self.fleet.save_now.shielded.wait()
+            assert self.fleet.save_now.is_protected, self.fleet.save_now.reasons
+
+    async def protecting(self) -> None:
+        """Saves with parity."""
+        for _ in range(self.saves):
+            self.fleet.traffic.clear()
+            with self.meter.phase("save, and parity of it"):
+                await self.fleet.save()
+                await self.protected()
+        self.traffic["save, and parity of it"] = Counter(self.fleet.traffic)
+
+    async def killed(self) -> None:
+        """The coordinator is killed, and started by its ranks; all hosts call it."""
+        fleet = self.fleet
+        coordinator = fleet.hosts[0]
+        await coordinator.kill()
+        await asyncio.gather(*(_until_not(played.attached) for played in fleet.played))
+        others = range(1, len(fleet.hosts))
+        what = "coordinator killed"
+        await coordinator.connect(range(RANKS_PER_HOST))
+        self.meter.pid = coordinator.pid
+        with self.meter.phase(f"{what}: all hosts call"):
+            await coordinator.assign(0)
+            await coordinator.join()
+            await asyncio.gather(*(played.attached.wait() for played in fleet.played))
+            await asyncio.gather(*map(fleet.call_again, others))
+        with self.meter.phase(f"{what}: all ranks join"):
+            await asyncio.gather(*(host.join() for host in fleet.hosts[1:]))
+            await asyncio.gather(*(played.join() for played in fleet.played))
+        await self.first_saves(what)
+
+    async def rack_lost(self) -> None:
+        """A rack is lost at once; a start without it makes its images anew."""
+        fleet, meter = self.fleet, self.meter
+        last = fleet.played[-1].domain
+        lost = [played for played in fleet.played if played.domain == last]
+        with meter.phase("a rack is lost"):
+            for played in lost:
+                played.stop()
+            await asyncio.sleep(SETTLED_S)
+        fleet.played = [played for played in fleet.played if played not in lost]
+        parent, pin = (fleet.incarnation, fleet.save_now.step), fleet.save_now.attempt
+        await fleet.announce()
+        with meter.phase("after the loss: all hosts call"):
+            await fleet.follow()
+        with meter.phase("after the loss: all ranks join"):
+            await fleet.join()
+        fleet.traffic.clear()
+        with meter.phase("after the loss: regrouped, images made anew"):
+            await fleet.adopt(parent, pin)
+            while fleet.traffic["RebuildComplete"] < len(lost) * RANKS_PER_HOST:
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(SETTLED_S)
+        await fleet.tell_tables()
+        with meter.phase("after the loss: first save"):
+            await fleet.save()
+
+
+async def _until_not(event: asyncio.Event) -> None:
+    while event.is_set():
+        await asyncio.sleep(0.05)
+
+
+def shown(meter: Meter, holds: Sequence[Hold]) -> str:
+    """The table of what the coordinator's keeper used, and how long the loop of any was held."""
+    rows, since_s = [], 0.0
+    for usage in meter.found:
+        there = [hold.held_s for hold in holds if since_s < hold.ended_s <= usage.ended_s]
+        since_s = usage.ended_s
+        rows.append(
+            [
+                usage.phase,
+                f"{usage.loop_s:.3f}",
+                f"{usage.all_s:.2f}",
+                f"{usage.wall_s:.2f}",
+                f"{usage.memory_bytes / 1e6:.0f}",
+                f"{len(there)}, {max(there):.2f}" if there else "",
+            ]
+        )
+    head = ["what happens", "loop, CPU s", "all threads, CPU s", "wall s", "memory, MB"]
+    return markdown.table([*head, "loops held, s"], rows)
+
+
+def shown_traffic(story: Story, hosts: int) -> str:
+    """What was said in saves, and how long the last host's request took to become a grant."""
+    parts = [
+        "From the last host's request to the last grant, wall s and CPU s of the loop: "
+        + ", ".join(f"{wall:.3f} {used:.3f}" for wall, used in story.last_ask)
+    ]
+    for what, traffic in story.traffic.items():
+        kinds = [kind for kind in traffic if not kind.endswith(" bytes")]
+        rows = []
+        for kind in kinds:
+            count, size = traffic[kind], traffic[f"{kind} bytes"]
+            rows.append([kind, f"{count / hosts:.3f}", f"{size / count:.0f}"])
+        head = ["message", "a host", "bytes"]
+        parts.append(f"Messages of a host, and bytes of one ({what}):\n\n")
+        parts[-1] += markdown.table(head, rows)
+    return "\n\n".join(parts)
+
+
+def shown_holds(holds: Sequence[Hold], ticks: float) -> str:
+    """How often loops were held, and how long."""
+    longest = max((hold.held_s for hold in holds), default=0.0)
+    return (
+        f"Loops were held for more than 50 ms {len(holds)} times in {ticks:.0f} ticks of all real "
+        f"keepers, {longest:.3f} s at most."
+    )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """1 where a save came to nothing that should not."""
+    parser = Parser("fleet", __doc__, quick="128 hosts", quick_settings={"hosts": 128, "saves": 2})
+    parser.add_argument("--hosts", type=int, default=2048, help="how many (2048)")
+    parser.add_argument("--real", type=int, default=8, help="how many have real keepers (8)")
+    parser.add_argument("--leaves", type=int, default=16, help="of the state (16)")
+    parser.add_argument("--saves", type=int, default=5, help="of each kind (5)")
+    parser.add_argument("--parity", type=int, default=2, help="where all keepers are real (2)")
+    options = parser.parse(arguments)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-bench-") as directory:
+        os.environ["HOLDFAST_ARENA_DIR"] = f"{directory}/arena"
+        os.environ["PYTHONPATH"] = report_all_holds(Path(directory, "changes"))
+        fleet = make(Path(directory, "root"), options)
+        are_real = not fleet.played
+        story = Losses(fleet, options.saves) if are_real else Story(fleet, options.saves)
+        began_s = time.monotonic()
+        try:
+            asyncio.run(told(story))
+        finally:
+            processes.end_descendants(0)
+            holds = holds_in(fleet.root)
+            print(
+                f"{options.hosts} hosts, {options.leaves} leaves:\n\n{shown(story.meter, holds)}\n"
+            )
+            if isinstance(story, Story):
+                print(f"{shown_traffic(story, options.hosts)}\n")
+            ticks = (time.monotonic() - began_s) / 0.1 * len(fleet.hosts)
+            print(shown_holds(holds, ticks))
+    for reason in fleet.aborted:
+        print(f"came to nothing: {reason}", file=sys.stderr)
+    return int(bool(fleet.aborted))
+
+
+async def told(story: Story | Losses) -> None:
+    """The story, to its end or its failure."""
+    try:
+        await story.tell()
+    finally:
+        story.fleet.end()

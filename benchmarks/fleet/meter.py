@@ -1,0 +1,99 @@
+"""Read what one keeper uses: processor time of its loop and of all its threads, and memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.kit import processes
+from holdfast.observe.log import trails
+
+#: Has keepers report each time that their loop was held, and not once a minute.
+IN_KEEPER = """
+import sys
+if "holdfast.keeper" in sys.orig_argv:
+    from holdfast.keeper import loop_watch
+    loop_watch.LoopWatch.__init__.__kwdefaults__["report_s"] = 0.0
+"""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the coordinator's keeper used in one phase."""
+
+    phase: str
+    loop_s: float = 0.0
+    """Processor time of the thread that its loop runs on."""
+    all_s: float = 0.0
+    wall_s: float = 0.0
+    memory_bytes: int = 0
+    """Private memory at the end of the phase."""
+    ended_s: float = 0.0
+    """When it ended, by the clock of the wall."""
+
+
+class Meter:
+    """Reads a keeper's use phase by phase; ``pid`` is that of the keeper now."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.found: list[Usage] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Usage]:
+        """What is used meanwhile; of a keeper that is started meanwhile, all."""
+        usage = Usage(name)
+        began, began_s = {self.pid: self._used()}, time.monotonic()
+        yield usage
+        loop_s, all_s = self._used()
+        before = began.get(self.pid, (0.0, 0.0))
+        usage.wall_s = time.monotonic() - began_s
+        usage.loop_s, usage.all_s = loop_s - before[0], all_s - before[1]
+        usage.memory_bytes = processes.memory(self.pid).get("private", 0)
+        usage.ended_s = time.time()
+        self.found.append(usage)
+        print(f"{name}: {usage.loop_s:.3f} s", file=sys.stderr, flush=True)
+
+    def _used(self) -> tuple[float, float]:
+        return self.loop_s(), processes.processor_s({self.pid})
+
+    def loop_s(self) -> float:
+        """Processor time of the loop's thread so far; 0 of a keeper that is gone."""
+        try:
+            schedule = Path(f"/proc/{self.pid}/task/{self.pid}/schedstat").read_text()
+        except OSError:
+            return 0.0
+        return int(schedule.split()[0]) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A time for which the loop of a keeper answered nobody."""
+
+    host: str
+    ended_s: float
+    held_s: float
+
+
+def holds_in(root: Path) -> list[Hold]:
+    """All that keepers reported, in the order of time."""
+    found = []
+    for path in trails(root):
+        for line in path.read_bytes().splitlines():
+            if b'"LoopHeld"' in line:
+                record = msgspec.json.decode(line)
+                found.append(Hold(record["host"], record["time_s"], record["longest_s"]))
+    return sorted(found, key=lambda hold: hold.ended_s)
+
+
+def report_all_holds(directory: Path) -> str:
+    """A directory for PYTHONPATH: keepers started with it report each time their loop is held."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(IN_KEEPER)
+    return str(directory)

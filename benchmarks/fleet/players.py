@@ -1,0 +1,308 @@
+"""Play hosts without keepers: each is one real, sealed line to the coordinator's keeper.
+
+A played host says what a keeper says whose ranks answer at once, and remembers what one would find
+in its memory; there are no bytes of state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import zlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from holdfast.catalogue import image_path
+from holdfast.coordinator.requests import HostJoiner, RankReport
+from holdfast.errors import PeerError
+from holdfast.format.image import ImagePlan, image_bytes
+from holdfast.format.manifest import AttemptId, ImageId, ImageRef
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.follower import pauses
+from holdfast.keeper.hosts.host_reports import encode_reports
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import process_start
+from holdfast.transport.channel import SealedChannel, call
+from holdfast.transport.client_connection import Peer
+
+if TYPE_CHECKING:
+    from benchmarks.fleet.run import Fleet
+
+#: (Bytes before the data, bytes of tensors) of every played image.
+SIZES = 4096, 1 << 20
+X = "0123456789abcdef"
+#: The plain values of every image: none.
+VALUES = b"{}"
+
+
+class PlayedHost:
+    """One host, and its ranks."""
+
+    def __init__(self, fleet: Fleet, name: str, ranks: int, domain: str = "") -> None:
+        self.fleet, self.name, self.count, self.domain = fleet, name, ranks, domain
+        self.attached, self.joined = asyncio.Event(), asyncio.Event()
+        self.calls = 0
+        self.slots: dict[int, messages.SlotInventory] = {}
+        self.shards: dict[int, messages.ParityShards] = {}
+        self.line: SealedChannel | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._tell_table = False
+        self._group: tuple[str, ...] = ()
+        self._order: messages.MakeParity | None = None
+        self._answers = 0
+        self._answered = asyncio.Event()
+
+    def place(self, number: int) -> None:
+        """Its number in the next incarnation."""
+        self.number = number
+        self.ranks = tuple(range(number * self.count, (number + 1) * self.count))
+
+    def entry(self) -> m.HostEntry:
+        """Its line in the table of hosts."""
+        return m.HostEntry(
+            id=self.name, ranks=self.ranks, address="127.0.0.1", port=1, domain=self.domain
+        )
+
+    def follow(self) -> None:
+        """Call the coordinator of this incarnation, again and again, and stay."""
+        self.stop()
+        self.attached.clear()
+        self._task = asyncio.create_task(self._follow())
+
+    def stop(self) -> None:
+        """Be gone."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _follow(self) -> None:
+        fleet, waits = self.fleet, pauses()
+        place = fleet.table_of(self.number)[0]
+        peer = Peer(place.id, place.address, place.control_port)
+        while True:
+            self.calls += 1
+            try:
+                n = fleet.incarnation
+                line = await call(fleet.secret, peer, name=self.name, incarnation=n)
+                await self._serve(line)
+            except PeerError:
+                if self.attached.is_set():
+                    waits = pauses()
+            self.attached.clear()
+            await asyncio.sleep(next(waits))
+
+    async def _serve(self, line: SealedChannel) -> None:
+        self.line = line
+        self.joiner = HostJoiner(self.count)
+        self._tell_table = True
+        self.send(
+            messages.HostInventory(
+                arena=f"/{self.name}",
+                slots=tuple(self.slots.values()),
+                next_number=max(self.slots, default=-1) + 1,
+                port=1,
+                shards=tuple(self.shards.values()),
+            )
+        )
+        try:
+            while True:
+                frame = await line.receive()
+                fact = messages.from_coordinator(frame)
+                self._count(type(fact).__name__, frame)
+                self.obey(fact)
+        finally:
+            line.close()
+            self.line = None
+
+    def _count(self, kind: str, frame: bytes) -> None:
+        self.fleet.traffic[kind] += 1
+        self.fleet.traffic[f"{kind} bytes"] += len(frame)
+
+    def send(self, fact: messages.Fact) -> None:
+        """Tell the coordinator."""
+        if self.line is not None:
+            frame = messages.pack(fact)
+            self._count(type(fact).__name__, frame)
+            self.line.send(frame)
+
+    # ── its ranks ────────────────────────────────────────────────────────────────────────────────
+
+    async def join(self) -> None:
+        """All ranks take their places."""
+        fleet, process = self.fleet, os.getpid()
+        for number, rank in enumerate(self.ranks):
+            self.send(
+                messages.TrainerConnected(line=number, pid=process, start=process_start(process))
+            )
+            join = m.Join(
+                incarnation=fleet.incarnation,
+                nonce=fleet.nonce,
+                rank=rank,
+                is_copying=False,
+                parity=fleet.parity,
+                persist_at_end=False,
+            )
+            self._say(number, join)
+        await self._all_answered()
+
+    async def tell_tables(self) -> None:
+        """All ranks tell their leaves, once a line."""
+        if self._tell_table:
+            self._tell_table = False
+            # A keeper looks only at the first table of a hash: the others are left out here.
+            table = m.LeafTable(hash=self.fleet.table_hash, data=b"")
+            for number in range(self.count):
+                self._say(number, table)
+            await self._all_answered()
+
+    def _say(self, number: int, message: m.Message) -> None:
+        body = m.pack(message, 1)[m.LENGTH_BYTES :]
+        self.send(messages.TrainerMessage(line=number, body=body))
+
+    async def _all_answered(self) -> None:
+        await self._answered.wait()
+        self._answered.clear()
+
+    def ask(self, request: m.RequestCapture) -> None:
+        """All ranks ask for a slot."""
+        self._report([request] * self.count)
+
+    def _report(self, reports: list[RankReport]) -> None:
+        for number, report in enumerate(reports):
+            for joined in self.joiner.add(number, report, 0.0):
+                self.send(encode_reports(joined))
+
+    def _hear(self, lines: int, frame: bytes) -> None:
+        seq, message = m.unpack(frame[m.LENGTH_BYTES :])
+        if not seq:
+            self.fleet.hear(message, lines)
+            return
+        assert isinstance(message, m.Done), message
+        self._answers += lines
+        if self._answers == self.count:
+            self._answers = 0
+            self._answered.set()
+
+    # ── orders of the coordinator ────────────────────────────────────────────────────────────────
+
+    def obey(self, fact: messages.ToFollower) -> None:
+        """Do what a keeper does, at once."""
+        match fact:
+            case messages.ForwardMessage(lines=lines, frame=frame):
+                self._hear(len(lines), frame)
+            case messages.HostAttached(tell_layouts=hashes):
+                for hash_ in hashes:
+                    data = self.fleet.layouts[hash_]
+                    self.send(messages.LayoutReply(hash=hash_, data=data))
+                self.attached.set()
+            case messages.CreateSlot(slot=number, capacity_bytes=capacity_bytes):
+                self._set(number, "free", AttemptId(0, -1, "", 0, ""), capacity_bytes)
+                self.send(messages.SlotCreated(slot=number))
+            case messages.DeleteSlot(slot=number):
+                self.slots.pop(number, None)
+            case messages.RecordLayout(hash=hash_, deflated=deflated):
+                if hash_ not in self.fleet.layouts:
+                    self.fleet.layouts[hash_] = zlib.decompress(deflated)
+            case messages.SizeImages(layout=layout, ranks=ranks):
+                sizes = dict.fromkeys(ranks, SIZES)
+                self.send(messages.ImagesPlanned(layout=layout, sizes=sizes))
+            case messages.GrantSlots():
+                self._capture(fact)
+            case messages.WriteImage():
+                self._write(fact)
+            case _:
+                self._protect(fact)
+
+    def _set(self, number: int, state: str, id_: AttemptId, capacity_bytes: int = 0) -> None:
+        before = self.slots.get(number)
+        self.slots[number] = messages.SlotInventory(
+            number=number,
+            capacity_bytes=capacity_bytes or (before.capacity_bytes if before else 0),
+            state=state,
+            attempt_id=id_,
+            image=ImageId(-1, 0, "", ""),
+            nonce=self.fleet.nonce,
+        )
+
+    def _capture(self, fact: messages.GrantSlots) -> None:
+        """All ranks copy at once, and say so."""
+        plan, values_bytes = ImagePlan((), SIZES[1], "", SIZES[0]), len(VALUES)
+        size = image_bytes(plan, values_bytes)
+        reports: list[RankReport] = []
+        for rank, slot in zip(fact.ranks, fact.slots, strict=True):
+            image = image_id(rank, fact.record.step, size)
+            self._set(slot, "captured", fact.record.attempt_id)
+            self.slots[slot] = msgspec.structs.replace(self.slots[slot], image=image)
+            reports.append(
+                m.Captured(
+                    attempt=fact.record.attempt,
+                    image_bytes=size,
+                    header_xxh3=image.header_xxh3,
+                    table_xxh3=image.table_xxh3,
+                )
+            )
+        self.fleet.save_now.is_granted(len(reports))
+        self._report(reports)
+
+    def _write(self, fact: messages.WriteImage) -> None:
+        for order in fact.images:
+            image = order.image
+            path = image_path(fact.attempt_id.generation, fact.directory, image.rank)
+            stored = ImageRef(
+                path=path,
+                rank=image.rank,
+                size_bytes=image.image_bytes,
+                header_xxh3=image.header_xxh3 or X,
+                table_xxh3=image.table_xxh3 or X,
+            )
+            self.send(messages.ImageWritten(directory=fact.directory, image=stored))
+        self.send(messages.WriteEnded(directory=fact.directory, reason=""))
+
+    def _protect(self, fact: messages.ToFollower) -> None:
+        match fact:
+            case messages.JoinGroup(hosts=hosts, parity=parity):
+                self._group = tuple(self.fleet.table[n].id for n in hosts)
+                self._parity = parity
+            case messages.MakeParity(round_id=round_id):
+                self._order = fact
+                self.send(messages.ParityReady(round_id=round_id, terms=0))
+            case messages.BeginParity(round_id=round_id) if self._order is not None:
+                self.shards[self._order.half] = messages.ParityShards(
+                    half=self._order.half,
+                    attempt=self._order.attempt,
+                    members=self._group,
+                    parity=self._parity,
+                    images=self._images_of_group(),
+                )
+                self.send(messages.ParityComplete(round_id=round_id))
+            case messages.DropShards(round_id=round_id, half=half):
+                self.shards.pop(half, None)
+                self.send(messages.ShardsDropped(round_id=round_id))
+            case messages.DropParity():
+                self.shards.clear()
+            case messages.RebuildImage(slot=slot, attempt=attempt, rank=rank):
+                self._rebuild(slot, attempt, rank)
+            case _:
+                pass
+
+    def _images_of_group(self) -> dict[int, int]:
+        size = image_bytes(ImagePlan((), SIZES[1], "", SIZES[0]), len(VALUES))
+        members = set(self._group)
+        return {
+            rank: size for each in self.fleet.table if each.id in members for rank in each.ranks
+        }
+
+    def _rebuild(self, slot: int, attempt: str, rank: int) -> None:
+        (id_,) = {s.attempt_id for s in self.slots.values() if s.attempt_id.attempt == attempt}
+        size = image_bytes(ImagePlan((), SIZES[1], "", SIZES[0]), len(VALUES))
+        image = image_id(rank, id_.step, size)
+        self._set(slot, "captured", id_)
+        self.slots[slot] = msgspec.structs.replace(self.slots[slot], image=image)
+        self.send(messages.RebuildComplete(slot=slot, attempt=attempt, image=image))
+
+
+def image_id(rank: int, step: int, size_bytes: int) -> ImageId:
+    """An image as its keeper names it: the checksums are others for each rank and step."""
+    sums = hashlib.shake_128(f"{rank} {step}".encode()).hexdigest(16)
+    return ImageId(rank, size_bytes, sums[:16], sums[16:])
