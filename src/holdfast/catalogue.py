@@ -233,6 +233,10 @@ class Catalogue:
         return next((m for m in self.manifests if m.generation == generation), None)
 
 
+#: What is known before anything was read.
+EMPTY = Catalogue()
+
+
 def gap_text(missing: int, undecided: Collection[Generation]) -> str:
     """Formats which record is missing, and the generations that may have been given up or not."""
     shown = [str(generation) for generation in sorted(undecided)][-_SHOWN:]
@@ -244,15 +248,16 @@ def gap_text(missing: int, undecided: Collection[Generation]) -> str:
     )
 
 
-def catalogue(store: Store) -> Catalogue:
+def catalogue(store: Store, known: Catalogue = EMPTY) -> Catalogue:
     """Reads every manifest and incarnation of a root; files that cannot be read are listed as
     broken.
 
-    A manifest of a newer format is an error, not a broken file: its generation must not be taken
-    for absent. One that was removed since it was listed is not broken: all is listed again.
+    ``known``: what was read of this root before: its manifests, which never change, are not read
+    again. A manifest of a newer format is an error, not a broken file: its generation must not be
+    taken for absent. One that was removed since it was listed is not broken: all is listed again.
     """
     for _ in range(NEW_LISTS):
-        found = _list_all(store)
+        found = _list_all(store, known)
         gone = _removed_since(store, found)
         if not gone:
             break
@@ -266,15 +271,18 @@ def _removed_since(store: Store, found: Catalogue) -> set[str]:
     return unread - {f"{MANIFESTS}/{name}" for name in store.list(MANIFESTS)} if unread else set()
 
 
-def _list_all(store: Store) -> Catalogue:
+def _list_all(store: Store, known: Catalogue) -> Catalogue:
     broken: list[tuple[str, str]] = []
     manifests: list[Manifest] = []
     incarnations: list[Incarnation] = []
+    there = {manifest.generation: manifest for manifest in known.manifests}
     for name in store.list(MANIFESTS):
-        if (generation := generation_of(name)) is not None:
-            found = _read_manifest(store, generation, broken)
-            if found is not None:
-                manifests.append(found[0])
+        if (generation := generation_of(name)) is None:
+            continue
+        if generation in there:
+            manifests.append(there[generation])
+        elif (found := _read_manifest(store, generation, broken)) is not None:
+            manifests.append(found[0])
     for name in store.list(INCARNATIONS):
         if matched := _INCARNATION_NAME.fullmatch(name):
             path = f"{INCARNATIONS}/{name}"

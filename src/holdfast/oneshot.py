@@ -26,7 +26,7 @@ from holdfast.capture.copy_slot import (
     copy_image,
     stage,
 )
-from holdfast.catalogue import LOCK, attempt_dir, image_path
+from holdfast.catalogue import LOCK, attempt_dir, catalogue, image_path
 from holdfast.errors import HoldfastError, NotFound, PersistFailed, StorageError, UsageError
 from holdfast.format.image import fill_in
 from holdfast.format.manifest import AttemptId, Generation, ImageRef, Incarnation, Manifest, needed
@@ -242,7 +242,7 @@ def _layout_of(tables: Sequence[Said], usages: Sequence[Said]) -> Layout:
 
 def _begin(world: World, store: Store, step: int, lock: list[Lock]) -> bytes:
     """On rank 0: locks the root, and makes this save an incarnation of its own."""
-    root = commit.open_root(store, run_id_of(store) or uuid.uuid4().hex[:12])
+    root = commit.open_root(store, run_id_of(catalogue(store)) or uuid.uuid4().hex[:12])
     owner = f"holdfast.save, process {os.getpid()} on {host_id()}"
     lock.append(store.lock(LOCK, owner))
     found = catalogue_of(store)

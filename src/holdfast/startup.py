@@ -18,7 +18,7 @@ import msgspec
 
 from holdfast.capture.saver import Saver
 from holdfast.capture.task import RankIdentity, Timeouts
-from holdfast.catalogue import ROOT, read_document
+from holdfast.catalogue import EMPTY, ROOT, Catalogue, catalogue, read_document
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Root
@@ -75,7 +75,7 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     """Agrees with the other ranks on run, host and incarnation, and joins it at the keeper."""
     timeout_s = options.timeout_s
     describer = Describer(state, world.rank, world.size, mark_frozen=True, rules=options.rules)
-    run_id, seen, hosts = _agree(world, store, state, describer, options)
+    run_id, seen, hosts, listed = _agree(world, store, state, describer, options)
     root_id = _root_of_host(seen, range(world.size) if hosts is None else hosts.own_ranks)
     arena = arena_dir(run_id, host_id(), root_id)
     if world.rank == 0 if hosts is None else hosts.speaks_for(world.rank):
@@ -86,9 +86,9 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     saver = Saver(describer, place, connect, _patience(timeout_s), parity=parity)
     request = partial(saver.request, timeout_s=timeout_s)
     offers = (
-        RestoreSources(store, world.rank, arena, request)
+        RestoreSources(store, world.rank, arena, request, listed)
         if hosts is None
-        else ClusterSources(store, world.rank, arena, request, hosts)
+        else ClusterSources(store, world.rank, arena, request, hosts, listed)
     )
     try:
         incarnation = offers.incarnation = _begin(world, saver, hosts, timeout_s)
@@ -117,18 +117,20 @@ class _RunTerms(NamedTuple):
     """What the ranks agree on before there is a keeper.
 
     ``seen``: the identities of the root as the ranks see it that find it. ``hosts``: see
-    ``hosts_of``.
+    ``hosts_of``. ``listed``: on rank 0, what was in storage before.
     """
 
     run_id: str
     seen: list[Said]
     hosts: HostTable | None
+    listed: Catalogue
 
 
 def _agree(
     world: World, store: Store, state: State, describer: Describer, options: RunOptions
 ) -> _RunTerms:
     """Agrees on the settings and the root, which rank 0 opens when nothing speaks against it."""
+    listed = EMPTY
 
     def say() -> tuple[bytes, ...]:
         plan, usage = _plan(state, describer, options)
@@ -140,7 +142,9 @@ def _agree(
             _hosts_of_one_plan(columns, world.rank, options)
         except HoldfastError:  # every rank finds the same, and raises it
             return b""
-        return _open_root(store, options)
+        nonlocal listed
+        run_id, listed = _open_root(store, options)
+        return run_id.encode()
 
     said = all_said_or_raise(
         world, "start: state", say, timeout_s=options.timeout_s, conclude=open_root
@@ -161,7 +165,7 @@ def _agree(
     if hosts is not None:
         of_all = common_identity(said.value.decode() for said in seen)
         hosts.take_secret(secret, f"{run_id}\n{of_all}")
-    return _RunTerms(run_id, seen, hosts)
+    return _RunTerms(run_id, seen, hosts, listed)
 
 
 def _hosts_of_one_plan(
@@ -209,16 +213,17 @@ def _require_one_plan(plans: Sequence[Said]) -> None:
                 )
 
 
-def _open_root(store: Store, options: RunOptions) -> bytes:
+def _open_root(store: Store, options: RunOptions) -> tuple[str, Catalogue]:
     wanted = os.environ.get("HOLDFAST_RUN_ID", "")
-    before = wanted or run_id_of(store)  # of a root that lost its holdfast.json
+    listed = EMPTY if wanted else catalogue(store)
+    before = wanted or run_id_of(listed)  # of a root that lost its holdfast.json
     found = commit.open_root(store, before or uuid.uuid4().hex[:12])
     if wanted and found.run_id != wanted:
         raise UsageError(
             f"{options.root} belongs to run {found.run_id}, HOLDFAST_RUN_ID says {wanted}: unset "
             "it, or use another root"
         )
-    return found.run_id.encode()
+    return found.run_id, listed
 
 
 def _identify(store: Store, *, must_find: bool = False) -> tuple[bytes, bytes]:
@@ -333,7 +338,11 @@ def _join(world: World, saver: Saver, offers: RestoreSources, timeout_s: float) 
         return ()
 
     [[found]] = all_said_or_raise(
-        world, "start: join", join, timeout_s=timeout_s, conclude=lambda _: offers.survey()
+        world,
+        "start: join",
+        join,
+        timeout_s=timeout_s,
+        conclude=lambda _: offers.survey(world.size),
     )
     return offers.learn(found.value)
 

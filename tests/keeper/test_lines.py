@@ -456,6 +456,6 @@ def test_the_second_record_of_a_start_is_the_later_one_whatever_the_clock_says(
 
 def test_a_root_that_lost_its_name_is_of_the_run_that_its_records_are_of() -> None:
     store = MemoryStore()
-    assert run_id_of(store) == ""
+    assert run_id_of(catalogue(store)) == ""
     commit.record_incarnation(store, Incarnation(run_id=RUN, n=1, nonce="n"))
-    assert run_id_of(store) == RUN
+    assert run_id_of(catalogue(store)) == RUN

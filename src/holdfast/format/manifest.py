@@ -206,6 +206,8 @@ class Lease(_OfGeneration, frozen=True, kw_only=True):
 Document = Manifest | Incarnation | Root | Pin | Lease
 D = TypeVar("D", Manifest, Incarnation, Root, Pin, Lease)
 _BEFORE = b'{"checksum":"'
+#: The first bytes of a sealed document, in which its checksum is.
+FRONT_BYTES = len(_BEFORE) + 17
 
 
 def seal(document: Document) -> bytes:

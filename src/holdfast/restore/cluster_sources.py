@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 
+from holdfast.catalogue import EMPTY, Catalogue
 from holdfast.errors import (
     PeerError,
 )
@@ -36,9 +37,15 @@ class ClusterSources(RestoreSources):
     """The sources of a run on several hosts, on one rank."""
 
     def __init__(
-        self, store: Store, rank: int, arena: Path, ask: Ask[m.Message], hosts: HostTable
+        self,
+        store: Store,
+        rank: int,
+        arena: Path,
+        ask: Ask[m.Message],
+        hosts: HostTable,
+        listed: Catalogue = EMPTY,
     ) -> None:
-        super().__init__(store, rank, arena, ask)
+        super().__init__(store, rank, arena, ask, listed)
         self._hosts = hosts
         self._answers: dict[str, m.Inventory] = {}
         self._answered_s = 0.0

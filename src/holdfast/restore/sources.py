@@ -8,6 +8,7 @@ is removed from the holdings, and the selection runs again.
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,12 +18,23 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from holdfast.catalogue import NEW_LISTS, Catalogue, find_manifest, is_root, manifest_path
+from holdfast.catalogue import (
+    EMPTY,
+    NEW_LISTS,
+    Catalogue,
+    find_manifest,
+    is_root,
+    layout_path,
+    manifest_path,
+    read_bounded,
+)
 from holdfast.errors import ArenaError, HoldfastError, NotFound, RestoreError, StorageError
 from holdfast.events import SourceDropped, Warned, emit
-from holdfast.format.manifest import Manifest
+from holdfast.format.manifest import FRONT_BYTES, Manifest, checksum_in, seal, unseal
+from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout
 from holdfast.leases import ReadLease
+from holdfast.meeting import host_id
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
 from holdfast.restore.cluster.collect import InventoryCollector
@@ -35,7 +47,7 @@ from holdfast.restore.planning.holdings import (
     encode_choice,
 )
 from holdfast.restore.planning.selection import Inventories, Selection
-from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore.reading.images import Checkpoint, decode_layout
 from holdfast.restore.reading.stored import (
     broken_manifests,
     catalogue_of,
@@ -64,13 +76,22 @@ class RestoreSources:
 
     phase = "restore: candidates"
 
-    def __init__(self, store: Store, rank: int, arena: Path, ask: Ask[m.Message]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        arena: Path,
+        ask: Ask[m.Message],
+        listed: Catalogue = EMPTY,
+    ) -> None:
         self.incarnation = 0
         """The incarnation of this restore: peers refuse any other."""
         self._store = store
         self._rank = rank
         self._arena = arena
         self._ask = ask
+        self._contents = listed
+        """What rank 0 listed last."""
         self._hold = StorageHold(store)
         self._recoveries: ClusterRestore | None = None
         self._told_others: set[int] = set()
@@ -98,7 +119,7 @@ class RestoreSources:
 
         NotFound or RestoreError when there should be one and is none. Call ``let_go`` after it.
         """
-        self._hold = StorageHold(self._store)
+        self._hold = StorageHold(self._store, self._listed)
         self._recoveries = restore = ClusterRestore(
             world,
             self._reach(),
@@ -120,7 +141,8 @@ class RestoreSources:
 
     def forget(self) -> None:
         """Choose anew at another restore: what is newest may follow from the last one."""
-        self._newest = None
+        self._newest = self._recoveries = None
+        self._hold, self._contents = StorageHold(self._store), EMPTY
 
     def plan_again(self) -> PlanAgain | None:
         """The function that lists what is left after a failure; None: the rest of ``first``."""
@@ -147,9 +169,9 @@ class RestoreSources:
 
     # ── on rank 0 ────────────────────────────────────────────────────────────────────────
 
-    def survey(self) -> bytes:
+    def survey(self, ranks: int = 1) -> bytes:
         """Return whether there is anything to restore, and what a restore that follows takes
-        first; all ranks ``learn`` it.
+        first; all ``ranks`` ``learn`` it.
         """
         known = self._gather().with_parity()
         is_there, newest = self._holds_any(known), None
@@ -157,7 +179,8 @@ class RestoreSources:
             with suppress(HoldfastError):  # it is found again, and explained, by the restore
                 self._selection = known.inventories.find(None)
                 if self._selection.recoveries:
-                    newest = encode_choice(self._selection.recoveries[0])
+                    hold = StorageHold(self._store, self._listed)
+                    newest = hold.tell(self._selection.recoveries[0], ranks)
         return msgspec.msgpack.encode((is_there, newest))
 
     def _holds_any(self, known: KnownRecoveries) -> bool:
@@ -196,8 +219,13 @@ class RestoreSources:
     def _list_stored(self, known: Inventories) -> Inventories:
         return replace(known, stored=tuple(stored(catalogue_of(self._store))))
 
+    def _listed(self, candidate: Candidate) -> Manifest | None:
+        """Return the manifest of a candidate as it was listed."""
+        found = self._contents.find(candidate.generation)
+        return found if found is not None and found.attempt == candidate.attempt else None
+
     def _gather(self) -> KnownRecoveries:
-        contents = catalogue_of(self._store)
+        contents = self._contents = catalogue_of(self._store, self._contents)
         gathering = self._ask_hosts()
         there = stored_starts(
             self._store, contents, {n for one in gathering.holdings for n in one.starts}
@@ -259,7 +287,7 @@ class KnownRecoveries(NamedTuple):
 
     inventories: Inventories
     gathering: InventoryCollector
-    contents: Catalogue = Catalogue()
+    contents: Catalogue = EMPTY
 
     def with_parity(self) -> KnownRecoveries:
         """Fetch the parity records that are needed for the inventories."""
@@ -373,14 +401,25 @@ class ClusterRestore:
             self._report(selection)
             if not selection.recoveries:
                 explain()
-            return encode_choice(next(iter(selection.recoveries), None))
+                return b""
+            best = selection.recoveries[0]
+            if self._storage is None:
+                return msgspec.msgpack.encode((encode_choice(best), b""))
+            return self._storage.hold.tell(best, self._world.size)
 
         encoded = from_rank0(self._world, self._phase, decide, timeout_s=self._timeout_s)
         return self._take(encoded)
 
     def _take(self, encoded: bytes) -> list[Candidate]:
-        self._recovery = decode_choice(encoded, self._reach.images) if encoded else None
-        return [] if self._recovery is None else [self._recovery.candidate]
+        self._recovery = None
+        if not encoded:
+            return []
+        choice, documents = msgspec.msgpack.decode(encoded, type=tuple[bytes, bytes])
+        self._recovery = decode_choice(choice, self._reach.images)
+        candidate = self._recovery.candidate
+        if self._storage is not None:
+            self._storage.hold.take(candidate, documents)
+        return [candidate]
 
     def _find(self, known: KnownRecoveries) -> Selection:
         self._known = known.with_parity()
@@ -421,14 +460,29 @@ class ClusterRestore:
 # damaged: storage is listed again, a bounded number of times.
 
 
-class StorageHold:
-    """The lease of one restore on ``store``; on rank 0."""
+class _Documents(msgspec.Struct, array_like=True, frozen=True):
+    """The manifest and the layout of a checkpoint as rank 0, on ``host``, read them."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    host: str
+    manifest: bytes
+    layout: bytes
+
+
+class StorageHold:
+    """The lease of one restore on ``store``, on rank 0; on every rank, the documents of what is
+    restored, which rank 0 reads and tells all.
+
+    ``listed``: returns the manifest of a candidate that rank 0 has listed.
+    """
+
+    def __init__(
+        self, store: Store, listed: Callable[[Candidate], Manifest | None] = lambda _: None
+    ) -> None:
+        self._store, self._listed = store, listed
         self._lease = ReadLease(store)
         self._lists_left = NEW_LISTS
-        self._read: dict[Candidate, tuple[Manifest, str]] = {}
+        self._read: dict[Candidate, Manifest] = {}
+        self._told: dict[Candidate, bytes] = {}
 
     def acquire(self, candidate: Candidate) -> bool:
         """Acquire the lease on ``candidate``; False when retention removed it, or is removing
@@ -437,18 +491,77 @@ class StorageHold:
         if candidate.where != "storage":
             return True
         try:
-            found = find_manifest(self._store, candidate.generation)
-            if found is None:
-                return not self._has_gone(candidate)
-            self._read = {candidate: found}
-            return self._lease.take(found[0])
+            found = self._manifest(candidate)
+            return not self._has_gone(candidate) if found is None else self._lease.take(found)
         except HoldfastError:  # opening it will report this
             return True
 
+    def tell(self, recovery: Recovery, ranks: int) -> bytes:
+        """Return what all ranks are told of a choice, with the documents that they need not read.
+
+        Without these where there are none, this is the only rank, or it cannot read them now.
+        """
+        documents, candidate = b"", recovery.candidate
+        if ranks > 1 and candidate.where == "storage":
+            with suppress(HoldfastError):
+                documents = self._documents(candidate, has_layout=not recovery.sources)
+        return msgspec.msgpack.encode((encode_choice(recovery), documents))
+
+    def take(self, candidate: Candidate, documents: bytes) -> None:
+        """Take the documents that rank 0 told; b"": there are none."""
+        self._told = {candidate: documents} if documents else {}
+
     def open(self, candidate: Candidate, rank: int, layout: Layout | None = None) -> Checkpoint:
-        """Open ``candidate`` on this rank; see ``open_stored``."""
-        read = self._read.pop(candidate, None)
-        return open_stored(self._store, candidate, rank, read=read, layout=layout)
+        """Open ``candidate`` on this rank; see ``open_stored``.
+
+        What rank 0 told is used where it is sound, and this rank does not see another manifest.
+        """
+        manifest = self._read.pop(candidate, None)
+        told = self._told_of(candidate)
+        if manifest is None and told is not None:
+            manifest = self._told_manifest(candidate, told)
+        if manifest is not None and layout is None and told is not None and told.layout:
+            with suppress(HoldfastError):
+                layout = decode_layout(told.layout, manifest.layout)
+        return open_stored(self._store, candidate, rank, manifest=manifest, layout=layout)
+
+    def _manifest(self, candidate: Candidate) -> Manifest | None:
+        """On rank 0: return the manifest, as listed if it was; None if none can be read."""
+        if candidate not in self._read:
+            listed = self._listed(candidate)
+            found = (listed, "") if listed else find_manifest(self._store, candidate.generation)
+            self._read = {} if found is None else {candidate: found[0]}
+        return self._read.get(candidate)
+
+    def _documents(self, candidate: Candidate, *, has_layout: bool) -> bytes:
+        manifest = self._manifest(candidate)
+        if manifest is None:
+            return b""
+        layout = b""
+        if has_layout:
+            with suppress(HoldfastError):  # each rank tries it then
+                layout = read_bounded(self._store, layout_path(manifest.layout), MAX_BYTES)
+        told = _Documents(host_id(), seal(manifest), layout)
+        return zlib.compress(msgspec.msgpack.encode(told), 1)
+
+    def _told_of(self, candidate: Candidate) -> _Documents | None:
+        with suppress(zlib.error, msgspec.MsgspecError):
+            data = zlib.decompress(self._told.get(candidate, b""))
+            return msgspec.msgpack.decode(data, type=_Documents)
+        return None
+
+    def _told_manifest(self, candidate: Candidate, told: _Documents) -> Manifest | None:
+        """Return the manifest that rank 0 told; None where this rank is to read it for itself."""
+        path = manifest_path(candidate.generation)
+        with suppress(HoldfastError):
+            if told.host != host_id():
+                front = self._store.read(path, 0, FRONT_BYTES)
+                if checksum_in(front) != candidate.seal:  # another directory
+                    return None
+            manifest = unseal(Manifest, told.manifest, path)
+            of = manifest.attempt, checksum_in(told.manifest)
+            return manifest if of == (candidate.attempt, candidate.seal) else None
+        return None
 
     def should_list_again(self, candidate: Candidate) -> bool:
         """Return whether storage must be listed again, after ``candidate`` failed or got no

@@ -289,17 +289,17 @@ def _expect(actual: str, stored: str, what: str) -> None:
         )
 
 
-def _read_layout(data: bytes, hash_: str, where: str) -> Layout:
+def decode_layout(data: bytes, hash_: str) -> Layout:
     """Decode a layout whose bytes must have this hash."""
-    _expect(table_hash(data), hash_, f"layout {where}")
+    _expect(table_hash(data), hash_, f"layout {layout_path(hash_)}")
     return Layout.from_json(data)
 
 
 def from_manifest(store: Store, manifest: Manifest, layout: Layout | None = None) -> Checkpoint:
     """Open a published checkpoint; ``layout`` is its layout, where that is read already."""
     if layout is None:
-        path = layout_path(manifest.layout)
-        layout = _read_layout(read_bounded(store, path, MAX_BYTES), manifest.layout, path)
+        data = read_bounded(store, layout_path(manifest.layout), MAX_BYTES)
+        layout = decode_layout(data, manifest.layout)
     parts = {part.rank: _stored(store, part) for part in manifest.parts}
     files: dict[int, ImageFile] = {}
     for named in manifest.images:

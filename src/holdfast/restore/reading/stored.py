@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from holdfast.catalogue import (
+    EMPTY,
     MANIFESTS,
     ROOT,
     Catalogue,
@@ -39,24 +40,24 @@ from holdfast.storage.open import what_is_at
 _SHOWN = 8
 
 
-def catalogue_of(store: Store, *, rank: int = 0) -> Catalogue:
+def catalogue_of(store: Store, known: Catalogue = EMPTY, *, rank: int = 0) -> Catalogue:
     """Return all that is stored; emit an event for each manifest that cannot be read.
 
-    NewerFormat when root, manifest or incarnation need a newer version.
+    Manifests that are ``known`` are not read again. NewerFormat when root, manifest or incarnation
+    need a newer version.
     """
     _refuse_newer_root(store)
-    result = catalogue(store)
+    result = catalogue(store, known)
     for path, reason in broken_manifests(result):
         emit(SourceDropped(rank=rank, source=f"storage {path}", reason=reason))
     return result
 
 
-def run_id_of(store: Store) -> str:
+def run_id_of(known: Catalogue) -> str:
     """Return the run id that the stored checkpoints name; "" when there are none.
 
     For a root whose holdfast.json was lost: its history continues and does not begin anew.
     """
-    known = catalogue(store)
     newest = max(known.manifests, key=lambda each: each.generation, default=None)
     if newest is not None:
         return newest.run_id
@@ -103,16 +104,20 @@ def open_stored(
     candidate: Candidate,
     rank: int,
     *,
-    read: tuple[Manifest, str] | None = None,
+    manifest: Manifest | None = None,
     layout: Layout | None = None,
 ) -> Checkpoint:
-    """Open the checkpoint that rank 0 chose, as this rank sees it.
+    """Open the checkpoint that rank 0 chose.
 
-    ``read`` and ``layout``: the manifest with its checksum and the layout, where this rank has read
-    them already. NotFound when it is gone, UsageError when a different one lies here under its
-    name.
+    ``manifest`` and ``layout``: its documents, where they are known; otherwise they are read, as
+    this rank sees them. NotFound when it is gone, UsageError when a different one lies here under
+    its name.
     """
-    found = read or find_manifest(store, candidate.generation)
+    return from_manifest(store, manifest or _manifest_here(store, candidate, rank), layout)
+
+
+def _manifest_here(store: Store, candidate: Candidate, rank: int) -> Manifest:
+    found = find_manifest(store, candidate.generation)
     if found is None:
         raise NotFound(
             f"{candidate.generation} is no longer in storage, as rank {rank} sees {store.url}"
@@ -128,7 +133,7 @@ def open_stored(
             "Nothing was restored. Give a directory that all ranks reach, and not one of each "
             "node's own."
         )
-    return from_manifest(store, manifest, layout)
+    return manifest
 
 
 def choose_stored(store: Store, step: int | str | None) -> tuple[Catalogue, list[Candidate]]:
