@@ -247,6 +247,7 @@ class Saver:
         passed = None
         # Repeat if a signal handler saved once more during the wait.
         while (capture := self._current) is not None and capture is not passed:
+            self._slot_requests.times.update_came(capture.number, time.monotonic())
             if not capture.released.is_set():
                 started_s = time.monotonic()
                 self._await_release(capture)
@@ -478,6 +479,7 @@ class Saver:
             grant = self._slot_requests.request_slot(
                 capture, self.timeouts, is_copying=self._copier.lost_a_copy
             )
+            granted_s = time.monotonic()
             layout = self._notifications.layouts[grant.layout]
             seal, sample = self._copier.copy(
                 capture, grant, layout, self.place, self._session.send, self.timeouts.room_s
@@ -497,6 +499,7 @@ class Saver:
             # Reported before the fence opens: a rank killed after an update has handed over the
             # step before it. The keeper discards images that a dead rank sealed but did not report.
             capture.release()
+            self._slot_requests.times.copied(time.monotonic() - granted_s)
         except (HoldfastError, CopyCancelled) as error:
             is_lost = isinstance(error, KeeperError) and not isinstance(error, Fenced)
             if is_lost:  # noticed here first, perhaps: a durable save is owed

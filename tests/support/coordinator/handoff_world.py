@@ -47,6 +47,8 @@ class RealWorld:
     """Before it has started, and when the coordinator said something that cannot be done."""
 
     is_planned_at_once = True
+    spare_ms = 0
+    """What ranks say of how long the grant of a snapshot may take; 0: nothing."""
 
     def start(self, world: int) -> None:
         """From nothing. Not in ``__init__``: only now is the number of ranks known."""
@@ -466,6 +468,7 @@ class RealWorld:
             exact=save.exact,
             updates=(("optimizer", process.updates),),
             is_copying=any(process.pid in pids for pids in self.may_write.values()),
+            spare_ms=0 if save.durable else self.spare_ms,
         )
         self.report(process, ask)
 
