@@ -312,7 +312,8 @@ class Saver:
             grant_s = patience.first_grant_s
         else:
             grant_s = patience.durable_grant_s if capture.durable else patience.grant_s
-        if not capture.answered.wait(self._at_most(grant_s)):
+        wait_s = self._slot_requests.times.wait_s(capture.number, time.monotonic(), grant_s)
+        if not capture.answered.wait(self._at_most(wait_s)):
             capture.tell(Unanswered())
             waited_s = min(grant_s, round(time.monotonic() - capture.started_s, 1))
             capture.cancel(f"no answer to the request for a slot within {waited_s:g} s")

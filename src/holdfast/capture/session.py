@@ -179,7 +179,8 @@ class SlotRequests:
             raise
         self._turns += 1
         capture.tell(Requested(self._turns))
-        self.times.requested(capture.number, time.monotonic())
+        spare_ms = 0 if capture.durable else self.times.spare_ms
+        self.times.requested(capture.number, time.monotonic(), spare_ms)
         client.send(
             m.RequestCapture(
                 step=capture.step,
@@ -190,7 +191,7 @@ class SlotRequests:
                 request_number=self._turns,
                 updates=tuple(capture.trained.updates.items()),
                 is_copying=is_copying,
-                spare_ms=0 if capture.durable else self.times.spare_ms,
+                spare_ms=spare_ms,
             )
         )
         capture.answered.wait()  # ended by the fence, the keeper, or the loss of the keeper

@@ -132,6 +132,8 @@ class Timeouts:
 _TIMES_KEPT, _TIMES_NEEDED = 8, 3
 #: Less spare time than this says nothing: healthy hosts' requests are as far apart.
 _LEAST_SPARE_S = 1.0
+#: How long the answer takes when the coordinator has decided.
+_ANSWER_S = 0.5
 
 
 class SaveTimes:
@@ -140,19 +142,26 @@ class SaveTimes:
     def __init__(self) -> None:
         self._updates_s: tuple[float, ...] = ()
         self._copies_s: tuple[float, ...] = ()
-        self._requested = -1, 0.0
+        self._requested = -1, 0.0, 0
         self._updated = -1
 
-    def requested(self, number: int, now_s: float) -> None:
-        """Record the request for a slot of this save."""
-        self._requested = number, now_s
+    def requested(self, number: int, now_s: float, spare_ms: int) -> None:
+        """Record the request for a slot of this save, which said what time there is."""
+        self._requested = number, now_s, spare_ms
 
     def update_came(self, number: int, now_s: float) -> None:
         """Record that an update begins, if it is the first one after this save."""
         if number != self._updated:
-            self._updated, (requested, at_s) = number, self._requested
+            self._updated, (requested, at_s, _) = number, self._requested
             since_s = now_s - at_s if requested == number else 0.0
             self._updates_s = (*self._updates_s, since_s)[-_TIMES_KEPT:]
+
+    def wait_s(self, number: int, now_s: float, most_s: float) -> float:
+        """Return how long the answer is waited for from now on, and the next update held."""
+        requested, at_s, spare_ms = self._requested
+        if number != requested or not spare_ms:
+            return most_s
+        return min(most_s, max(0.0, at_s + spare_ms / 1000 + _ANSWER_S - now_s))
 
     def copied(self, elapsed_s: float) -> None:
         """Record the time from a grant until the image was reported."""
