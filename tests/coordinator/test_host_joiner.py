@@ -161,13 +161,21 @@ def test_more_hosts_and_ranks_in_any_order_with_any_mishap(hosts: int, per_host:
 class OneByOne(Coordinator):
     """Takes joined requests apart."""
 
-    def request_captures(
-        self, requests: Mapping[int, m.RequestCapture], now_s: float
-    ) -> list[Action]:
-        for rank in requests.keys() & self._joined.keys():
-            self.absence.end(rank)
-        one_by_one = (self.request_capture(r, each, now_s) for r, each in requests.items())
-        return [action for actions in one_by_one for action in actions]
+    def divide_requests(
+        self, requests: Mapping[int, m.RequestCapture]
+    ) -> list[Mapping[int, m.RequestCapture]]:
+        super().divide_requests(requests)
+        return [{rank: request} for rank, request in requests.items()]
+
+
+def request_joined(
+    keeper: Keeper, requests: Mapping[int, m.RequestCapture], now_s: float
+) -> list[Action]:
+    """What follows of joined requests, as the keeper hands them on."""
+    actions: list[Action] = []
+    for part in keeper.c.divide_requests(requests):
+        actions += keeper.with_memory(keeper.c.request_captures(part, now_s))
+    return actions
 
 
 def test_a_rank_that_is_back_is_waited_for_by_those_of_its_host_that_asked_before_it() -> None:
@@ -179,7 +187,7 @@ def test_a_rank_that_is_back_is_waited_for_by_those_of_its_host_that_asked_befor
         step=2, table=table_hash(table(2)), values_bytes=10, durable=False, is_copying=False
     )
     keeper.c.table(1, request.table, table(2))
-    actions = keeper.with_memory(keeper.c.request_captures({0: request, 1: request}, 40.0))
+    actions = request_joined(keeper, {0: request, 1: request}, 40.0)
     assert any(isinstance(action, GrantSlot) for action in actions)
 
 
@@ -208,7 +216,7 @@ def random_story(keeper: Keeper, seed: int) -> Iterator[list[Action]]:
                 )
                 asks = {r: request for r in ranks if chance.random() < 0.95}
                 if asks:
-                    yield keeper.with_memory(keeper.c.request_captures(asks, now_s))
+                    yield request_joined(keeper, asks, now_s)
             case "seal" if open_:
                 for each in range(WORLD):
                     yield keeper.seal(each, open_[-1], now_s)

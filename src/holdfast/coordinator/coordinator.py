@@ -46,8 +46,7 @@ class Coordinator(AttemptLifecycle):
         """
         self._parent: tuple[int, int] | None = None
         """Parent of an incarnation that is taken over from another keeper."""
-        self._host_ranks: list[tuple[int, ...]] = []
-        self._host_names: list[str] = []
+        self.host_table: Sequence[m.HostEntry] = ()
         self._away_since_s = 0.0
         self._is_pin_requested = False
         """True once the ranks of this incarnation reported what they restore from."""
@@ -121,7 +120,7 @@ class Coordinator(AttemptLifecycle):
         for attempt in self.attempts.capturing():  # every attempt keeps at least one slot
             actions += self._abort(attempt, reason, is_lost=True)
         actions += self._skip_waiting(reason)
-        for rank in self._host_ranks[host]:
+        for rank in self.host_table[host].ranks:
             actions += self.lost(rank)
         self._lose(host)
         self._layouts.forget_orders()
@@ -169,8 +168,7 @@ class Coordinator(AttemptLifecycle):
         """
         for host in self.slots.other_hosts():
             self._lose(host)
-        self._host_ranks = [host.ranks for host in hosts]
-        self._host_names = [host.id for host in hosts]
+        self.host_table = hosts
         self.hosts = dict.fromkeys(range(world), 0)
         self.hosts |= {rank: n for n, host in enumerate(hosts) for rank in host.ranks}
         self.away = {n: host.id for n, host in enumerate(hosts) if n > 0}
@@ -321,19 +319,27 @@ class Coordinator(AttemptLifecycle):
         freed = [] if request.is_copying else self._free_slots_of(rank)
         return freed + self._decide_request(rank, request, now_s)
 
-    def request_captures(
-        self, requests: Mapping[int, m.RequestCapture], now_s: float
-    ) -> list[Action]:
-        """Handle requests of several ranks for one step, as if they came one after the other, and
-        no rank among them were absent.
+    def divide_requests(
+        self, requests: Mapping[int, m.RequestCapture]
+    ) -> list[Mapping[int, m.RequestCapture]]:
+        """Divide requests of a host for one step into those that are decided as one: all, or each
+        alone if there is anything to tell apart. Their ranks are absent no more.
         """
         step = next(iter(requests.values())).step
         for rank in requests.keys() & self._joined.keys() if self.absence.is_any else ():
             self.absence.end(rank)
         is_plain = requests.keys() <= self._joined.keys() and self._requests.is_new(step, requests)
-        if not is_plain or self._leaving or self.away or self.absence.is_any:
-            one_by_one = (self.request_capture(r, each, now_s) for r, each in requests.items())
-            return [action for actions in one_by_one for action in actions]
+        if is_plain and not (self._leaving or self.away or self.absence.is_any):
+            return [requests]
+        return [{rank: request} for rank, request in requests.items()]
+
+    def request_captures(
+        self, requests: Mapping[int, m.RequestCapture], now_s: float
+    ) -> list[Action]:
+        """Handle what ``divide_requests`` left together, as if it came one after the other."""
+        if len(requests) == 1:
+            return self.request_capture(*next(iter(requests.items())), now_s)
+        step = next(iter(requests.values())).step
         self._now_s = now_s
         if any(request.durable for request in requests.values()):
             self.durability.add(m.StandingOrder(step, step))
@@ -410,13 +416,12 @@ class Coordinator(AttemptLifecycle):
 
     def _hosts_of(self, ranks: Iterable[int]) -> tuple[str, ...]:
         """Return the names of the hosts that these ranks are on; none in a run on one host."""
-        numbers = sorted({self.hosts[rank] for rank in ranks}) if self._host_names else ()
-        return tuple(self._host_names[number] for number in numbers)
+        numbers = sorted({self.hosts[rank] for rank in ranks}) if self.host_table else ()
+        return tuple(self.host_table[number].id for number in numbers)
 
     def _name(self, ranks: Collection[int]) -> str:
-        """Return ranks and their hosts in words."""
         hosts = ", ".join(self._hosts_of(ranks))
-        return f"ranks {ranks} on {hosts}" if hosts else f"ranks {ranks}"
+        return f"ranks {ranks}{hosts and ' on '}{hosts}"
 
     def _decide_if_all_requested(self, step: int, now_s: float) -> list[Action]:
         if not self.adopted:

@@ -159,8 +159,8 @@ class RealWorld:
                 if ask.durable:
                     order = m.StandingOrder(ask.step, ask.step).pay(self.newest_published())
                     self.ordered = self.ordered.join(order)
-            if asks:
-                self.carry_out(self.keeper.request_captures(asks, self.now_s))
+            for part in self.keeper.divide_requests(asks) if asks else ():
+                self.carry_out(self.keeper.request_captures(part, self.now_s))
             for rank, seal in seals.items():
                 self.carry_out(self.keeper.captured(rank, seal, self.now_s))
 
