@@ -230,6 +230,7 @@ class Run:
             durable=False,
             is_copying=False,
             updates=(("", self.step),),
+            spare_ms=7500,
         )
         *frames, _ = [self.joined(host, [request] * self.per_host) for host in range(self.hosts)]
         with self.counted(phase("asks")):

@@ -157,12 +157,14 @@ class SnapshotMissed(Event, frozen=True, kw_only=True):
     """No generation came of a save: it was skipped or abandoned on all ranks.
 
     ``reason``: why, in words. ``overtaken``: the state changed while it was copied. ``leaf``: the
-    first leaf found changed, where that is known.
+    first leaf found changed, where that is known. ``late_hosts``: the hosts that the others waited
+    for in vain.
     """
 
     reason: str
     overtaken: bool = False
     leaf: str = ""
+    late_hosts: tuple[str, ...] = ()
 
 
 class ReplicasDiffer(Event, frozen=True, kw_only=True):

@@ -337,6 +337,12 @@ class WherePlanningTakesLong(OnSeveralHosts):
         self.end_planning(data.draw(st.sampled_from(self.planning)))
 
 
+class WhereLateRanksAreWaitedForAMoment(OnSeveralHosts):
+    """The next update comes so soon after a save that its copy has to begin at once."""
+
+    spare_ms = 150
+
+
 FAST = settings(
     max_examples=300,
     stateful_step_count=50,
@@ -358,6 +364,12 @@ def test_the_rules_hold_on_several_hosts_of_which_some_are_lost_and_come_back() 
 
 def test_the_rules_hold_while_hosts_plan_the_images_of_a_new_layout() -> None:
     run_state_machine_as_test(WherePlanningTakesLong, settings=FAST)
+
+
+def test_the_rules_hold_where_late_ranks_are_waited_for_a_moment_only() -> None:
+    run_state_machine_as_test(
+        WhereLateRanksAreWaitedForAMoment, settings=settings(FAST, max_examples=100)
+    )
 
 
 def test_a_ring_that_nobody_was_given_is_a_slot_like_others_when_hosts_are_renumbered() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import permutations, product
 
 import pytest
@@ -27,10 +26,7 @@ from holdfast.coordinator.requests import (
 from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
 from support.coordinator.coordinators import GRANT_S, Keeper, table
-from support.coordinator.handoff_facts import Process, Save
-from support.coordinator.handoff_hosts import HostedWorld
-
-SAVE = Save(durable=False, exact=False, values_bytes=10)
+from support.coordinator.joined_hosts import MISHAPS, JoinedWorld, Story
 
 
 def ask(step: int) -> m.RequestCapture:
@@ -92,97 +88,6 @@ def test_nothing_is_lost_repeated_or_reordered_whatever_is_reported(
 
 
 # ── around a coordinator ─────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Story:
-    """One order in which ranks ask, when time passes between two of them, and one mishap."""
-
-    asks: tuple[int, ...]
-    pauses: frozenset[int] = frozenset()
-    mishap: str = ""
-    at: int = 0
-
-
-MISHAPS = ("withdraws", "declines", "dies", "is cut off", "host", "saves twice", "update")
-PAUSE_S = 2 * REQUESTS_HELD_S
-
-
-class JoinedWorld(HostedWorld):
-    """Plays a story: one save before it is healthy, and one after it."""
-
-    def begin_with(self, hosts: int, per_host: int) -> None:
-        self.hosts = hosts
-        self.granted: list[set[int]] = []
-        self.told: list[tuple[int, str]] = []
-        self.start(hosts * per_host)
-        self.go_on()
-
-    def by_rank(self, rank: int) -> Process:
-        return next(p for p in self.current() if p.rank == rank)
-
-    def _carry_out(self, actions: object) -> None:
-        super()._carry_out(actions)
-        assert isinstance(actions, (list, tuple))
-        skips = [a.message for a in actions if hasattr(a, "message")]
-        self.told += [(s.step, s.reason) for s in skips if isinstance(s, m.Skip)]
-
-    def go_on(self) -> None:
-        """A whole save, of all that are there."""
-        for process in self.trainers():
-            process.done = len(self.saves)
-        for process in self.trainers():
-            self.make_ask(process, SAVE)
-        self.finish()
-
-    def finish(self) -> None:
-        for slot in list(self.allocating):
-            self.end_allocation(slot, is_there=True)
-        for process in self.trainers():
-            self.take_messages(process)
-            if process.writes is not None:
-                self.finish_image(process)
-
-    def play(self, story: Story) -> None:
-        for number, rank in enumerate(story.asks):
-            if number in story.pauses:
-                self.pass_time(PAUSE_S)
-            if story.mishap and story.at == number:
-                self.befall(self.by_rank(story.asks[number - 1]), story.mishap)
-            process = self.by_rank(rank)
-            if process.connected and process.waits_for is None and process.writes is None:
-                self.make_ask(process, SAVE)
-            self.check()
-        self.pass_time(PAUSE_S)
-        self.check()
-
-    def befall(self, process: Process, mishap: str) -> None:
-        """Something happens to the rank that asked last, or that will ask last."""
-        if mishap == "withdraws" and process.waits_for is not None:
-            self.wait_no_longer(process)
-        elif mishap == "declines":
-            self.pass_on(self.place_of(process))
-            process.waits_for = None
-            step = len(self.saves) - 1
-            self.carry_out(self.keeper.decline(process.rank, step, "it could not"))
-        elif mishap in ("dies", "is cut off"):
-            process.alive = mishap != "dies"
-            self.hang_up(process)
-            self.carry_out(self.keeper.lost(process.rank))
-        elif mishap == "host":
-            self.lose_host(self.hosts - 1, is_stored=False)
-        elif mishap == "saves twice" and process.waits_for is not None:
-            process.waits_for = None  # it gave that up, and asks for the next step
-            self.make_ask(process, SAVE)
-        elif mishap == "update":
-            process.is_ahead = True
-
-    def check(self) -> None:
-        self.check_complete()
-        self.check_newest()
-        self.check_slots()
-        self.check_waits()
-        self.check_order()
 
 
 def stories(world: int, mishaps: tuple[str, ...], *, all_orders: bool) -> Iterator[Story]:
@@ -256,13 +161,21 @@ def test_more_hosts_and_ranks_in_any_order_with_any_mishap(hosts: int, per_host:
 class OneByOne(Coordinator):
     """Takes joined requests apart."""
 
-    def request_captures(
-        self, requests: Mapping[int, m.RequestCapture], now_s: float
-    ) -> list[Action]:
-        for rank in requests.keys() & self._joined.keys():
-            self.absence.end(rank)
-        one_by_one = (self.request_capture(r, each, now_s) for r, each in requests.items())
-        return [action for actions in one_by_one for action in actions]
+    def divide_requests(
+        self, requests: Mapping[int, m.RequestCapture]
+    ) -> list[Mapping[int, m.RequestCapture]]:
+        super().divide_requests(requests)
+        return [{rank: request} for rank, request in requests.items()]
+
+
+def request_joined(
+    keeper: Keeper, requests: Mapping[int, m.RequestCapture], now_s: float
+) -> list[Action]:
+    """What follows of joined requests, as the keeper hands them on."""
+    actions: list[Action] = []
+    for part in keeper.c.divide_requests(requests):
+        actions += keeper.with_memory(keeper.c.request_captures(part, now_s))
+    return actions
 
 
 def test_a_rank_that_is_back_is_waited_for_by_those_of_its_host_that_asked_before_it() -> None:
@@ -274,7 +187,7 @@ def test_a_rank_that_is_back_is_waited_for_by_those_of_its_host_that_asked_befor
         step=2, table=table_hash(table(2)), values_bytes=10, durable=False, is_copying=False
     )
     keeper.c.table(1, request.table, table(2))
-    actions = keeper.with_memory(keeper.c.request_captures({0: request, 1: request}, 40.0))
+    actions = request_joined(keeper, {0: request, 1: request}, 40.0)
     assert any(isinstance(action, GrantSlot) for action in actions)
 
 
@@ -303,7 +216,7 @@ def random_story(keeper: Keeper, seed: int) -> Iterator[list[Action]]:
                 )
                 asks = {r: request for r in ranks if chance.random() < 0.95}
                 if asks:
-                    yield keeper.with_memory(keeper.c.request_captures(asks, now_s))
+                    yield request_joined(keeper, asks, now_s)
             case "seal" if open_:
                 for each in range(WORLD):
                     yield keeper.seal(each, open_[-1], now_s)

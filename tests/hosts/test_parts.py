@@ -76,6 +76,22 @@ def test_a_save_on_two_hosts_is_kept_by_both_and_offered_by_each(
     wait_for(lambda: is_gone("a") and is_gone("b"), "the end of both keepers", 20)
 
 
+def test_a_process_that_takes_a_rank_of_another_host_is_refused(
+    tmp_path: Path, arena_dir: Path
+) -> None:
+    run = Run(tmp_path, "a", "b")
+    run.begin()
+    for place, found, rank in (("a", "b", 0), ("b", "a", 1)):
+        mistaken = Rank(tmp_path, found, rank, 2)
+        with pytest.raises(
+            UsageError, match=f"rank {rank} .* is on host {place}, .* on host {found}"
+        ):
+            mistaken.join(run.n)
+        mistaken.line.close()
+    run.capture(1)  # the ranks that have these places keep them
+    run.end()
+
+
 def test_a_hand_told_to_stop_is_named_and_the_next_one_brings_back_what_it_held(
     tmp_path: Path, arena_dir: Path
 ) -> None:

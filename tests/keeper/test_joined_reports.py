@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.coordinator.actions import Action, SendMessage
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.requests import REQUESTS_HELD_S, RankReport
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import Fenced, FormatError
+from holdfast.geometry.layout import table_hash
 from holdfast.keeper.connections import ForwardedConnection, Ranks, TrainerConnection, send_to_all
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.followers import MOST_SAID, FollowerRegistry, FollowerSession, _Trainer
@@ -23,6 +26,7 @@ from holdfast.keeper.rank_relay import MOST_BYTES, ReportJoiner, grant_slots
 from holdfast.keeper.trainer_api import TrainerApi
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SlotRecord
+from support.coordinator.coordinators import Keeper, table
 
 small, digits = st.integers(0, 3), st.text("0123456789abcdef", min_size=16, max_size=16)
 asks = st.builds(
@@ -35,6 +39,7 @@ asks = st.builds(
     request_number=small,
     updates=st.sampled_from([(), (("a", 1),), (("a", 1), ("b", 2))]),
     is_copying=st.booleans(),
+    spare_ms=small,
 )
 seals = st.builds(
     m.Captured,
@@ -201,7 +206,9 @@ def test_a_joined_report_overtakes_nothing_that_its_ranks_said_before() -> None:
 def api_of(request_captures: Any) -> TrainerApi:
     api: Any = TrainerApi.__new__(TrainerApi)
     api.ranks, api._traces = Ranks(), set()
-    api.coordinator = SimpleNamespace(request_captures=request_captures)
+    api.coordinator = SimpleNamespace(
+        request_captures=request_captures, divide_requests=lambda requests: [requests]
+    )
     api.executor = SimpleNamespace(
         carry_out=lambda _: None, followers=SimpleNamespace(parity_scheduler=None)
     )
@@ -233,6 +240,52 @@ def test_an_error_that_nobody_expects_is_the_answer_to_all_who_wait(
         api.ranks.take_place(trainer, rank)
     api.handle_joined([(trainer, ASK) for trainer in trainers])
     assert [type(message) for trainer in trainers for message in trainer.heard] == [m.Skip, m.Skip]
+    assert "unexpected" in capsys.readouterr().err
+
+
+class Faulty(Coordinator):
+    """Fails at whatever rank 2 reports."""
+
+    def request_capture(self, rank: int, request: m.RequestCapture, now_s: float) -> list[Action]:
+        if rank == 2:
+            raise KeyError("unexpected")
+        return super().request_capture(rank, request, now_s)
+
+    def captured(self, rank: int, seal: m.Captured, now_s: float) -> list[Action]:
+        if rank == 2:
+            raise KeyError("unexpected")
+        return super().captured(rank, seal, now_s)
+
+
+@pytest.mark.promise
+def test_an_error_about_one_rank_costs_its_host_mates_nothing_that_is_decided(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    keeper = Keeper(4)
+    attempt = keeper.capture(1)
+    keeper.c.__class__ = Faulty
+    api, trainers = api_of(None), [Trainer(rank) for rank in range(4)]
+    done: list[Action] = []
+    published: list[Any] = []
+    api.coordinator = keeper.c
+    executor: Any = SimpleNamespace(
+        carry_out=done.extend,
+        captured=lambda name, ranks: published.append((name, sorted(ranks))),
+        followers=SimpleNamespace(parity_scheduler=None),
+    )
+    api.executor = executor
+    for rank, trainer in enumerate(trainers):
+        api.ranks.take_place(trainer, rank)
+    ask = msgspec.structs.replace(ASK, table=table_hash(table(4)), step=5)
+    keeper.c.leaving(3)  # so they are told one by one that nobody captures it
+    api.handle_joined([(trainer, ask) for trainer in trainers[:3]])
+    told = {a.rank for a in done if isinstance(a, SendMessage) and isinstance(a.message, m.Skip)}
+    assert told == {0, 1}, "what was decided about them is lost"
+    (answer,) = trainers[2].heard
+    assert isinstance(answer, m.Skip) and "unexpected" in answer.reason
+    seal = m.Captured(attempt=attempt, image_bytes=1, header_xxh3="0" * 16, table_xxh3="f" * 16)
+    api.handle_joined([(trainer, seal) for trainer in trainers])
+    assert published == [(attempt, [0, 1, 2, 3])], "the images of the others are not released"
     assert "unexpected" in capsys.readouterr().err
 
 

@@ -110,6 +110,15 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_host_that_was_waited_for_in_vain_is_named_with_the_saves_it_cost(tmp_path: Path) -> None:
+    for step, hosts in ((4, ("b",)), (5, ()), (6, ("a", "b"))):
+        missed = events.SnapshotMissed(incarnation=1, step=step, reason="r", late_hosts=hosts)
+        write(tmp_path, "keeper-a.jsonl", missed, missed)
+    report = read_report(tmp_path)
+    assert report.late_hosts == {"a": 1, "b": 2} == to_json(report)["late_hosts"]
+    assert "waited for b in vain at 2 saves" in rendered(report)
+
+
 def test_a_save_takes_as_long_as_its_slowest_rank(run: Path) -> None:
     save = read_report(run).saves[0]
     assert save == Save(

@@ -248,6 +248,7 @@ class Saver:
         passed = None
         # Repeat if a signal handler saved once more during the wait.
         while (capture := self._current) is not None and capture is not passed:
+            self._slot_requests.times.update_came(capture.number, time.monotonic())
             if not capture.released.is_set():
                 started_s = time.monotonic()
                 self._await_release(capture)
@@ -312,7 +313,8 @@ class Saver:
             grant_s = patience.first_grant_s
         else:
             grant_s = patience.durable_grant_s if capture.durable else patience.grant_s
-        if not capture.answered.wait(self._at_most(grant_s)):
+        wait_s = self._slot_requests.times.wait_s(capture.number, time.monotonic(), grant_s)
+        if not capture.answered.wait(self._at_most(wait_s)):
             capture.tell(Unanswered())
             waited_s = min(grant_s, round(time.monotonic() - capture.started_s, 1))
             capture.cancel(f"no answer to the request for a slot within {waited_s:g} s")
@@ -479,6 +481,7 @@ class Saver:
             grant = self._slot_requests.request_slot(
                 capture, self.timeouts, is_copying=self._copier.lost_a_copy
             )
+            granted_s = time.monotonic()
             layout = self._notifications.layouts[grant.layout]
             seal, sample = self._copier.copy(
                 capture, grant, layout, self.place, self._session.send, self.timeouts.room_s
@@ -498,6 +501,7 @@ class Saver:
             # Reported before the fence opens: a rank killed after an update has handed over the
             # step before it. The keeper discards images that a dead rank sealed but did not report.
             capture.release()
+            self._slot_requests.times.copied(time.monotonic() - granted_s)
         except (HoldfastError, CopyCancelled) as error:
             is_lost = isinstance(error, KeeperError) and not isinstance(error, Fenced)
             if is_lost:  # noticed here first, perhaps: a durable save is owed

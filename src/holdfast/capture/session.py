@@ -19,7 +19,13 @@ from holdfast.capture.save_state import (
     SaveStore,
     Unreached,
 )
-from holdfast.capture.task import CaptureTask, RankIdentity, Timeouts, finalize_weakly
+from holdfast.capture.task import (
+    CaptureTask,
+    RankIdentity,
+    SaveTimes,
+    Timeouts,
+    finalize_weakly,
+)
 from holdfast.errors import (
     CaptureOvertaken,
     DeadlineExceeded,
@@ -154,6 +160,7 @@ class SlotRequests:
         """True once a slot was granted: the first grant takes longest, as memory must be
         allocated.
         """
+        self.times = SaveTimes()
         self._turns = 0
         self._silent: tuple[KeeperClient, int] | None = None
         """The client that left a request unanswered, and its count of received messages at that
@@ -177,6 +184,8 @@ class SlotRequests:
             raise
         self._turns += 1
         capture.tell(Requested(self._turns))
+        spare_ms = 0 if capture.durable else self.times.spare_ms
+        self.times.requested(capture.number, time.monotonic(), spare_ms)
         client.send(
             m.RequestCapture(
                 step=capture.step,
@@ -187,6 +196,7 @@ class SlotRequests:
                 request_number=self._turns,
                 updates=tuple(capture.trained.updates.items()),
                 is_copying=is_copying,
+                spare_ms=spare_ms,
             )
         )
         capture.answered.wait()  # ended by the fence, the keeper, or the loss of the keeper
@@ -229,6 +239,7 @@ class SlotRequests:
             wait_s = patience.grant_s if self.was_granted else patience.first_grant_s
             client.request(table, m.Done, timeout_s=wait_s)
             self._line.known_table = described.table_hash
+            self.times = SaveTimes()  # those of another state say nothing of this one
 
     def _is_silent(self, client: KeeperClient) -> bool:
         """Return True if the keeper left a request unanswered and has sent nothing since."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import queue
+import statistics
 import threading
 import time
 import weakref
@@ -126,6 +127,56 @@ class Timeouts:
     copy_s: float = 600.0
     room_s: float = 60.0
     """Longest time without a write by storage while a copy waits for ring space."""
+
+
+_TIMES_KEPT, _TIMES_NEEDED = 8, 3
+#: Less spare time than this says nothing: healthy hosts' requests are as far apart.
+_LEAST_SPARE_S = 1.0
+#: How long the answer takes when the coordinator has decided.
+_ANSWER_S = 0.5
+
+
+class SaveTimes:
+    """Measures on the last saves when the next update came after each, and how long copies took."""
+
+    def __init__(self) -> None:
+        self._updates_s: tuple[float, ...] = ()
+        self._copies_s: tuple[float, ...] = ()
+        self._requested = -1, 0.0, 0
+        self._updated = -1
+
+    def requested(self, number: int, now_s: float, spare_ms: int) -> None:
+        """Record the request for a slot of this save, which said what time there is."""
+        self._requested = number, now_s, spare_ms
+
+    def update_came(self, number: int, now_s: float) -> None:
+        """Record that an update begins, if it is the first one after this save."""
+        if number != self._updated:
+            self._updated, (requested, at_s, _) = number, self._requested
+            since_s = now_s - at_s if requested == number else 0.0
+            self._updates_s = (*self._updates_s, since_s)[-_TIMES_KEPT:]
+
+    def wait_s(self, number: int, now_s: float, most_s: float) -> float:
+        """Return how long the answer is waited for from now on, and the next update held."""
+        requested, at_s, spare_ms = self._requested
+        if number != requested or not spare_ms:
+            return most_s
+        return min(most_s, max(0.0, at_s + spare_ms / 1000 + _ANSWER_S - now_s))
+
+    def copied(self, elapsed_s: float) -> None:
+        """Record the time from a grant until the image was reported."""
+        self._copies_s = (*self._copies_s, elapsed_s)[-_TIMES_KEPT:]
+
+    @property
+    def spare_ms(self) -> int:
+        """Return how long a grant may take until its copy would hold the next update; 0: unknown.
+
+        Medians, in whole tenths of a second: mostly the same number on all ranks of a host.
+        """
+        if min(len(self._updates_s), len(self._copies_s)) < _TIMES_NEEDED:
+            return 0
+        spare_s = statistics.median(self._updates_s) - statistics.median(self._copies_s)
+        return int(10 * spare_s) * 100 if spare_s >= _LEAST_SPARE_S else 0
 
 
 @dataclass(frozen=True, slots=True)

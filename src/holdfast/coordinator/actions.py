@@ -93,6 +93,7 @@ class ReportOutcome:
     overtaken: bool = False
     leaf: str = ""
     elapsed_s: float = 0.0
+    late_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +127,21 @@ Action = (
 
 
 def skip(
-    step: int, reason: str, *, is_passing: bool = True, rank: int | None = None
+    step: int,
+    reason: str,
+    *,
+    is_passing: bool = True,
+    rank: int | None = None,
+    late_hosts: tuple[str, ...] = (),
 ) -> list[Action]:
     """Tell all ranks that none captures ``step``; ``is_passing``: a durable save moves to the next
-    step. ``rank``: the only one that waits for it.
+    step. ``rank``: the only one that waits for it. ``late_hosts``: waited for in vain.
     """
     told = m.Skip(step=step, reason=reason, is_passing=is_passing)
-    return [SendMessage(told, rank), ReportOutcome("", step, "missed", reason)]
+    return [
+        SendMessage(told, rank),
+        ReportOutcome("", step, "missed", reason, late_hosts=late_hosts),
+    ]
 
 
 def skip_all(missed: Iterable[tuple[int, str]]) -> list[Action]:

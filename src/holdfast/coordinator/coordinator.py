@@ -8,7 +8,7 @@ module keeps one rule in every state; ``slots`` keeps those of the slots:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.coordinator.actions import Action, ReportOutcome, SendMessage, skip, skip_all
 from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE, PLANNING, AttemptLifecycle
@@ -46,7 +46,7 @@ class Coordinator(AttemptLifecycle):
         """
         self._parent: tuple[int, int] | None = None
         """Parent of an incarnation that is taken over from another keeper."""
-        self._host_ranks: list[tuple[int, ...]] = []
+        self.host_table: Sequence[m.HostEntry] = ()
         self._away_since_s = 0.0
         self._is_pin_requested = False
         """True once the ranks of this incarnation reported what they restore from."""
@@ -120,7 +120,7 @@ class Coordinator(AttemptLifecycle):
         for attempt in self.attempts.capturing():  # every attempt keeps at least one slot
             actions += self._abort(attempt, reason, is_lost=True)
         actions += self._skip_waiting(reason)
-        for rank in self._host_ranks[host]:
+        for rank in self.host_table[host].ranks:
             actions += self.lost(rank)
         self._lose(host)
         self._layouts.forget_orders()
@@ -168,7 +168,7 @@ class Coordinator(AttemptLifecycle):
         """
         for host in self.slots.other_hosts():
             self._lose(host)
-        self._host_ranks = [host.ranks for host in hosts]
+        self.host_table = hosts
         self.hosts = dict.fromkeys(range(world), 0)
         self.hosts |= {rank: n for n, host in enumerate(hosts) for rank in host.ranks}
         self.away = {n: host.id for n, host in enumerate(hosts) if n > 0}
@@ -319,19 +319,27 @@ class Coordinator(AttemptLifecycle):
         freed = [] if request.is_copying else self._free_slots_of(rank)
         return freed + self._decide_request(rank, request, now_s)
 
-    def request_captures(
-        self, requests: Mapping[int, m.RequestCapture], now_s: float
-    ) -> list[Action]:
-        """Handle requests of several ranks for one step, as if they came one after the other, and
-        no rank among them were absent.
+    def divide_requests(
+        self, requests: Mapping[int, m.RequestCapture]
+    ) -> list[Mapping[int, m.RequestCapture]]:
+        """Divide requests of a host for one step into those that are decided as one: all, or each
+        alone if there is anything to tell apart. Their ranks are absent no more.
         """
         step = next(iter(requests.values())).step
         for rank in requests.keys() & self._joined.keys() if self.absence.is_any else ():
             self.absence.end(rank)
         is_plain = requests.keys() <= self._joined.keys() and self._requests.is_new(step, requests)
-        if not is_plain or self._leaving or self.away or self.absence.is_any:
-            one_by_one = (self.request_capture(r, each, now_s) for r, each in requests.items())
-            return [action for actions in one_by_one for action in actions]
+        if is_plain and not (self._leaving or self.away or self.absence.is_any):
+            return [requests]
+        return [{rank: request} for rank, request in requests.items()]
+
+    def request_captures(
+        self, requests: Mapping[int, m.RequestCapture], now_s: float
+    ) -> list[Action]:
+        """Handle what ``divide_requests`` left together, as if it came one after the other."""
+        if len(requests) == 1:
+            return self.request_capture(*next(iter(requests.items())), now_s)
+        step = next(iter(requests.values())).step
         self._now_s = now_s
         if any(request.durable for request in requests.values()):
             self.durability.add(m.StandingOrder(step, step))
@@ -382,13 +390,14 @@ class Coordinator(AttemptLifecycle):
         if waited_s is not None:
             absent = self._requests.absent(step)
             reason = (
-                f"rank {rank} stopped waiting for ranks {absent}, which have not asked for it"
+                f"rank {rank} stopped waiting for {self._name(absent)}, which have not asked for it"
                 if absent
                 else f"rank {rank} stopped waiting: {self._why_undecided()}"
             )
             self._requests.decline(step, reason, is_passing=True, by=rank)
-            was_in_vain = self.adopted and waited_s >= WAITED_S
-            return skip(step, reason) + (self._mark_absent(absent) if was_in_vain else [])
+            if not self.adopted or waited_s < WAITED_S:
+                return skip(step, reason)
+            return self._skip_late(step, reason, absent)
         for attempt in self.attempts.capturing():
             if attempt.step == step and rank not in attempt.sealed:
                 actions = self._abort(attempt, f"rank {rank} stopped waiting for its slot")
@@ -396,12 +405,23 @@ class Coordinator(AttemptLifecycle):
                 return actions
         return []
 
-    def _mark_absent(self, ranks: Iterable[int]) -> list[Action]:
-        """Mark ranks as absent that others waited for in vain, except ranks that wait for an
-        earlier step.
+    def _skip_late(self, step: int, reason: str, ranks: Iterable[int]) -> list[Action]:
+        """Skip a step because others waited for ``ranks`` in vain, and mark these as absent, except
+        ranks that wait for an earlier step.
         """
-        self.absence.miss(rank for rank in ranks if self._requests.step_of(rank) is None)
-        return self._skip_waiting(self.absence.reason) if self.absence.reason else []
+        late = [rank for rank in ranks if self._requests.step_of(rank) is None]
+        self.absence.miss(late)
+        actions = skip(step, reason, late_hosts=self._hosts_of(late))
+        return actions + (self._skip_waiting(self.absence.reason) if self.absence.reason else [])
+
+    def _hosts_of(self, ranks: Iterable[int]) -> tuple[str, ...]:
+        """Return the names of the hosts that these ranks are on; none in a run on one host."""
+        numbers = sorted({self.hosts[rank] for rank in ranks}) if self.host_table else ()
+        return tuple(self.host_table[number].id for number in numbers)
+
+    def _name(self, ranks: Collection[int]) -> str:
+        hosts = ", ".join(self._hosts_of(ranks))
+        return f"ranks {ranks}{hosts and ' on '}{hosts}"
 
     def _decide_if_all_requested(self, step: int, now_s: float) -> list[Action]:
         if not self.adopted:
@@ -514,12 +534,13 @@ class Coordinator(AttemptLifecycle):
         if waiting is not None:
             actions += skip(waiting.step, NO_SLOT)
         actions += self._decide_deferred()
-        for step in self._requests.late(now_s, self.grant_deadline_s) if self.adopted else []:
+        late = self._requests.late(now_s, self.grant_deadline_s) if self.adopted else []
+        for step, wait_s in late:
             absent = self._requests.absent(step)
-            within = f"within {self.grant_deadline_s:g} s"
-            reason = f"ranks {absent} did not ask {within}" if absent else f"{PLANNING}, {within}"
+            why = f"{self._name(absent)} did not ask" if absent else f"{PLANNING},"
+            reason = f"{why} within {wait_s:g} s"
             if self._requests.decline(step, reason, is_passing=True):
-                actions += skip(step, reason) + self._mark_absent(absent)
+                actions += self._skip_late(step, reason, absent)
         for attempt in self.attempts.capturing():
             if now_s - max(attempt.started_s, attempt.moved_s) > self.capture_deadline_s:
                 reason = (

@@ -21,6 +21,13 @@ _DECLINED_STEPS = 8
 class _StepRequests:
     first_s: float
     by_rank: dict[int, m.RequestCapture] = field(default_factory=dict)
+    spare_s: float = math.inf
+    """How long the others are waited for, so that no copy holds an update."""
+
+    def add(self, requests: Mapping[int, m.RequestCapture]) -> None:
+        self.by_rank.update(requests)
+        for spare_ms in {request.spare_ms for request in requests.values()} - {0}:
+            self.spare_s = min(self.spare_s, spare_ms / 1000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class CaptureRequests:
 
     def add(self, rank: int, request: m.RequestCapture, now_s: float) -> None:
         """Add a rank's capture request; the rank must wait for no other step (``step_of``)."""
-        self._by_step.setdefault(request.step, _StepRequests(now_s)).by_rank[rank] = request
+        self._by_step.setdefault(request.step, _StepRequests(now_s)).add({rank: request})
         self._step_of[rank] = request.step
 
     def is_new(self, step: int, ranks: Collection[int]) -> bool:
@@ -81,7 +88,7 @@ class CaptureRequests:
 
     def add_all(self, step: int, requests: Mapping[int, m.RequestCapture], now_s: float) -> None:
         """Add the requests of several ranks for a step for which ``is_new`` is true."""
-        self._by_step.setdefault(step, _StepRequests(now_s)).by_rank.update(requests)
+        self._by_step.setdefault(step, _StepRequests(now_s)).add(requests)
         self._step_of.update(dict.fromkeys(requests, step))
         self._last_of.update(dict.fromkeys(requests, step))
         self.newest = step
@@ -224,9 +231,19 @@ class CaptureRequests:
             self._pop(step)
         return [(step, f"the ranks save different steps ({steps})") for step in missed]
 
-    def late(self, now_s: float, deadline_s: float) -> list[int]:
-        """Return the steps that a rank did not request within the deadline."""
-        return [step for step, a in self._by_step.items() if now_s - a.first_s > deadline_s]
+    def late(self, now_s: float, deadline_s: float) -> list[tuple[int, float]]:
+        """Return the steps that are waited for no more, with the time that they were waited for.
+
+        A rank that has not requested one is waited for while its copy can still end before the
+        next update of the others, and never beyond the deadline.
+        """
+        found = []
+        for step, requested in self._by_step.items():
+            is_whole = len(requested.by_rank) == self._world
+            wait_s = deadline_s if is_whole else min(deadline_s, requested.spare_s)
+            if now_s - requested.first_s > wait_s:
+                found.append((step, wait_s))
+        return found
 
     def absent(self, step: int) -> list[int]:
         """Return the ranks that have not requested this step; empty if no rank has."""

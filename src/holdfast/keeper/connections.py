@@ -39,6 +39,11 @@ class TrainerConnection:
         self.said_goodbye = False
 
     @property
+    def host(self) -> str:
+        """The other host that it is on; "" for this keeper's own."""
+        return ""
+
+    @property
     def is_visible(self) -> bool:
         """False for a process of another pid namespace, whose pid the kernel gives as 0."""
         return self.process.pid != 0
@@ -136,6 +141,11 @@ class ForwardedConnection(TrainerConnection):
     def __init__(self, line: SealedChannel, number: int, process: SlotWriter) -> None:
         super().__init__(process, number)
         self.line = line
+
+    @property
+    def host(self) -> str:
+        """The host whose keeper forwards its messages."""
+        return self.line.peer
 
     def send(self, message: m.Message, seq: int = 0) -> None:
         """Queue a message; see ``TrainerConnection``."""

@@ -226,6 +226,7 @@ class Executor:
                     reason=note.reason,
                     overtaken=note.overtaken,
                     leaf=note.leaf,
+                    late_hosts=note.late_hosts,
                 )
             )
             return

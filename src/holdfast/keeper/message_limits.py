@@ -71,6 +71,7 @@ def _check_saving(message: m.Message) -> None:
             _within("step", message.step, 0, MAX_STEP)
             _within("values_bytes", message.values_bytes, 0, MAX_BYTES)
             _within("turn", message.request_number, 0, MAX_STEP)
+            _within("spare_ms", message.spare_ms, 0, MAX_STEP)
             _check_updates(message)
         case m.Progress():
             _within("size_bytes", message.size_bytes, 0, MAX_BYTES)

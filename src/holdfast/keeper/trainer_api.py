@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast.coordinator.actions import Action, SendMessage
 from holdfast.coordinator.coordinator import Coordinator
@@ -35,6 +35,8 @@ from holdfast.keeper.published_images import inventory
 from holdfast.keeper.rank_relay import ReportJoiner
 from holdfast.policy.when import Keep
 from holdfast.protocol import messages as m
+
+R = TypeVar("R", bound=RankReport)
 
 
 class TrainerApi:
@@ -189,15 +191,21 @@ class TrainerApi:
                 requests[rank] = report
             else:
                 captured[rank] = report
+        for part in self.coordinator.divide_requests(requests) if requests else ():
+            self._try(part, self._request_captures)
+        if captured:
+            self._captured_all(captured)
+
+    def _try(self, part: Mapping[int, R], act: Callable[[Mapping[int, R]], None]) -> None:
+        """Act on the reports of some ranks; an error is the answer to these, and costs no other."""
         try:
-            if requests:
-                self._request_captures(requests)
-            if captured:
-                self._captured_all(captured)
+            act(part)
         except Exception as error:
             self._log_once(traceback.format_exc())
-            for connection, report in reports:
-                _skip(connection, report, f"{type(error).__name__}: {error}")
+            for rank, report in part.items():
+                connection = self.ranks.connection_of(rank)
+                if connection is not None:
+                    _skip(connection, report, f"{type(error).__name__}: {error}")
 
     def _request_captures(self, requests: Mapping[int, m.RequestCapture]) -> None:
         if self.executor.followers.parity_scheduler is not None:
@@ -207,10 +215,16 @@ class TrainerApi:
         self.executor.carry_out(actions)
 
     def _captured_all(self, captured: Mapping[int, m.Captured]) -> None:
-        attempt = next(iter(captured.values())).attempt
         for rank, seal in captured.items():  # what follows of one rank, whatever another's does
+            self._try({rank: seal}, self._take_seal)
+        self._try(captured, self._release_images)
+
+    def _take_seal(self, captured: Mapping[int, m.Captured]) -> None:
+        for rank, seal in captured.items():
             self.executor.carry_out(self.coordinator.captured(rank, seal, time.monotonic()))
-        self.executor.captured(attempt, captured)
+
+    def _release_images(self, captured: Mapping[int, m.Captured]) -> None:
+        self.executor.captured(next(iter(captured.values())).attempt, captured)
 
     def _log_once(self, trace: str) -> None:
         """Log each trace once, and few in total: the log lies in shared memory."""
@@ -263,6 +277,7 @@ class TrainerApi:
             if not (self._is_current(message) or await self._resume(message)):
                 raise self._fenced(message.incarnation)
         limits.validate_message(message, self.coordinator.world)
+        self._check_host(connection, message.rank)
         keep = Keep(last=message.keep_last, every=message.keep_every)
         persister = await self.root.open()
         self.ranks.take_place(connection, message.rank)
@@ -279,6 +294,18 @@ class TrainerApi:
         if self.executor.followers.parity_scheduler is not None:
             self.executor.followers.parity_scheduler.configure(message.parity)
         return m.Done()
+
+    def _check_host(self, connection: TrainerConnection, rank: int) -> None:
+        """Raise UsageError if the process is on another host than the run's table says."""
+        hosts = self.coordinator.host_table
+        expected = hosts[self.coordinator.hosts[rank]].id if hosts else ""
+        found = connection.host or (hosts[0].id if hosts else "")
+        if found != expected:
+            raise UsageError(
+                f"rank {rank} of this start is on host {expected}, and process "
+                f"{connection.process.pid} on host {found} asks for its place: give every process "
+                "the rank of its own host (RANK, HOLDFAST_HOST_ID), and the same while it runs"
+            )
 
     def _fenced(self, incarnation: int) -> Fenced:
         begun = self.coordinator.incarnation

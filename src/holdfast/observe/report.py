@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -176,6 +176,8 @@ class Report:
     """Requests and connections that keepers refused."""
     damages: tuple[Damage, ...] = ()
     """Damage found in memory, in the order of discovery."""
+    late_hosts: dict[str, int] = field(default_factory=dict)
+    """Hosts that the others waited for in vain, and at how many saves."""
 
     @property
     def misses(self) -> tuple[Save, ...]:
@@ -317,6 +319,10 @@ def _table(title: str, first: str, *others: str) -> Table:
 
 def _troubles(report: Report) -> list[str]:
     lines = [f"missed {s.incarnation}-{s.step}: {s.reason}" for s in report.misses]
+    lines += [
+        f"waited for {host} in vain at {count_text(saves, 'save')}"
+        for host, saves in report.late_hosts.items()
+    ]
     lines += [
         f"keeper lost {moment_text(loss.time_s)}{' on ' + loss.host if loss.host else ''}"
         f" (incarnation {loss.incarnation}): {loss.reason}"

@@ -171,6 +171,7 @@ class _Fold:
         self._unprotected: list[str] = []
         self._refused: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self._damages: list[Damage] = []
+        self._late: dict[str, set[tuple[int, int]]] = defaultdict(set)
 
     def line(self, line: bytes) -> None:
         try:
@@ -254,6 +255,8 @@ class _Fold:
             case events.SnapshotMissed():
                 what = f"overtaken at {event.leaf}: " if event.overtaken and event.leaf else ""
                 self._saves[key].missed = what + event.reason
+                for host in event.late_hosts:
+                    self._late[host].add(key)
 
     def report(self, root: str, files: int) -> Report:
         starts = tuple(_start(n, records) for n, records in sorted(self._started.items()))
@@ -280,6 +283,7 @@ class _Fold:
             ),
             damages=tuple(sorted(self._damages, key=lambda one: one.time_s)),
             divergences=tuple(divergence_of(*each) for each in sorted(self._differ.items())),
+            late_hosts={host: len(saves) for host, saves in sorted(self._late.items())},
         )
 
     def _keeper_losses(self) -> tuple[KeeperLoss, ...]:

@@ -191,6 +191,8 @@ class RequestCapture(Message, frozen=True, kw_only=True):
     """Number of whole updates by each optimizer since the start or the restore."""
     is_copying: bool = True
     """False only if no copy of an earlier capture of this rank can still run."""
+    spare_ms: int = 0
+    """How long the grant may take until the copy would hold an update of this rank; 0: unknown."""
 
 
 class Progress(Message, frozen=True, kw_only=True):

@@ -73,6 +73,7 @@ class Keeper:
         now_s: float = 0.0,
         updates: dict[str, int] | None = None,
         is_copying: bool = True,
+        spare_ms: int = 0,
     ) -> list[Action]:
         data = table(self.world, dtype)
         self.c.table(rank, table_hash(data), data)
@@ -84,6 +85,7 @@ class Keeper:
             exact=exact,
             updates=tuple((updates or {}).items()),
             is_copying=is_copying,
+            spare_ms=spare_ms,
         )
         return self.with_memory(self.c.request_capture(rank, ask, now_s))
 

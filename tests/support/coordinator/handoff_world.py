@@ -47,6 +47,8 @@ class RealWorld:
     """Before it has started, and when the coordinator said something that cannot be done."""
 
     is_planned_at_once = True
+    spare_ms = 0
+    """What ranks say of how long the grant of a snapshot may take; 0: nothing."""
 
     def start(self, world: int) -> None:
         """From nothing. Not in ``__init__``: only now is the number of ranks known."""
@@ -157,8 +159,8 @@ class RealWorld:
                 if ask.durable:
                     order = m.StandingOrder(ask.step, ask.step).pay(self.newest_published())
                     self.ordered = self.ordered.join(order)
-            if asks:
-                self.carry_out(self.keeper.request_captures(asks, self.now_s))
+            for part in self.keeper.divide_requests(asks) if asks else ():
+                self.carry_out(self.keeper.request_captures(part, self.now_s))
             for rank, seal in seals.items():
                 self.carry_out(self.keeper.captured(rank, seal, self.now_s))
 
@@ -466,6 +468,7 @@ class RealWorld:
             exact=save.exact,
             updates=(("optimizer", process.updates),),
             is_copying=any(process.pid in pids for pids in self.may_write.values()),
+            spare_ms=0 if save.durable else self.spare_ms,
         )
         self.report(process, ask)
 

@@ -104,6 +104,7 @@ class HostRequests(Fact, frozen=True, kw_only=True, tag="asks"):
     request_number: Column[int]
     updates: Column[tuple[tuple[str, int], ...]]
     is_copying: Column[bool]
+    spare_ms: Column[int]
 
 
 class HostCaptured(Fact, frozen=True, kw_only=True, tag="captured"):
