@@ -11,14 +11,21 @@ import asyncio
 import random
 import sys
 import traceback
-import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 from holdfast.coordinator.actions import Action
 from holdfast.coordinator.slots import SlotWriter
-from holdfast.errors import Fenced, FormatError, HoldfastError, KeeperError, PeerError
+from holdfast.errors import (
+    ArenaError,
+    Fenced,
+    FormatError,
+    HoldfastError,
+    KeeperError,
+    PeerError,
+)
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import ImageId, Incarnation, unseal
+from holdfast.geometry.layout import inflate
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection
@@ -83,7 +90,9 @@ class Follower:
         self._reports = ReportJoiner(len(part.hosts[part.host].ranks), self._report)
         self._watched: dict[int, tuple[str, int, int]] = {}
         self._why = "it was not tried yet"
-        self._layout_error = ""
+        self._layout_error = self._awaited_layout = ""
+        self._waiting_plan: messages.SizeImages | None = None
+        """An order to plan images under the layout whose bytes were asked for."""
         self.is_stopping = self.may_stop = False
         """Set when this keeper was told to stop, and when the coordinator has saved what it
         must.
@@ -168,6 +177,7 @@ class Follower:
         self._reports.drop()
         self._is_attached.clear()
         self._watched.clear()
+        self._awaited_layout, self._waiting_plan = "", None
         self._writings.stop_all("the coordinator is out of reach")
         self._parity.cancel("the coordinator is out of reach")
         self._parity.rebuilding.cancel("the coordinator is out of reach")
@@ -351,18 +361,27 @@ class Follower:
                 self._watched[slot] = attempt, pid, start
 
     def _store_layout(self, line: SealedChannel, fact: messages.RecordLayout) -> None:
-        data, self._layout_error = zlib.decompress(fact.deflated), ""
-        for connection in self._trainers.values():
-            connection.send(m.LayoutAgreed(hash=fact.hash, data=data))
+        self._layout_error = self._awaited_layout = ""
+        planning, self._waiting_plan = self._waiting_plan, None
         try:
-            self._memory.store_layout(fact.hash, data, fact.used)
+            is_here = not fact.deflated
+            data = self._memory.layout(fact.hash) if is_here else inflate(fact.deflated, fact.hash)
+            self._memory.store_layout(fact.hash, data, fact.used, fact.tables)
+        except ArenaError:  # its bytes are sent on their own, before any grant that names it
+            self._awaited_layout = fact.hash
+            line.send(messages.pack(messages.LayoutMissing(hash=fact.hash)))
         except OSError as error:
             where = self._memory.directory
             reason = f"no room for the layout: {error.strerror}. Free some in {where}"
             self._layout_error = reason
             line.send(messages.pack(messages.LayoutFailed(hash=fact.hash, reason=reason)))
+        if planning is not None:
+            self._plan_images(line, planning)
 
     def _plan_images(self, line: SealedChannel, fact: messages.SizeImages) -> None:
+        if fact.layout == self._awaited_layout:
+            self._waiting_plan = fact
+            return
         try:
             data = self._memory.layout(fact.layout)
         except HoldfastError as error:

@@ -14,9 +14,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.coordinator.actions import Action
+from holdfast.coordinator.actions import Action, StoreLayout
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.layouts import agreement_id
 from holdfast.coordinator.requests import RankReport
 from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slot_id_of
 from holdfast.errors import FormatError, HoldfastError, PeerError
@@ -148,6 +149,8 @@ class FollowerRegistry:
         """Hosts that may connect, by name."""
         self._incarnation = 0
         self._by_host: dict[int, FollowerSession] = {}
+        self._layout: StoreLayout | None = None
+        """The layout that all hosts were last told to store."""
         self.parity_scheduler: ParityScheduler | None = None
         """Scheduler of parity for all hosts; None in a run on one host."""
 
@@ -192,6 +195,19 @@ class FollowerRegistry:
         """Send to all reachable followers."""
         for follower in self._by_host.values():
             follower.send(fact)
+
+    def store_layout(self, layout: StoreLayout) -> None:
+        """Have all hosts store a layout: they are sent its hash, and ask for its bytes."""
+        self._layout = layout
+        self.broadcast(self._record_layout(layout, b""))
+
+    def _record_layout(self, layout: StoreLayout, deflated: bytes) -> messages.RecordLayout:
+        return messages.RecordLayout(
+            hash=layout.hash,
+            tables=agreement_id(layout.tables, layout.hash),
+            used=tuple({one.layout for one in self._coordinator.attempts.values()}),
+            deflated=deflated,
+        )
 
     def remember(self) -> None:
         """Send the incarnation's parent to all followers: one of them may lead the next
@@ -384,11 +400,8 @@ class FollowerRegistry:
             ):
                 if self.parity_scheduler is not None:
                     self.parity_scheduler.handle(follower.name, fact)
-            case messages.ImagesPlanned(layout=layout, sizes=by_rank):
-                reason = fact.reason and f"on host {follower.name}: {fact.reason}"
-                sizes = ImageSizes(by_rank, reason, fact.is_passing)
-                now_s = time.monotonic()
-                self._carry_out(self._coordinator.images_planned(layout, sizes, now_s))
+            case messages.LayoutMissing() | messages.LayoutFailed() | messages.ImagesPlanned():
+                self._handle_layout(follower, fact)
             case messages.LayoutReply() | messages.IncarnationReply():
                 self._handover.store_reply(follower.name, fact)
             case messages.Superseded(incarnation=n):
@@ -402,6 +415,23 @@ class FollowerRegistry:
                 raise FormatError("a hand tells once what it holds")
             case _:
                 self._carry_out(self._memory_changed(follower, fact))
+
+    def _handle_layout(
+        self,
+        follower: FollowerSession,
+        fact: messages.LayoutMissing | messages.LayoutFailed | messages.ImagesPlanned,
+    ) -> None:
+        where, coordinator = f"on host {follower.name}", self._coordinator
+        match fact:
+            case messages.LayoutMissing(hash=hash_):
+                if self._layout is not None and self._layout.hash == hash_:
+                    follower.send(self._record_layout(self._layout, self._layout.deflated))
+            case messages.LayoutFailed(hash=hash_, reason=reason):
+                why = f"{where}: {reason}"
+                self._carry_out(coordinator.layout_not_stored(hash_, why, follower.host))
+            case messages.ImagesPlanned(layout=layout, sizes=by_rank, is_passing=is_passing):
+                sizes = ImageSizes(by_rank, fact.reason and f"{where}: {fact.reason}", is_passing)
+                self._carry_out(coordinator.images_planned(layout, sizes, time.monotonic()))
 
     def _handle_trainer(
         self,
@@ -479,15 +509,10 @@ class FollowerRegistry:
         | messages.SlotFailed
         | messages.RingsCreated
         | messages.RingsFailed
-        | messages.WriterGone
-        | messages.LayoutFailed,
+        | messages.WriterGone,
     ) -> list[Action]:
         coordinator, host = self._coordinator, follower.host
         match fact:
-            case messages.LayoutFailed(hash=hash_, reason=reason):
-                return coordinator.layout_not_stored(
-                    hash_, f"on host {follower.name}: {reason}", host
-                )
             case messages.RingsCreated(made=made):
                 if self._are_made(host, list(made)):
                     return coordinator.rings_made(
