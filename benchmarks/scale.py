@@ -11,8 +11,8 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,9 +20,18 @@ from typing import Any, cast
 from benchmarks.kit import markdown
 from benchmarks.kit.options import Parser
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.layouts import Tables, agreement_id
 from holdfast.coordinator.requests import HostJoiner, HostReports, RankReport
 from holdfast.coordinator.slots import SlotWriter
-from holdfast.geometry.layout import Instance, LeafEntry, Mesh, Placement, table_hash, table_to_json
+from holdfast.geometry.layout import (
+    Instance,
+    LeafEntry,
+    Mesh,
+    Placement,
+    deflate,
+    table_hash,
+    table_to_json,
+)
 from holdfast.keeper.connections import ForwardedConnection, Ranks
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
@@ -38,9 +47,9 @@ X = "0123456789abcdef"
 MOST_KEPT_BYTES = 1024
 PER_HOST = (1, 2, 8, 16)
 SIZES = (256, 1024, 4096, 16384, 65536)
-PHASES = ("hosts", "first save", "asks", "decide", "grants", "captured")
+PHASES = ("hosts", "first save", "beside it", "asks", "decide", "grants", "captured")
 #: One save: what is done at each, once slots and layout are there.
-STEADY = PHASES[2:]
+STEADY = PHASES[3:]
 #: What hosts say of a save, and what they are told.
 HEARD = (messages.HostRequests, messages.HostCaptured)
 TOLD = (messages.GrantSlots, messages.SlotsSealed, messages.ForwardMessage)
@@ -67,6 +76,8 @@ class Line:
     def close(self, why: str = "") -> None:
         self.why_broken = why
 
+    async def finish(self) -> None: ...
+
 
 class NoFiles:
     """The arena of a coordinator's host that has no ranks."""
@@ -74,7 +85,15 @@ class NoFiles:
     boot_id = run_id = root_id = ""
     directory = Path("/")
 
-    def store_layout(self, hash_: str, data: bytes, used: object) -> None: ...
+    def store_layout(self, hash_: str, data: bytes, used: object, tables: str) -> None:
+        self.stored = data, tables, hash_
+
+    stored = b"", "", ""
+
+    def remembered_layout(self, tables: Tables) -> bytes | None:
+        data, agreed, hash_ = self.stored
+        return data if agreed == agreement_id(tables, hash_) else None
+
     def store_order(self, incarnation: int, nonce: str, order: object) -> None: ...
     def drop_parity(self) -> None: ...
     def incarnations(self) -> list[Any]:
@@ -96,6 +115,24 @@ def leaf_table(world: int, leaves: int) -> bytes:
     )
 
 
+class AtOnce(Background):
+    """Does at once what a keeper does beside its loop, and counts it apart."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.clock, self.spent_s = clock, 0.0
+
+    async def in_thread(self, function: Callable[..., Any], *arguments: object) -> Any:
+        began = self.clock()
+        found = function(*arguments)
+        self.spent_s += self.clock() - began
+        return found
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        with suppress(StopIteration):
+            coroutine.send(None)
+
+
 class Run:
     """A coordinator's keeper, and hosts that do at once what it orders."""
 
@@ -111,11 +148,16 @@ class Run:
         self.heard: Counter[str] = Counter()
         """Messages of each kind from and to the hosts, and their bytes, of the last save."""
         self.table = leaf_table(world, leaves)
+        self.layouts: dict[int, set[str]] = {}
+        """Hashes of the layouts that each host has."""
+        self.first_bytes: list[tuple[int, int]] = []
+        """Bytes from and to all hosts of the first save of each start."""
         self.cpu_s: Counter[str] = Counter()
         self.coordinator = Coordinator(keeper="k", grant_deadline_s=60, capture_deadline_s=600)
         self.ranks = Ranks()
+        self.beside = AtOnce(clock)
         self.executor = Executor(
-            self.coordinator, cast(Any, NoFiles()), self.ranks, Background(), lambda _: None
+            self.coordinator, cast(Any, NoFiles()), self.ranks, self.beside, lambda _: None
         )
         root = SimpleNamespace(store=None)
         self.executor.connect(cast(Any, root), cast(Any, NoIncarnations()))
@@ -130,11 +172,13 @@ class Run:
     @contextmanager
     def counted(self, phase: str) -> Iterator[None]:
         """Adds the CPU time of the block."""
-        began = self.clock()
+        began, before_s = self.clock(), self.beside.spent_s
         yield
-        self.cpu_s[phase] += self.clock() - began
+        beside_s = self.beside.spent_s - before_s
+        self.cpu_s[phase] += self.clock() - began - beside_s
+        self.cpu_s["beside it"] += beside_s
 
-    def start(self) -> None:
+    def start(self, incarnation: int = 1) -> None:
         """All hosts attach, all ranks join."""
         per_host = [tuple(range(n, n + self.per_host)) for n in range(0, self.world, self.per_host)]
         entries = [
@@ -142,8 +186,9 @@ class Run:
         ]
         self.lines = [Line(entry.id) for entry in entries]
         with self.counted("hosts"):
-            self.executor.followers.begin(1, entries)
-            self.executor.carry_out(self.coordinator.begin(1, X, self.world, entries))
+            self.executor.followers.begin(incarnation, entries)
+            begun = self.coordinator.begin(incarnation, X, self.world, entries)
+            self.executor.carry_out(begun)
             self.sessions: list[FollowerSession] = [
                 self.executor.followers._attach(
                     host,
@@ -161,9 +206,6 @@ class Run:
                 joined = self.coordinator.join(rank, process, is_copying=False)
                 self.executor.carry_out(joined)
             self.executor.carry_out(self.coordinator.adopt(0.0))
-        with self.counted("first save"):
-            for rank in range(self.world):
-                self.coordinator.table(rank, table_hash(self.table), self.table)
         self.take_frames()
 
     def take_frames(self) -> None:
@@ -191,8 +233,29 @@ class Run:
             )
             with self.counted("first save"):
                 self.executor.followers._handle(self.sessions[host - 1], planned)
+        elif isinstance(order, messages.RecordLayout):
+            known = self.layouts.setdefault(host, set())
+            if order.hash not in known:
+                known.add(order.hash)
+                self.say(host, messages.LayoutMissing(hash=order.hash))
+        elif isinstance(order, messages.ForwardMessage):
+            _, message = m.unpack(order.frame[m.LENGTH_BYTES :])
+            if isinstance(message, m.RequestTable):
+                table = m.LeafTable(hash=message.hash, deflated=deflate(self.table))
+                body = m.pack(table)[m.LENGTH_BYTES :]
+                fact = messages.TrainerMessage(line=order.lines[0], body=body)
+                self.count("in", messages.pack(fact))
+                with self.counted("first save"):
+                    self.executor.carry_out(self.coordinator.table(table.hash, table.deflated, 0.0))
         elif isinstance(order, messages.GrantSlots):
             self.granted |= dict.fromkeys(order.ranks, order.record.attempt)
+
+    def say(self, host: int, fact: messages.Fact) -> None:
+        """A host asks for something behind its orders."""
+        frame = messages.pack(fact)
+        self.count("in", frame)
+        with self.counted("first save"):
+            self.hear(host - 1, frame)
 
     def hear(self, host: int, frame: bytes) -> None:
         """The coordinator's part when a host has sent a frame."""
@@ -215,6 +278,12 @@ class Run:
     def count(self, kind: str, frame: bytes) -> None:
         self.heard[kind] += 1
         self.heard[f"{kind} bytes"] += len(frame)
+
+    def save_first(self, phase: str) -> None:
+        """The first save of a start, and the bytes of all that hosts and coordinator say of it."""
+        self.save(lambda _: phase)
+        heard = sum(self.heard[f"{kind} bytes"] for kind in (*(k.__name__ for k in HEARD), "in"))
+        self.first_bytes.append((heard, sum(line.sent_bytes for line in self.lines)))
 
     def save(self, phase: Callable[[str], str]) -> None:
         """One save of all ranks; ``phase`` maps each part of it to where it is counted."""
@@ -277,6 +346,8 @@ async def measure(
         [run.heard[f"{kind.__name__} bytes"] for kind in HEARD],
     )
     sent |= {"messages in": heard[0], "bytes in": heard[1]}
+    for start, (heard_bytes, sent_bytes) in zip(("first", "again"), run.first_bytes, strict=True):
+        sent |= {f"{start} in": [heard_bytes], f"{start} out": [sent_bytes]}
     return found | {name: sum(counts) for name, counts in sent.items()}
 
 
@@ -289,8 +360,10 @@ async def steady(
 ) -> Run:
     """A run behind so many saves that found slots and layout there."""
     run = Run(world, leaves, clock, per_host)
-    run.start()
-    run.save(lambda _: "first save")
+    run.start(1)
+    run.save_first("first save")
+    run.start(2)
+    run.save_first("start again")
     run.save(lambda _: "first save")  # the spare slots are there now
     for _ in range(saves):
         run.save(lambda phase: phase)

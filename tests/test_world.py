@@ -257,10 +257,8 @@ def test_what_rank_0_concludes_from_the_words_of_all_reaches_all_or_its_error_do
         assert found["threads"] == (set() if rank else {"MainThread"})
 
 
-class Told:
+class Told(World):
     """A world in which this rank has heard what the others say before it speaks."""
-
-    nonce, address = "n", "127.0.0.1"
 
     def __init__(self, rank: int, *others: bytes) -> None:
         self.rank, self.size, self._others = rank, len(others) + 1, others
@@ -278,12 +276,6 @@ class Told:
 
     def leave(self, phase: str, mine: bytes) -> None:
         raise AssertionError("nobody is interrupted")
-
-    def end(self) -> None:
-        raise AssertionError("nobody ends it")
-
-    def close(self) -> None:
-        raise AssertionError("nobody closes it")
 
 
 def say(rank: int, kind: str, payload: bytes) -> bytes:

@@ -14,10 +14,18 @@ from benchmarks.kit import machine, markdown, results, series
 from benchmarks.kit.options import Parser
 from benchmarks.plan.exchange import count_reads, timed
 from benchmarks.plan.meshes import Kind, kinds
-from holdfast.coordinator.layouts import LayoutRegistry
+from holdfast.coordinator.layouts import AgreedLayout, agree_layout
 from holdfast.format.image import fill_in, parse_header, plan_image
 from holdfast.format.manifest import ImageRef, Manifest, seal, unseal
-from holdfast.geometry.layout import Layout, Mesh, Placement, local_boxes, table_hash, table_to_json
+from holdfast.geometry.layout import (
+    Layout,
+    Mesh,
+    Placement,
+    deflate,
+    local_boxes,
+    table_hash,
+    table_to_json,
+)
 from holdfast.protocol.image_plan import image_items, plan_sizes
 from holdfast.restore.planning.plan import Want, plan_batches, plan_fetches
 
@@ -34,22 +42,15 @@ def measure(kind: Kind, leaves: int) -> dict[str, Any]:
             tables[kind.table_of(rank)] = table_to_json(kind.table(rank, leaves))
     hashes = {key: table_hash(data) for key, data in tables.items()}
     of_rank = [kind.table_of(rank) for rank in range(kind.world)]
-    layouts = LayoutRegistry()
-
-    def learn() -> None:
-        for rank, key in enumerate(of_rank):
-            layouts.learn(rank, hashes[key], tables[key])
-
     found: dict[str, Any] = {"tables": len(tables), "table_bytes": max(map(len, tables.values()))}
-    found["learn_s"], _ = timed(learn)
-    asked = [hashes[key] for key in of_rank]
-    found["agree_s"], agreed = timed(lambda: layouts.agree(asked))
+    held = {hashes[key]: deflate(data) for key, data in tables.items()}
+    asked = tuple(hashes[key] for key in of_rank)
+    found["agree_s"], agreement = timed(lambda: agree_layout(lambda _: None, asked, held))
+    agreed = AgreedLayout(agreement.layout)
     host = range(kind.world // 2, kind.world // 2 + HOST_RANKS)
     found["sizes_s"], sizes = timed(lambda: plan_sizes(agreed.layout, host))
     agreed.planned(sizes.by_rank)
-    found["again_s"], _ = timed(
-        lambda: [layouts.agree(asked).image_bytes(rank, 1000) for rank in host]
-    )
+    found["again_s"], _ = timed(lambda: [agreed.image_bytes(rank, 1000) for rank in host])
     data = agreed.layout.to_json()
     found["leaves"], found["layout_bytes"] = len(agreed.layout.leaves), len(data)
     rank = kind.world // 2 + 3
@@ -175,7 +176,7 @@ def shown(found: dict[str, dict[str, Any]], documents: dict[str, Any], world: in
             [
                 name,
                 str(one["leaves"]),
-                ms(1e3 * (one["learn_s"] + one["agree_s"] + one["sizes_s"])),
+                ms(1e3 * (one["agree_s"] + one["sizes_s"])),
                 ms(1e3 * one["first_s"]),
                 f"{one['first_s'] / FIRST_S:.2f}",
                 ms(1e3 * one["again_s"]),

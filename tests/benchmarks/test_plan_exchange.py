@@ -7,8 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from holdfast.coordinator.layouts import LayoutRegistry
-from holdfast.geometry.layout import table_hash, table_to_json
+from holdfast.geometry.layout import merge
 from holdfast.restore.planning import block_rounds
 
 MOST_READ, MOST_CONNECTIONS = 1.02, 64
@@ -23,11 +22,8 @@ def plan(importable: None) -> ModuleType:
 def _counts(plan: ModuleType) -> dict[str, float]:
     meshes = importlib.import_module("benchmarks.plan.meshes")
     [kind] = [kind for kind in meshes.kinds(WORLD) if kind.name.startswith("HSDP")]
-    table = table_to_json(kind.table(0, LEAVES))
-    layouts, asked = LayoutRegistry(), [table_hash(table)] * WORLD
-    for rank in range(WORLD):
-        layouts.learn(rank, asked[rank], table)
-    counts: dict[str, float] = plan.count_reads(kind, layouts.agree(asked).layout, LEAVES)
+    layout = merge([tuple(kind.table(0, LEAVES))] * WORLD)
+    counts: dict[str, float] = plan.count_reads(kind, layout, LEAVES)
     return counts
 
 

@@ -6,24 +6,28 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.coordinator import layouts
 from holdfast.coordinator.actions import (
     AbortPersist,
+    AgreeLayout,
     AllocateSlots,
     GrantSlot,
     PlanImages,
     ReportOutcome,
+    SendMessage,
     StartPersist,
     StoreLayout,
 )
-from holdfast.coordinator.layouts import AgreedLayout
+from holdfast.coordinator.layouts import Agreement
 from holdfast.coordinator.slots import SLACK_BYTES
-from holdfast.geometry.layout import merge, table_from_json, table_hash, table_to_json
+from holdfast.geometry.layout import merge, table_from_json, table_hash
 from holdfast.protocol import messages as m
 from support.coordinator.coordinators import (
     CAPTURE_S,
     GRANT_S,
     Actions,
     Keeper,
+    declared,
     granted,
     of,
     table,
@@ -125,12 +129,17 @@ def test_states_that_do_not_fit_each_other_are_told_and_not_tried_again() -> Non
     assert not keeper.c.attempts
 
 
-def test_leaves_that_were_never_told_are_a_reason_to_skip_and_not_to_fall_over() -> None:
+def test_leaves_that_a_rank_does_not_tell_are_a_reason_to_skip_and_not_to_fall_over() -> None:
     keeper = Keeper()
     keeper.ask(0, 5)
     ask = m.RequestCapture(step=5, table="unheard of", values_bytes=10, durable=True)
-    (skip,) = told(keeper.c.request_capture(1, ask, 0.0), m.Skip)
-    assert "ranks [1]" in skip.reason
+    (order,) = of(keeper.c.request_capture(1, ask, 0.0), AgreeLayout)
+    asked = keeper.c.layout_agreed(order.tables, Agreement(), 0.0)
+    assert asked == [
+        SendMessage(m.RequestTable(hash=hash_), rank) for rank, hash_ in enumerate(order.tables)
+    ]
+    (skip,) = told(keeper.c.tick(GRANT_S + 1), m.Skip)
+    assert skip.reason.startswith("ranks [0, 1] have not sent their tables of leaves")
 
 
 def test_a_rank_that_cannot_save_a_step_keeps_nobody_waiting() -> None:
@@ -645,7 +654,7 @@ def test_a_layout_that_cannot_be_divided_now_costs_this_save_and_no_later_one(
 
     keeper = Keeper()
     with monkeypatch.context() as patched:
-        patched.setattr(AgreedLayout, "image_bytes", fail)
+        patched.setattr(layouts, "merge", fail)
         (skip,) = told(keeper.ask_all(5), m.Skip)
     assert (skip.step, skip.is_passing) == (5, True)
     assert "could not be divided" in skip.reason and repr(fault) in skip.reason
@@ -656,9 +665,8 @@ def test_other_tables_of_the_same_layout_are_granted_as_planned_before() -> None
     keeper = Keeper(1)
     keeper.capture(1)
     leaves = table_from_json(table(1))
-    data = table_to_json([replace(one, is_frozen=True) for one in leaves])
+    data = declared([replace(one, is_frozen=True) for one in leaves])
     assert table_hash(data) != table_hash(table(1))
-    keeper.c.table(0, table_hash(data), data)
     request = m.RequestCapture(
         step=2, table=table_hash(data), values_bytes=10, durable=False, is_copying=False
     )

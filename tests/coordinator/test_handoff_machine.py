@@ -146,8 +146,8 @@ class Handoff(CheckedWorld, RuleBasedStateMachine):
         """A save as most of them are."""
         self.all_come_back()
         self.all_ask(save)
-        for plan in list(self.planning):
-            self.end_planning(plan)
+        while self.planning:
+            self.end_planning(self.planning[0])
         self.all_allocations_end()
         for needs in list(self.making_rings):
             self.end_rings(needs, are_there=True)

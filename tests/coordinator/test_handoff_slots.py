@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.coordinator.actions import AllocateSlots, PlanImages, RemoveSlot
+from holdfast.coordinator.actions import AgreeLayout, AllocateSlots, PlanImages, RemoveSlot
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import ONLY_DURABLE, Coordinator
+from holdfast.coordinator.layouts import Agreement
 from holdfast.coordinator.slots import BEING_MADE, Slot, SlotWriter
-from holdfast.geometry.layout import table_hash
+from holdfast.geometry.layout import merge, table_from_json, table_hash
 from holdfast.protocol import messages as m
 from holdfast.protocol.image_plan import plan_sizes
 from support.coordinator.coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
@@ -269,9 +270,10 @@ def test_slots_made_later_do_not_take_the_place_of_those_found() -> None:
     c.begin(2, "00000002", 1)
     c.join(0, SlotWriter(1, 1))
     c.adopt(0.0)
-    c.table(0, table_hash(table(1)), table(1))
     ask = m.RequestCapture(step=8, table=table_hash(table(1)), values_bytes=10, durable=False)
-    (plan,) = of(c.request_capture(0, ask, 0.0), PlanImages)
+    (order,) = of(c.request_capture(0, ask, 0.0), AgreeLayout)
+    agreement = Agreement(merge([table_from_json(table(1))]))
+    (plan,) = of(c.layout_agreed(order.tables, agreement, 0.0), PlanImages)
     planned = c.images_planned(plan.layout.hash, plan_sizes(plan.layout, plan.ranks), 0.0)
     assert [a.slot for a in of(planned, AllocateSlots)] == [2]
 

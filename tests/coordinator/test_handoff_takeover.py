@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.coordinator.actions import Action, StartPersist
+from holdfast.coordinator.actions import Action, AgreeLayout, StartPersist
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.layouts import LAYOUTS, Agreement, agree_layout
 from holdfast.coordinator.slots import Slot, SlotWriter
-from holdfast.errors import FormatError
-from holdfast.geometry.layout import table_hash
+from holdfast.geometry.layout import LeafEntry, deflate, table_hash
 from holdfast.protocol import messages as m
-from support.coordinator.coordinators import CAPTURE_S, GRANT_S, Keeper, granted, of, table, told
+from support.coordinator.coordinators import (
+    CAPTURE_S,
+    GRANT_S,
+    Keeper,
+    declared,
+    granted,
+    of,
+    remembers_nothing,
+    table,
+    told,
+)
 
 
 def left(*images: tuple[int, int], capacity_bytes: int = 2 << 20) -> Coordinator:
@@ -261,21 +271,43 @@ def test_two_thousand_generations_leave_nothing_behind() -> None:
         assert len(keeper.c.attempts) <= 3
     assert len(keeper.c._requests._declined) <= 8
     assert len(keeper.c._requests._by_step) == 0
-    assert len(keeper.c._layouts._tables) == 1
+    assert len(keeper.c._layouts._held) == 1
 
 
 def test_tables_that_change_at_every_step_are_forgotten_but_those_in_use_are_not() -> None:
     keeper = Keeper(2)
-    steady = table(2)
-    keeper.c.table(0, table_hash(steady), steady)
-    for size in range(1, 300):
-        changing = table(2, shape=(size,))
-        keeper.c.table(1, table_hash(changing), changing)
-    assert len(keeper.c._layouts._tables) <= 9
-    assert table_hash(steady) in keeper.c._layouts._tables
+    for step in range(300):
+        leaves = [LeafEntry("w", "F32", (1,), "split", None)]
+        tables = [declared(leaves), declared([*leaves, LeafEntry("v", "F32", (step,), "split")])]
+        for rank, data in enumerate(tables):
+            ask = m.RequestCapture(
+                step=step, table=table_hash(data), values_bytes=10, durable=False
+            )
+            actions = keeper.with_memory(keeper.c.request_capture(rank, ask, 0.0))
+        wanted = [asked.hash for asked in told(actions, m.RequestTable)]
+        assert wanted == [table_hash(tables[1])] or not step, "the other one is held"
+        for rank in range(2):
+            keeper.seal(rank, granted(actions))
+    assert len(keeper.c._layouts._held) == 2
+    assert len(keeper.c._layouts._agreed) <= LAYOUTS
 
 
-def test_a_table_under_another_name_is_refused() -> None:
+def test_a_table_that_nobody_asked_for_is_not_kept() -> None:
     keeper = Keeper(1)
-    with pytest.raises(FormatError, match="named"):
-        keeper.c.table(0, "0" * 32, table(1))
+    assert keeper.c.table("0" * 32, b"", 0.0) == []
+    assert not keeper.c._layouts._held
+
+
+def test_a_table_under_another_name_ends_the_save_and_is_asked_for_again() -> None:
+    keeper = Keeper(1)
+    data = table(1)
+    ask = m.RequestCapture(step=1, table=table_hash(data), values_bytes=10, durable=False)
+    (order,) = of(keeper.c.request_capture(0, ask, 0.0), AgreeLayout)
+    keeper.c.layout_agreed(order.tables, Agreement(), 0.0)
+    other = deflate(table(1, "F64"))
+    (order,) = of(keeper.c.table(ask.table, other, 0.0), AgreeLayout)
+    agreement = agree_layout(remembers_nothing, order.tables, order.held)
+    (skip,) = told(keeper.c.layout_agreed(order.tables, agreement, 0.0), m.Skip)
+    assert f"the document named {ask.table} is" in skip.reason and not skip.is_passing
+    asked = keeper.ask(0, 2)
+    assert told(asked, m.RequestTable) and granted(asked)

@@ -186,7 +186,6 @@ def test_a_rank_that_is_back_is_waited_for_by_those_of_its_host_that_asked_befor
     request = m.RequestCapture(
         step=2, table=table_hash(table(2)), values_bytes=10, durable=False, is_copying=False
     )
-    keeper.c.table(1, request.table, table(2))
     actions = request_joined(keeper, {0: request, 1: request}, 40.0)
     assert any(isinstance(action, GrantSlot) for action in actions)
 
@@ -237,9 +236,6 @@ def test_joined_requests_are_decided_as_if_they_came_one_after_the_other() -> No
     for seed in range(200):
         joined, apart = Keeper(WORLD), Keeper(WORLD)
         apart.c.__class__ = OneByOne
-        for keeper in (joined, apart):
-            for rank in range(WORLD):
-                keeper.c.table(rank, table_hash(table(WORLD)), table(WORLD))
         answers = zip(random_story(joined, seed), random_story(apart, seed), strict=True)
         for move, (one, other) in enumerate(answers):
             assert one == other, (seed, move)

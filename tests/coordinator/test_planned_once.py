@@ -14,15 +14,22 @@ from torch import nn
 from holdfast import Checkpointer
 from holdfast.capture import copier as mapped
 from holdfast.coordinator import layouts
-from holdfast.coordinator.actions import Action, AllocateSlots, PlanImages, StoreLayout
+from holdfast.coordinator.actions import (
+    Action,
+    AgreeLayout,
+    AllocateSlots,
+    PlanImages,
+    StoreLayout,
+)
 from holdfast.coordinator.attempt_lifecycle import PLANNING
-from holdfast.geometry.layout import Layout, table_hash
+from holdfast.coordinator.layouts import agree_layout
+from holdfast.geometry.layout import Layout, deflate, table_hash
 from holdfast.geometry.ownership import WriteOwners
 from holdfast.protocol import image_plan
 from holdfast.protocol import messages as m
 from holdfast.protocol.client import KeeperClient
 from holdfast.state import describe
-from support.coordinator.coordinators import GRANT_S, Keeper, granted, of, table, told
+from support.coordinator.coordinators import GRANT_S, TABLES, Keeper, granted, of, table, told
 
 
 class Counts(Counter[str]):
@@ -99,9 +106,9 @@ def test_the_coordinator_plans_no_image_and_each_host_those_of_its_ranks(
     data = table(512)
     actions: list[Action] = []
     for rank in range(512):
-        keeper.c.table(rank, table_hash(data), data)
         ask = m.RequestCapture(step=3, table=table_hash(data), values_bytes=10, durable=False)
         actions += keeper.c.request_capture(rank, ask, 0.0)
+    actions = agreed(keeper, actions)
     plans = of(actions, PlanImages)
     assert {plan.host: plan.ranks for plan in plans} == {
         number: host.ranks for number, host in enumerate(hosts)
@@ -120,8 +127,7 @@ def test_the_coordinator_plans_no_image_and_each_host_those_of_its_ranks(
 @pytest.mark.parametrize("is_passing", [True, False])
 def test_images_that_a_host_cannot_plan_end_the_save_with_its_reason(is_passing: bool) -> None:
     keeper = Keeper(1)
-    actions = keeper.c.request_capture(0, first_request(keeper), 0.0)
-    (plan,) = of(actions, PlanImages)
+    (plan,) = of(agreed(keeper, ask_first(keeper)), PlanImages)
     failed = image_plan.ImageSizes({}, "no room for the layout", is_passing)
     (skip,) = told(keeper.c.images_planned(plan.layout.hash, failed, 0.0), m.Skip)
     assert (skip.reason, skip.is_passing) == ("no room for the layout", is_passing)
@@ -131,18 +137,18 @@ def test_images_that_a_host_cannot_plan_end_the_save_with_its_reason(is_passing:
 
 def test_who_waits_no_longer_for_images_to_be_planned_ends_the_wait_of_all() -> None:
     keeper = Keeper(1)
-    assert of(keeper.c.request_capture(0, first_request(keeper), 0.0), PlanImages)
+    assert of(agreed(keeper, ask_first(keeper)), PlanImages)
     (skip,) = told(keeper.c.cancel_request(0, 0), m.Skip)
     assert skip.reason.endswith(PLANNING) and skip.is_passing
 
 
 def test_a_host_that_plans_for_too_long_ends_the_save() -> None:
     keeper = Keeper(1)
-    (plan,) = of(keeper.c.request_capture(0, first_request(keeper), 0.0), PlanImages)
+    (plan,) = of(agreed(keeper, ask_first(keeper)), PlanImages)
     assert keeper.c.tick(GRANT_S) == []
     (skip,) = told(keeper.c.tick(GRANT_S + 0.1), m.Skip)
     assert skip.reason.startswith(PLANNING) and skip.is_passing
-    again = keeper.c.request_capture(0, first_request(keeper), 0.0)
+    again = agreed(keeper, ask_first(keeper))
     assert not of(again, PlanImages), "the host plans already"
     sizes = image_plan.plan_sizes(plan.layout, plan.ranks)
     assert of(keeper.c.images_planned(plan.layout.hash, sizes, 0.0), AllocateSlots)
@@ -161,9 +167,9 @@ def test_a_lost_host_is_told_again_what_it_has_not_planned() -> None:
     for told_again in ([0, 1], [], [0, 1]):
         actions: list[Action] = []
         for rank in range(2):
-            keeper.c.table(rank, table_hash(data), data)
             ask = m.RequestCapture(step=3, table=table_hash(data), values_bytes=10, durable=False)
             actions += keeper.c.request_capture(rank, ask, 0.0)
+        actions = agreed(keeper, actions)
         assert [plan.host for plan in of(actions, PlanImages)] == told_again
         keeper.c.cancel_request(0, 3)
         if not told_again:
@@ -174,35 +180,42 @@ def test_a_lost_host_is_told_again_what_it_has_not_planned() -> None:
 
 def test_a_layout_that_cannot_be_divided_costs_no_save_of_another() -> None:
     keeper = Keeper(1)
-    (plan,) = of(keeper.c.request_capture(0, first_request(keeper), 0.0), PlanImages)
+    (plan,) = of(agreed(keeper, ask_first(keeper)), PlanImages)
     assert told(keeper.c.cancel_request(0, 0), m.Skip)
     other = table(1, "F64")
-    keeper.c.table(0, table_hash(other), other)
     ask = m.RequestCapture(step=1, table=table_hash(other), values_bytes=10, durable=False)
-    (second,) = of(keeper.c.request_capture(0, ask, 0.0), PlanImages)
+    (second,) = of(agreed(keeper, keeper.c.request_capture(0, ask, 0.0)), PlanImages)
     failed = image_plan.ImageSizes({}, "no room for the layout")
     assert keeper.c.images_planned(plan.layout.hash, failed, 0.0) == []
     sizes = image_plan.plan_sizes(second.layout, second.ranks)
     assert of(keeper.c.images_planned(second.layout.hash, sizes, 0.0), AllocateSlots)
 
 
-def first_request(keeper: Keeper) -> m.RequestCapture:
+def ask_first(keeper: Keeper) -> list[Action]:
     data = table(keeper.world)
-    keeper.c.table(0, table_hash(data), data)
-    return m.RequestCapture(step=0, table=table_hash(data), values_bytes=10, durable=False)
+    ask = m.RequestCapture(step=0, table=table_hash(data), values_bytes=10, durable=False)
+    return keeper.c.request_capture(0, ask, 0.0)
 
 
-def test_a_table_is_decoded_once_for_all_ranks_that_declare_it(coordinators_plans: Counts) -> None:
-    known = layouts.LayoutRegistry()
-    data = table(300)
-    for _ in range(2):
-        for rank in range(300):
-            known.learn(rank, table_hash(data), data)
-    agreed = known.agree([table_hash(data)] * 300)
+def agreed(keeper: Keeper, actions: list[Action]) -> list[Action]:
+    """What follows when the tables are sent and the layout is agreed; no image is planned."""
+    for order in of(actions, AgreeLayout):
+        agreement = agree_layout(keeper.remembered, order.tables, order.held)
+        return agreed(keeper, keeper.c.layout_agreed(order.tables, agreement, 0.0))
+    for wanted in told(actions, m.RequestTable):
+        said = deflate(TABLES[wanted.hash])
+        return agreed(keeper, keeper.c.table(wanted.hash, said, 0.0))
+    return actions
+
+
+def test_a_table_is_asked_for_and_decoded_once_for_all_ranks_that_declare_it(
+    coordinators_plans: Counts,
+) -> None:
+    keeper = Keeper(300)
+    actions = keeper.ask_all(1)
+    assert len(told(actions, m.RequestTable)) == 1
     assert coordinators_plans["table_from_json"] == 1
-    agreed.planned(image_plan.plan_sizes(agreed.layout, [7]).by_rank)
-    assert agreed.image_bytes(7, 10) > 4096 and agreed.planned_count == 1
-    assert coordinators_plans["plan_image"] == 1
+    assert coordinators_plans["plan_image"] == 300
 
 
 def test_a_trainer_describes_and_plans_once_and_is_told_the_layout_once(

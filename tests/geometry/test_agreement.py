@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 from hypothesis import given
 
 from holdfast.errors import StateMismatch
+from holdfast.geometry.box import Box
 from holdfast.geometry.codec import has_frozen
 from holdfast.geometry.layout import (
     REPLICATE,
@@ -13,6 +17,7 @@ from holdfast.geometry.layout import (
     Instance,
     Layout,
     LeafEntry,
+    Mesh,
     Placement,
     merge,
     table_from_json,
@@ -42,6 +47,53 @@ def test_merged_tables_hold_what_every_rank_declared(layout: Layout) -> None:
     for number, before in enumerate(there):
         for rank in range(layout.world):
             assert merged.held(number, rank) == layout.held(before, rank)
+    for rank, table in enumerate(tables):
+        merged.require_declared(rank, table)
+
+
+CUT, OTHERWISE = Instance(mesh(2), (Placement(0),)), Instance(mesh(2), (Placement(1),))
+HALVES = HolderBoxes((Box((0, 0), (2, 4)),)), HolderBoxes((Box((2, 0), (4, 4)),))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"name": "v"},
+        {"dtype": "I32"},
+        {"shape": (4, 5)},
+        {"spread": "lowest"},
+        {"instance": None},
+        {"instance": OTHERWISE},
+        {"instance": Instance(mesh(2), (REPLICATE,))},
+        {"instance": Instance(Mesh((2,), (1, 0)), (Placement(0),))},
+        {"instance": HALVES[0]},
+        {"instance": HolderBoxes(())},
+    ],
+)
+def test_a_rank_refuses_a_layout_that_is_not_that_of_what_it_declared(
+    other: dict[str, Any],
+) -> None:
+    """Wherever it comes from: whoever says so may be wrong."""
+    entry = LeafEntry("w", "F32", (4, 4), "split", CUT)
+    first = LeafEntry("a", "F32", (4,), "split")
+    layout = merge([[first, entry]] * 2)
+    for rank in range(2):
+        layout.require_declared(rank, [first, entry])
+        layout.require_declared(rank, [first, replace(entry, is_frozen=True)])
+        for wrong in ([replace(entry, **other), first], [first], [entry], []):
+            with pytest.raises(StateMismatch, match="not that of this state"):
+                layout.require_declared(rank, wrong)
+
+
+def test_a_rank_refuses_a_layout_in_which_it_holds_the_boxes_of_another() -> None:
+    tables = [[LeafEntry("w", "F32", (4, 4), "split", half)] for half in HALVES]
+    layout = merge(tables)
+    for rank in range(2):
+        layout.require_declared(rank, tables[rank])
+        with pytest.raises(StateMismatch, match=f"rank {rank} declared w otherwise"):
+            layout.require_declared(rank, tables[1 - rank])
+    with pytest.raises(StateMismatch):
+        layout.require_declared(2, tables[0])
 
 
 def test_plain_tensors_of_many_ranks_become_one_instance() -> None:

@@ -87,7 +87,7 @@ def test_who_reads_nothing_is_hung_up_on_before_its_answers_fill_the_memory(
         join = m.Join(incarnation=n, nonce=NONCE, rank=1, persist_at_end=False)
         deaf.sendall(m.pack(join, 2))
         # The answer to each names what it refuses.
-        refused = m.pack(m.LeafTable(hash="x" * 500_000, data=b""), 3)
+        refused = m.pack(m.Hello(run_id="x" * 500_000, root=""), 3)
         assert say_until_the_end(deaf, refused, most=2000) < 2000
     assert serves(line)
     assert memory_bytes(pid) - before_bytes < 8 * MOST_UNREAD_BYTES

@@ -227,7 +227,7 @@ def test_crowds_that_stay_and_say_little_keep_nobody_out_and_take_no_more_than_t
     own_bytes = served.own_bytes()
     doorways: list[tuple[Callable[[], socket.socket], int, bytes]] = [
         (doors.here, 300, (900 << 10).to_bytes(4, "little")),  # a frame of which too little comes
-        (doors.control, MOST_STRANGERS + 300, b"holdfast-control-3\n"),
+        (doors.control, MOST_STRANGERS + 300, b"holdfast-control-4\n"),
         (doors.peers, 300, b"GET /inventory HTTP/1.1\r\n"),
     ]
     lines: list[socket.socket] = []

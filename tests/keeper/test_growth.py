@@ -18,14 +18,13 @@ from holdfast.geometry.layout import (
     LeafEntry,
     Mesh,
     table_hash,
-    table_to_json,
 )
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.published_images import PublishedImages
 from holdfast.protocol import messages as m
 from holdfast.transport.server import PeerServer
 from holdfast.transport.wire.http import layout_path
-from support.coordinator.coordinators import Keeper, granted
+from support.coordinator.coordinators import TABLES, Keeper, declared, granted
 
 
 def blocks_grown(act: Callable[[], object]) -> int:
@@ -56,9 +55,8 @@ def test_the_coordinator_holds_no_layout_but_those_of_the_newest_saves() -> None
         for step in steps:
             mesh = Mesh((2,), (0, 1))
             leaf = LeafEntry("w", "F32", (8,), "split", Instance(mesh, (REPLICATE,)))
-            data = table_to_json([leaf, LeafEntry(f"counter{step:05}", "F32", (), "lowest")])
-            keeper.c.table(0, table_hash(data), data)
-            keeper.c.table(1, table_hash(data), data)
+            TABLES.clear()
+            data = declared([leaf, LeafEntry(f"counter{step:05}", "F32", (), "lowest")])
             actions: list[Action] = []
             for rank in range(2):
                 ask = m.RequestCapture(

@@ -186,7 +186,7 @@ def test_a_joined_report_overtakes_nothing_that_its_ranks_said_before() -> None:
         for number in (1, 2):
             came = messages.TrainerConnected(line=number, pid=number, start=1)
             registry._handle(session, came)
-        table = m.pack(m.LeafTable(hash="t", data=b""))[m.LENGTH_BYTES :]
+        table = m.pack(m.LeafTable(hash="t", deflated=b""))[m.LENGTH_BYTES :]
         registry._handle(session, messages.TrainerMessage(line=1, body=table))
         registry._handle(session, encode_reports({1: ASK, 2: ASK, 9: ASK}))
         assert handled == []

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import FormatError, HoldfastError, KeeperError, UsageError
+from holdfast.errors import HoldfastError, KeeperError, UsageError
+from holdfast.geometry.layout import deflate, table_hash
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.connections import peer_of
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import arena_dir as arena_path
 from holdfast.protocol.arena import process_start
-from support.runs.keepers import HOST, NONCE, RUN, ask, begin, connect, end, wait_for
+from support.runs.keepers import HOST, NONCE, RUN, TABLE, ask, begin, connect, end, wait_for
 
 X = "0" * 16
 
@@ -127,13 +128,36 @@ def test_a_keeper_refuses_nonsense_and_goes_on(tmp_path: Path) -> None:
     for message, reason in refused:
         with pytest.raises(UsageError, match=reason):
             line.request(message, m.Done, timeout_s=10)
-    with pytest.raises(FormatError):
-        line.request(m.LeafTable(hash="0" * 32, data=b"[]"), m.Done, timeout_s=10)
+    line.send(m.LeafTable(hash="0" * 32, deflated=b"[]"))
     for message in NONSENSE:  # nobody waits for an answer to these
         line.send(message)
     assert "step is -1" in wait_for(line, heard, m.Skip).reason
     # None of it cost the rank its place.
     line.send(ask(7))
+    grant = wait_for(line, heard, m.Grant)
+    line.send(m.AbortCapture(attempt=grant.attempt, reason="enough"))
+    end(line)
+
+
+@pytest.mark.parametrize("deflated", [b"[]", deflate(b"[]"), deflate(TABLE + b" ")])
+def test_a_table_that_is_not_the_one_asked_for_ends_the_save_with_its_reason(
+    tmp_path: Path, deflated: bytes
+) -> None:
+    heard: list[m.Message] = []
+
+    def answer(message: m.Message) -> None:
+        heard.append(message)
+        if isinstance(message, m.RequestTable):
+            line.send(m.LeafTable(hash=message.hash, deflated=tables[0]))
+
+    tables = [deflated]
+    line = connect(tmp_path, listener=heard.append)
+    begin(line)
+    line._listener = answer
+    line.send(ask(7))
+    assert f"{table_hash(TABLE)}" in wait_for(line, heard, m.Skip).reason
+    tables[0] = deflate(TABLE)
+    line.send(ask(8))
     grant = wait_for(line, heard, m.Grant)
     line.send(m.AbortCapture(attempt=grant.attempt, reason="enough"))
     end(line)

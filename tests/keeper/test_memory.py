@@ -14,6 +14,7 @@ import pytest
 
 from holdfast import events
 from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.layouts import agreement_id
 from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import ArenaError
 from holdfast.format.manifest import Incarnation
@@ -327,6 +328,49 @@ def test_layouts_and_incarnations_are_found_by_the_next_keeper(memory: ArenaFile
     later = ArenaFiles(memory.directory, "run")
     assert sorted(later.incarnations(), key=lambda i: i.n) == [first, second]
     assert later.layout(hash_) == b"{}"
+
+
+TABLES = ("one", "one", "other")
+
+
+def test_a_layout_is_remembered_for_the_tables_that_it_was_agreed_from(
+    memory: ArenaFiles,
+) -> None:
+    data, hash_ = b"{}", table_hash(b"{}")
+    memory.store_layout(hash_, data)
+    assert memory.remembered_layout(TABLES) is None
+    memory.store_layout(hash_, data, tables=agreement_id(TABLES, hash_))
+    later = ArenaFiles(memory.directory, "run")
+    assert later.remembered_layout(TABLES) == data
+    for others in (TABLES[::-1], TABLES[:2], (*TABLES, "other"), ()):
+        assert later.remembered_layout(others) is None
+    memory.store_layout(table_hash(b"[]"), b"[]", used=[hash_])
+    assert later.remembered_layout(TABLES) == data
+    memory.store_layout(table_hash(b"[]"), b"[]")
+    assert later.remembered_layout(TABLES) is None
+    assert len(list((memory.directory / "layouts").iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["document changed", "document gone", "of another", "empty"])
+def test_a_layout_that_may_be_another_than_the_agreed_one_is_not_remembered(
+    memory: ArenaFiles, damage: str
+) -> None:
+    data, hash_ = b"{}", table_hash(b"{}")
+    memory.store_layout(hash_, data, tables=agreement_id(TABLES, hash_))
+    document = memory.directory / "layouts" / f"{hash_}.json"
+    agreed = document.with_suffix(".agreed")
+    match damage:
+        case "document changed":
+            document.write_bytes(b"[]")
+        case "document gone":
+            document.unlink()
+        case "of another":  # a whole layout, and a whole record that is of another one
+            other = table_hash(b"[]")
+            document.with_stem(other).write_bytes(b"[]")
+            agreed.rename(agreed.with_stem(other))
+        case "empty":
+            agreed.write_bytes(b"")
+    assert memory.remembered_layout(TABLES) is None
 
 
 def test_a_record_whose_bytes_changed_is_not_believed_and_told_once(memory: ArenaFiles) -> None:

@@ -113,7 +113,7 @@ class Play:
     def send(self, host: int, fact: Fact) -> None:
         """What a host is told: this one does it at once, of another its group is kept apart."""
         if host == 0:
-            self.parity.do(fact, HOSTS, lambda said: self.protecting.handle("h0", said))  # type: ignore[arg-type]
+            self.parity.do(fact, HOSTS, lambda said: self.protecting.handle("h0", said))  # type: ignore[misc]
             return
         (self.groups if isinstance(fact, messages.JoinGroup) else self.said).append((host, fact))
 

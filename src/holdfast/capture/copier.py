@@ -25,9 +25,15 @@ from holdfast.capture.task import CaptureTask, RankIdentity, unmap
 from holdfast.events import ImageCaptured, ImagePassed, emit
 from holdfast.format.image import Image, fill_in
 from holdfast.format.manifest import AttemptId
-from holdfast.geometry.layout import Layout
+from holdfast.geometry.layout import Layout, table_from_json
 from holdfast.protocol import messages as m
-from holdfast.protocol.arena import SlotFile, SlotRecord, boot_id, process_start
+from holdfast.protocol.arena import (
+    SlotFile,
+    SlotRecord,
+    boot_id,
+    process_start,
+    read_layout,
+)
 from holdfast.state.describe import Description
 
 #: Bytes copied between two progress messages, each of which wakes the keeper: as many as it
@@ -54,7 +60,6 @@ class Copier:
         self,
         capture: CaptureTask,
         grant: m.Grant,
-        layout: Layout,
         place: RankIdentity,
         tell: Callable[[m.Message], None],
         room_s: float,
@@ -65,7 +70,7 @@ class Copier:
         ``room_s``: how long a copy waits for ring space while storage writes nothing. The sample is
         taken at the same moment, and is empty where nothing is to be compared.
         """
-        plan = self.slots.plan(capture.description, layout, place.rank)
+        plan = self.slots.plan(capture.description, grant, place.rank)
         sample = (
             ReplicaSample() if grant.compare is None else self.slots.sampler.sample(*grant.compare)
         )
@@ -242,15 +247,20 @@ class SlotCache:
         self._planned_for: object = None
         self._sampler: ReplicaSampler | None = None
 
-    def plan(self, description: Description, layout: Layout, rank: int) -> CopyPlan:
-        """Return the copies of this description under this layout, planned anew if either
+    def plan(self, description: Description, grant: m.Grant, rank: int) -> CopyPlan:
+        """Return the copies of this description under the granted layout, planned anew if either
         changed.
+
+        Raises ArenaError if the layout is not in the arena, StateMismatch if it is not that of
+        these leaves: then a coordinator took it for another state's.
         """
-        key = (description.table_hash, layout.hash)
+        key = (description.table_hash, grant.layout)
         bindings = description.bindings
         known = self._plan
         if known is not None and known[:2] == key and self._planned_for is bindings:
             return known[2]
+        layout = Layout.from_json(read_layout(Path(grant.slot).parent, grant.layout))
+        layout.require_declared(rank, table_from_json(description.table))
         for target in self._targets.values():
             target.release_views()
         self._targets.clear()

@@ -478,13 +478,10 @@ class Saver:
             self._copier.slots.drop_removed()
             # The worker takes one capture after the other: the one before copies no more, unless
             # a GPU stopped answering.
-            grant = self._slot_requests.request_slot(
-                capture, self.timeouts, is_copying=self._copier.lost_a_copy
-            )
+            grant = self._slot_requests.request_slot(capture, is_copying=self._copier.lost_a_copy)
             granted_s = time.monotonic()
-            layout = self._notifications.layouts[grant.layout]
             seal, sample = self._copier.copy(
-                capture, grant, layout, self.place, self._session.send, self.timeouts.room_s
+                capture, grant, self.place, self._session.send, self.timeouts.room_s
             )
             self._session.send(
                 m.Captured(

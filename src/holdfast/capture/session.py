@@ -19,13 +19,7 @@ from holdfast.capture.save_state import (
     SaveStore,
     Unreached,
 )
-from holdfast.capture.task import (
-    CaptureTask,
-    RankIdentity,
-    SaveTimes,
-    Timeouts,
-    finalize_weakly,
-)
+from holdfast.capture.task import CaptureTask, RankIdentity, SaveTimes, finalize_weakly
 from holdfast.errors import (
     CaptureOvertaken,
     DeadlineExceeded,
@@ -39,7 +33,7 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import PersistBroke, SnapshotNotProtected, emit
-from holdfast.geometry.layout import Layout
+from holdfast.geometry.layout import deflate
 from holdfast.protocol import messages as m
 from holdfast.protocol.client import KeeperClient
 from holdfast.protocol.replica_events import difference_events
@@ -60,8 +54,6 @@ class KeeperSession:
         self._disconnect_when_collected: weakref.finalize[[], KeeperSession] | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._next_try_s = 0.0
-        self.known_table = ""
-        """Hash of the leaf table that was sent on this connection."""
 
     @property
     def is_up(self) -> bool:
@@ -80,7 +72,6 @@ class KeeperSession:
                 return self._client
             if self._is_over:
                 raise KeeperError("this rank has left its keeper")
-            self.known_table = ""
             if self._disconnect_when_collected is not None:
                 self._disconnect_when_collected.detach()
             self._client = client = self._connect()
@@ -160,23 +151,20 @@ class SlotRequests:
         """True once a slot was granted: the first grant takes longest, as memory must be
         allocated.
         """
-        self.times = SaveTimes()
+        self._table, self.times = "", SaveTimes()
         self._turns = 0
         self._silent: tuple[KeeperClient, int] | None = None
         """The client that left a request unanswered, and its count of received messages at that
         time.
         """
 
-    def request_slot(
-        self, capture: CaptureTask, patience: Timeouts, *, is_copying: bool
-    ) -> m.Grant:
+    def request_slot(self, capture: CaptureTask, *, is_copying: bool) -> m.Grant:
         """Request a slot; raises SnapshotSkipped if no rank gets one."""
         fenced = capture.store.state.fenced
         if fenced:
             raise Fenced(fenced)
         try:
             client = self._reach_keeper()
-            self._send_table(client, capture, patience)
         except (Fenced, UsageError, FormatError):
             raise
         except (HoldfastError, OSError):
@@ -184,12 +172,15 @@ class SlotRequests:
             raise
         self._turns += 1
         capture.tell(Requested(self._turns))
+        table = capture.description.table_hash
+        if table != self._table:
+            self._table, self.times = table, SaveTimes()  # those of another state say nothing
         spare_ms = 0 if capture.durable else self.times.spare_ms
         self.times.requested(capture.number, time.monotonic(), spare_ms)
         client.send(
             m.RequestCapture(
                 step=capture.step,
-                table=capture.description.table_hash,
+                table=table,
                 durable=capture.durable,
                 values_bytes=len(capture.description.values),
                 exact=capture.exact,
@@ -229,17 +220,6 @@ class SlotRequests:
                 "the keeper has not answered since the last save (is it stopped?)"
             )
         return self._line.ensure_for_save()
-
-    def _send_table(self, client: KeeperClient, capture: CaptureTask, patience: Timeouts) -> None:
-        """Send the leaf table of the capture, unless the keeper has it."""
-        described = capture.description
-        if described.table_hash != self._line.known_table:
-            table = m.LeafTable(hash=described.table_hash, data=described.table)
-            # At most the fence's timeout, or the next saves would wait for this one to end.
-            wait_s = patience.grant_s if self.was_granted else patience.first_grant_s
-            client.request(table, m.Done, timeout_s=wait_s)
-            self._line.known_table = described.table_hash
-            self.times = SaveTimes()  # those of another state say nothing of this one
 
     def _is_silent(self, client: KeeperClient) -> bool:
         """Return True if the keeper left a request unanswered and has sent nothing since."""
@@ -321,7 +301,6 @@ class KeeperNotifications:
 
     def __init__(self, promises: PendingHandles) -> None:
         self._promises, self._store = promises, promises.store
-        self.layouts: dict[str, Layout] = {}
 
     def handle(
         self, message: m.Message, current: CaptureTask | None, place: RankIdentity
@@ -329,8 +308,10 @@ class KeeperNotifications:
         """Handle one notification; return the reply to send, or None."""
         before, after = self._tell(message, current)
         match message:
-            case m.LayoutAgreed(hash=hash_, data=data):
-                self.layouts = {hash_: Layout.from_json(data)}
+            case m.RequestTable(hash=hash_) if current is not None:
+                described = current.description
+                if described.table_hash == hash_:  # else it was asked for an earlier save
+                    return m.LeafTable(hash=hash_, deflated=deflate(described.table))
             case m.Grant() if after.capture.answer is not message:
                 # Too late: nobody waits for the grant any more.
                 return m.AbortCapture(attempt=message.attempt, reason="its save was given up")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from holdfast.coordinator.layouts import Tables
 from holdfast.geometry.layout import Layout
 from holdfast.protocol import messages as m
 from holdfast.protocol.image_plan import RingNeed
@@ -53,10 +54,23 @@ class GrantSlot:
 
 @dataclass(frozen=True, slots=True)
 class StoreLayout:
-    """Store the bytes of this layout beside the slots, and send them to all ranks, on each host."""
+    """Store the bytes of this layout beside the slots, on each host: ranks read them there."""
 
     hash: str
     data: bytes
+    deflated: bytes = b""
+    tables: Tables = ()
+    """The tables that it was agreed from, for which it is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreeLayout:
+    """Find or merge the layout of these tables, of which some are ``held``, off the loop
+    (``layouts.agree_layout``), and report it.
+    """
+
+    tables: Tables
+    held: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +131,7 @@ Action = (
     | RemoveSlot
     | GrantSlot
     | StoreLayout
+    | AgreeLayout
     | PlanImages
     | StartPersist
     | AbortPersist

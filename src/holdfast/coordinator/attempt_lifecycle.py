@@ -8,17 +8,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from holdfast.coordinator.actions import Action, GrantSlot, PlanImages, StoreLayout, abort, skip
+from holdfast.coordinator.actions import (
+    Action,
+    AgreeLayout,
+    GrantSlot,
+    PlanImages,
+    SendMessage,
+    StoreLayout,
+    abort,
+    skip,
+)
 from holdfast.coordinator.attempts import Attempt, Attempts
 from holdfast.coordinator.durability import DurabilityQueue
-from holdfast.coordinator.layouts import AgreedLayout, LayoutRegistry
+from holdfast.coordinator.layouts import AgreedLayout, Agreement, LayoutRegistry, Tables
 from holdfast.coordinator.replica_check import ReplicaCheck
 from holdfast.coordinator.requests import CaptureRequests, state_mismatch
 from holdfast.coordinator.slots import NO_ROOM, NO_SLOT, Slots, SlotWriter, host_of
-from holdfast.errors import HoldfastError
 from holdfast.geometry.layout import Layout
 from holdfast.protocol import messages as m
-from holdfast.protocol.image_plan import RingNeed
+from holdfast.protocol.image_plan import ImageSizes, RingNeed
 
 ONLY_DURABLE = "Until there is room, no snapshot is kept in memory; only durable saves are made."
 STORAGE_IS_BUSY = (
@@ -52,6 +60,8 @@ class AttemptLifecycle:
         self._layouts = LayoutRegistry()
         self._joined: dict[int, SlotWriter] = {}
         self._requests = CaptureRequests(0)
+        self.adopted = False
+        """True once the incarnation's parent is recorded: captures may begin."""
         self._next_attempt = 0
         self._now_s = 0.0
         self._decided_now = ""
@@ -73,15 +83,11 @@ class AttemptLifecycle:
         apart = self._why_apart(requests)
         if apart:
             return skip(step, apart)
-        try:
-            agreed = self._layouts.agree([requests[r].table for r in range(self.world)])
-            if agreed.planned_count < self.world:
-                return self._plan_images(step, requests, now_s, agreed)
-            sizes = {r: agreed.image_bytes(r, requests[r].values_bytes) for r in requests}
-        except HoldfastError as error:
-            return skip(step, str(error), is_passing=False)
-        except (MemoryError, ImportError) as error:  # raised by numpy when memory is short
-            return skip(step, f"its layout could not be divided: {error!r}")
+        tables = tuple(requests[rank].table for rank in range(self.world))
+        agreed = self._layouts.find(tables)
+        if agreed is None or agreed.planned_count < self.world:
+            return self._prepare_layout(step, requests, now_s, tables, agreed)
+        sizes = {r: agreed.image_bytes(r, requests[r].values_bytes) for r in requests}
         stuck = self.slots.quarantined_ranks(self.incarnation)
         if stuck:
             return skip(step, f"{STILL_WRITTEN} {stuck}: {END_THEM}")
@@ -104,29 +110,82 @@ class AttemptLifecycle:
         for rank, slot in chosen.items():
             slot.attempt, slot.rank, slot.writer = attempt.id, rank, self._joined.get(rank)
             slot.image_bytes, slot.incarnation = sizes[rank], self.incarnation
-        return actions + self._send_layout(agreed.layout) + self._grant_if_allocated(attempt)
+        return actions + self._send_layout(agreed, tables) + self._grant_if_allocated(attempt)
 
-    def _plan_images(
+    def _prepare_layout(
         self,
         step: int,
         requests: Mapping[int, m.RequestCapture],
         now_s: float,
-        agreed: AgreedLayout,
+        tables: Tables,
+        agreed: AgreedLayout | None,
     ) -> list[Action]:
-        """Have each host plan its ranks' images, and keep the requests until all have answered.
+        """Have the layout agreed, then the images planned, and keep the requests until then.
 
-        All ranks' plans, computed here, would hold the loop up for many seconds.
+        Both, computed here, would hold the loop up for up to many seconds.
         """
         if any(self._requests.step_of(rank) is not None for rank in requests):
             return skip(step, PLANNING)
         for rank, request in requests.items():
             self._requests.add(rank, request, now_s)
+        if agreed is None:
+            return self._agree_layout(tables)
         by_host: dict[int, list[int]] = {}
         for rank in agreed.order_plans(range(self.world), max(now_s, self._now_s)):
             by_host.setdefault(self.hosts.get(rank, 0), []).append(rank)
-        return self._send_layout(agreed.layout) + [
+        return self._send_layout(agreed, tables) + [
             PlanImages(host, agreed.layout, tuple(ranks)) for host, ranks in by_host.items()
         ]
+
+    def _agree_layout(self, tables: Tables) -> list[Action]:
+        """Have the layout of these tables found or merged; ask for tables that nobody has."""
+        if self._layouts.is_under_way(tables):
+            return []
+        missing = self._layouts.missing(tables)
+        if missing:
+            return [SendMessage(m.RequestTable(hash=h), rank) for h, rank in missing.items()]
+        return [AgreeLayout(tables, self._layouts.begin(tables))]
+
+    def table(self, hash_: str, deflated: bytes, now_s: float) -> list[Action]:
+        """Handle a leaf table that a rank was asked for."""
+        return self._go_on({self._layouts.learn(hash_, deflated)}, now_s)
+
+    def layout_agreed(self, tables: Tables, agreement: Agreement, now_s: float) -> list[Action]:
+        """Handle what came of ``AgreeLayout``."""
+        self._layouts.agreed_on(tables, agreement)
+        return self._go_on({tables}, now_s, agreement.reason, is_passing=agreement.is_passing)
+
+    def images_planned(self, layout: str, sizes: ImageSizes, now_s: float) -> list[Action]:
+        """Handle the sizes of one host's images: with the last of them the save goes on."""
+        agreed = self._layouts.agreed(layout)
+        if agreed is None:
+            return []
+        if sizes.reason:
+            agreed.forget_orders()
+        else:
+            agreed.planned({r: size for r, size in sizes.by_rank.items() if 0 <= r < self.world})
+            if agreed.planned_count < self.world:
+                return []
+        tables = self._layouts.tables_of(agreed)
+        return self._go_on(tables, now_s, sizes.reason, is_passing=sizes.is_passing)
+
+    def _go_on(
+        self, waiting: set[Tables], now_s: float, reason: str = "", *, is_passing: bool = True
+    ) -> list[Action]:
+        """Decide the steps that all ranks requested with these tables; skip them if there is a
+        ``reason``.
+        """
+        actions: list[Action] = []
+        for step in self._requests.steps() if self.adopted else []:
+            is_waiting = self._requests.all_of(step, waiting)
+            requests = self._requests.pop_complete(step) if is_waiting else None
+            if requests is None:
+                continue
+            if reason:
+                actions += skip(step, reason, is_passing=is_passing)
+            else:
+                actions += self._decide(step, requests, now_s)
+        return actions
 
     def _why_apart(self, requests: Mapping[int, m.RequestCapture]) -> str:
         return state_mismatch(requests)
@@ -156,11 +215,12 @@ class AttemptLifecycle:
     def _too_small(self) -> str:
         return f"{self.slots.allocation_error.removesuffix(ONLY_DURABLE).rstrip()} {ONLY_DURABLE}"
 
-    def _send_layout(self, layout: Layout) -> list[Action]:
+    def _send_layout(self, agreed: AgreedLayout, tables: Tables) -> list[Action]:
+        layout = agreed.layout
         if layout.hash == self._layouts.sent_hash:
             return []
         self._layouts.sent_hash = layout.hash
-        return [StoreLayout(layout.hash, layout.to_json())]
+        return [StoreLayout(layout.hash, layout.to_json(), agreed.deflated, tables)]
 
     def layout_not_stored(self, hash_: str, reason: str, host: int = 0) -> list[Action]:
         """Handle an arena without room for this layout: no image under it could be read again.

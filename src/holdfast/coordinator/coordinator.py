@@ -17,7 +17,6 @@ from holdfast.coordinator.layouts import LayoutRegistry
 from holdfast.coordinator.requests import Absence, CaptureRequests
 from holdfast.coordinator.slots import NO_SLOT, Slot, SlotWriter
 from holdfast.protocol import messages as m
-from holdfast.protocol.image_plan import ImageSizes
 
 __all__ = ["ONLY_DURABLE", "Coordinator"]
 
@@ -37,7 +36,6 @@ class Coordinator(AttemptLifecycle):
         super().__init__(keeper)
         self.grant_deadline_s = grant_deadline_s
         self.capture_deadline_s = capture_deadline_s
-        self.adopted = False
         self.away: dict[int, str] = {}
         """Names of this incarnation's hosts whose slots are unreachable, by number."""
         self._is_taking_over = False
@@ -274,38 +272,7 @@ class Coordinator(AttemptLifecycle):
         self.slots.writer_gone(slot_id)
         return self._decide_deferred()
 
-    # ── layouts ──────────────────────────────────────────────────────────────────────────────────
-
-    def images_planned(self, layout: str, sizes: ImageSizes, now_s: float) -> list[Action]:
-        """Handle the sizes of one host's images: with the last of them the save goes on.
-
-        If they could not be planned, no rank saves what waits for them.
-        """
-        agreed = self._layouts.agreed(layout)
-        if agreed is None:
-            return []
-        if not sizes.reason:
-            agreed.planned({r: size for r, size in sizes.by_rank.items() if 0 <= r < self.world})
-            if agreed.planned_count < self.world:
-                return []
-        else:
-            agreed.forget_orders()
-        actions: list[Action] = []
-        for step in self._requests.steps():
-            if not sizes.reason:
-                actions += self._decide_if_all_requested(step, now_s)
-            elif self._requests.all_of(step, self._layouts.hashes_of(agreed)):
-                self._requests.drop_step(step)
-                actions += skip(step, sizes.reason, is_passing=sizes.is_passing)
-        return actions
-
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
-
-    def table(self, rank: int, hash_: str, data: bytes) -> None:
-        """Register the leaf table of a rank. Raises FormatError or UsageError if the table is
-        invalid.
-        """
-        self._layouts.learn(rank, hash_, data)
 
     def request_capture(self, rank: int, request: m.RequestCapture, now_s: float) -> list[Action]:
         """Handle a rank's capture request; the step is decided when all ranks have requested it."""
@@ -537,7 +504,7 @@ class Coordinator(AttemptLifecycle):
         late = self._requests.late(now_s, self.grant_deadline_s) if self.adopted else []
         for step, wait_s in late:
             absent = self._requests.absent(step)
-            why = f"{self._name(absent)} did not ask" if absent else f"{PLANNING},"
+            why = f"{self._name(absent)} did not ask" if absent else f"{self._why_undecided()},"
             reason = f"{why} within {wait_s:g} s"
             if self._requests.decline(step, reason, is_passing=True):
                 actions += self._skip_late(step, reason, absent)
@@ -578,7 +545,10 @@ class Coordinator(AttemptLifecycle):
 
     def _why_undecided(self) -> str:
         """Describe why a step that all ranks have requested is not decided."""
-        return PLANNING if self.adopted else "it is not known yet what the run goes on from"
+        if not self.adopted:
+            return "it is not known yet what the run goes on from"
+        awaited = self._layouts.awaited
+        return f"ranks {awaited} have not sent their tables of leaves" if awaited else PLANNING
 
     def is_whole(self, step: int) -> bool:
         """Return True if the whole generation of ``step`` is in memory."""

@@ -1,27 +1,83 @@
-"""Agrees the run's layout from the leaf tables of all ranks, and knows each rank's image size."""
+"""Agrees the run's layout from the leaf tables of all ranks, and knows each rank's image size.
+
+Tables and layouts are known by the hashes of their contents, and their bytes asked for where nobody
+has them. Everything that takes long is done by ``agree_layout``, beside the keeper's loop.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
-from holdfast.errors import FormatError, UsageError
+import xxhash
+
+from holdfast.errors import HoldfastError
 from holdfast.format.image import ImagePlan, image_bytes
-from holdfast.geometry.layout import Layout, LeafEntry, merge, table_from_json, table_hash
+from holdfast.geometry.layout import Layout, deflate, inflate, merge, table_from_json
 
-#: Number of leaf tables kept per rank: a state may alternate between a few forms.
-TABLES_PER_RANK = 8
 #: Number of layouts kept with the sizes of their images.
 LAYOUTS = 2
 #: Seconds after which a host that has not planned is told again: its answer was lost by a fault.
 ORDER_AGAIN_S = 60.0
+#: Goes up when ``merge`` makes another layout of the same tables.
+_AGREEMENT = "1"
+
+Tables = tuple[str, ...]
+"""Hashes of the leaf tables of all ranks, by rank."""
+
+
+class Agreement(NamedTuple):
+    """The layout of some tables; or why there is none; or neither, where tables are missing."""
+
+    layout: Layout | None = None
+    deflated: bytes = b""
+    """The layout's document, for the wire."""
+    reason: str = ""
+    is_passing: bool = True
+
+
+def agreement_id(tables: Tables, layout: str) -> str:
+    """Identify the fact that ranks with these tables have the layout of this hash."""
+    return xxhash.xxh3_128_hexdigest("\n".join((_AGREEMENT, *tables, layout)).encode())
+
+
+def agree_layout(
+    find: Callable[[Tables], bytes | None], tables: Tables, held: Mapping[str, bytes]
+) -> Agreement:
+    """Return the layout of these tables as ``find`` remembers it, or merge them if all are held.
+
+    Takes up to a second: never on a keeper's loop.
+    """
+    try:
+        layout = _remembered(find, tables)
+        if layout is None:
+            if not held.keys() >= set(tables):
+                return Agreement()
+            decoded = {hash_: table_from_json(inflate(held[hash_], hash_)) for hash_ in set(tables)}
+            layout = merge([decoded[hash_] for hash_ in tables])
+        with contextlib.suppress(Exception):  # whoever compares replicas reports why it cannot
+            _ = layout.replicas.is_empty  # computed here, for the coordinator
+        return Agreement(layout, deflate(layout.to_json()))
+    except HoldfastError as error:
+        return Agreement(reason=str(error), is_passing=False)
+    except Exception as error:  # such as numpy's, when memory is short: an answer is waited for
+        return Agreement(reason=f"its layout could not be divided: {error!r}")
+
+
+def _remembered(find: Callable[[Tables], bytes | None], tables: Tables) -> Layout | None:
+    data = find(tables)
+    try:
+        return None if data is None else Layout.from_json(data)
+    except HoldfastError:  # of another version: the tables tell it anew
+        return None
 
 
 class AgreedLayout:
     """A layout, with the image size of each rank once that rank's host has planned it."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, layout: Layout, deflated: bytes = b"") -> None:
+        self.layout, self.deflated = layout, deflated
         self._plans: dict[int, ImagePlan] = {}
         self._ordered_s: dict[int, float] = {}
         """Ranks whose hosts were told to plan and have not answered, and when that was."""
@@ -60,63 +116,76 @@ class AgreedLayout:
 
 
 class LayoutRegistry:
-    """Leaf tables by rank, and the layouts last agreed from them."""
+    """The layouts last agreed, and the leaf tables from which the next one is."""
 
     def __init__(self) -> None:
-        self._tables: dict[str, tuple[LeafEntry, ...]] = {}
-        self._by_rank: dict[int, list[str]] = {}
-        self._uses: Counter[str] = Counter()
-        """Number of ranks that use each leaf table."""
-        self._agreed: dict[tuple[str, ...], AgreedLayout] = {}
+        self._held: dict[str, bytes] = {}
+        """Tables, deflated: those of the last agreement, and what came of the next."""
+        self._under_way: Tables = ()
+        """The tables whose layout is being agreed; () if none is."""
+        self._unknown: Tables = ()
+        """The tables whose layout nobody here remembers."""
+        self._missing: dict[str, int] = {}
+        """Those among them that no rank has sent, each with a rank that has it."""
+        self._agreed: dict[Tables, AgreedLayout] = {}
         self.sent_hash = ""
-        """Hash of the layout that all trainers have: they keep the last layout sent."""
+        """Hash of the layout that all hosts were last told of."""
 
-    def learn(self, rank: int, hash_: str, data: bytes) -> None:
-        """Register the leaf table of a rank. Raises FormatError or UsageError if the table is
-        invalid.
+    def find(self, tables: Tables) -> AgreedLayout | None:
+        """Return the layout agreed from these tables; the same object while they are the same."""
+        return self._agreed.get(tables)
+
+    def is_under_way(self, tables: Tables) -> bool:
+        """Return True if the layout of these tables is being agreed."""
+        return tables == self._under_way
+
+    def missing(self, tables: Tables) -> dict[str, int]:
+        """Return the tables to ask for, each with a rank; none before it was seen if the layout is
+        remembered.
         """
-        if hash_ not in self._tables:
-            if table_hash(data) != hash_:
-                raise FormatError(f"a table of leaves named {hash_} is {table_hash(data)}")
-            self._tables[hash_] = table_from_json(data)
-        remembered = self._by_rank.setdefault(rank, [])
-        if hash_ in remembered:
-            remembered.remove(hash_)
-        else:
-            self._uses[hash_] += 1
-        remembered.append(hash_)
-        if len(remembered) > TABLES_PER_RANK:
-            self._forget(remembered.pop(0))
+        return self._missing if tables == self._unknown else {}
 
-    def _forget(self, hash_: str) -> None:
-        self._uses[hash_] -= 1
-        if not self._uses[hash_]:
-            del self._tables[hash_], self._uses[hash_]
+    @property
+    def awaited(self) -> list[int]:
+        """The ranks that were asked for tables and have not sent them."""
+        return sorted(set(self._missing.values()))
 
-    def agree(self, hashes: Sequence[str]) -> AgreedLayout:
-        """Return the layout of the tables of all ranks, by rank; the same object while the tables
-        are the same.
-        """
-        key = tuple(hashes)
-        found = self._agreed.get(key)
-        if found is None:
-            unknown = [rank for rank, hash_ in enumerate(key) if hash_ not in self._tables]
-            if unknown:
-                raise UsageError(f"ranks {unknown} have not told which leaves they hold")
-            layout = merge([self._tables[hash_] for hash_ in key])
-            # Other tables may have the same layout: its images are planned once.
-            found = self.agreed(layout.hash) or AgreedLayout(layout)
-            while len(self._agreed) >= LAYOUTS:
-                del self._agreed[next(iter(self._agreed))]
-            self._agreed[key] = found
-        return found
+    def begin(self, tables: Tables) -> dict[str, bytes]:
+        """Return what is held of these tables, whose layout is agreed from now on."""
+        self._under_way = tables
+        return {hash_: self._held[hash_] for hash_ in set(tables) if hash_ in self._held}
+
+    def agreed_on(self, tables: Tables, agreement: Agreement) -> None:
+        """Record what came of ``agree_layout``."""
+        if tables == self._under_way:
+            self._under_way = ()
+        if agreement.layout is None:
+            self._held = {} if agreement.reason else self._held
+            self._unknown = () if agreement.reason else tables
+            ranks = {hash_: rank for rank, hash_ in reversed([*enumerate(self._unknown)])}
+            self._missing = {h: rank for h, rank in sorted(ranks.items()) if h not in self._held}
+            return
+        self._unknown, self._missing = (), {}
+        self._held = {hash_: data for hash_, data in self._held.items() if hash_ in set(tables)}
+        # Other tables may have the same layout: its images are planned once.
+        found = self.agreed(agreement.layout.hash)
+        while len(self._agreed) >= LAYOUTS:
+            del self._agreed[next(iter(self._agreed))]
+        self._agreed[tables] = found or AgreedLayout(agreement.layout, agreement.deflated)
+
+    def learn(self, hash_: str, deflated: bytes) -> Tables:
+        """Take in a table that was asked for; return the tables that are complete with it."""
+        if self._missing.pop(hash_, None) is None:
+            return ()
+        self._held[hash_] = deflated
+        return () if self._missing else self._unknown
 
     def forget_orders(self) -> None:
         """Forget which hosts were told to plan images: one of them is gone."""
         for agreed in self._agreed.values():
             agreed.forget_orders()
 
-    def hashes_of(self, agreed: AgreedLayout) -> set[tuple[str, ...]]:
+    def tables_of(self, agreed: AgreedLayout) -> set[Tables]:
         """Return the tables by rank from which this layout was agreed."""
         return {tables for tables, found in self._agreed.items() if found is agreed}
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -116,6 +117,24 @@ def table_from_json(data: bytes | memoryview) -> tuple[LeafEntry, ...]:
 def table_hash(data: bytes | memoryview) -> str:
     """Returns the id of a table: 32 hexadecimal digits from a hash of its bytes."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def deflate(data: bytes) -> bytes:
+    """Compresses a document for the wire; only there: its hash and its files are of the plain
+    bytes.
+    """
+    return zlib.compress(data, 1)
+
+
+def inflate(deflated: bytes, hash_: str) -> bytes:
+    """The document that has this hash, from its compressed bytes; FormatError for any other."""
+    try:
+        data = zlib.decompressobj().decompress(deflated, MAX_BYTES)
+    except zlib.error as error:
+        raise FormatError(f"the document {hash_} cannot be decompressed: {error}") from None
+    if table_hash(data) != hash_:
+        raise FormatError(f"the document named {hash_} is {table_hash(data)}")
+    return data
 
 
 def layout_to_json(world: int, leaves: Sequence[LeafSpec]) -> bytes:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import FormatError, StateMismatch, UsageError
 from holdfast.geometry.agreement import agree
 from holdfast.geometry.box import Box
 from holdfast.geometry.codec import (
+    deflate,
+    inflate,
     layout_from_json,
     layout_to_json,
     table_from_json,
@@ -51,6 +53,8 @@ __all__ = [
     "Mesh",
     "Piece",
     "Placement",
+    "deflate",
+    "inflate",
     "local_boxes",
     "local_ranges",
     "local_shape",
@@ -118,6 +122,31 @@ class Layout:
             return cls(world, leaves)
         except UsageError as error:
             raise FormatError(f"this layout is impossible: {error}") from None
+
+    def require_declared(self, rank: int, entries: Sequence[LeafEntry]) -> None:
+        """Raises StateMismatch unless ``rank`` holds by this layout exactly what it declared.
+
+        Where this is so on every rank, the layout is that of their tables, whoever says so.
+        """
+        places = {leaf.name: (leaf, self._place(leaf.instances, rank)) for leaf in self.leaves}
+        held = {name: found for name, found in places.items() if found[1]}
+        declared = {entry.name: entry for entry in entries if entry.instance != HolderBoxes(())}
+        names = held.keys() ^ declared.keys()
+        alike: dict[tuple[int, int], bool] = {}  # a comparison of meshes for each leaf takes long
+        for name in held.keys() & declared.keys():
+            (leaf, there), entry = held[name], declared[name]
+            key = id(there), id(entry.instance)
+            if key not in alike:
+                alike[key] = _is_alike(there, entry.instance)
+            specs = [(one.dtype, one.shape, one.spread) for one in (leaf, entry)]
+            if not alike[key] or specs[0] != specs[1]:
+                names.add(name)
+        if names:
+            raise StateMismatch(
+                f"the layout {self.hash} is not that of this state: rank {rank} declared "
+                f"{min(names)} otherwise",
+                leaves=tuple(sorted(names)),
+            )
 
     def held(self, leaf_index: int, rank: int) -> tuple[tuple[Box, Box], ...]:
         """Returns the boxes of a leaf that ``rank`` holds: (box in the leaf, the same box in its
@@ -193,6 +222,17 @@ def _place_in(one: Instance | BoxList, rank: int) -> Instance | tuple[tuple[Box,
     if isinstance(one, BoxList):
         return with_memory(one.of_rank(rank))
     return None if one.mesh.coordinate(rank) is None else one
+
+
+def _is_alike(
+    there: Instance | tuple[tuple[Box, Box], ...], own: Instance | HolderBoxes | None
+) -> bool:
+    """True if a rank that declared ``own`` is where the merged leaf has it; see ``agree``."""
+    if isinstance(own, HolderBoxes):
+        return there == with_memory(own.boxes)
+    if own is None or own.is_whole:
+        return isinstance(there, Instance) and there.is_whole
+    return there == own
 
 
 def merge(tables: Sequence[Sequence[LeafEntry]], *, is_partial: bool = False) -> Layout:

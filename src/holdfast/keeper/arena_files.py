@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 
 from holdfast.coordinator.attempts import Attempt
+from holdfast.coordinator.layouts import Tables, agreement_id
 from holdfast.coordinator.slots import Slot, SlotWriter
 from holdfast.errors import ArenaError, HoldfastError, NewerFormat
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation, seal, unseal
-from holdfast.geometry.layout import table_hash
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import (
     IMAGE_START,
@@ -27,6 +27,8 @@ from holdfast.protocol.arena import (
     boot_id,
     is_running,
     is_temporary,
+    layout_file,
+    read_layout,
     room_left,
 )
 from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed, share
@@ -34,6 +36,7 @@ from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed, share
 INCARNATIONS_REMEMBERED = 256
 BEGUN = "begun"
 ORDER = "order"
+AGREED = ".agreed"
 _FILLING_S = 5.0
 """How long a copy into a slot may still run, where this keeper is not notified of its end."""
 
@@ -248,34 +251,45 @@ class ArenaFiles:
         record = None if file is None else file.read_record()
         return record is not None and (record.state, record.attempt) == ("captured", attempt)
 
-    def store_layout(self, hash_: str, data: bytes, used: Collection[str] = ()) -> None:
-        """Store a layout for a later restore from this memory; delete layouts that are not
-        ``used``.
+    def store_layout(
+        self, hash_: str, data: bytes, used: Collection[str] = (), tables: str = ""
+    ) -> None:
+        """Store a layout, for the ranks and for a later restore from this memory; delete layouts
+        that are not ``used``.
+
+        ``tables``: the tables that it was agreed from, see ``layouts.agreement_id``.
         """
-        layouts = self.directory / "layouts"
-        if not _holds(layouts / f"{hash_}.json", data):  # a full arena still keeps what it has
-            write_whole(layouts / f"{hash_}.json", data)
-        for path in layouts.iterdir():
-            if path.stem != hash_ and path.stem not in used:
-                path.unlink(missing_ok=True)
+        path = layout_file(self.directory, hash_)
+        if not _holds(path, data):  # a full arena still keeps what it has
+            write_whole(path, data)
+        agreed = path.with_suffix(AGREED)
+        if tables and not _holds(agreed, tables.encode()):
+            write_whole(agreed, tables.encode())
+        for other in path.parent.iterdir():
+            if other.stem != hash_ and other.stem not in used:
+                other.unlink(missing_ok=True)
 
     def has_layout(self, hash_: str) -> bool:
         """Return True if the layout is stored."""
-        return (self.directory / "layouts" / f"{hash_}.json").exists()
+        return layout_file(self.directory, hash_).exists()
 
     def layout(self, hash_: str) -> bytes:
         """Return the bytes of a stored layout. ArenaError if it is missing or damaged.
 
         Verified here because it goes into storage, where many checkpoints share it.
         """
-        path = self.directory / "layouts" / f"{hash_}.json"
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
-        if table_hash(data) != hash_:
-            raise ArenaError(f"the bytes of layout {path} changed after they were written")
-        return data
+        return read_layout(self.directory, hash_)
+
+    def remembered_layout(self, tables: Tables) -> bytes | None:
+        """Return the stored layout that was agreed from these tables; None if there is none.
+
+        On any thread.
+        """
+        for path in (self.directory / "layouts").glob(f"*{AGREED}"):
+            with contextlib.suppress(OSError, ArenaError):
+                if path.read_bytes() == agreement_id(tables, path.stem).encode():
+                    return self.layout(path.stem)
+        return None
 
     def store_incarnation(self, incarnation: Incarnation) -> None:
         """Store an incarnation and its parent.

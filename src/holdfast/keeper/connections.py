@@ -237,12 +237,6 @@ class Ranks:
         elif rank in self._by_rank:
             self._by_rank[rank].send(message)
 
-    def send_here(self, message: m.Message) -> None:
-        """Send to all ranks of this host."""
-        for connection in self._by_rank.values():
-            if isinstance(connection, LocalConnection):
-                connection.send(message)
-
     def have_all_left(self, world: int) -> bool:
         """Return True if every rank of the run said goodbye."""
         there = self._by_rank.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import cast
@@ -11,6 +10,7 @@ from typing import cast
 from holdfast.coordinator.actions import (
     AbortPersist,
     Action,
+    AgreeLayout,
     AllocateRings,
     AllocateSlots,
     GrantSlot,
@@ -25,6 +25,7 @@ from holdfast.coordinator.actions import (
 )
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.layouts import agreement_id
 from holdfast.coordinator.slots import host_of, number_of
 from holdfast.errors import ArenaError, HoldfastError
 from holdfast.events import SnapshotCaptured, SnapshotMissed, Warned, emit
@@ -104,7 +105,7 @@ class Executor:
                     self._ranks.send(message, rank)
                 case AllocateSlots() | AllocateRings() | RemoveSlot():
                     self._change_memory(action)
-                case StoreLayout() | PlanImages():
+                case StoreLayout() | AgreeLayout() | PlanImages():
                     self._use_layout(action)
                 case StartPersist(attempt):
                     if attempt in held:  # its layout could be stored
@@ -146,22 +147,30 @@ class Executor:
         else:  # storage never began with it
             self.carry_out(self._coordinator.persist_ended(attempt_id))
 
-    def _use_layout(self, action: StoreLayout | PlanImages) -> None:
+    def _use_layout(self, action: StoreLayout | AgreeLayout | PlanImages) -> None:
         match action:
-            case StoreLayout(hash_, data):
-                self._store_layout(hash_, data)
+            case StoreLayout():
+                self._store_layout(action)
+            case AgreeLayout():
+                self._background.spawn(self._agree_layout(action))
             case PlanImages(0, layout, ranks):
                 self.agent.plan_images(layout.hash, layout, ranks)
             case PlanImages(host, layout, ranks):
                 order = messages.SizeImages(layout=layout.hash, ranks=ranks)
                 self.followers.send_to_host(host, order)
 
-    def _store_layout(self, hash_: str, data: bytes) -> None:
-        used = tuple({one.layout for one in self._coordinator.attempts.values()})
-        deflated = zlib.compress(data, 1)
-        self.followers.broadcast(messages.RecordLayout(hash=hash_, deflated=deflated, used=used))
-        self._ranks.send_here(m.LayoutAgreed(hash=hash_, data=data))
-        self.agent.store_layout(hash_, data, used)
+    def _store_layout(self, layout: StoreLayout) -> None:
+        used = {one.layout for one in self._coordinator.attempts.values()}
+        self.followers.store_layout(layout)
+        tables = agreement_id(layout.tables, layout.hash)
+        self.agent.store_layout(layout.hash, layout.data, used, tables)
+
+    async def _agree_layout(self, order: AgreeLayout) -> None:
+        agreement = await self._background.agree_layout(
+            self._memory.remembered_layout, order.tables, order.held
+        )
+        now_s = time.monotonic()
+        self.carry_out(self._coordinator.layout_agreed(order.tables, agreement, now_s))
 
     # ── slots ────────────────────────────────────────────────────────────────────────────────────
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterable, Set
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+from holdfast.coordinator.layouts import Agreement, Tables, agree_layout
 from holdfast.errors import PersistFailed
 from holdfast.geometry.layout import Layout
 from holdfast.persist.frozen_parts import StoredPart
@@ -139,23 +141,59 @@ def write_all(
 # Runs blocking work beside the keeper's event loop, and returns its results to the loop.
 
 
+#: So many new objects are passed through in 10 ms.
+_MANY_OBJECTS = 100_000
+
+
 class Background:
     """Two helper threads, and background tasks. Created on the loop it serves."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._helpers = ThreadPoolExecutor(2, thread_name_prefix="holdfast-keeper")
+        self._computing = 0
 
     async def in_thread(self, function: Callable[..., Any], *arguments: object) -> Any:
         """Run a function that may block on a helper thread, and return its result."""
         return await self._loop.run_in_executor(self._helpers, function, *arguments)
 
+    async def agree_layout(
+        self,
+        find: Callable[[Tables], bytes | None],
+        tables: Tables,
+        held: Mapping[str, bytes],
+    ) -> Agreement:
+        """Agree the layout of these tables on a helper thread; the reason, where that is
+        impossible.
+        """
+        try:
+            return cast(Agreement, await self._compute(agree_layout, find, tables, held))
+        except RuntimeError as error:  # no thread can be started
+            return Agreement(reason=f"its layout could not be agreed: {error}")
+
     async def plan_images(self, layout: Layout | bytes, ranks: Iterable[int]) -> ImageSizes:
         """Plan these ranks' images on a helper thread; the reason, where that is impossible."""
         try:
-            return cast(ImageSizes, await self.in_thread(plan_sizes, layout, ranks))
+            return cast(ImageSizes, await self._compute(plan_sizes, layout, ranks))
         except RuntimeError as error:  # no thread can be started
             return ImageSizes({}, f"its images could not be planned: {error}")
+
+    async def _compute(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Run a function that makes many objects on a helper thread.
+
+        The garbage collector holds all threads while it passes through objects, for 0.1 s if they
+        are the leaves of a large layout: it waits until then, and passes through those no more.
+        """
+        self._computing += 1
+        gc.disable()
+        try:
+            return await self.in_thread(function, *arguments)
+        finally:
+            self._computing -= 1
+            if not self._computing:
+                if gc.get_count()[0] > _MANY_OBJECTS:
+                    gc.freeze()
+                gc.enable()
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Run a coroutine on the loop; its failure is printed to the keeper's log."""

@@ -378,11 +378,9 @@ class TrainerApi:
 
     # ── saves ────────────────────────────────────────────────────────────────────────────────────
 
-    async def _table(
-        self, connection: TrainerConnection, message: m.LeafTable, _: int
-    ) -> m.Message:
-        self.coordinator.table(self.ranks.require(connection), message.hash, message.data)
-        return m.Done()
+    async def _table(self, _: TrainerConnection, message: m.LeafTable, __: int) -> None:
+        now_s = time.monotonic()
+        self.executor.carry_out(self.coordinator.table(message.hash, message.deflated, now_s))
 
     async def _request_capture(
         self, connection: TrainerConnection, message: m.RequestCapture, _: int

@@ -26,6 +26,7 @@ import msgspec
 from holdfast.errors import ArenaError, UsageError
 from holdfast.format.checksum import checksum, text
 from holdfast.format.manifest import AttemptId, ImageId
+from holdfast.geometry.layout import table_hash
 
 PAGE_BYTES = 4096
 IMAGE_START = 2 * PAGE_BYTES
@@ -178,6 +179,23 @@ def make_private_dir(path: Path) -> None:
             f"{path} is not a directory that only this user can read (owner {found.st_uid}, "
             f"mode {stat.filemode(found.st_mode)}): remove it, or set HOLDFAST_ARENA_DIR."
         )
+
+
+def layout_file(arena: Path, hash_: str) -> Path:
+    """Return the path of a layout in an arena."""
+    return arena / "layouts" / f"{hash_}.json"
+
+
+def read_layout(arena: Path, hash_: str) -> bytes:
+    """Return the bytes of a layout in an arena. ArenaError if it is missing or another one."""
+    path = layout_file(arena, hash_)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ArenaError(f"cannot read the layout {path}: {error.strerror}") from error
+    if table_hash(data) != hash_:
+        raise ArenaError(f"the bytes of layout {path} changed after they were written")
+    return data
 
 
 def room_left(directory: Path) -> int:

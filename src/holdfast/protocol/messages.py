@@ -14,7 +14,7 @@ import msgspec
 from holdfast.errors import FormatError
 from holdfast.format.manifest import AttemptId, ImageId
 
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_FRAME_BYTES = 256 << 20
 LENGTH_BYTES = 4
 """Bytes of a frame before its body."""
@@ -167,10 +167,10 @@ class Adopt(Message, frozen=True, kw_only=True):
 
 
 class LeafTable(Message, frozen=True, kw_only=True):
-    """The table of leaves that this rank holds, from which the layout is agreed."""
+    """Answers ``RequestTable``: the leaves of this rank, from which the layout is agreed."""
 
     hash: str
-    data: bytes
+    deflated: bytes
 
 
 class RequestCapture(Message, frozen=True, kw_only=True):
@@ -333,7 +333,7 @@ class Inventory(Message, frozen=True):
 
 class Grant(Message, frozen=True, kw_only=True):
     """Grants a slot for capturing ``step``. ``layout`` is the hash of the layout agreed by all
-    ranks.
+    ranks, which lies in the arena (``arena.read_layout``).
     """
 
     step: int
@@ -364,11 +364,10 @@ class RingSpaceFreed(Message, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class LayoutAgreed(Message, frozen=True, kw_only=True):
-    """The layout with this hash, sent before the first grant that names it."""
+class RequestTable(Message, frozen=True, kw_only=True):
+    """Asks for the table with this hash, which this rank's capture request named."""
 
     hash: str
-    data: bytes
 
 
 class Skip(Message, frozen=True, kw_only=True):
@@ -513,7 +512,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
         | Refused
         | Inventory
         | Grant
-        | LayoutAgreed
+        | RequestTable
         | Skip
         | Complete
         | ReplicaDifferences

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from holdfast.coordinator.actions import Action, AllocateSlots, GrantSlot, PlanImages, SendMessage
+from holdfast.coordinator.actions import (
+    Action,
+    AgreeLayout,
+    AllocateSlots,
+    GrantSlot,
+    PlanImages,
+    SendMessage,
+)
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.layouts import Tables, agree_layout
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.geometry.layout import (
     REPLICATE,
     Instance,
     LeafEntry,
     Mesh,
+    deflate,
     table_hash,
     table_to_json,
 )
@@ -36,9 +45,24 @@ def of(actions: Actions, kind: type[A]) -> list[A]:
     return [action for action in actions if isinstance(action, kind)]
 
 
+#: What ranks say when they are asked for their tables, by hash.
+TABLES: dict[str, bytes] = {}
+
+
 def table(world: int, dtype: str = "F32", shape: tuple[int, ...] = (8,)) -> bytes:
     mesh = Mesh((world,), tuple(range(world)))
-    return table_to_json([LeafEntry("w", dtype, shape, "split", Instance(mesh, (REPLICATE,)))])
+    return declared([LeafEntry("w", dtype, shape, "split", Instance(mesh, (REPLICATE,)))])
+
+
+def declared(entries: Sequence[LeafEntry]) -> bytes:
+    """The table of these leaves, which any rank that is asked for it has."""
+    data = table_to_json(entries)
+    TABLES[table_hash(data)] = data
+    return data
+
+
+def remembers_nothing(_: Tables) -> None:
+    """An arena without layouts."""
 
 
 class Keeper:
@@ -47,6 +71,7 @@ class Keeper:
     def __init__(self, world: int = 2, *, adopted: bool = True) -> None:
         self.c = Coordinator(keeper="k", grant_deadline_s=GRANT_S, capture_deadline_s=CAPTURE_S)
         self.has_memory = True
+        self.remembered: Callable[[Tables], bytes | None] = remembers_nothing
         self.begin(1, world)
         if adopted:
             self.c.adopt(0.0)
@@ -76,7 +101,6 @@ class Keeper:
         spare_ms: int = 0,
     ) -> list[Action]:
         data = table(self.world, dtype)
-        self.c.table(rank, table_hash(data), data)
         ask = m.RequestCapture(
             step=step,
             table=table_hash(data),
@@ -93,6 +117,13 @@ class Keeper:
         found = list(actions)
         for action in of(actions, AllocateSlots) if self.has_memory else []:
             found += self.with_memory(self.c.allocated(action.slot))
+        for order in of(actions, AgreeLayout):
+            agreement = agree_layout(self.remembered, order.tables, order.held)
+            ended = self.c.layout_agreed(order.tables, agreement, self.c._now_s)
+            found += self.with_memory(ended)
+        for wanted in told(actions, m.RequestTable):
+            said = deflate(TABLES[wanted.hash])
+            found += self.with_memory(self.c.table(wanted.hash, said, self.c._now_s))
         for plan in of(actions, PlanImages):
             sizes = plan_sizes(plan.layout, plan.ranks)
             found += self.with_memory(self.c.images_planned(plan.layout.hash, sizes, self.c._now_s))

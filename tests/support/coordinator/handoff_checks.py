@@ -84,8 +84,8 @@ class CheckedWorld(RealWorld):
     def settle_down(self) -> None:
         for _ in range(100):
             self.pass_time(0.1)
-            for plan in list(self.planning):
-                self.end_planning(plan)
+            while self.planning:
+                self.end_planning(self.planning[0])
             for slot in list(self.allocating):
                 self.end_allocation(slot, is_there=True)
             for needs in list(self.making_rings):

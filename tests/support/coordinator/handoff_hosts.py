@@ -6,7 +6,13 @@ what it is, and who writes there may go on; the coordinator can only not know.
 
 from __future__ import annotations
 
-from holdfast.coordinator.actions import Action, AllocateRings, AllocateSlots, StoreLayout
+from holdfast.coordinator.actions import (
+    Action,
+    AllocateRings,
+    AllocateSlots,
+    PlanImages,
+    StoreLayout,
+)
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.slots import host_of, number_of
 from holdfast.protocol import messages as m
@@ -76,7 +82,8 @@ class HostedWorld(CheckedWorld):
         for slot in [slot for slot in self.allocating if host_of(slot) == host]:
             del self.allocating[slot]
         self.making_rings = [n for n in self.making_rings if host_of(n[0].slot) != host]
-        self.planning = [plan for plan in self.planning if plan.host != host]
+        there = [p for p in self.planning if isinstance(p, PlanImages) and p.host == host]
+        self.planning = [plan for plan in self.planning if plan not in there]
         self.layouts_told = {told for told in self.layouts_told if told[0] != host}
 
     def lose_host(self, host: int, *, is_stored: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from holdfast.coordinator.actions import (
     AbortPersist,
     Action,
+    AgreeLayout,
     AllocateRings,
     AllocateSlots,
     GrantSlot,
@@ -20,16 +21,21 @@ from holdfast.coordinator.actions import (
     ReportOutcome,
     SendMessage,
     StartPersist,
+    StoreLayout,
 )
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.layouts import Tables, agree_layout
 from holdfast.coordinator.requests import HostJoiner, HostReports, RankReport
 from holdfast.coordinator.slots import Slot, Slots, host_of
-from holdfast.geometry.layout import table_hash
+from holdfast.geometry.layout import deflate, table_hash
 from holdfast.protocol import messages as m
 from holdfast.protocol.image_plan import LEAST_RING_BYTES, RingNeed, plan_sizes
-from support.coordinator.coordinators import CAPTURE_S, GRANT_S, table
+from support.coordinator.coordinators import CAPTURE_S, GRANT_S, TABLES, table
 from support.coordinator.handoff_facts import Content, Generation, Grant, Process, Record, Save
+
+#: What a host or a rank does beside the coordinator's loop before images have sizes.
+Planning = PlanImages | AgreeLayout | SendMessage
 
 
 def slots_of(attempt: Attempt) -> tuple[int, ...]:
@@ -67,7 +73,9 @@ class RealWorld:
         self.may_write: dict[int, set[int]] = {}
         self.allocating: dict[int, int] = {}
         self.making_rings: list[tuple[RingNeed, ...]] = []
-        self.planning: list[PlanImages] = []
+        self.planning: list[Planning] = []
+        self.remembered: dict[Tables, bytes] = {}
+        """The layouts in the coordinator's arena, by the tables that they were agreed from."""
         self.rings: set[int] = set()
         """Slots that are rings: whatever is in them is never a whole image."""
         self.passed: set[tuple[str, int]] = set()
@@ -187,6 +195,10 @@ class RealWorld:
         for action in actions:
             self.moves += 1
             match action:
+                case SendMessage(m.RequestTable()) | AllocateRings() | StoreLayout():
+                    self.begin_work(action)
+                case AgreeLayout() | PlanImages():
+                    self.begin_work(action)
                 case SendMessage(message, rank):
                     self.check_truth(message)
                     for process in self.listeners(rank):
@@ -195,8 +207,6 @@ class RealWorld:
                 case AllocateSlots(slot, capacity):
                     assert slot not in self.capacities, "the slot is there already"
                     self.allocating[slot] = capacity
-                case AllocateRings() | PlanImages():
-                    self.begin_work(action)
                 case RemoveSlot(slot):
                     self.check_free_to_lose(slot)
                     self.rings.discard(slot)
@@ -216,8 +226,11 @@ class RealWorld:
                     self.pinned = ()
                     self.carry_out(self.keeper.preallocate())
 
-    def begin_work(self, action: AllocateRings | PlanImages) -> None:
+    def begin_work(self, action: AllocateRings | StoreLayout | Planning) -> None:
         """What a host does beside its loop."""
+        if isinstance(action, StoreLayout):
+            self.remembered = {action.tables: action.data}
+            return
         if isinstance(action, AllocateRings):
             assert not {need.slot for need in action.needs} & set(self.capacities)
             self.making_rings.append(action.needs)
@@ -226,11 +239,18 @@ class RealWorld:
         if self.is_planned_at_once:
             self.end_planning(action)
 
-    def end_planning(self, plan: PlanImages) -> None:
-        """This host has planned its images."""
+    def end_planning(self, plan: Planning) -> None:
+        """A host has planned its images, a rank has sent its table, or a layout is agreed."""
         self.planning.remove(plan)
-        sizes = plan_sizes(plan.layout, plan.ranks)
-        self.carry_out(self.keeper.images_planned(plan.layout.hash, sizes, self.now_s))
+        match plan:
+            case PlanImages(layout=layout, ranks=ranks):
+                sizes = plan_sizes(layout, ranks)
+                self.carry_out(self.keeper.images_planned(layout.hash, sizes, self.now_s))
+            case AgreeLayout(tables, held):
+                agreement = agree_layout(self.remembered.get, tables, held)
+                self.carry_out(self.keeper.layout_agreed(tables, agreement, self.now_s))
+            case SendMessage(m.RequestTable(hash=hash_), rank) if self.listeners(rank):
+                self.carry_out(self.keeper.table(hash_, deflate(TABLES[hash_]), self.now_s))
 
     def give(self, slot: int, rank: int, name: str) -> None:
         attempt = self.keeper.attempts[name]
@@ -458,11 +478,9 @@ class RealWorld:
         if save.durable:
             self.owed[process.pid, step] = save.exact
             process.order = process.order.join(m.StandingOrder(step, step))
-        data = table(self.world)
-        self.keeper.table(process.rank, table_hash(data), data)
         ask = m.RequestCapture(
             step=step,
-            table=table_hash(data),
+            table=table_hash(table(self.world)),
             values_bytes=save.values_bytes,
             durable=save.durable,
             exact=save.exact,

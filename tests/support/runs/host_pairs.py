@@ -13,6 +13,7 @@ from holdfast.geometry.layout import (
     Instance,
     LeafEntry,
     Mesh,
+    deflate,
     merge,
     table_from_json,
     table_hash,
@@ -61,9 +62,15 @@ class Rank:
             host_id=self.host,
             timeout_s=30,
         )
-        self.line = KeeperClient(line, self.heard.put, lambda _: None)
+        self.line = KeeperClient(line, self.listen, lambda _: None)
         hello = m.Hello(run_id=RUN, root=str(self.root))
         self.line.request(hello, m.Welcome, timeout_s=30)
+
+    def listen(self, message: m.Message) -> None:
+        if isinstance(message, m.RequestTable):
+            self.line.send(m.LeafTable(hash=message.hash, deflated=deflate(self.table)))
+        else:
+            self.heard.put(message)
 
     def survey(self, secret: bytes = SECRET) -> m.HostProbed:
         message = m.ProbeHost(secret=secret, address="127.0.0.1", is_coordinator=self.number == 0)
@@ -80,8 +87,6 @@ class Rank:
             incarnation=n, nonce=nonce or NONCE, rank=self.number, persist_at_end=persist_at_end
         )
         self.line.request(message, m.Done, timeout_s=30)
-        told = m.LeafTable(hash=table_hash(self.table), data=self.table)
-        self.line.request(told, m.Done, timeout_s=30)
 
     def ask(self, step: int) -> None:
         self.line.send(

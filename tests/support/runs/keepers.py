@@ -23,6 +23,7 @@ from holdfast.geometry.layout import (
     Instance,
     LeafEntry,
     Mesh,
+    deflate,
     merge,
     table_from_json,
     table_hash,
@@ -62,7 +63,14 @@ def connect(
     line = find_or_start(
         arena_dir(run_id, HOST), run_id=run_id, root=str(root), host_id=HOST, timeout_s=30
     )
-    client = KeeperClient(line, listener, lambda _: None)
+
+    def listen(message: m.Message) -> None:
+        if isinstance(message, m.RequestTable):
+            client.send(m.LeafTable(hash=message.hash, deflated=deflate(TABLE)))
+        else:
+            listener(message)
+
+    client = KeeperClient(line, listen, lambda _: None)
     client.request(m.Hello(run_id=run_id, root=str(root)), m.Welcome, timeout_s=10)
     return client
 
@@ -92,10 +100,9 @@ def begin(client: KeeperClient, world: int = 1) -> int:
 
 
 def join(client: KeeperClient, incarnation: int) -> None:
-    """Take the place of rank 0, and tell which leaves it holds."""
+    """Take the place of rank 0."""
     message = m.Join(incarnation=incarnation, nonce=NONCE, rank=0, persist_at_end=False)
     client.request(message, m.Done, timeout_s=10)
-    client.request(m.LeafTable(hash=table_hash(TABLE), data=TABLE), m.Done, timeout_s=10)
 
 
 def ask(

@@ -127,7 +127,7 @@ def _messages(doors: Doors) -> list[m.Message]:
         m.PinAttempt(attempt="../../etc"),
         m.Adopt(parent=(1, 1)),
         m.AbortCapture(attempt="a", reason="b"),
-        m.LeafTable(hash="x" * 32, data=b"[" * 5000),
+        m.LeafTable(hash="x" * 32, deflated=b"[" * 5000),
         m.CancelRequest(step=1),
         m.Explain(step=0),
         m.Progress(attempt="a", size_bytes=-1),

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.coordinator.slots import SlotWriter
-from holdfast.errors import HoldfastError
+from holdfast.errors import ArenaError, HoldfastError
 from holdfast.format.manifest import ImageId
-from holdfast.geometry.layout import Layout
+from holdfast.geometry.layout import Layout, inflate
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import TrainerConnection
 from holdfast.keeper.hosts import messages
@@ -60,7 +60,9 @@ class HostAgent:
         self._writer_of, self._trainer_of = writer_of, trainer_of
         self.allocator.serve(report, is_awaited)
         self._watched: dict[int, messages.WatchWriter] = {}
-        self._layout_error = ""
+        self._layout_error = self._awaited_layout = ""
+        self._waiting_plan: messages.SizeImages | None = None
+        """An order to plan images under the layout whose bytes were asked for."""
 
     def stop(self, why: str) -> None:
         """Cancel what was ordered: the coordinator is lost."""
@@ -85,6 +87,8 @@ class HostAgent:
                 grant_slots(fact, self._memory, published, self._writer_of, self._trainer_of)
             case messages.SlotsSealed():
                 self._publish(fact)
+            case messages.RecordLayout():
+                self._record_layout(fact)
             case messages.SizeImages():
                 self._size_images(fact)
             case messages.WatchWriter(slot=slot):
@@ -106,11 +110,28 @@ class HostAgent:
             if not fact.is_ring:
                 self.published.publish(slot, fact.attempt_id, image)
 
-    def store_layout(self, hash_: str, data: bytes, used: Collection[str]) -> None:
-        """Store a layout, and delete those that are not ``used``."""
+    def _record_layout(self, fact: messages.RecordLayout) -> None:
+        """Store a layout, or ask for its bytes, if this host has not got them."""
+        self._awaited_layout = ""
+        planning, self._waiting_plan = self._waiting_plan, None
+        try:
+            is_here = not fact.deflated
+            data = self._memory.layout(fact.hash) if is_here else inflate(fact.deflated, fact.hash)
+        except ArenaError:  # its bytes are sent on their own, before any grant that names it
+            self._awaited_layout = fact.hash
+            self.report(messages.LayoutMissing(hash=fact.hash))
+        else:
+            self.store_layout(fact.hash, data, fact.used, fact.tables)
+        if planning is not None:
+            self._size_images(planning)
+
+    def store_layout(self, hash_: str, data: bytes, used: Collection[str], tables: str) -> None:
+        """Store a layout that was agreed from ``tables``, and delete those that are not
+        ``used``.
+        """
         self._layout_error = ""
         try:
-            self._memory.store_layout(hash_, data, used)
+            self._memory.store_layout(hash_, data, used, tables)
         except OSError as error:
             where = self._memory.directory
             reason = f"no room for the layout: {error.strerror}. Free some in {where}"
@@ -118,6 +139,9 @@ class HostAgent:
             self.report(messages.LayoutFailed(hash=hash_, reason=reason))
 
     def _size_images(self, fact: messages.SizeImages) -> None:
+        if fact.layout == self._awaited_layout:
+            self._waiting_plan = fact
+            return
         try:
             data = self._memory.layout(fact.layout)
         except HoldfastError as error:

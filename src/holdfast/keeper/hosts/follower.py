@@ -11,11 +11,16 @@ import asyncio
 import random
 import sys
 import traceback
-import zlib
 from collections.abc import Awaitable, Callable, Iterator
 
 from holdfast.coordinator.slots import SlotWriter
-from holdfast.errors import Fenced, FormatError, HoldfastError, KeeperError, PeerError
+from holdfast.errors import (
+    Fenced,
+    FormatError,
+    HoldfastError,
+    KeeperError,
+    PeerError,
+)
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import Incarnation, unseal
 from holdfast.keeper import message_limits as limits
@@ -258,24 +263,12 @@ class Follower:
                 self.may_stop = True
             case messages.EndKeeper(keep_arena=keep_arena):
                 await self._ended(keep_arena)
-            case messages.RecordLayout() | messages.RecordOrder() | messages.RecordIncarnation():
-                self._record(fact)
-            case _:
-                self._agent.do(fact)
-
-    def _record(
-        self, fact: messages.RecordLayout | messages.RecordOrder | messages.RecordIncarnation
-    ) -> None:
-        match fact:
-            case messages.RecordLayout():
-                data = zlib.decompress(fact.deflated)
-                for connection in self._trainers.values():
-                    connection.send(m.LayoutAgreed(hash=fact.hash, data=data))
-                self._agent.store_layout(fact.hash, data, fact.used)
             case messages.RecordOrder(order=order):
                 self._memory.store_order(self.role.incarnation, self.role.nonce, order)
             case messages.RecordIncarnation():
                 self._store_incarnation(fact)
+            case _:
+                self._agent.do(fact)
 
     def _store_incarnation(self, fact: messages.RecordIncarnation) -> None:
         try:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.coordinator.actions import Action
+from holdfast.coordinator.actions import Action, StoreLayout
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.layouts import agreement_id
 from holdfast.coordinator.requests import RankReport
 from holdfast.coordinator.slots import Slot, SlotWriter, host_of, number_of, slot_id_of
 from holdfast.errors import FormatError, HoldfastError, PeerError
@@ -158,6 +159,8 @@ class FollowerRegistry:
         self._incarnation = 0
         self._by_host: dict[int, FollowerSession] = {}
         self._own = HostSession(0, "", messages.ignore)
+        self._layout: StoreLayout | None = None
+        """The layout that all hosts were last told to store."""
         self.parity_scheduler: ParityScheduler | None = None
         """Scheduler of parity for all hosts; None in a run on one host."""
 
@@ -216,6 +219,19 @@ class FollowerRegistry:
         """Send to all reachable followers."""
         for follower in self._by_host.values():
             follower.send(fact)
+
+    def store_layout(self, layout: StoreLayout) -> None:
+        """Have all hosts store a layout: they are sent its hash, and ask for its bytes."""
+        self._layout = layout
+        self.broadcast(self._record_layout(layout, b""))
+
+    def _record_layout(self, layout: StoreLayout, deflated: bytes) -> messages.RecordLayout:
+        return messages.RecordLayout(
+            hash=layout.hash,
+            tables=agreement_id(layout.tables, layout.hash),
+            used=tuple({one.layout for one in self._coordinator.attempts.values()}),
+            deflated=deflated,
+        )
 
     def remember(self) -> None:
         """Send the incarnation's parent to all followers: one of them may lead the next
@@ -422,16 +438,31 @@ class FollowerRegistry:
             ):
                 if self.parity_scheduler is not None:
                     self.parity_scheduler.handle(host.name, fact)
-            case messages.ImagesPlanned(layout=layout, sizes=by_rank):
-                reason = fact.reason and host.where + fact.reason
-                sizes = ImageSizes(by_rank, reason, fact.is_passing)
-                now_s = time.monotonic()
-                self._carry_out(self._coordinator.images_planned(layout, sizes, now_s))
+            case messages.LayoutMissing() | messages.LayoutFailed() | messages.ImagesPlanned():
+                self._handle_layout(host, fact)
             case messages.ImageLost(slot=number, attempt=attempt):
                 lost = slot_id_of(host.host, number)
                 self._carry_out(self._coordinator.image_lost(lost, attempt))
             case _:
                 self._carry_out(self._memory_changed(host, fact))
+
+    def _handle_layout(
+        self,
+        host: HostSession,
+        fact: messages.LayoutMissing | messages.LayoutFailed | messages.ImagesPlanned,
+    ) -> None:
+        coordinator = self._coordinator
+        match fact:
+            case messages.LayoutMissing(hash=hash_):
+                if self._layout is not None and self._layout.hash == hash_:
+                    whole = self._record_layout(self._layout, self._layout.deflated)
+                    self.send_to_host(host.host, whole)
+            case messages.LayoutFailed(hash=hash_, reason=reason):
+                why = host.where + reason
+                self._carry_out(coordinator.layout_not_stored(hash_, why, host.host))
+            case messages.ImagesPlanned(layout=layout, sizes=by_rank, is_passing=is_passing):
+                sizes = ImageSizes(by_rank, fact.reason and host.where + fact.reason, is_passing)
+                self._carry_out(coordinator.images_planned(layout, sizes, time.monotonic()))
 
     def _handle_trainer(
         self,
@@ -505,8 +536,6 @@ class FollowerRegistry:
     def _memory_changed(self, session: HostSession, fact: Fact) -> list[Action]:
         coordinator, host = self._coordinator, session.host
         match fact:
-            case messages.LayoutFailed(hash=hash_, reason=reason):
-                return coordinator.layout_not_stored(hash_, session.where + reason, host)
             case messages.RingsCreated(made=made):
                 if self._are_made(host, list(made)):
                     return coordinator.rings_made(

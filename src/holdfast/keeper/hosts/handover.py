@@ -14,7 +14,7 @@ from holdfast.coordinator.slots import Slot, SlotWriter, slot_id_of
 from holdfast.errors import ArenaError, FormatError, HoldfastError
 from holdfast.events import Warned, emit
 from holdfast.format.manifest import AttemptId, Incarnation, seal, unseal
-from holdfast.geometry.layout import table_hash
+from holdfast.geometry.layout import deflate, inflate
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.messages import Fact
@@ -91,9 +91,8 @@ class StateHandover:
         """Store a reply. Raises FormatError if its content does not match its name."""
         try:
             match fact:
-                case messages.LayoutReply(hash=hash_, data=data):
-                    if table_hash(data) != hash_:
-                        raise FormatError(f"the layout {hash_} of host {name} is another one")
+                case messages.LayoutReply(hash=hash_, deflated=deflated):
+                    data = inflate(deflated, hash_)
                     used = {one.layout for one in self._coordinator.attempts.values()}
                     self._memory.store_layout(hash_, data, used)
                 case messages.IncarnationReply(data=data):
@@ -111,7 +110,8 @@ def answer_handover(memory: ArenaFiles, asked: messages.HostAttached) -> list[Fa
     known: list[Fact] = []
     for hash_ in asked.tell_layouts:
         try:
-            known.append(messages.LayoutReply(hash=hash_, data=memory.layout(hash_)))
+            deflated = deflate(memory.layout(hash_))
+            known.append(messages.LayoutReply(hash=hash_, deflated=deflated))
         except HoldfastError as error:
             emit(Warned(message=f"the coordinator does not know layout {hash_}: {error}"))
     if asked.tell_incarnations:

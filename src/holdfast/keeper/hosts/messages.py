@@ -167,6 +167,12 @@ class ImagesPlanned(Fact, frozen=True, kw_only=True):
     is_passing: bool = True
 
 
+class LayoutMissing(Fact, frozen=True, kw_only=True):
+    """The arena has not the layout that ``RecordLayout`` named: asks for its bytes."""
+
+    hash: str
+
+
 class LayoutFailed(Fact, frozen=True, kw_only=True):
     """The arena has no room for a layout."""
 
@@ -204,7 +210,7 @@ class LayoutReply(Fact, frozen=True, kw_only=True):
     """A layout that the coordinator requested."""
 
     hash: str
-    data: bytes
+    deflated: bytes
 
 
 class IncarnationReply(Fact, frozen=True, kw_only=True):
@@ -281,12 +287,14 @@ class GrantSlots(Fact, frozen=True, kw_only=True, tag="grant"):
 
 
 class RecordLayout(Fact, frozen=True, kw_only=True):
-    """Orders a layout to be stored and sent to all trainers, and all not ``used`` to be deleted."""
+    """Orders a layout to be stored, and all not ``used`` to be deleted."""
 
     hash: str
-    deflated: bytes
-    """By zlib: a tenth of the document."""
+    tables: str
+    """Identifies the tables that it was agreed from, see ``layouts.agreement_id``."""
     used: tuple[str, ...]
+    deflated: bytes = b""
+    """Sent only to a host that asked for it with ``LayoutMissing``."""
 
 
 class RecordOrder(Fact, frozen=True, kw_only=True):
@@ -517,6 +525,7 @@ ToCoordinator = (
     | RingsCreated
     | RingsFailed
     | WriterGone
+    | LayoutMissing
     | LayoutFailed
     | ImagesPlanned
     | LayoutReply

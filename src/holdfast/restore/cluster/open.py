@@ -18,6 +18,7 @@ from holdfast.format.manifest import AttemptId, Generation, ImageId
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.parity.planning.record import ParityRecord
+from holdfast.protocol.arena import layout_file
 from holdfast.restore.cluster.collect import decode_inventory, read_record
 from holdfast.restore.cluster.decode import (
     BROKEN,
@@ -172,7 +173,7 @@ class ImageOpener:
     def _layout_of(self, host: str) -> Layout:
         wanted = self._recovery.layout
         if host == self._reach.host:
-            path = self._reach.arena / "layouts" / f"{wanted}.json"
+            path = layout_file(self._reach.arena, wanted)
             if not path.is_file():
                 raise NotFound(f"there is no layout {path}", path=str(path))
             data = path.read_bytes()

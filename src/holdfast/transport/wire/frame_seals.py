@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import FormatError
 
-MAGIC = b"holdfast-control-3\n"
+MAGIC = b"holdfast-control-4\n"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 SEAL_BYTES = 16
