@@ -137,12 +137,12 @@ def flip_in_image(where: Callable[[int, int], int]) -> Damage:
 
 
 def flip_layout(arena_home: Path) -> None:
-    (path,) = (arena_of(arena_home) / "layouts").iterdir()
+    (path,) = (arena_of(arena_home) / "layouts").glob("*.json")
     flip(path, path.stat().st_size // 2)
 
 
 def remove_layout(arena_home: Path) -> None:
-    (path,) = (arena_of(arena_home) / "layouts").iterdir()
+    (path,) = (arena_of(arena_home) / "layouts").glob("*.json")
     path.unlink()
 
 
