@@ -257,7 +257,7 @@ def test_what_rank_0_concludes_from_the_words_of_all_reaches_all_or_its_error_do
         assert found["threads"] == (set() if rank else {"MainThread"})
 
 
-class Told:
+class Told(World):
     """A world in which this rank has heard what the others say before it speaks."""
 
     nonce, address = "n", "127.0.0.1"
