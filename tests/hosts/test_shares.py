@@ -16,9 +16,9 @@ from holdfast.format.manifest import AttemptId, ImageId, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.executor import Executor
 from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.agent import WriteService
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.messages import Fact
-from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages, write_all
 from holdfast.protocol import messages as m
@@ -90,9 +90,7 @@ def test_a_slot_that_holds_another_image_is_not_written(tmp_path: Path) -> None:
     memory = ArenaFiles(tmp_path, RUN, None)
     memory.files[0] = SlotFile.create(tmp_path / "00000.slot", 1 << 20)
     memory.stamp(0, SlotRecord(state="captured", attempt="x", rank=1))
-    writings = RemoteWriteService(
-        memory, LocalStore(tmp_path / "root"), Background.__new__(Background)
-    )
+    writings = WriteService(memory, LocalStore(tmp_path / "root"), Background.__new__(Background))
     said: list[Fact] = []
     for attempt, rank in (("y", 1), ("x", 0)):
         image_id = ImageId(rank, 100, "", "")

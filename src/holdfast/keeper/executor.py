@@ -33,11 +33,10 @@ from holdfast.format.manifest import Generation, Incarnation
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import Ranks
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.agent import HostAgent
+from holdfast.keeper.hosts.agent import HostAgent, WriteService
 from holdfast.keeper.hosts.followers import FollowerRegistry
 from holdfast.keeper.hosts.handover import StateHandover
 from holdfast.keeper.hosts.host_reports import to_column
-from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.incarnations import Incarnations, RootAccess
 from holdfast.keeper.jobs import Background
@@ -83,7 +82,7 @@ class Executor:
         reports to this object.)
         """
         self._root, self._incarnations = root, incarnations
-        self.agent.writes = RemoteWriteService(self._memory, root.store, self._background)
+        self.agent.writes = WriteService(self._memory, root.store, self._background)
         self.followers.set_handover(
             StateHandover(self._memory, self._coordinator, incarnations, self._background)
         )
@@ -220,6 +219,11 @@ class Executor:
         by_host: dict[int, list[int]] = {}
         for rank in attempt.sealed.intersection(ranks):
             by_host.setdefault(host_of(attempt.slots[rank]), []).append(rank)
+        slots = self._coordinator.slots
+        here = [
+            (attempt.slots[rank], slots[attempt.slots[rank]].image) for rank in by_host.pop(0, ())
+        ]
+        self.agent.sealed(attempt.attempt_id, here, is_ring=attempt.is_ring)
         for host, there in by_host.items():
             self.followers.sealed(attempt, host, there)
         if attempt_id in self._jobs and attempt.phase in ("complete", "draining"):
