@@ -24,7 +24,7 @@ from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.handover import answer_handover, describe
-from holdfast.keeper.hosts.host_reports import encode_reports, from_column, seals_from_bytes
+from holdfast.keeper.hosts.host_reports import encode_reports
 from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.hosts.remote_writes import RemoteWriteService
 from holdfast.keeper.jobs import Background
@@ -80,6 +80,8 @@ class Follower:
         self._trainers: dict[int, LocalConnection] = {}
         self._writers: dict[int, SlotWriter] = {}
         """Processes of all trainers that the coordinator was told of, by connection."""
+        self._captured: dict[int, m.Captured] = {}
+        """What each rank reported of its last image."""
         self._reports = ReportJoiner(len(part.hosts[part.host].ranks), self._report)
         self._watched: dict[int, tuple[str, int, int]] = {}
         self._why = "it was not tried yet"
@@ -237,6 +239,8 @@ class Follower:
         if isinstance(message, m.Join):
             connection.rank = message.rank
             self._writers[connection.number] = connection.process
+        if isinstance(message, m.Captured) and connection.rank is not None:
+            self._captured[connection.rank] = message
         if not self._reports.take(connection, seq, message, len(body)):
             line.send(messages.pack(messages.TrainerMessage(line=connection.number, body=body)))
 
@@ -304,10 +308,11 @@ class Follower:
 
     def _publish(self, fact: messages.SlotsSealed) -> None:
         """Have captured images written without waiting, and serve them to other hosts."""
-        sizes = from_column(fact.image_bytes, len(fact.slots))
-        seals = seals_from_bytes(fact.seals)
-        for slot, rank, size, seal in zip(fact.slots, fact.ranks, sizes, seals, strict=True):
-            image = ImageId(rank, size, *seal)
+        for slot, rank in zip(fact.slots, fact.ranks, strict=True):
+            said = self._captured.get(rank)
+            if said is None or said.attempt != fact.attempt_id.attempt:
+                raise FormatError(f"rank {rank} is said to have captured what it did not report")
+            image = ImageId(rank, said.image_bytes, said.header_xxh3, said.table_xxh3)
             self._writings.sealed(fact.attempt_id, image)
             if not fact.is_ring:
                 self._offering.publish(slot, fact.attempt_id, image)
