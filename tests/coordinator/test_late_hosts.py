@@ -196,6 +196,16 @@ def test_who_is_late_is_waited_for_as_long_as_all_can_spare_and_the_keepers_dead
         assert granted(keeper.ask(len(spares), 1, now_s=10.0 + late_by_s))
 
 
+def test_what_all_ranks_are_told_of_late_ones_does_not_grow_with_their_number() -> None:
+    keeper, first = Keeper(4096), ", ".join(map(str, range(1, 17)))
+    late = f"ranks [{first} and 4079 more]"
+    keeper.ask(0, 1, now_s=10.0, spare_ms=1000)
+    (skip,) = told(keeper.c.tick(20.0), m.Skip)
+    assert skip.reason == f"{late} did not ask within 1 s"
+    (again,) = told(keeper.ask(0, 2, now_s=20.0), m.Skip)
+    assert late in again.reason and len(again.reason) < 200
+
+
 def test_images_that_are_still_planned_are_waited_for_though_no_host_would_be() -> None:
     world = LateWorld()
     world.hosts = 2

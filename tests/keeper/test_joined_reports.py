@@ -17,9 +17,11 @@ from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.requests import REQUESTS_HELD_S, RankReport
 from holdfast.coordinator.slots import SlotWriter
 from holdfast.errors import Fenced, FormatError
+from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.geometry.layout import table_hash
 from holdfast.keeper.connections import ForwardedConnection, Ranks, TrainerConnection, send_to_all
 from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.follower import Follower
 from holdfast.keeper.hosts.followers import MOST_SAID, FollowerRegistry, FollowerSession, _Trainer
 from holdfast.keeper.hosts.host_reports import decode_reports, encode_reports, to_column
 from holdfast.keeper.rank_relay import MOST_BYTES, ReportJoiner, grant_slots
@@ -287,6 +289,25 @@ def test_an_error_about_one_rank_costs_its_host_mates_nothing_that_is_decided(
     api.handle_joined([(trainer, seal) for trainer in trainers])
     assert published == [(attempt, [0, 1, 2, 3])], "the images of the others are not released"
     assert "unexpected" in capsys.readouterr().err
+
+
+def test_a_host_publishes_what_its_ranks_reported_and_nothing_that_they_did_not() -> None:
+    published: list[tuple[int, ImageId]] = []
+    follower: Any = Follower.__new__(Follower)
+    follower._offering = SimpleNamespace(
+        publish=lambda slot, _, image: published.append((slot, image))
+    )
+    follower._writings = SimpleNamespace(sealed=lambda *_: None)
+    follower._captured = {4: SEAL, 5: SEAL}
+    told = messages.SlotsSealed(
+        slots=(9,), ranks=(4,), is_ring=False, attempt_id=AttemptId(1, 7, "a", 8, "layout")
+    )
+    follower._publish(told)
+    assert published == [(9, ImageId(4, 1, "0" * 16, "f" * 16))]
+    for wrong in ({"ranks": (6,)}, {"attempt_id": AttemptId(1, 8, "b", 8, "layout")}):
+        with pytest.raises(FormatError, match="did not report"):
+            follower._publish(msgspec.structs.replace(told, **wrong))
+    assert len(published) == 1
 
 
 def test_what_all_ranks_are_told_is_sent_once_to_each_other_host() -> None:

@@ -75,7 +75,7 @@ class Asked(Moment):
             self.wait_killed()
         checkpointer.save(FIRST, durable=True)
         if self.rank == 0:
-            while "ranks [1] have not asked" not in checkpointer._saver.explain(FIRST):
+            while "have not asked" not in checkpointer._saver.explain(FIRST):
                 time.sleep(0.01)
             self.kill()
 

@@ -8,13 +8,13 @@ module keeps one rule in every state; ``slots`` keeps those of the slots:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.coordinator.actions import Action, ReportOutcome, SendMessage, skip, skip_all
 from holdfast.coordinator.attempt_lifecycle import ONLY_DURABLE, PLANNING, AttemptLifecycle
 from holdfast.coordinator.attempts import Attempt
 from holdfast.coordinator.layouts import LayoutRegistry
-from holdfast.coordinator.requests import Absence, CaptureRequests
+from holdfast.coordinator.requests import Absence, CaptureRequests, listed
 from holdfast.coordinator.slots import NO_SLOT, Slot, SlotWriter
 from holdfast.protocol import messages as m
 
@@ -128,7 +128,7 @@ class Coordinator(AttemptLifecycle):
         self.attempts.lose(self.slots.lose(host))
 
     def _why_away(self) -> str:
-        names = ", ".join(self.away.values())
+        names = listed([*self.away.values()])
         return f"the keeper of {names} is out of reach; no rank captures until it is back"
 
     # ── incarnations ─────────────────────────────────────────────────────────────────────────────
@@ -386,9 +386,9 @@ class Coordinator(AttemptLifecycle):
         numbers = sorted({self.hosts[rank] for rank in ranks}) if self.host_table else ()
         return tuple(self.host_table[number].id for number in numbers)
 
-    def _name(self, ranks: Collection[int]) -> str:
-        hosts = ", ".join(self._hosts_of(ranks))
-        return f"ranks {ranks}{hosts and ' on '}{hosts}"
+    def _name(self, ranks: Sequence[int]) -> str:
+        hosts = listed(self._hosts_of(ranks))
+        return f"ranks [{listed(ranks)}]{hosts and ' on '}{hosts}"
 
     def _decide_if_all_requested(self, step: int, now_s: float) -> list[Action]:
         if not self.adopted:
@@ -432,7 +432,7 @@ class Coordinator(AttemptLifecycle):
         return actions
 
     def _why_leaving(self) -> str:
-        return f"ranks {sorted(self._leaving)} have closed their Checkpointer"
+        return f"ranks [{listed(sorted(self._leaving))}] have closed their Checkpointer"
 
     def announce(self, step: int, which: str) -> list[Action]:
         """Announce to all ranks that ``which`` is due at ``step``.
@@ -510,10 +510,9 @@ class Coordinator(AttemptLifecycle):
                 actions += self._skip_late(step, reason, absent)
         for attempt in self.attempts.capturing():
             if now_s - max(attempt.started_s, attempt.moved_s) > self.capture_deadline_s:
-                reason = (
-                    f"ranks {attempt.unsealed} did not finish within {self.capture_deadline_s:g} s"
-                )
-                actions += self._abort(attempt, reason)
+                who = self._name(attempt.unsealed)
+                within = f"within {self.capture_deadline_s:g} s"
+                actions += self._abort(attempt, f"{who} did not finish {within}")
         return (
             actions
             + self.durability.start_next()
@@ -561,7 +560,7 @@ class Coordinator(AttemptLifecycle):
             return NO_SLOT
         absent = self._requests.absent(step)
         if absent:
-            return f"ranks {absent} have not asked to capture it"
+            return f"{self._name(absent)} have not asked to capture it"
         if step in self._requests.steps():
             return self._why_undecided()
         for attempt in self.attempts.values():

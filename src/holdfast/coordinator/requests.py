@@ -8,7 +8,7 @@ later.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.protocol import messages as m
@@ -37,6 +37,16 @@ class DeferredRequest:
     step: int
     requests: Mapping[int, m.RequestCapture]
     since_s: float
+
+
+#: What all ranks are told must not grow with their number.
+_MOST_LISTED = 16
+
+
+def listed(items: Sequence[object]) -> str:
+    """Return items in words, of many only the first."""
+    more = len(items) - _MOST_LISTED
+    return ", ".join(map(str, items[:_MOST_LISTED])) + (f" and {more} more" if more > 0 else "")
 
 
 def state_mismatch(asks: Mapping[int, m.RequestCapture]) -> str:
@@ -225,7 +235,7 @@ class CaptureRequests:
         """
         if len(self._step_of) < self._world or not self._step_of:
             return []
-        steps = ", ".join(f"rank {rank}: {step}" for rank, step in sorted(self._step_of.items()))
+        steps = listed([f"rank {rank}: {step}" for rank, step in sorted(self._step_of.items())])
         missed = sorted(self._by_step)[:-1]
         for step in missed:
             self._pop(step)
@@ -296,11 +306,11 @@ class Absence:
         """Return the reason why no rank captures, with stable wording; "" if none is absent."""
         parts = []
         if self._lost:
-            parts.append(f"ranks {sorted(self._lost)} went away")
+            parts.append(f"ranks [{listed(sorted(self._lost))}] went away")
         if self._silent:
             parts.append(
-                f"ranks {sorted(self._silent)} let the others wait in vain (stopped, stuck, or "
-                "far behind?)"
+                f"ranks [{listed(sorted(self._silent))}] let the others wait in vain (stopped, "
+                "stuck, or far behind?)"
             )
         return f"{' and '.join(parts)}; no rank captures until they are back" if parts else ""
 

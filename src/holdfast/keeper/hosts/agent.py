@@ -6,7 +6,7 @@ On its own host the coordinator calls the agent directly; on another host the fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from holdfast.geometry.layout import Layout, inflate
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import TrainerConnection
 from holdfast.keeper.hosts import messages
-from holdfast.keeper.hosts.host_reports import from_column, seals_from_bytes
 from holdfast.keeper.hosts.messages import Fact, Report, ignore
 from holdfast.keeper.image_writer import (
     HostWrite,
@@ -97,8 +96,6 @@ class HostAgent:
             case messages.GrantSlots():
                 published = self.published
                 grant_slots(fact, self._memory, published, self._writer_of, self._trainer_of)
-            case messages.SlotsSealed():
-                self.sealed(fact.attempt_id, _images_of(fact), is_ring=fact.is_ring)
             case messages.RecordLayout():
                 self._record_layout(fact)
             case messages.SizeImages():
@@ -181,13 +178,6 @@ class HostAgent:
             if is_sealed or (each.pid and not is_running(each.pid, each.start)):
                 del self._watched[slot]
                 self.report(messages.WriterGone(slot=slot, attempt=each.attempt))
-
-
-def _images_of(fact: messages.SlotsSealed) -> Iterator[tuple[int, ImageId]]:
-    sizes = from_column(fact.image_bytes, len(fact.slots))
-    seals = seals_from_bytes(fact.seals)
-    for slot, rank, size, seal in zip(fact.slots, fact.ranks, sizes, seals, strict=True):
-        yield slot, ImageId(rank, size, *seal)
 
 
 class WriteService:

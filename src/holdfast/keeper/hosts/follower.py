@@ -22,7 +22,7 @@ from holdfast.errors import (
     PeerError,
 )
 from holdfast.events import Warned, emit
-from holdfast.format.manifest import Incarnation, unseal
+from holdfast.format.manifest import ImageId, Incarnation, unseal
 from holdfast.keeper import message_limits as limits
 from holdfast.keeper.arena_files import ArenaFiles
 from holdfast.keeper.connections import LocalConnection
@@ -74,6 +74,8 @@ class Follower:
         self._trainers: dict[int, LocalConnection] = {}
         self._writers: dict[int, SlotWriter] = {}
         """Processes of all trainers that the coordinator was told of, by connection."""
+        self._captured: dict[int, m.Captured] = {}
+        """What each rank reported of its last image."""
         self._reports = ReportJoiner(len(part.hosts[part.host].ranks), self._report)
         self._why = "it was not tried yet"
         self.is_stopping = self.may_stop = False
@@ -227,6 +229,8 @@ class Follower:
         if isinstance(message, m.Join):
             connection.rank = message.rank
             self._writers[connection.number] = connection.process
+        if isinstance(message, m.Captured) and connection.rank is not None:
+            self._captured[connection.rank] = message
         if not self._reports.take(connection, seq, message, len(body)):
             line.send(messages.pack(messages.TrainerMessage(line=connection.number, body=body)))
 
@@ -247,12 +251,7 @@ class Follower:
     async def _do(self, line: SealedChannel, fact: messages.ToFollower) -> None:
         match fact:
             case messages.HostAttached():
-                for known in answer_handover(self._memory, fact):
-                    line.send(messages.pack(known))
-                self._is_attached.set()
-                self._pauses = pauses()
-                if self.is_stopping:
-                    line.send(messages.pack(messages.Stopping()))
+                self._attached(line, fact)
             case messages.ForwardMessage(lines=lines, frame=frame):
                 for connection in filter(None, map(self._trainers.get, lines)):
                     connection.send_frame(frame)
@@ -263,12 +262,30 @@ class Follower:
                 self.may_stop = True
             case messages.EndKeeper(keep_arena=keep_arena):
                 await self._ended(keep_arena)
+            case messages.SlotsSealed():
+                self._agent.sealed(fact.attempt_id, self._images_of(fact), is_ring=fact.is_ring)
             case messages.RecordOrder(order=order):
                 self._memory.store_order(self.role.incarnation, self.role.nonce, order)
             case messages.RecordIncarnation():
                 self._store_incarnation(fact)
             case _:
                 self._agent.do(fact)
+
+    def _attached(self, line: SealedChannel, fact: messages.HostAttached) -> None:
+        for known in answer_handover(self._memory, fact):
+            line.send(messages.pack(known))
+        self._is_attached.set()
+        self._pauses = pauses()
+        if self.is_stopping:
+            line.send(messages.pack(messages.Stopping()))
+
+    def _images_of(self, fact: messages.SlotsSealed) -> Iterator[tuple[int, ImageId]]:
+        """Yield slot and image of each rank that is said to have captured, as it reported it."""
+        for slot, rank in zip(fact.slots, fact.ranks, strict=True):
+            said = self._captured.get(rank)
+            if said is None or said.attempt != fact.attempt_id.attempt:
+                raise FormatError(f"rank {rank} is said to have captured what it did not report")
+            yield slot, ImageId(rank, said.image_bytes, said.header_xxh3, said.table_xxh3)
 
     def _store_incarnation(self, fact: messages.RecordIncarnation) -> None:
         try:

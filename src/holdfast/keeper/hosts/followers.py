@@ -28,7 +28,7 @@ from holdfast.keeper.connections import ForwardedConnection, TrainerConnection
 from holdfast.keeper.hosts import messages
 from holdfast.keeper.hosts.agent import HostAgent
 from holdfast.keeper.hosts.handover import StateHandover, from_inventory
-from holdfast.keeper.hosts.host_reports import decode_reports, seals_to_bytes, to_column
+from holdfast.keeper.hosts.host_reports import decode_reports
 from holdfast.keeper.hosts.messages import Fact
 from holdfast.keeper.image_writer import PersistJob
 from holdfast.keeper.jobs import Background, RemoteImages
@@ -322,14 +322,11 @@ class FollowerRegistry:
         """Tell a host that these images of its ranks are captured: they may be served, and written
         without waiting.
         """
-        slots = [self._coordinator.slots[attempt.slots[rank]] for rank in ranks]
         sealed = messages.SlotsSealed(
-            slots=tuple(number_of(slot.id) for slot in slots),
+            slots=tuple(number_of(attempt.slots[rank]) for rank in ranks),
             ranks=tuple(ranks),
             is_ring=attempt.is_ring,
             attempt_id=attempt.attempt_id,
-            image_bytes=to_column([slot.image_bytes for slot in slots]),
-            seals=seals_to_bytes([(slot.header_xxh3, slot.table_xxh3) for slot in slots]),
         )
         self.send_to_host(host, sealed)
 

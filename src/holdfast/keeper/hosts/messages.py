@@ -324,15 +324,14 @@ class RecordIncarnation(Fact, frozen=True, kw_only=True):
 
 
 class SlotsSealed(Fact, frozen=True, kw_only=True, tag="sealed"):
-    """The images in these slots are captured, or have passed through their rings."""
+    """The images in these slots, which this host reported, are captured, or have passed through
+    their rings.
+    """
 
     slots: tuple[int, ...]
     ranks: tuple[int, ...]
     is_ring: bool
     attempt_id: AttemptId
-    image_bytes: Column[int]
-    seals: bytes
-    """As in ``HostCaptured``."""
 
 
 class WriteImage(Fact, frozen=True, kw_only=True):
