@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.fleet.losses import Losses, racks
 from benchmarks.fleet.meter import Hold, Meter, holds_in, report_all_holds
 from benchmarks.fleet.players import PlayedHost
-from benchmarks.fleet.run import RANKS_PER_HOST, Fleet
+from benchmarks.fleet.run import Fleet
 from benchmarks.fleet.trainers import Host
 from benchmarks.kit import markdown, processes
 from benchmarks.kit.options import Parser
@@ -37,19 +37,19 @@ SETTLED_S = 1.0
 def make(root: Path, options: Namespace) -> Fleet:
     """The hosts of the run: those that are real are one group of parity, if some are played."""
     if options.real >= options.hosts:
-        fleet = Fleet(root, leaves=options.leaves, parity=options.parity)
+        fleet = Fleet(root, leaves=options.leaves, ranks=options.ranks, parity=options.parity)
         for number, rack in enumerate(racks(options.hosts)):
             address = f"127.0.{number // 200 + 1}.{number % 200 + 1}"
             fleet.hosts.append(Host(fleet, f"n{number:05}", address, rack))
         return fleet
-    fleet = Fleet(root, leaves=options.leaves)
+    fleet = Fleet(root, leaves=options.leaves, ranks=options.ranks)
     stride = options.hosts // options.real
     for number in range(options.hosts):
         name, rack = f"n{number:05}", f"rack{number // RACK:04}"
         if number % stride == 0 and len(fleet.hosts) < options.real:
             fleet.hosts.append(Host(fleet, name, "127.0.0.1", rack))
         else:
-            fleet.played.append(PlayedHost(fleet, name, RANKS_PER_HOST, rack))
+            fleet.played.append(PlayedHost(fleet, name, options.ranks, rack))
     return fleet
 
 
@@ -156,7 +156,7 @@ class Story:
         await asyncio.gather(*(_until_not(played.attached) for played in fleet.played))
         others = range(1, len(fleet.hosts))
         what = "coordinator killed"
-        await coordinator.connect(range(RANKS_PER_HOST))
+        await coordinator.connect(range(fleet.per_host))
         self.meter.pid = coordinator.pid
         with self.meter.phase(f"{what}: all hosts call"):
             await coordinator.assign(0)
@@ -187,7 +187,7 @@ class Story:
         fleet.traffic.clear()
         with meter.phase("after the loss: regrouped, images made anew"):
             await fleet.adopt(parent, pin)
-            while fleet.traffic["RebuildComplete"] < len(lost) * RANKS_PER_HOST:
+            while fleet.traffic["RebuildComplete"] < len(lost) * fleet.per_host:
                 await asyncio.sleep(0.02)
             await asyncio.sleep(SETTLED_S)
         await fleet.tell_tables()
@@ -252,6 +252,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("fleet", __doc__, quick="128 hosts", quick_settings={"hosts": 128, "saves": 2})
     parser.add_argument("--hosts", type=int, default=2048, help="how many (2048)")
     parser.add_argument("--real", type=int, default=8, help="how many have real keepers (8)")
+    parser.add_argument("--ranks", type=int, default=8, help="of a host (8)")
     parser.add_argument("--leaves", type=int, default=16, help="of the state (16)")
     parser.add_argument("--saves", type=int, default=5, help="of each kind (5)")
     parser.add_argument("--parity", type=int, default=2, help="where all keepers are real (2)")

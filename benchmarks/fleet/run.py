@@ -22,7 +22,6 @@ from holdfast.persist import commit
 from holdfast.protocol import messages as m
 from holdfast.storage.local import LocalStore
 
-RANKS_PER_HOST = 8
 #: Keepers that are started at once.
 AT_ONCE = 4
 
@@ -88,9 +87,18 @@ class Fleet:
 
     run, secret = "fleet", b"a secret of this benchmark alone"
 
-    def __init__(self, root: Path, *, leaves: int, parity: int = 0, delay: Relay | None = None):
+    def __init__(
+        self,
+        root: Path,
+        *,
+        leaves: int,
+        ranks: int = 8,
+        parity: int = 0,
+        delay: Relay | None = None,
+    ) -> None:
         commit.open_root(LocalStore(root), self.run)
         self.root, self.leaves, self.parity, self.delay = root, leaves, parity, delay
+        self.per_host = ranks
         self.hosts: list[Host] = []
         self.played: list[PlayedHost] = []
         self.layouts: dict[str, bytes] = {}
@@ -116,8 +124,8 @@ class Fleet:
 
         async def one(number: int, host: Host) -> None:
             async with turns:
-                first = number * RANKS_PER_HOST
-                await host.connect(range(first, first + RANKS_PER_HOST))
+                first = number * self.per_host
+                await host.connect(range(first, first + self.per_host))
 
         await within(one(number, host) for number, host in enumerate(self.hosts))
 
@@ -136,7 +144,7 @@ class Fleet:
             *(host.probe(is_coordinator=host is coordinator) for host in self.hosts)
         )
         count = len(self.hosts) + len(self.played)
-        self.world = count * RANKS_PER_HOST
+        self.world = count * self.per_host
         for number, played in enumerate(self.played, start=len(self.hosts)):
             played.place(number)
         self.table = (
@@ -191,8 +199,8 @@ class Fleet:
 
     async def call_again(self, number: int) -> None:
         """The ranks of a real host call their keeper again, and it has its role again."""
-        host, first = self.hosts[number], number * RANKS_PER_HOST
-        await host.connect(range(first, first + RANKS_PER_HOST))
+        host, first = self.hosts[number], number * self.per_host
+        await host.connect(range(first, first + self.per_host))
         await host.assign(number)
 
     async def coordinator_killed(self) -> None:

@@ -205,6 +205,51 @@ def test_a_joined_report_overtakes_nothing_that_its_ranks_said_before() -> None:
     asyncio.run(play())
 
 
+def test_a_trainer_that_makes_no_sense_is_hung_up_on_once_and_never_heard_again() -> None:
+    handled: list[str] = []
+
+    class Dispatcher:
+        async def handle(self, connection: Any, seq: int, message: m.Message) -> None:
+            await asyncio.sleep(0)
+            handled.append(type(message).__name__)
+
+        def connected(self, _: Any) -> None:
+            handled.append("connected")
+
+        def disconnected(self, _: Any) -> None:
+            handled.append("disconnected")
+
+    async def play() -> None:
+        tasks = []
+        spawn = SimpleNamespace(spawn=lambda task: tasks.append(asyncio.ensure_future(task)))
+        coordinator: Any = SimpleNamespace()
+        nothing: Any = None
+        registry = FollowerRegistry(coordinator, spawn, nothing, nothing, nothing)  # type: ignore[arg-type]
+        registry.connect(Dispatcher())
+        line: Any = Line()
+        session = FollowerSession(1, line, "/arena")
+        registry._handle(session, messages.TrainerConnected(line=1, pid=1, start=1))
+        asked = m.pack(m.ListInventory())[m.LENGTH_BYTES :]
+        for body in (asked, asked, b"no message", asked):
+            registry._handle(session, messages.TrainerMessage(line=1, body=body))
+        assert len(tasks) == 1, "messages of one trainer are handled one after the other"
+        await tasks[0]
+        registry._handle(session, messages.TrainerMessage(line=1, body=asked))
+        registry._handle(session, messages.TrainerGone(line=1))
+        await asyncio.sleep(0)
+        assert len(tasks) == 1
+        assert handled == ["connected", "ListInventory", "ListInventory", "disconnected"]
+        assert [type(said) for said in line.sent] == [messages.HangUp]
+        registry._handle(session, messages.TrainerConnected(line=2, pid=2, start=1))
+        assert len(tasks) == 1, "who says nothing takes no task"
+        registry._handle(session, messages.TrainerMessage(line=2, body=asked))
+        registry._handle(session, messages.TrainerGone(line=2))
+        await asyncio.gather(*tasks)
+        assert handled[4:] == ["connected", "ListInventory", "disconnected"]
+
+    asyncio.run(play())
+
+
 def api_of(request_captures: Any) -> TrainerApi:
     api: Any = TrainerApi.__new__(TrainerApi)
     api.ranks, api._traces = Ranks(), set()

@@ -90,22 +90,29 @@ class TrainerDispatcher(Protocol):
 class _Trainer:
     """A trainer of another host; its messages are handled one after the other, like local ones."""
 
+    __slots__ = ("connection", "inbox", "is_handling", "is_over")
+
     def __init__(self, connection: ForwardedConnection) -> None:
         self.connection = connection
-        self.inbox: asyncio.Queue[bytes | RankReport | None] = asyncio.Queue()
-        self.is_handling = False
+        self.inbox: list[bytes | RankReport | None] = []
+        """What it said and is not handled yet; None: it is gone."""
+        self.is_handling = self.is_over = False
 
     @property
     def is_idle(self) -> bool:
         """True if all of its messages are handled."""
-        return self.inbox.empty() and not self.is_handling
+        return not (self.inbox or self.is_handling)
 
-    def queue(self, said: bytes | RankReport) -> None:
-        """Queue a message or a report of this trainer."""
-        if self.inbox.qsize() < MOST_SAID:
-            self.inbox.put_nowait(said)
-        else:  # its keeper reports the trainer's loss once this connection is closed
-            self.connection.disconnect()
+    def queue(self, said: bytes | RankReport | None) -> bool:
+        """Queue a message or a report of this trainer, or its end (None); True if nobody handles
+        what is queued.
+        """
+        if said is not None and len(self.inbox) >= MOST_SAID:
+            self.connection.disconnect()  # its keeper reports the trainer's loss then
+        elif not self.is_over:
+            self.inbox.append(said)
+            return len(self.inbox) == 1 and not self.is_handling
+        return False
 
 
 #: No host has more ranks.
@@ -399,7 +406,7 @@ class FollowerRegistry:
         for share in follower.shares.values():
             share.end(reason)
         for trainer in follower.trainers.values():
-            trainer.inbox.put_nowait(None)
+            self._queue(trainer, None)
         follower.trainers.clear()
 
     def _handle(self, follower: FollowerSession, fact: messages.ToCoordinator) -> None:
@@ -470,13 +477,14 @@ class FollowerRegistry:
         match fact:
             case messages.TrainerConnected(line=number, pid=pid, start=start) if trainer is None:
                 connection = ForwardedConnection(follower.line, number, SlotWriter(pid, start))
-                trainer = follower.trainers[number] = _Trainer(connection)
-                self._background.spawn(self._talk(trainer))
+                follower.trainers[number] = _Trainer(connection)
+                assert self._dispatcher is not None
+                self._dispatcher.connected(connection)
             case messages.TrainerMessage(body=body) if trainer is not None:
-                trainer.queue(body)
+                self._queue(trainer, body)
             case messages.TrainerGone(line=number) if trainer is not None:
                 del follower.trainers[number]
-                trainer.inbox.put_nowait(None)
+                self._queue(trainer, None)
 
     def _handle_joined(
         self, follower: FollowerSession, fact: messages.HostRequests | messages.HostCaptured
@@ -493,22 +501,32 @@ class FollowerRegistry:
             self._dispatcher.handle_joined([(t.connection, report) for t, report in known])
             return
         for trainer, report in known:
-            trainer.queue(report)
+            self._queue(trainer, report)
+
+    def _queue(self, trainer: _Trainer, said: bytes | RankReport | None) -> None:
+        if trainer.queue(said):
+            self._background.spawn(self._talk(trainer))
 
     async def _talk(self, trainer: _Trainer) -> None:
+        """Handle what is queued: of tens of thousands of trainers few say anything at once."""
         dispatcher, connection = self._dispatcher, trainer.connection
         assert dispatcher is not None
-        dispatcher.connected(connection)
+        trainer.is_handling, is_there = True, False
         try:
-            while (said := await trainer.inbox.get()) is not None:
+            while trainer.inbox:
+                if (said := trainer.inbox.pop(0)) is None:
+                    return
                 seq, message = m.unpack(said) if isinstance(said, bytes) else (0, said)
-                trainer.is_handling = True
                 await dispatcher.handle(connection, seq, message)
-                trainer.is_handling = False
+            is_there = True
         except HoldfastError:
             connection.disconnect()  # the trainer sent an invalid message
         finally:
-            dispatcher.disconnected(connection)
+            trainer.is_handling = False
+            if not is_there:
+                trainer.is_over = True
+                trainer.inbox.clear()
+                dispatcher.disconnected(connection)
 
     def _handle_writing(
         self,

@@ -70,6 +70,7 @@ class RebuildCoordinator:
         self._attempt = ""
         self._lost: list[_LostImage] = []
         self._hosts: Sequence[str] = ()
+        self._numbers: dict[str, int] = {}
         self._shards: Mapping[str, Sequence[messages.ParityShards]] = {}
         self._tries, self._again_s = 0, 0.0
 
@@ -84,6 +85,7 @@ class RebuildCoordinator:
         """
         self.cancel("something else is protected")
         self._attempt, self._hosts, self._shards = attempt.id, hosts, shards
+        self._numbers = {host: number for number, host in enumerate(hosts)}
         self._tries, self._again_s = 0, 0.0
         self.poll()
 
@@ -107,21 +109,21 @@ class RebuildCoordinator:
         loads: Counter[int] = Counter()
         for slot in attempt.slots.values():
             loads[host_of(slot)] += self._coordinator.slots[slot].image_bytes
+        holders: dict[int, dict[int, messages.ParityShards]] = {r: {} for r in attempt.lacks()}
+        for host, number in self._numbers.items():
+            for shard in self._shards.get(host, ()):
+                if shard.attempt == attempt.id:
+                    for rank in holders.keys() & shard.images.keys():
+                        holders[rank][number] = shard
         found = []
-        for rank in attempt.lacks():
-            held = {
-                number: shard
-                for number, host in enumerate(self._hosts)
-                for shard in self._shards.get(host, ())
-                if shard.attempt == attempt.id and rank in shard.images
-            }
+        for rank, held in holders.items():
             if not held:
                 self._fail(f"no host keeps parity of the image of rank {rank}")
                 return []
-            host = min(held, key=lambda number: (loads[number], number))
-            size = held[host].images[rank]
-            loads[host] += size
-            found.append(_LostImage(rank, size, host, held[host]))
+            least = min(held, key=lambda number: (loads[number], number))
+            size = held[least].images[rank]
+            loads[least] += size
+            found.append(_LostImage(rank, size, least, held[least]))
         return found
 
     def _find_slot(self, one: _LostImage, attempt: Attempt) -> None:
@@ -136,10 +138,8 @@ class RebuildCoordinator:
                 for rank in one.shard.images
                 if rank in attempt.slots
             }
-            near = {*one.shard.members, *places.values()}
-            ports = {
-                host: self._port(number) for number, host in enumerate(self._hosts) if host in near
-            }
+            near = self._numbers.keys() & {*one.shard.members, *places.values()}
+            ports = {host: self._port(self._numbers[host]) for host in near}
             self._say(
                 one.host,
                 messages.RebuildImage(
