@@ -337,22 +337,15 @@ def test_an_error_about_one_rank_costs_its_host_mates_nothing_that_is_decided(
 
 
 def test_a_host_publishes_what_its_ranks_reported_and_nothing_that_they_did_not() -> None:
-    published: list[tuple[int, ImageId]] = []
     follower: Any = Follower.__new__(Follower)
-    follower._offering = SimpleNamespace(
-        publish=lambda slot, _, image: published.append((slot, image))
-    )
-    follower._writings = SimpleNamespace(sealed=lambda *_: None)
     follower._captured = {4: SEAL, 5: SEAL}
     told = messages.SlotsSealed(
         slots=(9,), ranks=(4,), is_ring=False, attempt_id=AttemptId(1, 7, "a", 8, "layout")
     )
-    follower._publish(told)
-    assert published == [(9, ImageId(4, 1, "0" * 16, "f" * 16))]
+    assert [*follower._images_of(told)] == [(9, ImageId(4, 1, "0" * 16, "f" * 16))]
     for wrong in ({"ranks": (6,)}, {"attempt_id": AttemptId(1, 8, "b", 8, "layout")}):
         with pytest.raises(FormatError, match="did not report"):
-            follower._publish(msgspec.structs.replace(told, **wrong))
-    assert len(published) == 1
+            [*follower._images_of(msgspec.structs.replace(told, **wrong))]
 
 
 def test_what_all_ranks_are_told_is_sent_once_to_each_other_host() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -64,6 +65,14 @@ def connect(
         arena_dir(run_id, HOST), run_id=run_id, root=str(root), host_id=HOST, timeout_s=30
     )
 
+    return greet(line, root, run_id, listener)
+
+
+def greet(
+    line: socket.socket, root: Path, run_id: str, listener: Callable[[m.Message], None]
+) -> KeeperClient:
+    """A connection to a keeper that knows the run, and is told the table of leaves when it asks."""
+
     def listen(message: m.Message) -> None:
         if isinstance(message, m.RequestTable):
             client.send(m.LeafTable(hash=message.hash, deflated=deflate(TABLE)))
@@ -71,7 +80,7 @@ def connect(
             listener(message)
 
     client = KeeperClient(line, listen, lambda _: None)
-    client.request(m.Hello(run_id=run_id, root=str(root)), m.Welcome, timeout_s=10)
+    client.request(m.Hello(run_id=run_id, root=str(root)), m.Welcome, timeout_s=30)
     return client
 
 
@@ -164,9 +173,7 @@ def start(root: Path, *options: str) -> tuple[subprocess.Popen[bytes], KeeperCli
             break
         except OSError:
             assert child.poll() is None, "the keeper ended"
-    client = KeeperClient(line, lambda _: None, lambda _: None)
-    client.request(m.Hello(run_id=RUN, root=str(root)), m.Welcome, timeout_s=30)
-    return child, client
+    return child, greet(line, root, RUN, lambda _: None)
 
 
 def kill_keeper(arena_home: Path) -> None:
