@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import msgspec
 import pytest
 
-from holdfast.errors import NotFound
+from holdfast.errors import NotFound, UsageError
 from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.manifest import FRONT_BYTES, Generation
 from holdfast.geometry.layout import Layout
@@ -207,3 +207,18 @@ def test_a_first_image_that_rank_0_finds_damaged_is_told_to_nobody(part: str) ->
     good.take(chosen, sound)
     with pytest.raises(NotFound):  # it is looked whether it is there
         good.open(chosen, 1).header(0)
+
+
+@pytest.mark.promise
+def test_rank_0_neither_tells_nor_opens_a_manifest_that_took_the_place_of_the_chosen_one() -> None:
+    saved = Layout(2, (split_leaf("w", "F32", (4, 7), 2),))
+    mine, theirs = MemoryStore(), MemoryStore()
+    for store, seed in ((mine, 1), (theirs, 2)):
+        leaves = {"w": random_leaf("F32", (4, 7), seed)}
+        publish_checkpoint(store, saved, images_of(saved, leaves))
+    (chosen,) = stored(catalogue_of(mine))
+    hold = StorageHold(theirs)
+    assert hold.acquire(chosen)
+    assert hold.tell(Recovery(chosen), 2) == StorageHold(MemoryStore()).tell(Recovery(chosen), 2)
+    with pytest.raises(UsageError, match="the ranks see different directories"):
+        hold.open(chosen, 0)

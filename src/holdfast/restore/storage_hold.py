@@ -31,7 +31,7 @@ from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.planning.holdings import Recovery, encode_choice
 from holdfast.restore.reading.images import Checkpoint, StoredImage, decode_layout, from_manifest
 from holdfast.restore.reading.read import verified_range
-from holdfast.restore.reading.stored import open_stored
+from holdfast.restore.reading.stored import open_stored, seal_of
 from holdfast.storage.base import Store
 
 #: Longer values, with the block in which they begin, are read by each rank that needs them.
@@ -84,10 +84,10 @@ class StorageHold:
 
         Without these where there are none, this is the only rank, or it cannot read them now.
         """
-        documents, candidate = b"", recovery.candidate
-        if ranks > 1 and candidate.where == "storage":
+        documents = b""
+        if ranks > 1 and recovery.candidate.where == "storage":
             with suppress(HoldfastError):
-                documents = self._documents(candidate, ranks, is_whole=not recovery.sources)
+                documents = self._documents(recovery, ranks)
         return msgspec.msgpack.encode((encode_choice(recovery), documents))
 
     def take(self, candidate: Candidate, documents: bytes) -> None:
@@ -115,17 +115,19 @@ class StorageHold:
     def _manifest(self, candidate: Candidate) -> Manifest | None:
         """On rank 0: return the manifest, as listed if it was; None if none can be read."""
         if candidate not in self._read:
-            listed = self._listed(candidate)
-            found = (listed, "") if listed else find_manifest(self._store, candidate.generation)
-            self._read = {} if found is None else {candidate: found[0]}
+            found = self._listed(candidate)
+            if found is None and (there := find_manifest(self._store, candidate.generation)):
+                is_it = (there[0].attempt, seal_of(there[0])) == (candidate.attempt, candidate.seal)
+                found = there[0] if is_it else None  # opening it will report another one
+            self._read = {} if found is None else {candidate: found}
         return self._read.get(candidate)
 
-    def _documents(self, candidate: Candidate, ranks: int, *, is_whole: bool) -> bytes:
-        manifest = self._manifest(candidate)
+    def _documents(self, recovery: Recovery, ranks: int) -> bytes:
+        manifest = self._manifest(recovery.candidate)
         if manifest is None:
             return b""
         layout, first = b"", dict[int, bytes]()
-        if is_whole:
+        if not recovery.sources:
             with suppress(HoldfastError):  # each rank tries it then
                 layout = read_bounded(self._store, layout_path(manifest.layout), MAX_BYTES)
                 if ranks != manifest.world:
