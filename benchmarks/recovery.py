@@ -28,7 +28,7 @@ from benchmarks.kit.hosting import Tell, hosted
 from benchmarks.kit.options import Parser
 from holdfast.format.checksum import BLOCK_BYTES, blocks, checksum
 from holdfast.format.image import fill_in
-from holdfast.format.manifest import Generation, ImageId
+from holdfast.format.manifest import Generation, ImageId, ImageRef
 from holdfast.geometry.layout import Instance, Layout, LeafSpec, Mesh, Placement
 from holdfast.parity.coding.backends import chosen
 from holdfast.parity.coding.codes import Coder
@@ -190,7 +190,14 @@ class Ways:
 
     def _stored(self) -> Checkpoint:
         fact = self.facts[LOST]
-        file = StoredImage(self.store, "image", fact.image_bytes, fact.header_xxh3, fact.table_xxh3)
+        ref = ImageRef(
+            path="image",
+            rank=LOST,
+            size_bytes=fact.image_bytes,
+            header_xxh3=fact.header_xxh3,
+            table_xxh3=fact.table_xxh3,
+        )
+        file = StoredImage(self.store, ref)
         return Checkpoint(self.layout, {LOST: file}, self.layout.world, {"attempt": ATTEMPT})
 
     def _holding(self, host: str) -> Inventory:

@@ -6,7 +6,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,13 +14,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import HoldfastError, StorageError
 from holdfast.format.manifest import FRONT_BYTES
 from holdfast.restore.planning.candidates import Candidate
-from holdfast.restore.sources import StorageHold
+from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.local import LocalStore
+from holdfast.transport.wire.rank_tree import union
 from support.runs.launch import run_ranks
 
 HOSTS = "aabc"
@@ -123,7 +127,7 @@ def _reads(rank: int, world: int, root: str) -> dict[str, Any]:
         return rank == 0 and path.startswith("layouts/") and next(layouts, False)
 
     found["refused"] = _load(root, [], fails_once)
-    with damaged_on_the_way() if rank == 3 else mock.patch("os.getpid", os.getpid):
+    with damaged_on_the_way() if rank == 3 else nullcontext():
         found["damaged"] = _load(root, [])
     try:
         _load(root, [], lambda path: rank == 0 and path.startswith("layouts/"))
@@ -182,3 +186,66 @@ def test_a_rank_of_another_host_that_sees_another_manifest_says_so(tmp_path: Pat
         holdfast.save(tmp_path / f"disk-{rank}", {"w": torch.full((2,), float(rank))}, step=3)
     for told in run_ranks(2, _other_disk, str(tmp_path)):
         assert "the ranks see different directories" in told and "on rank 1" in told
+
+
+# ── a whole restore ──────────────────────────────────────────────────────────────────────────
+
+MIB = 1 << 20
+
+
+def _replicated(way: str) -> dict[str, Any]:
+    """Rows and small leaves of which each rank stores an equal share, in whole blocks."""
+    model, generator = torch.nn.Module(), torch.Generator().manual_seed(1)
+    rows = torch.rand((16, MIB // 4), generator=generator)
+    if way == "hsdp":
+        grid = init_device_mesh("cpu", (2, 2))
+        rows = distribute_tensor(rows, grid, [Replicate(), Shard(0)])
+    model.register_parameter("rows", torch.nn.Parameter(rows))
+    for number in range(2048):  # headers name each of them
+        small = torch.nn.Parameter(torch.rand(512, generator=generator))
+        model.register_parameter(f"small_{number:04}", small)
+    return {"model": model, "rng": holdfast.Rng()}
+
+
+def _sums(state: dict[str, Any]) -> list[str]:
+    local = [getattr(one, "to_local", lambda one=one: one)() for one in state["model"].parameters()]
+    return [xxhash.xxh3_64_hexdigest(one.detach().contiguous().numpy()) for one in local]
+
+
+def _all_read(rank: int, world: int, root: str, way: str) -> dict[str, Any]:
+    os.environ["HOLDFAST_HOST_ID"] = f"host-{rank}"
+    os.environ["HOLDFAST_EXCHANGE"] = "always"
+    state = _replicated(way)
+    expected = _sums(state)
+    holdfast.save(root, state, step=5)
+    for parameter in state["model"].parameters():
+        parameter.data.zero_()
+    reads: Reads = []
+    with (
+        noting_reads(reads),
+        holdfast.Checkpointer(root, state, storage=None, timeout_s=60) as checkpointer,
+    ):
+        assert checkpointer.restore() is not None
+    return {"reads": reads, "is_same": _sums(state) == expected}
+
+
+def _union(reads: Reads) -> int:
+    """The bytes that are among those read, each once."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for path, at, size in reads:
+        spans.setdefault(path, []).append((at, at + size))
+    return sum(stop - start for some in spans.values() for start, stop in union(some))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("way", ["ddp", "hsdp"])
+def test_a_whole_restore_of_replicas_on_several_hosts_reads_hardly_a_byte_twice(
+    way: str, tmp_path: Path
+) -> None:
+    """Images are some whole blocks and a short one with the values, which is read for itself."""
+    ranks = run_ranks(4, _all_read, str(tmp_path / "run"), way)
+    reads = [read for found in ranks for read in found["reads"]]
+    read_bytes, unique = sum(size for _, _, size in reads), _union(reads)
+    assert all(found["is_same"] for found in ranks)
+    assert unique > 20 * MIB
+    assert read_bytes <= 1.02 * unique, folders(reads)

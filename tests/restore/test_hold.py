@@ -24,12 +24,14 @@ from holdfast.errors import NotFound, RestoreError, StorageError
 from holdfast.format.manifest import AttemptId, ImageId
 from holdfast.leases import LEASE_S
 from holdfast.protocol.messages import HoldingPart, Inventory
+from holdfast.restore import storage_hold
 from holdfast.restore.cluster.collect import InventoryCollector
 from holdfast.restore.cluster.open import ClusterReach
 from holdfast.restore.planning.candidates import Candidate
 from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.verify import verify
-from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage, StorageHold
+from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage
+from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.local import LocalStore
 from holdfast.storage.open import open_store
@@ -319,6 +321,7 @@ def take(root: Path) -> None:
 def load_beside(rank: int, _: int, root: str, k: int, where: int) -> tuple[int, int]:
     state = state_of(0)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(storage_hold, "_MOST_VALUES_BYTES", 0)  # long ones are read by each rank
         act = (lambda: take(Path(root))) if rank == where else (lambda: None)
         beside(patch, Path(root), act, k)
         restored = holdfast.load(root, state)

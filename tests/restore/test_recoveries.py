@@ -21,7 +21,8 @@ from holdfast.restore.planning.selection import Inventories
 from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import catalogue_of
 from holdfast.restore.reading.stored import stored as stored_in
-from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage, StorageHold
+from holdfast.restore.sources import ClusterRestore, KnownRecoveries, Storage
+from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.base import Store
 from holdfast.storage.memory import MemoryStore
 from support.checkpoints.roots import save

@@ -11,19 +11,25 @@ from contextvars import ContextVar
 import msgspec
 import pytest
 
+from holdfast.errors import NotFound, UsageError
+from holdfast.format.checksum import BLOCK_BYTES
 from holdfast.format.manifest import FRONT_BYTES, Generation
 from holdfast.geometry.layout import Layout
 from holdfast.meeting import host_id
-from holdfast.restore import sources
-from holdfast.restore.reading.images import Checkpoint
+from holdfast.restore import storage_hold
+from holdfast.restore.planning.holdings import Recovery
+from holdfast.restore.reading.images import Checkpoint, from_manifest
+from holdfast.restore.reading.read import read_values
 from holdfast.restore.reading.stored import catalogue_of, stored
-from holdfast.restore.sources import StorageHold, StoredSources
+from holdfast.restore.sources import StoredSources
+from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.memory import MemoryStore
 from holdfast.testing.faults import PassingStore
 from support.checkpoints.images import images_of, publish_checkpoint, random_leaf, split_leaf
 from support.runs.thread_worlds import Ranks, ThreadWorld
 
 PER_HOST = 2
+VALUES = b'{"shared":{"n":5},"own":{},"aliases":{}}'
 
 
 class Counting(PassingStore):
@@ -40,13 +46,20 @@ class Counting(PassingStore):
             self.read_bytes[path] += len(found)
         return found
 
+    def read_into(
+        self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+    ) -> None:
+        super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
+        with self._turn:
+            self.read_bytes[path] += buffer.nbytes
+
 
 @pytest.mark.parametrize("hosts", [1, 2, 32, 33, 70])
 def test_the_manifest_is_read_once_by_however_many_hosts(
     hosts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here: ContextVar[str] = ContextVar("here")
-    monkeypatch.setattr(sources, "host_id", here.get)
+    monkeypatch.setattr(storage_hold, "host_id", here.get)
     inner, world = MemoryStore(), hosts * PER_HOST
     saved = Layout(world, (split_leaf("w", "F32", (world, 7), world),))
     publish_checkpoint(inner, saved, images_of(saved, {"w": random_leaf("F32", (world, 7), 1)}))
@@ -106,8 +119,8 @@ def test_what_is_told_counts_only_where_it_is_what_rank_0_chose(way: str) -> Non
     store.read_bytes.clear()
     opened = hold.open(chosen, 1)
     assert opened.layout == saved and opened.identity["step"] == "4"
-    assert opened.header(1).metadata["attempt"] == "a4"
     read = {path.split("/")[0] for path in store.read_bytes}
+    assert opened.header(1).metadata["attempt"] == "a4"
     assert (
         read
         == {
@@ -119,3 +132,93 @@ def test_what_is_told_counts_only_where_it_is_what_rank_0_chose(way: str) -> Non
             "noise": {"manifests", "layouts"},
         }[way]
     )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 40])
+def test_where_ranks_are_not_as_many_as_saved_the_first_image_is_read_for_all(ranks: int) -> None:
+    """Its header, its block table and its values: every rank needs them."""
+    saved, inner = Layout(2, (split_leaf("w", "F32", (2000, 301), 2),)), MemoryStore()
+    leaves = {"w": random_leaf("F32", (2000, 301), 1)}
+    manifest = publish_checkpoint(inner, saved, images_of(saved, leaves, values=VALUES))
+    first = manifest.images[0]
+    store, told = Counting(inner), Ranks(ranks)
+
+    def restore(rank: int) -> object:
+        offers = StoredSources(store, rank)
+        (found,) = offers.first(ThreadWorld(told, rank), None, timeout_s=30)
+        opened = offers.open(found)
+        offers.let_go()
+        return read_values(opened, 0), opened.header(0), opened.table(0)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(restore, range(ranks)))
+    plain = from_manifest(inner, manifest)
+    assert all(one == (read_values(plain, 0), plain.header(0), plain.table(0)) for one in found)
+    header, most = plain.header(0), BLOCK_BYTES + header_bytes(plain)
+    once = header_bytes(plain) + header.table.offset % BLOCK_BYTES
+    if ranks == 2:  # each reads its own image, as a rule: here all read the first
+        assert once < store.read_bytes[first.path] <= ranks * most
+    else:
+        assert store.read_bytes[first.path] <= once + header_bytes(plain)
+
+
+def header_bytes(checkpoint: Checkpoint) -> int:
+    """Header and block table of the first image, and 8 bytes that are read before them."""
+    header = checkpoint.header(0)
+    return 8 + header.data_start + header.table.size_bytes
+
+
+@pytest.mark.promise
+@pytest.mark.parametrize("part", ["header", "values", "table"])
+def test_a_first_image_that_rank_0_finds_damaged_is_told_to_nobody(part: str) -> None:
+    saved, store = Layout(2, (split_leaf("w", "F32", (2000, 301), 2),)), MemoryStore()
+    leaves = {"w": random_leaf("F32", (2000, 301), 1)}
+    manifest = publish_checkpoint(store, saved, images_of(saved, leaves, values=VALUES))
+    path, header = manifest.images[0].path, from_manifest(store, manifest).header(0)
+    at = {
+        "header": 90,
+        "values": header.data_start + header.values.offset + 3,
+        "table": header.data_start + header.table.offset,
+    }[part]
+
+    class Damaging(PassingStore):
+        """What is read for the second time is damaged, as memory may be, and later it is not."""
+
+        reads = 0
+
+        def read_into(
+            self, path: str, offset_bytes: int, buffer: memoryview, *, is_shared: bool = False
+        ) -> None:
+            super().read_into(path, offset_bytes, buffer, is_shared=is_shared)
+            if offset_bytes <= at < offset_bytes + buffer.nbytes:
+                self.reads += 1
+                buffer[at - offset_bytes] ^= self.reads == (1 if part == "values" else 2)
+
+    (chosen,) = stored(catalogue_of(store))
+    hold = StorageHold(Damaging(store))
+    _, documents = msgspec.msgpack.decode(hold.tell(Recovery(chosen), 3), type=tuple[bytes, bytes])
+    hold.take(chosen, documents)
+    opened = hold.open(chosen, 0)
+    assert read_values(opened, 0) == read_values(from_manifest(store, manifest), 0)
+    good = StorageHold(store)
+    _, sound = msgspec.msgpack.decode(good.tell(Recovery(chosen), 3), type=tuple[bytes, bytes])
+    assert len(sound) > len(documents) > 0
+    store.remove(path)
+    good.take(chosen, sound)
+    with pytest.raises(NotFound):  # it is looked whether it is there
+        good.open(chosen, 1).header(0)
+
+
+@pytest.mark.promise
+def test_rank_0_neither_tells_nor_opens_a_manifest_that_took_the_place_of_the_chosen_one() -> None:
+    saved = Layout(2, (split_leaf("w", "F32", (4, 7), 2),))
+    mine, theirs = MemoryStore(), MemoryStore()
+    for store, seed in ((mine, 1), (theirs, 2)):
+        leaves = {"w": random_leaf("F32", (4, 7), seed)}
+        publish_checkpoint(store, saved, images_of(saved, leaves))
+    (chosen,) = stored(catalogue_of(mine))
+    hold = StorageHold(theirs)
+    assert hold.acquire(chosen)
+    assert hold.tell(Recovery(chosen), 2) == StorageHold(MemoryStore()).tell(Recovery(chosen), 2)
+    with pytest.raises(UsageError, match="the ranks see different directories"):
+        hold.open(chosen, 0)

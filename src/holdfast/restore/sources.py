@@ -8,7 +8,6 @@ is removed from the holdings, and the selection runs again.
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,21 +19,13 @@ from msgspec.structs import replace
 
 from holdfast.catalogue import (
     EMPTY,
-    NEW_LISTS,
     Catalogue,
-    find_manifest,
     is_root,
-    layout_path,
-    manifest_path,
-    read_bounded,
 )
 from holdfast.errors import ArenaError, HoldfastError, NotFound, RestoreError, StorageError
 from holdfast.events import SourceDropped, Warned, emit
-from holdfast.format.manifest import FRONT_BYTES, Manifest, checksum_in, seal, unseal
-from holdfast.geometry.codec import MAX_BYTES
+from holdfast.format.manifest import Manifest
 from holdfast.geometry.layout import Layout
-from holdfast.leases import ReadLease
-from holdfast.meeting import host_id
 from holdfast.protocol import messages as m
 from holdfast.protocol.arena import SLOT_SUFFIX, SlotFile
 from holdfast.restore.cluster.collect import InventoryCollector
@@ -47,18 +38,18 @@ from holdfast.restore.planning.holdings import (
     encode_choice,
 )
 from holdfast.restore.planning.selection import Inventories, Selection
-from holdfast.restore.reading.images import Checkpoint, decode_layout
+from holdfast.restore.reading.images import Checkpoint
 from holdfast.restore.reading.stored import (
     broken_manifests,
     catalogue_of,
     choose_stored,
     nothing_fits,
-    open_stored,
     require_there,
     require_whole_line,
     stored,
     stored_starts,
 )
+from holdfast.restore.storage_hold import StorageHold
 from holdfast.storage.base import Store
 from holdfast.transport.client import Puller
 from holdfast.world import World, from_rank0
@@ -451,138 +442,6 @@ class ClusterRestore:
                         reason=one.reason,
                     )
                 )
-
-
-# Protects what a restore reads from retention by a lease, and lists storage again if that was late.
-#
-# Rank 0 holds the lease for all ranks: on the best candidate, before the others learn of it. A
-# candidate removed by then, or removed during the read where no lease can be written, is not
-# damaged: storage is listed again, a bounded number of times.
-
-
-class _Documents(msgspec.Struct, array_like=True, frozen=True):
-    """The manifest and the layout of a checkpoint as rank 0, on ``host``, read them."""
-
-    host: str
-    manifest: bytes
-    layout: bytes
-
-
-class StorageHold:
-    """The lease of one restore on ``store``, on rank 0; on every rank, the documents of what is
-    restored, which rank 0 reads and tells all.
-
-    ``listed``: returns the manifest of a candidate that rank 0 has listed.
-    """
-
-    def __init__(
-        self, store: Store, listed: Callable[[Candidate], Manifest | None] = lambda _: None
-    ) -> None:
-        self._store, self._listed = store, listed
-        self._lease = ReadLease(store)
-        self._lists_left = NEW_LISTS
-        self._read: dict[Candidate, Manifest] = {}
-        self._told: dict[Candidate, bytes] = {}
-
-    def acquire(self, candidate: Candidate) -> bool:
-        """Acquire the lease on ``candidate``; False when retention removed it, or is removing
-        it.
-        """
-        if candidate.where != "storage":
-            return True
-        try:
-            found = self._manifest(candidate)
-            return not self._has_gone(candidate) if found is None else self._lease.take(found)
-        except HoldfastError:  # opening it will report this
-            return True
-
-    def tell(self, recovery: Recovery, ranks: int) -> bytes:
-        """Return what all ranks are told of a choice, with the documents that they need not read.
-
-        Without these where there are none, this is the only rank, or it cannot read them now.
-        """
-        documents, candidate = b"", recovery.candidate
-        if ranks > 1 and candidate.where == "storage":
-            with suppress(HoldfastError):
-                documents = self._documents(candidate, has_layout=not recovery.sources)
-        return msgspec.msgpack.encode((encode_choice(recovery), documents))
-
-    def take(self, candidate: Candidate, documents: bytes) -> None:
-        """Take the documents that rank 0 told; b"": there are none."""
-        self._told = {candidate: documents} if documents else {}
-
-    def open(self, candidate: Candidate, rank: int, layout: Layout | None = None) -> Checkpoint:
-        """Open ``candidate`` on this rank; see ``open_stored``.
-
-        What rank 0 told is used where it is sound, and this rank does not see another manifest.
-        """
-        manifest = self._read.pop(candidate, None)
-        told = self._told_of(candidate)
-        if manifest is None and told is not None:
-            manifest = self._told_manifest(candidate, told)
-        if manifest is not None and layout is None and told is not None and told.layout:
-            with suppress(HoldfastError):
-                layout = decode_layout(told.layout, manifest.layout)
-        return open_stored(self._store, candidate, rank, manifest=manifest, layout=layout)
-
-    def _manifest(self, candidate: Candidate) -> Manifest | None:
-        """On rank 0: return the manifest, as listed if it was; None if none can be read."""
-        if candidate not in self._read:
-            listed = self._listed(candidate)
-            found = (listed, "") if listed else find_manifest(self._store, candidate.generation)
-            self._read = {} if found is None else {candidate: found[0]}
-        return self._read.get(candidate)
-
-    def _documents(self, candidate: Candidate, *, has_layout: bool) -> bytes:
-        manifest = self._manifest(candidate)
-        if manifest is None:
-            return b""
-        layout = b""
-        if has_layout:
-            with suppress(HoldfastError):  # each rank tries it then
-                layout = read_bounded(self._store, layout_path(manifest.layout), MAX_BYTES)
-        told = _Documents(host_id(), seal(manifest), layout)
-        return zlib.compress(msgspec.msgpack.encode(told), 1)
-
-    def _told_of(self, candidate: Candidate) -> _Documents | None:
-        with suppress(zlib.error, msgspec.MsgspecError):
-            data = zlib.decompress(self._told.get(candidate, b""))
-            return msgspec.msgpack.decode(data, type=_Documents)
-        return None
-
-    def _told_manifest(self, candidate: Candidate, told: _Documents) -> Manifest | None:
-        """Return the manifest that rank 0 told; None where this rank is to read it for itself."""
-        path = manifest_path(candidate.generation)
-        with suppress(HoldfastError):
-            if told.host != host_id():
-                front = self._store.read(path, 0, FRONT_BYTES)
-                if checksum_in(front) != candidate.seal:  # another directory
-                    return None
-            manifest = unseal(Manifest, told.manifest, path)
-            of = manifest.attempt, checksum_in(told.manifest)
-            return manifest if of == (candidate.attempt, candidate.seal) else None
-        return None
-
-    def should_list_again(self, candidate: Candidate) -> bool:
-        """Return whether storage must be listed again, after ``candidate`` failed or got no
-        lease.
-        """
-        if not self._lists_left or not self._has_gone(candidate):
-            return False
-        self._lists_left -= 1
-        return True
-
-    def end(self) -> None:
-        """Release the lease."""
-        self._lease.end()
-
-    def _has_gone(self, candidate: Candidate) -> bool:
-        if candidate.where != "storage":
-            return False
-        try:
-            return not self._store.exists(manifest_path(candidate.generation))
-        except HoldfastError:  # storage fails: reported elsewhere
-            return False
 
 
 class StoredSources(RestoreSources):

@@ -16,12 +16,24 @@ from holdfast.errors import (
     HoldfastError,
 )
 from holdfast.format.checksum import BLOCK_BYTES, checksum, text, unpack_table
-from holdfast.format.image import PART_METADATA, Header, header_size, join, parse_header
+from holdfast.format.image import (
+    PART_METADATA,
+    Header,
+    fill_in,
+    header_size,
+    image_bytes,
+    join,
+    parse_header,
+)
 from holdfast.format.manifest import ImageId, ImageRef, Manifest
 from holdfast.geometry.codec import MAX_BYTES
 from holdfast.geometry.layout import Layout, table_hash
 from holdfast.protocol.arena import SlotFile
+from holdfast.protocol.image_plan import plan_rank
 from holdfast.storage.base import Store, short_read
+
+#: Lengths of values that are tried: up to so many bytes from that of the image opened last.
+_TRIED = 64
 
 
 class ImageFile(Protocol):
@@ -65,9 +77,29 @@ class StoredImage(ImageFile):
 
     is_mapped = False
 
-    def __init__(self, store: Store, path: str, size: int, header: str, table: str) -> None:
-        self.store, self.name, self.size_bytes = store, path, size
-        self.header_xxh3, self.table_xxh3 = header, table
+    def __init__(self, store: Store, ref: ImageRef, planned: PlannedHeaders | None = None) -> None:
+        self.store, self.name, self.size_bytes = store, ref.path, ref.size_bytes
+        self.header_xxh3, self.table_xxh3 = ref.header_xxh3, ref.table_xxh3
+        self._ref, self._planned = ref, planned
+        self.known: Mapping[int, bytes] = {}
+        """Bytes that need not be read, by where they begin."""
+
+    def open(self, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+        """See ``ImageFile``: the header is not read where it can be computed."""
+        if self._planned is None:
+            return read_head(self, expected)
+        raw = self._planned.find(self._ref)
+        header, sums = read_head(self, expected) if raw is None else self._open(raw, expected)
+        self._planned.values_bytes = header.values.size_bytes
+        return header, sums
+
+    def _open(self, raw: bytes, expected: Mapping[str, str]) -> tuple[Header, tuple[int, ...]]:
+        """Return header and block checksums, of which only the entries in use are read."""
+        self.check_length()
+        header = checked_header(self, raw, expected)
+        at, size_bytes = header.data_start + header.table.offset, 8 * header.blocks
+        entries = bytes(self.view(at, at + size_bytes, bytearray(size_bytes)))
+        return header, checked_table(self, header, entries.ljust(header.table.size_bytes, b"\0"))
 
     def check_length(self) -> None:
         """See ``ImageFile``."""
@@ -82,6 +114,12 @@ class StoredImage(ImageFile):
         self, start: int, stop: int, staging: bytearray | memoryview, *, is_shared: bool = False
     ) -> memoryview:
         """See ``ImageFile``."""
+        known = memoryview(self.known.get(start, b""))[: stop - start]
+        if len(known) == stop - start:
+            if len(staging) < len(known):
+                return known
+            memoryview(staging)[: len(known)] = known
+            return memoryview(staging)[: len(known)]
         if len(staging) < stop - start:
             self._require_bytes(start, stop)
             # A stored exception may hold a view of the old staging buffer, which then cannot be
@@ -98,6 +136,34 @@ class StoredImage(ImageFile):
         have = self.store.size_bytes(self.name)
         if have < stop:
             raise short_read(self.name, self.store.url, start, stop - start, have)
+
+
+class PlannedHeaders:
+    """Computes the headers of a checkpoint's images from its layout, so that few are read.
+
+    What the layout does not tell is how long the values in an image are: nearly as long as those in
+    another. The checksum in the manifest shows which length is right.
+    """
+
+    def __init__(self, manifest: Manifest, layout: Layout) -> None:
+        self._manifest, self._layout = manifest, layout
+        self.values_bytes: int | None = None
+        """Of the image opened last."""
+
+    def find(self, ref: ImageRef) -> bytes | None:
+        """Return the bytes of an image before its data; None where they must be read."""
+        if (near := self.values_bytes) is None:
+            return None
+        with suppress(HoldfastError):
+            plan = plan_rank(self._layout, ref.rank)
+            metadata = self._manifest.attempt_id.image_metadata(self._manifest.run_id, ref.rank)
+            lengths = range(max(0, near - _TRIED), near + _TRIED)
+            for values_bytes in sorted(lengths, key=lambda length: abs(length - near)):
+                if image_bytes(plan, values_bytes) == ref.size_bytes:
+                    raw = fill_in(plan, metadata, values_bytes).header
+                    if text(checksum(raw)) == ref.header_xxh3:
+                        return raw
+        return None
 
 
 class SlotImage(ImageFile):
@@ -295,18 +361,21 @@ def decode_layout(data: bytes, hash_: str) -> Layout:
     return Layout.from_json(data)
 
 
-def from_manifest(store: Store, manifest: Manifest, layout: Layout | None = None) -> Checkpoint:
-    """Open a published checkpoint; ``layout`` is its layout, where that is read already."""
+def from_manifest(
+    store: Store, manifest: Manifest, layout: Layout | None = None, *, plans_headers: bool = False
+) -> Checkpoint:
+    """Open a published checkpoint; ``layout`` is its layout, where that is read already.
+
+    ``plans_headers``: headers that can be computed from the layout are not read.
+    """
     if layout is None:
         data = read_bounded(store, layout_path(manifest.layout), MAX_BYTES)
         layout = decode_layout(data, manifest.layout)
-    parts = {part.rank: _stored(store, part) for part in manifest.parts}
-    files: dict[int, ImageFile] = {}
-    for named in manifest.images:
-        image, part = _stored(store, named), parts.get(named.rank)
-        files[named.rank] = image if part is None else SplitImage(image, part)
+    planned = PlannedHeaders(manifest, layout) if plans_headers else None
+    files: dict[int, ImageFile] = {
+        ref.rank: StoredImage(store, ref, planned) for ref in manifest.images
+    }
+    live = {ref.rank: ref for ref in manifest.images}
+    for part in manifest.parts:  # what is left of the image has a header of its own
+        files[part.rank] = SplitImage(StoredImage(store, live[part.rank]), StoredImage(store, part))
     return Checkpoint(layout, files, manifest.world, manifest.attempt_id.metadata)
-
-
-def _stored(store: Store, ref: ImageRef) -> StoredImage:
-    return StoredImage(store, ref.path, ref.size_bytes, ref.header_xxh3, ref.table_xxh3)

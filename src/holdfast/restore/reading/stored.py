@@ -113,7 +113,8 @@ def open_stored(
     this rank sees them. NotFound when it is gone, UsageError when a different one lies here under
     its name.
     """
-    return from_manifest(store, manifest or _manifest_here(store, candidate, rank), layout)
+    manifest = manifest or _manifest_here(store, candidate, rank)
+    return from_manifest(store, manifest, layout, plans_headers=True)
 
 
 def _manifest_here(store: Store, candidate: Candidate, rank: int) -> Manifest:
