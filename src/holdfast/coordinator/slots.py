@@ -15,7 +15,7 @@ ranks are given one or none is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -249,14 +249,17 @@ class Slots(dict[int, Slot]):
         hosts = self._by_host(sizes)
         for host, ranks in hosts.items():
             actions += self._resize(host, max(sizes[rank] for rank in ranks))
-        reasons = {self._refusal(host, len(ranks), now_s) for host, ranks in hosts.items()}
+        free = {host: self._reusable(host) for host in hosts}
+        reasons = {
+            self._refusal(host, len(ranks), now_s, free[host]) for host, ranks in hosts.items()
+        }
         for reason in (NO_ROOM, BEING_MADE, NO_SLOT):  # NO_ROOM comes first: waiting would be vain
             if reason in reasons:
                 return reason, actions
         chosen: dict[int, Slot] = {}
         for host, ranks in hosts.items():
             heads_bytes = sum((ring_heads or {}).get(rank, 0) for rank in ranks)
-            chosen |= self._allocate_on(host, ranks, heads_bytes, actions)
+            chosen |= self._allocate_on(host, ranks, heads_bytes, actions, free[host])
         for slot in chosen.values():
             if slot.state != "allocating":
                 self.forget(slot)
@@ -269,9 +272,12 @@ class Slots(dict[int, Slot]):
             hosts.setdefault(self._host_by_rank.get(rank, 0), []).append(rank)
         return hosts
 
-    def _refusal(self, host: int, count: int, now_s: float) -> str:
-        """Return the reason why this host has no slots for ``count`` ranks now; "" if it has."""
-        free, memory = self._reusable(host), self.on(host)
+    def _refusal(self, host: int, count: int, now_s: float, free: Sequence[Slot]) -> str:
+        """Return the reason why this host has no slots for ``count`` ranks now; "" if it has.
+
+        ``free``: its reusable ones.
+        """
+        memory = self.on(host)
         if any(slot.is_late for slot in free[:count]):
             return BEING_MADE  # waiting again would delay every step until the slot is allocated
         if count <= len(free):
@@ -281,10 +287,17 @@ class Slots(dict[int, Slot]):
         return NO_ROOM if memory.allocation_error and now_s < memory.look_again_s else ""
 
     def _allocate_on(
-        self, host: int, ranks: list[int], heads_bytes: int, actions: list[Action]
+        self,
+        host: int,
+        ranks: list[int],
+        heads_bytes: int,
+        actions: list[Action],
+        free: list[Slot],
     ) -> dict[int, Slot]:
-        """Return slots of this host for its ranks, with actions that create missing ones."""
-        free, count = self._reusable(host), len(ranks)
+        """Return slots of this host for its ranks, ``free`` ones first, with actions that create
+        missing ones.
+        """
+        count = len(ranks)
         there = filter(self.on(host).fits, self.on_host(host))
         usable = sum(slot.state != "quarantined" for slot in there)
         missing = max(0, count - len(free))
