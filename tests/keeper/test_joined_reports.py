@@ -175,7 +175,7 @@ def test_a_joined_report_overtakes_nothing_that_its_ranks_said_before() -> None:
         coordinator: Any = SimpleNamespace()
         nothing: Any = None
         registry = FollowerRegistry(coordinator, spawn, nothing, nothing, nothing)  # type: ignore[arg-type]
-        registry.connect(Dispatcher())
+        registry.dispatcher = Dispatcher()
         line: Any = Line()
         session = FollowerSession(1, line, "/arena")
         for number in (1, 2):

@@ -138,6 +138,11 @@ class FollowerSession(HostSession):
 class FollowerRegistry:
     """All reachable followers of this incarnation. Lives on the keeper's loop."""
 
+    dispatcher: TrainerDispatcher
+    """Handles the trainers of other hosts."""
+    handover: StateHandover
+    """Stores what followers report."""
+
     def __init__(
         self,
         coordinator: Coordinator,
@@ -151,7 +156,6 @@ class FollowerRegistry:
         self._carry_out = carry_out
         self._ring_freed = ring_freed
         self._superseded = superseded
-        self._dispatcher: TrainerDispatcher | None = None
         self._hosts: Sequence[m.HostEntry] = ()
         self._numbers: dict[str, int] = {}
         """Hosts that may connect, by name."""
@@ -160,14 +164,6 @@ class FollowerRegistry:
         self._own = HostSession(0, "", messages.ignore)
         self.parity_scheduler: ParityScheduler | None = None
         """Scheduler of parity for all hosts; None in a run on one host."""
-
-    def connect(self, dispatcher: TrainerDispatcher) -> None:
-        """Set the dispatcher for the trainers of other hosts."""
-        self._dispatcher = dispatcher
-
-    def set_handover(self, handover: StateHandover) -> None:
-        """Set the handover that stores what followers report."""
-        self._handover = handover
 
     def serve_own(
         self, agent: HostAgent, trainer_of: Callable[[int], TrainerConnection | None]
@@ -221,7 +217,7 @@ class FollowerRegistry:
         """Send the incarnation's parent to all followers: one of them may lead the next
         incarnation.
         """
-        current = self._handover.current()
+        current = self.handover.current()
         if current is not None:
             self.broadcast(current)
 
@@ -353,8 +349,8 @@ class FollowerRegistry:
         self._coordinator.attach(host, slots, attempts, inventory.next_number)
         self._coordinator.durability.add(inventory.order)
         follower.send(messages.RecordOrder(order=self._coordinator.durability.order))
-        follower.send(self._handover.attach_reply(attempts, inventory.incarnations))
-        current = self._handover.current()
+        follower.send(self.handover.attach_reply(attempts, inventory.incarnations))
+        current = self.handover.current()
         if current is not None:
             follower.send(current)
         if self.parity_scheduler is not None:
@@ -396,7 +392,7 @@ class FollowerRegistry:
             case messages.HostRequests() | messages.HostCaptured():
                 self._handle_joined(follower, fact)
             case messages.LayoutReply() | messages.IncarnationReply():
-                self._handover.store_reply(follower.name, fact)
+                self.handover.store_reply(follower.name, fact)
             case messages.Superseded(incarnation=n):
                 self._superseded(n)
             case messages.Stopping():
@@ -461,15 +457,14 @@ class FollowerRegistry:
             limits.validate_message(report, 0)
         found = [(follower.trainers.get(line), report) for line, report in reports.items()]
         known = [(trainer, report) for trainer, report in found if trainer is not None]
-        if self._dispatcher is not None and all(trainer.is_idle for trainer, _ in known):
-            self._dispatcher.handle_joined([(t.connection, report) for t, report in known])
+        if all(trainer.is_idle for trainer, _ in known):
+            self.dispatcher.handle_joined([(t.connection, report) for t, report in known])
             return
         for trainer, report in known:
             trainer.queue(report)
 
     async def _talk(self, trainer: _Trainer) -> None:
-        dispatcher, connection = self._dispatcher, trainer.connection
-        assert dispatcher is not None
+        dispatcher, connection = self.dispatcher, trainer.connection
         dispatcher.connected(connection)
         try:
             while (said := await trainer.inbox.get()) is not None:
