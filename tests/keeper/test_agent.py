@@ -98,6 +98,8 @@ def test_an_agent_does_and_reports_the_same_for_a_coordinator_here_and_elsewhere
         order(messages.WatchWriter(slot=3, attempt="a", pid=ME.pid, start=ME.start))
         agent.tick()
         assert told == []  # it may write still
+        order(grant())
+        assert not agent._watched  # nor is a slot watched for an earlier attempt
         order(messages.WatchWriter(slot=3, attempt="a", pid=ME.pid, start=ME.start + 1))
         agent.tick()
         assert told.pop() == messages.WriterGone(slot=3, attempt="a")
