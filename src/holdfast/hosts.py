@@ -67,6 +67,8 @@ class HostTable:
     secret: bytes = b""
     within_s: float = LATER_S
     """Seconds for which a keeper waits for the coordinator after it got its role."""
+    is_alone: bool = False
+    """True if all ranks are on one host, and no other can have memory of the run."""
 
     @property
     def own_id(self) -> str:
@@ -164,8 +166,8 @@ def secret_word(rank: int) -> bytes:
 
 def hosts_of(
     facts: Sequence[tuple[HostFact, Sequence[Range]]], rank: int, *, were_more: bool = False
-) -> HostTable | None:
-    """Returns the hosts that ranks described, in order of their lowest; None when all are on one.
+) -> HostTable:
+    """Returns the hosts that ranks described, in order of their lowest.
 
     ``facts``: in this order too, with the ranks that gave each. ``were_more``: an earlier start may
     have been on several, whose memory this one has parity of. Raises UsageError when there are
@@ -174,8 +176,6 @@ def hosts_of(
     hosts: dict[str, tuple[HostFact, list[int]]] = {}
     for fact, some in facts:
         hosts.setdefault(fact.id, (fact, []))[1].extend(ranks_in(some))
-    if len(hosts) == 1 and not were_more:
-        return None
     is_one_machine = len({fact.machine for fact, _ in facts}) == 1
     table = []
     for id_, (fact, ranks) in hosts.items():
@@ -197,4 +197,4 @@ def hosts_of(
             )
         )
     own = next(n for n, place in enumerate(table) if rank in place.ranks)
-    return HostTable(tuple(table), own)
+    return HostTable(tuple(table), own, is_alone=len(table) == 1 and not were_more)

@@ -76,18 +76,18 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
     timeout_s = options.timeout_s
     describer = Describer(state, world.rank, world.size, mark_frozen=True, rules=options.rules)
     run_id, seen, hosts, listed = _agree(world, store, state, describer, options)
-    root_id = _root_of_host(seen, range(world.size) if hosts is None else hosts.own_ranks)
+    root_id = _root_of_host(seen, hosts.own_ranks)
     arena = arena_dir(run_id, host_id(), root_id)
-    if world.rank == 0 if hosts is None else hosts.speaks_for(world.rank):
+    if hosts.speaks_for(world.rank):
         _warn_of_copies(arena, options.root)
     place = RankIdentity(run_id, 0, world.nonce, world.rank, world.size, root_id)
     connect = partial(_connect, options, arena, hosts)
-    parity = options.parity if hosts is not None and hosts.are_several else 0
+    parity = options.parity if hosts.are_several else 0
     saver = Saver(describer, place, connect, _patience(timeout_s), parity=parity)
     request = partial(saver.request, timeout_s=timeout_s)
     offers = (
         RestoreSources(store, world.rank, arena, request, listed)
-        if hosts is None
+        if hosts.is_alone
         else ClusterSources(store, world.rank, arena, request, hosts, listed)
     )
     try:
@@ -98,8 +98,7 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
         # A keeper with an open connection would hold the root against the next try.
         saver.close(timeout_s=_HANG_UP_S, say_goodbye=False)
         raise
-    if hosts is not None:
-        hosts.within_s = LATER_S
+    hosts.within_s = LATER_S
     if options.parity > parity and world.rank == 0:
         emit(
             Warned(
@@ -116,13 +115,13 @@ def start_run(world: World, store: Store, state: State, options: RunOptions) -> 
 class _RunTerms(NamedTuple):
     """What the ranks agree on before there is a keeper.
 
-    ``seen``: the identities of the root as the ranks see it that find it. ``hosts``: see
-    ``hosts_of``. ``listed``: on rank 0, what was in storage before.
+    ``seen``: the identities of the root as the ranks see it that find it. ``listed``: on rank 0,
+    what was in storage before.
     """
 
     run_id: str
     seen: list[Said]
-    hosts: HostTable | None
+    hosts: HostTable
     listed: Catalogue
 
 
@@ -162,7 +161,7 @@ def _agree(
         )
     _require_one_root(runs, run_id, options)
     seen = [said for said in identities if said.value]
-    if hosts is not None:
+    if not hosts.is_alone:
         of_all = common_identity(said.value.decode() for said in seen)
         hosts.take_secret(secret, f"{run_id}\n{of_all}")
     return _RunTerms(run_id, seen, hosts, listed)
@@ -170,7 +169,7 @@ def _agree(
 
 def _hosts_of_one_plan(
     columns: Sequence[Sequence[Said]], rank: int, options: RunOptions
-) -> HostTable | None:
+) -> HostTable:
     """The hosts of the ranks; raises UsageError unless all ranks give the same settings."""
     plans, usages, facts, *_ = columns
     _require_one_plan(plans)
@@ -304,7 +303,7 @@ def _patience(timeout_s: float) -> Timeouts:
     )
 
 
-def _begin(world: World, saver: Saver, hosts: HostTable | None, timeout_s: float) -> int:
+def _begin(world: World, saver: Saver, hosts: HostTable, timeout_s: float) -> int:
     """Begins an incarnation at rank 0's keeper, once those of all hosts listen; returns its number.
 
     Other keepers get their role in it when ranks of their host join.
@@ -312,21 +311,19 @@ def _begin(world: World, saver: Saver, hosts: HostTable | None, timeout_s: float
     request = partial(saver.request, timeout_s=timeout_s)
 
     def probe() -> tuple[bytes]:
-        return (b"" if hosts is None else hosts.probe(world.rank, request),)
+        return (b"" if hosts.is_alone else hosts.probe(world.rank, request),)
 
     def begin(columns: Sequence[Sequence[Said]]) -> bytes:
-        message = m.Begin(nonce=world.nonce, world=world.size)
-        if hosts is not None:
-            newest = hosts.take_ports(columns[0])
-            message = msgspec.structs.replace(message, hosts=hosts.table, after=newest)
+        newest = hosts.take_ports(columns[0])
+        table = () if hosts.is_alone else hosts.table
+        message = m.Begin(nonce=world.nonce, world=world.size, hosts=table, after=newest)
         return str(saver.request(message, m.Begun, timeout_s=timeout_s).incarnation).encode()
 
     known, [begun] = all_said_or_raise(
         world, "start: keepers", probe, timeout_s=timeout_s, conclude=begin
     )
-    if hosts is not None:
-        hosts.take_ports(known)
-        hosts.within_s = timeout_s / 2
+    hosts.take_ports(known)
+    hosts.within_s = timeout_s / 2
     return int(begun.value)
 
 
@@ -350,7 +347,7 @@ def _join(world: World, saver: Saver, offers: RestoreSources, timeout_s: float) 
 def _connect(
     options: RunOptions,
     arena: Path,
-    hosts: HostTable | None,
+    hosts: HostTable,
     place: RankIdentity,
     is_copying: bool,
     order: m.StandingOrder,
@@ -370,7 +367,7 @@ def _connect(
     try:
         hello = m.Hello(run_id=place.run_id, root=options.root, root_id=place.root_id)
         client.request(hello, m.Welcome, timeout_s=options.timeout_s)
-        if place.incarnation and hosts is not None:
+        if place.incarnation and not hosts.is_alone:
             part = hosts.part(place.incarnation, place.nonce)
             client.request(part, m.Done, timeout_s=options.timeout_s)
         if place.incarnation:

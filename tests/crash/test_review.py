@@ -154,8 +154,8 @@ for module in (of, sys.modules.get("holdfast.startup")):
         module._HANG_UP_S = 0.05  # as 5 s are to an image of tens of GB
 
 class Slow:
-    memcmp = staticmethod(capture._libc.memcmp)
-    copy = staticmethod(capture._libc.memcpy)
+    memcmp = staticmethod(capture.libc.memcmp)
+    copy = staticmethod(capture.libc.memcpy)
 
     @staticmethod
     def memcpy(*where):
@@ -164,7 +164,7 @@ class Slow:
 
 with holdfast.Checkpointer(sys.argv[1], {"w": torch.zeros(8 << 20)}, storage=None) as first:
     first.save(0).wait_captured(30)
-    capture._libc = Slow
+    capture.libc = Slow
     try:
         with first:
             first.save(1)

@@ -162,7 +162,7 @@ def test_a_host_that_serves_its_images_on_another_port_says_so_when_it_attaches(
     handover = SimpleNamespace(
         attach_reply=lambda *_: messages.HostAttached(), current=lambda: None
     )
-    hands.set_handover(cast(Any, handover))
+    hands.handover = cast(Any, handover)
     line = SimpleNamespace(peer="b", send=lambda _: None)
     inventory = messages.HostInventory(arena="", slots=(), next_number=0, port=77)
     hands._attach(2, cast(Any, line), inventory)

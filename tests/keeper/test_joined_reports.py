@@ -182,7 +182,7 @@ def test_a_joined_report_overtakes_nothing_that_its_ranks_said_before() -> None:
         coordinator: Any = SimpleNamespace()
         nothing: Any = None
         registry = FollowerRegistry(coordinator, spawn, nothing, nothing, nothing)  # type: ignore[arg-type]
-        registry.connect(Dispatcher())
+        registry.dispatcher = Dispatcher()
         line: Any = Line()
         session = FollowerSession(1, line, "/arena")
         for number in (1, 2):
@@ -227,7 +227,7 @@ def test_a_trainer_that_makes_no_sense_is_hung_up_on_once_and_never_heard_again(
         coordinator: Any = SimpleNamespace()
         nothing: Any = None
         registry = FollowerRegistry(coordinator, spawn, nothing, nothing, nothing)  # type: ignore[arg-type]
-        registry.connect(Dispatcher())
+        registry.dispatcher = Dispatcher()
         line: Any = Line()
         session = FollowerSession(1, line, "/arena")
         registry._handle(session, messages.TrainerConnected(line=1, pid=1, start=1))

@@ -42,7 +42,7 @@ def one_of(facts: list[HostFact], rank: int) -> HostTable:
 
 
 def test_ranks_on_one_host_need_no_table_unless_there_were_more_before() -> None:
-    assert hosts_of(facts_of(A, A), rank=0) is None
+    assert hosts_of(facts_of(A, A), rank=0).is_alone
     alone = hosts_of(facts_of(A, A), rank=1, were_more=True)
     assert alone is not None and not alone.are_several
     assert alone.table[0].ranks == (0, 1)

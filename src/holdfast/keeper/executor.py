@@ -83,8 +83,8 @@ class Executor:
         """
         self._root, self._incarnations = root, incarnations
         self.agent.writes = WriteService(self._memory, root.store, self._background)
-        self.followers.set_handover(
-            StateHandover(self._memory, self._coordinator, incarnations, self._background)
+        self.followers.handover = StateHandover(
+            self._memory, self._coordinator, incarnations, self._background
         )
 
     def carry_out(self, actions: Sequence[Action]) -> None:

@@ -87,14 +87,14 @@ class SlotAllocator:
         if self._rings:
             if not (self._unmapping or self._being_made):
                 self._is_making_rings = True
-                self._background.spawn(self._make_rings(self._rings.popleft()))
+                self._background.spawn(self._make_rings(self._report, self._rings.popleft()))
             return
         while not self._unmapping and len(self._being_made) < _AT_ONCE:
             slot_id = self._next()
             if slot_id is None:
                 return
             self._being_made.add(slot_id)
-            self._background.spawn(self._make(slot_id, *self._queued.pop(slot_id)))
+            self._background.spawn(self._make(self._report, slot_id, *self._queued.pop(slot_id)))
 
     def _next(self) -> int | None:
         awaited = next((s for s in self._queued if self._is_awaited(s)), None)
@@ -103,8 +103,10 @@ class SlotAllocator:
         self._spare = next(iter(self._queued), -1)
         return self._spare if self._queued else None
 
-    async def _make(self, slot_id: int, capacity_bytes: int, leave_bytes: int) -> None:
-        asker, create = self._report, self._memory.create
+    async def _make(
+        self, asker: Report, slot_id: int, capacity_bytes: int, leave_bytes: int
+    ) -> None:
+        create = self._memory.create
         file, reason = await self._create(create, slot_id, capacity_bytes, leave_bytes)
         self._being_made.discard(slot_id)
         fact: Fact = messages.SlotFailed(slot=slot_id, reason=reason)
@@ -113,8 +115,8 @@ class SlotAllocator:
             fact = messages.SlotCreated(slot=slot_id)
         self._settle(asker, fact, [slot_id])
 
-    async def _make_rings(self, needs: tuple[RingNeed, ...]) -> None:
-        asker, slot_ids = self._report, tuple(need.slot for need in needs)
+    async def _make_rings(self, asker: Report, needs: tuple[RingNeed, ...]) -> None:
+        slot_ids = tuple(need.slot for need in needs)
         made, reason = await self._create(self._memory.create_rings, needs)
         self._is_making_rings = False
         fact: Fact = messages.RingsFailed(slots=slot_ids, reason=reason)

@@ -69,7 +69,7 @@ class TrainerApi:
         self._traces: set[str] = set()
         self._numbers = itertools.count(1)
         self._reports = ReportJoiner(1, self.handle_joined)
-        executor.followers.connect(self)
+        executor.followers.dispatcher = self
 
     # ── connections ──────────────────────────────────────────────────────────────────────────────
 

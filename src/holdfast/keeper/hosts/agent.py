@@ -94,6 +94,8 @@ class HostAgent:
                 self.published.withdraw(slot)
                 self.allocator.remove(slot)
             case messages.GrantSlots():
+                for slot in fact.slots:  # its last writer has reported its end by itself
+                    self._watched.pop(slot, None)
                 published = self.published
                 grant_slots(fact, self._memory, published, self._writer_of, self._trainer_of)
             case messages.RecordLayout():

@@ -146,6 +146,11 @@ class FollowerSession(HostSession):
 class FollowerRegistry:
     """All reachable followers of this incarnation. Lives on the keeper's loop."""
 
+    dispatcher: TrainerDispatcher
+    """Handles the trainers of other hosts."""
+    handover: StateHandover
+    """Stores what followers report."""
+
     def __init__(
         self,
         coordinator: Coordinator,
@@ -159,7 +164,6 @@ class FollowerRegistry:
         self._carry_out = carry_out
         self._ring_freed = ring_freed
         self._superseded = superseded
-        self._dispatcher: TrainerDispatcher | None = None
         self._hosts: Sequence[m.HostEntry] = ()
         self._numbers: dict[str, int] = {}
         """Hosts that may connect, by name."""
@@ -170,14 +174,6 @@ class FollowerRegistry:
         """The layout that all hosts were last told to store."""
         self.parity_scheduler: ParityScheduler | None = None
         """Scheduler of parity for all hosts; None in a run on one host."""
-
-    def connect(self, dispatcher: TrainerDispatcher) -> None:
-        """Set the dispatcher for the trainers of other hosts."""
-        self._dispatcher = dispatcher
-
-    def set_handover(self, handover: StateHandover) -> None:
-        """Set the handover that stores what followers report."""
-        self._handover = handover
 
     def serve_own(
         self, agent: HostAgent, trainer_of: Callable[[int], TrainerConnection | None]
@@ -244,7 +240,7 @@ class FollowerRegistry:
         """Send the incarnation's parent to all followers: one of them may lead the next
         incarnation.
         """
-        current = self._handover.current()
+        current = self.handover.current()
         if current is not None:
             self.broadcast(current)
 
@@ -373,8 +369,8 @@ class FollowerRegistry:
         self._coordinator.attach(host, slots, attempts, inventory.next_number)
         self._coordinator.durability.add(inventory.order)
         follower.send(messages.RecordOrder(order=self._coordinator.durability.order))
-        follower.send(self._handover.attach_reply(attempts, inventory.incarnations))
-        current = self._handover.current()
+        follower.send(self.handover.attach_reply(attempts, inventory.incarnations))
+        current = self.handover.current()
         if current is not None:
             follower.send(current)
         if self.parity_scheduler is not None:
@@ -416,7 +412,7 @@ class FollowerRegistry:
             case messages.HostRequests() | messages.HostCaptured():
                 self._handle_joined(follower, fact)
             case messages.LayoutReply() | messages.IncarnationReply():
-                self._handover.store_reply(follower.name, fact)
+                self.handover.store_reply(follower.name, fact)
             case messages.Superseded(incarnation=n):
                 self._superseded(n)
             case messages.Stopping():
@@ -478,8 +474,7 @@ class FollowerRegistry:
             case messages.TrainerConnected(line=number, pid=pid, start=start) if trainer is None:
                 connection = ForwardedConnection(follower.line, number, SlotWriter(pid, start))
                 follower.trainers[number] = _Trainer(connection)
-                assert self._dispatcher is not None
-                self._dispatcher.connected(connection)
+                self.dispatcher.connected(connection)
             case messages.TrainerMessage(body=body) if trainer is not None:
                 self._queue(trainer, body)
             case messages.TrainerGone(line=number) if trainer is not None:
@@ -497,8 +492,8 @@ class FollowerRegistry:
             limits.validate_message(report, 0)
         found = [(follower.trainers.get(line), report) for line, report in reports.items()]
         known = [(trainer, report) for trainer, report in found if trainer is not None]
-        if self._dispatcher is not None and all(trainer.is_idle for trainer, _ in known):
-            self._dispatcher.handle_joined([(t.connection, report) for t, report in known])
+        if all(trainer.is_idle for trainer, _ in known):
+            self.dispatcher.handle_joined([(t.connection, report) for t, report in known])
             return
         for trainer, report in known:
             self._queue(trainer, report)
@@ -509,8 +504,7 @@ class FollowerRegistry:
 
     async def _talk(self, trainer: _Trainer) -> None:
         """Handle what is queued: of tens of thousands of trainers few say anything at once."""
-        dispatcher, connection = self._dispatcher, trainer.connection
-        assert dispatcher is not None
+        dispatcher, connection = self.dispatcher, trainer.connection
         trainer.is_handling, is_there = True, False
         try:
             while trainer.inbox:

@@ -1,0 +1,142 @@
+"""An agent carries out the same orders in the same way on the coordinator's host and on others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.coordinator.slots import SlotWriter
+from holdfast.format.manifest import AttemptId, ImageId
+from holdfast.keeper.arena_files import ArenaFiles
+from holdfast.keeper.hosts import messages
+from holdfast.keeper.hosts.agent import HostAgent, WriteService
+from holdfast.keeper.hosts.host_reports import to_column
+from holdfast.keeper.hosts.messages import Fact
+from holdfast.keeper.image_writer import HostWrite
+from holdfast.keeper.jobs import Background
+from holdfast.protocol import messages as m
+from holdfast.protocol.arena import PAGE_BYTES, SlotRecord, process_start
+from holdfast.storage.memory import MemoryStore
+from support.runs.keepers import RUN
+
+ME = SlotWriter(os.getpid(), process_start(os.getpid()))
+OF = AttemptId(1, 7, "a", 1, "l")
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.heard: list[m.Message] = []
+
+    def send(self, message: m.Message) -> None:
+        self.heard.append(message)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.002)
+
+
+def agent_of(arena: Path) -> HostAgent:
+    background = Background()
+    memory = ArenaFiles(arena, RUN)
+    agent = HostAgent(memory, background)
+    agent.writes = WriteService(memory, MemoryStore(), background)
+    return agent
+
+
+def grant(state: str = "writing") -> messages.GrantSlots:
+    return messages.GrantSlots(
+        record=SlotRecord(state=state, incarnation=1, step=7, attempt="a", world=1, layout="l"),
+        lines=(5,),
+        ranks=(0,),
+        slots=(3,),
+        ring_bytes=to_column([0]),
+        request_number=to_column([1]),
+        durable=False,
+        compare=None,
+    )
+
+
+@pytest.mark.parametrize("is_far", [False, True])
+def test_an_agent_does_and_reports_the_same_for_a_coordinator_here_and_elsewhere(
+    arena_dir: Path, is_far: bool
+) -> None:
+    told: list[Fact] = []
+    trainer: Any = Trainer()
+
+    def report(fact: Fact) -> None:
+        told.append(messages.from_follower(messages.pack(fact)) if is_far else fact)
+
+    async def play() -> None:
+        agent = agent_of(arena_dir)
+        agent.serve(report, {5: ME}.get, {5: trainer}.get)
+
+        def order(fact: Fact) -> None:
+            agent.do(messages.from_coordinator(messages.pack(fact)) if is_far else fact)
+
+        order(messages.CreateSlot(slot=3, capacity_bytes=PAGE_BYTES, leave_bytes=0))
+        await until(lambda: bool(told))
+        assert told.pop() == messages.SlotCreated(slot=3)
+        order(grant())
+        (granted,) = trainer.heard
+        assert isinstance(granted, m.Grant) and granted.attempt == "a"
+        file = agent._memory.files[3]
+        record = file.read_record()
+        assert record is not None and (record.rank, record.writer_pid) == (0, ME.pid)
+        job = HostWrite("a", OF.generation, b"", agent.writes.images(write_order(), report), "d")
+        agent.writes.begin(job)
+        agent.writes.copied("a", 0, 100)
+        image = ImageId(0, PAGE_BYTES, "1" * 16, "2" * 16)
+        agent.sealed(OF, [(3, image)], is_ring=False)
+        assert job.images[0].header_xxh3 == "1" * 16
+        agent.writes.end(job)
+        order(messages.WatchWriter(slot=3, attempt="a", pid=ME.pid, start=ME.start))
+        agent.tick()
+        assert told == []  # it may write still
+        order(grant())
+        assert not agent._watched  # nor is a slot watched for an earlier attempt
+        order(messages.WatchWriter(slot=3, attempt="a", pid=ME.pid, start=ME.start + 1))
+        agent.tick()
+        assert told.pop() == messages.WriterGone(slot=3, attempt="a")
+        order(messages.SizeImages(layout="unknown", ranks=(0,)))
+        planned = told.pop()
+        assert isinstance(planned, messages.ImagesPlanned) and "unknown" in planned.reason
+        order(messages.DeleteSlot(slot=3))
+        assert not agent._memory.slot_path(3).exists()
+
+    asyncio.run(play())
+
+
+def write_order() -> messages.WriteImage:
+    image = messages.ImageOrder(
+        slot=3, image=ImageId(0, PAGE_BYTES, "", ""), ring_bytes=0, is_sealed=False
+    )
+    return messages.WriteImage(directory="d", attempt_id=OF, images=(image,))
+
+
+@pytest.mark.promise
+def test_memory_made_for_a_coordinator_that_decides_no_more_is_given_back(
+    arena_dir: Path,
+) -> None:
+    """The same coordinator may decide again: what it ordered before counts for nothing."""
+    told: list[Fact] = []
+
+    async def play() -> None:
+        agent = agent_of(arena_dir)
+        agent.serve(told.append)
+        agent.do(messages.CreateSlot(slot=3, capacity_bytes=PAGE_BYTES, leave_bytes=0))
+        agent.serve(told.append)
+        await until(lambda: not agent.allocator._being_made and not agent.allocator._unmapping)
+        assert told == [] and not agent._memory.slot_path(3).exists()
+        assert agent._memory.files == {}
+        agent.do(messages.CreateSlot(slot=4, capacity_bytes=PAGE_BYTES, leave_bytes=0))
+        await until(lambda: bool(told))
+        assert told == [messages.SlotCreated(slot=4)]
+
+    asyncio.run(play())
