@@ -23,6 +23,7 @@ from pathlib import Path
 from benchmarks.fleet.losses import Losses, racks
 from benchmarks.fleet.meter import Hold, Meter, holds_in, report_all_holds
 from benchmarks.fleet.players import PlayedHost
+from benchmarks.fleet.relay import Relay
 from benchmarks.fleet.run import Fleet
 from benchmarks.fleet.trainers import Host
 from benchmarks.kit import markdown, processes
@@ -36,13 +37,15 @@ SETTLED_S = 1.0
 
 def make(root: Path, options: Namespace) -> Fleet:
     """The hosts of the run: those that are real are one group of parity, if some are played."""
+    fleet = Fleet(root, leaves=options.leaves, ranks=options.ranks)
+    if options.delay:
+        fleet.delay = Relay(options.delay, options.loss)
     if options.real >= options.hosts:
-        fleet = Fleet(root, leaves=options.leaves, ranks=options.ranks, parity=options.parity)
+        fleet.parity = options.parity
         for number, rack in enumerate(racks(options.hosts)):
             address = f"127.0.{number // 200 + 1}.{number % 200 + 1}"
             fleet.hosts.append(Host(fleet, f"n{number:05}", address, rack))
         return fleet
-    fleet = Fleet(root, leaves=options.leaves, ranks=options.ranks)
     stride = options.hosts // options.real
     for number in range(options.hosts):
         name, rack = f"n{number:05}", f"rack{number // RACK:04}"
@@ -247,8 +250,8 @@ def shown_holds(holds: Sequence[Hold], ticks: float) -> str:
     )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """1 where a save came to nothing that should not."""
+def options_of(arguments: Sequence[str]) -> Namespace:
+    """What is asked for."""
     parser = Parser("fleet", __doc__, quick="128 hosts", quick_settings={"hosts": 128, "saves": 2})
     parser.add_argument("--hosts", type=int, default=2048, help="how many (2048)")
     parser.add_argument("--real", type=int, default=8, help="how many have real keepers (8)")
@@ -256,24 +259,29 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--leaves", type=int, default=16, help="of the state (16)")
     parser.add_argument("--saves", type=int, default=5, help="of each kind (5)")
     parser.add_argument("--parity", type=int, default=2, help="where all keepers are real (2)")
-    options = parser.parse(arguments)
+    parser.add_argument("--delay", type=float, default=0, help="of the network, in s, each way (0)")
+    parser.add_argument("--loss", type=float, default=0, help="of all packets, with --delay (0)")
+    return parser.parse(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """1 where a save came to nothing that should not."""
+    options = options_of(arguments)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="holdfast-bench-") as directory:
         os.environ["HOLDFAST_ARENA_DIR"] = f"{directory}/arena"
         os.environ["PYTHONPATH"] = report_all_holds(Path(directory, "changes"))
         fleet = make(Path(directory, "root"), options)
-        are_real = not fleet.played
-        story = Losses(fleet, options.saves) if are_real else Story(fleet, options.saves)
+        story = story_of(fleet, options)
         began_s = time.monotonic()
         try:
             asyncio.run(told(story))
         finally:
             processes.end_descendants(0)
             holds = holds_in(fleet.root)
-            print(
-                f"{options.hosts} hosts, {options.leaves} leaves:\n\n{shown(story.meter, holds)}\n"
-            )
+            print(f"{options.hosts} hosts, {options.ranks} ranks each, {options.leaves} leaves:\n")
+            print(f"{shown(story.meter, holds)}\n")
             if isinstance(story, Story):
                 print(f"{shown_traffic(story, options.hosts)}\n")
             ticks = (time.monotonic() - began_s) / 0.1 * len(fleet.hosts)
@@ -281,6 +289,11 @@ def main(arguments: Sequence[str]) -> int:
     for reason in fleet.aborted:
         print(f"came to nothing: {reason}", file=sys.stderr)
     return int(bool(fleet.aborted))
+
+
+def story_of(fleet: Fleet, options: Namespace) -> Story | Losses:
+    """What this run lives through."""
+    return Story(fleet, options.saves) if fleet.played else Losses(fleet, options.saves)
 
 
 async def told(story: Story | Losses) -> None:

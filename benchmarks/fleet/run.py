@@ -87,17 +87,12 @@ class Fleet:
 
     run, secret = "fleet", b"a secret of this benchmark alone"
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        leaves: int,
-        ranks: int = 8,
-        parity: int = 0,
-        delay: Relay | None = None,
-    ) -> None:
+    def __init__(self, root: Path, *, leaves: int, ranks: int = 8) -> None:
         commit.open_root(LocalStore(root), self.run)
-        self.root, self.leaves, self.parity, self.delay = root, leaves, parity, delay
+        self.root, self.leaves = root, leaves
+        self.parity = 0
+        self.delay: Relay | None = None
+        """The way of the others to the coordinator, if it is a long one."""
         self.per_host = ranks
         self.hosts: list[Host] = []
         self.played: list[PlayedHost] = []
