@@ -30,9 +30,6 @@ from benchmarks.kit import markdown, processes
 from benchmarks.kit.options import Parser
 
 RACK = 16
-#: What the keeper does when nobody asks for anything is watched for so long.
-IDLE_S = 5.0
-SETTLED_S = 1.0
 
 
 def make(root: Path, options: Namespace) -> Fleet:
@@ -59,8 +56,8 @@ def make(root: Path, options: Namespace) -> Fleet:
 class Story:
     """One life of a run, and what its coordinator used in each phase."""
 
-    def __init__(self, fleet: Fleet, saves: int) -> None:
-        self.fleet, self.saves = fleet, saves
+    def __init__(self, fleet: Fleet, saves: int, settled_s: float) -> None:
+        self.fleet, self.saves, self.settled_s = fleet, saves, settled_s
         self.meter = Meter()
         self.traffic: dict[str, Counter[str]] = {}
         self.last_ask: list[tuple[float, float]] = []
@@ -100,7 +97,7 @@ class Story:
         for _ in range(3):
             await fleet.save()
             await self.protected()
-            await asyncio.sleep(SETTLED_S)  # slots are made ahead of need
+            await asyncio.sleep(self.settled_s)  # slots are made ahead of need
 
     async def saving(self) -> None:
         """Steady saves, one whose last host is late, one that is stored, and none."""
@@ -110,12 +107,13 @@ class Story:
             fleet.traffic.clear()
             with meter.phase("steady save"):
                 await fleet.save()
-                await asyncio.sleep(SETTLED_S)
+                await asyncio.sleep(self.settled_s)
         self.traffic["steady save"] = Counter(fleet.traffic)
         for _ in range(self.saves):
             await self.last_host_late()
-        with meter.phase(f"nothing, for {IDLE_S:g} s"):
-            await asyncio.sleep(IDLE_S)
+        idle_s = 5 * self.settled_s
+        with meter.phase(f"nothing, for {idle_s:g} s"):
+            await asyncio.sleep(idle_s)
         with meter.phase("durable save"):
             save = await fleet.save(durable=True)
             await save.stored.wait()
@@ -127,7 +125,7 @@ class Story:
         request = fleet.request()
         for asks in fleet.asks()[:-1]:
             asks(request)
-        await asyncio.sleep(SETTLED_S)
+        await asyncio.sleep(self.settled_s)
         began_s, used_s = time.monotonic(), meter.loop_s()
         fleet.asks()[-1](request)
         save = fleet.save_now
@@ -179,7 +177,7 @@ class Story:
         with meter.phase("a rack is lost"):
             for played in lost:
                 played.stop()
-            await asyncio.sleep(SETTLED_S)
+            await asyncio.sleep(self.settled_s)
         fleet.played = [played for played in fleet.played if played not in lost]
         parent, pin = (fleet.incarnation, fleet.save_now.step), fleet.save_now.attempt
         await fleet.announce()
@@ -192,7 +190,7 @@ class Story:
             await fleet.adopt(parent, pin)
             while fleet.traffic["RebuildComplete"] < len(lost) * fleet.per_host:
                 await asyncio.sleep(0.02)
-            await asyncio.sleep(SETTLED_S)
+            await asyncio.sleep(self.settled_s)
         await fleet.tell_tables()
         with meter.phase("after the loss: first save"):
             await fleet.save()
@@ -259,6 +257,7 @@ def options_of(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--leaves", type=int, default=16, help="of the state (16)")
     parser.add_argument("--saves", type=int, default=5, help="of each kind (5)")
     parser.add_argument("--parity", type=int, default=2, help="where all keepers are real (2)")
+    parser.add_argument("--settled", type=float, default=1, help="seconds between phases (1)")
     parser.add_argument("--delay", type=float, default=0, help="of the network, in s, each way (0)")
     parser.add_argument("--loss", type=float, default=0, help="of all packets, with --delay (0)")
     return parser.parse(arguments)
@@ -293,7 +292,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def story_of(fleet: Fleet, options: Namespace) -> Story | Losses:
     """What this run lives through."""
-    return Story(fleet, options.saves) if fleet.played else Losses(fleet, options.saves)
+    if fleet.played:
+        return Story(fleet, options.saves, options.settled)
+    return Losses(fleet, options.saves)
 
 
 async def told(story: Story | Losses) -> None:

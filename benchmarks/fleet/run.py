@@ -16,7 +16,7 @@ import msgspec
 
 from benchmarks.fleet.players import VALUES, PlayedHost
 from benchmarks.fleet.relay import Relay
-from benchmarks.fleet.trainers import PATIENCE_S, Host
+from benchmarks.fleet.trainers import PATIENCE_S, Host, kill
 from holdfast.geometry.layout import Instance, LeafEntry, Mesh, Placement, table_hash, table_to_json
 from holdfast.persist import commit
 from holdfast.protocol import messages as m
@@ -241,9 +241,10 @@ class Fleet:
         return save
 
     def end(self) -> None:
-        """All hang up."""
+        """All hang up, and the real keepers are killed."""
         for host in self.hosts:
             host.hang_up()
+            kill(host.pid)
         for played in self.played:
             played.stop()
 

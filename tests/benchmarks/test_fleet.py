@@ -27,8 +27,8 @@ PLANS_ALL = """
                 self.carry_out(planned)
     Executor.carry_out = plan_all
 """
-#: No loop may be held for so long by a save; a busy machine holds it for less.
-MOST_HELD_S = 0.4
+#: What the loop of the coordinator may use of a processor for a first save, in the run below.
+MOST_S = 0.3
 
 
 @pytest.fixture
@@ -39,10 +39,6 @@ def fleet(importable: None) -> ModuleType:
 @pytest.fixture
 def meter(importable: None) -> ModuleType:
     return importlib.import_module("benchmarks.fleet.meter")
-
-
-def changed(meter: ModuleType, directory: Path, patch: pytest.MonkeyPatch, change: str) -> None:
-    patch.setenv("PYTHONPATH", meter.report_all_holds(directory / "changes", change))
 
 
 def told(fleet: ModuleType, root: Path, *arguments: str) -> Any:
@@ -69,12 +65,6 @@ def first_save(fleet: ModuleType, root: Path, *arguments: str) -> Any:
     return story
 
 
-def longest_hold(meter: ModuleType, root: Path, host: str, since_s: float) -> float:
-    holds = meter.holds_in(root)
-    there = [each.held_s for each in holds if each.host == host and each.ended_s > since_s]
-    return max(there, default=0.0)
-
-
 @pytest.mark.promise
 def test_real_keepers_lose_keepers_hosts_and_the_coordinator_and_nothing_of_the_state(
     fleet: ModuleType, tmp_path: Path
@@ -94,30 +84,27 @@ def test_a_rack_of_real_keepers_is_lost_with_the_coordinator_and_nothing_of_the_
     told(fleet, tmp_path, "--hosts", "32", "--real", "32", *few, *way)
 
 
-PLANNED = ("--hosts", "4", "--real", "4", "--ranks", "16", "--leaves", "1000", "--saves", "0")
+def work_of_first_save(fleet: ModuleType, root: Path) -> float:
+    """Processor time of the coordinator's loop."""
+    planned = ("--hosts", "4", "--real", "4", "--ranks", "16", "--leaves", "2000")
+    story = first_save(fleet, root, *planned, "--saves", "0", "--parity", "0")
+    assert story.fleet.save_now.is_complete
+    (found,) = (each.loop_s for each in story.meter.found if each.phase.endswith("first save"))
+    return float(found)
 
 
-def held_by_the_first_save(
-    fleet: ModuleType, meter: ModuleType, root: Path, *arguments: str
-) -> float:
-    story = first_save(fleet, root, *arguments, "--parity", "0")
-    before = next(each for each in story.meter.found if each.phase.endswith("attach and join"))
-    found: float = longest_hold(meter, root, "n00000", before.ended_s)
-    return found
-
-
-def test_the_first_save_under_a_new_layout_holds_up_no_coordinator(
-    fleet: ModuleType, meter: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_first_save_under_a_new_layout_is_little_work_for_the_coordinator(
+    fleet: ModuleType, tmp_path: Path
 ) -> None:
-    changed(meter, tmp_path, monkeypatch, "")
-    assert held_by_the_first_save(fleet, meter, tmp_path / "root", *PLANNED) < MOST_HELD_S
+    assert work_of_first_save(fleet, tmp_path) < MOST_S
 
 
 def test_a_coordinator_that_plans_the_images_of_all_ranks_is_found_out(
     fleet: ModuleType, meter: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed(meter, tmp_path, monkeypatch, PLANS_ALL)
-    assert held_by_the_first_save(fleet, meter, tmp_path / "root", *PLANNED) > MOST_HELD_S
+    monkeypatch.setenv("PYTHONPATH", meter.report_all_holds(tmp_path / "changes", PLANS_ALL))
+    assert work_of_first_save(fleet, tmp_path / "root") > MOST_S
+    assert max(hold.held_s for hold in meter.holds_in(tmp_path / "root")) > MOST_S / 2
 
 
 LARGE = ("--hosts", "64", "--real", "64", "--leaves", "3000", "--saves", "0", "--parity", "0")
@@ -137,7 +124,8 @@ def test_the_first_save_of_64_hosts_with_3000_leaves_is_captured(
 def test_played_hosts_attach_save_and_are_attached_again_and_images_of_lost_ones_are_made_anew(
     fleet: ModuleType, tmp_path: Path
 ) -> None:
-    story = told(fleet, tmp_path, "--hosts", "64", "--ranks", "2", "--saves", "1")
+    few = ("--ranks", "2", "--saves", "1", "--settled", "0.1")
+    story = told(fleet, tmp_path, "--hosts", "64", *few)
     traffic = story.traffic["steady save"]
     for kind in ("HostRequests", "GrantSlots", "HostCaptured", "SlotsSealed", "ForwardMessage"):
-        assert traffic[kind] == len(story.fleet.table) - 8, "one of a host and phase"
+        assert traffic[kind] == 64 - 8, "one of a host and phase"
