@@ -18,6 +18,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.fleet.losses import Losses, racks
@@ -26,10 +27,20 @@ from benchmarks.fleet.players import PlayedHost
 from benchmarks.fleet.relay import Relay
 from benchmarks.fleet.run import Fleet
 from benchmarks.fleet.trainers import Host
-from benchmarks.kit import markdown, processes
+from benchmarks.kit import machine, markdown, processes, results
 from benchmarks.kit.options import Parser
 
 RACK = 16
+MANY = results.Section(
+    "Many hosts",
+    "`python -m benchmarks fleet`: what a run of very many hosts costs its coordinator, over real\n"
+    "sockets. A few hosts have real keepers, the others are played.",
+)
+REAL = results.Section(
+    "Hosts and racks are lost",
+    "`python -m benchmarks fleet --hosts 64 --real 64`: real keepers, of which some are killed;\n"
+    "hosts and a rack are lost. After each, everything captured is compared bit for bit.",
+)
 
 
 def make(root: Path, options: Namespace) -> Fleet:
@@ -201,7 +212,7 @@ async def _until_not(event: asyncio.Event) -> None:
         await asyncio.sleep(0.05)
 
 
-def shown(meter: Meter, holds: Sequence[Hold]) -> str:
+def shown_use(meter: Meter, holds: Sequence[Hold]) -> str:
     """The table of what the coordinator's keeper used, and how long the loop of any was held."""
     rows, since_s = [], 0.0
     for usage in meter.found:
@@ -239,13 +250,19 @@ def shown_traffic(story: Story, hosts: int) -> str:
     return "\n\n".join(parts)
 
 
-def shown_holds(holds: Sequence[Hold], ticks: float) -> str:
-    """How often loops were held, and how long."""
+def shown(story: Story | Losses, options: Namespace, ticks: float) -> str:
+    """All tables."""
+    holds = holds_in(story.fleet.root)
+    parts = [f"{options.hosts} hosts, {options.ranks} ranks each, {options.leaves} leaves:"]
+    parts.append(shown_use(story.meter, holds))
+    if isinstance(story, Story):
+        parts.append(shown_traffic(story, options.hosts))
     longest = max((hold.held_s for hold in holds), default=0.0)
-    return (
+    parts.append(
         f"Loops were held for more than 50 ms {len(holds)} times in {ticks:.0f} ticks of all real "
-        f"keepers, {longest:.3f} s at most."
+        f"keepers, {longest:.2f} s at most."
     )
+    return "\n\n".join(parts)
 
 
 def options_of(arguments: Sequence[str]) -> Namespace:
@@ -260,6 +277,7 @@ def options_of(arguments: Sequence[str]) -> Namespace:
     parser.add_argument("--settled", type=float, default=1, help="seconds between phases (1)")
     parser.add_argument("--delay", type=float, default=0, help="of the network, in s, each way (0)")
     parser.add_argument("--loss", type=float, default=0, help="of all packets, with --delay (0)")
+    parser.add_document()
     return parser.parse(arguments)
 
 
@@ -278,13 +296,16 @@ def main(arguments: Sequence[str]) -> int:
             asyncio.run(told(story))
         finally:
             processes.end_descendants(0)
-            holds = holds_in(fleet.root)
-            print(f"{options.hosts} hosts, {options.ranks} ranks each, {options.leaves} leaves:\n")
-            print(f"{shown(story.meter, holds)}\n")
-            if isinstance(story, Story):
-                print(f"{shown_traffic(story, options.hosts)}\n")
             ticks = (time.monotonic() - began_s) / 0.1 * len(fleet.hosts)
-            print(shown_holds(holds, ticks))
+            text = shown(story, options, ticks)
+            print(text)
+        if options.document:
+            facts = machine.facts(Path(directory), ("msgspec",))
+            found = {"phases": [asdict(usage) for usage in story.meter.found]}
+            name, section = ("fleet", MANY) if fleet.played else ("fleet-losses", REAL)
+            text = f"{markdown.heading(facts, is_short=True)}\n\n{text}"
+            kind = f"{name}-{options.hosts}"
+            results.keep(kind, facts, found, text, document=True, block=name, section=section)
     for reason in fleet.aborted:
         print(f"came to nothing: {reason}", file=sys.stderr)
     return int(bool(fleet.aborted))

@@ -89,27 +89,16 @@ def test_a_square_is_found_out(scale: ModuleType) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_up_to_65536_ranks_messages_and_bytes_grow_with_their_number(scale: ModuleType) -> None:
-    sizes = (256, 4096, 65536)
-    found = {ranks: asyncio.run(scale.measure(ranks, 16, 1)) for ranks in sizes}
-    for phase in (what for what in found[sizes[0]] if " in" in what or " out" in what):
-        b = scale.fitted([(ranks, found[ranks][phase]) for ranks in sizes])
-        assert b <= MOST, f"{phase} grows with N^{b:.2f}"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_up_to_4096_ranks_the_work_of_everything_grows_with_their_number(
+@pytest.mark.timeout(1800)
+def test_up_to_65536_ranks_work_messages_and_bytes_grow_with_their_number(
     scale: ModuleType,
 ) -> None:
-    check_work(scale, (256, 1024, 4096))
+    check_work(scale, (256, 4096, 65536))
 
 
 @pytest.mark.slow
-def test_the_script_prints_each_size_and_the_exponents(
-    bench: Any,
-) -> None:
+def test_the_script_prints_each_size_and_the_exponents(bench: Any, scale: ModuleType) -> None:
     ended: CompletedProcess[str] = bench("scale", "--ranks", "64", "128", "--saves", "1")
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("\n| ") == 5 and "| b |" in ended.stdout
+    of_kinds = 2 + len(scale.PER_HOST)
+    assert ended.stdout.count("\n| ") == 5 + of_kinds and "| b |" in ended.stdout
