@@ -27,6 +27,11 @@ PLANS_ALL = """
                 self.carry_out(planned)
     Executor.carry_out = plan_all
 """
+#: A coordinator that has no lost image decoded.
+NOTHING_ANEW = """
+    from holdfast.keeper.parity.rebuild import RebuildCoordinator
+    RebuildCoordinator.begin = lambda *_: None
+"""
 #: What the loop of the coordinator may use of a processor for a first save, in the run below.
 MOST_S = 0.3
 
@@ -65,13 +70,25 @@ def first_save(fleet: ModuleType, root: Path, *arguments: str) -> Any:
     return story
 
 
+SMALL = ("--hosts", "4", "--real", "4", "--ranks", "2", "--leaves", "8", "--saves", "0")
+
+
 @pytest.mark.promise
 def test_real_keepers_lose_keepers_hosts_and_the_coordinator_and_nothing_of_the_state(
     fleet: ModuleType, tmp_path: Path
 ) -> None:
     """After each save and each loss, what all ranks captured is compared bit for bit."""
-    small = ("--ranks", "2", "--leaves", "8", "--saves", "0", "--parity", "1")
-    told(fleet, tmp_path, "--hosts", "4", "--real", "4", *small)
+    told(fleet, tmp_path, *SMALL, "--parity", "1")
+
+
+def test_a_lost_image_that_nobody_makes_anew_is_found_out(
+    fleet: ModuleType, meter: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = meter.report_all_holds(tmp_path / "changes", NOTHING_ANEW)
+    monkeypatch.setenv("PYTHONPATH", change)
+    monkeypatch.setattr(importlib.import_module("benchmarks.fleet.losses"), "ANEW_S", 3)
+    with pytest.raises(AssertionError, match="are lost of"):
+        told(fleet, tmp_path / "root", *SMALL, "--parity", "1")
 
 
 @pytest.mark.slow
