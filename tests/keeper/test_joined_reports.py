@@ -206,6 +206,9 @@ def test_a_trainer_that_makes_no_sense_is_hung_up_on_once_and_never_heard_again(
             await asyncio.sleep(0)
             handled.append(type(message).__name__)
 
+        def handle_joined(self, reports: Any) -> None:
+            raise NotImplementedError
+
         def connected(self, _: Any) -> None:
             handled.append("connected")
 
